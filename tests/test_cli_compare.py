@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import samples
-from commands import llmctl
+from commands import printed, ran, refused
 from said import says
 
 from toolkit.cli.output import COLUMNS, ROWS, FigurePanel, bars, chart, draw
@@ -23,51 +23,40 @@ from toolkit.traces.write import write_trace
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> list[object]:
+def stage(tmp_path, monkeypatch) -> str:
     """The words that name a small trace, and a fit for it."""
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 100, 80) for _ in range(2)]
     trace = Trace(np.cumsum(rng.exponential(0.05, 80)), *lengths, np.zeros(80, np.int64))
-    write_trace(trace, tmp_path / "trace.jsonl")
-    write_file(samples.fit(), tmp_path / "fit.json")
-    files = ["--trace", tmp_path / "trace.jsonl", "--fit", tmp_path / "fit.json"]
-    return ["compare", *files, "--max-new-tokens", "256"]
+    write_trace(trace, Path("trace.jsonl"))
+    write_file(samples.fit(), Path("fit.json"))
+    return "--trace trace.jsonl --fit fit.json --max-new-tokens 256"
 
 
 @pytest.mark.slow
 def test_a_run_is_what_simulate_gives(stage, capsys):
-    words = [
-        "--policies",
-        "slice,past-future",
-        "--sla",
-        "ttft_p99_s=1",
-        "--set",
-        "past-future.reserve=0.2",
-        "--json",
-    ]
-    assert llmctl(*stage, *words) == 0
-    found = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    words = "--policies slice,past-future --sla ttft_p99_s=1 --set past-future.reserve=0.2"
+    runs = printed(capsys, f"compare {stage} {words}")["runs"]
+    found = {run["policy"]: run for run in runs}
     assert found["past-future"]["parameters"]["reserve"] == 0.2
     fit = samples.fit()
-    trace = read_trace(stage[2])[0]
+    trace = read_trace(Path("trace.jsonl"))[0]
     for name, run in found.items():
         policy = policy_for(fit, name, {"reserve": 0.2} if name == "past-future" else {})
-        assert run["metrics"] == simulate(trace, policy, make_world(fit, {})).metrics(
-            {"ttft_p99_s": 1.0}
-        )
+        result = simulate(trace, policy, make_world(fit, {}))
+        assert run["metrics"] == result.metrics({"ttft_p99_s": 1.0})
 
 
 @pytest.mark.slow
 def test_by_default_all_but_the_oracles_run(stage, capsys):
-    assert llmctl(*stage, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {run["policy"] for run in found["runs"]} == POLICIES.keys() - ORACLES
-    assert all(run["servable"] for run in found["runs"])
+    runs = printed(capsys, f"compare {stage}")["runs"]
+    assert {run["policy"] for run in runs} == POLICIES.keys() - ORACLES
+    assert all(run["servable"] for run in runs)
 
 
 def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
-    assert llmctl(*stage, "--policies", "fcfs,past-future-oracle") == 0
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, f"compare {stage} --policies fcfs,past-future-oracle")
     assert max(map(len, out.splitlines())) <= 80
     assert "past-future-oracle *" in out
     said = " ".join(out.split())
@@ -78,18 +67,8 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
 
 
 def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
-    words = [
-        "--policies",
-        "sequence,past-future,slice",
-        "--rate",
-        "40,10",
-        "--rate",
-        "160",
-        "--sla",
-        "e2e_p99_s=1",
-    ]
-    assert llmctl(*stage, *words, "--json") == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    words = "--policies sequence,past-future,slice --rate 40,10 --rate 160 --sla e2e_p99_s=1"
+    runs = printed(capsys, f"compare {stage} {words}")["runs"]
     assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
     keys = [
         (run["rate_rps"], -run["metrics"]["goodput_rps"], run["metrics"]["e2e_mean_s"])
@@ -98,10 +77,10 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
     assert keys == sorted(keys)
 
 
-@pytest.mark.parametrize("words", [[], ["--rate", "10,20"]])
+@pytest.mark.parametrize("words", ["", "--rate 10,20"])
 def test_every_plot_fits_the_terminal(words, stage, capsys):
-    assert llmctl(*stage, "--policies", "fcfs,slice", "--sla", "ttft_p99_s=9", *words) == 0
-    out = capsys.readouterr().out
+    line = f"compare {stage} --policies fcfs,slice --sla ttft_p99_s=9 {words}"
+    out = ran(capsys, line).out
     assert "goodput, requests/s" in out
     assert "a fcfs  b slice" in out or "a slice  b fcfs" in out
     assert max(map(len, out.splitlines())) <= 80
@@ -110,54 +89,36 @@ def test_every_plot_fits_the_terminal(words, stage, capsys):
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        (["--policies", "slic"], "there is no policy 'slic'", "did you mean 'slice'?"),
+        ("--policies slic", "there is no policy 'slic'", "did you mean 'slice'?"),
+        ("--set fcfs.x=1", "--set fcfs.x: policy 'fcfs' is not among", "valid: slice"),
+        ("--set slice.x=1", "policy 'slice' has no parameter 'x'", "valid: "),
+        ("--rate fast", "--rate fast: not a number", "for example"),
+        ("--rate -1", "a rate of -1 requests/s is not possible", "give a rate from"),
         (
-            ["--policies", "slice", "--set", "fcfs.x=1"],
-            "--set fcfs.x: policy 'fcfs' is not among",
-            "valid: slice",
-        ),
-        (
-            ["--policies", "slice", "--set", "slice.x=1"],
-            "policy 'slice' has no parameter 'x'",
-            "valid: ",
-        ),
-        (["--policies", "slice", "--rate", "fast"], "--rate fast: not a number", "for example"),
-        (
-            ["--policies", "slice", "--rate", "-1"],
-            "a rate of -1 requests/s is not possible",
-            "give a rate from",
-        ),
-        (
-            ["--policies", "slice", "--columns", "goodput", "--sla", "ttft_p99_s=1"],
+            "--columns goodput --sla ttft_p99_s=1",
             "there is no metric 'goodput'",
             "did you mean 'goodput_rps'",
         ),
         (
-            ["--policies", "slice", "--columns", "goodput_rps"],
+            "--columns goodput_rps",
             "there is no metric 'goodput_rps'",
             "it needs targets, such as --sla ttft_p99_s=2",
         ),
+        ("--policies ,", "--policies ',': the list is empty", ""),
+        ("--rate ,", "--rate ',': the list is empty", ""),
+        ("--columns ,", "--columns ',': the list is empty", ""),
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(words, error, hint, stage, capsys):
-    assert llmctl(*stage, *words) == 2
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "hint"))
-    ]
-    assert error in lines[0]
-    assert lines[1].startswith(f"hint: {hint}")
+    said = refused(capsys, f"compare {stage} --policies slice {words}")
+    assert error in said[0]
+    assert said[1].startswith(f"hint: {hint}")
 
 
 def test_chosen_columns_are_shown(stage, capsys):
-    assert (
-        llmctl(*stage, "--policies", "slice", "--columns", "pad_tokens_per_request,rounds,batches")
-        == 2
-    )
-    assert (
-        llmctl(*stage, "--policies", "slice,fcfs", "--columns", "pad_tokens_per_request,rounds")
-        == 0
-    )
-    out = capsys.readouterr().out
+    columns = "pad_tokens_per_request,rounds"
+    assert refused(capsys, f"compare {stage} --policies slice --columns {columns},batches")
+    out = ran(capsys, f"compare {stage} --policies slice,fcfs --columns {columns}").out
     assert "tokens per request" in out
     (row,) = [line for line in out.splitlines() if line.startswith(" slice") and "#" not in line]
     assert row.split()[-1] == "-"  # a policy of static batches has no rounds
@@ -171,8 +132,7 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(comparison, "compare", interrupted)
-    assert llmctl(*stage, "--policies", "slice,fcfs", "--json") == 130
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, f"compare {stage} --policies slice,fcfs --json", code=130)
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
@@ -188,19 +148,15 @@ def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
         return real(trace, policy, world)
 
     monkeypatch.setattr(comparison, "simulate", stalls)
-    assert llmctl(*stage, "--policies", "slice,fcfs") == 0
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, f"compare {stage} --policies slice,fcfs")
     assert says(err, "slice", "5 wait")
     assert " slice " in out
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
-    stage, capsys, monkeypatch, tmp_path
-):
+def test_without_matplotlib_a_picture_is_refused_before_anything_runs(stage, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(comparison, "compare", lambda *args: pytest.fail("it ran"))
-    assert llmctl(*stage, "--png", tmp_path / "x.png") == 2
-    error, hint = capsys.readouterr().err.splitlines()
+    error, hint = refused(capsys, f"compare {stage} --png x.png")
     assert says(error, "--png", "matplotlib")
     assert says(hint, "llmctl-toolkit[plot]")
 
@@ -236,86 +192,42 @@ def test_a_curve_runs_from_corner_to_corner():
 
 def test_a_log_axis_leaves_out_what_has_no_logarithm():
     assert chart({"a": ([0.0], [1.0])}, x_name="x", log_x=True) == []
-    assert (
-        chart({"a": ([0.0, 1.0, 100.0], [0.0, 1.0, 2.0])}, x_name="x", log_x=True)[
-            ROWS + 1
-        ].split()[0]
-        == "1"
-    )
-
-
-@pytest.mark.parametrize("option", ["--policies", "--rate", "--columns"])
-def test_an_empty_list_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        llmctl(
-            "compare",
-            "--fit",
-            "unit-step",
-            "--policies",
-            "fcfs",
-            "--trace",
-            "bursty-small",
-            option,
-            ",",
-        )
-        == 2
-    )
-    assert f"{option} ',': the list is empty" in capsys.readouterr().err
+    lines = chart({"a": ([0.0, 1.0, 100.0], [0.0, 1.0, 2.0])}, x_name="x", log_x=True)
+    assert lines[ROWS + 1].split()[0] == "1"
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_a_negative_seed_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl(command, "--fit", "unit-step", "--seed", "-1") == 2
-    assert "'--seed'" in capsys.readouterr().err
+def test_a_negative_seed_is_refused(command, capsys):
+    assert "'--seed'" in refused(capsys, f"{command} --fit unit-step --seed -1")[0]
 
 
-def test_extrapolation_is_noted_once_with_the_share_of_each_policy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_file(samples.fit(), tmp_path / "fit.json")
-    many = Trace(
-        np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, dtype=np.int64), "burst"
-    )
-    write_trace(many, tmp_path / "burst.jsonl")
-    words = [
-        "--fit",
-        tmp_path / "fit.json",
-        "--trace",
-        tmp_path / "burst.jsonl",
-        "--policies",
-        "aggressive,slice",
-    ]
-    words += ["--max-new-tokens", "256"]
-    assert llmctl("compare", *words) == 0
-    [line] = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if "outside what the fit measured" in line
-    ]
+def test_extrapolation_is_noted_once_with_the_share_of_each_policy(stage, capsys):
+    many = Trace(np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, np.int64))
+    write_trace(many, Path("trace.jsonl"))
+    err = ran(capsys, f"compare {stage} --policies aggressive,slice").err
+    [line] = [line for line in err.splitlines() if "outside what the fit measured" in line]
     assert "aggressive" in line
     assert "slice" in line
 
 
 def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
-    write_file(samples.fit(engine="transformers"), stage[4])
-    assert llmctl(*stage, "--policies", "slice,past-future,baton") == 0
-    out = capsys.readouterr().out
+    write_file(samples.fit(engine="transformers"), Path("fit.json"))
+    out = ran(capsys, f"compare {stage} --policies slice,past-future,baton").out
     assert "past-future *" in out
     assert "baton *" in out
     assert "slice *" not in out
     said = " ".join(out.split())
     assert footnote(["slice", "past-future", "baton"], ["transformers"]) in said
     assert "vllm or rebatch for past-future" in said
-    assert llmctl(*stage, "--policies", "slice,past-future", "--json") == 0
-    runs = {run["policy"]: run for run in json.loads(capsys.readouterr().out)["runs"]}
+    found = printed(capsys, f"compare {stage} --policies slice,past-future")["runs"]
+    runs = {run["policy"]: run for run in found}
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
     assert says(runs["past-future"]["refusal"], "'past-future'", "re-batches")
 
 
 def test_simulate_marks_an_unservable_policy(stage, capsys):
-    write_file(samples.fit(engine="transformers"), stage[4])
-    assert llmctl("simulate", *stage[1:], "--policy", "past-future") == 0
-    out, err = capsys.readouterr()
+    write_file(samples.fit(engine="transformers"), Path("fit.json"))
+    out, err = ran(capsys, f"simulate {stage} --policy past-future")
     assert "policy 'past-future *'" in out
     assert footnote(["past-future"], ["transformers"]) in " ".join(err.split())

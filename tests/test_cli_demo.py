@@ -25,7 +25,7 @@ RECIPE = computes_nothing(
 
 @pytest.mark.slow
 def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr(demo, "REPLAY_S", 0.5)
     monkeypatch.setattr(demo, "WARMUP_S", 0.2)
@@ -111,9 +111,7 @@ def test_one_sentence_has_the_result():
     assert says(achieved(kept=False).text, "ttft_p99_s")
 
 
-def test_the_demo_continues_with_a_note_where_no_setting_keeps_the_limits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_demo_continues_with_a_note_where_no_setting_keeps_the_limits(monkeypatch, tmp_path):
     ran: list[list[str]] = []
 
     class Ended:
@@ -146,6 +144,6 @@ def test_the_demo_continues_with_a_note_where_no_setting_keeps_the_limits(
     assert [line[3] for line in ran] == ["tune", "render"]
 
 
-def test_a_command_shows_a_shipped_recipe_by_its_name(tmp_path: Path):
+def test_a_command_shows_a_shipped_recipe_by_its_name(tmp_path):
     assert as_typed(recipe_path("tiny-llama-cpu")) == "tiny-llama-cpu"
     assert as_typed(tmp_path / "mine.yaml") == str(tmp_path / "mine.yaml")

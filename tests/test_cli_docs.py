@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import llmctl
+from commands import ran
 
 import toolkit
 from toolkit.cli.docs import FOLDERS, find, pages
@@ -13,9 +13,8 @@ from toolkit.errors import InputError
 PACKAGE = Path(toolkit.__file__).parent
 
 
-def test_the_list_has_every_page_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("docs") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+def test_the_list_has_every_page_and_fits_80_columns(capsys):
+    lines = [line for line in ran(capsys, "docs").out.splitlines() if line]
     assert [line.split()[0] for line in lines] == list(pages())
     assert {line.partition("/")[0] for line in lines} == set(FOLDERS)
     assert max(map(len, lines)) <= 80
@@ -23,17 +22,14 @@ def test_the_list_has_every_page_and_fits_80_columns(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", ["how-to/vllm", "reference/engines", "explanation/structures"])
-def test_a_page_fits_80_columns_and_loses_no_word_of_its_tables(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl("docs", name) == 0
-    shown = capsys.readouterr().out
+def test_a_page_fits_80_columns_and_loses_no_word_of_its_tables(name, capsys):
+    shown = ran(capsys, "docs", name).out
     assert max(map(len, shown.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert ".md" not in re.sub(r"\S*/\S*|EXPLAIN.md", "", shown)
 
 
-def test_a_page_has_several_names() -> None:
+def test_a_page_has_several_names():
     serve = find("how-to/serve")
     assert serve.read_text(encoding="utf-8").startswith("# Serve")
     assert find("serve") == find("docs/how-to/serve.md") == serve
@@ -50,13 +46,13 @@ def test_a_page_has_several_names() -> None:
         ("", "see the list: llmctl docs"),
     ],
 )
-def test_an_unknown_page_is_one_line_with_the_nearest(name: str, hint: str) -> None:
+def test_an_unknown_page_is_one_line_with_the_nearest(name, hint):
     with pytest.raises(InputError) as refused:
         find(name)
     assert refused.value.hint == hint
 
 
-def test_every_page_that_the_code_cites_is_one_that_is_printed() -> None:
+def test_every_page_that_the_code_cites_is_one_that_is_printed():
     cited = set()
     for path in PACKAGE.rglob("*.py"):
         text = re.sub(r'"\s*"', "", path.read_text(encoding="utf-8"))

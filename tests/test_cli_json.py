@@ -1,13 +1,11 @@
 """`simulate --json` and `compare --json` print the documented keys."""
 
-import json
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from commands import llmctl
-from pydantic import BaseModel
+from commands import llmctl, printed
 
 from toolkit.cli.results import ComparedRun, Comparison, Simulation
 
@@ -37,21 +35,18 @@ def keys_under(head: str) -> set[str]:
         ("a run of `runs`", ComparedRun),
     ],
 )
-def test_the_documented_keys_are_those_of_the_models(head: str, model: type[BaseModel]) -> None:
+def test_the_documented_keys_are_those_of_the_models(head, model):
     assert keys_under(head) == set(model.model_fields)
 
 
-WORDS = ["--trace", "bursty-small", "--sla", "ttft_p99_s=2", "--json"]
+WORDS = "--trace bursty-small --sla ttft_p99_s=2"
 
 
 @pytest.mark.parametrize("policy", ["slice", "past-future", "mlfq"])
-def test_every_metric_that_is_printed_is_documented(
-    policy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl("simulate", "--fit", "tiny-llama-cpu", "--policy", policy, *WORDS) == 0
-    text = capsys.readouterr().out
-    found = Simulation.model_validate_json(text)
-    assert found.model_dump(mode="json") == json.loads(text)
+def test_every_metric_that_is_printed_is_documented(policy, capsys):
+    shown = printed(capsys, f"simulate --fit tiny-llama-cpu --policy {policy} {WORDS}")
+    found = Simulation.model_validate(shown)
+    assert found.model_dump(mode="json") == shown
     assert found.policy == policy
     assert found.sla == {"ttft_p99_s": 2.0}
     documented = {key.replace("worker_K", "worker_*") for key in keys_under("metric")}
@@ -60,19 +55,13 @@ def test_every_metric_that_is_printed_is_documented(
     assert all(isinstance(value, float) for value in extra.values())
 
 
-def test_every_documented_metric_is_printed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_documented_metric_is_printed(capsys, tmp_path):
     """Those of the prefix cache by vLLM's scheduler, for a trace that says what prompts share."""
-    assert llmctl("simulate", "--fit", "unit-step", "--policy", "past-future", *WORDS) == 0
-    names = json.loads(capsys.readouterr().out)
-    shared = str(tmp_path / "shared.jsonl")
-    generate = ("trace", "generate", "--out", shared, "--backlog", "20", "--system-tokens", "64")
-    assert llmctl(*generate) == 0
-    capsys.readouterr()
-    words = ("--trace", shared, "--fit", "llama-3.1-8b-h200-measured", "--policy", "vllm", "--json")
-    assert llmctl("simulate", *words) == 0
-    names |= json.loads(capsys.readouterr().out)
+    names = printed(capsys, f"simulate --fit unit-step --policy past-future {WORDS}")
+    shared = tmp_path / "shared.jsonl"
+    assert llmctl("trace generate --backlog 20 --system-tokens 64 --out", shared) == 0
+    words = "--fit llama-3.1-8b-h200-measured --policy vllm"
+    names |= printed(capsys, f"simulate {words} --trace", shared)
     documented = {key.replace("worker_K", "worker_0") for key in keys_under("metric")}
     expected = {
         key.replace("*", one) for key in documented for one in (STATISTICS if "*" in key else [""])
@@ -80,12 +69,11 @@ def test_every_documented_metric_is_printed(
     assert expected - names.keys() == set()
 
 
-def test_compare_prints_its_model(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--fit", "tiny-llama-cpu", "--policies", "slice,past-future-oracle", *WORDS]
-    assert llmctl("compare", *words) == 0
-    text = capsys.readouterr().out
-    found = Comparison.model_validate_json(text)
-    assert found.model_dump(mode="json") == json.loads(text)
+def test_compare_prints_its_model(capsys):
+    words = "--fit tiny-llama-cpu --policies slice,past-future-oracle"
+    shown = printed(capsys, f"compare {words} {WORDS}")
+    found = Comparison.model_validate(shown)
+    assert found.model_dump(mode="json") == shown
     assert {run.policy: run.servable for run in found.runs} == {
         "slice": True,
         "past-future-oracle": False,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import samples
-from commands import llmctl
+from commands import llmctl, refused
+from test_cli_main import every_command
 from test_cli_render import RECIPE
 from test_traces_from_metrics import EARLY, LATE, page
 
 from toolkit.cli.arguments import OUTPUTS, keep_inputs
-from toolkit.cli.main import COMMANDS, _load
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
@@ -20,12 +20,12 @@ LOG = "time,prompt_tokens,completion_tokens\n0.5,5,6\n2.5,7,8\n"
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stage(tmp_path, monkeypatch) -> Path:
     """A folder with recipe.yaml, profile.json, fit.json, plan.json, log.csv and two pages."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json") == 0
+    assert llmctl("render recipe.yaml --fit fit.json") == 0
     Path("log.csv").write_text(LOG)
     Path("page").write_text(page(*EARLY))
     Path("later").write_text(page(*EARLY, *LATE))
@@ -73,12 +73,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 def test_an_output_that_is_an_input_is_refused(command, stage, capsys):
     before = contents(stage)
-    capsys.readouterr()
-    assert llmctl(*command.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
-    assert "written over" in err or "two outputs" in err
+    error, _hint = refused(capsys, command)
+    assert "written over" in error or "two outputs" in error
     assert contents(stage) == before
 
 
@@ -90,9 +86,9 @@ def test_a_session_in_the_folder_that_is_read_is_kept(stage, capsys):
         '{"block_size": 64, "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}'
     )
     before = session.read_bytes()
-    assert llmctl("trace", "convert", "sessions", "sessions/a.json") == 2
+    assert llmctl("trace convert sessions sessions/a.json") == 2
     assert session.read_bytes() == before
-    assert llmctl("trace", "convert", "sessions", "sessions/b.jsonl") == 0
+    assert llmctl("trace convert sessions sessions/b.jsonl") == 0
 
 
 def test_a_shipped_trace_is_kept():
@@ -102,18 +98,18 @@ def test_a_shipped_trace_is_kept():
 
 def test_an_older_output_is_replaced(stage):
     Path("out.jsonl").write_text("{}")
-    assert llmctl("trace", "convert", "log.csv", "out.jsonl") == 0
-    assert llmctl("trace", "convert", "log.csv", "out.jsonl") == 0
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json") == 0
+    assert llmctl("trace convert log.csv out.jsonl") == 0
+    assert llmctl("trace convert log.csv out.jsonl") == 0
+    assert llmctl("render recipe.yaml --fit fit.json") == 0
 
 
 @pytest.mark.slow
 def test_a_rendered_file_does_not_replace_an_input_even_with_force(stage):
     words = ["--target", "local", "--out", "."]
-    assert llmctl("render", "plan.json", *words) == 0  # the plan stays as it is
+    assert llmctl("render plan.json", *words) == 0  # the plan stays as it is
     Path("bench.sh").write_text(LOG)
     words += ["--trace", "bench.sh", "--force"]
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", *words) == 2
+    assert llmctl("render recipe.yaml --fit fit.json", *words) == 2
     assert Path("bench.sh").read_text() == LOG
 
 
@@ -127,12 +123,10 @@ def test_a_file_that_a_result_was_made_from_is_kept_where_no_option_names_it(sta
 
 def test_every_option_that_names_a_file_to_write_is_checked():
     found = set()
-    for name in COMMANDS:
-        loaded = _load(name)
-        for command in getattr(loaded, "commands", {name: loaded}).values():
-            for parameter in command.params:
-                help_text = getattr(parameter, "help", None) or ""
-                writes = help_text.startswith(("Write", "Draw the plots to"))
-                if writes and not getattr(parameter, "is_flag", False):
-                    found.add(parameter.name)
+    for _, command in every_command():
+        for parameter in command.params:
+            help_text = getattr(parameter, "help", None) or ""
+            writes = help_text.startswith(("Write", "Draw the plots to"))
+            if writes and not getattr(parameter, "is_flag", False):
+                found.add(parameter.name)
     assert found - {"target"} == set(OUTPUTS)  # `render --target` names a kind of files

@@ -1,13 +1,12 @@
 """`llmctl recipes`, `llmctl policies`, and shell completion."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import llmctl
+from commands import printed, ran
 from test_cli_main import HEAVY
 
 from toolkit.cli import arguments
@@ -22,9 +21,8 @@ from toolkit.traces.types import shipped_traces
 
 
 @pytest.mark.slow
-def test_every_recipe_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("recipes") == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_every_recipe_has_its_line(capsys):
+    lines = ran(capsys, "recipes").out.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {
         line.split()[0]: line.split()[1:]
@@ -39,25 +37,20 @@ def test_every_recipe_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert {basis for _, _, basis in rows.values()} == {"analytic", "measured", "none"}
 
 
-def test_recipes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("recipes", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["recipes"]
+def test_recipes_as_json(capsys):
+    found = printed(capsys, "recipes")["recipes"]
     assert sorted(one["name"] for one in found) == shipped_names()
     keys = {"name", "description", "model", "hardware", "engine", "policy", "fit"}
     assert all(one.keys() == keys for one in found)
 
 
-def test_every_policy_says_what_it_does_and_which_engines_run_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert llmctl("policies", "--json") == 0
-    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["policies"]}
+def test_every_policy_says_what_it_does_and_which_engines_run_it(capsys):
+    found = {one["name"]: one for one in printed(capsys, "policies")["policies"]}
     assert found.keys() == KNOWN.keys() == ABOUT.keys()
     assert {name for name, one in found.items() if not one["live"]} == ORACLES
     assert found["slice"]["engines"] == ["rebatch", "transformers", "deepspeed"]
     assert found["vllm"]["engines"] == ["vllm"]
-    assert llmctl("policies") == 0
-    out = capsys.readouterr().out
+    out = ran(capsys, "policies").out
     assert max(map(len, out.splitlines())) <= 80
     assert [name for name in KNOWN if f" {name} " not in out] == []
 
@@ -85,14 +78,14 @@ def completed(*words: str, cwd: Path | None = None) -> list[str]:
 
 
 @pytest.mark.slow
-def test_completion_of_commands_and_options_imports_nothing_heavy() -> None:
+def test_completion_of_commands_and_options_imports_nothing_heavy():
     assert completed("tu") == ["tune"]
     assert "--trace" in completed("tune", "tiny-llama-cpu", "--t")
     assert completed("trace", "insp") == ["inspect"]
 
 
 @pytest.mark.slow
-def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None:
+def test_completion_offers_shipped_names_and_local_files(tmp_path):
     (tmp_path / "tiny-mine.yaml").touch()
     here = [name for name in shipped_names() if name.startswith("tiny-")]
     assert completed("tune", "tiny-", cwd=tmp_path) == sorted([*here, "tiny-mine.yaml"])
@@ -111,14 +104,12 @@ def test_completion_offers_shipped_names_and_local_files(tmp_path: Path) -> None
         (arguments.served_targets, arguments.IN_PROCESS + arguments.MANAGED),
     ],
 )
-def test_completion_offers_exactly_the_existing_names(
-    complete, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_offers_exactly_the_existing_names(complete, known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert complete("") == sorted(known)
     assert complete("no-such") == []
 
 
-def test_completion_offers_the_clock_of_steps_to_simulations() -> None:
+def test_completion_offers_the_clock_of_steps_to_simulations():
     assert open_stage(StageOptions(trace="bursty-small", fit=arguments.UNIT_STEP)).fit is None
     assert arguments.UNIT_STEP == UNIT_STEP

@@ -3,12 +3,13 @@
 import io
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
-from commands import llmctl
+from commands import llmctl, ran
 
 import toolkit
 from toolkit.cli import main
@@ -32,120 +33,99 @@ HEAVY = {
 NAMES = list(main.COMMANDS)
 
 
+def every_command() -> Iterator[tuple[str, Any]]:
+    """The commands, and those of groups, by the words that call them."""
+    for name in NAMES:
+        loaded = main._load(name)
+        if not hasattr(loaded, "commands"):
+            yield name, loaded
+        for inner, command in getattr(loaded, "commands", {}).items():
+            yield f"{name} {inner}", command
+
+
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+def command(monkeypatch) -> Callable[[Callable[[], None]], None]:
     """Replaces the function of `llmctl schema` by another one."""
 
     def replace(function: Callable[[], None]) -> None:
         module = ModuleType("toolkit.cli.listings")
-        module.command = function  # type: ignore[attr-defined]
+        module.command = function
         monkeypatch.setitem(sys.modules, "toolkit.cli.listings", module)
 
     return replace
 
 
-def modules_of(*words: str) -> set[str]:
-    """The top-level modules that a fresh `llmctl` has loaded when it ends."""
-    script = (
-        "import sys\nfrom toolkit.cli.main import run\n"
-        f"try:\n    run({words!r})\nexcept SystemExit:\n    pass\n"
-        "print('\\nloaded', *{name.partition('.')[0] for name in sys.modules})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.splitlines()[-1].split()[1:])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("command_name", ["", *NAMES])
-def test_help_loads_nothing_heavy(command_name: str) -> None:
-    loaded = modules_of(*command_name.split(), "--help")
+def test_help_loads_nothing_heavy():
+    """One process prints the help of all commands; what it has loaded then is what any of them
+    loads.
+    """
+    script = f"""
+import sys
+from toolkit.cli.main import run
+for name in {NAMES}:
+    for words in (["--help"], [name, "--help"]):
+        try:
+            run(words)
+        except SystemExit:
+            pass
+print("\\nloaded", *{{name.partition(".")[0] for name in sys.modules}})
+"""
+    line = [sys.executable, "-c", script]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
     assert "typer" in loaded
     assert loaded & HEAVY == set()
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("--help") == 0
-    shown = capsys.readouterr().out
+def test_help_lists_every_command(capsys):
+    shown = ran(capsys, "--help").out
     assert [name for name in NAMES if f" {name} " not in shown] == []
-    assert max(map(len, shown.splitlines())) <= 80
+    assert ran(capsys, "").out == shown, "no words at all are help"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_explains_itself_and_offers_json(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [name, *{"trace": ["inspect"], "recipe": ["new"]}.get(name, [])]
-    assert llmctl(*words, "--help") == 0
-    assert "--json" in capsys.readouterr().out
+def test_every_command_offers_json():
+    for name, command in every_command():
+        assert any("--json" in one.opts for one in command.params), name
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("name", ["", *NAMES])
-def test_no_line_of_the_help_is_cut(
-    name: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_line_of_the_help_is_cut(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
-    assert llmctl(*([name] if name else []), "--help") == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= width
-    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    for name in ("", "trace", "recipe", *(name for name, _ in every_command())):
+        shown = ran(capsys, name, "--help").out
+        assert max(map(len, shown.splitlines())) <= width, name
+        assert "\N{HORIZONTAL ELLIPSIS}" not in shown, name
 
 
-def test_the_help_names_the_extra_that_a_picture_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_the_extra_that_a_picture_needs(capsys):
     """`llmctl-toolkit[plot]` would be taken for markup, and its brackets left out."""
-    assert llmctl("compare", "--help") == 0
-    assert "extra 'plot'" in " ".join(capsys.readouterr().out.replace("│", "").split())
+    shown = ran(capsys, "compare --help").out
+    assert "extra 'plot'" in " ".join(shown.replace("│", "").split())
 
 
-def test_no_words_at_all_is_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl() == 0
-    assert "Usage: llmctl" in capsys.readouterr().out
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("--version") == 0
-    assert capsys.readouterr().out == f"llmctl {toolkit.__version__}\n"
+def test_version(capsys):
+    assert ran(capsys, "--version").out == f"llmctl {toolkit.__version__}\n"
 
 
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        (["--verbos"], "No such option: --verbos", "llmctl --help"),
-        (["schema", "--jsn"], "No such option: --jsn", "llmctl schema --help"),
-        (["schema", "extra"], "Got unexpected extra argument", "llmctl schema --help"),
-        (["render"], "Missing argument 'RECIPE|FLEET|PLAN.json'", "llmctl render --help"),
+        ("--verbos", "No such option: --verbos", "see llmctl --help"),
+        ("schema --jsn", "No such option: --jsn", "see llmctl schema --help"),
+        ("schema extra", "Got unexpected extra argument", "see llmctl schema --help"),
+        ("render", "Missing argument 'RECIPE|FLEET|PLAN.json'", "see llmctl render --help"),
+        ("tuen", "there is no command 'tuen'", "did you mean 'tune'?"),
+        ("simulat", "there is no command 'simulat'", "did you mean 'simulate'?"),
+        ("xyz", "there is no command 'xyz'", "valid: bench, "),
     ],
 )
-def test_a_wrong_word_is_one_line_a_hint_and_exit_2(
-    words: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl(*words) == 2
-    out, err = capsys.readouterr()
+def test_a_wrong_word_is_one_line_a_hint_and_exit_2(words, error, hint, capsys):
+    out, err = ran(capsys, words, code=2)
     lines = err.splitlines()
-    assert out == ""
-    assert len(lines) == 2
+    assert (out, len(lines)) == ("", 2)
     assert lines[0].startswith(f"error: {error}")
-    assert lines[1] == f"hint: see {hint}"
-
-
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("tuen", "did you mean 'tune'?"),
-        ("simulat", "did you mean 'simulate'?"),
-        ("xyz", "valid: bench, "),
-    ],
-)
-def test_a_misspelt_command_names_the_nearest_one(
-    word: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl(word) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"error: there is no command '{word}'"
     assert lines[1].startswith(f"hint: {hint}")
-    assert len(lines) == 2
 
 
 @pytest.mark.parametrize(
@@ -157,29 +137,23 @@ def test_a_misspelt_command_names_the_nearest_one(
         (TargetMissedError("it failed", "do this"), 4),
     ],
 )
-def test_each_error_has_its_exit_code(
-    error: LlmctlError, code: int, command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_error_has_its_exit_code(error, code, command, capsys):
     def fail() -> None:
         raise error
 
     command(fail)
-    assert llmctl("schema") == code
-    assert capsys.readouterr() == ("", "error: it failed\nhint: do this\n")
+    assert ran(capsys, "schema", code=code) == ("", "error: it failed\nhint: do this\n")
 
 
-def test_several_problems_are_several_lines(
-    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_problems_are_several_lines(command, capsys):
     def fail() -> None:
         raise InputError("a: wrong\nb: wrong")
 
     command(fail)
-    assert llmctl("schema") == 2
-    assert capsys.readouterr().err == "error: a: wrong\nerror: b: wrong\n"
+    assert ran(capsys, "schema", code=2).err == "error: a: wrong\nerror: b: wrong\n"
 
 
-def test_a_bug_shows_its_traceback(command: Callable[..., None]) -> None:
+def test_a_bug_shows_its_traceback(command):
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -188,18 +162,16 @@ def test_a_bug_shows_its_traceback(command: Callable[..., None]) -> None:
         main.run(["schema"])
 
 
-def test_an_interrupt_says_what_is_kept(
-    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_says_what_is_kept(command, capsys):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     command(interrupted)
-    assert llmctl("schema") == 130
-    assert capsys.readouterr().err == f"\ninterrupted; {main.COMMANDS['schema'].interrupted}\n"
+    kept = main.COMMANDS["schema"].interrupted
+    assert ran(capsys, "schema", code=130).err == f"\ninterrupted; {kept}\n"
 
 
-def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> None:
+def test_a_command_may_choose_its_exit_code(command):
     def leave() -> None:
         raise typer.Exit(7)
 
@@ -218,7 +190,7 @@ def test_a_command_may_choose_its_exit_code(command: Callable[..., None]) -> Non
         ("None", ["tune", "--help"]),
     ],
 )
-def test_a_closed_pipe_on_stdout_is_no_error(printed: str, words: list[str]) -> None:
+def test_a_closed_pipe_on_stdout_is_no_error(printed, words):
     script = f"""
 import sys, types
 from toolkit.cli.output import table
@@ -230,7 +202,7 @@ from toolkit.cli.main import run
 run({words})
 """
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", script], **pipe) as writer:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", script], **pipe) as writer:
         writer.stdout.close()
         writer.stdin.close()
         message = writer.stderr.read()
@@ -240,35 +212,23 @@ run({words})
 @pytest.mark.parametrize(
     "words",
     [
-        ["--help"],
-        ["tune", "--help"],
-        ["trace", "inspect", "chat-small"],
-        [
-            "compare",
-            "--fit",
-            "unit-step",
-            "--trace",
-            "bursty-small",
-            "--policies",
-            "fcfs,conservative",
-        ],
-        ["simulate", "--fit", "unit-step", "--trace", "bursty-small", "--policy", "fcfs"],
+        "--help",
+        "tune --help",
+        "trace inspect chat-small",
+        "compare --fit unit-step --trace bursty-small --policies fcfs,conservative",
+        "simulate --fit unit-step --trace bursty-small --policy fcfs",
     ],
 )
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_every_text_is_printed_where_stdout_is_no_utf_8(
-    words: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_text_is_printed_where_stdout_is_no_utf_8(words, encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, "strict"))
-    assert llmctl(*words) == 0
-    text = sys.stdout.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert llmctl(words) == 0
+    text = sys.stdout.buffer.getvalue().decode("ascii")
     assert len(text.splitlines()) > 5
     assert "?" not in text
 
 
-def test_another_broken_pipe_is_a_bug(
-    command: Callable[..., None], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_broken_pipe_is_a_bug(command, capfd):
     def fail() -> None:
         raise BrokenPipeError
 
@@ -278,7 +238,7 @@ def test_another_broken_pipe_is_a_bug(
 
 
 @pytest.mark.slow
-def test_a_full_disk_under_stdout_is_one_line() -> None:
+def test_a_full_disk_under_stdout_is_one_line():
     """As in `llmctl schema > file`; Python must not complain at exit of unprinted text."""
     with open("/dev/full", "w") as full:
         line = [sys.executable, "-m", "toolkit", "schema"]

@@ -2,13 +2,12 @@
 them.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import samples
-from commands import llmctl
+from commands import printed, ran, refused
 from said import says
 from test_cli_stage import folder  # noqa: F401  # a fixture
 from test_fleet_files import VLLM, write_fleet, write_server
@@ -23,13 +22,13 @@ from toolkit.traces.read import read_trace
 from toolkit.traces.windows import prepare, scale_rate
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 
-TRACE = ("--trace", "trace.jsonl")
+ONE = "--fit one.fit.json --trace trace.jsonl"
 TARGETS = {"ttft_p99_s": 0.5, "mtpot_p99_s": 0.2}
 BY_LAW = {"name": "by-law", "parameters": {"late": 7.0}}
 
 
 @pytest.fixture
-def replicas(folder: Path) -> Path:  # noqa: F811
+def replicas(folder) -> Path:  # noqa: F811
     """The folder of `one.yaml`: two replicas of vLLM behind a router, with targets and flags."""
     changes: dict[str, Any] = {
         "workers": 2,
@@ -41,13 +40,6 @@ def replicas(folder: Path) -> Path:  # noqa: F811
     return folder
 
 
-def run(capsys: pytest.CaptureFixture[str], command: str, *words: object) -> dict[str, Any]:
-    capsys.readouterr()
-    assert llmctl(command, *words, "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def judged(path: str, rate_rps: float, *others: Any) -> dict[str, float]:
     """What `tune` finds for the recipe's own settings on the whole trace at this rate."""
     recipe = load_recipe(Path(path))
@@ -57,22 +49,17 @@ def judged(path: str, rate_rps: float, *others: Any) -> dict[str, float]:
     return Task(setup, recipe.policy.name, recipe.policy.parameters).simulate(0).metrics
 
 
-def test_replicas_of_a_server_are_simulated_as_tune_judges_them(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_of_a_server_are_simulated_as_tune_judges_them(replicas, capsys):
     wanted = judged("one.yaml", 60.0)
     assert wanted["refused"] > 0, "their front refuses some"
-    found = run(capsys, "simulate", "--fit", "one.fit.json", *TRACE, "--rate", 60)
+    found = printed(capsys, f"simulate {ONE} --rate 60")
     assert {key: found[key] for key in wanted} == wanted
     assert (found["policy"], found["workers"], found["seed"]) == ("vllm", 2, 5)
     assert found["sla"] == TARGETS
     assert found["parameters"] == parameters(make_any("vllm", VLLM["parameters"]))
 
 
-def test_workers_of_an_engine_are_simulated_as_tune_judges_them(
-    folder: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_workers_of_an_engine_are_simulated_as_tune_judges_them(folder, capsys):  # noqa: F811
     """Clients get the tokens in the recipe's intervals, and memory has its seed."""
     policy = {"name": "slice", "parameters": {"slice_tokens": 24}}
     changes: dict[str, Any] = {"policy": policy, "sla": TARGETS, "tune": {"seed": 9}}
@@ -81,64 +68,52 @@ def test_workers_of_an_engine_are_simulated_as_tune_judges_them(
     samples.write_fit(Path("own.yaml"))
     Path("fit.json").rename("own.fit.json")
     wanted = judged("own.yaml", 20.0)
-    found = run(capsys, "simulate", "--fit", "own.fit.json", *TRACE, "--rate", 20)
+    found = printed(capsys, "simulate --fit own.fit.json --trace trace.jsonl --rate 20")
     assert {key: found[key] for key in wanted} == wanted
     assert (found["policy"], found["parameters"]["slice_tokens"], found["seed"]) == ("slice", 24, 9)
 
 
 @pytest.mark.slow
-def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(replicas, capsys):
     flags = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
     write_server(replicas, "two", 1 / 3, policy={"name": "vllm", "parameters": flags})
-    fleet = write_fleet(replicas, ("one", 1), ("two", 2))
-    first, other = open_fleet(fleet).kinds
+    first, other = open_fleet(write_fleet(replicas, ("one", 1), ("two", 2))).kinds
     recipe = first.recipe.model_copy(update={"workers": 1})
     write_file(recipe, Path("one.yaml"))
     wanted = judged("one.yaml", 30.0, other)
-    found = run(capsys, "simulate", "--fleet", fleet, *TRACE, "--rate", 30)
+    found = printed(capsys, "simulate --fleet fleet.yaml --trace trace.jsonl --rate 30")
     assert {key: found[key] for key in wanted} == wanted
     assert found["kind_parameters"]["two"]["max_num_seqs"] == 8
 
 
 @pytest.mark.slow
-def test_options_replace_each_of_the_recipe_s_settings(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit = ("--fit", "one.fit.json", *TRACE)
-    found = run(capsys, "simulate", *fit, "--set", "max_num_seqs=4", "--seed", 0)
+def test_options_replace_each_of_the_recipe_s_settings(replicas, capsys):
+    found = printed(capsys, f"simulate {ONE} --set max_num_seqs=4 --seed 0")
     assert (found["parameters"]["max_num_seqs"], found["seed"]) == (4, 0)
     assert found["parameters"]["max_num_batched_tokens"] == 512
-    found = run(capsys, "simulate", *fit, "--workers", 1, "--sla", "e2e_p99_s=3")
+    found = printed(capsys, f"simulate {ONE} --workers 1 --sla e2e_p99_s=3")
     assert (found["workers"], found["sla"]) == (1, {"e2e_p99_s": 3.0})
+
+    def mean_s(words: str) -> float:
+        return printed(capsys, f"simulate {ONE} --rate 50 {words}")["e2e_mean_s"]
+
     routers = ["by-law", "round-robin", "least-requests"]
-    means = [
-        run(capsys, "simulate", *fit, "--set", f"replica_router={name}", "--rate", 50)["e2e_mean_s"]
-        for name in routers
-    ]
-    own = run(capsys, "simulate", *fit, "--rate", 50)["e2e_mean_s"]
-    assert means[0] == own
+    means = [mean_s(f"--set replica_router={name}") for name in routers]
+    assert means[0] == mean_s("")
     assert len({*means}) == 3
 
 
-def test_another_policy_has_its_defaults_and_the_recipe_s_targets(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_policy_has_its_defaults_and_the_recipe_s_targets(replicas, capsys):
     """It gives requests to workers itself, so the recipe's router is left out."""
-    found = run(capsys, "simulate", "--fit", "one.fit.json", *TRACE, "--policy", "fcfs")
+    found = printed(capsys, f"simulate {ONE} --policy fcfs")
     assert found["parameters"] == parameters(make_any("fcfs", {}))
     assert (found["sla"], found["workers"], found["seed"]) == (TARGETS, 2, 5)
-    words = ("--fit", "one.fit.json", *TRACE, "--policy", "fcfs", "--set", "by-law.late=1")
-    assert llmctl("simulate", *words) == 2
-    assert says(capsys.readouterr().err, "replica_router", "'by-law'")
+    said = refused(capsys, f"simulate {ONE} --policy fcfs --set by-law.late=1")
+    assert says(said[0], "replica_router", "'by-law'")
 
 
-def test_compare_runs_the_recipe_s_policy_with_its_parameters(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--fit", "one.fit.json", *TRACE, "--rate", 60)
-    found = run(capsys, "compare", *words, "--policies", "fcfs,vllm")
+def test_compare_runs_the_recipe_s_policy_with_its_parameters(replicas, capsys):
+    found = printed(capsys, f"compare {ONE} --rate 60 --policies fcfs,vllm")
     runs = {one["policy"]: one for one in found["runs"]}
     wanted = judged("one.yaml", 60.0)
     assert {key: runs["vllm"]["metrics"][key] for key in wanted} == wanted
@@ -147,40 +122,28 @@ def test_compare_runs_the_recipe_s_policy_with_its_parameters(
 
 
 @pytest.mark.slow
-def test_one_line_says_what_is_the_recipe_s(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def said(*words: object) -> list[str]:
-        capsys.readouterr()
-        assert llmctl("simulate", "--fit", "one.fit.json", *TRACE, *words) == 0
-        lines = capsys.readouterr().err.splitlines()
+def test_one_line_says_what_is_the_recipe_s(replicas, capsys):
+    def said(words: str) -> list[str]:
+        lines = ran(capsys, f"simulate {ONE} {words}").err.splitlines()
         return [line for line in lines if line.startswith("from recipe one: ")]
 
-    [line] = said()
+    [line] = said("")
     for word in ("policy vllm", "max_num_seqs 32", "router by-law", "ttft_p99_s 0.5", "seed 5"):
         assert word in line
-    [line] = said("--policy", "fcfs", "--seed", 1)
+    [line] = said("--policy fcfs --seed 1")
     assert all(word not in line for word in ("policy", "router", "seed"))
-    assert said("--policy", "fcfs", "--seed", 1, "--workers", 1, "--sla", "ttft_p99_s=1") == []
+    assert said("--policy fcfs --seed 1 --workers 1 --sla ttft_p99_s=1") == []
 
 
-def test_without_a_recipe_the_engine_s_own_policy_runs(
-    replicas: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_recipe_the_engine_s_own_policy_runs(replicas, capsys):
     Path("one.yaml").unlink()
-    words = ("--fit", "one.fit.json", *TRACE, "--max-new-tokens", 64)
-    found = run(capsys, "simulate", *words)
+    found = printed(capsys, f"simulate {ONE} --max-new-tokens 64")
     assert (found["policy"], found["sla"]) == ("vllm", {})
     assert not {"goodput_rps", "sla_attainment_percent"} & found.keys()
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_without_targets_nothing_is_called_good(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--fit", "unit-step", "--trace", "bursty-small")
-    named = ("--policy", "slice") if command == "simulate" else ("--policies", "slice,fcfs")
-    assert llmctl(command, *words, *named) == 0
-    out = capsys.readouterr().out
+@pytest.mark.parametrize("command", ["simulate --policy slice", "compare --policies slice,fcfs"])
+def test_without_targets_nothing_is_called_good(command, capsys):
+    out = ran(capsys, f"{command} --fit unit-step --trace bursty-small").out
     assert "goodput" not in out
     assert "attainment" not in out

@@ -3,7 +3,7 @@
 from toolkit.cli.output import PlotPoint, scatter
 
 
-def test_the_least_and_the_greatest_points_are_in_the_corners() -> None:
+def test_the_least_and_the_greatest_points_are_in_the_corners():
     lines = scatter([PlotPoint(1, 5, "a"), PlotPoint(100, 9, "b")], x_name="seconds")
     assert lines[0].endswith("b")
     assert lines[0].lstrip().startswith("9 |")
@@ -12,7 +12,7 @@ def test_the_least_and_the_greatest_points_are_in_the_corners() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_latencies_are_spaced_by_their_ratio() -> None:
+def test_latencies_are_spaced_by_their_ratio():
     lines = scatter(
         [PlotPoint(1, 0, "a"), PlotPoint(10, 1, "m"), PlotPoint(100, 0, "b")], x_name="s"
     )
@@ -20,17 +20,17 @@ def test_latencies_are_spaced_by_their_ratio() -> None:
     assert abs((lines[-3].index("a") + lines[-3].index("b")) / 2 - middle) <= 1
 
 
-def test_later_points_cover_earlier_ones_and_equal_ones_need_no_axis() -> None:
+def test_later_points_cover_earlier_ones_and_equal_ones_need_no_axis():
     lines = scatter([PlotPoint(2, 3, "a"), PlotPoint(2, 3, "b")], x_name="x")
     assert "".join(lines).count("b") == 1
     assert "a" not in "".join(lines)
 
 
-def test_nothing_to_show_prints_no_line() -> None:
+def test_nothing_to_show_prints_no_line():
     assert scatter([], x_name="x") == []
 
 
-def test_it_is_ascii() -> None:
+def test_it_is_ascii():
     assert all(
         line.isascii()
         for line in scatter([PlotPoint(0.1, 1, "x"), PlotPoint(3, 2, "o")], x_name="x")

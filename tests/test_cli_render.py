@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import samples
-from commands import llmctl
+from commands import llmctl, ran, refused
 from said import says
 
-from toolkit.cli import main
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
@@ -31,6 +30,9 @@ profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_leng
 sla: {ttft_p99_s: 2}
 policy: {name: slice, parameters: {slice_tokens: 64, min_interval_s: 0.5}}
 """
+UNTUNED = "recipe.yaml --fit fit.json"
+TUNED = f"{UNTUNED} --tuning tuning.json"
+MADE_FROM = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
 
 
 def outcome(slice_tokens: int) -> Outcome:
@@ -77,47 +79,38 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
         keeps_limits=True,
         sensitivity=[],
     )
-    return Tuning(**(fields | changes))  # type: ignore[arg-type]
+    return Tuning(**(fields | changes))
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(tmp_path, monkeypatch) -> Path:
     """The working directory, with recipe.yaml, profile.json, fit.json and tuning.json, made from
     each other.
     """
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
-    write_file(tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}), "tuning.json")
+    write_file(tuning(MADE_FROM), "tuning.json")
     return tmp_path
 
 
 def render(*words: str, tuned: bool = True) -> int:
-    given = [
-        "render",
-        "recipe.yaml",
-        "--fit",
-        "fit.json",
-        *(["--tuning", "tuning.json"] if tuned else []),
-        *words,
-    ]
-    return llmctl(*given)
+    return llmctl(f"render {TUNED if tuned else UNTUNED} {' '.join(words)}")
 
 
 def sources(plan: Plan) -> dict[str, str]:
     return {key: item.source for key, item in plan.explained.items()}
 
 
-def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
+def test_the_best_of_the_tuning_is_planned_and_explained(files, capsys):
     assert render() == 0
-    plan = read_file(
-        Plan,
-        "plan.json",
-        inputs={"recipe": "recipe.yaml", "fit": "fit.json", "tuning": "tuning.json"},
-    )
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    plan = read_file(Plan, "plan.json", MADE_FROM | {"tuning": Path("tuning.json")})
     assert plan.policy.parameters["slice_tokens"] == 66
     assert plan.predicted == {"goodput_rps": 3.25}
     explained = sources(plan)
+    planned = {"policy", "workers", "predicted goodput_rps", *plan.policy.parameters}
+    assert planned <= explained.keys()
     assert explained["slice_tokens"] == "trial 2 of 3: +12.5 % goodput"
     assert explained["min_interval_s"] == "recipe"
     assert explained["eager"] == "default of policy 'slice'"
@@ -126,59 +119,39 @@ def test_the_best_of_the_tuning_is_planned_and_explained(files: Path) -> None:
 
 
 @pytest.mark.parametrize("gain_percent", [0.04, -0.04, 0.0])
-def test_a_tuning_without_gain_claims_none(files: Path, gain_percent: float) -> None:
-    made_from = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
-    write_file(tuning(made_from, gain_percent=gain_percent), "tuning.json")
+def test_a_tuning_without_gain_claims_none(files, gain_percent):
+    write_file(tuning(MADE_FROM, gain_percent=gain_percent), "tuning.json")
     assert render() == 0
     source = read_file(Plan, "plan.json").explained["slice_tokens"].source
     assert says(source, "trial 2 of 3")
 
 
-def test_every_planned_value_is_explained(files: Path) -> None:
-    render()
-    plan = read_file(Plan, "plan.json")
-    wanted = {
-        "policy",
-        "workers",
-        *plan.policy.parameters,
-        *(f"predicted {name}" for name in plan.predicted),
-    }
-    assert wanted <= plan.explained.keys()
-
-
-def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files: Path) -> None:
-    found = tuning(
-        {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")},
-        keep_defaults=True,
-        gain_percent=-3.0,
-    )
-    write_file(found, "tuning.json")
+def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files):
+    write_file(tuning(MADE_FROM, keep_defaults=True, gain_percent=-3.0), "tuning.json")
     assert render() == 0
     plan = read_file(Plan, "plan.json")
     assert plan.policy.parameters["slice_tokens"] == 64
     assert says(sources(plan)["policy"], "kept", "3")
 
 
-def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files: Path) -> None:
+def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files):
     assert render(tuned=False) == 0
     plan = read_file(Plan, "plan.json")
     assert (plan.policy.parameters["slice_tokens"], plan.predicted) == (64, {})
     assert sources(plan)["policy"] == "recipe, not tuned"
 
 
-def test_the_same_files_give_the_same_bytes(files: Path) -> None:
+def test_the_same_files_give_the_same_bytes(files):
     assert render("--out", "a.json") == render("--out", "b.json") == 0
     assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
 
 
-def test_check_accepts_what_render_wrote(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_what_render_wrote(files, capsys):
     render()
-    capsys.readouterr()
-    assert render("--check") == 0
-    assert capsys.readouterr().out == "up to date\n"
+    assert ran(capsys, f"render {TUNED} --check").out == "up to date\n"
 
 
-def test_check_is_the_same_on_another_machine(files: Path) -> None:
+def test_check_is_the_same_on_another_machine(files):
     render()
     plan = json.loads(Path("plan.json").read_text())
     plan["environment"]["processor"] = "another"
@@ -186,14 +159,10 @@ def test_check_is_the_same_on_another_machine(files: Path) -> None:
     assert render("--check") == 0
 
 
-def test_check_names_the_differences_and_writes_nothing(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_names_the_differences_and_writes_nothing(files, capsys):
     render(tuned=False)
     before = Path("plan.json").read_bytes()
-    capsys.readouterr()
-    assert render("--check", "--json") == 4
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, f"render {TUNED} --check --json", code=4)
     differences = {
         each["key"]: (each["old"], each["new"]) for each in json.loads(out)["differences"]
     }
@@ -203,14 +172,11 @@ def test_check_names_the_differences_and_writes_nothing(
     assert Path("plan.json").read_bytes() == before
 
 
-def test_a_changed_latency_target_makes_the_tuning_stale(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_latency_target_makes_the_tuning_stale(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 1"))
-    assert render() == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert says(lines[0], "tuning.json", "'sla'", "recipe.yaml")
-    assert says(lines[1], "llmctl tune RECIPE --fit FIT --trace TRACE")
+    error, hint = refused(capsys, f"render {TUNED}")
+    assert says(error, "tuning.json", "'sla'", "recipe.yaml")
+    assert says(hint, "llmctl tune RECIPE --fit FIT --trace TRACE")
 
 
 @pytest.mark.parametrize(
@@ -223,35 +189,23 @@ def test_a_changed_latency_target_makes_the_tuning_stale(
         ),
     ],
 )
-def test_a_fit_of_something_else_is_refused(
-    files: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fit_of_something_else_is_refused(files, change, message, capsys):
     write_file(read_file(Fit, "fit.json").model_copy(update=change), "fit.json")
-    assert render(tuned=False) == 2
-    error, hint = capsys.readouterr().err.splitlines()
+    error, hint = refused(capsys, f"render {UNTUNED}")
     assert error == f"error: {message}"
     assert hint.startswith("hint: ")
 
 
-def test_a_policy_that_the_engine_cannot_run_is_not_planned(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_that_the_engine_cannot_run_is_not_planned(files, capsys):
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
-    write_file(
-        tuning({"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}, best=best),
-        "tuning.json",
-    )
-    assert render() == 2
-    message = (
-        "policy 'past-future' needs an engine that re-batches; 'transformers' runs static batches"
-    )
-    assert capsys.readouterr().err.startswith(f"error: {message}\n")
+    write_file(tuning(MADE_FROM, best=best), "tuning.json")
+    needs = "policy 'past-future' needs an engine that re-batches"
+    said = refused(capsys, f"render {TUNED}")
+    assert said[0] == f"error: {needs}; 'transformers' runs static batches"
     assert not Path("plan.json").exists()
 
 
-def test_the_refusal_names_the_best_that_the_engine_runs(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_refusal_names_the_best_that_the_engine_runs(files, capsys):
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
     policies = [
         PolicyResult(
@@ -265,25 +219,13 @@ def test_the_refusal_names_the_best_that_the_engine_runs(
         )
         for one, refusal in ((outcome(66), None), (best, "not here"))
     ]
-    found = tuning(
-        {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")},
-        best=best,
-        policies=policies,
-    )
-    write_file(found, "tuning.json")
-    assert render() == 2
-    hint = "--policy slice --set slice_tokens=66 --set min_interval_s=0.5"
-    assert capsys.readouterr().err.splitlines()[1].endswith(hint)
-    assert render(*hint.split(), tuned=False) == 0
+    write_file(tuning(MADE_FROM, best=best, policies=policies), "tuning.json")
+    words = "--policy slice --set slice_tokens=66 --set min_interval_s=0.5"
+    assert refused(capsys, f"render {TUNED}")[1].endswith(words)
+    assert render(words, tuned=False) == 0
 
 
-def test_what_is_printed_fits_80_columns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    render()
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-def test_a_recipe_may_be_json_too(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_may_be_json_too(files, capsys):
     write_file(samples.recipe(), "recipe.json")
-    with pytest.raises(SystemExit):
-        main.run(["render", "recipe.json"])
-    assert capsys.readouterr().err.startswith("error: fit.json is stale")  # it is of recipe.yaml
+    said = refused(capsys, "render recipe.json")
+    assert said[0].startswith("error: fit.json is stale")  # it is of recipe.yaml

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orders
 import pytest
-from commands import llmctl
+from commands import llmctl, ran, refused
 from said import says
 
 from toolkit.deploy.render import read_manifest
@@ -31,7 +31,7 @@ LOCAL = {
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan(tmp_path, monkeypatch) -> Plan:
     """plan.json in the working directory."""
     monkeypatch.chdir(tmp_path)
     made = orders.plan(tmp_path)
@@ -39,8 +39,8 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return made
 
 
-def render(*words: str, source: str = "plan.json") -> int:
-    return llmctl("render", source, *words)
+def render(words: str, source: str = "plan.json") -> int:
+    return llmctl(f"render {source} {words}")
 
 
 def contents(folder: str) -> dict[str, bytes]:
@@ -50,37 +50,31 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it() -> None:
-    assert render("--target", "local", "--out", "here") == 0
+def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it():
+    assert render("--target local --out here") == 0
     names = {path.name for path in Path("here").iterdir()}
     assert names == LOCAL
     assert Path("here/plan.json").read_bytes() == Path("plan.json").read_bytes()
     assert Path("here/serve.sh").stat().st_mode & 0o100
     manifest = read_manifest(Path("here"))
-    assert manifest is not None
     assert (manifest.target, set(manifest.made_from)) == ("local", {"fit", "plan"})
 
 
 @pytest.mark.usefixtures("plan")
-def test_rendering_again_changes_nothing_and_check_agrees(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    render("--target", "kubernetes")
+def test_rendering_again_changes_nothing_and_check_agrees(capsys):
+    render("--target kubernetes")
     before = contents("kubernetes")
-    assert render("--target", "kubernetes") == 0
+    assert render("--target kubernetes") == 0
     assert contents("kubernetes") == before
-    capsys.readouterr()
-    assert render("--target", "kubernetes", "--check") == 0
-    assert capsys.readouterr().out == "up to date\n"
+    assert ran(capsys, "render plan.json --target kubernetes --check").out == "up to date\n"
 
 
 @pytest.mark.usefixtures("plan")
-def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    render("--target", "kubernetes")
+def test_check_shows_a_diff_and_writes_nothing(capsys):
+    render("--target kubernetes")
     before = contents("kubernetes")
-    capsys.readouterr()
-    assert render("--target", "kubernetes", "--check", "--replicas", "3") == 4
-    out, err = capsys.readouterr()
+    words = "--target kubernetes --check --replicas 3"
+    out, err = ran(capsys, f"render plan.json {words}", code=4)
     assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
     assert "-  replicas: 1\n+  replicas: 3\n" in out
     assert says(err, "EXPLAIN.md", "core/deployment.yaml")
@@ -88,53 +82,49 @@ def test_check_shows_a_diff_and_writes_nothing(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("plan")
-def test_files_edited_by_hand_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    render("--target", "compose")
+def test_files_edited_by_hand_stay(capsys):
+    render("--target compose")
     edited = Path("compose/compose.yaml")
     edited.write_text(edited.read_text() + "# mine\n")
     before = contents("compose")
-    capsys.readouterr()
-    assert render("--target", "compose") == 2
-    error, hint = capsys.readouterr().err.splitlines()
+    error, hint = refused(capsys, "render plan.json --target compose")
     assert says(error, "compose/compose.yaml")
     assert "--force" in hint
     assert contents("compose") == before
-    assert render("--target", "compose", "--force") == 0
+    assert render("--target compose --force") == 0
     assert "# mine" not in edited.read_text()
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_file_that_was_there_before_stays() -> None:
+def test_a_file_that_was_there_before_stays():
     Path("compose").mkdir()
     Path("compose/compose.yaml").write_text("services: {}\n")
-    assert render("--target", "compose") == 2
+    assert render("--target compose") == 2
     assert Path("compose/compose.yaml").read_text() == "services: {}\n"
 
 
 @pytest.mark.usefixtures("plan")
-def test_files_that_are_no_longer_rendered_are_removed() -> None:
-    render("--target", "kubernetes", "--out", "x")
-    assert render("--target", "local", "--out", "x") == 0
+def test_files_that_are_no_longer_rendered_are_removed():
+    render("--target kubernetes --out x")
+    assert render("--target local --out x") == 0
     left = {path.name for path in Path("x").rglob("*") if path.is_file()}
     assert left == LOCAL
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_link_out_of_the_folder_is_not_followed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path, capsys):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kubernetes").mkdir()
     (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
-    assert render("--target", "kubernetes") == 2
-    assert "link leads out" in capsys.readouterr().err
+    said = refused(capsys, "render plan.json --target kubernetes")
+    assert "link leads out" in said[0]
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/x", "a/b/c", "a b", ".hidden", "x" * 65, "a\nb", ""]
 )
-def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_that_leave_the_folder_are_refused(name, tmp_path):
     from toolkit.deploy.order import inside
 
     with pytest.raises(InputError, match="rendered file"):
@@ -142,23 +132,21 @@ def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "serve.sh.j2", "Serve", ""])
-def test_templates_have_plain_names(name: str) -> None:
+def test_templates_have_plain_names(name):
     from toolkit.deploy.order import fill
 
     with pytest.raises(InputError, match="not the name of a template"):
         fill(name)
 
 
-def test_a_given_plan_stays_unchanged(plan: Plan) -> None:
-    render("--target", "local")
-    other = plan.model_copy(
-        update={"environment": plan.environment.model_copy(update={"processor": "another"})}
-    )
-    write_file(other, "plan.json")
-    assert render("--target", "local", "--check") == 4
+def test_a_given_plan_stays_unchanged(plan):
+    render("--target local")
+    elsewhere = plan.environment.model_copy(update={"processor": "another"})
+    write_file(plan.model_copy(update={"environment": elsewhere}), "plan.json")
+    assert render("--target local --check") == 4
 
 
-def test_the_validation_beside_the_plan_is_in_the_explanation(plan: Plan) -> None:
+def test_the_validation_beside_the_plan_is_in_the_explanation(plan):
     error = MetricError(
         metric="throughput_rps",
         measured=3.0,
@@ -176,7 +164,7 @@ def test_the_validation_beside_the_plan_is_in_the_explanation(plan: Plan) -> Non
         requests=[],
     )
     write_file(found, "validation.json")
-    assert render("--target", "local") == 0
+    assert render("--target local") == 0
     explained = Path("local/EXPLAIN.md").read_text()
     assert "| throughput_rps | 3.5 | +10.0 % |" in explained
     assert "Validated on 0 windows" in explained
@@ -184,20 +172,15 @@ def test_the_validation_beside_the_plan_is_in_the_explanation(plan: Plan) -> Non
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_plan_needs_a_target(capsys: pytest.CaptureFixture[str]) -> None:
-    assert render() == 2
-    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert says(error, "plan.json")
+def test_a_plan_needs_a_target(capsys):
+    assert says(refused(capsys, "render plan.json")[0], "plan.json")
 
 
 @pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])
-def test_a_secret_in_the_environment_is_in_no_output(
-    plan: Plan, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_in_the_environment_is_in_no_output(plan, target, monkeypatch, capsys):
     for name in ("LLMCTL_API_KEY", "HF_TOKEN", "VLLM_API_KEY", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, CANARY)
-    assert render("--target", target, "--json") == 0
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, f"render plan.json --target {target} --json")
     assert CANARY not in out + err
     assert not any(CANARY.encode() in content for content in contents(target).values())
 
@@ -211,9 +194,7 @@ def test_a_secret_in_the_environment_is_in_no_output(
         (("inputs", "fit", "sha256"), f"{CANARY}\n"),
     ],
 )
-def test_a_secret_in_a_plan_is_refused_and_not_repeated(
-    plan: Plan, where: tuple[str, ...], value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_in_a_plan_is_refused_and_not_repeated(plan, where, value, capsys):
     data = json.loads(Path("plan.json").read_text())
     inner = data
     for key in where[:-1]:
@@ -223,23 +204,18 @@ def test_a_secret_in_a_plan_is_refused_and_not_repeated(
         inner["name"] = "openai"
         data["recipe"]["workers"] = 1
     Path("plan.json").write_text(json.dumps(data))
-    assert render("--target", "local") == 2
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, "render plan.json --target local", code=2)
     assert CANARY not in out + err
     assert not Path("local").exists()
 
 
-def test_the_plan_of_a_recipe_is_the_same_on_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_a_recipe_is_the_same_on_another_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     orders.plan(tmp_path)
     Path("recipe.yaml").write_text((tmp_path / "recipe.json").read_text())
-    write_file(
-        read_file(Fit, "fit.json").model_copy(update=dict(head({"recipe": "recipe.yaml"}))),
-        "fit.json",
-    )
-    assert render("--fit", "fit.json", "--target", "local", source="recipe.yaml") == 0
+    about = dict(head({"recipe": "recipe.yaml"}))
+    write_file(read_file(Fit, "fit.json").model_copy(update=about), "fit.json")
+    assert render("--fit fit.json --target local", source="recipe.yaml") == 0
     assert read_file(Plan, "local/plan.json").recipe.name == "test"
     monkeypatch.setattr(io, "processor", lambda: "another machine's")
-    assert render("--fit", "fit.json", "--target", "local", "--check", source="recipe.yaml") == 0
+    assert render("--fit fit.json --target local --check", source="recipe.yaml") == 0

@@ -20,7 +20,7 @@ print("LLMCTL_API_KEY" in os.environ, shown, os.environ["OTHER"])
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc here")
-def test_a_variable_is_erased_from_the_process_memory_too() -> None:
+def test_a_variable_is_erased_from_the_process_memory_too():
     around = {
         "LLMCTL_API_KEY": "canary-7",
         "OTHER": "stays",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from commands import llmctl
+from commands import llmctl, printed, ran, refused
 from lean import without_capacity
 from said import says
 from test_cli_tune import RECIPE
@@ -13,12 +13,12 @@ from test_cli_tune import RECIPE
 from toolkit.files.io import read_file
 from toolkit.files.tuning import Tuning
 
-SIMULATE = ["simulate", "--policy", "slice", "--trace", "trace.jsonl"]
-COMPARE = ["compare", "--policies", "slice,sequence", "--trace", "trace.jsonl"]
+SIMULATE = "simulate --policy slice --trace trace.jsonl"
+COMPARE = "compare --policies slice,sequence --trace trace.jsonl"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The working directory, with a recipe, its fit, and a trace with outputs that are too long for
     it.
     """
@@ -33,91 +33,68 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def scaling(
-    command: list[str], capsys: pytest.CaptureFixture[str], *words: str
-) -> dict[str, object]:
-    capsys.readouterr()
-    assert llmctl(*command, "--json", *words) == 0
-    found: dict[str, object] = json.loads(capsys.readouterr().out)["trace"]["scaling"]
-    return found
+def scaling(capsys: pytest.CaptureFixture[str], line: str, *words: str) -> dict[str, object]:
+    return printed(capsys, line, *words)["trace"]["scaling"]
 
 
 @pytest.mark.slow
 @without_capacity()
-def test_all_commands_scale_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        llmctl("tune", "recipe.yaml", "--trace", "trace.jsonl", "--jobs", "1", "--draws", "0") == 0
-    )
+def test_all_commands_scale_alike(folder, capsys):
+    assert llmctl("tune recipe.yaml --trace trace.jsonl --jobs 1 --draws 0") == 0
     tuned = read_file(Tuning, "tuning.json").scaling
-    assert tuned is not None
     assert tuned.max_new_tokens == 128
-    assert scaling(SIMULATE, capsys) == scaling(COMPARE, capsys) == tuned.model_dump(mode="json")
+    assert scaling(capsys, SIMULATE) == scaling(capsys, COMPARE) == tuned.model_dump(mode="json")
 
 
 @pytest.mark.parametrize("command", [SIMULATE, COMPARE])
-def test_the_first_line_says_how_lengths_were_scaled(
-    folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl(*command) == 0
-    lines = capsys.readouterr().err.splitlines()
+def test_the_first_line_says_how_lengths_were_scaled(folder, command, capsys):
+    lines = ran(capsys, command).err.splitlines()
     assert says(lines[0], "384")
     assert "divided by 3.1" in lines[0]
     assert sum("divided" in line for line in lines) == 1
 
 
-def test_the_recipe_is_found_beside_the_fit_here_and_by_option(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = scaling(SIMULATE, capsys)
+def test_the_recipe_is_found_beside_the_fit_here_and_by_option(folder, monkeypatch, capsys):
+    own = scaling(capsys, SIMULATE)
     (folder / "elsewhere").mkdir()
     Path("fit.json").rename("elsewhere/fit.json")
-    assert scaling(SIMULATE, capsys, "--fit", "elsewhere/fit.json") == own, (
+    assert scaling(capsys, SIMULATE, "--fit", "elsewhere/fit.json") == own, (
         "the recipe is in the working folder"
     )
     Path("recipe.yaml").rename("elsewhere/recipe.yaml")
-    assert scaling(SIMULATE, capsys, "--fit", "elsewhere/fit.json") == own, "it is beside the fit"
+    assert scaling(capsys, SIMULATE, "--fit", "elsewhere/fit.json") == own, "it is beside the fit"
     Path("elsewhere/recipe.yaml").rename("elsewhere/mine.yaml")
     words = ["--fit", "elsewhere/fit.json"]
-    assert scaling(SIMULATE, capsys, *words, "--recipe", "elsewhere/mine.yaml") == own
+    assert scaling(capsys, SIMULATE, *words, "--recipe", "elsewhere/mine.yaml") == own
     text = Path("elsewhere/mine.yaml").read_text()
     Path("elsewhere/mine.yaml").write_text(
         text.replace("max_new_tokens: 128", "max_new_tokens: 100")
     )
-    changed = scaling(SIMULATE, capsys, *words, "--recipe", "elsewhere/mine.yaml")
+    changed = scaling(capsys, SIMULATE, *words, "--recipe", "elsewhere/mine.yaml")
     assert changed["max_new_tokens"] == 100, "the recipe counts as it is now, as in `tune`"
 
 
 @pytest.mark.parametrize("command", [SIMULATE, COMPARE])
-def test_without_its_recipe_a_limit_is_required(
-    folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_recipe_a_limit_is_required(folder, command, capsys):
     Path("recipe.yaml").unlink()
-    assert llmctl(*command) == 2
-    error, hint = capsys.readouterr().err.splitlines()
+    error, hint = refused(capsys, command)
     assert says(error, "fit.json", "'test'")
     assert says(hint, "--recipe", "--max-new-tokens")
-    assert scaling(command, capsys, "--max-new-tokens", "200")["max_new_tokens"] == 200
+    assert scaling(capsys, command, "--max-new-tokens", "200")["max_new_tokens"] == 200
 
 
-def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(folder, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("max_model_len: 512", "max_model_len: 256"))
-    assert llmctl(*SIMULATE) == 2
-    assert "its recipe 'test'" in capsys.readouterr().err
-    assert llmctl(*SIMULATE, "--recipe", "recipe.yaml") == 2
-    assert says(capsys.readouterr().err, "fit.json", "'model'", "recipe.yaml")
+    assert "its recipe 'test'" in refused(capsys, SIMULATE)[0]
+    said = refused(capsys, f"{SIMULATE} --recipe recipe.yaml")
+    assert says(said[0], "fit.json", "'model'", "recipe.yaml")
 
 
-def test_a_given_limit_replaces_the_recipe_s(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert scaling(SIMULATE, capsys, "--max-new-tokens", "64")["max_new_tokens"] == 64
-    assert scaling(SIMULATE, capsys, "--no-fit-lengths") is None
+def test_a_given_limit_replaces_the_recipe_s(folder, capsys):
+    assert scaling(capsys, SIMULATE, "--max-new-tokens", "64")["max_new_tokens"] == 64
+    assert scaling(capsys, SIMULATE, "--no-fit-lengths") is None
 
 
-def test_a_recipe_without_effect_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl(*SIMULATE, "--fit", "unit-step", "--recipe", "recipe.yaml") == 2
-    assert says(capsys.readouterr().err, "--recipe recipe.yaml", "--fit unit-step")
+def test_a_recipe_without_effect_is_refused(folder, capsys):
+    said = refused(capsys, f"{SIMULATE} --fit unit-step --recipe recipe.yaml")
+    assert says(said[0], "--recipe recipe.yaml", "--fit unit-step")

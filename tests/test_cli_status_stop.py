@@ -14,7 +14,7 @@ import httpx
 import orders
 import psutil
 import pytest
-from commands import llmctl
+from commands import llmctl, printed, ran, refused
 from said import says
 
 from benchmarks.common.serving import Server, fake_plan
@@ -35,7 +35,7 @@ CANARY = "sk-canary-5d1e88"
 
 
 @pytest.fixture
-def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def states(tmp_path, monkeypatch) -> Path:
     """An empty folder of states."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return folder_of_states()
@@ -51,7 +51,7 @@ class Keyed:
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+def keyed(tmp_path_factory) -> Iterator[Keyed]:
     folder = tmp_path_factory.mktemp("keyed")
     fake_plan(folder)
     (folder / "key").write_text(f"{CANARY}\n")
@@ -75,23 +75,19 @@ def gone(pid: int = 1) -> Running:
 
 
 @pytest.mark.slow
-def test_status_shows_running_servers(
-    keyed: Keyed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_running_servers(keyed, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", keyed.state)
-    assert llmctl("status", "--json", "--api-key", CANARY) == 0
-    (one,) = json.loads(capsys.readouterr().out)["servers"]
+    (one,) = printed(capsys, "status --api-key", CANARY)["servers"]
     assert (one["name"], one["state"]) == (name_of("test", keyed.server.url), "ready")
     assert (one["running"], one["waiting"], one["kv_usage_percent"]) == (0, 0, 0)
-    assert llmctl("status") == 0
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, "status")
     assert keyed.server.url[-5:] in out
     assert max(map(len, out.splitlines())) <= 80
     assert "/metrics needs the key" in err
 
 
 @pytest.mark.slow
-def test_the_key_is_required_and_stored_nowhere(keyed: Keyed) -> None:
+def test_the_key_is_required_and_stored_nowhere(keyed):
     url = f"{keyed.server.url}/v1/models"
     assert httpx.get(url).status_code == 401
     assert httpx.get(url, headers={"authorization": f"Bearer {CANARY}"}).status_code == 200
@@ -101,35 +97,27 @@ def test_the_key_is_required_and_stored_nowhere(keyed: Keyed) -> None:
 
 
 @pytest.mark.slow
-def test_a_service_manager_is_told_when_it_is_ready(keyed: Keyed) -> None:
+def test_a_service_manager_is_told_when_it_is_ready(keyed):
     assert keyed.told == b"READY=1"
     assert all("NOTIFY_SOCKET" not in worker.environ() for worker in keyed.server.workers())
 
 
 @pytest.mark.slow
-def test_stop_waits_for_the_drain_and_counts_it(
-    states: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_waits_for_the_drain_and_counts_it(states, tmp_path, capsys):
     def ask() -> None:
-        httpx.post(
-            f"{server.url}/v1/completions",
-            json={"model": "toy", "prompt": "a", "max_tokens": 100},
-            timeout=60,
-        )
+        body = {"model": "toy", "prompt": "a", "max_tokens": 100}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
     fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
     with Server(tmp_path / "plan.json", "--served-model-name", "toy") as server:
         ask()
         asking = threading.Thread(target=ask)
         asking.start()
-        while (
-            'llmctl_requests_running{model_name="toy"} 1.0'
-            not in httpx.get(f"{server.url}/metrics").text
-        ):
+        runs = 'llmctl_requests_running{model_name="toy"} 1.0'
+        while runs not in httpx.get(f"{server.url}/metrics").text:
             pass
-        assert llmctl("stop") == 0
+        out, err = ran(capsys, "stop")
         asking.join()
-    out, err = capsys.readouterr()
     name = name_of("test", server.url)
     assert err == f"stopping {name}, requests in it: 1\n"
     assert says(out, name, "1")
@@ -137,21 +125,20 @@ def test_stop_waits_for_the_drain_and_counts_it(
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_noticed(states: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_server_is_noticed(states, capsys):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started_s = psutil.Process(process.pid).create_time()
         server = gone(process.pid).model_copy(update={"started_s": started_s})
         remember(server)
         assert server.alive
         process.kill()
-    assert llmctl("status") == 1
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, "status", code=1)
     assert "no server runs" in out
     assert "record is removed" in err
     assert not list(states.glob("*.json"))
 
 
-def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch):
     server = this_process("mine-8000", "local", "http://127.0.0.1:9", "m", 1, "slice")
     create_time = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
@@ -160,109 +147,86 @@ def test_a_step_of_the_clock_does_not_hide_a_live_server(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("states")
-def test_a_reused_process_number_is_not_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reused_process_number_is_not_stopped(capsys):
     remember(gone(os.getpid()))
-    assert llmctl("stop") == 2
-    err = capsys.readouterr().err
+    err = ran(capsys, "stop", code=2).err
     assert "old-8000" in err
     assert "no server runs" in err
 
 
 @pytest.mark.usefixtures("states")
-def test_several_servers_are_stopped_only_with_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_servers_are_stopped_only_with_all(capsys):
     for name in ("a-1", "b-2"):
-        remember(
-            gone().model_copy(
-                update={"name": name, "pid": None, "target": "systemd", "folder": "/nowhere"}
-            )
-        )
-    assert llmctl("stop") == 2
-    assert says(capsys.readouterr().err.splitlines()[0], "2", "a-1", "b-2")
-    assert llmctl("stop", "c-3") == 2
-    assert says(capsys.readouterr().err, "'c-3'")
+        managed = {"name": name, "pid": None, "target": "systemd", "folder": "/nowhere"}
+        remember(gone().model_copy(update=managed))
+    assert says(refused(capsys, "stop")[0], "2", "a-1", "b-2")
+    assert says(refused(capsys, "stop c-3")[0], "'c-3'")
 
 
 @pytest.mark.usefixtures("states")
-def test_status_of_a_url_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("status", "--url", "http://127.0.0.1:9", "--json") == 1
-    assert json.loads(capsys.readouterr().out)["servers"][0]["state"] == "no answer"
+def test_status_of_a_url_without_a_server(capsys):
+    ended = ran(capsys, "status --url http://127.0.0.1:9 --json", code=1)
+    assert json.loads(ended.out)["servers"][0]["state"] == "no answer"
 
 
 @pytest.mark.usefixtures("states")
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "x\n"])
-def test_names_of_servers_stay_in_their_folder(name: str) -> None:
+def test_names_of_servers_stay_in_their_folder(name):
     with pytest.raises(InputError, match="was started here"):
         recall(name)
 
 
 @pytest.mark.parametrize("content", ["", "two words\n", "a\nb\n", "\x00\xff"])
-def test_a_file_without_one_key_is_refused(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    orders.plan(tmp_path)
+def test_a_file_without_one_key_is_refused(content, tmp_path, capsys):
     write_file(orders.plan(tmp_path), tmp_path / "plan.json")
     (tmp_path / "key").write_text(content, encoding="latin-1")
-    assert (
-        llmctl("serve", str(tmp_path / "plan.json"), "--api-key-file", str(tmp_path / "key")) == 2
-    )
-    assert "key" in capsys.readouterr().err
+    said = refused(capsys, "serve", tmp_path / "plan.json", "--api-key-file", tmp_path / "key")
+    assert "key" in said[0]
 
 
 @pytest.fixture
-def rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def rendered(tmp_path, monkeypatch) -> Path:
     """plan.json, rendered to folders that are named like their targets."""
     monkeypatch.chdir(tmp_path)
     write_file(orders.plan(tmp_path), "plan.json")
     for target in ("systemd", "compose", "kubernetes"):
-        assert llmctl("render", "plan.json", "--target", target) == 0
+        assert llmctl("render plan.json --target", target) == 0
     return tmp_path
 
 
 @pytest.mark.usefixtures("rendered", "states")
-def test_a_missing_service_manager_is_one_line_and_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_service_manager_is_one_line_and_a_command(monkeypatch, capsys):
     monkeypatch.setattr(managers.shutil, "which", lambda _: None)
     for target, message, remedy in (
         ("systemd", "there is no systemd here", "apt-get install systemd"),
         ("compose", "docker is not installed", "apt-get install docker"),
     ):
-        capsys.readouterr()
-        assert llmctl("serve", target) == 3
-        error, hint = capsys.readouterr().err.splitlines()
+        error, hint = ran(capsys, "serve", target, code=3).said
         assert error == f"error: {message}"
         assert remedy in hint
 
 
 @pytest.mark.usefixtures("rendered", "states")
-def test_a_target_that_serve_cannot_start_names_the_command_that_can(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_target_that_serve_cannot_start_names_the_command_that_can(capsys):
     for words, said in (
-        (["kubernetes"], "start it with: kubectl apply -k kubernetes"),
-        (["plan.json", "--target", "compose"], "llmctl render PLAN.json --target compose"),
-        (["plan.json", "--target", "locla"], "did you mean 'local'?"),
-        (["."], "llmctl render PLAN.json --target TARGET"),
+        ("kubernetes", "start it with: kubectl apply -k kubernetes"),
+        ("plan.json --target compose", "llmctl render PLAN.json --target compose"),
+        ("plan.json --target locla", "did you mean 'local'?"),
+        (".", "llmctl render PLAN.json --target TARGET"),
     ):
-        capsys.readouterr()
-        assert llmctl("serve", *words) == 2
-        assert said in capsys.readouterr().err
+        assert said in refused(capsys, f"serve {words}")[1]
 
 
 @pytest.mark.slow
-def test_managers_are_asked_in_this_order(
-    rendered: Path, states: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_managers_are_asked_in_this_order(rendered, states, monkeypatch):
     """A fake docker writes down what it is asked."""
     fake = rendered / "bin" / "docker"
     fake.parent.mkdir()
     fake.write_text(f'#!/bin/sh\necho "$@" >> {rendered}/asked\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    assert llmctl("serve", "compose") == 0
-    assert [
-        server.name for server in map(recall, [path.stem for path in states.glob("*.json")])
-    ] == ["test-8000"]
+    assert llmctl("serve compose") == 0
+    assert [recall(path.stem).name for path in states.glob("*.json")] == ["test-8000"]
     assert llmctl("stop") == 0
     asked = (rendered / "asked").read_text().splitlines()
     assert asked[-4:] == [
@@ -275,9 +239,8 @@ def test_managers_are_asked_in_this_order(
 
 
 @pytest.mark.parametrize("url", ["x", "", "ftp://x", "http://"])
-def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("status", "--url", url) == 2
-    assert f"error: '{url}' is not " in capsys.readouterr().err
+def test_status_wants_the_url_of_a_server(url, capsys):
+    assert refused(capsys, "status --url", url)[0].startswith(f"error: '{url}' is not ")
 
 
 @pytest.mark.slow
@@ -296,12 +259,8 @@ def test_status_wants_the_url_of_a_server(url: str, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
-    rendered: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    log: str,
-    said: str,
-) -> None:
+    rendered, monkeypatch, capsys, log, said
+):
     """A fake systemctl that cannot start, and a fake journalctl."""
     unit = "llmctl-test.service"
     programs = rendered / "bin"
@@ -318,49 +277,38 @@ def test_a_unit_that_does_not_start_is_an_error_with_its_own_message(
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setattr(managers, "BOOTED", rendered)
-    capsys.readouterr()
-    assert llmctl("serve", "systemd") == 3
-    assert said.format(unit=unit) in capsys.readouterr().err
+    ended = ran(capsys, "serve systemd", code=3)
+    assert said.format(unit=unit) in ended.err
     link = f"link {rendered}/systemd/{unit}"
     assert (rendered / "asked").read_text().splitlines() == [link, f"start {unit}", f"stop {unit}"]
 
 
 @pytest.mark.slow
-def test_a_rendered_script_starts_a_server(states: Path, tmp_path: Path) -> None:
+def test_a_rendered_script_starts_a_server(states, tmp_path):
     """serve.sh, with a `llmctl` on the path that is this one; then bench.sh against it."""
     fake_plan(tmp_path)
-    assert (
-        llmctl(
-            "render",
-            str(tmp_path / "plan.json"),
-            "--target",
-            "local",
-            "--out",
-            str(tmp_path / "out"),
-        )
-        == 0
-    )
+    out = tmp_path / "out"
+    assert llmctl("render --target local --out", out, tmp_path / "plan.json") == 0
     program = tmp_path / "bin" / "llmctl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m toolkit "$@"\n')
     program.chmod(0o755)
     environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
-    serve = [str(tmp_path / "out" / "serve.sh"), "--port", "0", "--json", "--allow-end-after"]
+    serve = [out / "serve.sh", "--port", "0", "--json", "--allow-end-after"]
+    short = {"DURATION": "1", "RATE": "8", "MAX_ERROR": "1e9", "WARMUP": "0"}
     with subprocess.Popen(
         serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     ) as process:
-        assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
         checked = subprocess.run(
-            [tmp_path / "out" / "bench.sh", "chat-small"],
-            env=environment
-            | {"LLMCTL_URL": url, "DURATION": "1", "RATE": "8", "MAX_ERROR": "1e9", "WARMUP": "0"},
+            [out / "bench.sh", "chat-small"],
+            env=environment | short | {"LLMCTL_URL": url},
             capture_output=True,
             text=True,
         )
         process.terminate()
     assert checked.returncode == 0, checked.stderr
-    assert json.loads((tmp_path / "out" / "bench.json").read_text())["predicted"]
+    assert json.loads((out / "bench.json").read_text())["predicted"]
     assert process.returncode == 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from commands import llmctl
+from commands import llmctl, printed, refused
 from lean import without_capacity
 from said import says
 
@@ -27,18 +27,19 @@ policy: {name: sequence, parameters: {batch_size: 1}}
 tune: {trials: 6, windows: 2, held_out_windows: 2, window_s: 2, draws: 3, policies: [own]}
 serve: {max_new_tokens: 128}
 """
+BROKEN = (5,)
 WRITTEN = (0, 5)  # with limits kept, and with limits broken
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def files(tmp_path, monkeypatch) -> Iterator[Path]:
     """As `whole`, for tests that ask for no capacity."""
     with without_capacity():
         yield stage(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def whole(tmp_path, monkeypatch) -> Path:
     return stage(tmp_path, monkeypatch)
 
 
@@ -57,20 +58,17 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tune(*words: str) -> int:
-    return llmctl(
-        "tune",
-        "recipe.yaml",
-        "--trace",
-        "trace.jsonl",
-        *(words if "--jobs" in words else ("--jobs", "1", *words)),
-    )
+    return llmctl(f"tune recipe.yaml --trace trace.jsonl --jobs 1 {' '.join(words)}")
+
+
+def tuned(words: str, codes: tuple[int, ...] = (0,)) -> Tuning:
+    assert tune(words) in codes
+    return read_file(Tuning, "tuning.json")
 
 
 @pytest.mark.slow
-def test_the_output_fits_80_columns_and_has_the_results(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--policies", "slice,past-future") == 0
+def test_the_output_fits_80_columns_and_has_the_results(whole, capsys):
+    assert tune("--policies slice,past-future") == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
     for said in (
@@ -91,35 +89,30 @@ def test_the_output_fits_80_columns_and_has_the_results(
 
 
 @pytest.mark.slow
-def test_a_search_that_goes_on_says_how_much_is_kept(
-    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_goes_on_says_how_much_is_kept(files, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.tuning.executor.JournalFile.forget", lambda journal: None)
-        assert tune("--out", "whole.json") in WRITTEN
+        assert tune("--out whole.json") in WRITTEN
     assert "kept" not in capsys.readouterr().err
     kept = Path("whole.json.partial").read_text().splitlines()[1:]
-    assert tune("--out", "whole.json") in WRITTEN
+    assert tune("--out whole.json") in WRITTEN
     assert f"{len(kept)} of them are kept" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_changes_no_byte_of_the_file(whole: Path) -> None:
-    assert tune("--out", "one.json") == tune("--jobs", "2", "--out", "two.json") == 0
+def test_the_number_of_processes_changes_no_byte_of_the_file(whole):
+    assert tune("--out one.json") == tune("--jobs 2 --out two.json") == 0
     assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
 
 
 @pytest.mark.slow
-def test_another_policy_that_keeps_the_limits_is_rendered(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--policies", "slice", "--draws", "0") == 0
-    result = read_file(Tuning, "tuning.json")
+def test_another_policy_that_keeps_the_limits_is_rendered(files, capsys):
+    result = tuned("--policies slice --draws 0")
     assert result.best.policy == "slice"
     assert result.keeps_limits
     assert all(one.kept for one in result.limits)
     assert "beside the limits" in capsys.readouterr().out
-    assert llmctl("render", "recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json") == 0
+    assert llmctl("render recipe.yaml --fit fit.json --tuning tuning.json") == 0
     plan = read_file(Plan, "plan.json")
     assert plan.policy.name == "slice"
     assert plan.policy.parameters == result.best.parameters
@@ -127,58 +120,50 @@ def test_another_policy_that_keeps_the_limits_is_rendered(
 
 
 @pytest.mark.slow
-def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("ttft_p99_s: 2", "ttft_p99_s: 0.2"))
-    assert tune("--policies", "slice,past-future", "--draws", "0", "--rate", "60") == 5
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--policies slice,past-future --draws 0 --rate 60", BROKEN)
     assert result.best.policy == "slice"
-    assert result.alternatives is not None
     assert result.alternatives.best_of_all == "past-future"
     assert "past-future" in capsys.readouterr().out
-    words = ("recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json")
-    assert llmctl("render", *words, "--allow-broken-limits") == 0
+    words = "--fit fit.json --tuning tuning.json --allow-broken-limits"
+    assert llmctl(f"render recipe.yaml {words}") == 0
     assert read_file(Plan, "plan.json").policy.name == "slice"
 
 
 @pytest.mark.slow
-def test_by_default_every_policy_is_searched_and_the_cost_is_noted(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_default_every_policy_is_searched_and_the_cost_is_noted(files, capsys):
     Path("recipe.yaml").write_text(
         RECIPE.replace("trials: 6", "trials: 10").replace(", policies: [own]", "")
     )
-    assert tune("--draws", "0") == 0
-    result = read_file(Tuning, "tuning.json")
+    result = tuned("--draws 0")
     assert {one.policy for one in result.policies} == POLICIES.keys() - ORACLES
     assert {one.policy for one in result.policies if one.refusal is None} == {"slice", "sequence"}
     err = capsys.readouterr().err
     assert says(err, "10 trials", "10 policies", "2")
-    assert tune("--draws", "0", "--policies", "own", "--trials", "2") == 0
-    assert [one.policy for one in read_file(Tuning, "tuning.json").policies] == ["sequence"]
+    result = tuned("--draws 0 --policies own --trials 2")
+    assert [one.policy for one in result.policies] == ["sequence"]
     assert says(capsys.readouterr().err, "2 trials")
 
 
-TIGHT = RECIPE.replace("batch_size: 1}", "batch_size: 8}").replace(
-    "ttft_p99_s: 2", "ttft_p99_s: 0.001"
-)
-
-
 @pytest.mark.slow
-def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("recipe.yaml").write_text(TIGHT)
-    assert tune("--draws", "0") == 5
+def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(whole, capsys):
+    tight = RECIPE.replace("batch_size: 1}", "batch_size: 8}")
+    Path("recipe.yaml").write_text(tight.replace("ttft_p99_s: 2", "ttft_p99_s: 0.001"))
+    assert tune("--draws 0") == 5
     out, err = capsys.readouterr()
     result = read_file(Tuning, "tuning.json")
+    assert (result.keeps_up, result.keeps_limits) == (True, False)
+    assert {one.name: (one.bound, one.limit, one.kept) for one in result.limits} == {
+        "ttft_p99_s": ("at most", 0.001, False),
+        "e2e_p95_s": ("at most", 8.0, True),
+        "oom_percent": ("at most", 1.0, True),
+        "behind_percent": ("at most", 5.0, True),
+    }
+    assert all(one.kept == (one.predicted <= one.limit) for one in result.limits)
     assert result.binding_sla == "ttft_p99_s"
-    assert result.binding_ratio is not None
     assert result.binding_ratio > 1
-    assert result.alternatives is not None
     assert not result.alternatives.feasible
-    assert result.capacity is not None
     assert result.capacity.recommended_rps is None
     said = " ".join(out.split())
     assert says(said, "ttft_p99_s")
@@ -190,31 +175,13 @@ def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(
 
 
 @pytest.mark.slow
-def test_a_tuning_that_breaks_limits_is_written_and_printed_with_an_error(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("recipe.yaml").write_text(TIGHT)
-    assert tune("--draws", "0", "--json") == 5
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads(Path("tuning.json").read_text())
-    assert not Path("tuning.json.partial").exists()
-    assert printed["keeps_limits"] is False
-    told = {one["name"]: (one["bound"], one["limit"], one["kept"]) for one in printed["limits"]}
-    assert told == {
-        "ttft_p99_s": ("at most", 0.001, False),
-        "e2e_p95_s": ("at most", 8.0, True),
-        "oom_percent": ("at most", 1.0, True),
-        "behind_percent": ("at most", 5.0, True),
-    }
-    assert printed["keeps_up"] is True
-    assert all(one["kept"] == (one["predicted"] <= one["limit"]) for one in printed["limits"])
-
-
-@pytest.mark.slow
-def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> None:
+def test_every_kind_of_limit_is_judged_by_the_recommendation(files, capsys):
+    """A tuning that breaks limits is written and printed nevertheless."""
     extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
     Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))
-    assert tune("--draws", "0", "--policies", "slice") == 5
+    assert tune("--draws 0 --policies slice --json") == 5
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("tuning.json").read_text())
+    assert not Path("tuning.json.partial").exists()
     result = read_file(Tuning, "tuning.json")
     told = {one.name: one for one in result.limits}
     attained = told["sla_attainment_lower_percent"]
@@ -234,16 +201,10 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--draws", "0", "--trials", "1") == 5
-    result = read_file(Tuning, "tuning.json")
-    assert result.alternatives is not None
+def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, capsys):
+    result = tuned("--draws 0 --trials 1", BROKEN)
     assert not result.alternatives.feasible
     assert [one.policy for one in result.alternatives.policies] == ["slice"]
-    assert result.capacity is not None
-    assert result.capacity.recommended_rps is not None
     assert result.capacity.recommended_rps < result.request_rate_rps
     said = " ".join(capsys.readouterr().out.split())
     assert says(said, "'transformers'", "--policies slice")
@@ -251,12 +212,8 @@ def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(
 
 
 @pytest.mark.slow
-def test_the_fewest_workers_are_printed_and_written(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--workers", "auto", "--policies", "slice", "--draws", "0") == 0
-    result = read_file(Tuning, "tuning.json")
-    assert result.sizing is not None
+def test_the_fewest_workers_are_printed_and_written(files, capsys):
+    result = tuned("--workers auto --policies slice --draws 0")
     out = capsys.readouterr().out
     assert f"workers needed: {result.sizing.workers}, with " in out
     assert "workers that were tried" in out
@@ -267,26 +224,23 @@ def test_the_fewest_workers_are_printed_and_written(
     ("words", "message", "hint"),
     [
         (
-            ("--policies", "slic"),
+            "--policies slic",
             "tune.policies: there is no policy 'slic'",
             "did you mean 'slice'?",
         ),
         (
-            ("--policies", "past-future-oracle"),
+            "--policies past-future-oracle",
             "policy 'past-future-oracle' knows the true output lengths, so it exists in "
             "simulations only",
             "choose another policy to serve with; see llmctl docs explanation/policies",
         ),
-        (("--workers", "0"), "--workers 0: it is a whole number from 1, or 'auto'", ""),
-        (("--workers", "many"), "--workers many: it is a whole number from 1, or 'auto'", ""),
+        ("--workers 0", "--workers 0: it is a whole number from 1, or 'auto'", ""),
+        ("--workers many", "--workers many: it is a whole number from 1, or 'auto'", ""),
     ],
 )
-def test_an_impossible_search_is_refused_before_anything_runs(
-    files: Path, words: tuple[str, ...], message: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune(*words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
+def test_an_impossible_search_is_refused_before_anything_runs(files, words, message, hint, capsys):
+    said = refused(capsys, f"tune recipe.yaml --trace trace.jsonl {words}")
+    assert said == [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
     assert not Path("tuning.json.partial").exists()
 
 
@@ -294,27 +248,25 @@ def test_an_impossible_search_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        (("--window", "3"), None),
+        ("--window 3", None),
         (
-            ("--window", "9"),
+            "--window 9",
             "windows of 4.5 s instead of 9 s: trace.jsonl lasts 22.48 s at 40 requests/s, for 4 "
             "windows",
         ),
         (
-            ("--rate", "100", "--window", "3"),
+            "--rate 100 --window 3",
             "windows of 1.8 s instead of 3 s: trace.jsonl lasts 8.99 s at 100 requests/s, for 4 "
             "windows",
         ),
     ],
 )
-def test_windows_fit_themselves_to_the_trace_and_say_so(
-    files: Path, words: tuple[str, ...], note: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--draws", "0", "--trials", "2", *words) in WRITTEN
-    result = read_file(Tuning, "tuning.json")
-    assert result.window_length is not None
+def test_windows_fit_themselves_to_the_trace_and_say_so(files, words, note, capsys):
+    result = tuned(f"--draws 0 --trials 2 {words}", WRITTEN)
     if note is None:
         assert result.window_length.seconds == result.window_length.wished_s == 3
+        assert result.request_rate_rps == pytest.approx(40.0), "the trace's own"
+        assert not any("arrival times" in one for one in result.trace_notes)
     else:
         assert result.window_length.seconds == result.window_length.longest_s
         assert f"trace: {note}" in capsys.readouterr().err.splitlines()
@@ -335,59 +287,38 @@ def first_rows(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "few"), [(60, True), (120, False)])
-def test_few_requests_are_counted(
-    files: Path, count: int, few: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_few_requests_are_counted(files, count, few, capsys):
     first_rows(count)
-    assert tune("--draws", "0", "--trials", "1", "--rate", "5") in WRITTEN
-    assert read_file(Tuning, "tuning.json").judged.requests == count
+    result = tuned("--draws 0 --trials 1 --rate 5", WRITTEN)
+    assert result.judged.requests == count
     assert (f"only {count} requests" in capsys.readouterr().out) is few
 
 
 @pytest.mark.slow
-def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--rate", "200") == 2  # 4.5 s
-    error, hint = capsys.readouterr().err.splitlines()
+def test_a_trace_that_is_over_before_a_target_could_be_missed_is_refused(files, capsys):
+    at_200 = "tune recipe.yaml --trace trace.jsonl --rate 200"  # it lasts 4.5 s then
+    error, hint = refused(capsys, at_200)
     assert "e2e_p95_s, 8 s" in error
-    assert hint.startswith("hint: ")
     assert " 112 requests/s" in hint
     assert not Path("tuning.json").exists()
-    assert tune("--rate", "112", "--draws", "0", "--trials", "1") in WRITTEN
+    assert tune("--rate 112 --draws 0 --trials 1") in WRITTEN
 
 
 @pytest.mark.slow
-def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(
-    whole: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_load_is_a_multiple_of_the_capacity_of_the_recipes_settings(whole, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
-    assert tune("--load", "0.5", "--draws", "0", "--trials", "1") == 0
-    result = read_file(Tuning, "tuning.json")
-    assert result.capacity is not None
+    result = tuned("--load 0.5 --draws 0 --trials 1")
     assert result.request_rate_rps == pytest.approx(0.5 * result.capacity.defaults_rps, rel=0.02)
     assert result.keeps_limits
-    assert tune("--load", "1.2", "--draws", "0", "--trials", "1") == 5
-    assert not read_file(Tuning, "tuning.json").keeps_limits
-    capsys.readouterr()
-    assert tune("--load", "0.5", "--rate", "3") == 2
-    assert "--rate 3" in capsys.readouterr().err
+    assert not tuned("--load 1.2 --draws 0 --trials 1", BROKEN).keeps_limits
+    said = refused(capsys, "tune recipe.yaml --trace trace.jsonl --load 0.5 --rate 3")
+    assert "--rate 3" in said[0]
 
 
 @pytest.mark.slow
-def test_without_a_rate_the_trace_is_taken_as_it_is(files: Path) -> None:
-    assert tune("--draws", "0", "--trials", "1") in WRITTEN
-    result = read_file(Tuning, "tuning.json")
-    assert result.request_rate_rps == pytest.approx(40.0)
-    assert not any("arrival times" in note for note in result.trace_notes)
-
-
-@pytest.mark.slow
-def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(files, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("batch_size: 1}", "batch_size: 8}"))
-    assert tune("--rate", "0.5", "--window", "400") == 0
+    assert tune("--rate 0.5 --window 400") == 0
     said = " ".join(capsys.readouterr().out.split())
     result = read_file(Tuning, "tuning.json")
     assert result.keep_defaults
@@ -399,28 +330,22 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(
 
 
 @pytest.mark.slow
-def test_a_fixed_concurrency_is_tuned_and_simulated_alike(
-    files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune("--concurrency", "8", "--trials", "3", "--draws", "0") in (0, 5)
-    made = read_file(Tuning, "tuning.json")
+def test_a_fixed_concurrency_is_tuned_and_simulated_alike(files, capsys):
+    made = tuned("--concurrency 8 --trials 3 --draws 0", WRITTEN)
     assert made.concurrency == 8
     assert made.capacity is None
     assert "behind_percent" not in {limit.name for limit in made.limits}
-    capsys.readouterr()
-    words = ("--fit", "fit.json", "--trace", "trace.jsonl", "--tuning", "tuning.json", "--json")
-    assert llmctl("simulate", *words) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = "--fit fit.json --trace trace.jsonl --tuning tuning.json"
+    found = printed(capsys, f"simulate {words}")
     assert found["concurrency"] == 8
     for name in ("throughput_rps", "e2e_mean_s"):
         assert found[name] == made.recommended.metrics[name]
 
 
 @pytest.mark.slow
-def test_lengths_by_numbers_are_tuned_for(files: Path) -> None:
-    words = ("--prompt", "100", "--output", "20", "--rate", "10", "--requests", "300")
-    command = ("tune", "recipe.yaml", "--fit", "fit.json", "--trials", "2", "--draws", "0")
-    assert llmctl(*command, *words) in (0, 5)
+def test_lengths_by_numbers_are_tuned_for(files):
+    words = "--prompt 100 --output 20 --rate 10 --requests 300 --trials 2 --draws 0"
+    assert llmctl(f"tune recipe.yaml --fit fit.json {words}") in WRITTEN
     made = read_file(Tuning, "tuning.json")
     assert (made.judged.requests, made.scaling) == (300, None)
     assert "trace" not in made.inputs
@@ -429,21 +354,18 @@ def test_lengths_by_numbers_are_tuned_for(files: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--concurrency", "8", "--rate", "5"),
-        ("--concurrency", "8", "--load", "0.5"),
-        ("--rate", "5", "--load", "0.5"),
-        ("--prompt", "100", "--output", "20"),
-        ("--prompt", "100", "--rate", "5"),
-        ("--prompt", "100000", "--output", "20", "--rate", "5"),
-        ("--rate", "0"),
-        ("--rate", "1e9"),
-        ("--concurrency", "0"),
+        "--concurrency 8 --rate 5",
+        "--concurrency 8 --load 0.5",
+        "--rate 5 --load 0.5",
+        "--prompt 100 --output 20",
+        "--prompt 100 --rate 5",
+        "--prompt 100000 --output 20 --rate 5",
+        "--rate 0",
+        "--rate 1e9",
+        "--concurrency 0",
     ],
 )
-def test_contradicting_words_about_the_load_are_refused(
-    files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    given = () if "--prompt" in words else ("--trace", "trace.jsonl")
-    assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *given, *words) == 2
+def test_contradicting_words_about_the_load_are_refused(files, capsys, words):
+    given = "" if "--prompt" in words else "--trace trace.jsonl"
+    assert refused(capsys, f"tune recipe.yaml --fit fit.json {given} {words}")
     assert not Path("tuning.json").exists()
-    assert "error: " in capsys.readouterr().err

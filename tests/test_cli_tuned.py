@@ -1,11 +1,10 @@
 """`simulate --tuning` and `compare --tuning` simulate what `tune` recommends."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import llmctl
+from commands import llmctl, printed, refused
 from lean import without_capacity
 from test_cli_stage import folder  # noqa: F401  # a fixture
 from test_fleet_files import write_fleet, write_server
@@ -19,12 +18,12 @@ from toolkit.traces.write import write_trace
 pytestmark = pytest.mark.slow  # each fixture is a search
 
 TOKENS = "max_num_batched_tokens"
-SERVERS = ("--fleet", "fleet.yaml", "--tuning", "tuning.json", "--trace", "trace.jsonl")
+SERVERS = "--fleet fleet.yaml --tuning tuning.json --trace trace.jsonl"
 SHOWN = ("goodput_rps", "throughput_rps", "ttft_p95_s", "mtpot_p95_s", "e2e_mean_s")
 
 
 @pytest.fixture(scope="module")
-def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tuned_folder(tmp_path_factory) -> Path:
     """A tuned fleet of two kinds of servers, and its trace."""
     here = tmp_path_factory.mktemp("tuned")
     space = TUNE | {"request_rate_rps": 15.0, "routers": ["by-law"], "trials": 24}
@@ -33,79 +32,65 @@ def tuned_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = head({"recipe": here / f"{name}.yaml"})
         facts = passes(*times).model_copy(update={"recipe_name": name, **made})
         write_file(facts, here / f"{name}.fit.json")
-    fleet = write_fleet(here, ("few", 1), ("short", 2))
+    write_fleet(here, ("few", 1), ("short", 2))
     lengths = parse_lengths("fixed:400"), parse_lengths("fixed:12")
     write_trace(generate(Arrivals(15.0), 30.0, *lengths, 0), here / "trace.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
-        tune = ("tune", fleet, "--trace", "trace.jsonl", "--jobs", "1")
-        assert llmctl(*tune) in (0, 5)  # few trials may keep no limits
+        tune = "tune fleet.yaml --trace trace.jsonl --jobs 1"
+        assert llmctl(tune) in (0, 5)  # few trials may keep no limits
     return here
 
 
 @pytest.fixture
-def tuned(tuned_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Tuning:
+def tuned(tuned_folder, monkeypatch) -> Tuning:
     """The tuning; its folder is the current one."""
     monkeypatch.chdir(tuned_folder)
     return read_file(Tuning, "tuning.json")
 
 
-def simulated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    capsys.readouterr()
-    assert llmctl("simulate", *words, "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def simulated(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    return printed(capsys, f"simulate {words}")
 
 
-def test_a_fleet_is_simulated_exactly_as_it_was_tuned(
-    tuned: Tuning, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fleet_is_simulated_exactly_as_it_was_tuned(tuned, capsys):
     best = tuned.recommended
     assert best.parameters[TOKENS] != best.kind_parameters["short"][TOKENS]
-    found = simulated(capsys, *SERVERS, "--rate", tuned.request_rate_rps)
+    found = simulated(capsys, f"{SERVERS} --rate {tuned.request_rate_rps}")
     for name in SHOWN:
         assert found[name] == best.metrics[name], name
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)
     assert found["kind_parameters"] == best.kind_parameters
     assert (found["sla"], found["seed"], found["workers"]) == (tuned.sla, tuned.seed, 3)
-    rate = ("--rate", tuned.request_rate_rps)
-    plain = simulated(capsys, "--fleet", "fleet.yaml", "--policy", "vllm", *SERVERS[-2:], *rate)
+    words = f"--policy vllm --trace trace.jsonl --rate {tuned.request_rate_rps}"
+    plain = simulated(capsys, f"--fleet fleet.yaml {words}")
     assert plain["goodput_rps"] != found["goodput_rps"]
 
 
-def test_options_replace_what_was_tuned(tuned: Tuning, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_replace_what_was_tuned(tuned, capsys):
     best = tuned.recommended
     short = tuned.recommended.kind_parameters["short"]
-    found = simulated(
-        capsys, *SERVERS, "--set", f"{TOKENS}=300", "--seed", "8", "--sla", "e2e_p99_s=9"
-    )
+    found = simulated(capsys, f"{SERVERS} --set {TOKENS}=300 --seed 8 --sla e2e_p99_s=9")
     assert found["parameters"] == best.parameters | {TOKENS: 300}
     assert found["kind_parameters"] == {"short": short | {TOKENS: 300}}
     assert (found["seed"], found["sla"]) == (8, {"e2e_p99_s": 9.0})
-    found = simulated(capsys, *SERVERS, "--set", f"short.{TOKENS}=80", "--policy", "vllm")
+    found = simulated(capsys, f"{SERVERS} --set short.{TOKENS}=80 --policy vllm")
     assert found["parameters"] == best.parameters
     assert found["kind_parameters"] == {"short": short | {TOKENS: 80}}
-    assert best.replica_router is not None
-    router = "session-hash"
-    other = simulated(capsys, *SERVERS, "--set", f"replica_router={router}")
-    same = simulated(capsys, *SERVERS, "--set", f"replica_router={best.replica_router.name}")
-    assert same["e2e_mean_s"] == simulated(capsys, *SERVERS)["e2e_mean_s"] != other["e2e_mean_s"]
+    other = simulated(capsys, f"{SERVERS} --set replica_router=session-hash")
+    same = simulated(capsys, f"{SERVERS} --set replica_router={best.replica_router.name}")
+    assert same["e2e_mean_s"] == simulated(capsys, SERVERS)["e2e_mean_s"] != other["e2e_mean_s"]
 
 
-def test_compare_shows_the_tuned_servers_at_several_rates(
-    tuned: Tuning, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl("compare", *SERVERS, "--rate", "10,25", "--json") == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+def test_compare_shows_the_tuned_servers_at_several_rates(tuned, capsys):
+    runs = printed(capsys, f"compare {SERVERS} --rate 10,25")["runs"]
     assert [run["policy"] for run in runs] == ["vllm", "vllm"]
     assert runs[0]["parameters"] == tuned.recommended.parameters
-    words = (*SERVERS, "--rate", "25")
-    assert runs[1]["metrics"]["e2e_mean_s"] == simulated(capsys, *words)["e2e_mean_s"]
+    alone = simulated(capsys, f"{SERVERS} --rate 25")
+    assert runs[1]["metrics"]["e2e_mean_s"] == alone["e2e_mean_s"]
 
 
-def test_counts_that_tune_found_are_simulated(
-    tuned: Tuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_counts_that_tune_found_are_simulated(tuned, tmp_path, capsys):
     def sized(few: int, short: int) -> dict[str, Any]:
         counts = {"few": few, "short": short}
         kinds = [
@@ -116,7 +101,7 @@ def test_counts_that_tune_found_are_simulated(
             workers=few + short, kinds=kinds, settings="recipe", one_more_keeps=None, rows=[]
         )
         write_file(tuned.model_copy(update={"sizing": sizing}), tmp_path / "sized.json")
-        return simulated(capsys, *SERVERS, "--tuning", tmp_path / "sized.json")
+        return simulated(capsys, f"{SERVERS} --tuning {tmp_path}/sized.json")
 
     assert {name: kind["workers"] for name, kind in sized(2, 3)["kinds"].items()} == {
         "few": 2,
@@ -127,68 +112,52 @@ def test_counts_that_tune_found_are_simulated(
     assert alone["parameters"] == tuned.recommended.parameters
 
 
-def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(
-    tuned: Tuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(tuned, tmp_path, capsys):
     def without(outcome: Outcome) -> Outcome:
         return outcome.model_copy(update={"kind_parameters": {}})
 
     older = {name: without(getattr(tuned, name)) for name in ("best", "defaults")}
     write_file(tuned.model_copy(update=older), tmp_path / "older.json")
-    found = simulated(capsys, *SERVERS, "--tuning", tmp_path / "older.json")
+    found = simulated(capsys, f"{SERVERS} --tuning {tmp_path}/older.json")
     assert found["parameters"] == tuned.recommended.parameters
     assert found["kind_parameters"]["short"][TOKENS] == VLLM["parameters"][TOKENS]
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "said"),
     [
-        (("--fit", "few.fit.json"), 2, "it is of the fleet fleet.yaml"),
-        (("--fit", "unit-step"), 2, "--tuning tuning.json changes nothing"),
-        (("--fleet", "other.yaml"), 2, "tuning.json is stale: its fleet other.yaml"),
-        (("--fleet", "fleet.yaml", "--workers", "4"), 2, "--workers"),
-        (("fleet.yaml",), 2, "hint: write its option before it: --fleet, --fit, "),
-        (("--fleet", "fleet.yaml", "--tuning", "few.fit.json"), 2, "few.fit.json"),
-        (("--fleet", "fleet.yaml", "--set", "shrt.watermark=0.1"), 2, "'shrt' is neither"),
-        (("--fleet", "fleet.yaml", "--policy", "slice"), 2, "recommends policy 'vllm'"),
+        ("--fit few.fit.json", "it is of the fleet fleet.yaml"),
+        ("--fit unit-step", "--tuning tuning.json changes nothing"),
+        ("--fleet other.yaml", "tuning.json is stale: its fleet other.yaml"),
+        ("--fleet fleet.yaml --workers 4", "--workers"),
+        ("fleet.yaml", "hint: write its option before it: --fleet, --fit, "),
+        ("--fleet fleet.yaml --tuning few.fit.json", "few.fit.json"),
+        ("--fleet fleet.yaml --set shrt.watermark=0.1", "'shrt' is neither"),
+        ("--fleet fleet.yaml --policy slice", "recommends policy 'vllm'"),
     ],
 )
-def test_a_tuning_that_does_not_belong_is_refused(
-    tuned: Tuning,
-    command: str,
-    words: tuple[str, ...],
-    code: int,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_tuning_that_does_not_belong_is_refused(tuned, command, words, said, capsys):
     text = Path("fleet.yaml").read_text()
     Path("other.yaml").write_text(text.replace("workers: 2", "workers: 3"))
-    given = [
-        "--policies" if word == "--policy" and command == "compare" else word for word in words
-    ]
-    assert llmctl(command, *SERVERS[2:], *given) == code
-    assert said in capsys.readouterr().err
+    given = words.replace("--policy", "--policies") if command == "compare" else words
+    line = f"{command} --tuning tuning.json --trace trace.jsonl {given}"
+    assert said in "\n".join(refused(capsys, line))
 
 
 @without_capacity()
-def test_a_recipe_is_simulated_as_it_was_tuned(
-    folder: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    trace = ("--trace", "trace.jsonl")
-    words = ("--jobs", "1", "--draws", "0", "--seed", "4", "--trials", "9")
-    assert llmctl("tune", "recipe.yaml", *trace, *words) in (0, 5)
+def test_a_recipe_is_simulated_as_it_was_tuned(folder, capsys):  # noqa: F811
+    words = "--jobs 1 --draws 0 --seed 4 --trials 9"
+    assert llmctl(f"tune recipe.yaml --trace trace.jsonl {words}") in (0, 5)
     made = read_file(Tuning, "tuning.json")
-    words = ("--tuning", "tuning.json", *trace)
-    found = simulated(capsys, *words)
+    words = "--tuning tuning.json --trace trace.jsonl"
+    found = simulated(capsys, words)
     best = made.recommended
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)
     assert (found["sla"], found["seed"], found["workers"]) == (made.sla, 4, made.workers)
-    again = simulated(capsys, *words, "--rate", made.request_rate_rps)
+    again = simulated(capsys, f"{words} --rate {made.request_rate_rps}")
     for name in ("goodput_rps", "throughput_rps", "e2e_mean_s", *made.sla):
         assert again[name] == best.metrics[name], name
-    assert simulated(capsys, *words, "--workers", "3")["workers"] == 3
-    assert llmctl("compare", *words, "--policies", f"fcfs,{best.policy}", "--json") == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert simulated(capsys, f"{words} --workers 3")["workers"] == 3
+    runs = printed(capsys, f"compare {words} --policies fcfs,{best.policy}")["runs"]
     assert {run["policy"]: run["parameters"] for run in runs}[best.policy] == best.parameters

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import llmctl
+from commands import refused
 from said import says
 from test_fleet_files import write_fleet, write_kind
 
@@ -16,15 +16,8 @@ MANY = MAX_WORKERS + 1
 LIMIT = "the limit is 1,024, since one scheduler plans for all of them"
 
 
-def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What a failed command said; it printed no result."""
-    out, err = capsys.readouterr()
-    assert out == ""
-    return [line for line in err.splitlines() if line.startswith(("error:", "hint:"))]
-
-
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stage(tmp_path, monkeypatch) -> Path:
     """A folder with recipe.yaml and its fit.json."""
     monkeypatch.chdir(tmp_path)
     write_kind(tmp_path, "recipe", model={"max_model_len": 512})
@@ -33,169 +26,118 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
-        ["simulate", "--fit", "unit-step"],
-        ["compare", "--fit", "unit-step"],
-        ["tune", "recipe.yaml"],
-        ["serve", "recipe.yaml", "--fit", "fit.json"],
+        "simulate --fit unit-step",
+        "compare --fit unit-step",
+        "tune recipe.yaml",
+        "serve recipe.yaml --fit fit.json",
     ],
-    ids=lambda words: words[0],
 )
-def test_the_number_of_workers_has_a_limit(
-    words: list[str], stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl(*words, "--workers", 1_000_000) == 2
-    error, hint = lines_of(capsys)
+def test_the_number_of_workers_has_a_limit(line, stage, capsys):
+    error, hint = refused(capsys, line, "--workers", 1_000_000)
     assert error == f"error: --workers 1000000: {LIMIT}"
     assert hint.startswith("hint: ")
+
+
+OF_RECIPE = "the default is the recipe's"
+RATES = "give a rate from 1e-06 to 1,000,000"
 
 
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
+        (f"--trials {10**9}", "--trials 1000000000: the limit is 100,000", OF_RECIPE),
+        (f"--draws {10**9}", "--draws 1000000000: the limit is 10,000", OF_RECIPE),
         (
-            ["--trials", 10**9],
-            "--trials 1000000000: the limit is 100,000",
-            "the default is the recipe's",
+            "--jobs 1000000",
+            "--jobs 1000000: the limit is 1,024, since each is a process",
+            "leave it out for as many as there are cores",
         ),
-        (
-            ["--draws", 10**9],
-            "--draws 1000000000: the limit is 10,000",
-            "the default is the recipe's",
-        ),
-        (
-            ["--rate", "1e-300"],
-            "a rate of 1e-300 requests/s is not possible",
-            "give a rate from 1e-06 to 1,000,000",
-        ),
-        (
-            ["--rate", "1e12"],
-            "a rate of 1e+12 requests/s is not possible",
-            "give a rate from 1e-06 to 1,000,000",
-        ),
-        (
-            ["--rate", "nan"],
-            "a rate of nan requests/s is not possible",
-            "give a rate from 1e-06 to 1,000,000",
-        ),
+        ("--rate 1e-300", "a rate of 1e-300 requests/s is not possible", RATES),
+        ("--rate 1e12", "a rate of 1e+12 requests/s is not possible", RATES),
+        ("--rate nan", "a rate of nan requests/s is not possible", RATES),
     ],
 )
-def test_a_search_has_bounds(
-    words: list[str], error: str, hint: str, stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl("tune", "recipe.yaml", *words) == 2
-    assert lines_of(capsys) == [f"error: {error}", f"hint: {hint}"]
+def test_a_search_has_bounds(words, error, hint, stage, capsys):
+    said = refused(capsys, f"tune recipe.yaml {words}")
+    assert said == [f"error: {error}", f"hint: {hint}"]
 
 
-def test_the_number_of_workers_in_a_recipe_has_a_limit(
-    stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_workers_in_a_recipe_has_a_limit(stage, capsys):
     path = stage / "recipe.yaml"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"workers": 1_000_000}))
-    assert llmctl("tune", path) == 2
-    assert lines_of(capsys)[0] == f"error: recipe.yaml: workers: 1,000,000: {LIMIT}"
+    assert refused(capsys, "tune", path)[0] == f"error: recipe.yaml: workers: 1,000,000: {LIMIT}"
 
 
-def test_the_number_of_workers_in_a_fleet_has_a_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_workers_in_a_fleet_has_a_limit(tmp_path, capsys):
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small")
-    assert llmctl("tune", write_fleet(tmp_path, ("large", 1), ("small", MANY))) == 2
-    assert lines_of(capsys)[0] == f"error: fleet.yaml: fleet[1].workers: 1,025: {LIMIT}"
-    assert llmctl("tune", write_fleet(tmp_path, ("large", 1), ("small", MAX_WORKERS))) == 2
-    assert lines_of(capsys)[-2] == f"error: the fleet has 1,025 workers; {LIMIT}"
+    said = refused(capsys, "tune", write_fleet(tmp_path, ("large", 1), ("small", MANY)))
+    assert said[0] == f"error: fleet.yaml: fleet[1].workers: 1,025: {LIMIT}"
+    said = refused(capsys, "tune", write_fleet(tmp_path, ("large", 1), ("small", MAX_WORKERS)))
+    assert said[-2] == f"error: the fleet has 1,025 workers; {LIMIT}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", ["0", "-1", "many", "9" * 5000])
-def test_a_count_of_workers_is_a_whole_number(
-    count: str, stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl("tune", "recipe.yaml", "--workers", count) == 2
-    assert says(lines_of(capsys)[0], "'auto'")
+@pytest.mark.parametrize("count", ["-1", "9" * 5000])
+def test_a_count_of_workers_is_a_whole_number(count, stage, capsys):
+    assert says(refused(capsys, "tune recipe.yaml --workers", count)[0], "'auto'")
 
 
-def test_a_fit_of_another_recipe_is_named_as_such(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fit_of_another_recipe_is_named_as_such(tmp_path, capsys):
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small", model={"max_model_len": 1024})
-    assert llmctl("tune", tmp_path / "large.yaml", "--fit", tmp_path / "small.fit.json") == 2
-    error, hint = lines_of(capsys)
+    error, hint = refused(
+        capsys, "tune", tmp_path / "large.yaml", "--fit", tmp_path / "small.fit.json"
+    )
     assert says(error, "small.fit.json", "'small'", "'large'")
     assert says(hint, "'large'", "llmctl profile RECIPE", "llmctl fit PROFILE")
 
 
-def test_the_shipped_fit_is_offered_instead_of_another_recipes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_shipped_fit_is_offered_instead_of_another_recipes(capsys):
     one = shipped_fits()[0]
     other = shipped_fits()[-1]
-    assert llmctl("tune", one, "--fit", other) == 2
-    error, hint = lines_of(capsys)
+    error, hint = refused(capsys, "tune", one, "--fit", other)
     assert says(error, "fit.json", f"'{other}'", f"'{one}'")
     assert hint.endswith(f"--fit {one}")
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_without_a_fit_those_that_ship_are_named(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_fit_those_that_ship_are_named(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert llmctl(command) == 2
-    error, hint = lines_of(capsys)
+    error, hint = refused(capsys, command)
     assert error == "error: fit.json: no such file"
     assert says(hint, "llmctl fit PROFILE", "--fit")
     assert [name for name in shipped_fits() if name not in hint] == []
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_report_needs_its_folder(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_needs_its_folder(kind, tmp_path, capsys):
     folder = tmp_path / "there"
     page = tmp_path / "report.html"
     if kind == "file":
         folder.write_text("")
-    assert llmctl("report", shipped_names()[0], "--folder", folder, "--out", page) == 2
+    said = refused(capsys, "report", shipped_names()[0], "--folder", folder, "--out", page)
     what = "no such folder" if kind == "folder" else "a file, not a folder"
-    assert lines_of(capsys)[0] == f"error: --folder {folder}: {what}"
+    assert said[0] == f"error: --folder {folder}: {what}"
     assert not page.exists()
-
-
-def test_the_number_of_processes_has_a_limit(
-    stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl("tune", "recipe.yaml", "--jobs", 1_000_000) == 2
-    error, hint = lines_of(capsys)
-    assert says(error, "--jobs 1000000", "1,024")
-    assert hint.startswith("hint: ")
 
 
 @pytest.mark.parametrize(
     ("policy", "setting"),
     [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")],
 )
-def test_an_enormous_whole_number_is_refused(
-    policy: str, setting: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--fit", "unit-step", "--trace", "bursty-small", "--set", f"{setting}={10**21}"]
-    assert llmctl("simulate", "--policy", policy, *words) == 2
-    assert f"{setting} is {10**21}; the limit is from " in capsys.readouterr().err
+def test_an_enormous_whole_number_is_refused(policy, setting, capsys):
+    line = f"simulate --fit unit-step --trace bursty-small --policy {policy}"
+    said = refused(capsys, line, "--set", f"{setting}={10**21}")
+    assert f"{setting} is {10**21}; the limit is from " in said[0]
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [(b"", "empty"), (b" \n", "empty"), (b'{"a": \xff', "not text: byte 7 is not UTF-8")],
 )
-def test_a_file_that_is_no_json_says_why(
-    content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_json_says_why(content, why, tmp_path, capsys):
     (tmp_path / "fit.json").write_bytes(content)
-    assert llmctl("simulate", "--fit", tmp_path / "fit.json") == 2
-    assert lines_of(capsys)[0] == f"error: fit.json: {why}"
+    assert refused(capsys, "simulate --fit", tmp_path / "fit.json")[0] == f"error: fit.json: {why}"

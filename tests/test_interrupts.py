@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from commands import llmctl
+from commands import llmctl, ran
 
 from toolkit import interrupts
 from toolkit.__main__ import main as entry_point
@@ -25,7 +25,7 @@ from toolkit.sim.world import UNIT_STEP, make_world
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
-VLLM = ["--policy", "vllm", "--fit", "llama-3.1-8b-h200"]
+VLLM = "--policy vllm --fit llama-3.1-8b-h200"
 ROOT = Path(interrupts.__file__).parent.parent
 
 
@@ -49,7 +49,7 @@ def handler() -> Iterator[Callable[[], interrupts._CommandLine]]:
         signal.signal(number, old)
 
 
-def test_a_signal_in_held_work_comes_at_its_end() -> None:
+def test_a_signal_in_held_work_comes_at_its_end():
     done = []
 
     def work() -> None:
@@ -64,7 +64,7 @@ def test_a_signal_in_held_work_comes_at_its_end() -> None:
         press()
 
 
-def test_a_check_lets_the_signal_in() -> None:
+def test_a_check_lets_the_signal_in():
     done = []
 
     def work() -> None:
@@ -79,7 +79,7 @@ def test_a_check_lets_the_signal_in() -> None:
     assert not done
 
 
-def test_an_outer_block_holds_the_checks_of_an_inner_one() -> None:
+def test_an_outer_block_holds_the_checks_of_an_inner_one():
     done = []
 
     def work() -> None:
@@ -94,7 +94,7 @@ def test_an_outer_block_holds_the_checks_of_an_inner_one() -> None:
     assert done
 
 
-def test_another_thread_takes_no_signal_of_the_main_one() -> None:
+def test_another_thread_takes_no_signal_of_the_main_one():
     ended = []
 
     def other() -> None:
@@ -136,7 +136,7 @@ class PressingPolicy(Policy):
         return self._policy.plan(view, now_s)
 
 
-def test_a_simulation_ends_between_two_events() -> None:
+def test_a_simulation_ends_between_two_events():
     policy = PressingPolicy()
     trace = read_trace(trace_path("bursty-small"))[0]
     world = make_world(None, {}, workers=1, max_new_tokens=0, seed=0)
@@ -149,14 +149,12 @@ def test_a_simulation_ends_between_two_events() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["--policy", "fcfs", "--fit", UNIT_STEP],
+        f"--policy fcfs --fit {UNIT_STEP}",
         VLLM,
-        [*VLLM, "--workers", "2", "--set", "replica_router=prefix"],
+        f"{VLLM} --workers 2 --set replica_router=prefix",
     ],
 )
-def test_every_loop_of_the_simulator_looks_for_the_signal(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, capsys):
     from toolkit.sim import api
 
     def requests_of(*args: object, **options: object) -> object:
@@ -170,14 +168,12 @@ def test_every_loop_of_the_simulator_looks_for_the_signal(
     real = api.requests_of
     looked = list[int]()
     monkeypatch.setattr(api, "requests_of", requests_of)
-    assert llmctl("simulate", "--trace", "bursty-small", *words) == 0
+    assert llmctl(f"simulate --trace bursty-small {words}") == 0
     assert len(looked) > 3  # one is after `requests_of`, one at the end
     capsys.readouterr()
 
 
-def test_the_first_raises_and_the_second_ends_the_process(
-    handler: Callable[[], interrupts._CommandLine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_raises_and_the_second_ends_the_process(handler, monkeypatch):
     handler()
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -189,11 +185,7 @@ def test_the_first_raises_and_the_second_ends_the_process(
     assert codes == [EXIT_CODE]
 
 
-def test_an_import_ends_before_the_signal_is_raised(
-    handler: Callable[[], interrupts._CommandLine],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_import_ends_before_the_signal_is_raised(handler, tmp_path, monkeypatch):
     name = "interrupted_while_imported"
     text = "import signal\nsignal.raise_signal(signal.SIGINT)\nloaded = True\n"
     (tmp_path / f"{name}.py").write_text(text)
@@ -209,9 +201,7 @@ def test_an_import_ends_before_the_signal_is_raised(
     assert sys.modules.pop(name).loaded
 
 
-def test_a_destructor_does_not_lose_the_signal(
-    handler: Callable[[], interrupts._CommandLine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_destructor_does_not_lose_the_signal(handler, monkeypatch):
     monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
 
     class Pressing:
@@ -228,11 +218,7 @@ def test_a_destructor_does_not_lose_the_signal(
         work()
 
 
-def test_an_import_that_does_not_end_is_interrupted(
-    handler: Callable[[], interrupts._CommandLine],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_import_that_does_not_end_is_interrupted(handler, tmp_path, monkeypatch):
     name = "interrupted_while_it_waits"
     (tmp_path / f"{name}.py").write_text("import threading\nthreading.Event().wait(10)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -244,11 +230,7 @@ def test_an_import_that_does_not_end_is_interrupted(
         __import__(name)
 
 
-def test_an_error_that_follows_the_signal_is_an_interrupt(
-    handler: Callable[[], interrupts._CommandLine],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_error_that_follows_the_signal_is_an_interrupt(handler, monkeypatch, capsys):
     def failing() -> None:
         try:
             press()
@@ -256,21 +238,18 @@ def test_an_error_that_follows_the_signal_is_an_interrupt(
             raise ImportError("half imported") from None
 
     module = ModuleType("toolkit.cli.listings")
-    module.command = failing  # type: ignore[attr-defined]
+    module.command = failing
     monkeypatch.setitem(sys.modules, "toolkit.cli.listings", module)
     monkeypatch.setattr(interrupts, "_command_line", handler())
-    assert llmctl("schema") == EXIT_CODE
-    assert len(capsys.readouterr().err.splitlines()) == 2  # the line of ^C, and one
+    err = ran(capsys, "schema", code=EXIT_CODE).err
+    assert len(err.splitlines()) == 2  # the line of ^C, and one
 
 
 @pytest.mark.slow
-def test_a_process_ends_with_130_and_one_line() -> None:
-    words = ["simulate", "--fit", "tiny-llama-cpu", "--trace", "chat-small", "--policy", "slice"]
-    words += ["--set", "slice_tokens=1"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "toolkit", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        assert process.stderr is not None
+def test_a_process_ends_with_130_and_one_line():
+    words = "--fit tiny-llama-cpu --trace chat-small --policy slice --set slice_tokens=1"
+    line = [sys.executable, "-m", "toolkit", "simulate", *words.split()]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         process.stderr.readline()  # the trace is read, and the simulation follows
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
@@ -280,7 +259,7 @@ def test_a_process_ends_with_130_and_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_an_alarm_does_not_kill_python_s_end() -> None:
+def test_an_alarm_does_not_kill_python_s_end():
     """The alarm of a signal that came within a destructor, just before the command's end."""
     program = """
 import atexit, signal

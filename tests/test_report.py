@@ -11,7 +11,7 @@ import pytest
 import samples
 import synthetic_profiles
 from browser import CONTRAST, chromium, page_of
-from commands import llmctl
+from commands import ran, refused
 from said import says
 from test_cli_render import tuning
 
@@ -24,11 +24,20 @@ from toolkit.files.bench import MetricError, RequestError, Validation, WindowRes
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.tuning import ATTAINMENT, Limit, Outcome, Trial, Tuning, recipe_limits
-from toolkit.report.material import gather
+from toolkit.files.recipe import RouterSpec
+from toolkit.files.tuning import (
+    ATTAINMENT,
+    Limit,
+    Outcome,
+    PolicyResult,
+    Trial,
+    Tuning,
+    recipe_limits,
+)
+from toolkit.report.material import EnvelopeT, Material, gather
 from toolkit.report.page import report, summary_section
 from toolkit.report.parts import ChartSeries, Judged, bars, chart
-from toolkit.report.sections import fit_section
+from toolkit.report.sections import fit_section, tuning_section
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
 
@@ -36,8 +45,13 @@ EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 SECTIONS = ("verdict", "bench", "validation", "tuning", "fit", "plan", "origin")
 
 
+def of_files(content: EnvelopeT, **made_from: Path) -> EnvelopeT:
+    """The content as it would be if it had been made from these files."""
+    return content.model_copy(update={"inputs": head(made_from)["inputs"]})
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """All the files of a recipe, each made from the ones before."""
     paths = {
         role: tmp_path / f"{role}.json"
@@ -45,20 +59,15 @@ def folder(tmp_path: Path) -> Path:
     }
     recipe = samples.recipe(description=EVIL)
     write_file(recipe, paths["recipe"])
-    profile = synthetic_profiles.make_profile(noise=0.05).model_copy(
-        update={"recipe_name": recipe.name}
-    )
-    write_file(profile, paths["profile"])
-    fit = samples.fit().model_copy(
-        update={"inputs": head({"recipe": paths["recipe"], "profile": paths["profile"]})["inputs"]}
-    )
+    profile = synthetic_profiles.make_profile(noise=0.05)
+    write_file(profile.model_copy(update={"recipe_name": recipe.name}), paths["profile"])
+    fit = of_files(samples.fit(), recipe=paths["recipe"], profile=paths["profile"])
     write_file(fit, paths["fit"])
     made_from = {"recipe": paths["recipe"], "fit": paths["fit"]}
     tuned = tuning(made_from)
     write_file(tuned, paths["tuning"])
-    write_file(
-        make_plan(recipe, fit, tuned, made_from | {"tuning": paths["tuning"]}), paths["plan"]
-    )
+    plan = make_plan(recipe, fit, tuned, made_from | {"tuning": paths["tuning"]})
+    write_file(plan, paths["plan"])
     window = WindowResult(
         start_s=0,
         end_s=9,
@@ -100,27 +109,35 @@ METRICS = {
     "e2e_p95_s": 6.0,
     "oom_percent": 0.0,
 }
+KEPT = {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8}  # used shares of the recipe's targets
 
 
-def make_tuning(folder: Path, usage: dict[str, float], **changes: object) -> None:
+def make_tuning(folder: Path, usage: dict[str, float] = KEPT, **changes: object) -> None:
     """Another tuning of the folder's fit, and the plan that comes of it."""
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
     best = Outcome(policy="slice", parameters=defaults(KNOWN["slice"]), metrics=METRICS)
     recipe = read_file(Plan, folder / "plan.json").recipe
-    fit = read_file(Fit, paths["fit"])
     trial = Trial(number=0, outcome=best, feasible=all(share <= 1 for share in usage.values()))
     shares = [(one, usage.get(one.name, 0.0)) for one in recipe_limits(recipe)]
     limits = [one.judged(share * one.limit, kept=share <= 1) for one, share in shares]
     told = {"sla": recipe.sla, "best": best, "trials": [trial], "usage": usage}
     told |= {"limits": limits, "keeps_limits": trial.feasible}
-    write_file(tuning(paths, **(told | changes)), folder / "tuning.json")
-    made_from = paths | {"tuning": folder / "tuning.json"}
     trace = folder / "trace.jsonl"
     trace.write_text("{}\n")
-    tuned = read_file(Tuning, folder / "tuning.json")
-    tuned = tuned.model_copy(update={"inputs": head(paths | {"trace": trace})["inputs"]})
+    tuned = tuning(paths | {"trace": trace}, **(told | changes))
     write_file(tuned, folder / "tuning.json")
-    write_file(make_plan(recipe, fit, tuned, made_from), folder / "plan.json")
+    write_plan(folder, tuned)
+
+
+def write_plan(
+    folder: Path, tuned: Tuning | None = None, policy: PlannedPolicy | None = None
+) -> None:
+    """Another plan of the folder's recipe and fit."""
+    recipe = read_file(Plan, folder / "plan.json").recipe
+    fit = read_file(Fit, folder / "fit.json")
+    roles = ("recipe", "fit", "tuning") if tuned else ("recipe", "fit")
+    made_from = {role: folder / f"{role}.json" for role in roles}
+    write_file(make_plan(recipe, fit, tuned, made_from, policy), folder / "plan.json")
 
 
 def make_bench(
@@ -143,18 +160,27 @@ def make_bench(
     write_file(result.model_copy(update=seen), folder / name)
 
 
-def verdict_of(folder: Path, source: str = "plan.json") -> str:
+def verdict_of(folder: Path) -> str:
     """The verdict's HTML, without what comes after it."""
-    page = report(gather(str(folder / source)))
+    page = page_of_plan(folder)
     return page[page.index('<section id="verdict"') : page.index('<section id="bench"')]
+
+
+def material(folder: Path) -> Material:
+    """The files about the folder's plan."""
+    return gather(str(folder / "plan.json"))
+
+
+def page_of_plan(folder: Path) -> str:
+    return report(material(folder))
 
 
 def text_of(html: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
 
 
-def test_the_page_starts_with_the_verdict_in_words(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+def test_the_page_starts_with_the_verdict_in_words(folder):
+    make_tuning(folder)
     html = verdict_of(folder)
     text = text_of(html)
     assert '<p class="badge kept"><b>✓</b>' in html
@@ -173,7 +199,7 @@ def test_the_page_starts_with_the_verdict_in_words(folder: Path):
     assert "<details" not in html
 
 
-def test_a_broken_target_is_shown_in_words_with_its_used_share(folder: Path):
+def test_a_broken_target_is_shown_in_words_with_its_used_share(folder):
     make_tuning(folder, {"ttft_p99_s": 10.08, "e2e_p95_s": 1.1})
     html = verdict_of(folder)
     text = text_of(html)
@@ -189,29 +215,24 @@ def test_a_broken_target_is_shown_in_words_with_its_used_share(folder: Path):
 
 
 @pytest.mark.parametrize(("surely", "kept"), [(99.4, True), (98.1, False)])
-def test_the_attainment_is_a_limit_where_the_recipe_has_one(
-    folder: Path, surely: float, kept: bool
-):
+def test_the_attainment_is_a_limit_where_the_recipe_has_one(folder, surely, kept):
     """It is judged by its confidence bound, not by the share itself."""
-    found = gather(str(folder / "plan.json"))
-    assert found.plan is not None
+    found = material(folder)
     asked = Limit(name=ATTAINMENT, bound="at least", limit=99.0).judged(surely, kept=kept)
-    plan = found.plan.model_copy(
-        update={"limits": [asked], "predicted": {"sla_attainment_percent": 99.2}}
-    )
+    predicted = {"sla_attainment_percent": 99.2}
+    plan = found.plan.model_copy(update={"limits": [asked], "predicted": predicted})
     section = summary_section(replace(found, plan=plan))
     assert section.badge.state == ("kept" if kept else "broken")
     told = "requests within every target, at least is 98.1 %, must be at least 99 %"
     assert (told in section.badge.text) is not kept
-    row = next(
-        row for row in section.tables[0].rows if row[0] == "requests within every target, at least"
-    )
-    assert row[1:3] == ["at least 99 %", Judged(f"{surely} %", kept)]
+    rows = {row[0]: row[1:3] for row in section.tables[0].rows}
+    judged = ["at least 99 %", Judged(f"{surely} %", kept)]
+    assert rows["requests within every target, at least"] == judged
 
 
 @pytest.mark.slow
-def test_measured_values_are_shown_and_judged(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+def test_measured_values_are_shown_and_judged(folder):
+    make_tuning(folder)
     make_bench(folder, "bench.json", 3.01, ttft_p99_s=1.6, e2e_p95_s=7.0, goodput_rps=2.9)
     text = text_of(verdict_of(folder))
     assert says(text, "kept", "bench.json")
@@ -228,33 +249,29 @@ def test_measured_values_are_shown_and_judged(folder: Path):
     ("requests", "told"),
     [(27, "measurement broke TTFT p99 (validation.json)"), (90, "as predicted")],
 )
-def test_a_validation_at_the_plan_s_rate_judges_the_targets(folder: Path, requests, told):
-    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+def test_a_validation_at_the_plan_s_rate_judges_the_targets(folder, requests, told):
+    make_tuning(folder)
     old = read_file(Validation, folder / "validation.json")
     late = MetricError(
         metric="ttft_p99_s", measured=2.5, predicted=1.5, error_percent=-40, worst_percent=-40
     )
-    changes = {
-        "metrics": [late],
-        "windows": [old.windows[0].model_copy(update={"requests": requests})],
-    }
-    made_from = head({"plan": folder / "plan.json", "fit": folder / "fit.json"})
-    write_file(
-        old.model_copy(update=changes | {"inputs": made_from["inputs"]}), folder / "validation.json"
-    )
+    window = old.windows[0].model_copy(update={"requests": requests})
+    changed = old.model_copy(update={"metrics": [late], "windows": [window]})
+    made = of_files(changed, plan=folder / "plan.json", fit=folder / "fit.json")
+    write_file(made, folder / "validation.json")
     assert told in text_of(verdict_of(folder))
 
 
-def test_a_bench_at_another_rate_does_not_judge_the_targets(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+def test_a_bench_at_another_rate_does_not_judge_the_targets(folder):
+    make_tuning(folder)
     make_bench(folder, "overload.json", 9.0, ttft_p99_s=50.0)
-    page = text_of(report(gather(str(folder / "plan.json"))))
+    page = text_of(page_of_plan(folder))
     assert "measurement broke" not in page
     assert says(page, "3.00")
 
 
-def test_benches_are_found_and_the_plan_s_come_first(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
+def test_benches_are_found_and_the_plan_s_come_first(folder):
+    make_tuning(folder)
     shutil.copy(folder / "plan.json", folder / "other-plan.json")
     with (folder / "other-plan.json").open("a") as file:
         file.write(" ")  # other bytes: another plan
@@ -265,7 +282,7 @@ def test_benches_are_found_and_the_plan_s_come_first(folder: Path):
     (folder / "torn.json").write_text(
         '{"measured": {}, "compared": [], "answered": 1, "inputs": {}}'
     )
-    found = gather(str(folder / "plan.json"))
+    found = material(folder)
     assert [one.name for one in found.benches] == ["c.json", "b.json", "a.json"]
     assert [one.of_plan for one in found.benches] == [True, True, False]
     assert list(found.why) == ["torn.json"]
@@ -276,24 +293,21 @@ def test_benches_are_found_and_the_plan_s_come_first(folder: Path):
     assert "Left out: torn.json" in text
 
 
-def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder: Path):
+def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder):
     make_bench(folder, "mine.json", 3.0)
     content = json.loads((folder / "mine.json").read_text())
     content["inputs"]["fit"]["sha256"] = "0" * 64
     (folder / "other.json").write_text(json.dumps(content))
     content["inputs"] = {}
     (folder / "none.json").write_text(json.dumps(content))
-    found = gather(str(folder / "plan.json"))
+    found = material(folder)
     assert [one.name for one in found.benches] == ["mine.json"]
     assert says(found.why["other.json"], "other.json", "plan.json")
     assert "without --plan" in found.why["none.json"]
 
 
-def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
-    recipe = read_file(Plan, folder / "plan.json").recipe
-    fit = read_file(Fit, folder / "fit.json")
-    paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
-    write_file(make_plan(recipe, fit, None, paths), folder / "plan.json")
+def test_untuned_settings_have_an_open_verdict(folder, tmp_path):
+    write_plan(folder)
     (folder / "tuning.json").unlink()
     text = text_of(verdict_of(folder))
     assert "not tuned" in text
@@ -305,36 +319,47 @@ def test_untuned_settings_have_an_open_verdict(folder: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_other_settings_have_no_prediction_of_the_tuning(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8})
-    recipe = read_file(Plan, folder / "plan.json").recipe
-    fit = read_file(Fit, folder / "fit.json")
-    paths = {role: folder / f"{role}.json" for role in ("recipe", "fit", "tuning")}
-    given = PlannedPolicy(name="sequence", parameters={})
-    write_file(make_plan(recipe, fit, None, paths, given), folder / "plan.json")
+def test_other_settings_have_no_prediction_of_the_tuning(folder):
+    make_tuning(folder)
+    write_plan(folder, policy=PlannedPolicy(name="sequence", parameters={}))
     text = text_of(verdict_of(folder))
     assert "These settings were not tuned" in text
     assert "Policy sequence" in text
     assert says(text, "other settings", "tuning.json")
 
 
-def test_changes_to_the_trace_are_in_the_verdict(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75}, trace_notes=["prompts divided by 11.91"])
+def test_changes_to_the_trace_are_in_the_verdict(folder):
+    make_tuning(folder, trace_notes=["prompts divided by 11.91"])
     assert says(text_of(verdict_of(folder)), "11.91")
 
 
-def test_all_tables_but_that_of_the_verdict_are_folded(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75})
-    page = report(gather(str(folder / "plan.json")))
+def test_routers_are_told_apart_by_their_names(folder):
+    found = material(folder)
+    results = []
+    for name in ("by-law", "round-robin"):
+        router = RouterSpec(name=name)
+        outcome = Outcome(policy="vllm", parameters={}, metrics=METRICS, replica_router=router)
+        told = {"policy": "vllm", "trials": 1, "feasible": True, "judged_requests": 9}
+        results.append(PolicyResult(outcome=outcome, importance={}, refusal=None, **told))
+    changes = {"best": results[0].outcome, "policies": results}
+    tuned = found.tuning.model_copy(update=changes)
+    table = tuning_section(replace(found, tuning=tuned)).tables[-1]
+    assert table.columns[0] == "router"
+    assert [row[0] for row in table.rows] == ["by-law", "round-robin"]
+
+
+def test_all_tables_but_that_of_the_verdict_are_folded(folder):
+    make_tuning(folder)
+    page = page_of_plan(folder)
     after = page[page.index('<section id="bench"') :]
     assert after.count("<table") == after.count("<details>") > 5
     assert "<details open" not in page
 
 
 @pytest.mark.slow
-def test_points_and_bars_have_their_values_as_titles(folder: Path):
-    make_tuning(folder, {"ttft_p99_s": 0.75})
-    page = report(gather(str(folder / "plan.json")))
+def test_points_and_bars_have_their_values_as_titles(folder):
+    make_tuning(folder)
+    page = page_of_plan(folder)
     drawn = re.findall(r"<(circle|rect) [^>]*?(/?)>(<title>)?", page)
     legend = page.count('r="4" class="s')
     assert sum(title == "<title>" for _, _, title in drawn) == len(drawn) - legend > 50
@@ -349,9 +374,9 @@ def test_points_and_bars_have_their_values_as_titles(folder: Path):
     assert "throughput_rps: +50" in titles or "throughput_rps: 50 %" in titles
 
 
-def test_the_page_shows_all_files(folder: Path):
+def test_the_page_shows_all_files(folder):
     make_bench(folder, "overload.json", 9.0)
-    found = gather(str(folder / "plan.json"))
+    found = material(folder)
     assert found.why == {}
     assert [one.role for one in found.sources] == [
         "plan",
@@ -365,12 +390,12 @@ def test_the_page_shows_all_files(folder: Path):
     assert "This makes it" not in page
     assert page.count("<svg") >= 7
     assert all(one.sha256 in page for one in found.sources)
-    assert page == report(gather(str(folder / "plan.json")))
+    assert page == page_of_plan(folder)
     assert len(page.encode()) < 2 << 20
 
 
-def test_names_are_escaped(folder: Path):
-    page = report(gather(str(folder / "plan.json")))
+def test_names_are_escaped(folder):
+    page = page_of_plan(folder)
     assert "<script" not in page
     assert "<img" not in page
     assert page.count("&lt;script&gt;") >= 3
@@ -379,7 +404,7 @@ def test_names_are_escaped(folder: Path):
     )
 
 
-def test_a_missing_file_names_the_command_that_makes_it(folder: Path, tmp_path: Path):
+def test_a_missing_file_names_the_command_that_makes_it(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     page = report(gather(str(folder / "plan.json"), empty))
@@ -390,18 +415,18 @@ def test_a_missing_file_names_the_command_that_makes_it(folder: Path, tmp_path: 
     assert says(page, "llmctl render tiny-llama-cpu --fit fit.json")
 
 
-def test_a_file_about_another_fit_is_not_shown(folder: Path, capsys):
+def test_a_file_about_another_fit_is_not_shown(folder, capsys):
     other = samples.fit(capacity_tokens=4096)
     write_file(other, folder / "fit.json")
     tuned = tuning({"recipe": folder / "recipe.json", "fit": folder / "fit.json"})
     write_file(tuned, folder / "tuning.json")
-    assert llmctl("report", folder / "plan.json", "--out", folder / "report.html") == 0
-    assert says(capsys.readouterr().err, "tuning.json")
+    err = ran(capsys, "report", folder / "plan.json", "--out", folder / "report.html").err
+    assert says(err, "tuning.json")
     assert "not the one" in (folder / "report.html").read_text()
 
 
-def test_an_unreadable_source_is_one_line(tmp_path: Path, capsys):
-    assert llmctl("report", tmp_path / "plan.json", "--out", tmp_path / "report.html") == 2
+def test_an_unreadable_source_is_one_line(tmp_path, capsys):
+    assert refused(capsys, "report", tmp_path / "plan.json", "--out", tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
 
@@ -417,8 +442,8 @@ def test_charts_of_all_numbers_can_be_drawn(values, log):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1200, "light")])
-def test_a_browser_shows_it_without_errors_or_requests(folder: Path, width, scheme):
-    (folder / "report.html").write_text(report(gather(str(folder / "plan.json"))), encoding="utf-8")
+def test_a_browser_shows_it_without_errors_or_requests(folder, width, scheme):
+    (folder / "report.html").write_text(page_of_plan(folder), encoding="utf-8")
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
     with (
         chromium() as browser,
@@ -446,8 +471,8 @@ def test_a_browser_shows_it_without_errors_or_requests(folder: Path, width, sche
         assert seen.hosts == {"file"}
 
 
-def test_the_memory_edge_is_that_of_one_number_of_steps(folder: Path):
-    found = gather(str(folder / "plan.json"))
+def test_the_memory_edge_is_that_of_one_number_of_steps(folder):
+    found = material(folder)
     few = synthetic_profiles.probe_all(1.0, steps=16)
     edges = [
         fit_section(
@@ -458,8 +483,8 @@ def test_the_memory_edge_is_that_of_one_number_of_steps(folder: Path):
     assert edges[0] == edges[1]
 
 
-def test_passes_of_a_paged_engine_have_their_error_shown(folder: Path):
-    found = gather(str(folder / "plan.json"))
+def test_passes_of_a_paged_engine_have_their_error_shown(folder):
+    found = material(folder)
     paged = fit_section(replace(found, fit=samples.paged_fit(), profile=None))
     assert "passes" in str(paged.tables[0].rows)
     assert "passes" not in str(fit_section(found).tables[0].rows)

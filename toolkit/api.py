@@ -90,10 +90,8 @@ def open_experiment(
         fitted = read_file(Fit, path)
         recipe = find_recipe(fitted, path)
         if recipe is not None:
-            limit = max_new_tokens or recipe.serve.max_new_tokens
-            serve = recipe.serve.model_copy(update={"max_new_tokens": limit})
-            requests = prepare(requests, recipe.model_copy(update={"serve": serve}))
-            max_new_tokens = limit
+            max_new_tokens = max_new_tokens or recipe.serve.max_new_tokens
+            requests = prepare(requests, recipe, max_new_tokens=max_new_tokens)
         elif max_new_tokens:
             requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens)
         else:

@@ -22,6 +22,11 @@ def word(value: bool | int | float | str) -> str:
     return value if isinstance(value, str) else number(value)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: 1 worker, 2 workers."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def seconds(value: float) -> str:
     """A duration in a fitting unit: 812 us, 36.2 ms, 4.25 s, 12 min."""
     size = abs(value)

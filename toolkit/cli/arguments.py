@@ -21,6 +21,7 @@ from toolkit.files.shipped import load_recipe, recipe_path, shipped_names, shipp
 from toolkit.sched.catalogue import ABOUT
 
 UNIT_STEP = "unit-step"
+TRACES = Path(toolkit.__file__).parent / "traces" / "data"  # the shipped ones
 RENDERED = ("local", "systemd", "compose", "kubernetes", "ray", "vllm", "sglang")
 IN_PROCESS = ("local", "ray")  # the command itself is the server
 MANAGED = ("systemd", "compose")  # a service manager starts the server
@@ -39,68 +40,43 @@ OUTPUTS = (
 
 T = TypeVar("T")
 
-# What the shell completes. Each function takes the start of a word, and returns the words that
-# begin with it. Without a function the shell completes files.
+
+def completing(names: Callable[[], Iterable[str]], *patterns: str) -> Callable[[str], list[str]]:
+    """What the shell completes: the `names`, and the files of the current folder with these
+    patterns, that begin with the start of a word. Without it the shell completes files.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        here = (path.name for pattern in patterns for path in Path().glob(pattern))
+        return sorted({word for word in (*names(), *here) if word.startswith(incomplete)})
+
+    return complete
 
 
-def recipes(incomplete: str) -> list[str]:
-    """Shipped recipes, and YAML files of the current folder."""
-    return _words(incomplete, shipped_names(), "*.yaml")
+def _routers() -> Iterable[str]:
+    from toolkit.routing.routers import ROUTERS
+
+    return ROUTERS
 
 
-def recipes_and_plans(incomplete: str) -> list[str]:
-    """The same and JSON files, such as plans."""
-    return sorted({*recipes(incomplete), *_words(incomplete, (), "*.json")})
-
-
-def fits(incomplete: str) -> list[str]:
-    """Recipes with a shipped fit, and JSON files of the current folder."""
-    return _words(incomplete, shipped_fits(), "*.json")
-
-
-def fits_and_clock(incomplete: str) -> list[str]:
-    """The same and `unit-step`, the clock that counts steps, for simulations."""
-    return [*fits(incomplete), *_words(incomplete, [UNIT_STEP])]
-
-
-def traces(incomplete: str) -> list[str]:
-    """Shipped traces, and the traces of the current folder."""
-    shipped = (Path(toolkit.__file__).parent / "traces" / "data").glob("*.jsonl")
-    return _words(incomplete, (path.stem for path in shipped), "*.jsonl", "*.csv", "*.gz")
-
-
-def policy(incomplete: str) -> list[str]:
-    """The names of policies."""
-    return _words(incomplete, ABOUT)
+recipes = completing(shipped_names, "*.yaml")
+recipes_and_plans = completing(shipped_names, "*.yaml", "*.json")
+fits = completing(shipped_fits, "*.json")
+fits_and_clock = completing(lambda: [*shipped_fits(), UNIT_STEP], "*.json")
+traces = completing(
+    lambda: (path.stem for path in TRACES.glob("*.jsonl")), "*.jsonl", "*.csv", "*.gz"
+)
+policy = completing(lambda: ABOUT)
+router = completing(_routers)
+rendered_targets = completing(lambda: RENDERED)
+served_targets = completing(lambda: IN_PROCESS + MANAGED)
 
 
 def policies(incomplete: str) -> list[str]:
-    """The same after the last comma, for options that take several."""
+    """Policies after the last comma, for options that take several."""
     before, comma, last = incomplete.rpartition(",")
     named = before.split(",")
     return [f"{before}{comma}{name}" for name in policy(last) if name not in named]
-
-
-def router(incomplete: str) -> list[str]:
-    """The names of routers of replicas."""
-    from toolkit.routing.routers import ROUTERS
-
-    return _words(incomplete, ROUTERS)
-
-
-def rendered_targets(incomplete: str) -> list[str]:
-    """The targets of `render`."""
-    return _words(incomplete, RENDERED)
-
-
-def served_targets(incomplete: str) -> list[str]:
-    """The targets of `serve`."""
-    return _words(incomplete, IN_PROCESS + MANAGED)
-
-
-def _words(incomplete: str, names: Iterable[str], *patterns: str) -> list[str]:
-    here = [path.name for pattern in patterns for path in Path().glob(pattern)]
-    return sorted({word for word in [*names, *here] if word.startswith(incomplete)})
 
 
 def option(default: T, help: str, *names: str, **settings: Any) -> T:
@@ -175,8 +151,8 @@ def _files(name: str, value: object) -> Iterator[str]:
         text = os.fspath(value)
         if name == "trace" and os.path.isdir(text):
             yield from map(str, Path(text).glob("*.json"))
-        shipped = Path(toolkit.__file__).parent / "traces" / "data" / f"{text}.jsonl"
-        candidates = [text, text.partition("=")[2], str(shipped) if name == "trace" else ""]
+        shipped = str(TRACES / f"{text}.jsonl") if name == "trace" else ""
+        candidates = [text, text.partition("=")[2], shipped]
         yield from filter(os.path.isfile, candidates)
 
 
@@ -273,6 +249,13 @@ LoopOption = Annotated[
         " ended and been thought about (closed). Default: closed, if the trace has sessions."
     ),
 ]
+
+
+def names_in(listed: str | None) -> list[str] | None:
+    """The names of a list with commas; None: the option is not given."""
+    if listed is None:
+        return None
+    return [name.strip() for name in listed.split(",") if name.strip()]
 
 
 def refuse_useless(

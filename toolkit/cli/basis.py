@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,13 +91,14 @@ class FoundFit:
         return {"recipe": recipe} | ({"fit": self.file} if self.file else {})
 
 
-def note_found(found: Sequence[FoundFit]) -> None:
+def note_found(found: Iterable[FoundFit]) -> None:
     """Print what predictions from these fits rest on: each fact once."""
-    note_bases({one.file: one.fit for one in found if one.file})
-    computed = [one.fit for one in found if not one.file]
-    lines = [
-        line for fit in computed for line in (*analytic_notes(fit.engine), *agreement_notes(fit))
-    ]
+    lines = []
+    for one in found:
+        lines += [*analytic_notes(one.fit.engine), *agreement_notes(one.fit)]
+        if one.file is not None:
+            validation = find_validation(one.file, digest(one.file).sha256)
+            lines += [validation.summary()] if validation else []
     note(*dict.fromkeys(lines))
 
 
@@ -140,6 +141,11 @@ def is_computed(recipe: Recipe) -> bool:
     return by_operators(recipe)
 
 
+def has_computed_laws(recipe: Recipe, fit: Fit) -> bool:
+    """Whether the laws of other tensor parallelisms can be computed beside this fit."""
+    return bool(fit.engine.analytic) and is_computed(recipe)
+
+
 def computed_fit(file: Path, recipe: Recipe) -> Fit:
     """The analytic fit of a recipe, which may differ from its file. `InputError` as
     `analytic_fit`.
@@ -170,14 +176,14 @@ class Fleet:
 
     kinds: list[Kind]
     inputs: dict[str, Path]
-    bases: dict[Path, Fit]
+    bases: dict[Path, FoundFit]
     ranges: list[CountRange]
 
     def note_bases(self, tuned: Tuning | None) -> None:
         """Print the number of workers of each kind, as tuned, and what predictions rest on."""
         kinds = sized(self.kinds, tuned)
         note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
-        note_bases(self.bases)
+        note_found(self.bases.values())
 
 
 def open_fleet(path: Path, *, force: bool = False) -> Fleet:
@@ -196,7 +202,10 @@ def open_fleet(path: Path, *, force: bool = False) -> Fleet:
         # servers do not slow each other: their fit is of one
         if count != fit.workers and not traits_of(recipe.engine.name).server:
             note_other_count(f"{recipe.name} was measured", fit, count)
-    bases = {source.fit: kind.fit for source, kind in zip(sources, kinds, strict=True)}
+    bases = {
+        source.fit: FoundFit(kind.fit, source.fit)
+        for source, kind in zip(sources, kinds, strict=True)
+    }
     together = merged(kinds)
     names = [kind.recipe.name for kind in kinds]
     ranges = ranges_of(together, list(zip(names, sources, strict=True)))
@@ -275,16 +284,6 @@ def plan_address(plan: Plan) -> str:
     loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     host = loopback.get(serve.host, serve.host)
     return plan.recipe.engine.url or f"http://{f'[{host}]' if ':' in host else host}:{serve.port}"
-
-
-def note_bases(fits: Mapping[Path, Fit]) -> None:
-    """Print what predictions from these fits, by file, rest on: each fact once."""
-    lines = []
-    for path, fit in fits.items():
-        lines += [*analytic_notes(fit.engine), *agreement_notes(fit)]
-        validation = find_validation(path, digest(path).sha256)
-        lines += [validation.summary()] if validation else []
-    note(*dict.fromkeys(lines))
 
 
 def analytic_notes(engine: EngineFacts) -> list[str]:

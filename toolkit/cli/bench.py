@@ -36,6 +36,7 @@ from toolkit.files.bench import SAME_RATE, BenchReport, Validation, took_text
 from toolkit.files.io import check_writable, read_file, write_file, write_text
 from toolkit.files.plan import Plan
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
+from toolkit.report.rows import compared_rows, mean_rows, request_rows
 from toolkit.units import percent, seconds
 
 if TYPE_CHECKING:
@@ -201,25 +202,18 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 def _show(result: BenchReport) -> None:
     """Print the metrics, and the targets where there are any."""
 
-    def error(value: float | None) -> str | None:
-        return None if value is None else percent(value)
-
     def attained(metrics: Mapping[str, float]) -> str | None:
         share = metrics.get("sla_attainment_percent")
         return None if share is None else f"{share:.1f} %"
 
     predicted = bool(result.predicted)
     warm = predicted and result.warmup is not None
-    rows: list[list[object]] = []
-    for row in result.compared:
-        rows.append([row.metric, row.measured, row.predicted, error(row.error_percent)])
-        rows[-1] += [row.as_fitted, error(row.as_fitted_error_percent)]
     columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
-    table(columns[: 2 + 2 * predicted + 2 * warm], rows)
+    table(columns[: 2 + 2 * predicted + 2 * warm], compared_rows(result))
     if not result.targets:
         return
     words = {True: "yes", False: "NO", None: None}
-    rows = []
+    rows: list[list[object]] = []
     for one in result.targets:
         kept = words[one.kept], words[one.predicted_kept]
         rows.append([one.target, one.limit_s, one.measured_s, kept[0], one.predicted_s, kept[1]])
@@ -375,17 +369,10 @@ def validate(args: ValidateOptions) -> None:
 
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
-    rows: list[list[object]] = []
-    for metric in result.metrics:
-        errors = percent(metric.error_percent), percent(metric.worst_percent)
-        rows.append([metric.metric, metric.measured, metric.predicted, *errors])
     columns = ["metric", ">measured", ">predicted", ">its error", ">worst window"]
-    table(columns, rows, "means over the windows")
-    rows = []
-    for one in result.requests:
-        errors = percent(one.median_percent), f"{one.median_absolute_percent:.1f} %"
-        rows.append([one.latency, *errors, one.requests])
-    table(["request by request", ">median error", ">median size of it", ">requests"], rows)
+    table(columns, mean_rows(result), "means over the windows")
+    columns = ["request by request", ">median error", ">median size of it", ">requests"]
+    table(columns, request_rows(result))
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
     took = f"batches took {slow} times as long as fitted"
     launches = [window.launch_slowdown for window in result.windows]

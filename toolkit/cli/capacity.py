@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
@@ -17,6 +15,7 @@ from toolkit.cli.arguments import (
     argument,
     command_of,
     limit_workers,
+    names_in,
     open_recipe,
     option,
     parse_sla,
@@ -26,24 +25,23 @@ from toolkit.cli.basis import (
     FoundFit,
     computed_fit,
     find_fit,
-    is_computed,
+    has_computed_laws,
     note_found,
     note_other_count,
-    note_rest,
-    note_scaling,
+    note_trace,
     parallel_size,
     plain,
     read_tuning,
 )
 from toolkit.cli.output import (
-    WIDTH,
     FigurePanel,
-    chart,
+    check_png,
     draw,
     emit,
     note,
+    paragraph,
     progress,
-    require_matplotlib,
+    show_panels,
     table,
 )
 from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
@@ -63,7 +61,6 @@ if TYPE_CHECKING:
     from toolkit.traces.types import Trace
     from toolkit.tuning.capacity import Capacity
     from toolkit.tuning.deployments import Deployment, Measured
-    from toolkit.tuning.executor import Runner
 
 REQUESTS_BY_NUMBERS = 2000  # so many last longer than usual targets at a capacity
 SIMULATIONS = 14  # of each capacity, about
@@ -161,11 +158,10 @@ def command(args: CapacityOptions) -> None:
     that no rate keeps the limits.
     """
     from toolkit.tuning.deployments import deployments_of, measure
-    from toolkit.tuning.executor import collect
+    from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
 
     if args.png:
-        require_matplotlib()
-        check_writable(args.png)
+        check_png(args.png)
     if args.html:
         check_writable(args.html)
     targets = parse_sla(args.sla)
@@ -180,17 +176,19 @@ def command(args: CapacityOptions) -> None:
             changed,
             one.found.fit,
             tuning=own,
-            policies=_names(args.policies),
-            routers=_names(args.routers),
+            policies=names_in(args.policies) or (),
+            routers=names_in(args.routers) or (),
             conditions=seen,
         )
     traces = [_trace(args, deployment.recipe, deployment.fit) for deployment in deployments]
-    note_scaling(traces[0])
-    note_rest(traces[0])
+    note_trace(traces[0])
     found: list[Measured] = []
     total = SIMULATIONS * (1 + args.at_once) * len(deployments)
-    jobs = args.jobs or _usual_jobs(max(len(trace) for trace in traces))
-    with _runner(jobs) as runner, progress("capacity", total) as advance:
+    longest = max(len(trace) for trace in traces)
+    usual_jobs = min(2, usable_cpus()) if longest >= LONG_TRACE else 1  # loads are tried in pairs
+    jobs = args.jobs or usual_jobs
+    with ProcessPool(jobs) as pool, progress("capacity", total) as advance:
+        runner: Runner = pool if jobs > 1 else InProcessRunner()
         for deployment, trace in zip(deployments, traces, strict=True):
             told = f"{deployment.recipe.name}, {deployment.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
@@ -208,15 +206,13 @@ def command(args: CapacityOptions) -> None:
     _note_counts(found)
     if args.png:
         draw(_panels(result), args.png)
-        note(f"wrote {args.png}")
     if args.html:
         from toolkit.report.capacity import capacity_page
 
         write_text(args.html, capacity_page(result))
         note(f"wrote {args.html}")
     if all(one.capacity_rps is None for one in result.capacities):
-        first = found[0]
-        raise _none_keeps(first)
+        raise _none_keeps(found[0])
 
 
 def _note_counts(found: Sequence[Measured]) -> None:
@@ -252,10 +248,6 @@ def _seen(args: CapacityOptions, recipes: Sequence[object]) -> ServerConditions:
     return seen
 
 
-def _names(listed: str | None) -> list[str]:
-    return [word.strip() for word in (listed or "").split(",") if word.strip()]
-
-
 def _recipes(args: CapacityOptions) -> list[Rated]:
     """Each recipe with its file and its fit.
 
@@ -279,11 +271,11 @@ def _recipes(args: CapacityOptions) -> list[Rated]:
         if path is None and fit.file == Path("fit.json"):
             note(f"{recipe.name}: by fit.json of this folder")
         found.append(Rated(file, recipe, fit))
-    return _of_parallelism(found, _names(args.tp), args.workers)
+    return _of_parallelism(found, names_in(args.tp), args.workers)
 
 
 def _of_parallelism(
-    recipes: list[Rated], wanted: Sequence[str], workers: int | None
+    recipes: list[Rated], wanted: Sequence[str] | None, workers: int | None
 ) -> list[Rated]:
     """The recipes with a wanted tensor parallelism; all without a wish.
 
@@ -297,7 +289,7 @@ def _of_parallelism(
     found: list[Rated] = []
     for one in recipes:
         own = one.recipe.engine.tensor_parallel_size
-        if one.found.fit.engine.analytic and is_computed(one.recipe):
+        if has_computed_laws(one.recipe, one.found.fit):
             gpus = max((workers or one.recipe.workers) * own, *sizes)
             found += [_computed(one, size, gpus) for size in sizes]
         elif own in sizes:
@@ -373,23 +365,6 @@ def _trace(args: CapacityOptions, recipe: Recipe, fit: Fit) -> Trace:
         return prepare(trace, recipe)
     Traffic(trace).refuse_longer(fit.engine.max_model_len)
     return trace
-
-
-def _usual_jobs(requests: int) -> int:
-    """The usual number of processes for a trace of so many requests: loads are tried in pairs."""
-    return min(2, usable_cpus()) if requests >= LONG_TRACE else 1
-
-
-@contextmanager
-def _runner(jobs: int) -> Iterator[Runner]:
-    """What runs simulations: this process, or `jobs` processes until the block ends."""
-    from toolkit.tuning.executor import InProcessRunner, ProcessPool
-
-    if jobs == 1:
-        yield InProcessRunner()
-        return
-    with ProcessPool(jobs) as pool:
-        yield pool
 
 
 def _plain(found: Measured, trace: Trace) -> CapacityOf:
@@ -472,7 +447,7 @@ def _show(result: Capacities) -> None:
     several = len(result.capacities) > 1
     rows: list[list[object]] = []
     for one in result.capacities:
-        name = f"{one.recipe}, {one.settings}" if several else one.recipe
+        name = one.name if several else one.recipe
         rate = "none" if one.capacity_rps is None else number(one.capacity_rps)
         if one.at_least:
             rate = f">= {rate}"
@@ -481,29 +456,20 @@ def _show(result: Capacities) -> None:
     table(columns, rows, f"capacity of {result.trace.source}: all targets hold up to")
     _show_costs(result)
     _show_needed(result)
-    for panel in _panels(result):
-        print(f"\n{panel.title}")
-        print("\n".join(chart(panel.curves or {}, x_name=panel.x_name)))
+    show_panels(_panels(result))
     print()
     for line in conclusion(result):
-        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+        paragraph(line)
 
 
 def _show_costs(result: Capacities) -> None:
-    priced = [one for one in result.capacities if one.cost is not None]
     rows: list[list[object]] = []
-    for one in priced:
-        assert one.cost is not None
+    for one in result.capacities:
         cost = one.cost
-        rows.append(
-            [
-                f"{one.recipe}, {one.settings}",
-                cost.usd_per_hour,
-                cost.usd_per_million_requests,
-                cost.usd_per_million_in,
-                cost.usd_per_million_out,
-            ]
-        )
+        if cost is not None:
+            usd_of_tokens = (cost.usd_per_million_in, cost.usd_per_million_out)
+            usd = (cost.usd_per_hour, cost.usd_per_million_requests, *usd_of_tokens)
+            rows.append([one.name, *usd])
     if rows:
         columns = ["", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
         table(columns, rows, "USD, at capacity")
@@ -515,11 +481,10 @@ def _show_needed(result: Capacities) -> None:
     rows: list[list[object]] = []
     for one in result.capacities:
         needed = one.needed
-        name = f"{one.recipe}, {one.settings}"
         if needed is None:
-            rows.append([name, "none keeps", None, None])
+            rows.append([one.name, "none keeps", None, None])
         else:
-            rows.append([name, needed.workers, needed.gpus, needed.usd_per_hour])
+            rows.append([one.name, needed.workers, needed.gpus, needed.usd_per_hour])
     title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s"
     table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)
 
@@ -536,13 +501,12 @@ def _panels(result: Capacities) -> list[FigurePanel]:
         if len(points) < 2:
             continue
         loads = [point.load for point in points]
-        name = f"{one.recipe}, {one.settings}"
         if single:
             for key in result.sla:
                 curves[key] = (loads, [point.usage.get(key, 0.0) for point in points])
         else:
-            curves[name] = (loads, [max(point.usage.values()) for point in points])
-        reached[name] = (
+            curves[one.name] = (loads, [max(point.usage.values()) for point in points])
+        reached[one.name] = (
             [point.load for point in one.curve],
             [point.attainment_percent for point in one.curve],
         )

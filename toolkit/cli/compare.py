@@ -6,31 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, command_of, option
+from toolkit.cli.arguments import JsonOption, command_of, names_in, option
 from toolkit.cli.basis import note_rest, plain
 from toolkit.cli.output import (
-    WIDTH,
     FigurePanel,
-    bars,
-    blocks,
-    chart,
+    check_png,
     draw,
     emit,
     note,
+    paragraph,
     progress,
-    require_matplotlib,
+    show_panels,
     table,
 )
 from toolkit.cli.results import ComparedRun, Comparison
 from toolkit.cli.stage import StageOptions, open_stage, result_notes, sharing_notes
 from toolkit.errors import InputError, nearest
-from toolkit.files.io import check_writable
 from toolkit.interrupts import EXIT_CODE, held
 from toolkit.units import number
 
@@ -73,8 +69,7 @@ def command(args: CompareOptions) -> None:
     from toolkit.sim.api import compare, usual_policies
 
     if args.png:
-        require_matplotlib()
-        check_writable(args.png)
+        check_png(args.png)
     listed = [] if args.policies is None else _words("--policies", args.policies)
     named = list(dict.fromkeys(listed))
     rates = _rates(args.rate)
@@ -105,7 +100,6 @@ def command(args: CompareOptions) -> None:
         emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))
         if args.png:
             draw(_panels(runs), args.png)
-            note(f"wrote {args.png}")
     if interrupted:
         note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
         raise typer.Exit(EXIT_CODE)
@@ -140,7 +134,7 @@ def _objective(runs: Sequence[PolicyRun]) -> str:
 
 def _words(name: str, text: str) -> list[str]:
     """The words between the commas. `InputError` where there are none."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
+    words = names_in(text)
     if not words:
         hint = "leave the option out for the default"
         raise InputError(f"{name} '{text}': the list is empty", hint)
@@ -226,13 +220,8 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
     table(["policy", *[">rate"] * many, *heads], rows)
     remark = footnote([run.policy for run in runs], engines)
     if remark:
-        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
-    for panel in _panels(runs):
-        print(f"\n{panel.title}")
-        if panel.bars is not None:
-            print("\n".join(bars(panel.bars, unicode=blocks())))
-        if panel.curves is not None:
-            print("\n".join(chart(panel.curves, x_name=panel.x_name, log_x=panel.log_x)))
+        paragraph(remark)
+    show_panels(_panels(runs))
 
 
 def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:

@@ -7,7 +7,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from toolkit.cli.arguments import (
     as_typed,
     open_recipe,
 )
-from toolkit.cli.output import WIDTH, emit, table
+from toolkit.cli.output import emit, paragraph, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import BenchReport
@@ -369,4 +368,4 @@ def _show(result: Achieved, folder: Path) -> None:
         table(titles, shared, "prompts that share a beginning, computed laws")
     print(f"the demo took {seconds(result.took_s)}; its files are in {folder}/")
     print(f"the page about it: {result.report}\n")
-    print(textwrap.fill(result.text, WIDTH))
+    paragraph(result.text)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.arguments import JsonOption
+from toolkit.cli.arguments import JsonOption, completing
 from toolkit.cli.output import WIDTH, aligned, emit, shows_unicode
 from toolkit.errors import InputError, nearest
 from toolkit.files.shipped import shipped_docs
@@ -29,17 +29,12 @@ def pages() -> dict[str, Path]:
     return {f"{path.parent.name}/{path.stem}": path for path in files}
 
 
-def complete(incomplete: str) -> list[str]:
-    """Names of pages, for the shell."""
-    return [name for name in pages() if name.startswith(incomplete)]
-
-
 def docs(
     name: Annotated[
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            autocompletion=complete,
+            autocompletion=completing(pages),
             help="A page, like how-to/serve, or like serve if no other page has that name.",
         ),
     ] = None,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.arguments import ApiKeyOption, argument, command_of, option, refuse_useless
-from toolkit.cli.output import note, wrote_trace
+from toolkit.cli.output import note, put_trace
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable
 
@@ -89,12 +89,9 @@ def from_metrics(args: FromMetricsOptions) -> None:
     The lengths have the counts of each bucket and the sum that the metrics tell. What metrics do
     not know is named. Ctrl-C ends the scraping early; what was seen so far is used.
     """
-    from toolkit.traces.write import write_trace
-
     check_writable(args.out)
     made = _drawn(args)
-    write_trace(made, args.out)
-    wrote_trace(made, args.out, args.as_json)
+    put_trace(made, args.out, args.as_json)
 
 
 def _drawn(args: FromMetricsOptions) -> Trace:
@@ -195,7 +192,7 @@ def _watched(
 
 def _asked(args: FromMetricsOptions, past_s: float) -> list[ScrapedTraffic]:
     """The requests of the past, as a Prometheus server has scraped them."""
-    from toolkit.endpoints.prometheus import query_range
+    from toolkit.endpoints.prometheus import Series, query_range
     from toolkit.traces.histograms import MODEL, OUTPUT, PROMPT, ScrapedTraffic, choose_model
 
     step_s = QUERY_EVERY_S if args.every is None else args.every
@@ -207,13 +204,10 @@ def _asked(args: FromMetricsOptions, past_s: float) -> list[ScrapedTraffic]:
             "give a shorter --every",
         )
 
-    def ask(query: str) -> list[dict[str, dict[float, float]]]:
-        series = query_range(args.source, query, start_s, end_s, step_s, args.api_key)
-        return [{one.metric.get("le", ""): dict(one.points())} for one in series]
+    def ask(query: str) -> list[Series]:
+        return query_range(args.source, query, start_s, end_s, step_s, args.api_key)
 
-    counted = query_range(
-        args.source, f"sum by ({MODEL}) ({PROMPT}_count)", start_s, end_s, step_s, args.api_key
-    )
+    counted = ask(f"sum by ({MODEL}) ({PROMPT}_count)")
     if not counted:
         raise InputError(f"{args.source}: it has no {PROMPT}", "does it scrape a server of vLLM?")
     names = {one.metric.get(MODEL, "") for one in counted}
@@ -221,12 +215,11 @@ def _asked(args: FromMetricsOptions, past_s: float) -> list[ScrapedTraffic]:
     where = f"{{{MODEL}={json.dumps(model)}}}[{round(1000 * step_s)}ms]"
     found: dict[str, dict[float, LengthHistogram]] = {}
     for name in (PROMPT, OUTPUT):
-        buckets: dict[str, dict[float, float]] = {}
-        for one in ask(f"sum by (le) (increase({name}_bucket{where}))"):
-            buckets |= one
+        by_bucket = ask(f"sum by (le) (increase({name}_bucket{where}))")
+        buckets = {one.metric.get("le", ""): dict(one.points()) for one in by_bucket}
         sums: dict[float, float] = {}
         for one in ask(f"sum (increase({name}_sum{where}))"):
-            sums |= one[""]
+            sums |= one.points()
         found[name] = _histograms(buckets, sums)
     intervals = [
         ScrapedTraffic(found[PROMPT][at_s], found[OUTPUT][at_s], at_s - step_s, at_s)
@@ -254,8 +247,7 @@ def _histograms(
         known &= points.keys()
     if "+Inf" not in buckets:
         return {}
-    bounds = {le: float(le) for le in buckets}
     return {
-        at_s: LengthHistogram.of({bounds[le]: buckets[le][at_s] for le in buckets}, sums[at_s])
+        at_s: LengthHistogram.of({float(le): buckets[le][at_s] for le in buckets}, sums[at_s])
         for at_s in known
     }

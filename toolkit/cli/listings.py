@@ -5,16 +5,15 @@ have.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated
 
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
-from toolkit.cli.output import WIDTH, aligned, emit, table
+from toolkit.cli.output import aligned, emit, paragraph, table
 from toolkit.errors import EngineError
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, shipped_fit
@@ -23,14 +22,13 @@ from toolkit.files.shipped import load_recipe, shipped_names
 from toolkit.sched.catalogue import ABOUT
 
 SIMULATED = "in simulations only: they need the future"
-StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Exit with 3 where something is missing.")
-]
 
 
 def doctor(
     recipe: RecipeArgument = None,  # type: ignore[assignment]
-    strict: StrictOption = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 3 where something is missing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine, and with RECIPE whether it can run that recipe.
@@ -59,7 +57,7 @@ def doctor(
         if not absent:
             print(f"{subject}: ready" + (" to be used on this machine" if loaded else ""))
         elif loaded:
-            print(fill(f"{subject}: valid; missing on this machine: {', '.join(absent)}", WIDTH))
+            paragraph(f"{subject}: valid; missing on this machine: {', '.join(absent)}")
         else:
             print(f"{subject}: missing: {', '.join(absent)}")
 
@@ -69,22 +67,14 @@ def doctor(
         raise EngineError(f"missing: {', '.join(absent)}", "the table above says how to add it")
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeLine:
-    """A recipe. `fit` is the basis of its shipped fit: measured, analytic, or none."""
-
-    name: str
-    description: str
-    model: str
-    hardware: str
-    engine: str
-    policy: str
-    fit: str
-
-    @property
-    def subject(self) -> str:
-        """The model and its hardware."""
-        return f"{self.model} on {self.hardware}"
+def _show_groups(heads: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    """Print rows under `heads`, each group below its title."""
+    show = aligned([heads, *chain.from_iterable(groups.values())])
+    show(heads)
+    for title, rows in groups.items():
+        print(f"\n{title}")
+        for row in rows:
+            show(row)
 
 
 def recipes(as_json: JsonOption = False) -> None:
@@ -105,35 +95,23 @@ def recipes(as_json: JsonOption = False) -> None:
         model = source.rpartition("/")[2]
         if source == "random":
             model = f"random {recipe.model.config['model_type']}"
-        machine = recipe.hardware.name
-        engine = recipe.engine.name
-        policy = recipe.policy.name
-        lines.append(RecipeLine(name, recipe.description, model, machine, engine, policy, basis))
-    lines.sort(key=lambda line: (line.subject, line.name))
+        line = {
+            "name": name,
+            "description": recipe.description,
+            "model": model,
+            "hardware": recipe.hardware.name,
+            "engine": recipe.engine.name,
+            "policy": recipe.policy.name,
+            "fit": basis,
+        }
+        lines.append(line)
+    lines.sort(key=lambda line: (line["model"], line["hardware"], line["name"]))
+    groups: dict[str, list[list[str]]] = {}
+    for line in lines:
+        cells = [f"  {line['name']}", line["engine"], line["policy"], line["fit"]]
+        groups.setdefault(f"{line['model']} on {line['hardware']}", []).append(cells)
     heads = ("recipe", "engine", "policy", "fit")
-    cells = [(f"  {line.name}", line.engine, line.policy, line.fit) for line in lines]
-
-    def show_all() -> None:
-        show = aligned([heads, *cells])
-        show(heads)
-        pairs = zip(lines, cells, strict=True)
-        for subject, group in groupby(pairs, key=lambda pair: pair[0].subject):
-            print(f"\n{subject}")
-            for _, row in group:
-                show(row)
-
-    emit(as_json, {"recipes": lines}, show_all)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLine:
-    """A policy, and the engines that can serve with it. Without any it is not `live`."""
-
-    name: str
-    does: str
-    source: str
-    engines: list[str]
-    live: bool
+    emit(as_json, {"recipes": lines}, lambda: _show_groups(heads, groups))
 
 
 def policies(as_json: JsonOption = False) -> None:
@@ -146,25 +124,17 @@ def policies(as_json: JsonOption = False) -> None:
     from toolkit.sched.policies import KNOWN, engines_for
 
     lines = []
+    groups: dict[str, list[list[str]]] = {}
     for name in KNOWN:
         about = ABOUT[name]
         engines = engines_for(name)
-        lines.append(PolicyLine(name, about.does, about.source, engines, bool(engines)))
-
-    def show_all() -> None:
-        groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-        for one in sorted(lines, key=lambda line: not line.live):
-            cells = (f"  {one.name}", one.does, one.source)
-            groups.setdefault(tuple(one.engines), []).append(cells)
-        heads = ("policy", "what it does", "described by")
-        show = aligned([heads, *(row for rows in groups.values() for row in rows)])
-        show(heads)
-        for engines, rows in groups.items():
-            print(f"\nlive on {', '.join(engines)}" if engines else f"\n{SIMULATED}")
-            for row in rows:
-                show(row)
-
-    emit(as_json, {"policies": lines}, show_all)
+        line = {"name": name, "does": about.does, "source": about.source}
+        lines.append(line | {"engines": engines, "live": bool(engines)})
+        title = f"live on {', '.join(engines)}" if engines else SIMULATED
+        groups.setdefault(title, []).append([f"  {name}", about.does, about.source])
+    groups[SIMULATED] = groups.pop(SIMULATED)  # it is the last one
+    heads = ("policy", "what it does", "described by")
+    emit(as_json, {"policies": lines}, lambda: _show_groups(heads, groups))
 
 
 def schema(as_json: JsonOption = False) -> None:

@@ -15,12 +15,12 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
-from textwrap import TextWrapper
+from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Any
 
 from toolkit.endpoints.foreign import escaped
@@ -81,23 +81,15 @@ def emit(
     `result` is a pydantic model, a dataclass or a mapping, of plain values or of more of these.
     """
 
-    def plain(value: Any) -> Any:
-        if hasattr(value, "model_dump"):
-            return value.model_dump(mode="json")
-        if is_dataclass(value) and not isinstance(value, type):
-            return asdict(value)
-        if hasattr(value, "tolist"):  # numpy's numbers and arrays
-            return value.tolist()
-        raise TypeError(f"{type(value).__name__} has no JSON form")
+    from pydantic_core import to_jsonable_python
 
     if not as_json:
         render()
         sys.stdout.flush()
         return
-    print(
-        json.dumps(result, default=plain, ensure_ascii=not shows_unicode(), allow_nan=False),
-        flush=True,
-    )
+    # the fallback is for numpy's numbers and arrays
+    plain = to_jsonable_python(result, by_alias=False, fallback=lambda value: value.tolist())
+    print(json.dumps(plain, ensure_ascii=not shows_unicode(), allow_nan=False), flush=True)
 
 
 def note(*texts: str) -> None:
@@ -111,6 +103,11 @@ def note(*texts: str) -> None:
         lines = [whole.fill(line) for line in lines]
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def paragraph(text: str) -> None:
+    """Print a text within `WIDTH`: words stay whole, and a continued line is indented."""
+    print(fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
@@ -279,6 +276,18 @@ def progress(
         yield advance
 
 
+def put_trace(trace: Trace, out: Path, as_json: bool) -> None:
+    """Write a trace; say how many requests it has, and its notes."""
+    from toolkit.traces.write import write_trace
+
+    write_trace(trace, out)
+    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
+    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
+    if not as_json:
+        for line in trace.notes:
+            note(f"  {line}")
+
+
 # Plots: for the terminal as plain text (bars, curves of one letter each, and points), and for
 # `llmctl compare --png` with matplotlib, of the extra `plot`.
 
@@ -288,13 +297,10 @@ COLUMNS = 60
 Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
 
 
-def blocks() -> bool:
-    """Whether stdout is a terminal that shows block characters; else bars are of '#'."""
-    return sys.stdout.isatty() and shows_unicode()
-
-
 def bars(values: Mapping[str, float], *, unicode: bool) -> list[str]:
-    """A line per value: its name, a bar as long as its share of the largest, the value."""
+    """A line per value: its name, a bar as long as its share of the largest, the value. Without
+    `unicode` bars are of '#'.
+    """
     names = max(map(len, values))
     figures = {name: number(value) for name, value in values.items()}
     room = WIDTH - names - max(map(len, figures.values())) - 3
@@ -396,27 +402,36 @@ class FigurePanel:
     log_x: bool = False
 
 
-def require_matplotlib() -> None:
-    """`InputError` with the remedy where matplotlib is not installed."""
+def show_panels(panels: Sequence[FigurePanel]) -> None:
+    """Print the panels as text, one below the other."""
+    for panel in panels:
+        print(f"\n{panel.title}")
+        if panel.bars is not None:
+            unicode = sys.stdout.isatty() and shows_unicode()
+            print("\n".join(bars(panel.bars, unicode=unicode)))
+        if panel.curves is not None:
+            print("\n".join(chart(panel.curves, x_name=panel.x_name, log_x=panel.log_x)))
+
+
+def check_png(path: Path) -> None:
+    """`InputError` with the remedy where `draw` could not write this file, or matplotlib is not
+    installed.
+    """
+    from toolkit.files.io import check_writable
+
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
             "--png needs matplotlib, which is not installed", install("plot")
         ) from None
-
-
-def wrote_trace(trace: Trace, out: Path, as_json: bool) -> None:
-    """Say what was written, and the trace's notes."""
-    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
-    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
-    if not as_json:
-        for line in trace.notes:
-            note(f"  {line}")
+    check_writable(path)
 
 
 def draw(panels: Sequence[FigurePanel], path: Path) -> None:
-    """Write the panels side by side as a PNG. `InputError` where the file cannot be written."""
+    """Write the panels side by side as a PNG, and say so. `InputError` where the file cannot be
+    written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -440,3 +455,4 @@ def draw(panels: Sequence[FigurePanel], path: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     write_bytes(path, picture.getvalue())
+    note(f"wrote {path}")

@@ -26,12 +26,13 @@ from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, TargetMissedError
-from toolkit.files.fit import Fit, HeldOutError, LatencyFit, OverheadFit, PipelineFit
+from toolkit.files.fit import Fit, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.units import number, percent, seconds, size
+from toolkit.report.rows import error_cells
+from toolkit.units import counted, number, percent, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
@@ -255,10 +256,10 @@ class TerminalWatch:
         if plan.set_aside:
             note(f"the results of an earlier run are set aside: {plan.set_aside}")
         for reason, count in plan.skipped.items():
-            note(f"{_points(count)} skipped: {reason}")
+            note(f"{counted(count, 'point')} skipped: {reason}")
         resumed = f", {plan.resumed} results of an earlier run are kept" if plan.resumed else ""
         note(
-            f"{_points(plan.points)}, {plan.steps} measurements to go,"
+            f"{counted(plan.points, 'point')}, {plan.steps} measurements to go,"
             f" about {seconds(plan.about_s)}{resumed}"
         )
         self._told_s = plan.about_s
@@ -274,10 +275,6 @@ class TerminalWatch:
             self._told_s = about_s
 
 
-def _points(count: int) -> str:
-    return f"{count} point{'s' * (count != 1)}"
-
-
 def _show_grid(title: str, cells: Mapping[tuple[int, int], str]) -> None:
     """A table of cells by batch size N and length L."""
     lengths = sorted({length for _, length in cells})
@@ -289,13 +286,13 @@ def _show_grid(title: str, cells: Mapping[tuple[int, int], str]) -> None:
 def show_profile(measured: Profile) -> None:
     """Print a profile for people."""
     facts = measured.engine
-    threads = f", {facts.threads} thread{'s' * (facts.threads != 1)}" if facts.threads else ""
+    threads = f", {counted(facts.threads, 'thread')}" if facts.threads else ""
     kv_cache = f"{number(facts.capacity_tokens)} tokens ({size(facts.kv_budget_bytes)})"
     engine = f"{facts.engine} {facts.engine_version}, {facts.model_type} on {facts.device}"
     print(f"{measured.recipe_name}: {engine}{threads}")
     if facts.deepspeed:
         print(f"DeepSpeed: {facts.deepspeed}")
-    workers = f"{measured.workers} worker{'s' * (measured.workers != 1)}"
+    workers = counted(measured.workers, "worker")
     if measured.steps and measured.steps.resolved:
         print(f"measured with {measured.steps.resolved.words(facts.dtype)}")
     print(f"KV cache {kv_cache}; times in {measured.clock} seconds, {workers}\n")
@@ -337,7 +334,7 @@ def show_profile(measured: Profile) -> None:
         count = sum(len(sequence.rounds) for sequence in sequences)
         print(f"{count} rounds in {len(sequences)} sequences\n")
     for reason, count in Counter(point.reason for point in measured.failed).items():
-        note(f"{_points(count)} not measured: {reason}")
+        note(f"{counted(count, 'point')} not measured: {reason}")
 
 
 def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
@@ -346,7 +343,7 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     rows: list[tuple[object, ...]] = []
     for name, law in laws:
         reach = f"N {law.valid.batch_size_max}, L {law.valid.length_max}"
-        rows.append((name, law.form, *_errors(law.error), reach))
+        rows.append((name, law.form, *error_cells(law.error), reach))
     rows.append(_overhead("slice", fit.overhead, fit.workers))
     rows += _other_laws(fit)
     title = f"{fit.recipe_name}: absolute error on held-out points"
@@ -382,7 +379,7 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
     for form in errors[0] | errors[1]:
         cells = [form]
         for error_of, (_, law) in zip(errors, laws, strict=True):
-            median_, p95, _ = _errors(error_of[form]) if form in error_of else ("-", "-", "")
+            median_, p95, _ = error_cells(error_of[form]) if form in error_of else ("-", "-", "")
             cells += [median_, f"{p95} <" if form == law.form else p95]
         forms.append(cells)
     columns = ["form", ">prefill", ">p95", ">decode", ">p95"]
@@ -464,7 +461,7 @@ def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
 def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:
     """The line of what serving adds to the laws of an engine."""
     form = f"{seconds(fit.batch_s)} + {number(fit.stretch)} x laws"
-    return name, form, *_errors(fit.error), f"{workers} worker{'s' * (workers != 1)} busy"
+    return name, form, *error_cells(fit.error), f"{counted(workers, 'worker')} busy"
 
 
 def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
@@ -480,11 +477,11 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
             named = ((part.flat_s, ""), (part.row_s, " N"), (part.token_s, " N*L"))
             terms = " + ".join(f"{number(value * 1e6)}{name}" for value, name in named if value)
             form = f"{terms} us" if terms else "takes no time"
-            lines.append((name, form, *_errors(part.error), f"{part.error.points} points"))
+            lines.append((name, form, *error_cells(part.error), f"{part.error.points} points"))
     if swap and swap.error:
         out, back = (f"{rate / 1e9:.2g}" for rate in (swap.out_bytes_per_s, swap.in_bytes_per_s))
         form = f"{seconds(swap.latency_s)} + {out}, {back} GB/s"
-        lines.append(("swap", form, *_errors(swap.error), f"{swap.error.points} points"))
+        lines.append(("swap", form, *error_cells(swap.error), f"{swap.error.points} points"))
     if steps:
         form = f"knots {', '.join(map(str, steps.knots))}"
         if steps.experts:
@@ -494,15 +491,9 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
         elif steps.beside_s is not None:
             form = f"{form}, reads beside chunks"
         lines.append(
-            ("pass", form, *_errors(steps.error), f"{steps.valid.tokens_max:,} new tokens")
+            ("pass", form, *error_cells(steps.error), f"{steps.valid.tokens_max:,} new tokens")
         )
     return lines
-
-
-def _errors(error: HeldOutError) -> tuple[str, str, str]:
-    shares = (error.median_percent, error.p95_percent, error.worst_percent)
-    median_, p95, worst = (f"{share:.1f} %" for share in shares)
-    return median_, p95, worst
 
 
 def _show_points(name: str, law: FittedLaw) -> None:

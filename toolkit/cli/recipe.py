@@ -14,14 +14,21 @@ from toolkit.catalogue.classes import of_config, refusal
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
-from toolkit.cli.arguments import JsonOption, argument, command_of, option, parse_sla
+from toolkit.cli.arguments import (
+    JsonOption,
+    argument,
+    command_of,
+    completing,
+    option,
+    parse_sla,
+)
 from toolkit.cli.output import emit, note, table
 from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import MOST_GPUS, Wish, new_recipe
 from toolkit.files.shipped import load_recipe
-from toolkit.units import GIB, number, size
+from toolkit.units import GIB, size
 
 app = typer.Typer(
     name="recipe",
@@ -31,14 +38,6 @@ app = typer.Typer(
 )
 
 
-def _known_models(incomplete: str) -> list[str]:
-    return [name for name in KNOWN if name.startswith(incomplete)]
-
-
-def _known_gpus(incomplete: str) -> list[str]:
-    return [name for name in GPUS if name.startswith(incomplete)]
-
-
 @dataclass(frozen=True, slots=True)
 class NewOptions:
     """The command line of `llmctl recipe new`."""
@@ -46,10 +45,12 @@ class NewOptions:
     model: str = argument(
         "A folder, a config.json, a name from `llmctl recipe models`, or a hub id.",
         metavar="MODEL",
-        autocompletion=_known_models,
+        autocompletion=completing(lambda: KNOWN),
     )
     gpu: str = option(
-        "", "The GPU, a name from `llmctl recipe gpus`; required.", autocompletion=_known_gpus
+        "",
+        "The GPU, a name from `llmctl recipe gpus`; required.",
+        autocompletion=completing(lambda: GPUS),
     )
     gpus: int | None = option(
         None,
@@ -113,23 +114,6 @@ def new(args: NewOptions) -> None:
     emit(args.as_json, result, lambda: print(made.text, end=""))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLine:
-    """A known model; sizes in bytes. `refused` says why no recipe is made for it; '': one is."""
-
-    name: str
-    hub: str
-    revision: str
-    source: str
-    parameters: int
-    active_parameters: int
-    weight_bytes: int
-    weights: str
-    kv_bytes_per_token: int
-    context: int
-    refused: str
-
-
 @app.command("gpus")
 def gpus(as_json: JsonOption = False) -> None:
     """List the GPUs of the catalogue: memory, bandwidth, FLOP/s, links, and an example of a price.
@@ -137,69 +121,53 @@ def gpus(as_json: JsonOption = False) -> None:
     Memory is what a process gets. FLOP/s are dense, of bf16 and fp8. --json has all figures and
     the source of each.
     """
-    lines = list(GPUS.values())
+    columns = ["GPU", ">GiB", ">GB/s", ">bf16", ">fp8", "link", ">GB/s", ">$/h"]
+    rows: list[list[object]] = []
+    for gpu in GPUS.values():
+        link = gpu.link.partition(",")[0].removesuffix(" bridge between two")
+        price = None if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:.2f}"
+        flops = (gpu.tflops["bf16"], gpu.tflops.get("fp8"))
+        memory = f"{gpu.memory_gib:g}"
+        rows.append([gpu.name, memory, gpu.bandwidth_gb_s, *flops, link, gpu.link_gb_s, price])
 
     def show() -> None:
-        columns = ["GPU", ">GiB", ">GB/s", ">bf16", ">fp8", "link", ">GB/s", ">$/h"]
-        rows = []
-        for gpu in lines:
-            fp8 = gpu.tflops.get("fp8")
-            price = gpu.usd_per_hour
-            rows.append(
-                [
-                    gpu.name,
-                    f"{gpu.memory_gib:g}",
-                    number(gpu.bandwidth_gb_s),
-                    number(gpu.tflops["bf16"]),
-                    "-" if fp8 is None else number(fp8),
-                    gpu.link.partition(",")[0].removesuffix(" bridge between two"),
-                    number(gpu.link_gb_s),
-                    "-" if price is None else f"{price:.2f}",
-                ]
-            )
         table(columns, rows)
         print("bf16, fp8: dense TFLOP/s; $/h: an example; sources: --json")
 
-    emit(as_json, {"gpus": lines}, show)
+    emit(as_json, {"gpus": list(GPUS.values())}, show)
 
 
 @app.command("models")
 def models(as_json: JsonOption = False) -> None:
     """List the models with sizes that ship: `llmctl recipe new` needs no network for them."""
+    columns = ["model", ">10^9", ">active", "weights", ">GiB", ">KV/token", ">context"]
     lines = []
+    rows: list[list[object]] = []
     for model in KNOWN.values():
         facts = facts_of(model.config)
         scheme = facts.scheme.name if facts.scheme else facts.dtype
-        lines.append(
-            ModelLine(
-                name=model.name,
-                hub=model.hub,
-                revision=model.revision,
-                source=model.source,
-                parameters=facts.parameters,
-                active_parameters=facts.active_parameters,
-                weight_bytes=facts.weight_bytes,
-                weights=scheme,
-                kv_bytes_per_token=facts.kv_bytes_per_token,
-                context=facts.context,
-                refused=refusal(of_config(model.config)),
-            )
-        )
+        refused = refusal(of_config(model.config))  # '': recipes are made for it
+        line = {
+            "name": model.name,
+            "hub": model.hub,
+            "revision": model.revision,
+            "source": model.source,
+            "parameters": facts.parameters,
+            "active_parameters": facts.active_parameters,
+            "weight_bytes": facts.weight_bytes,
+            "weights": scheme,
+            "kv_bytes_per_token": facts.kv_bytes_per_token,
+            "context": facts.context,
+            "refused": refused,
+        }
+        lines.append(line)
+        name = f"{model.name}{' *' if refused else ''}"
+        sizes = [f"{count / 1e9:.3g}" for count in (facts.parameters, facts.active_parameters)]
+        weights_gib = f"{facts.weight_bytes / GIB:.1f}"
+        cache = size(facts.kv_bytes_per_token)
+        rows.append([name, *sizes, scheme, weights_gib, cache, facts.context])
 
     def show() -> None:
-        columns = ["model", ">10^9", ">active", "weights", ">GiB", ">KV/token", ">context"]
-        rows = [
-            [
-                f"{line.name}{' *' if line.refused else ''}",
-                f"{line.parameters / 1e9:.3g}",
-                f"{line.active_parameters / 1e9:.3g}",
-                line.weights,
-                f"{line.weight_bytes / GIB:.1f}",
-                size(line.kv_bytes_per_token),
-                number(line.context),
-            ]
-            for line in lines
-        ]
         table(columns, rows)
         print("*: not yet; --json says why, and the sources")
 

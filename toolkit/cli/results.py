@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from toolkit.files.capacity import Requests
+from toolkit.files.strict import Strict
 from toolkit.files.tuning import ParameterValue
 
 
@@ -51,10 +52,8 @@ class Simulation(BaseModel):
     )
 
 
-class ComparedRun(BaseModel):
+class ComparedRun(Strict):
     """One policy at one rate."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: str = Field(description="its name")
     parameters: dict[str, ParameterValue] = Field(
@@ -69,10 +68,8 @@ class ComparedRun(BaseModel):
     metrics: dict[str, float] = Field(description="every metric, with its unit in its name")
 
 
-class Comparison(BaseModel):
+class Comparison(Strict):
     """`compare --json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[1] = 1
     sla: dict[str, float] = Field(

@@ -30,6 +30,7 @@ from toolkit.cli.output import note
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable, read_file
 from toolkit.files.plan import Plan
+from toolkit.units import counted
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
@@ -452,7 +453,7 @@ def _before_replicas(
 
     if replicas.own is not None:
         where = f" on Ray ({ray})" if ray else ""
-        servers = f"{plan.workers} server{'s' * (plan.workers > 1)}"
+        servers = counted(plan.workers, "server")
         note(f"starting {servers} of {plan.recipe.engine.name}{where}")
     make = partial(replica_front, replicas)
     return serve_start.FrontToStart(config, make, announce, replicas.control_key)

@@ -9,16 +9,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, IN_PROCESS, MANAGED, parse_settings
 from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
-from toolkit.cli.output import WIDTH, emit, note
+from toolkit.cli.output import emit, note, paragraph
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.fleet import is_fleet
@@ -26,6 +25,7 @@ from toolkit.files.io import read_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.shipped import is_recipe
 from toolkit.files.tuning import breaks, broken
+from toolkit.units import counted
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -54,8 +54,8 @@ class ServeLocation:
     """Where to serve. `plan` is the plan's file in a rendered folder; None: no folder was given."""
 
     target: str
-    folder: Path | None = None
-    manifest: Manifest | None = None
+    folder: Path | None
+    manifest: Manifest | None
 
     @property
     def plan(self) -> str | None:
@@ -120,7 +120,7 @@ def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
     def show() -> None:
         print(f"ready: {server.url} serves {server.model}, by {server.target}")
         if server.breaks:
-            print(fill(f"warning: predicted to {server.breaks}", WIDTH, subsequent_indent="  "))
+            paragraph(f"warning: predicted to {server.breaks}")
 
     emit(as_json, server, show)
 
@@ -314,7 +314,7 @@ class FrontToStart(NamedTuple):
     config: FrontConfig
     make: Callable[[OpenedFront], AbstractContextManager[FrontServer]]
     announce: Callable[[str], None]
-    control_key: str = ""
+    control_key: str
 
 
 def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
@@ -324,20 +324,9 @@ def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
     """
     from toolkit.serve.launch import launch
 
-    target: Where = "ray" if given.ray else "local"
     serve = partial(launch, front.config, front.make)
     model = front.config.settings.model
-    plan = given.plan
-    serve_recorded(
-        serve,
-        front.announce,
-        plan,
-        model,
-        given.manager,
-        target,
-        args.ssl_certfile,
-        front.control_key,
-    )
+    serve_recorded(serve, front.announce, args, given, model, front.control_key)
 
 
 class Keeping(NamedTuple):
@@ -349,10 +338,6 @@ class Keeping(NamedTuple):
     begin: Callable[[str, str], None]
 
 
-def _keep_nothing(url: str, control_key: str) -> None:
-    """Without --keep-tuned."""
-
-
 @contextmanager
 def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keeping]:
     """What --keep-tuned needs; without that option it does nothing. Behind a front, `replica` is
@@ -361,7 +346,7 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
     if not args.keep_tuned:
         if args.keep_apply or args.keep:
             raise InputError("--keep and --keep-apply are about --keep-tuned", "add --keep-tuned")
-        yield Keeping(args.pass_log, _keep_nothing)
+        yield Keeping(args.pass_log, lambda *_: None)
         return
     from toolkit.backends.vllm.backend import live_bounds
     from toolkit.live.keep import KeepRules
@@ -370,10 +355,10 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
     if not args.live:
         raise InputError("--keep-tuned changes live settings", "add --live")
     bounds = bounds_of(args.keep or [], live_bounds(plan))
-    with tempfile.TemporaryDirectory(prefix="llmctl-passes-") as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="llmctl-passes-"))
         own = args.pass_log is None
         log = args.pass_log or Path(folder) / "passes.jsonl"
-        kept: list[KeeperProcess] = []
 
         def begin(url: str, control_key: str) -> None:
             keep = KeepOrder(
@@ -385,14 +370,11 @@ def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keepi
                 horizon_s=60.0 * args.keep_minutes,
                 replica=replica,
             )
-            kept.append(KeeperProcess(keep, url, control_key, note))
-            kept[0].start()
+            keeper = KeeperProcess(keep, url, control_key, note)
+            stack.callback(keeper.stop)
+            keeper.start()
 
-        try:
-            yield Keeping(log, begin)
-        finally:
-            for one in kept:
-                one.stop()
+        yield Keeping(log, begin)
 
 
 def start_server(
@@ -418,18 +400,16 @@ def start_server(
         keep(url, order.control_key)
 
     launch = partial(backend.launch, replace(order, beat=given.manager.beat))
-    serve_recorded(launch, announce, plan, model, given.manager, control_key=order.control_key)
+    serve_recorded(launch, announce, args, given, model, order.control_key)
 
 
 def serve_recorded(
     launch: Callable[[Callable[[str], None]], Mapping[str, int]],
     announce: Callable[[str], None],
-    plan: Plan,
+    args: ServeOptions,
+    given: Prepared,
     model: str,
-    manager: Manager,
-    target: Where = "local",
-    certificate: Path | None = None,
-    control_key: str = "",
+    control_key: str,
 ) -> None:
     """Serve, and record the server for `llmctl status` and `llmctl stop`.
 
@@ -438,14 +418,10 @@ def serve_recorded(
     for. `control_key` is the key of its settings, kept beside the record. Where the record cannot
     be written, as in a container, the server runs without one.
     """
-    from toolkit.deploy.running import (
-        forget,
-        keep_control_key,
-        name_of,
-        remember,
-        this_process,
-    )
+    from toolkit.deploy.running import forget, keep_control_key, name_of, remember, this_process
 
+    plan = given.plan
+    target: Where = "ray" if given.ray else "local"
     record: Running | None = None
     was_ready = False
 
@@ -455,8 +431,8 @@ def serve_recorded(
         name = name_of(plan.recipe.name, url)
         server = this_process(name, target, url, model, plan.workers, plan.policy.name)
         facts = {"breaks": breaks(plan.limits)}
-        if certificate is not None:
-            facts["certificate"] = str(certificate.absolute())
+        if args.ssl_certfile is not None:
+            facts["certificate"] = str(args.ssl_certfile.absolute())
         server = server.model_copy(update=facts)
         try:
             remember(server)
@@ -465,7 +441,7 @@ def serve_recorded(
             record = server
         except InputError as error:
             note(f"llmctl status will not list this server: {error.message}")
-        manager.tell("READY=1")
+        given.manager.tell("READY=1")
         announce(url)
         sys.stdout.flush()
 
@@ -502,11 +478,10 @@ def announce_plan(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in plan.policy.parameters.items()
         )
-        print(f"ready: {url} serves {model} on {plan.workers} worker{'s' * (plan.workers > 1)}")
-        print(fill(f"policy: {plan.policy.name} ({parameters})", WIDTH, subsequent_indent="  "))
+        print(f"ready: {url} serves {model} on {counted(plan.workers, 'worker')}")
+        paragraph(f"policy: {plan.policy.name} ({parameters})")
         if broken_limits:
-            warning = f"warning: predicted to {breaks(plan.limits)}"
-            print(fill(warning, WIDTH, subsequent_indent="  "))
+            paragraph(f"warning: predicted to {breaks(plan.limits)}")
         if page:
             print(f"status page: {page}")
 
@@ -514,7 +489,7 @@ def announce_plan(
 
 
 def announce_replicas(
-    as_json: bool, model: str, router: str, url: str, *, status_page: bool = False
+    as_json: bool, model: str, router: str, url: str, *, status_page: bool
 ) -> None:
     """Print that a front is ready, and where its replicas are shown."""
     page = f"{url}/" if status_page else None

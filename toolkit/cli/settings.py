@@ -53,24 +53,22 @@ def command(args: SetOptions) -> None:
     accepted request is dropped: fewer requests at once let those that run end. A value outside its
     bounds is refused with the bounds.
     """
+    import msgspec
+
     from toolkit.sched.policies.parameters import from_words
 
     client = control_of(args.url, args.control_key)
     asked = from_words(args.settings or [])
     if args.replica:
-        _refuse_replica(client.get(), args.replica)
+        known = client.get().replicas
+        if args.replica not in known:
+            there = ", ".join(known) or "none: it is one server"
+            raise InputError(f"there is no replica '{args.replica}'", f"its replicas are {there}")
     state = client.set(asked, "llmctl set", args.replica) if asked else client.get()
-    emit(args.as_json, state_of(state), lambda: _show(state))
+    emit(args.as_json, msgspec.to_builtins(state), lambda: _show(state))
     if asked:
         words = ", ".join(f"{name}={value}" for name, value in state.changed.items())
         note(f"changed from the next pass on: {words}" if words else "nothing changed")
-
-
-def _refuse_replica(state: LiveState, name: str) -> None:
-    """`InputError` where the server has no such replica."""
-    if name not in state.replicas:
-        there = ", ".join(state.replicas) or "none: it is one server"
-        raise InputError(f"there is no replica '{name}'", f"its replicas are {there}")
 
 
 def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
@@ -84,14 +82,6 @@ def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
         raise InputError(f"several servers with live settings run here: {urls}", "give --url")
     found = url or next(iter(known), LOCAL)
     return SettingsClient(found, key or known.get(found.rstrip("/"), ""), owner)
-
-
-def state_of(state: LiveState) -> dict[str, object]:
-    """The state as plain values."""
-    import msgspec
-
-    plain: dict[str, object] = msgspec.to_builtins(state)
-    return plain
 
 
 def _show(state: LiveState) -> None:

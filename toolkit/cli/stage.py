@@ -23,7 +23,14 @@ from toolkit.cli.arguments import (
     refuse_useless,
     resolve_recipe,
 )
-from toolkit.cli.basis import note_bases, note_scaling, open_fleet, read_tuning, refuse_workers
+from toolkit.cli.basis import (
+    FoundFit,
+    note_found,
+    note_scaling,
+    open_fleet,
+    read_tuning,
+    refuse_workers,
+)
 from toolkit.cli.output import note
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
 from toolkit.engine_traits import traits_of
@@ -36,7 +43,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import REFUSED, Outcome, Tuning
-from toolkit.units import word
+from toolkit.units import counted, word
 
 if TYPE_CHECKING:
     from toolkit.sched.policies.parameters import Value
@@ -346,7 +353,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     targets = parse_sla(args.sla)
     traffic = read_traffic(args, rate, seed=args.seed or 0)
     kinds: Sequence[Kind] = ()
-    bases: dict[Path, Fit] = {}
+    found: list[FoundFit] = []
     spec: Recipe | None = None
     fitted: Fit | None = None
     tuning: Tuning | None = None
@@ -375,7 +382,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
                 f"{args.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
                 "name the fleet with --fleet in place of --fit",
             )
-        bases[path] = fitted
+        found = [FoundFit(fitted, path)]
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
     requests = traffic.trace
     if traffic.path is None:
@@ -383,14 +390,13 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         context = fitted.engine.max_model_len if fitted else None
         traffic.refuse_longer(context, limit if limited else None)
     elif args.fit_lengths and spec:
-        serve = spec.serve.model_copy(update={"max_new_tokens": limit})
-        requests = prepare(requests, spec.model_copy(update={"serve": serve}))
+        requests = prepare(requests, spec, max_new_tokens=limit)
     elif args.fit_lengths and fitted:
         requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
     note_scaling(requests)
     if fleet:
         fleet.note_bases(tuning)
-    note_bases(bases)
+    note_found(found)
     if args.tuning and tuning:
         note(f"{args.tuning.name} recommends {tuning.recommended.key}")
     if tuning and tuning.concurrency and rate is None and not traffic.concurrency:
@@ -412,7 +418,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         if not args.sla:
             recipe_says.append(f"targets {_words(spec.sla)}" if spec.sla else "no targets")
         if args.workers is None and not kinds:
-            recipe_says.append(f"{workers} worker{'s' * (workers > 1)}")
+            recipe_says.append(counted(workers, "worker"))
         if args.seed is None:
             recipe_says.append(f"seed {seed}")
     return Stage(
@@ -480,10 +486,8 @@ def result_notes(
     lines = []
     if refusals:
         first = refusals[0]
-        count = len(refusals)
-        counted = "1 request" if count == 1 else f"{count:,} requests"
         example = f"for example number {int(first.request_id) + 1}: {first.reason}"
-        lines.append(f"{counted} rejected; {example}")
+        lines.append(f"{counted(len(refusals), 'request')} rejected; {example}")
     beyond_percent = metrics.get("extrapolated_batches_percent", 0.0)
     if measured is not None and beyond_percent:
         lines.append(f"warning: {extrapolation_warning(beyond_percent, measured)}")

@@ -17,7 +17,7 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, argument, command_of, option, refuse_useless
 from toolkit.cli.from_metrics import from_metrics
-from toolkit.cli.output import WIDTH, chart, emit, note, table, wrote_trace
+from toolkit.cli.output import WIDTH, chart, emit, note, put_trace, table
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
 from toolkit.units import number, seconds, size
@@ -118,57 +118,51 @@ app = typer.Typer(
 app.command("record")(record)
 app.command("from-metrics")(from_metrics)
 
-TraceArgument = Annotated[
-    str,
-    typer.Argument(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """The options of a command that reads a trace in any known format."""
+
+    trace: str = argument(
+        "A trace in any known format, a folder of agents' sessions, or the name of a shipped "
+        "trace.",
         metavar="TRACE",
         autocompletion=arguments.traces,
-        help="A trace in any known format, a folder of agents' sessions, or the name of a shipped"
-        " trace.",
-    ),
-]
-ColumnsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ROLE=NAME,...",
-        help="The columns of a log, like time=ts:ms,prompt=in,output=out,session=conv; others are "
+    )
+    columns: str | None = option(
+        None,
+        "The columns of a log, like time=ts:ms,session=conv; others are "
         "found by their names. Roles: time, end, duration (each with a unit: s, ms, us, ns, iso), "
         "prompt, output, session, max_tokens, priority, status.",
-    ),
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(
+        metavar="ROLE=NAME,...",
+    )
+    tokenizer: str | None = option(
+        None,
+        "Count the tokens of conversations with the tokenizer of a recipe's model, or with a "
+        "tokenizer.json.",
         metavar="RECIPE|FILE",
         autocompletion=arguments.recipes,
-        help="Count the tokens of conversations with the tokenizer of a recipe's model, or with a "
-        "tokenizer.json.",
-    ),
-]
-CharsOption = Annotated[
-    float | None,
-    typer.Option(help="Estimate the tokens of conversations: one for so many characters."),
-]
-SeedOption = Annotated[
-    int, typer.Option(min=0, help="Draw from this seed; the same seed gives the same trace.")
-]
+    )
+    chars_per_token: float | None = option(
+        None, "Estimate the tokens of conversations: one for so many characters."
+    )
 
 
-@app.command()
-def inspect(
-    trace: TraceArgument,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            callback=arguments.resolve_recipe,
-            help="A recipe, file or name: show the sizes of caches in GiB of its model too.",
-        ),
-    ] = None,
-    columns: ColumnsOption = None,
-    tokenizer: TokenizerOption = None,
-    chars_per_token: CharsOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions(ReadOptions):
+    """The command line of `llmctl trace inspect`."""
+
+    recipe: Path | None = option(
+        None,
+        "A recipe, file or name: show the sizes of caches in GiB of its model too.",
+        callback=arguments.resolve_recipe,
+    )
+    as_json: JsonOption = False
+
+
+@app.command("inspect")
+@command_of(InspectOptions)
+def inspect(args: InspectOptions) -> None:
     """Show the contents of a trace: what was understood, rows kept and dropped, duration, rate,
     burstiness, lengths, and what a prefix cache could reuse.
     """
@@ -176,32 +170,32 @@ def inspect(
     from toolkit.traces.windows import describe
 
     per_token = None
-    if recipe:
-        per_token = load_recipe(recipe).model.kv_bytes_per_token
+    if args.recipe:
+        per_token = load_recipe(args.recipe).model.kv_bytes_per_token
         if per_token is None:
             without = "model.kv_bytes_per_token is not given, so caches have no size in GiB"
-            raise InputError(f"{recipe.name}: {without}", "give it, or leave out --recipe")
-    loaded, report = _read(trace, columns, tokenizer, chars_per_token)
+            raise InputError(f"{args.recipe.name}: {without}", "give it, or leave out --recipe")
+    loaded, report = _read(args)
     found = describe(loaded)
     reuse = describe_reuse(loaded, per_token)
-    whole = {"report": asdict(report), **asdict(found), "reuse": reuse and asdict(reuse)}
-    emit(as_json, whole, lambda: _show(loaded, report, found, reuse))
+    whole = {"report": report, **asdict(found), "reuse": reuse}
+    emit(args.as_json, whole, lambda: _show(loaded, report, found, reuse))
 
 
-def _read(
-    trace: str, columns: str | None, tokenizer: str | None, chars_per_token: float | None
-) -> tuple[Trace, ReadReport]:
+def _read(args: ReadOptions) -> tuple[Trace, ReadReport]:
     """The trace at a path or of a name, and the report. `InputError` for options without effect."""
     from toolkit.traces.chats import CONVERSATIONS, estimated
     from toolkit.traces.columns import parse_columns
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
+    tokenizer = args.tokenizer
+    chars_per_token = args.chars_per_token
     if tokenizer is not None and chars_per_token is not None:
         both = f"--tokenizer {tokenizer} and --chars-per-token {chars_per_token:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
-    named = None if columns is None else parse_columns(columns)
-    path = trace_path(trace, folders=True)
+    named = None if args.columns is None else parse_columns(args.columns)
+    path = trace_path(args.trace, folders=True)
     counter = None
     if tokenizer is not None:
         counter = _tokenizer(tokenizer)
@@ -216,29 +210,28 @@ def _read(
 
 def _tokenizer(name: str) -> TokenCounter:
     """A counter with the tokenizer of a recipe's model, or with a tokenizer.json."""
-    from toolkit.engines.tokenizer import FileTokenizer, load_tokenizer
+    from toolkit.engines.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
     from toolkit.files.shipped import recipe_path
     from toolkit.traces.chats import TokenCounter
 
+    tokenizer: Tokenizer
     if name.endswith(".json"):
         path = Path(name)
         if not path.is_file():
             raise InputError(f"--tokenizer {name}: no such file", "name a tokenizer.json")
-        file = FileTokenizer(path)
-        return TokenCounter(
-            lambda text: len(file.encode(text, special=False)), f"those of {path.name}"
-        )
-    recipe = load_recipe(recipe_path(Path(name)))
-    of_model = load_tokenizer(recipe.model)
-    said = f"those of the tokenizer of recipe {recipe.name}"
-    return TokenCounter(lambda text: len(of_model.encode(text, special=False)), said)
+        tokenizer = FileTokenizer(path)
+        said = f"those of {path.name}"
+    else:
+        recipe = load_recipe(recipe_path(Path(name)))
+        tokenizer = load_tokenizer(recipe.model)
+        said = f"those of the tokenizer of recipe {recipe.name}"
+    return TokenCounter(lambda text: len(tokenizer.encode(text, special=False)), said)
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions(ReadOptions):
     """The command line of `llmctl trace convert`."""
 
-    trace: TraceArgument
     out: Path = argument("Write the trace to this file, canonical JSONL.", metavar="OUT")
     start: float = option(
         0.0, "Leave out requests that arrive before this second (after scaling).", min=0.0
@@ -261,9 +254,6 @@ class ConvertOptions:
         None, "Scale lengths to this context, in tokens; needs --max-new-tokens."
     )
     max_new_tokens: int | None = option(None, "Scale outputs to this many tokens.")
-    columns: ColumnsOption = None
-    tokenizer: TokenizerOption = None
-    chars_per_token: CharsOption = None
     as_json: JsonOption = False
 
 
@@ -276,7 +266,6 @@ def convert(args: ConvertOptions) -> None:
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
-    from toolkit.traces.write import write_trace
 
     if (args.max_model_len is None) != (args.max_new_tokens is None):
         raise InputError(
@@ -288,7 +277,7 @@ def convert(args: ConvertOptions) -> None:
     if args.draw_rate is None:
         drawn = {"--cv": args.cv, "--seed": args.seed}
         refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
-    loaded, _ = _read(args.trace, args.columns, args.tokenizer, args.chars_per_token)
+    loaded, _ = _read(args)
     if args.draw_rate is not None:
         arrivals = Arrivals(args.draw_rate, 1.0 if args.cv is None else args.cv)
         loaded = draw_arrivals(loaded, arrivals, args.seed or 0)
@@ -299,8 +288,7 @@ def convert(args: ConvertOptions) -> None:
     if args.max_model_len is not None and args.max_new_tokens is not None:
         loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
     loaded = excerpt(loaded, args.start, args.duration)
-    write_trace(loaded, args.out)
-    wrote_trace(loaded, args.out, args.as_json)
+    put_trace(loaded, args.out, args.as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +339,7 @@ class GenerateOptions:
     block_tokens: int | None = option(
         None, "Note what prompts share in blocks of this size; default: 16.", min=1
     )
-    seed: SeedOption = 0
+    seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)
     as_json: JsonOption = False
 
 
@@ -362,14 +350,8 @@ def generate(args: GenerateOptions) -> None:
     far as it is known.
     """
     from toolkit.traces.formats import MAX_LENGTH
-    from toolkit.traces.generate import (
-        Arrivals,
-        backlog,
-        limited,
-        parse_lengths,
-    )
+    from toolkit.traces.generate import Arrivals, backlog, limited, parse_lengths
     from toolkit.traces.generate import generate as synthesize
-    from toolkit.traces.write import write_trace
 
     longest = args.longest or MAX_LENGTH
     prompts = parse_lengths(args.prompt, longest)
@@ -389,8 +371,7 @@ def generate(args: GenerateOptions) -> None:
         made = synthesize(arrivals, seconds_long, prompts, outputs, args.seed, content)
     if args.max_tokens:
         made = limited(made, args.max_tokens)
-    write_trace(made, args.out)
-    wrote_trace(made, args.out, args.as_json)
+    put_trace(made, args.out, args.as_json)
 
 
 def _content(args: GenerateOptions) -> SharedContent | None:

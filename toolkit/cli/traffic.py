@@ -109,14 +109,11 @@ class Traffic:
             )
 
 
-def read_traffic(
-    options: TrafficOptions, rate: object, *, usual: str = USUAL_TRACE, seed: int = 0
-) -> Traffic:
+def read_traffic(options: TrafficOptions, rate: object, *, seed: int) -> Traffic:
     """The requests that the options describe, with lengths as they are read or given.
 
     Args:
         rate: the command's --rate, to which it scales the trace; None: it has none.
-        usual: the trace without any of the options.
         seed: of drawn lengths and arrivals.
 
     Raises `InputError` where options contradict each other, and for a trace that cannot be read.
@@ -137,18 +134,14 @@ def read_traffic(
             "add --concurrency REQUESTS or --rate REQUESTS_PER_S",
         )
     least = max(ROUNDS * concurrency, LEAST_REQUESTS)
-    trace, path = read_lengths(options, usual=usual, seed=seed, requests=least)
+    trace, path = read_lengths(options, usual=USUAL_TRACE, seed=seed, requests=least)
     if path and concurrency:
         trace = _unordered(trace)
     return Traffic(trace, concurrency, ramp_s, path)
 
 
 def read_lengths(
-    options: LengthOptions,
-    *,
-    usual: str = USUAL_TRACE,
-    seed: int = 0,
-    requests: int = LEAST_REQUESTS,
+    options: LengthOptions, *, usual: str, requests: int, seed: int = 0
 ) -> tuple[Trace, Path | None]:
     """The trace that the options name and its file, or requests by numbers, without a file. These
     arrive in a Poisson process of one per second.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from toolkit.cli.arguments import (
     command_of,
     keep_inputs,
     limit_workers,
+    names_in,
     open_recipe,
     option,
     refuse_useless,
@@ -34,7 +35,7 @@ from toolkit.cli.basis import (
     FoundFit,
     computed_fit,
     find_fit,
-    is_computed,
+    has_computed_laws,
     note_found,
     note_trace,
     open_fleet,
@@ -65,11 +66,10 @@ from toolkit.files.profile import Profile
 from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS, MAX_WORKERS, Recipe
 from toolkit.files.tuning import Tuning, breaks
 from toolkit.tuning.parallel import ONE_SIZE, SIZES, Arrangement, compared, on_gpus
+from toolkit.units import counted
 
 if TYPE_CHECKING:
-    from toolkit.traces.types import Trace
     from toolkit.tuning.executor import EvaluationStore, Runner
-    from toolkit.tuning.search import SearchSettings
     from toolkit.tuning.tune import Inputs
     from toolkit.tuning.workload import Workload
 
@@ -326,7 +326,7 @@ def _open(args: TuneOptions) -> Opened:
     recipe = _with_settings(open_recipe(args.recipe), args)
     found = find_fit(args.recipe, recipe, args.fit, force=args.force)
     file = found.file
-    if _sizes(args, recipe) and _is_computed(recipe, found.fit):
+    if _sizes(args, recipe) and has_computed_laws(recipe, found.fit):
         file = None  # laws are computed for each size
     inputs = {"recipe": args.recipe} | ({"fit": file} if file else {})
     return Opened(None, recipe, found.fit, [], file, inputs)
@@ -335,8 +335,8 @@ def _open(args: TuneOptions) -> Opened:
 def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
     """The recipe with the search of the command line. `InputError` for contradictions."""
     settings: dict[str, object] = {
-        "policies": _names(args.policies),
-        "routers": _names(args.routers),
+        "policies": names_in(args.policies),
+        "routers": names_in(args.routers),
         "trials": args.trials,
         "seed": args.seed,
         "request_rate_rps": args.rate,
@@ -367,15 +367,10 @@ def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
 def _sizes(args: TuneOptions, recipe: Recipe) -> list[int]:
     """The tensor parallelisms that are to be compared; empty: the recipe's is taken."""
     if args.tp is not None:
-        return [parallel_size(word) for word in _names(args.tp) or [""]]
+        return [parallel_size(word) for word in names_in(args.tp) or [""]]
     if recipe.tune.tensor_parallel_sizes:
         return recipe.tune.tensor_parallel_sizes
     return [] if args.gpus is None else [size for size in SIZES if args.gpus % size == 0]
-
-
-def _is_computed(recipe: Recipe, fit: Fit) -> bool:
-    """Whether the laws of other tensor parallelisms can be computed beside this fit."""
-    return bool(fit.engine.analytic) and is_computed(recipe)
 
 
 def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Arrangement], dict[int, str]]:
@@ -396,7 +391,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Arrangement], dic
         refuse_useless({"--gpus": args.gpus}, "--workers says how many workers there are")
     gpus = args.gpus or max((workers or recipe.workers) * own, *sizes)
     refused = {}
-    if not _is_computed(recipe, opened.fit):
+    if not has_computed_laws(recipe, opened.fit):
         if own not in sizes:
             raise InputError(
                 f"tensor parallelism {sizes[0]}: the laws are of {own}; {ONE_SIZE}",
@@ -507,42 +502,64 @@ class Searches:
         return Inputs(recipe, machine.fit, self.workload, profile, others, machine.siblings)
 
     def _noted(self, inputs: Inputs) -> int:
-        """About how many simulations a search takes, which is printed."""
+        """Print what is searched. Returns about how many simulations that takes; `TuneProgress`
+        prints the seconds.
+        """
         from toolkit.tuning.tune import evaluations
 
         settings = inputs.settings
-        total = evaluations(settings, inputs.recipe.tune.draws, inputs.siblings)
+        recipe = inputs.recipe
+        total = evaluations(settings, recipe.tune.draws, inputs.siblings)
         if len(self.machines) > 1:
-            size = inputs.recipe.engine.tensor_parallel_size
-            count = inputs.recipe.workers
-            workers = f"{count} worker{'s' * (count > 1)}"
+            workers = counted(recipe.workers, "worker")
             if self.args.workers == AUTO:
                 workers = "the fewest workers"
-            note(f"{workers} with tensor parallelism {size}:")
-        trace = self.workload.windows.trace
-        _note_search(settings, total, trace, inputs.recipe.name, inputs.others)
+            note(f"{workers} with tensor parallelism {recipe.engine.tensor_parallel_size}:")
+        count = len(settings.spaces)
+        kind = "policies"
+        routed = settings.spaces[0].router is not None
+        policies = "the recipe's own policy"
+        if routed:
+            kind = "routers"
+            policies += f" behind {counted(count, 'router')}"
+        elif count > 1:
+            policies = f"{count} policies, {len(settings.served)} of which this engine can run"
+        hint = f"; --{kind} own searches the recipe's alone" if count > 1 else ""
+        note(f"{settings.trials} trials of {policies}; about {total} simulations in all{hint}")
+        if settings.trials < count:
+            left = ", ".join(space.key for space in settings.spaces[settings.trials :])
+            note(f"warning: with {settings.trials} trials these are not tried: {left}")
+        tried = [space.policy for space in settings.spaces]
+        note(*sharing_notes(self.workload.windows.trace, tried))
+        if inputs.others and routed:
+            kinds = ", ".join(other.recipe.name for other in inputs.others)
+            note(f"flags are searched for {recipe.name} and, each its own, for {kinds}")
         return total
 
     def _store(self, inputs: Inputs) -> EvaluationStore:
+        """The store of evaluations: a database, or a file beside the result. It forgets those
+        that depended on other files, recipes, or another version.
+        """
+        from toolkit.tuning.executor import JournalFile
+
+        recipe = inputs.recipe
+        digests = "".join(source.sha256 for source in self.made_from["inputs"].values())
+        siblings = "".join(one.model_dump_json() for one in inputs.siblings)
+        others = sha256(siblings.encode()).hexdigest()
+        with_profile = inputs.profile is not None
+        version = self.made_from["tool_version"]
+        files = f"{digests} {with_profile} {version}"
+        fingerprint = f"{files} {recipe.model_dump_json()} {others}{self.traffic}"
+        storage = self.args.storage
+        if storage:
+            from toolkit.tuning.studies import Studies
+
+            os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
+            return Studies(storage, recipe.name, fingerprint)
         suffix = ""
         if len(self.machines) > 1:
-            suffix = f".tp{inputs.recipe.engine.tensor_parallel_size}"
-        with_profile = inputs.profile is not None
-        recipe = inputs.recipe
-        return _store(
-            self.args,
-            self.made_from,
-            recipe,
-            inputs.siblings,
-            self.traffic,
-            suffix,
-            with_profile=with_profile,
-        )
-
-
-def _names(listed: str | None) -> list[str] | None:
-    """The names of a list with commas."""
-    return None if listed is None else [n.strip() for n in listed.split(",") if n.strip()]
+            suffix = f".tp{recipe.engine.tensor_parallel_size}"
+        return JournalFile(Path(f"{self.args.out}{suffix}.partial"), fingerprint)
 
 
 def _worker_count(workers: str | None) -> int | None:
@@ -564,31 +581,6 @@ def _profile_of(fit: Fit, path: Path) -> Profile | None:
         return read_file(Profile, beside) if digest(beside).sha256 == made_from.sha256 else None
     except InputError:
         return None
-
-
-def _note_search(
-    settings: SearchSettings, total: int, trace: Trace, recipe: str, others: Sequence[Kind]
-) -> None:
-    """Print what is searched and how many simulations it takes; `TuneProgress` adds the seconds."""
-    count = len(settings.spaces)
-    served = len(settings.served)
-    kind = "policies"
-    routed = settings.spaces[0].router is not None
-    policies = "the recipe's own policy"
-    if routed:
-        kind = "routers"
-        policies += f" behind {count} router{'s' * (count > 1)}"
-    elif count > 1:
-        policies = f"{count} policies, {served} of which this engine can run"
-    hint = f"; --{kind} own searches the recipe's alone" if count > 1 else ""
-    note(f"{settings.trials} trials of {policies}; about {total} simulations in all{hint}")
-    if settings.trials < count:
-        left = ", ".join(space.key for space in settings.spaces[settings.trials :])
-        note(f"warning: with {settings.trials} trials these are not tried: {left}")
-    note(*sharing_notes(trace, [space.policy for space in settings.spaces]))
-    if others and routed:
-        kinds = ", ".join(kind.recipe.name for kind in others)
-        note(f"flags are searched for {recipe} and, each its own, for {kinds}")
 
 
 @contextmanager
@@ -613,30 +605,3 @@ def _runner(args: TuneOptions) -> Iterator[tuple[Runner, int]]:
             f"--executor {args.executor}: no executor has that name",
             nearest(args.executor, ("local", "ray")),
         )
-
-
-def _store(
-    args: TuneOptions,
-    made_from: EnvelopeFields,
-    spec: Recipe,
-    siblings: Sequence[Kind],
-    traffic: str,
-    suffix: str,
-    *,
-    with_profile: bool,
-) -> EvaluationStore:
-    """The store of evaluations: a database, or a file beside the result. It forgets those that
-    depended on other files, recipes, or another version.
-    """
-    from toolkit.tuning.executor import JournalFile
-
-    digests = "".join(source.sha256 for source in made_from["inputs"].values())
-    others = sha256("".join(one.model_dump_json() for one in siblings).encode()).hexdigest()
-    version = made_from["tool_version"]
-    fingerprint = f"{digests} {with_profile} {version} {spec.model_dump_json()} {others}{traffic}"
-    if not args.storage:
-        return JournalFile(Path(f"{args.out}{suffix}.partial"), fingerprint)
-    from toolkit.tuning.studies import Studies
-
-    os.environ.pop("LLMCTL_STORAGE", None)  # processes that simulate need no password
-    return Studies(args.storage, spec.name, fingerprint)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from textwrap import fill
 
-from toolkit.cli.output import WIDTH, PlotPoint, note, scatter, table
-from toolkit.files.tuning import Outcome, ParameterValue, Sizing, SizingRow, Tuning, share_used
+from toolkit.cli.output import PlotPoint, note, paragraph, scatter, table
+from toolkit.files.tuning import Outcome, Sizing, SizingRow, Tuning, share_used
+from toolkit.report.rows import change_rows, parallel_rows, policy_rows, settings_of
 from toolkit.units import number, seconds, word
 
 ESTIMATE_AFTER = 16  # evaluations that are timed before the first estimate: two batches
@@ -111,28 +111,25 @@ def show(result: Tuning) -> None:
         print("\n".join([*size_lines(result), ""]))
         _show_sizing(result.sizing)
     if result.parallel:
-        _show_parallel(result)
+        columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s"]
+        rows = parallel_rows(result)
+        table([*columns, ">mean E2E, s"], rows, title="the same GPUs, by tensor parallelism")
     if len(result.policies) > 1:
         _show_policies(result)
     rate = f"{result.load} on {result.workers} workers"
-    first = _settings(before)
-    best = _settings(after)
-    rows = [
+    first = settings_of(before)
+    best = settings_of(after)
+    settings = [
         (name, *([word(first[name])] if same else []), word(value)) for name, value in best.items()
     ]
     title = f"policy '{after.policy}', {len(result.trials)} trials at {rate}"
-    table(["parameter", *(["default"] if same else []), "best"], rows, title=title)
-    changes = []
-    for name in METRICS:
-        if name in before.metrics and name in after.metrics:
-            old = before.metrics[name]
-            new = after.metrics[name]
-            changes.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "-"))
+    table(["parameter", *(["default"] if same else []), "best"], settings, title=title)
     names = ["default", "best"]
     if not same:
         names = [f"{_short(before)}, default", f"{_short(after)}, best"]
     title = f"predicted on {result.judged.requests:,} requests of the trace"
-    table(["metric", *(f">{name}" for name in names), ">change"], changes, title=title)
+    columns = ["metric", *(f">{name}" for name in names), ">change"]
+    table(columns, change_rows(result, METRICS), title=title)
     limits = [(one.name, one.allowed(), one.prediction(), one.kept) for one in result.limits]
     what = "the recipe's settings" if result.keep_defaults else "the best settings"
     title = f"{what} beside the limits"
@@ -148,51 +145,20 @@ def show(result: Tuning) -> None:
     table(["parameter", ">goodput swing", ">importance", "over"], swings, title=title)
     _show_chart(result)
     for line in verdict(result):
-        print(fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
-
-
-def _settings(outcome: Outcome) -> dict[str, ParameterValue]:
-    """The policy's parameters, those of further kinds, then the router and its parameters."""
-    router = outcome.replica_router
-    found = outcome.every_parameter
-    if router is None:
-        return found
-    own = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
-    return {**found, "replica_router": router.name, **own}
-
-
-def _show_parallel(result: Tuning) -> None:
-    """Print the tensor parallelisms that were compared on the same GPUs."""
-    rows: list[list[object]] = []
-    for one in result.parallel:
-        rate = "not searched" if one.outcome is None else "-"
-        if one.capacity_rps is not None:
-            rate = number(one.capacity_rps)
-        latency_s = one.outcome.metrics.get("e2e_mean_s") if one.outcome else None
-        rows.append([one.tensor_parallel_size, one.workers, one.keeps_limits, rate, latency_s])
-    columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s", ">mean E2E, s"]
-    table(columns, rows, title="the same GPUs, by tensor parallelism")
+        paragraph(line)
 
 
 def _show_policies(result: Tuning) -> None:
-    from toolkit.sched.policies import footnote, marked
+    from toolkit.sched.policies import footnote
 
-    latency = result.latency_metric
     what = "router" if result.best.replica_router else "policy"
-    rows: list[tuple[str, int, float, float, bool]] = []
-    for one in result.policies:
-        router = one.outcome.replica_router
-        metrics = one.outcome.metrics
-        name = router.name if router else marked(one.policy, result.engines)
-        goodput_rps = metrics.get("goodput_rps", 0.0)
-        latency_s = metrics.get(latency, 0.0)
-        rows.append((name, one.trials, goodput_rps, latency_s, one.feasible))
-    rows.sort(key=lambda row: (not row[4], -row[2]))
+    columns = [what, ">trials", ">goodput_rps", f">{result.latency_metric}", "in limits"]
     title = f"each {what}'s best settings, on the whole trace"
-    table([what, ">trials", ">goodput_rps", f">{latency}", "in limits"], rows, title=title)
+    table(columns, policy_rows(result), title=title)
     remark = footnote([one.policy for one in result.policies], result.engines)
     if remark:
-        print(fill(remark, WIDTH, subsequent_indent="  ", break_on_hyphens=False) + "\n")
+        paragraph(remark)
+        print()
 
 
 def _show_sizing(sizing: Sizing) -> None:
@@ -246,8 +212,8 @@ def _show_chart(result: Tuning) -> None:
     print("\ngoodput_rps of the trials")
     print("\n".join(scatter(points, x_name=latency)))
     legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
-    text = f"{legend}; o on the front of goodput and latency, D defaults, B best"
-    print(fill(text, WIDTH) + "\n")
+    paragraph(f"{legend}; o on the front of goodput and latency, D defaults, B best")
+    print()
 
 
 def _short(outcome: Outcome) -> str:

@@ -79,6 +79,11 @@ class CapacityOf(BaseModel):
     curve: list[CapacityPoint] = Field(description="every rate that was simulated, rising")
     concurrency_curve: list[CapacityPoint] = Field(description="likewise, requests at once")
 
+    @property
+    def name(self) -> str:
+        """The recipe and its settings."""
+        return f"{self.recipe}, {self.settings}"
+
 
 class Capacities(BaseModel):
     """`capacity --json`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.files.capacity import Capacities, CapacityOf
+from toolkit.files.capacity import Capacities
 from toolkit.report.page import render_page
 from toolkit.report.parts import (
     Badge,
@@ -15,7 +15,7 @@ from toolkit.report.parts import (
     chart,
     metric_name,
 )
-from toolkit.units import number
+from toolkit.units import counted, number
 
 CURVE_RATIO = 2.0  # the used share of a limit up to which the chart goes
 
@@ -28,7 +28,7 @@ def conclusion(result: Capacities) -> list[str]:
         best = max(kept, key=lambda one: one.capacity_rps or 0.0)
         error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
         most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
-        which = f"{best.recipe}, {best.settings}: " if len(result.capacities) > 1 else ""
+        which = f"{best.name}: " if len(result.capacities) > 1 else ""
         lines.append(f"{which}all targets hold up to {most} on the whole trace")
         if best.at_least:
             lines.append("  at more, the trace is over before a request could miss a target")
@@ -40,8 +40,8 @@ def conclusion(result: Capacities) -> list[str]:
             return lines
         fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
         assert fewest.needed is not None
-        gpus = f"{fewest.needed.gpus} GPU{'s' * (fewest.needed.gpus > 1)}"
-        lines.append(f"the fewest for {wanted}: {gpus}, {fewest.recipe}, {fewest.settings}")
+        gpus = counted(fewest.needed.gpus, "GPU")
+        lines.append(f"the fewest for {wanted}: {gpus}, {fewest.name}")
         prices = [
             (one.needed.usd_per_hour, one)
             for one in able
@@ -49,8 +49,7 @@ def conclusion(result: Capacities) -> list[str]:
         ]
         if prices:
             usd, cheapest = min(prices, key=lambda pair: pair[0])
-            named = f"{cheapest.recipe}, {cheapest.settings}"
-            lines.append(f"the cheapest for {wanted}: {number(usd)} USD an hour, {named}")
+            lines.append(f"the cheapest for {wanted}: {number(usd)} USD an hour, {cheapest.name}")
     return lines
 
 
@@ -77,7 +76,7 @@ def _answer(result: Capacities) -> Section:
         cost = one.cost
         million = None if cost is None else cost.usd_per_million_requests
         tokens = None if cost is None else cost.usd_per_million_out
-        rows.append([_name(one), one.gpus, rate, breaks, one.concurrency, million, tokens, needed])
+        rows.append([one.name, one.gpus, rate, breaks, one.concurrency, million, tokens, needed])
     columns = ["", "GPUs", "requests/s", "then breaks", "requests at once"]
     columns += ["USD per M requests", "USD per M tokens out"]
     if result.wanted_rps is not None:
@@ -104,10 +103,10 @@ def _curves(result: Capacities) -> Section:
             ]
             series.append(ChartSeries(metric_name(target), marks, "line"))
         svg = chart("requests/s that arrive", "target over its limit", series, level=1.0)
-        section.figures.append(Figure(svg, f"{_name(one)}: a target breaks above the line"))
+        section.figures.append(Figure(svg, f"{one.name}: a target breaks above the line"))
     reached = [
         ChartSeries(
-            _name(one),
+            one.name,
             [(p.load, p.attainment_percent, f"{number(p.load)} requests/s") for p in one.curve],
             "line",
         )
@@ -120,7 +119,7 @@ def _curves(result: Capacities) -> Section:
         for p in one.curve:
             worst = max(p.usage, key=lambda name: p.usage[name])
             share = f"{metric_name(worst)} {p.usage[worst]:.2f}"
-            rows.append([_name(one), p.load, p.kept, p.attainment_percent, p.goodput_rps, share])
+            rows.append([one.name, p.load, p.kept, p.attainment_percent, p.goodput_rps, share])
     columns = [
         "",
         "requests/s",
@@ -131,7 +130,3 @@ def _curves(result: Capacities) -> Section:
     ]
     section.tables.append(Table("Every rate that was tried", columns, rows))
     return section
-
-
-def _name(one: CapacityOf) -> str:
-    return f"{one.recipe}, {one.settings}"

@@ -9,7 +9,7 @@ validation of the shown plan ran at the rate that the plan was tuned for.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jinja2
 
@@ -64,7 +64,7 @@ class Promise:
 
     metrics: Mapping[str, float]
     limits: list[Limit]
-    measured: list[MeasuredTargets] = field(default_factory=list)
+    measured: list[MeasuredTargets]
 
 
 def summary_section(files: Material) -> Section:

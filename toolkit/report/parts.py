@@ -16,8 +16,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from toolkit.files.fit import HeldOutError
-from toolkit.units import number, percent, seconds
+from toolkit.units import number, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +115,6 @@ class Section:
     @property
     def title(self) -> str:
         return TITLES[self.key]
-
-
-def error_cells(error: HeldOutError) -> tuple[str, str, str, int]:
-    """Median, 95th percentile and worst error in percent, and the number of points."""
-    shares = (error.median_percent, error.p95_percent, error.worst_percent)
-    median, high, worst = (f"{share:.1f} %" for share in shares)
-    return median, high, worst, error.points
-
-
-def error_cell(error: float | None) -> str | None:
-    """The signed error of a prediction, if there is one."""
-    return None if error is None else percent(error)
 
 
 def metric_name(key: str) -> str:

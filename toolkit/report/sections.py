@@ -29,13 +29,21 @@ from toolkit.report.parts import (
     Table,
     bars,
     chart,
-    error_cell,
-    error_cells,
     metric_name,
     quantity,
 )
-from toolkit.sched.policies import footnote, marked
-from toolkit.units import number, percent, seconds, word
+from toolkit.report.rows import (
+    change_rows,
+    compared_rows,
+    error_cells,
+    mean_rows,
+    parallel_rows,
+    policy_rows,
+    request_rows,
+    settings_of,
+)
+from toolkit.sched.policies import footnote
+from toolkit.units import counted, number, percent, seconds, word
 
 Point = tuple[int, int, float]  # batch size, length, seconds
 
@@ -59,18 +67,15 @@ def bench_section(files: Material) -> Section:
         section.lines += [f"Left out: {why}." for why in left_out]
         return section
     requests = sum(bench.content.answered for bench in files.benches)
-    counted = f"{len(files.benches)} replay{'s' if len(files.benches) > 1 else ''}"
-    lead = f"{counted} against a running server, {requests:,} requests: measured, not simulated."
+    replays = counted(len(files.benches), "replay")
+    lead = f"{replays} against a running server, {requests:,} requests: measured, not simulated."
     section = Section("bench", lead)
     for bench in files.benches:
         section.lines.append(_bench_line(bench, files.rate_rps))
         warm = bench.content.warmup is not None
         errors: dict[str, float] = {}
         titles: dict[str, str] = {}
-        rows: list[list[Cell]] = []
         for row in bench.content.compared:
-            rows.append([row.metric, row.measured, row.predicted, error_cell(row.error_percent)])
-            rows[-1] += [row.as_fitted, error_cell(row.as_fitted_error_percent)]
             if row.error_percent is not None:
                 errors[row.metric] = row.error_percent
             if row.predicted is not None and row.measured is not None:
@@ -80,7 +85,8 @@ def bench_section(files: Material) -> Section:
         svg = bars(errors, " %", titles=titles)
         section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
         columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
-        section.tables.append(Table(_title(bench), columns if warm else columns[:4], rows))
+        shown = columns if warm else columns[:4]
+        section.tables.append(Table(_title(bench), shown, compared_rows(bench.content)))
     if len(files.benches) > 1:
         metrics = [row.metric for bench in files.benches for row in bench.content.compared]
         rows = [
@@ -153,19 +159,21 @@ def fit_section(files: Material) -> Section:
     errors: list[tuple[Cell, ...]] = []
     for name, law in laws:
         reach = law.valid.batch_size_max, law.valid.length_max
-        errors.append((name, law.form, *error_cells(law.error), *reach))
+        errors.append((name, law.form, *error_cells(law.error), law.error.points, *reach))
     overheads = [("whole slices", fit.overhead)]
     if fit.rounds:
         overheads.append(("rounds", fit.rounds.overhead))
     for name, overhead in overheads:
         form = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
-        errors.append((name, form, *error_cells(overhead.error), "", ""))
+        error = overhead.error
+        errors.append((name, form, *error_cells(error), error.points, "", ""))
     if fit.steps:
         form = f"knots {', '.join(map(str, fit.steps.knots))}"
         if fit.steps.pipeline:
             form = f"overlapping, graphs {fit.steps.pipeline.graph_mode}"
         most = fit.steps.valid.rows_max
-        errors.append(("passes", form, *error_cells(fit.steps.error), most, ""))
+        error = fit.steps.error
+        errors.append(("passes", form, *error_cells(error), error.points, most, ""))
     columns = ["law", "form", "median error", "p95", "worst", "points"]
     columns += ["up to batch", "up to length"]
     section.tables.append(Table("Errors on points that the fit did not see", columns, errors))
@@ -295,25 +303,6 @@ def plan_section(files: Material) -> Section:
     return section
 
 
-def _parallel(tuning: Tuning) -> Table:
-    """The tensor parallelisms that were compared on the same GPUs."""
-    rows: list[list[Cell]] = []
-    for one in tuning.parallel:
-        chosen = "chosen" if one.tensor_parallel_size == tuning.tensor_parallel_size else ""
-        rows.append(
-            [
-                one.tensor_parallel_size,
-                one.workers,
-                one.keeps_limits,
-                None if one.capacity_rps is None else number(one.capacity_rps),
-                one.outcome.metrics.get("e2e_mean_s") if one.outcome else None,
-                one.refused or chosen,
-            ]
-        )
-    columns = ["GPUs of a worker", "workers", "keeps the limits", "up to requests/s"]
-    return Table("Tensor parallelism", [*columns, "mean E2E, s", ""], rows)
-
-
 def tuning_section(files: Material) -> Section:
     """The trials of `tuning.json`, their front, the gain on the whole trace, and what matters."""
     tuning = files.tuning
@@ -326,7 +315,9 @@ def tuning_section(files: Material) -> Section:
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section("tuning", lead)
     if tuning.parallel:
-        section.tables.append(_parallel(tuning))
+        columns = ["GPUs of a worker", "workers", "keeps the limits", "up to requests/s"]
+        columns += ["mean E2E, s", ""]
+        section.tables.append(Table("Tensor parallelism", columns, parallel_rows(tuning)))
     shares: dict[str, float] = {}
     for result in tuning.policies:
         if result.policy == tuning.best.policy:
@@ -342,19 +333,13 @@ def tuning_section(files: Material) -> Section:
     section.tables += _on_trace(tuning)
     if tuning.policies:
         names = [result.policy for result in tuning.policies]
-        latency = tuning.latency_metric
-        rows: list[tuple[Cell, ...]] = []
-        for result in tuning.policies:
-            name = marked(result.policy, tuning.engines)
-            metrics = result.outcome.metrics
-            values = (metrics.get("goodput_rps"), metrics.get(latency))
-            rows.append((name, result.trials, *values, result.feasible))
         remark = footnote(names, tuning.engines)
         caption = "Each policy's best settings on the whole trace" + (
             f" ({remark})" if remark else ""
         )
-        columns = ["policy", "trials", "goodput_rps", latency, "keeps all limits"]
-        section.tables.append(Table(caption, columns, rows))
+        what = "router" if tuning.best.replica_router else "policy"
+        columns = [what, "trials", "goodput_rps", tuning.latency_metric, "keeps all limits"]
+        section.tables.append(Table(caption, columns, policy_rows(tuning)))
     return section
 
 
@@ -401,20 +386,16 @@ def _on_trace(tuning: Tuning) -> list[Table]:
     """The defaults and the best: their metrics on the whole trace, and their settings."""
     before = tuning.defaults
     after = tuning.best
-    rows: list[tuple[Cell, ...]] = []
-    for name, old in before.metrics.items():
-        if name in after.metrics:
-            new = after.metrics[name]
-            rows.append((name, old, new, f"{100 * (new / old - 1):+.1f} %" if old else "–"))
+    changes = change_rows(tuning, before.metrics)
     caption = f"The defaults and the best on {tuning.judged.requests:,} requests of the trace"
-    known = before.every_parameter if before.policy == after.policy else {}
+    known = settings_of(before) if before.policy == after.policy else {}
     settings = [
         (name, word(known[name]) if name in known else "–", word(value))
-        for name, value in after.every_parameter.items()
+        for name, value in settings_of(after).items()
     ]
     named = f"Settings of policy '{after.policy}'"
     return [
-        Table(caption, ["metric", "defaults", "best", "change"], rows),
+        Table(caption, ["metric", "defaults", "best", "change"], changes),
         Table(named, ["parameter", "default", "best"], settings),
     ]
 
@@ -435,17 +416,9 @@ def validation_section(files: Material) -> Section:
     errors = {row.metric: row.error_percent for row in validation.metrics}
     caption = "the prediction's error, of the means over the windows"
     section.figures.append(Figure(bars(errors, " %"), caption))
-    rows: list[tuple[Cell, ...]] = []
-    for row in validation.metrics:
-        off = (percent(row.error_percent), percent(row.worst_percent))
-        rows.append((row.metric, row.measured, row.predicted, *off))
     columns = ["metric", "measured", "predicted", "its error", "worst window"]
-    section.tables.append(Table("Means over the windows", columns, rows))
-    by_request: list[tuple[Cell, ...]] = []
-    for one in validation.requests:
-        size = f"{one.median_absolute_percent:.1f} %"
-        by_request.append((one.latency, percent(one.median_percent), size, one.requests))
+    section.tables.append(Table("Means over the windows", columns, mean_rows(validation)))
     columns = ["latency", "median error", "median absolute error", "requests"]
-    section.tables.append(Table("Request by request", columns, by_request))
+    section.tables.append(Table("Request by request", columns, request_rows(validation)))
     section.lines += [f"Noted: {note}." for note in validation.notes]
     return section

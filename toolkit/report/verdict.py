@@ -11,7 +11,7 @@ from collections.abc import Callable
 from toolkit.engine_traits import traits_of
 from toolkit.files.tuning import BEHIND, Interval, ParallelSize, Sibling, Tuning, share_used
 from toolkit.sched.policies import BUILT_IN
-from toolkit.units import number, percent
+from toolkit.units import counted, number, percent
 
 NOTABLE_RATE = 1.25  # a sibling that keeps the limits up to this multiple of the rate is named
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
@@ -87,7 +87,7 @@ def _draft_lines(result: Tuning) -> list[str]:
     gain = result.draft_gain
     if gain is None:
         return []
-    which = f"{gain.tokens} draft{'s' * (gain.tokens > 1)} of a request in a pass"
+    which = f"{counted(gain.tokens, 'draft')} of a request in a pass"
     if gain.rows == gain.most_rows:
         return [f"{which} pay up to {gain.rows} running requests, as many as run"]
     if not gain.rows:
@@ -135,11 +135,11 @@ def _parallel_lines(result: Tuning) -> list[str]:
     if not tried:
         return []
     size = result.tensor_parallel_size
-    own = f"{_counted(result.workers)} with tensor parallelism {size}"
+    own = f"{counted(result.workers, 'worker')} with tensor parallelism {size}"
     if len(tried) == 1:
         return [f"{own}: no other was searched"]
     others = [
-        f"{_counted(one.workers or 0)} with {one.tensor_parallel_size} {_kept(one)}"
+        f"{counted(one.workers or 0, 'worker')} with {one.tensor_parallel_size} {_kept(one)}"
         for one in tried
         if one.tensor_parallel_size != size
     ]
@@ -328,7 +328,8 @@ def _alternative_lines(result: Tuning) -> list[str]:
         top = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
         own_rps = (result.capacity and result.capacity.recommended_rps) or 0.0
         if top is not None and (top.up_to_rps or 0.0) >= NOTABLE_RATE * own_rps:
-            up_to = f"up to {number(top.up_to_rps or 0.0)} requests/s on {_workers(top)}"
+            workers = counted(top.workers, "worker")
+            up_to = f"up to {number(top.up_to_rps or 0.0)} requests/s on {workers}"
             lines.append(
                 f"recipe {top.recipe} (engine {top.engine}) keeps all limits {up_to}, "
                 f"this one up to {number(own_rps)}{_fit_kind(top)}"
@@ -364,22 +365,15 @@ def _alternative_lines(result: Tuning) -> list[str]:
 
 def _sibling(sibling: Sibling) -> str:
     metrics = sibling.outcome.metrics
+    workers = counted(sibling.workers, "worker")
     up_to = f"{number(sibling.up_to_rps or 0.0)} requests/s"
     most = f", and all limits up to {up_to}" if sibling.up_to_rps else ""
     return (
         f"recipe {sibling.recipe} (engine {sibling.engine}) keeps the targets on "
-        f"{_workers(sibling)}: {number(metrics.get('goodput_rps', 0.0))} good requests/s, "
+        f"{workers}: {number(metrics.get('goodput_rps', 0.0))} good requests/s, "
         f"{number(metrics.get('sla_attainment_percent', 0.0))} % within targets{most}"
         f"{_fit_kind(sibling)}"
     )
-
-
-def _workers(sibling: Sibling) -> str:
-    return _counted(sibling.workers)
-
-
-def _counted(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def _fit_kind(sibling: Sibling) -> str:

@@ -168,12 +168,17 @@ def _fit(lengths: Tokens, limit: int, least: float) -> tuple[Tokens, ScaledLengt
     )
 
 
-def prepare(trace: Trace, recipe: Recipe, rate_rps: float | None = None) -> Trace:
-    """The trace with lengths within the recipe's limits and, where given, a mean rate."""
+def prepare(
+    trace: Trace, recipe: Recipe, rate_rps: float | None = None, max_new_tokens: int | None = None
+) -> Trace:
+    """The trace with lengths within the recipe's limits, or another limit of outputs, and, where
+    given, a mean rate.
+    """
     model = recipe.model
     context = model.config.get("max_position_embeddings")
     known = context if isinstance(context, int) else None
-    fitted = scale_lengths(trace, model.max_model_len, recipe.serve.max_new_tokens, known)
+    longest = max_new_tokens or recipe.serve.max_new_tokens
+    fitted = scale_lengths(trace, model.max_model_len, longest, known)
     return fitted if rate_rps is None else scale_rate(fitted, rate_rps)
 
 

@@ -1,0 +1,113 @@
+"""Rows of the tables that the page and the terminal both show. None: the value is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from toolkit.files.bench import BenchReport, Validation
+from toolkit.files.fit import HeldOutError
+from toolkit.files.tuning import Outcome, ParameterValue, Tuning
+from toolkit.units import number, percent
+
+Row = list[str | int | float | bool | None]
+
+
+def error_cells(error: HeldOutError) -> tuple[str, str, str]:
+    """The median, the 95th percentile and the worst error, in percent."""
+    shares = (error.median_percent, error.p95_percent, error.worst_percent)
+    median, high, worst = (f"{share:.1f} %" for share in shares)
+    return median, high, worst
+
+
+def compared_rows(replayed: BenchReport) -> list[Row]:
+    """Each metric as measured, as predicted, and as predicted by the laws as they were fitted;
+    behind a prediction its error.
+    """
+    rows: list[Row] = []
+    for one in replayed.compared:
+        rows.append([one.metric, one.measured, one.predicted, _error(one.error_percent)])
+        rows[-1] += [one.as_fitted, _error(one.as_fitted_error_percent)]
+    return rows
+
+
+def _error(error_percent: float | None) -> str | None:
+    return None if error_percent is None else percent(error_percent)
+
+
+def mean_rows(validation: Validation) -> list[Row]:
+    """Each metric over the windows: measured, predicted, its error, and the worst window's."""
+    rows: list[Row] = []
+    for one in validation.metrics:
+        errors = [percent(one.error_percent), percent(one.worst_percent)]
+        rows.append([one.metric, one.measured, one.predicted, *errors])
+    return rows
+
+
+def request_rows(validation: Validation) -> list[Row]:
+    """Each latency request by request: the median of the errors and of their sizes, and how many
+    requests.
+    """
+    rows: list[Row] = []
+    for one in validation.requests:
+        size = f"{one.median_absolute_percent:.1f} %"
+        rows.append([one.latency, percent(one.median_percent), size, one.requests])
+    return rows
+
+
+def policy_rows(result: Tuning) -> list[Row]:
+    """The best settings of each policy or router on the whole trace: its trials, its goodput, the
+    latency of the search, and whether it keeps all limits. The best is the first.
+    """
+    from toolkit.sched.policies import marked
+
+    def rank(row: Row) -> tuple[bool, float]:
+        return not row[4], -float(row[2] or 0.0)
+
+    rows: list[Row] = []
+    for one in result.policies:
+        router = one.outcome.replica_router
+        metrics = one.outcome.metrics
+        name = router.name if router else marked(one.policy, result.engines)
+        goodput_rps = metrics.get("goodput_rps", 0.0)
+        latency_s = metrics.get(result.latency_metric, 0.0)
+        rows.append([name, one.trials, goodput_rps, latency_s, one.feasible])
+    return sorted(rows, key=rank)
+
+
+def parallel_rows(result: Tuning) -> list[Row]:
+    """The tensor parallelisms that were compared on the same GPUs: GPUs of a worker, workers,
+    whether the limits are kept, up to which rate, the mean E2E, and why it was not searched.
+    """
+    rows: list[Row] = []
+    for one in result.parallel:
+        rate = "not searched" if one.outcome is None else None
+        if one.capacity_rps is not None:
+            rate = number(one.capacity_rps)
+        latency_s = one.outcome.metrics.get("e2e_mean_s") if one.outcome else None
+        chosen = "chosen" if one.tensor_parallel_size == result.tensor_parallel_size else ""
+        row: Row = [one.tensor_parallel_size, one.workers, one.keeps_limits, rate, latency_s]
+        rows.append([*row, one.refused or chosen])
+    return rows
+
+
+def change_rows(result: Tuning, metrics: Iterable[str]) -> list[Row]:
+    """These metrics on the whole trace: of the defaults, of the best, and the change."""
+    before = result.defaults.metrics
+    after = result.best.metrics
+    rows: list[Row] = []
+    for name in metrics:
+        if name in before and name in after:
+            old = before[name]
+            new = after[name]
+            rows.append([name, old, new, percent(100 * (new / old - 1)) if old else None])
+    return rows
+
+
+def settings_of(outcome: Outcome) -> dict[str, ParameterValue]:
+    """The policy's parameters, those of further kinds, then the router and its parameters."""
+    router = outcome.replica_router
+    found = outcome.every_parameter
+    if router is None:
+        return found
+    own = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
+    return {**found, "replica_router": router.name, **own}
