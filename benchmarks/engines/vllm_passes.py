@@ -51,7 +51,7 @@ import numpy as np
 
 from benchmarks.common.command import make_parser
 from toolkit.backends.vllm.conformance import groups
-from toolkit.backends.vllm.conformance.groups import make_grouped, without_keys
+from toolkit.backends.vllm.conformance.groups import make_grouped
 from toolkit.backends.vllm.conformance.kinds import first_difference, live
 from toolkit.backends.vllm.conformance.kinds.full import (
     ModelledScheduler,
@@ -59,7 +59,7 @@ from toolkit.backends.vllm.conformance.kinds.full import (
     rows_of,
     step_of,
 )
-from toolkit.backends.vllm.conformance.run import passes_of_results, passes_of_vllm, run_cases
+from toolkit.backends.vllm.conformance.run import run_cases
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
@@ -304,7 +304,7 @@ def main() -> None:
             return
         cases = _cases(given)
         loaded = run_cases(given.vllm_python, cases)
-        theirs = [without_keys(passes) for passes in passes_of_results(loaded.results)]
+        theirs = loaded.passes()
         cases = [case | {"version": loaded.version} for case in cases]
         ours = [passes_of_case(case) for case in cases]
         ahead = sum(case["ahead"] for case in cases)
@@ -345,7 +345,7 @@ def _cases(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _report_times(cases: Sequence[Case], given: argparse.Namespace) -> None:
     """Compare the times of tokens."""
-    theirs = passes_of_vllm(given.vllm_python, cases, TIMED)
+    theirs = run_cases(given.vllm_python, cases, TIMED).passes()
     differ = []
     largest_s = 0.0
     for number, (case, tokens) in enumerate(zip(cases, theirs, strict=True)):
