@@ -6,13 +6,16 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import pytest
 import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.engines.fixed_step import FixedShape, FixedSteps
 from toolkit.engines.loading import load_model
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.protocol import (
+    Engine,
     LiveRow,
     Round,
     RoundOutput,
@@ -40,9 +43,9 @@ def rebatch_engine(
     )
 
 
-def step_logits(engine: RebatchEngine, lengths: Sequence[int], steps: int = 3) -> torch.Tensor:
-    """Logits [steps, N, V] of decode steps over random caches of these lengths and fixed tokens,
-    the same for every engine of a model.
+def step_logits(engine: RebatchEngine, lengths: Sequence[int]) -> torch.Tensor:
+    """Logits [3, N, V] of decode steps over random caches of these lengths and fixed tokens, the
+    same for every engine of a model.
     """
     batch = engine._batch
     generator = torch.Generator().manual_seed(3)
@@ -61,7 +64,7 @@ def step_logits(engine: RebatchEngine, lengths: Sequence[int], steps: int = 3) -
     found = []
     with torch.inference_mode():
         batch.join(list(zip(newcomers, caches, strict=True)))
-        for step in range(steps):
+        for step in range(3):
             batch.cache.make_room(len(lengths), 0, ahead=1)
             last = torch.arange(len(lengths), device=batch.cache.device) + 17 * step
             found.append(batch._logits(last).float().cpu().clone())
@@ -75,6 +78,53 @@ def kept_bytes(engine: RebatchEngine) -> int:
     cache = engine._batch.cache
     keeps = getattr(cache, "_stays", False) and not engine._batch
     return cache.slab_tokens * cache.bytes_per_token if keeps else 0
+
+
+def go_on(_: StepOutput) -> bool:
+    """An `OnStep` that stops nothing."""
+    return True
+
+
+def alone(engine: Engine, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """The tokens of each row, from a slice of its own."""
+    return [engine.run_slice([row], 1000, go_on).tokens[0] for row in rows]
+
+
+class Replay:
+    """A stand-in for a graph, where there is no GPU: the same step on the same tensors, into the
+    same output. Like a graph, it reads the tensors that were there when it was captured.
+    """
+
+    def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
+        self.steps = steps
+        self.shape = shape
+        self.pointers = self.now()
+        self.replays = 0
+
+    def now(self) -> list[int]:
+        """Where the tensors are that a graph would read and write."""
+        steps = self.steps
+        memory = [each for pair in steps._cache.flat() for each in pair]
+        inputs = [steps._tokens, steps._firsts, steps._cached, steps._grows, steps._since]
+        assert all(len(each) for each in (*inputs, steps._logits))
+        return [each.data_ptr() for each in (*memory, *inputs, steps._logits)]
+
+    def replay(self) -> None:
+        assert self.now() == self.pointers
+        self.steps._logits[: self.shape.rows].copy_(self.steps._run(self.shape))
+        self.replays += 1
+
+
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """The stand-ins that engines capture from now on."""
+    found: list[Replay] = []
+
+    def capture(steps: FixedSteps, shape: FixedShape) -> Replay:
+        found.append(Replay(steps, shape))
+        return found[-1]
+
+    monkeypatch.setattr(FixedSteps, "_capture", capture)
+    return found
 
 
 class FailingAllocations(TorchDispatchMode):

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from rounds import free_row, random_rows
+from rounds import Replay, free_row, go_on, random_rows, replayed
 
-from toolkit.engines.fixed_step import FixedShape, FixedSteps
-from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams, StepOutput
+from toolkit.engines.fixed_step import FixedShape
+from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
 from toolkit.engines.slab import Arena
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import InputError
@@ -37,10 +37,6 @@ def arena_of(engine: TransformersEngine) -> Arena:
     arena = engine._arena
     assert arena is not None
     return arena
-
-
-def go_on(_: StepOutput) -> bool:
-    return True
 
 
 @pytest.mark.slow
@@ -147,27 +143,13 @@ def test_the_law_of_memory_that_probes_show_has_no_workspace() -> None:
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[FixedShape]:
-    """The shapes that are captured, where a stand-in makes the same step as a graph would."""
-    shapes: list[FixedShape] = []
-
-    class Replay:
-        def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
-            shapes.append(shape)
-            self.steps = steps
-            self.shape = shape
-
-        def replay(self) -> None:
-            self.steps._logits[: self.shape.rows].copy_(self.steps._run(self.shape))
-
-    monkeypatch.setattr(FixedSteps, "_capture", lambda steps, shape: Replay(steps, shape))
-    return shapes
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """The graphs that engines have captured."""
+    return replayed(monkeypatch)
 
 
 @pytest.mark.slow
-def test_captured_steps_serve_slices_of_other_lengths(
-    captured: list[FixedShape],
-) -> None:
+def test_captured_steps_serve_slices_of_other_lengths(graphs: list[Replay]) -> None:
     engine = fixed_engine()
     plain = plain_engine()
     steps = engine._fixed
@@ -175,20 +157,20 @@ def test_captured_steps_serve_slices_of_other_lengths(
     steps.captures = True
     for rows in ([free_row(30, 20), free_row(12, 20)], [free_row(21, 30), free_row(2, 30)]):
         assert engine.run_slice(rows, 30, go_on) == plain.run_slice(rows, 30, go_on)
-    assert captured == [FixedShape(2, 128)]
+    assert [graph.shape for graph in graphs] == [FixedShape(2, 128)]
     rows = [free_row(90, 6), free_row(3, 90)]  # the first stays in the batch when it has ended
     assert engine.run_slice(rows, 90, go_on) == plain.run_slice(rows, 90, go_on)
-    assert captured == [FixedShape(2, 128), FixedShape(2, 256)]
+    assert [graph.shape for graph in graphs] == [FixedShape(2, 128), FixedShape(2, 256)]
 
 
-def test_timed_steps_are_captured_before_they_are_timed(captured: list[FixedShape]) -> None:
+def test_timed_steps_are_captured_before_they_are_timed(graphs: list[Replay]) -> None:
     engine = fixed_engine()
     assert engine._fixed is not None
     engine._fixed.captures = True
     during: list[int] = []
 
     def clock() -> float:
-        during.append(len(captured))
+        during.append(len(graphs))
         return 0.0
 
     engine.time_decode(4, 128, clock)

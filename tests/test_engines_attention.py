@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from rounds import RoundDriver, free_row, random_rows, rebatch_engine
+from rounds import RoundDriver, alone, free_row, go_on, random_rows, rebatch_engine
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -139,14 +139,14 @@ def test_flash_attention_changes_no_tokens(kind: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(transformers_engine, "choose_rows", lambda *_: FlashRows)
     rows = random_rows(4, 14)
     plain = rebatch_engine(kind)
-    expected = [plain.run_slice([row], 1000, lambda _: True).tokens[0] for row in rows]
+    expected = alone(plain, rows)
     driver = RoundDriver(rebatch_engine(kind, cuda_graphs=True), rows)
     for _ in range(15):
         driver.at_random(random.Random(5))
     assert driver.finish() == expected
     spec = tiny.engine_spec(kind, cuda_graphs=True)
     slices = TransformersEngine(tiny.model_spec(kind), spec, tiny.CPU)
-    assert list(slices.run_slice(rows, 1000, lambda _: True).tokens) == expected
+    assert list(slices.run_slice(rows, 1000, go_on).tokens) == expected
     assert max(calls) == 16  # rows of a slice, rounded
 
 

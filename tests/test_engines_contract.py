@@ -1,25 +1,25 @@
 """The contract of every engine. A new engine needs only a name in `KINDS`."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import tiny
-import torch
+from rounds import FREE, alone, free_row, generated_alone, go_on, random_rows
 
-from toolkit.engines.loading import load_model
 from toolkit.engines.protocol import (
     Engine,
     OutOfMemory,
     Row,
     SamplingParams,
-    SliceOutput,
     StepOutput,
     make_engine,
 )
 from toolkit.engines.rebatch_engine import STEPS
 from toolkit.engines.transformers_engine import TIMED_STEPS
+from toolkit.workers.pool import BatchRecord
 
 KINDS = ["llama", "qwen3", "gpt2", "opt", "fixed", "rebatch", "deepspeed", "fake"]
 ALL_STEPS = 10_000  # enough for any row
@@ -29,7 +29,14 @@ ALL_STEPS = 10_000  # enough for any row
 class Case:
     kind: str
     engine: Engine
-    generate: Callable[[Row], tuple[int, ...]]  # the tokens that a row gets alone
+
+    def alone(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+        """What each row gets alone: by transformers' own greedy `generate`, or from the fake engine
+        in one slice.
+        """
+        if self.kind == "fake":
+            return alone(self.engine, rows)
+        return generated_alone(self.kind, rows)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -37,62 +44,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     kind = request.param
     if kind == "deepspeed":
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    engine = make_engine(tiny.model_spec(kind), tiny.engine_spec(kind), tiny.CPU)
-    return Case(kind, engine, reference(kind, engine))
-
-
-def reference(kind: str, engine: Engine) -> Callable[[Row], tuple[int, ...]]:
-    """What a row gets alone: by transformers' own greedy `generate`, or from the fake engine in one
-    slice.
-    """
-    if kind == "fake":
-        return lambda row: engine.run_slice([row], ALL_STEPS, go_on).tokens[0]
-    model = load_model(tiny.model_spec(kind), tiny.CPU)
-
-    def generate(row: Row) -> tuple[int, ...]:
-        prompt = torch.tensor([row.tokens])
-        mask = torch.ones_like(prompt)
-        new = row.max_new_tokens
-        with torch.inference_mode():
-            tokens = model.generate(
-                prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=258
-            )
-        return tuple(tokens[0, len(row.tokens) :].tolist())
-
-    return generate
-
-
-def go_on(step: StepOutput) -> bool:
-    return True
-
-
-GREEDY = SamplingParams()
-
-
-def rows_of(seed: int, count: int, sampling: SamplingParams = GREEDY) -> list[Row]:
-    """Random prompts of 1 to 60 tokens that may get 1 to 30 more."""
-    rng = random.Random(seed)
-    lengths = [rng.randint(1, 60) for _ in range(count)]
-    return [
-        Row(
-            f"r{index}",
-            tuple(rng.randrange(256) for _ in range(length)),
-            0,
-            rng.randint(1, 30),
-            sampling,
-        )
-        for index, length in enumerate(lengths)
-    ]
+    return Case(kind, make_engine(tiny.model_spec(kind), tiny.engine_spec(kind), tiny.CPU))
 
 
 def extended(row: Row, new: Sequence[int]) -> Row:
-    return Row(
-        row.request_id,
-        (*row.tokens, *new),
-        row.generated + len(new),
-        row.max_new_tokens,
-        row.sampling,
-        row.end_after,
+    return msgspec.structs.replace(
+        row, tokens=(*row.tokens, *new), generated=row.generated + len(new)
     )
 
 
@@ -119,25 +76,22 @@ def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_in_slices_equal_those_of_each_request_alone(case: Case, seed: int) -> None:
-    rows = rows_of(seed, 8)
-    assert serve_in_slices(case.engine, rows, seed) == {
-        row.request_id: case.generate(row) for row in rows
-    }
+    rows = random_rows(seed, 8)
+    served = serve_in_slices(case.engine, rows, seed)
+    assert [served[row.request_id] for row in rows] == case.alone(rows)
 
 
 def test_the_rows_of_these_tests_end_both_ways(case: Case) -> None:
-    rows = rows_of(0, 8)
+    rows = random_rows(0, 8)
     finish = case.engine.run_slice(rows, ALL_STEPS, go_on).finish
     assert set(finish) == {"stop", "length"}
 
 
 def test_sampled_tokens_in_slices_equal_those_in_one_piece(case: Case) -> None:
-    sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1, seed=7)
-    rows = rows_of(11, 6, sampling)
-    whole = {
-        row.request_id: case.engine.run_slice([row], ALL_STEPS, go_on).tokens[0] for row in rows
-    }
-    assert serve_in_slices(case.engine, rows, 11) == whole
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1)
+    rows = random_rows(11, 6, sampling)
+    served = serve_in_slices(case.engine, rows, 11)
+    assert [served[row.request_id] for row in rows] == alone(case.engine, rows)
 
 
 def test_another_seed_gives_another_text(case: Case) -> None:
@@ -152,7 +106,7 @@ def test_another_seed_gives_another_text(case: Case) -> None:
 
 
 def test_steps_are_what_the_output_says(case: Case) -> None:
-    rows = rows_of(3, 5)
+    rows = random_rows(3, 5)
     steps: list[StepOutput] = []
 
     def keep(step: StepOutput) -> bool:
@@ -160,29 +114,15 @@ def test_steps_are_what_the_output_says(case: Case) -> None:
         return True
 
     output = case.engine.run_slice(rows, 12, keep)
-    assert assembled(steps, len(rows)) == output
+    record = BatchRecord(len(rows))
+    record.add(steps)
+    assert record.output() == output
     assert max(map(len, output.tokens)) == len(steps)
 
 
-def assembled(steps: Sequence[StepOutput], count: int) -> SliceOutput:
-    """The output of a slice of `count` rows, put together from its steps."""
-    tokens: list[list[int]] = [[] for _ in range(count)]
-    finish = [""] * count
-    for step in steps:
-        for row, token in zip(step.rows, step.tokens, strict=True):
-            tokens[row].append(token)
-        for row, reason in step.ended:
-            finish[row] = reason
-    return SliceOutput(tuple(map(tuple, tokens)), tuple(finish))  # type: ignore[arg-type]
-
-
 def test_no_row_passes_its_limit(case: Case) -> None:
-    rows = [Row("a", (1, 2, 3), 0, 4), Row("b", (5,) * 30, 10, 13), Row("c", (9,), 0, 1)]
-    free = [
-        Row(r.request_id, r.tokens, r.generated, r.max_new_tokens, SamplingParams(ignore_eos=True))
-        for r in rows
-    ]
-    output = case.engine.run_slice(free, 50, go_on)
+    rows = [free_row(3, 4), Row("b", (5,) * 30, 10, 13, FREE), free_row(1, 1)]
+    output = case.engine.run_slice(rows, 50, go_on)
     assert [len(tokens) for tokens in output.tokens] == [4, 3, 1]
     assert output.finish == ("length",) * 3
 
@@ -205,28 +145,26 @@ def test_a_slice_ends_when_all_rows_have(case: Case) -> None:
 
 
 def test_a_slice_stops_when_on_step_returns_false(case: Case) -> None:
-    rows = [
-        Row("a", (1, 2), 0, 30, SamplingParams(ignore_eos=True)),
-        Row("b", (3,), 0, 30, SamplingParams(ignore_eos=True)),
-    ]
     left = iter([True, True, False])
+    rows = [free_row(2, 30), free_row(1, 30)]
     output = case.engine.run_slice(rows, 30, lambda step: next(left))
     assert [len(tokens) for tokens in output.tokens] == [3, 3]
     assert output.finish == ("", "")
 
 
 def test_a_stop_token_ends_a_row(case: Case) -> None:
-    row = Row("a", (1, 2, 3), 0, 30, SamplingParams(ignore_eos=True))
+    row = free_row(3, 30, first=1)
     free = case.engine.run_slice([row], 30, go_on).tokens[0]
     stop = free[10]
-    stopped = Row("a", row.tokens, 0, 30, SamplingParams(ignore_eos=True, stop_token_ids=(stop,)))
+    sampling = SamplingParams(ignore_eos=True, stop_token_ids=(stop,))
+    stopped = msgspec.structs.replace(row, sampling=sampling)
     output = case.engine.run_slice([stopped], 30, go_on)
     assert output.tokens[0] == free[: free.index(stop) + 1]
     assert output.finish == ("stop",)
 
 
 def test_nothing_ends_before_min_tokens(case: Case) -> None:
-    rows = rows_of(0, 8, SamplingParams(min_tokens=9))
+    rows = random_rows(0, 8, SamplingParams(min_tokens=9))
     output = case.engine.run_slice(rows, ALL_STEPS, go_on)
     assert [
         len(tokens) >= min(row.max_new_tokens, 9)

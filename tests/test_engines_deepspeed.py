@@ -4,20 +4,20 @@ import subprocess
 import sys
 
 import pytest
+import samples
 import tiny
 from pydantic import ValidationError
+from rounds import free_row, go_on
 from said import says
 from test_workers_pool import Events, with_workers
 
-from toolkit.engines.protocol import Row, SamplingParams, make_engine
+from toolkit.engines.protocol import Row, make_engine
 from toolkit.errors import EngineError
 from toolkit.estimators.part_fits import fit_memory
-from toolkit.files.profile import EngineFacts, MemoryPoint
+from toolkit.files.profile import MemoryPoint
 from toolkit.files.recipe import EngineSpec
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import BatchDone, RunSlice, WorkerReady
-
-FREE = SamplingParams(ignore_eos=True)
 
 
 def spec_of(**changes: object) -> EngineSpec:
@@ -49,8 +49,7 @@ def test_kernel_injection_is_refused_without_kernels() -> None:
 def test_inputs_longer_than_deepspeed_s_default_limit_run() -> None:
     config = {**tiny.CONFIGS["llama"], "max_position_embeddings": 1500}
     engine = make_engine(tiny.model_spec(config=config, max_model_len=1500), spec_of(), tiny.CPU)
-    row = Row("long", tuple(index % 256 for index in range(1100)), 0, 3, FREE)
-    assert len(engine.run_slice([row], 3, lambda step: True).tokens[0]) == 3
+    assert len(engine.run_slice([free_row(1100, 3)], 3, go_on).tokens[0]) == 3
 
 
 @pytest.mark.slow
@@ -108,21 +107,8 @@ def test_kernel_injection_is_no_key_of_another_engine() -> None:
 
 def test_probes_like_the_paper_s_give_algorithm_2() -> None:
     """SCLS: 28 rows up to 512 tokens, 22 up to 1,024, 12 beyond. No zeta fits all of them."""
-    facts = EngineFacts(
-        engine="deepspeed",
-        engine_version="",
-        model_type="llama",
-        parameters=1,
-        dtype="float16",
-        device="A100",
-        threads=None,
-        kv_bytes_per_token=819_200,
-        kv_budget_bytes=819_200 * 50_000,
-        capacity_tokens=50_000,
-        max_model_len=2048,
-        vocab_size=32_000,
-        prefill_emits_token=True,
-    )
+    facts = samples.fit(50_000, engine="deepspeed").engine
+    facts = facts.model_copy(update={"max_model_len": 2048})
     ran = {512: 28, 1024: 22, 2048: 12}
     probes = [
         MemoryPoint(input_length=total - 128, steps=128, largest_ok=rows, smallest_oom=rows + 1)

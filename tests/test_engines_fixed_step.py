@@ -2,19 +2,29 @@
 
 That their tokens are right is held with all other ways to serve, in test_engines_rebatch.py,
 test_engines_machine.py, test_engines_scarce.py and test_engines_contract.py. There is no GPU here,
-so a stand-in takes the place of a graph: like one, it reads the tensors that were there when it was
-captured.
+so a stand-in takes the place of a graph.
 """
 
 import random
 
 import pytest
 import torch
-from rounds import DONE, WAITS, RoundDriver, free_row, random_rows, rebatch_engine
+from rounds import (
+    DONE,
+    WAITS,
+    Replay,
+    RoundDriver,
+    alone,
+    free_row,
+    go_on,
+    random_rows,
+    rebatch_engine,
+    replayed,
+)
 
 from toolkit.engines import fixed_step
 from toolkit.engines.fixed_step import FixedShape, FixedSteps, shape_for
-from toolkit.engines.protocol import Round, StepOutput
+from toolkit.engines.protocol import Round
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.errors import InputError
 
@@ -31,49 +41,15 @@ def steps_of(engine: RebatchEngine) -> FixedSteps:
     return steps
 
 
-class Replay:
-    """A stand-in for a graph: the same step on the same tensors, into the same output."""
-
-    def __init__(self, steps: FixedSteps, shape: FixedShape) -> None:
-        self.steps = steps
-        self.shape = shape
-        self.pointers = self.now()
-        self.replays = 0
-
-    def now(self) -> list[int]:
-        """Where the tensors are that a graph would read and write."""
-        steps = self.steps
-        memory = [each for pair in steps._cache.flat() for each in pair]
-        inputs = [steps._tokens, steps._firsts, steps._cached, steps._grows, steps._since]
-        assert all(len(each) for each in (*inputs, steps._logits))
-        return [each.data_ptr() for each in (*memory, *inputs, steps._logits)]
-
-    def replay(self) -> None:
-        assert self.now() == self.pointers
-        self.steps._logits[: self.shape.rows].copy_(self.steps._run(self.shape))
-        self.replays += 1
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
-    """The stand-ins that engines have captured."""
-    found: list[Replay] = []
-
-    def capture(steps: FixedSteps, shape: FixedShape) -> Replay:
-        found.append(Replay(steps, shape))
-        return found[-1]
-
-    monkeypatch.setattr(FixedSteps, "_capture", capture)
-    return found
+    """The graphs that engines have captured."""
+    return replayed(monkeypatch)
 
 
 def capturing(engine: RebatchEngine) -> RebatchEngine:
     steps_of(engine).captures = True
     return engine
-
-
-def go_on(_: StepOutput) -> bool:
-    return True
 
 
 @pytest.mark.slow
@@ -84,7 +60,7 @@ def test_a_captured_step_gives_the_tokens_of_an_eager_one(graphs: list[Replay]) 
     rng = random.Random(3)
     for _ in range(25):
         driver.at_random(rng)
-    assert driver.finish() == [eager.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    assert driver.finish() == alone(eager, ROWS)
     assert sum(graph.replays for graph in graphs) > 20
 
 
@@ -139,7 +115,7 @@ def test_where_a_capture_fails_steps_run_eagerly(
     for _ in range(4):
         driver.run(4, enter=driver.having(WAITS)[:1])
     eager = rebatch_engine()
-    assert driver.finish() == [eager.run_slice([row], 1000, go_on).tokens[0] for row in ROWS[:4]]
+    assert driver.finish() == alone(eager, ROWS[:4])
     (record,) = caplog.records
     assert record.getMessage().endswith("operation not permitted when stream is capturing")
     assert not steps_of(engine).captures
@@ -205,7 +181,7 @@ def test_an_overflow_does_not_reach_the_next_row(poisoned: int) -> None:
     eager = rebatch_engine()
     got = driver.finish()
     for number in {0, 1, 2} - {poisoned}:
-        assert got[number] == eager.run_slice([driver.rows[number]], 1000, go_on).tokens[0]
+        assert [got[number]] == alone(eager, [driver.rows[number]])
 
 
 @pytest.mark.parametrize(

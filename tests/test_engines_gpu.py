@@ -15,7 +15,9 @@ from rounds import (
     SWAPPED,
     WAITS,
     RoundDriver,
+    alone,
     free_row,
+    go_on,
     kept_bytes,
     random_rows,
     rebatch_engine,
@@ -51,10 +53,6 @@ LARGE = {
     "initializer_range": 0.12,
 }
 SHARE = 0.03  # of the GPU's memory
-
-
-def go_on(_: StepOutput) -> bool:
-    return True
 
 
 def on_gpu(cpu: RebatchEngine, **changes: object) -> RebatchEngine:
@@ -98,7 +96,7 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
     rng = random.Random(5)
     for _ in range(25):
         driver.at_random(rng)
-    assert driver.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    assert driver.finish() == alone(cpu, ROWS)
     assert driver.engine.ledger.used_bytes == kept_bytes(driver.engine)
     assert driver.engine.host_ledger.used_bytes == 0
     fixed = driver.engine._batch.fixed
@@ -210,7 +208,7 @@ def test_transfers_in_parallel_with_computation_move_every_value(overlap: bool) 
         driver.run(3, swap_out=runs, overlap=overlap)
         back = [number for number in runs if number in driver.having(SWAPPED)]
         driver.run(1, swap_in=back, resume=() if overlap else back, overlap=overlap)
-    assert driver.finish() == [cpu.run_slice([row], 1000, go_on).tokens[0] for row in ROWS]
+    assert driver.finish() == alone(cpu, ROWS)
 
 
 def test_swapped_rows_lie_in_pinned_memory() -> None:

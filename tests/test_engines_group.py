@@ -19,7 +19,7 @@ from toolkit.engines.loading import load_model
 from toolkit.engines.protocol import Round, Row, SamplingParams, make_engine
 from toolkit.engines.tensor_parallel import RankShare, cut
 from toolkit.errors import EngineError
-from toolkit.files.recipe import EngineSpec, Recipe
+from toolkit.files.recipe import EngineSpec
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import (
     BatchDone,
@@ -144,24 +144,8 @@ def test_uneven_heads_and_unknown_cuts_are_refused() -> None:
 def test_recipes_are_checked_before_a_model_is_loaded() -> None:
     with pytest.raises(ValueError, match="'deepspeed'"):
         EngineSpec(name="deepspeed", tensor_parallel_size=2)
-    fields = {
-        "name": "x",
-        "model": {
-            "source": "random",
-            "config": {"model_type": "llama", "num_key_value_heads": 2},
-            "max_model_len": 64,
-        },
-        "hardware": {"device": "cpu", "name": "any"},
-        "engine": {"tensor_parallel_size": 4},
-        "profile": {
-            "batch_sizes": [1],
-            "input_lengths": [8],
-            "cached_lengths": [8],
-            "memory_lengths": [8],
-        },
-    }
     with pytest.raises(
         ValueError,
         match=r"tensor_parallel_size.*4.*model\.config\.num_key_value_heads.*2",
     ):
-        Recipe.model_validate(fields)
+        tiny.recipe(tiny.model_spec(), tiny.engine_spec(tensor_parallel_size=4))

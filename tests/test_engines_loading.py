@@ -142,6 +142,16 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
             },
             "'mistral' slides a window of 50 tokens, below model.max_model_len 96",
         ),
+        ({"model_type": "jamba", "num_attention_heads": 4, **SMALL}, "'jamba'"),
+        (
+            {
+                "model_type": "qwen3_next",
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                **SMALL,
+            },
+            "'qwen3_next'",
+        ),
     ],
 )
 def test_models_with_unsupported_caches_are_refused_by_name(

@@ -3,15 +3,14 @@
 import functools
 import random
 
-import msgspec
 import pytest
-import tiny
 from rounds import (
     PAUSED,
     RUNS,
     SWAPPED,
     WAITS,
     RoundDriver,
+    alone,
     free_row,
     generated_alone,
     kept_bytes,
@@ -20,21 +19,15 @@ from rounds import (
     step_logits,
 )
 
-from toolkit.engines.protocol import Row, SamplingParams
+from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
-from toolkit.errors import EngineError
-
-
-def replace(row: Row, sampling: SamplingParams) -> Row:
-    return msgspec.structs.replace(row, max_new_tokens=25, sampling=sampling)
-
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "opt", "gpt_neox"]
 ROWS = random_rows(0, 24)
 
 
 @functools.cache
-def alone(kind: str) -> list[tuple[int, ...]]:
+def generated(kind: str) -> list[tuple[int, ...]]:
     return generated_alone(kind, ROWS)
 
 
@@ -65,7 +58,7 @@ def test_tokens_equal_those_of_each_request_alone(kind: str, way: str) -> None:
     rng = random.Random(len(kind))
     for _ in range(25):
         driver.at_random(rng)
-    assert driver.finish() == alone(kind)
+    assert driver.finish() == generated(kind)
     assert driver.engine.ledger.used_bytes == kept_bytes(driver.engine)
     assert driver.engine.host_ledger.used_bytes == 0
 
@@ -99,7 +92,7 @@ def test_sampled_tokens_equal_those_of_static_batches(
     engine = rebatch_engine(**changes)
     rows = random_rows(3, 12, SAMPLINGS[sampling])
     rows[::4] = random_rows(4, 12)[::4]  # greedy ones among them
-    static = [engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows]
+    static = alone(engine, rows)
     driver = RoundDriver(engine, rows)
     rng = random.Random(9)
     for _ in range(25):
@@ -114,20 +107,7 @@ def test_each_way_of_sampling_gives_another_text(sampling: str) -> None:
     )
     plain = random_rows(5, 12) if sampling == "temperature" else plain
     engine = rebatch_engine()
-    texts = [
-        [engine.run_slice([row], 1000, lambda step: True).tokens[0] for row in rows]
-        for rows in (plain, changed)
-    ]
-    assert texts[0] != texts[1]
-
-
-def test_a_seed_gives_one_text_and_another_seed_another() -> None:
-    driver = RoundDriver(
-        rebatch_engine(),
-        [replace(random_rows(6, 1)[0], SamplingParams(1.0, seed=seed)) for seed in (1, 2, 1)],
-    )
-    first, second, third = driver.finish()
-    assert first == third != second
+    assert alone(engine, plain) != alone(engine, changed)
 
 
 def test_a_round_ends_when_any_row_ends() -> None:
@@ -290,7 +270,7 @@ def test_the_ledger_stays_within_its_budget() -> None:
         driver.run(3, pause=tuple(running[:1])) if rng.random() < 0.3 else driver.run(
             3, resume=tuple(driver.having(PAUSED))
         )
-    assert driver.finish() == alone("llama")
+    assert driver.finish() == generated("llama")
     assert 0 < engine.ledger.peak_bytes <= engine.facts.kv_budget_bytes
 
 
@@ -345,31 +325,3 @@ def test_impossible_moves_raise(moves: dict[str, tuple[int, ...]], line: str) ->
     driver.run(2, swap_out=(1,))
     with pytest.raises(ValueError, match=line):
         driver.run(2, enter=moves.pop("numbers", ()), **moves)
-
-
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
-
-
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        (
-            {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300},
-            "'mamba'",
-        ),
-        (
-            {"model_type": "mistral", "sliding_window": 50, "head_dim": 8, **SMALL},
-            "'mistral' slides a window of 50",
-        ),
-        ({"model_type": "jamba", **SMALL}, "'jamba'"),
-        ({"model_type": "qwen3_next", "num_key_value_heads": 2, **SMALL}, "'qwen3_next'"),
-        ({"model_type": "t5", "vocab_size": 300}, "'t5' is not a causal language model"),
-    ],
-)
-def test_models_with_unsupported_caches_are_refused_by_name(
-    config: dict[str, object], line: str
-) -> None:
-    with pytest.raises(EngineError) as raised:
-        RebatchEngine(tiny.model_spec(config=config), tiny.engine_spec("rebatch"), tiny.CPU)
-    assert line in raised.value.message
-    assert "\n" not in raised.value.message

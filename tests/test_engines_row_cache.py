@@ -66,11 +66,6 @@ def test_rows_that_do_not_fit_are_dropped_and_the_others_go_on() -> None:
     assert engine.ledger.used_bytes == 0
 
 
-def test_padding_counts_only_in_a_slab() -> None:
-    assert rebatch_engine(kv_layout="rows").facts.joining is None
-    assert rebatch_engine().facts.joining == "embed"
-
-
 def test_shaping_needs_a_slab() -> None:
     with pytest.raises(InputError, match="kv_layout is rows"):
         rebatch_engine(kv_layout="rows", joining="shape")

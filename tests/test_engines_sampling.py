@@ -36,24 +36,17 @@ def test_greedy_takes_the_largest() -> None:
 
 
 @pytest.mark.slow
-def test_draws_follow_the_distribution() -> None:
+@pytest.mark.parametrize("along_a_text", [False, True])
+def test_draws_follow_the_distribution(along_a_text: bool) -> None:
     count = 20_000
-    drawn = torch.tensor(draw([row(temperature=0.8, seed=seed) for seed in range(count)]))
-    shares = torch.bincount(drawn, minlength=VOCAB) / count
+    rows = [
+        row(generated=k, temperature=0.8, seed=3) if along_a_text else row(temperature=0.8, seed=k)
+        for k in range(count)
+    ]
+    shares = torch.bincount(torch.tensor(draw(rows)), minlength=VOCAB) / count
     expected = (LOGITS / 0.8).softmax(dim=0)
     sigma = (expected * (1 - expected) / count).sqrt()
     assert ((shares - expected).abs() < 4 * sigma).all()
-
-
-@pytest.mark.slow
-def test_draws_along_a_text_follow_the_distribution() -> None:
-    count = 20_000
-    drawn = torch.tensor(
-        draw([row(generated=position, temperature=1.0, seed=3) for position in range(count)])
-    )
-    expected = LOGITS.softmax(dim=0)
-    sigma = (expected * (1 - expected) / count).sqrt()
-    assert ((torch.bincount(drawn, minlength=VOCAB) / count - expected).abs() < 4 * sigma).all()
 
 
 def test_a_draw_does_not_depend_on_the_batch() -> None:

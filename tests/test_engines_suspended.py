@@ -6,9 +6,8 @@ import random
 
 import pytest
 import torch
-from rounds import RoundDriver, random_rows, rebatch_engine
+from rounds import RoundDriver, alone, random_rows, rebatch_engine
 
-from toolkit.engines.protocol import StepOutput
 from toolkit.engines.suspended import ALIGNMENT_BYTES, HostArena
 
 PIECE = 1 << 16
@@ -22,10 +21,6 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def taken_bytes(arena: HostArena) -> int:
     """Bytes of all blocks, with their alignment."""
     return sum(end - start for _, start, end in arena._taken.values())
-
-
-def go_on(_: StepOutput) -> bool:
-    return True
 
 
 def test_blocks_keep_their_values_and_pieces_are_used_again() -> None:
@@ -105,6 +100,6 @@ def test_swapped_rows_get_their_own_tokens(
     for _ in range(25):
         driver.at_random(rng)
         taken.append(taken_bytes(arena))
-    assert driver.finish() == [engine.run_slice([row], 1000, go_on).tokens[0] for row in rows]
+    assert driver.finish() == alone(engine, rows)
     assert max(taken) > 0
     assert taken_bytes(arena) == 0

@@ -5,18 +5,18 @@ positions, and the ledger.
 import pytest
 import tiny
 import torch
+from rounds import alone, free_row, go_on
 from transformers.cache_utils import DynamicCache
 
 from toolkit.engines.devices import choose_attention_kernels
 from toolkit.engines.loading import load_model
 from toolkit.engines.memory import ByteLedger, kv_budget_bytes, on_device
-from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
+from toolkit.engines.protocol import OutOfMemory, Row
 from toolkit.engines.slab import MASK_ALIGNMENT, PaddedBatch, additive
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import EngineError
 
 ARCHITECTURES = ["llama", "qwen3", "gpt2", "opt"]
-FREE = SamplingParams(ignore_eos=True)
 
 
 def engine_of(kind: str, budget_mib: float = 16.0) -> TransformersEngine:
@@ -52,13 +52,9 @@ def test_the_slab_gives_the_same_bits_as_the_dynamic_cache(kind: str) -> None:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_batch_may_be_wider_than_the_model_s_positions(kind: str) -> None:
     engine = engine_of(kind)
-    long = Row("long", tuple(range(90)), 0, 6, FREE)
-    short = Row("short", (1, 2, 3), 0, 90, FREE)
-    together = engine.run_slice(
-        [long, short], 90, lambda step: True
-    )  # 90 + 90 columns, and 96 positions
-    alone = [engine.run_slice([row], 90, lambda step: True).tokens[0] for row in (long, short)]
-    assert list(together.tokens) == alone
+    rows = [free_row(90, 6), free_row(3, 90)]
+    together = engine.run_slice(rows, 90, go_on)  # 90 + 90 columns, and 96 positions
+    assert list(together.tokens) == alone(engine, rows)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -71,15 +67,9 @@ def test_the_ledger_s_peak_stays_below_the_budget() -> None:
     engine = engine_of("llama", budget_mib=1.0)
     facts = engine.facts
     ok = largest_batch(engine, 64, 16)
-    engine.run_slice(
-        [Row(str(index), (1,) * 64, 0, 16, FREE) for index in range(ok)], 16, lambda step: True
-    )
+    engine.run_slice([free_row(64, 16)] * ok, 16, go_on)
     with pytest.raises(OutOfMemory, match=r"do not fit"):
-        engine.run_slice(
-            [Row(str(index), (1,) * 64, 0, 16, FREE) for index in range(ok + 1)],
-            16,
-            lambda step: True,
-        )
+        engine.run_slice([free_row(64, 16)] * (ok + 1), 16, go_on)
     assert engine.ledger.used_bytes == 0
     assert engine.ledger.peak_bytes == engine.slice_bytes(ok, 64, 16) <= facts.kv_budget_bytes
     assert (
@@ -97,7 +87,7 @@ def largest_batch(engine: TransformersEngine, length: int, steps: int) -> int:
 )
 def test_an_impossible_row_raises(row: Row) -> None:
     with pytest.raises(ValueError, match=f"row {row.request_id}: .* at most 96"):
-        engine_of("llama").run_slice([row], 5, lambda step: True)
+        engine_of("llama").run_slice([row], 5, go_on)
 
 
 def test_a_ledger_without_a_budget_only_counts() -> None:
@@ -147,8 +137,7 @@ def test_the_mask_of_decode_steps_is_made_once_per_slice(monkeypatch: pytest.Mon
         return made[-1]
 
     monkeypatch.setattr("toolkit.engines.slab.additive", noted)
-    rows = [Row("long", tuple(range(30)), 0, 9, FREE), Row("short", (1, 2, 3), 0, 9, FREE)]
-    engine_of("llama").run_slice(rows, 9, lambda step: True)
+    engine_of("llama").run_slice([free_row(30, 9), free_row(3, 9)], 9, go_on)
     assert [mask.shape for mask in made] == [(2, 1, 1, 39)]
 
 

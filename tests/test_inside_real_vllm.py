@@ -11,7 +11,7 @@ from real_vllm import PYTHON, differences, needed
 
 from benchmarks.engines import vllm_past_future as bench
 from benchmarks.engines.random_llama import save_llama
-from toolkit.backends.vllm.conformance.run import passes_of_vllm
+from toolkit.backends.vllm.conformance.run import run_cases
 
 
 @needed
@@ -62,7 +62,7 @@ def test_past_future_counts_the_blocks_that_vllm_holds() -> None:
         "policy": "past-future initial_count=50 initial_length=30",
     }
     cases = [case | {"ahead": ahead} for ahead in (False, True)]
-    passes = [one for found in passes_of_vllm(PYTHON, cases) for one in found]
+    passes = [one for found in run_cases(PYTHON, cases).passes() for one in found]
     placed = [one["blocks"][:3] for one in passes if not one["blocks"][3]]
     held, counted, uncounted = zip(*placed, strict=True)
     assert max(uncounted) > 0

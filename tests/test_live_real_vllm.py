@@ -8,7 +8,7 @@ from real_vllm import PYTHON, needed
 
 from benchmarks.engines import live_settings
 from toolkit.backends.vllm.conformance.kinds import live
-from toolkit.backends.vllm.conformance.run import passes_of_vllm
+from toolkit.backends.vllm.conformance.run import run_cases
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 
 pytestmark = [needed, pytest.mark.slow]
@@ -16,7 +16,7 @@ pytestmark = [needed, pytest.mark.slow]
 
 def test_vllm_s_schedulers_take_new_settings_as_the_simulator_does() -> None:
     cases = [live.make(seed, seed % 2 == 1) for seed in range(5000, 5060)]
-    theirs = passes_of_vllm(PYTHON, cases)
+    theirs = run_cases(PYTHON, cases).passes()
     differ = [live.differs(case, found) for case, found in zip(cases, theirs, strict=True)]
     assert differ == [None] * len(cases)
 

@@ -4,7 +4,6 @@ The test runs if vLLM is installed or VLLM_PYTHON names the Python of an environ
 """
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 from real_vllm import PYTHON, needed
 
-from toolkit.backends.vllm.command import link_package
-from toolkit.backends.vllm.conformance.run import MODEL
+from toolkit.backends.vllm.driver import prepare
 from toolkit.catalogue.classes import of_resolved
 from toolkit.catalogue.resolved import Resolved
 
@@ -53,12 +51,10 @@ print(json.dumps([dataclasses.asdict(one) for one in found]))
 @needed
 @pytest.mark.slow
 def test_what_vllm_resolved_is_read_from_its_scheduler(tmp_path: Path) -> None:
-    (tmp_path / "modules").mkdir()
-    link_package(tmp_path / "modules")
-    (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    model, environment = prepare(tmp_path)
     done = subprocess.run(
-        [PYTHON, "-c", PRINT, str(tmp_path), json.dumps(CASES)],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "modules")},
+        [PYTHON, "-c", PRINT, model, json.dumps(CASES)],
+        env=environment,
         capture_output=True,
         text=True,
         check=True,

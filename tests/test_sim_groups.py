@@ -112,7 +112,7 @@ def test_counting_changes_nothing_where_prompts_get_keys_late() -> None:
     """With blocks of two sizes, others may look for a block of a prompt that gets its key while the
     row decodes. vLLM 0.32 and 0.33 plan this workload as row by row.
     """
-    case = block_sizes.make(50005, ahead=True) | {"version": "0.33.0"}
+    case = block_sizes.KIND.make(50005, True) | {"version": "0.33.0"}
     counted = passes_of_case(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheSettings, "can_count", lambda *_: False)

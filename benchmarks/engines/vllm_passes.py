@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks.common.command import make_parser
 from toolkit.backends.vllm.conformance.kinds import first_difference
 from toolkit.backends.vllm.conformance.kinds.full import ModelledScheduler, rows_of, step_of
-from toolkit.backends.vllm.conformance.run import passes_of_vllm
+from toolkit.backends.vllm.conformance.run import run_cases
 from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
@@ -175,7 +175,7 @@ def compare_log(log: Path, served: Path) -> None:
 
 def compare_times(python: str, cases: Sequence[Case]) -> None:
     """Compare the times of tokens."""
-    theirs = passes_of_vllm(python, cases, CHILD)
+    theirs = run_cases(python, cases, CHILD).passes()
     differ = []
     largest_s = 0.0
     for number, (case, tokens) in enumerate(zip(cases, theirs, strict=True)):

@@ -26,14 +26,16 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from toolkit.engines.attention import RowTokens, TokenRows
 from toolkit.engines.memory import is_out_of_memory
+from toolkit.engines.rebatch_cache import RebatchCache
+from toolkit.engines.slab import Arena
 
 EAGER_RUNS = 1
 GRAPHS_MAX = 64  # the shape that was used least recently is dropped first
@@ -54,47 +56,6 @@ class FixedShape(NamedTuple):
     longest: int
 
 
-class Places(Protocol):
-    """Where the tokens of a batch's rows are in a cache.
-
-    Attributes:
-        row_capacity: the most rows of a shape. If it is above the number of rows, the last place of
-            all is no row's.
-        generation: counts the changes of the memory.
-        membership: counts the changes of which rows there are and where they begin.
-        end: grows by one with each step while the membership stays.
-    """
-
-    row_capacity: int
-    generation: int
-    membership: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def end(self) -> int: ...
-
-    @property
-    def width(self) -> int:
-        """The tokens of the longest row."""
-        ...
-
-    @property
-    def firsts(self) -> list[int]:
-        """The place of each row's first token."""
-        ...
-
-    @property
-    def lengths(self) -> list[int]:
-        """The tokens of each row."""
-        ...
-
-    def flat(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [T, kv_heads, head_dim] of each layer, on the memory itself."""
-        ...
-
-
 def shape_for(rows: int, width: int, row_capacity: int) -> FixedShape:
     """The smallest shape for a step of `rows` rows, the longest of `width` tokens before it."""
     most_rows = ROWS[bisect_left(ROWS, rows)]
@@ -106,7 +67,8 @@ class FixedSteps:
     """Makes the decode steps of the rows in a cache in fixed shapes.
 
     Args:
-        cache: where the rows are.
+        cache: where the rows are. While it has fewer than `row_capacity` of them, the last place
+            of all is no row's.
         dtype: of masks.
         last_position: positions stop here, since a row that has ended may stay in its batch.
         rows_kind: how layers attend to rows.
@@ -120,7 +82,7 @@ class FixedSteps:
     def __init__(
         self,
         forward: Forward,
-        cache: Places,
+        cache: Arena | RebatchCache,
         dtype: torch.dtype,
         last_position: int,
         rows_kind: type[TokenRows],
@@ -212,7 +174,12 @@ class FixedSteps:
         places = (firsts[:rows] + cached).long()
         own = self._rows_kind(firsts, cached + 1, shape.longest, self._dtype)
         positions = cached.clamp(max=self._last_position).long()[:, None]
-        step = _StepCache(self._cache.flat(), places, own, shape.longest)
+        step = Cache(
+            layers=[
+                _StepLayer(keys, values, places, own, shape.longest)
+                for keys, values in self._cache.flat()
+            ]
+        )
         logits = self._forward(self._tokens[:rows, None], self._no_mask, positions, step)
         if self.captures and not len(self._logits):
             self._logits = logits.new_empty(len(self._tokens), logits.shape[1])
@@ -255,24 +222,11 @@ class FixedSteps:
         return graph
 
 
-class _StepCache(Cache):  # type: ignore[misc]
-    """The cache as the model sees it in one step: each layer writes the rows' new tokens to
-    `places` [R].
+class _StepLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer's cache as the model sees it in one step: it writes the rows' new tokens to `places`
+    [R].
     """
 
-    def __init__(
-        self,
-        flat: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        places: torch.Tensor,
-        rows: TokenRows,
-        longest: int,
-    ) -> None:
-        super().__init__(
-            layers=[_StepLayer(keys, values, places, rows, longest) for keys, values in flat]
-        )
-
-
-class _StepLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(
         self,
         keys: torch.Tensor,

@@ -6,22 +6,13 @@ for its norms, two in five of all. PyTorch's `rms_norm` is one on CUDA.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn.functional import rms_norm
 
 # How far results may be apart, as a share: half precision rounds the product once, not twice.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-class _FusedNorm:
-    """The forward function of a norm with this weight."""
-
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
-        self._weight = weight
-        self._epsilon = epsilon
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(states, self._weight.shape, self._weight, self._epsilon)
 
 
 @torch.inference_mode()
@@ -36,7 +27,7 @@ def fuse_norms(model: torch.nn.Module) -> int:
         epsilon = getattr(module, "variance_epsilon", None)
         if not isinstance(weight, torch.Tensor) or epsilon is None or weight.ndim != 1:
             continue
-        forward = _FusedNorm(weight, epsilon)
+        forward = partial(rms_norm, normalized_shape=weight.shape, weight=weight, eps=epsilon)
         states = torch.randn(4, len(weight), dtype=torch.float32).to(weight) * 3
         expected = module(states)
         off = (forward(states) - expected).float().norm() / expected.float().norm()

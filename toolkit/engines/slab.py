@@ -125,20 +125,25 @@ class SlabCache(Cache):  # type: ignore[misc]
 
 class Arena:
     """Memory for the caches of one slice after another: per layer keys and values
-    [tokens, kv_heads, head_dim], where each row of the slice is a run of tokens.
-
-    It has the attributes of `toolkit.engines.fixed_step.Places`. Its last token is no row's.
+    [tokens, kv_heads, head_dim], where each row of the slice is a run of tokens. Its last token is
+    no row's.
 
     Args:
         shapes: what each layer caches.
         like: a tensor of the cache's dtype, on its device.
         tokens: that rows may take.
+
+    Attributes:
+        firsts: the place of each row's first token.
+        membership: counts the changes of which rows there are and where they begin.
+        end: grows by one with each step while the membership stays.
     """
 
     generation = 0  # the memory stays
 
     def __init__(self, shapes: Sequence[KVShape], like: torch.Tensor, tokens: int) -> None:
-        self.tokens = self.row_capacity = tokens
+        self.tokens = tokens
+        self.row_capacity = tokens  # of a shape of steps
         self.device = like.device
         self.membership = self.end = 0
         self.firsts: list[int] = []
@@ -153,13 +158,16 @@ class Arena:
 
     @property
     def lengths(self) -> list[int]:
+        """The tokens of each row."""
         return [length + self.end for length in self._prompts]
 
     @property
     def width(self) -> int:
+        """The tokens of the longest row."""
         return max(self._prompts, default=0) + self.end
 
     def flat(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [T, kv_heads, head_dim] of each layer, on the memory itself."""
         return self._flat
 
     def hold(self, firsts: Sequence[int], lengths: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from toolkit.engines.attention import (
     use_our_attention,
 )
 from toolkit.engines.devices import choose_attention_kernels
-from toolkit.engines.fixed_step import FixedSteps, Places
+from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.loading import config_digest, eos_token_ids, load_model
 from toolkit.engines.memory import (
     ByteLedger,
@@ -39,6 +39,7 @@ from toolkit.engines.memory import (
 )
 from toolkit.engines.norms import fuse_norms
 from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord
+from toolkit.engines.rebatch_cache import RebatchCache
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import Arena, PaddedBatch, values_per_token
 from toolkit.engines.tensor_parallel import RankShare
@@ -318,7 +319,7 @@ class TransformersEngine:
     def _choose_rows(self) -> type[TokenRows]:
         return choose_rows(self._like, self._shape.heads, self._kv_shapes)
 
-    def _fixed_steps(self, cache: Places) -> FixedSteps:
+    def _fixed_steps(self, cache: Arena | RebatchCache) -> FixedSteps:
         fuse_norms(self._model)
         return FixedSteps(
             self._forward,

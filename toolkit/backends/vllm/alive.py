@@ -35,22 +35,23 @@ _FIGURES = re.compile(
 )
 
 
-def figures(url: str) -> str:
-    """The engine's figures, as its /metrics has them; '' without an answer or any of them."""
+def metrics(url: str) -> str:
+    """The server's page of metrics; '' without an answer."""
     try:
-        page = build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=PAGE_S).read()
+        page: bytes = build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=PAGE_S).read()
     except (OSError, HTTPException):
         return ""
-    return "\n".join(_FIGURES.findall(page.decode(errors="replace")))
+    return page.decode(errors="replace")
+
+
+def figures(url: str) -> str:
+    """The engine's figures, as its /metrics has them; '' without an answer or any of them."""
+    return "\n".join(_FIGURES.findall(metrics(url)))
 
 
 def blocks(url: str) -> int:
     """The blocks of KV cache that the server says it has; 0 where it does not say so."""
-    try:
-        page = build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=PAGE_S).read()
-    except (OSError, HTTPException):
-        return 0
-    found = re.search(r'num_gpu_blocks="(\d+)"', page.decode(errors="replace"))
+    found = re.search(r'num_gpu_blocks="(\d+)"', metrics(url))
     return int(found[1]) if found else 0
 
 

@@ -239,11 +239,6 @@ class DrivenScheduler:
             for name in output.num_scheduled_tokens
         }
 
-    @property
-    def cached(self) -> int:
-        """Hashes of blocks that can be found."""
-        return len(self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
-
 
 def _block_sizes(groups: list[GroupSettings], settings: SchedulerSettings) -> tuple[int, int]:
     """Tokens of the scheduler's block, and of a block with a hash."""
@@ -252,7 +247,7 @@ def _block_sizes(groups: list[GroupSettings], settings: SchedulerSettings) -> tu
     unaligned = any(group.kind == "state" and group.mode != "align" for group in groups)
     if len(sizes) > 1 and (unaligned or not settings.prefix_caching):
         return block, block
-    return block, settings.match_unit or gcd(*sizes)
+    return block, gcd(*sizes)
 
 
 def _groups_of(groups: list[GroupSettings], config: Any, drafts: int) -> list[Any]:

@@ -1,14 +1,13 @@
 """vLLM's own schedulers in a process of vLLM's Python, without an engine and without a GPU.
 
     with VllmDriver(python) as driver:
-        print(driver.version, driver.path)
+        print(driver.version)
         simulate(trace, policy, replace(world, paged=replace(engine, link=driver)))
 
 Workloads without a clock are `toolkit.backends.vllm.conformance`'s.
 
 The child (`driver_child`) says which vLLM it loaded, and `VllmDriver` compares that with the files
-that it found, since an environment may find the package of another one. It takes 10 to 15 s to
-import vLLM.
+that it found. It takes 10 to 15 s to import vLLM.
 """
 
 from __future__ import annotations
@@ -93,6 +92,18 @@ def _group(group: CacheGroup) -> GroupSettings:
     )
 
 
+def prepare(folder: Path) -> tuple[str, dict[str, str]]:
+    """Put into `folder` what a process of vLLM's Python needs. Returns the folder of a model, and
+    an environment that has llmctl's package.
+    """
+    link_package(folder)
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return str(model), os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 class VllmDriver:
     """A child with vLLM's schedulers, and the `SchedulerLink` of a simulation to them. It ends with
     the block, and never outlives this process.
@@ -101,7 +112,7 @@ class VllmDriver:
         python: of the environment that has vLLM; None: `LLMCTL_VLLM_PYTHON`, else this one.
 
     Attributes:
-        version, path: of the vLLM that the child loaded.
+        version: of the vLLM that the child loaded.
         on_plan: called before each pass is planned.
 
     Raises `EngineError` if that Python has no vLLM, or loads another version of it than it has.
@@ -116,7 +127,6 @@ class VllmDriver:
         self._closing = contextlib.ExitStack()
         self._opened = 0  # schedulers so far
         self.version = ""
-        self.path = ""
         self.on_plan: Callable[[], object] = lambda: None
 
     def __enter__(self) -> VllmDriver:
@@ -127,8 +137,7 @@ class VllmDriver:
             self._closing.callback(self._end)
             loaded = self._read(LoadedVllm)
             self.version = loaded.version
-            self.path = loaded.path
-            self._refuse_another(loaded)
+            self._installed.refuse_another(self.python, loaded.version, Path(loaded.path))
             self._closing = self._closing.pop_all()
         return self
 
@@ -220,29 +229,15 @@ class VllmDriver:
     def close(self, scheduler: int) -> None:
         self.ask(CloseScheduler(scheduler=scheduler))
 
-    def _refuse_another(self, loaded: LoadedVllm) -> None:
-        found = self._installed.folder
-        is_there = found is None or found.resolve() == Path(loaded.path).resolve()
-        if not is_there or loaded.version != self._installed.version:
-            raise EngineError(
-                f"vLLM {self._installed.version} of {found} was asked for, and {self.python} loaded"
-                f" {loaded.version} of {loaded.path}",
-                "name the Python of one environment, without PYTHONPATH",
-            )
-
     def _start(self, folder: Path) -> None:
-        link_package(folder)
-        paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-        model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        model, environment = prepare(folder)
         # It has its own session: Ctrl-C is for this process. Its input ends with this process.
         self._child = subprocess.Popen(
-            [self.python, "-m", "toolkit.backends.vllm.driver_child", str(model)],
+            [self.python, "-m", "toolkit.backends.vllm.driver_child", model],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=environment,
             cwd=folder,
             start_new_session=True,
         )

@@ -53,7 +53,7 @@ def _of_vllm(scheduler: Any) -> list[Knob]:
             Knob(
                 "max_num_seqs",
                 int,
-                Parameter(1, most_rows, None, False, "the most requests that run at once"),
+                _limits(1, most_rows, "the most requests that run at once"),
                 lambda: int(scheduler.max_num_active_reqs),
                 lambda value: _set_rows(scheduler, value),
                 "a restart with a larger --max-num-seqs: buffers and graphs are made for it",
@@ -68,11 +68,9 @@ def _of_vllm(scheduler: Any) -> list[Knob]:
         Knob(
             "max_num_batched_tokens",
             int,
-            Parameter(
+            _limits(
                 least_tokens,
                 most_tokens,
-                None,
-                False,
                 "the most new tokens in a pass; at least a token for each of --max-num-seqs, and "
                 "all of a prompt without chunked prefill",
             ),
@@ -87,25 +85,29 @@ def _of_vllm(scheduler: Any) -> list[Knob]:
             Knob(
                 "long_prefill_token_threshold",
                 int,
-                Parameter(
+                _limits(
                     0,
                     longest,
-                    None,
-                    False,
                     "the most tokens of one prompt in a pass while others are there; 0: no limit",
                 ),
                 lambda: int(config.long_prefill_token_threshold),
                 lambda value: setattr(config, "long_prefill_token_threshold", value),
             )
         )
-    knobs.append(_watermark(scheduler))
+    knobs.append(
+        Knob(
+            "watermark",
+            float,
+            _limits(0.0, 0.99, "share of the blocks that stay free when one more is admitted"),
+            lambda: float(config.watermark),
+            lambda share: _set_watermark(scheduler, share),
+        )
+    )
     knobs.append(
         Knob(
             "scheduler_reserve_full_isl",
             bool,
-            Parameter(
-                0, 1, None, False, "whether a request is admitted only if its whole input fits"
-            ),
+            _limits(0, 1, "whether a request is admitted only if its whole input fits"),
             lambda: bool(scheduler.scheduler_reserve_full_isl),
             lambda value: setattr(scheduler, "scheduler_reserve_full_isl", value),
         )
@@ -124,6 +126,10 @@ def _of_vllm(scheduler: Any) -> list[Knob]:
     return knobs
 
 
+def _limits(low: float, high: float, doc: str) -> Parameter:
+    return Parameter(low, high, None, False, doc)
+
+
 def _set_rows(scheduler: Any, rows: int) -> None:
     scheduler.max_num_active_reqs = rows
     steps = getattr(scheduler, "steps", None)
@@ -131,23 +137,10 @@ def _set_rows(scheduler: Any, rows: int) -> None:
         steps.configure({}, rows)
 
 
-def _watermark(scheduler: Any) -> Knob:
-    manager = scheduler.kv_cache_manager
-    config = scheduler.scheduler_config
+def _set_watermark(scheduler: Any, share: float) -> None:
     blocks = scheduler.kv_cache_config.num_blocks
-
-    def apply(share: float) -> None:
-        manager.watermark_blocks = int(share * blocks)
-        config.watermark = share
-
-    doc = "share of the blocks that stay free when one more is admitted"
-    return Knob(
-        "watermark",
-        float,
-        Parameter(0.0, 0.99, None, False, doc),
-        lambda: float(config.watermark),
-        apply,
-    )
+    scheduler.kv_cache_manager.watermark_blocks = int(share * blocks)
+    scheduler.scheduler_config.watermark = share
 
 
 def _set_policy(scheduler: Any, name: str) -> None:

@@ -41,7 +41,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
         ahead: the scheduler is vLLM's `AsyncScheduler`.
         groups: empty: one of full attention, with blocks of `block_tokens`.
         retention: vLLM's `prefix_cache_retention_interval`; None: every block is kept.
-        match_unit: tokens of a hashed block; None: as vLLM chooses it.
         flags: further arguments of vLLM's `EngineArgs`.
     """
 
@@ -57,7 +56,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ahead: bool = False
     groups: list[GroupSettings] = []
     retention: int | None = None
-    match_unit: int | None = None
     drafts: DraftSettings | None = None
     flags: dict[str, Any] = {}
 

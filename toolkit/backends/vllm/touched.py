@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from toolkit.errors import EngineError, InputError
 
 Kind = Literal["import", "method", "attribute", "flag", "metric"]
 Need = Literal["start", "simulation", "inside", "live"]
+Needs = tuple[Need, ...]
 FIRST = "0.28"  # of the minor releases that were tried
 LAST = "0.33"
 REQUIREMENT = f"vllm>={FIRST}"
@@ -37,13 +38,10 @@ class Capability:
     Attributes:
         what: in words.
         without: the commands that still work if the version lacks something of it.
-        first, last: the minor releases that were tried; others are checked.
     """
 
     what: str
     without: str
-    first: str = FIRST
-    last: str = LAST
 
 
 CAPABILITIES: dict[Need, Capability] = {
@@ -81,7 +79,7 @@ class Touched:
 
     kind: Kind
     where: str
-    needs: tuple[Need, ...]
+    needs: Needs
     parameters: tuple[str, ...] = ()
     exact: bool = False
     since: str = ""
@@ -96,180 +94,152 @@ class Touched:
 
 CORE = "vllm.v1.core"
 SCHEDULER = f"{CORE}.sched.scheduler:Scheduler"
-ASYNC = f"{CORE}.sched.async_scheduler:AsyncScheduler"
+OUTPUT = f"{CORE}.sched.output:SchedulerOutput"
+QUEUE = f"{CORE}.sched.request_queue"
+CACHE_UTILS = f"{CORE}.kv_cache_utils"
+CACHE_MANAGER = f"{CORE}.kv_cache_manager:KVCacheManager"
 CACHES = "vllm.v1.kv_cache_interface"
-UTILS = f"{CORE}.kv_cache_utils"
-ENGINES = "vllm.v1.engine"
-BALANCER = f"{ENGINES}.core_client:DPLBAsyncMPClient"
-ALL: tuple[Need, ...] = ("start", "simulation", "inside")
-LOGGED: tuple[Need, ...] = ("start", "inside")
+REQUEST = "vllm.v1.request:Request"
+ENGINE = "vllm.v1.engine.core"
+CLIENT = "vllm.v1.engine.core_client"
+ARGUMENTS = "vllm.engine.arg_utils"
+LIMITS = "vllm.config.scheduler:SchedulerConfig"
+PARALLEL = "vllm.config.parallel:ParallelConfig"
+CACHE_CONFIG = "vllm.config.cache:CacheConfig"
+CONFIG = "vllm.config.vllm:VllmConfig"
 
+START: Needs = ("start",)
+SIMULATION: Needs = ("simulation",)
+LIVE: Needs = ("live",)
+READ: Needs = ("start", "simulation")
+LOGGED: Needs = ("start", "inside")
+ALL: Needs = ("start", "simulation", "inside")
+SETTINGS: Needs = ("start", "simulation", "live")
 
-def _imports() -> Iterator[Touched]:
-    yield Touched("import", "vllm.entrypoints.cli.main:main", ("start",))
-    yield Touched("import", SCHEDULER, ALL)
-    yield Touched("import", ASYNC, ALL)
-    yield Touched("import", f"{CORE}.sched.output:SchedulerOutput", LOGGED)
-    yield Touched("import", "vllm.v1.request:Request", ALL)
-    for name in ("FullAttentionSpec", "UniformTypeKVCacheSpecs"):
-        yield Touched("import", f"{CACHES}:{name}", ("inside", "simulation"))
-    for name in ("KVCacheConfig", "KVCacheGroupSpec", "SlidingWindowSpec", "MambaSpec"):
-        yield Touched("import", f"{CACHES}:{name}", ("simulation",))
-    yield Touched("import", f"{CACHES}:ChunkedLocalAttentionSpec", ("simulation",))
-    yield Touched("import", f"{ENGINES}.core:DPEngineCoreProc", ("simulation",))
-    yield Touched("import", BALANCER, ("simulation",))
-    for name in ("ModelRunnerOutput", "DraftTokenIds"):
-        yield Touched("import", f"vllm.v1.outputs:{name}", ("simulation",))
-    yield Touched("import", "vllm.v1.structured_output:StructuredOutputManager", ("simulation",))
-    yield Touched("import", "vllm.engine.arg_utils:EngineArgs", ("simulation",))
-    yield Touched("import", "vllm.utils.hashing:sha256", ("simulation",))
-
-
-Methods = tuple[tuple[str, tuple[str, ...], tuple[Need, ...]], ...]
-
-
-def _methods() -> Iterator[Touched]:
-    ours: tuple[
-        tuple[str, tuple[str, ...], tuple[Need, ...]], ...
-    ] = (  # overridden: their parameters are exactly these
-        ("schedule", ("throttle_prefills",), LOGGED),
-        ("update_from_output", ("scheduler_output", "model_runner_output"), LOGGED),
-        ("finish_requests", ("request_ids", "finished_status"), LOGGED),
-        ("_preempt_request", ("request", "timestamp", "drop_stale_output"), ALL),
-        ("add_request", ("request",), LOGGED),
-        ("get_grammar_bitmask", ("scheduler_output",), ("start",)),
-        ("shutdown", (), LOGGED),
-    )
-    for name, parameters, needs in ours:
-        yield Touched("method", f"{SCHEDULER}.{name}", needs, parameters, exact=True)
-    called: Methods = (
-        (f"{SCHEDULER}.get_request_counts", (), ("start",)),
-        (f"{SCHEDULER}.update_draft_token_ids", ("draft_token_ids",), ("simulation",)),
-        (f"{CORE}.block_pool:BlockPool.get_num_free_blocks", (), ("start", "simulation")),
-        (f"{UTILS}:init_none_hash", ("hash_fn",), ("simulation",)),
-        (f"{UTILS}:get_request_block_hasher", (), ("simulation",)),
-        (
-            f"{CORE}.kv_cache_manager:KVCacheManager.make_prefix_cache_stats",
-            (),
-            ("simulation",),
-        ),
-        (
-            f"{CORE}.single_type_kv_cache_manager:register_all_kvcache_specs",
-            ("vllm_config",),
-            ("simulation",),
-        ),
-        ("vllm.engine.arg_utils:EngineArgs.create_engine_config", (), ("simulation",)),
-        (f"{ENGINES}.core:DPEngineCoreProc.run_busy_loop", (), ("simulation",)),
-        (f"{BALANCER}.get_core_engine_for_request", ("request",), ("simulation",)),
-        (
-            f"{SCHEDULER}.__init__",
-            ("vllm_config", "kv_cache_config", "structured_output_manager", "block_size"),
-            ("simulation",),
-        ),
-    )
-    for where, parameters, needs in called:
-        yield Touched("method", where, needs, parameters)
-
-
-def _attributes() -> Iterator[Touched]:
-    for name in ("requests", "block_size", "hash_block_size", "cache_config", "vllm_config"):
-        yield Touched("attribute", f"{SCHEDULER}.{name}", ALL)
-    for name in ("kv_cache_config", "scheduler_config", "max_model_len", "current_step"):
-        yield Touched("attribute", f"{SCHEDULER}.{name}", LOGGED)
-    yield Touched("attribute", f"{SCHEDULER}.kv_cache_manager", ("start", "simulation"))
-    for name in ("running", "waiting", "max_num_running_reqs"):
-        yield Touched("attribute", f"{SCHEDULER}.{name}", ("inside", "live"))
-    active = f"{SCHEDULER}.max_num_active_reqs"
-    yield Touched("attribute", active, ("inside", "live"), since="0.31")
-    request = "vllm.v1.request:Request"
-    for name in ("request_id", "num_computed_tokens", "num_prompt_tokens", "arrival_time"):
-        yield Touched("attribute", f"{request}.{name}", ALL)
-    for name in ("max_tokens", "priority", "resumable", "block_hashes"):
-        yield Touched("attribute", f"{request}.{name}", ("inside",))
-    for name in ("is_prefill_chunk", "num_output_tokens", "num_tokens"):
-        yield Touched("attribute", f"{request}.{name}", ("simulation",))
-    output = f"{CORE}.sched.output:SchedulerOutput"
-    for name in ("num_scheduled_tokens", "total_num_scheduled_tokens"):
-        yield Touched("attribute", f"{output}.{name}", ALL)
-    for name in ("scheduled_spec_decode_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"):
-        yield Touched("attribute", f"{output}.{name}", ("simulation",))
-    group = f"{CACHES}:KVCacheGroupSpec"
-    for name in ("layer_names", "kv_cache_spec"):
-        yield Touched("attribute", f"{group}.{name}", ALL)
-    for name in ("num_blocks", "kv_cache_tensors", "kv_cache_groups"):
-        yield Touched("attribute", f"{CACHES}:KVCacheConfig.{name}", ALL)
-    retention = f"{CACHES}:KVCacheConfig.prefix_cache_retention_interval"
-    yield Touched("attribute", retention, ("start", "simulation"), since="0.29")
-    for name in ("sliding_window", "attention_chunk_size"):
-        yield Touched("attribute", f"{CACHES}:FullAttentionSpec.{name}", ("start",))
-    yield Touched("attribute", f"{CACHES}:MambaSpec.mamba_cache_mode", ("start", "simulation"))
-    parallel = "vllm.config.parallel:ParallelConfig"
-    for name in ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size"):
-        yield Touched("attribute", f"{parallel}.{name}", LOGGED)
-    yield Touched("attribute", f"{parallel}.data_parallel_index", LOGGED)
-    yield Touched("attribute", "vllm.config.cache:CacheConfig.num_gpu_blocks", ALL)
-    yield Touched("attribute", "vllm.config.cache:CacheConfig.enable_prefix_caching", ALL)
-    yield Touched("attribute", "vllm.config.cache:CacheConfig.cache_dtype", ("start",))
-    for name in ("max_num_seqs", "max_num_batched_tokens", "async_scheduling", "policy"):
-        yield Touched("attribute", f"vllm.config.scheduler:SchedulerConfig.{name}", LOGGED)
-    later = (
-        ("scheduler_reserve_full_isl", ""),
-        ("watermark", ""),
-        ("long_prefill_token_threshold", ""),
-        ("prefill_schedule_interval", ""),
-        ("max_num_active_seqs", "0.31"),
-    )
-    for name, since in later:
-        where = f"vllm.config.scheduler:SchedulerConfig.{name}"
-        yield Touched("attribute", where, ("start", "simulation", "live"), since=since)
-    for name in ("speculative_config", "kv_transfer_config", "lora_config", "parallel_config"):
-        yield Touched("attribute", f"vllm.config.vllm:VllmConfig.{name}", LOGGED)
-
-
-FLAGS = (
-    *("--host", "--port", "--served-model-name", "--dtype", "--quantization", "--max-model-len"),
-    *("--load-format", "--revision", "--trust-remote-code", "--kv-cache-memory-bytes"),
-    *("--gpu-memory-utilization", "--block-size", "--num-gpu-blocks-override"),
-    *("--tensor-parallel-size", "--enforce-eager", "--scheduler-cls", "--shutdown-timeout"),
-    *("--async-scheduling", "--enable-chunked-prefill", "--enable-prefix-caching"),
-    *("--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype"),
+# Names of a module, and what needs them.
+IMPORTS: tuple[tuple[str, str, Needs], ...] = (
+    ("vllm.entrypoints.cli.main", "main", START),
+    (f"{CORE}.sched.scheduler", "Scheduler", ALL),
+    (f"{CORE}.sched.async_scheduler", "AsyncScheduler", ALL),
+    (f"{CORE}.sched.output", "SchedulerOutput", LOGGED),
+    ("vllm.v1.request", "Request", ALL),
+    (CACHES, "FullAttentionSpec UniformTypeKVCacheSpecs", ("inside", "simulation")),
+    (CACHES, "KVCacheConfig KVCacheGroupSpec SlidingWindowSpec MambaSpec", SIMULATION),
+    (CACHES, "ChunkedLocalAttentionSpec", SIMULATION),
+    (ENGINE, "DPEngineCoreProc", SIMULATION),
+    (CLIENT, "DPLBAsyncMPClient", SIMULATION),
+    ("vllm.v1.outputs", "ModelRunnerOutput DraftTokenIds", SIMULATION),
+    ("vllm.v1.structured_output", "StructuredOutputManager", SIMULATION),
+    (ARGUMENTS, "EngineArgs", SIMULATION),
+    ("vllm.utils.hashing", "sha256", SIMULATION),
+    (ENGINE, "EngineCore", LIVE),
+    (QUEUE, "SchedulingPolicy create_request_queue", LIVE),
 )
-METRICS = (
-    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
-    *("prefix_cache_queries", "prefix_cache_hits", "request_success", "cache_config_info"),
-    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
-    *("request_time_per_output_token_seconds", "request_queue_time_seconds"),
-    *("prompt_tokens", "generation_tokens", "request_prompt_tokens", "request_generation_tokens"),
-    "num_preemptions",
+# Methods of vLLM's scheduler that ours override: their parameters are exactly these.
+OVERRIDDEN: tuple[tuple[str, str, Needs], ...] = (
+    ("schedule", "throttle_prefills", LOGGED),
+    ("update_from_output", "scheduler_output model_runner_output", LOGGED),
+    ("finish_requests", "request_ids finished_status", LOGGED),
+    ("_preempt_request", "request timestamp drop_stale_output", ALL),
+    ("add_request", "request", LOGGED),
+    ("get_grammar_bitmask", "scheduler_output", START),
+    ("shutdown", "", LOGGED),
 )
-
-
-def _live() -> Iterator[Touched]:
-    """What `control` and `knobs` use, besides what the log of passes uses."""
-    queue = f"{CORE}.sched.request_queue"
-    yield Touched("import", "vllm.v1.engine.core:EngineCore", ("live",))
-    yield Touched("import", f"{queue}:SchedulingPolicy", ("live",))
-    yield Touched("import", f"{queue}:create_request_queue", ("live",))
-    client = "vllm.v1.engine.core_client:AsyncMPClient.call_utility_async"
-    yield Touched("method", client, ("live",), ("method",))
-    yield Touched("attribute", "vllm.v1.engine.core:EngineCore.scheduler", ("live",))
-    for name in ("max_num_scheduled_tokens", "scheduler_reserve_full_isl", "policy"):
-        yield Touched("attribute", f"{SCHEDULER}.{name}", ("live",))
-    blocks = f"{CORE}.kv_cache_manager:KVCacheManager.watermark_blocks"
-    yield Touched("attribute", blocks, ("live",))
-    chunked = "vllm.config.scheduler:SchedulerConfig.enable_chunked_prefill"
-    yield Touched("attribute", chunked, ("live",))
-    yield Touched("flag", "--middleware", ("live",))
-
-
-TOUCHED = (
-    *_imports(),
-    *_live(),
-    *_methods(),
-    *_attributes(),
-    *(Touched("flag", flag, ("start",)) for flag in FLAGS),
-    *(Touched("metric", f"vllm:{name}", ("start",)) for name in METRICS),
+# Functions that are called with these parameters, besides others.
+CALLED: tuple[tuple[str, str, Needs], ...] = (
+    (f"{SCHEDULER}.get_request_counts", "", START),
+    (f"{SCHEDULER}.update_draft_token_ids", "draft_token_ids", SIMULATION),
+    (f"{CORE}.block_pool:BlockPool.get_num_free_blocks", "", READ),
+    (f"{CACHE_UTILS}:init_none_hash", "hash_fn", SIMULATION),
+    (f"{CACHE_UTILS}:get_request_block_hasher", "", SIMULATION),
+    (f"{CACHE_MANAGER}.make_prefix_cache_stats", "", SIMULATION),
+    (
+        f"{CORE}.single_type_kv_cache_manager:register_all_kvcache_specs",
+        "vllm_config",
+        SIMULATION,
+    ),
+    (f"{ARGUMENTS}:EngineArgs.create_engine_config", "", SIMULATION),
+    (f"{ENGINE}:DPEngineCoreProc.run_busy_loop", "", SIMULATION),
+    (f"{CLIENT}:DPLBAsyncMPClient.get_core_engine_for_request", "request", SIMULATION),
+    (
+        f"{SCHEDULER}.__init__",
+        "vllm_config kv_cache_config structured_output_manager block_size",
+        SIMULATION,
+    ),
+    (f"{CLIENT}:AsyncMPClient.call_utility_async", "method", LIVE),
 )
+# Attributes of a class, what needs them, and the first release that has them; '': all have.
+ATTRIBUTES: tuple[tuple[str, str, Needs, str], ...] = (
+    (SCHEDULER, "requests block_size hash_block_size cache_config vllm_config", ALL, ""),
+    (SCHEDULER, "kv_cache_config scheduler_config max_model_len current_step", LOGGED, ""),
+    (SCHEDULER, "kv_cache_manager", READ, ""),
+    (SCHEDULER, "running waiting max_num_running_reqs", ("inside", "live"), ""),
+    (SCHEDULER, "max_num_active_reqs", ("inside", "live"), "0.31"),
+    (SCHEDULER, "max_num_scheduled_tokens scheduler_reserve_full_isl policy", LIVE, ""),
+    (f"{ENGINE}:EngineCore", "scheduler", LIVE, ""),
+    (CACHE_MANAGER, "watermark_blocks", LIVE, ""),
+    (REQUEST, "request_id num_computed_tokens num_prompt_tokens arrival_time", ALL, ""),
+    (REQUEST, "max_tokens priority resumable block_hashes", ("inside",), ""),
+    (REQUEST, "is_prefill_chunk num_output_tokens num_tokens", SIMULATION, ""),
+    (OUTPUT, "num_scheduled_tokens total_num_scheduled_tokens", ALL, ""),
+    (
+        OUTPUT,
+        "scheduled_spec_decode_tokens scheduled_new_reqs scheduled_cached_reqs",
+        SIMULATION,
+        "",
+    ),
+    (f"{CACHES}:KVCacheGroupSpec", "layer_names kv_cache_spec", ALL, ""),
+    (f"{CACHES}:KVCacheConfig", "num_blocks kv_cache_tensors kv_cache_groups", ALL, ""),
+    (f"{CACHES}:KVCacheConfig", "prefix_cache_retention_interval", READ, "0.29"),
+    (f"{CACHES}:FullAttentionSpec", "sliding_window attention_chunk_size", START, ""),
+    (f"{CACHES}:MambaSpec", "mamba_cache_mode", READ, ""),
+    (PARALLEL, "tensor_parallel_size data_parallel_size pipeline_parallel_size", LOGGED, ""),
+    (PARALLEL, "data_parallel_index", LOGGED, ""),
+    (CACHE_CONFIG, "num_gpu_blocks enable_prefix_caching", ALL, ""),
+    (CACHE_CONFIG, "cache_dtype", START, ""),
+    (LIMITS, "max_num_seqs max_num_batched_tokens async_scheduling policy", LOGGED, ""),
+    (LIMITS, "scheduler_reserve_full_isl watermark", SETTINGS, ""),
+    (LIMITS, "long_prefill_token_threshold prefill_schedule_interval", SETTINGS, ""),
+    (LIMITS, "max_num_active_seqs", SETTINGS, "0.31"),
+    (LIMITS, "enable_chunked_prefill", LIVE, ""),
+    (CONFIG, "speculative_config kv_transfer_config lora_config parallel_config", LOGGED, ""),
+)
+FLAGS = """
+    --host --port --served-model-name --dtype --quantization --max-model-len --load-format
+    --revision --trust-remote-code --kv-cache-memory-bytes --gpu-memory-utilization --block-size
+    --num-gpu-blocks-override --tensor-parallel-size --enforce-eager --scheduler-cls
+    --shutdown-timeout --async-scheduling --enable-chunked-prefill --enable-prefix-caching
+    --max-num-seqs --max-num-batched-tokens --kv-cache-dtype
+"""
+METRICS = """
+    num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries
+    prefix_cache_hits request_success cache_config_info time_to_first_token_seconds
+    inter_token_latency_seconds e2e_request_latency_seconds request_time_per_output_token_seconds
+    request_queue_time_seconds prompt_tokens generation_tokens request_prompt_tokens
+    request_generation_tokens num_preemptions
+"""
+
+
+def _touched() -> Iterator[Touched]:
+    for module, names, needs in IMPORTS:
+        for name in names.split():
+            yield Touched("import", f"{module}:{name}", needs)
+    for name, parameters, needs in OVERRIDDEN:
+        where = f"{SCHEDULER}.{name}"
+        yield Touched("method", where, needs, tuple(parameters.split()), exact=True)
+    for where, parameters, needs in CALLED:
+        yield Touched("method", where, needs, tuple(parameters.split()))
+    for owner, names, needs, since in ATTRIBUTES:
+        for name in names.split():
+            yield Touched("attribute", f"{owner}.{name}", needs, since=since)
+    for flag in FLAGS.split():
+        yield Touched("flag", flag, START)
+    yield Touched("flag", "--middleware", LIVE)
+    for name in METRICS.split():
+        yield Touched("metric", f"vllm:{name}", START)
+
+
+TOUCHED = tuple(_touched())
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,11 +265,23 @@ class Installed:
             return True
         return self.release >= (release_of(since) or (0, 0))
 
-    def known(self, need: Need) -> bool:
+    @property
+    def known(self) -> bool:
         """Whether it is a release that was tried."""
-        capability = CAPABILITIES[need]
-        last = release_of(capability.last) or (0, 0)
-        return self.has(capability.first) and self.release <= last
+        last = release_of(LAST) or (0, 0)
+        return self.has(FIRST) and self.release <= last
+
+    def refuse_another(self, python: str, version: str, folder: Path) -> None:
+        """Raise `EngineError` where `python` has loaded another vLLM than this one, whose files
+        were read: an environment may find the package of another one.
+        """
+        is_there = self.folder is None or self.folder.resolve() == folder.resolve()
+        if not is_there or version != self.version:
+            raise EngineError(
+                f"vLLM {self.version} of {self.folder} was asked for, and {python} loaded "
+                f"{version} of {folder}",
+                "name the Python of one environment, without PYTHONPATH",
+            )
 
 
 # Without importing vLLM, which takes seconds: where the package is, and the distribution's version.
@@ -374,7 +356,7 @@ def refuse_missing(installed: Installed, need: Need) -> None:
     """Raise `InputError` where a version lacks what `need` needs: which item, and which commands
     still work. Releases that were tried are not read again.
     """
-    if installed.known(need):
+    if installed.known:
         return
     capability = CAPABILITIES[need]
     if installed.folder is None:
@@ -401,11 +383,12 @@ class Sources:
 
     def lacks(self, item: Touched) -> str:
         """Why the version lacks an item; '': it has it."""
-        match item.kind:
-            case "flag":
-                return "" if self._has_flag(item.where) else "there is no such flag"
-            case "metric":
-                return "" if item.where in self._metrics else "there is no such metric"
+        if item.kind == "flag":
+            field = item.where.removeprefix("--").replace("-", "_")
+            has_flag = item.where in self.flags or field in self._front_fields
+            return "" if has_flag else "there is no such flag"
+        if item.kind == "metric":
+            return "" if item.where in self.metrics else "there is no such metric"
         module, _, name = item.where.partition(":")
         if self._tree(module) is None:
             return f"there is no module {module}"
@@ -467,13 +450,8 @@ class Sources:
             self._trees[module] = ast.parse(file.read_bytes()) if file else None
         return self._trees[module]
 
-    def _has_flag(self, flag: str) -> bool:
-        """Whether a flag is named, or follows from a field of the front's arguments."""
-        field = flag.removeprefix("--").replace("-", "_")
-        return flag in self._flags or field in self._front_fields
-
     @cached_property
-    def _flags(self) -> frozenset[str]:
+    def flags(self) -> frozenset[str]:
         """All flags that are named where vLLM declares its command line."""
         files = [self._folder / "engine/arg_utils.py"]
         files += self._folder.glob("entrypoints/**/cli_args.py")
@@ -482,25 +460,14 @@ class Sources:
 
     @cached_property
     def _front_fields(self) -> frozenset[str]:
-        return frozenset(
-            _strings(self._folder.glob("entrypoints/**/cli_args.py"), r"^    ([a-z_]+): ")
-        )
+        """The fields of the front's arguments, each of which is a flag."""
+        files = self._folder.glob("entrypoints/**/cli_args.py")
+        return frozenset(_strings(files, r"^    ([a-z_]+): "))
 
     @cached_property
-    def _metrics(self) -> frozenset[str]:
-        """All metrics that are named, without the suffixes of Prometheus."""
-        found = _strings(self._folder.glob("v1/**/*.py"), r"\"(vllm:[a-z0-9_]+)")
-        return frozenset(found)
-
-    @property
-    def flags(self) -> frozenset[str]:
-        """All flags that are named."""
-        return self._flags
-
-    @property
     def metrics(self) -> frozenset[str]:
-        """All metrics that are named."""
-        return self._metrics
+        """All metrics that are named, without the suffixes of Prometheus."""
+        return frozenset(_strings(self._folder.glob("v1/**/*.py"), r"\"(vllm:[a-z0-9_]+)"))
 
 
 def _strings(files: Iterable[Path], pattern: str) -> Iterator[str]:
@@ -524,22 +491,12 @@ def _attributes_of(owner: ast.ClassDef) -> set[str]:
             found.add(field.target.id)
         if isinstance(field, ast.Assign):
             found.update(one.id for one in field.targets if isinstance(one, ast.Name))
-    for method in _functions(owner):
-        for node in ast.walk(method):
-            targets: Sequence[ast.expr] = ()
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AnnAssign):
-                targets = [node.target]
-            for target in targets:
-                parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                for part in parts:
-                    if (
-                        isinstance(part, ast.Attribute)
-                        and isinstance(part.value, ast.Name)
-                        and part.value.id == "self"
-                    ):
-                        found.add(part.attr)
+    for node in ast.walk(owner):
+        if not isinstance(node, ast.Attribute):
+            continue
+        of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+        if of_self and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
     return found
 
 

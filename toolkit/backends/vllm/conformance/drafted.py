@@ -1,15 +1,14 @@
-"""Workloads with speculative decoding, and the simulator's passes of them."""
+"""Workloads with speculative decoding."""
 
 from __future__ import annotations
 
 import random
 from functools import partial
 
-from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
-from toolkit.backends.vllm.conformance.kinds.full import passes_of
-from toolkit.backends.vllm.conformance.workloads import Case, Pass, make_case
-from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.drafts import DraftScheduler, DrawnDrafts
+from toolkit.backends.vllm.conformance.kinds import ModelKind
+from toolkit.backends.vllm.conformance.kinds.full import differs
+from toolkit.backends.vllm.conformance.workloads import Case, make_case
+from toolkit.sim.drafts import DrawnDrafts
 
 
 def kind_of(method: str, order: int) -> ModelKind:
@@ -50,32 +49,3 @@ def make(method: str, seed: int, ahead: bool) -> Case:
             "offers": [[drafts.offered(number, turn) for turn in turns] for number in numbers],
         },
     }
-
-
-def passes_of_case(case: Case) -> list[Pass]:
-    """The passes of our model for a workload with drafts."""
-    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
-    flags = VllmPolicy(
-        **{name: case[name] for name in names},
-        chunked_prefill=case["chunked_prefill"],
-        **case.get("flags", {}),
-    )
-    drafts = case["drafts"]
-    scheduler = DraftScheduler(
-        flags,
-        case["blocks"],
-        case["block_tokens"],
-        DrawnDrafts(drafts["method"], tuple(drafts["rates"]), drafts["proposed"], drafts["seed"]),
-        ahead=case["ahead"],
-        shares="ids" in case,
-        reserves=case["reserve_full_isl"],
-        longest=case["max_model_len"],
-        keeps_known=case.get("keeps_known", False),
-        hash_lookahead=case.get("hash_lookahead", 0),
-    )
-    return passes_of(scheduler, case)
-
-
-def differs(case: Case, theirs: list[Pass]) -> int | None:
-    """The first pass in which the simulator differs."""
-    return first_difference(passes_of_case(case), theirs)

@@ -3,8 +3,8 @@
 `Driven` stands in for the model: it gives tokens, and computes nothing. What a workload has besides
 `workloads.Case`: what else `messages.SchedulerSettings` has, `drafts` with "accepts" and "offers"
 [of each request: drafts accepted in its passes with drafts, and drafts proposed for each next
-pass], `policy` (one of ours, inside), `changes` {pass: {live setting: value}}, `deep` (blocks held
-by each group, and cached keys, in each pass).
+pass], `policy` (one of ours, inside), `changes` {pass: {live setting: value}}. With `groups` each
+pass has the blocks that each group holds.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class Driven(DrivenScheduler):
                 one["found"] = list(planned.found)
             if "policy" in self.case:
                 one["blocks"] = self._blocks_of_prompts()
-            if self.case.get("deep"):
+            if "groups" in self.case:
                 one["held"] = self.held() if planned.rows else {}
-                one["cached"] = self.cached
             self.passes.append(one)
         return bool(planned.rows)
 

@@ -1,4 +1,4 @@
-"""Made-up workloads of models with several cache groups, and the simulator's passes for them.
+"""Made-up workloads of models with several cache groups.
 
 The pools are small: what vLLM asks for when it starts, and few blocks more. Windows are no
 multiples of a block, too.
@@ -7,12 +7,12 @@ multiples of a block, too.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolkit.backends.vllm.conformance.kinds import first_difference
-from toolkit.backends.vllm.conformance.kinds.full import cache_groups, passes_of_case
-from toolkit.backends.vllm.conformance.workloads import Case, Pass, make_case
+from toolkit.backends.vllm.conformance.kinds import ModelKind
+from toolkit.backends.vllm.conformance.kinds.full import cache_groups, differs
+from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.catalogue.caches import longest_blocks
 
 Group = dict[str, Any]
@@ -81,7 +81,7 @@ Maker = Callable[[random.Random, dict[str, Any]], list[Group]]
 def make_grouped(maker: Maker, seed: int, *, ahead: bool) -> dict[str, Any]:
     """A made-up workload of a model with the groups of `maker`."""
     draw = random.Random(f"{seed} {maker.__name__}")
-    case = make_case(seed) | {"ahead": ahead, "deep": True}
+    case = make_case(seed) | {"ahead": ahead}
     case["retention"] = draw.choice([0, 0, 0, None])
     case["groups"] = maker(draw, case)
     passes = 2 if ahead else 1
@@ -92,14 +92,13 @@ def make_grouped(maker: Maker, seed: int, *, ahead: bool) -> dict[str, Any]:
     return case
 
 
-def differs(case: Case, theirs: list[Pass]) -> int | None:
-    """The first pass in which the simulator differs, also in the blocks of each group."""
-    return first_difference(passes_of_case(case), without_keys(theirs))
+def kind_of(name: str, makers: Sequence[Maker], classes: tuple[str, ...], order: int) -> ModelKind:
+    """The kind of models with the groups of each maker in turn."""
 
+    def make(seed: int, ahead: bool) -> Case:
+        return make_grouped(makers[seed % len(makers)], seed, ahead=ahead)
 
-def without_keys(theirs: list[Pass]) -> list[Pass]:
-    """vLLM's passes without the number of its keys: the simulator has only those in use."""
-    return [{key: value for key, value in one.items() if key != "cached"} for one in theirs]
+    return ModelKind(name, classes, make, differs, order=order)
 
 
 def _full(block: int) -> Group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import toolkit
-from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.conformance.kinds import ModelKind, kinds
 from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
 from toolkit.backends.vllm.conformance.workloads import Case
+from toolkit.backends.vllm.driver import prepare
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
-from toolkit.backends.vllm.touched import Installed, Missing, Sources, check, read_vllm
+from toolkit.backends.vllm.touched import Installed, Sources, check, read_vllm
 from toolkit.catalogue.classes import DRAFTING, of_release
 from toolkit.errors import EngineError
 from toolkit.sim.drafts import keeps_known_outputs
@@ -31,27 +30,24 @@ SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
 LOAD_S = 1800.0
 RETENTION = "0.29"  # the first release that has it in KVCacheConfig
 CHECKPOINTS = "0.30"  # the first release that has their alignment, which the workloads set
-MODEL = {  # a model without weights: only its limits count
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a child ran: the vLLM that it loaded, and a result for each workload."""
+    """What a child ran: the vLLM that it loaded, and for each workload its passes, or what else the
+    child makes of it, or {"error": ...}.
+    """
 
     version: str
     folder: Path
     results: list[Any]
+
+    def passes(self) -> list[Any]:
+        """The results. `EngineError` for a workload that ended with an error."""
+        for number, one in enumerate(self.results):
+            if isinstance(one, dict):
+                raise EngineError(f"workload {number}: {one['error']}")
+        return self.results
 
 
 def compare(
@@ -66,6 +62,8 @@ def compare(
     start_s = time.monotonic()
     installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
     missing = check(installed)
+    assert installed.folder is not None  # `check` has read it
+    sources = Sources(installed.folder)
     lacks = {need for one in missing for need in one.item.needs}
     chosen = []
     refused: dict[str, str] = {}
@@ -86,10 +84,10 @@ def compare(
         for ahead in SCHEDULERS
         for number in range(seed, seed + (workloads if only else -(-workloads // kind.one_in)))
     ]
-    loaded = Loaded(installed.version, installed.folder or Path(), [])
+    loaded = Loaded(installed.version, installed.folder, [])
     if cases:
         loaded = run_cases(python, [case for *_, case in cases])
-        _refuse_another(installed, loaded)
+        installed.refuse_another(python, loaded.version, loaded.folder)
     rows = []
     for kind in chosen:
         for ahead, scheduler in SCHEDULERS.items():
@@ -107,9 +105,9 @@ def compare(
         seconds=round(time.monotonic() - start_s, 1),
         rows=rows,
         refused=refused,
-        missing=_words(missing),
-        flags=sorted(_sources(installed).flags),
-        metrics=sorted(_sources(installed).metrics),
+        missing={one.item.words: one.why for one in missing},
+        flags=sorted(sources.flags),
+        metrics=sorted(sources.metrics),
     )
 
 
@@ -138,16 +136,11 @@ def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
     """Run workloads through vLLM's own schedulers, in a process of its Python."""
     with tempfile.TemporaryDirectory(prefix="llmctl-vllm-") as name:
         folder = Path(name)
-        modules = folder / "modules"
-        modules.mkdir()
-        link_package(modules)
-        paths = [str(modules), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        model, environment = prepare(folder)
         given = folder / "cases.json"
         found = folder / "passes.json"
-        (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         given.write_text(json.dumps(list(cases)), encoding="utf-8")
-        words = [python, "-m", child, str(given), str(found), str(folder)]
+        words = [python, "-m", child, str(given), str(found), model]
         try:
             done = subprocess.run(
                 words, capture_output=True, text=True, env=environment, timeout=LOAD_S
@@ -184,38 +177,3 @@ def _row(kind: ModelKind, scheduler: str, ran: Sequence[tuple[int, Case, Any]]) 
         cited=kind.cited,
         first=first,
     )
-
-
-def passes_of_vllm(python: str, cases: Sequence[Case], child: str = CHILD) -> list[Any]:
-    """The passes that vLLM's own schedulers make of the workloads, or what else a `child` makes of
-    them. `EngineError` for a workload that ended with an error.
-    """
-    return passes_of_results(run_cases(python, cases, child).results)
-
-
-def passes_of_results(results: list[Any]) -> list[Any]:
-    """What a child gave of each workload. `EngineError` for one that ended with an error."""
-    for number, one in enumerate(results):
-        if isinstance(one, dict):
-            raise EngineError(f"workload {number}: {one['error']}")
-    return results
-
-
-def _refuse_another(installed: Installed, loaded: Loaded) -> None:
-    """Raise `EngineError` where Python loaded another vLLM than the files that were read are of."""
-    found = installed.folder.resolve() if installed.folder else None
-    if loaded.folder.resolve() != found or loaded.version != installed.version:
-        raise EngineError(
-            f"vLLM {installed.version} of {found} was asked for, and Python loaded "
-            f"{loaded.version} of {loaded.folder}",
-            "name the Python of one environment, without PYTHONPATH",
-        )
-
-
-def _sources(installed: Installed) -> Sources:
-    assert installed.folder is not None  # `check` has read it
-    return Sources(installed.folder)
-
-
-def _words(missing: Sequence[Missing]) -> dict[str, str]:
-    return {one.item.words: one.why for one in missing}

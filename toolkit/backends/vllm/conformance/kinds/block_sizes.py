@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from toolkit.backends.vllm.conformance.groups import differs, make_grouped, two_sizes
-from toolkit.backends.vllm.conformance.kinds import ModelKind
-from toolkit.backends.vllm.conformance.workloads import Case
+from toolkit.backends.vllm.conformance.groups import kind_of, two_sizes
 
-
-def make(seed: int, ahead: bool) -> Case:
-    """A made-up workload."""
-    return make_grouped(two_sizes, seed, ahead=ahead)
-
-
-KIND = ModelKind("block sizes", ("windows", "block sizes"), make, differs, order=22)
+KIND = kind_of("block sizes", [two_sizes], ("windows", "block sizes"), 22)

@@ -1,7 +1,8 @@
 """Models with one cache that keeps every token: full attention, MLA, mixtures of experts.
 
 The simulator's passes are those of `toolkit.sim.paged.PagedScheduler`, and of workloads with
-`groups`, which other kinds make, those of `toolkit.sim.groups`.
+`groups` or `drafts`, which other kinds make, those of `toolkit.sim.groups` and
+`toolkit.sim.drafts`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
-from toolkit.sim.drafts import DraftScheduler
+from toolkit.sim.drafts import DraftScheduler, DrawnDrafts
 from toolkit.sim.groups.caches import CacheSettings, is_before
 from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.loop import SimulationStalledError
@@ -26,14 +27,10 @@ ModelledScheduler: TypeAlias = PagedScheduler | DraftScheduler | GroupedSchedule
 
 
 def passes_of_case(case: Case) -> list[Pass]:
-    """The passes of our model for a made-up workload."""
-    return passes_of(scheduler_of(case), case)
-
-
-def passes_of(scheduler: ModelledScheduler, case: Case) -> list[Pass]:
-    """The passes of a scheduler that serves the requests of a made-up workload; the last one is
-    {"stuck": ...} where it does not end.
+    """The passes of our model for a made-up workload; the last one is {"stuck": ...} where it does
+    not end.
     """
+    scheduler = scheduler_of(case)
     shares = "ids" in case
     arrivals = CaseArrivals(case)
     rows = rows_of(case) if shares else _alone(case)
@@ -71,14 +68,30 @@ def passes_of(scheduler: ModelledScheduler, case: Case) -> list[Pass]:
 
 
 def scheduler_of(case: Case) -> ModelledScheduler:
-    """The simulator's scheduler with the caches and flags of a workload."""
+    """The simulator's scheduler with the caches, drafts and flags of a workload."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
     flags = VllmPolicy(
         **{name: case[name] for name in names},
         chunked_prefill=case.get("chunked_prefill", True),
-        prefill_schedule_interval=case.get("flags", {}).get("prefill_schedule_interval", 1),
+        **case.get("flags", {}),
     )
     reserves = case.get("reserve_full_isl", True)
+    if "drafts" in case:
+        drafts = case["drafts"]
+        return DraftScheduler(
+            flags,
+            case["blocks"],
+            case["block_tokens"],
+            DrawnDrafts(
+                drafts["method"], tuple(drafts["rates"]), drafts["proposed"], drafts["seed"]
+            ),
+            ahead=case["ahead"],
+            shares="ids" in case,
+            reserves=reserves,
+            longest=case["max_model_len"],
+            keeps_known=case.get("keeps_known", False),
+            hash_lookahead=case.get("hash_lookahead", 0),
+        )
     if "groups" in case:
         settings = CacheSettings(
             cache_groups(case),

@@ -4,14 +4,6 @@ states that are kept inside chunks and without. 0.30 and older choose ends of ch
 
 from __future__ import annotations
 
-from toolkit.backends.vllm.conformance.groups import differs, make_grouped, states
-from toolkit.backends.vllm.conformance.kinds import ModelKind
-from toolkit.backends.vllm.conformance.workloads import Case
+from toolkit.backends.vllm.conformance.groups import kind_of, states
 
-
-def make(seed: int, ahead: bool) -> Case:
-    """A made-up workload."""
-    return make_grouped(states, seed, ahead=ahead)
-
-
-KIND = ModelKind("states", ("states",), make, differs, order=23)
+KIND = kind_of("states", [states], ("states",), 23)

@@ -5,21 +5,11 @@ and several of windows as in Gemma 3.
 from __future__ import annotations
 
 from toolkit.backends.vllm.conformance.groups import (
-    differs,
+    kind_of,
     like_gemma,
     like_gpt_oss,
     like_gpt_oss_whole,
-    make_grouped,
 )
-from toolkit.backends.vllm.conformance.kinds import ModelKind
-from toolkit.backends.vllm.conformance.workloads import Case
 
 MAKERS = (like_gpt_oss, like_gemma, like_gpt_oss_whole)
-
-
-def make(seed: int, ahead: bool) -> Case:
-    """The three kinds of models in turn."""
-    return make_grouped(MAKERS[seed % len(MAKERS)], seed, ahead=ahead)
-
-
-KIND = ModelKind("windows", ("windows",), make, differs, order=20)
+KIND = kind_of("windows", MAKERS, ("windows",), 20)
