@@ -756,7 +756,8 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
     async def test(front: Front, servers: list[StandIn]) -> None:
         kind = KindFacts("toy", "vllm", "cpu", 2)
         facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, [kind], {}, {})
-        status = front.gateway.status = GatewayStatus(front.gateway, facts)
+        status = GatewayStatus(front.gateway, facts)
+        front.gateway.show(status)
         prompt = PROMPT * 40
         for _ in range(4):
             await front.http.post("/v1/completions", json=asked(prompt=prompt))
@@ -782,7 +783,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
         foreign = await front.http.get("/status.json", headers={"Host": "elsewhere.example"})
         assert foreign.status_code == 403
 
-    run(test, router="round-robin", status_page=True)
+    run(test, router="round-robin")
 
     async def without(front: Front, servers: list[StandIn]) -> None:
         assert (await front.http.get("/status.json")).status_code == 404

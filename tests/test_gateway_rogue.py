@@ -196,7 +196,7 @@ def test_a_fault_of_the_front_ends_one_connection_and_says_so(monkeypatch: pytes
     def fails(*_: object) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("toolkit.gateway.front.text_of", fails)
+    monkeypatch.setattr("toolkit.serve.routes.text_of", fails)
 
     async def test(front: Front, servers: list[StandIn]) -> None:
         answer = await front.http.get("/metrics")
