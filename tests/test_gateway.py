@@ -32,7 +32,8 @@ from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.answers import Attempted, PassingAnswer
+from toolkit.gateway.answers import PassingAnswer
+from toolkit.gateway.attempts import Attempted
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.front import Gateway, GatewayStatus
 from toolkit.gateway.launch import OwnReplicas, ServedReplicas, kinds_of_replicas

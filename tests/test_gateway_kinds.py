@@ -15,7 +15,8 @@ from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import RouterSpec
-from toolkit.gateway.answers import Attempted, PassingAnswer
+from toolkit.gateway.answers import PassingAnswer
+from toolkit.gateway.attempts import Attempted
 from toolkit.gateway.calls import GenerationCall
 
 LONG = "x" * 200  # does not fit into SHORT
