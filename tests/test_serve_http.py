@@ -187,7 +187,7 @@ def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) ->
                 await server.stop(1.0)
             assert wire.held_bytes == 0
             assert not server.app.requests.keys() - {""}
-            assert not server.room.waiting
+            assert not server.waiting
             assert raised == []
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
