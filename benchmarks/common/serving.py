@@ -290,7 +290,9 @@ def fake_plan(folder: Path, **config: float) -> Plan:
 
 
 class Server:
-    """`llmctl serve` in a process of its own, from before it listens until it has ended."""
+    """`llmctl serve` in a process of its own, from before it listens until it has ended; `said` is
+    what it wrote to stderr, once it has ended in order.
+    """
 
     def __init__(self, plan: Path, *options: str, **environment: str) -> None:
         command = (sys.executable, "-m", "toolkit", "serve", str(plan), "--json", *options)
@@ -307,6 +309,7 @@ class Server:
             raise RuntimeError(self.process.communicate()[1])
         self.ready = json.loads(line)
         self.url = self.ready["url"]
+        self.said = ""
 
     def workers(self) -> list[psutil.Process]:
         return [child for child, words in self._children() if HELPER not in words]
@@ -326,7 +329,7 @@ class Server:
     def end(self) -> int:
         """Send SIGTERM; the exit code."""
         self.process.terminate()
-        self.process.communicate(timeout=60)
+        _, self.said = self.process.communicate(timeout=60)
         return self.process.returncode
 
     def __enter__(self) -> Self:
