@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.samples import ENVIRONMENT, ERROR, fit, latency, paged_fit, recipe
-from toolkit.files.io import head, write_file
+from toolkit.files.fit import Fit
+from toolkit.files.io import head, processor, write_file
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.profile import Profile
+from toolkit.files.recipe import Recipe
+from toolkit.sched.policies import make_any
+from toolkit.sched.policies.parameters import parameters
 
 __all__ = [
     "ENVIRONMENT",
@@ -16,9 +21,27 @@ __all__ = [
     "fit",
     "latency",
     "paged_fit",
+    "plan",
     "recipe",
+    "vllm_fit",
     "write_fit",
 ]
+
+
+def plan(recipe: Recipe, fit: Fit, policy: str = "vllm", **changes: Any) -> Plan:
+    """A plan without predictions; the policy has its usual parameters."""
+    chosen = PlannedPolicy(name=policy, parameters=parameters(make_any(policy, {})))
+    given: dict[str, Any] = {"recipe": recipe, "fit": fit, "workers": 1, "policy": chosen}
+    given |= {"tool_version": "0", "environment": ENVIRONMENT, "inputs": {}}
+    given |= {"predicted": {}, "limits": [], "explained": {}}
+    return Plan(**given | changes)
+
+
+def vllm_fit() -> Fit:
+    """Of vLLM on a processor like this one."""
+    made = fit(workers=1)
+    here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
+    return made.model_copy(update={"engine": made.engine.model_copy(update=here)})
 
 
 def write_fit(recipe: Path) -> None:

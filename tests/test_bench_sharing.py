@@ -37,11 +37,9 @@ from toolkit.endpoints.target import (
     with_answer_ids,
 )
 from toolkit.errors import InputError
-from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.routing.routers import make_router
 from toolkit.sched.policies import make_any
-from toolkit.sched.policies.parameters import parameters
 from toolkit.sim.api import simulate
 from toolkit.sim.replicas import Routing
 from toolkit.sim.world import world_of
@@ -271,19 +269,15 @@ def test_replicas_are_predicted_behind_the_router_of_the_plan():
     lengths = np.repeat([64, 128, 192], 3)
     sessions = Sessions(previous, np.full(9, 0.5))
     trace = trace_of(lengths, sessions=sessions, arrivals=np.repeat([0.0, 5.0, 10.0], 3))
-    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-    chosen = PlannedPolicy(name="vllm", parameters=parameters(make_any("vllm", {})))
     recipe = samples.recipe(engine={"name": "vllm", "vllm": {"python": "python"}})
     found = {}
     for name in ("round-robin", "session-hash"):
-        plan = Plan(
-            **envelope, recipe=recipe, fit=samples.paged_fit(), workers=2, policy=chosen,
-            predicted={}, limits=[], explained={}, replica_router=RouterSpec(name=name),
-        )  # fmt: skip
+        router = RouterSpec(name=name)
+        plan = samples.plan(recipe, samples.paged_fit(), workers=2, replica_router=router)
         found[name] = predicted(plan, trace)
         world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
         routed = replace(world, routing=Routing.of_front(make_router(name, {})))
-        behind = simulate(trace, make_any("vllm", chosen.parameters), routed)
+        behind = simulate(trace, make_any("vllm", plan.policy.parameters), routed)
         assert found[name].counters == behind.counters
     hits = {name: result.counters["hit_percent"] for name, result in found.items()}
     assert hits["session-hash"] > hits["round-robin"]

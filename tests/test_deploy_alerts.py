@@ -20,8 +20,8 @@ from toolkit.deploy.monitoring import replica_rules, rules, series
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS
-from toolkit.gateway.front import families_of, text_of
-from toolkit.serve.metrics import Exposition
+from toolkit.gateway.front import Gateway
+from toolkit.serve.metrics import Exposition, text_of
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import gauges
 
@@ -158,9 +158,9 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
         balancer=SimpleNamespace(
             router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
         ),
-        model="toy", running=0, waiting=0, moved={}, keyring=SimpleNamespace(named=[]),
+        served="toy", running=(), waiting=0, moved={}, keyring=SimpleNamespace(named=[]),
     )  # fmt: skip
-    families = text_string_to_metric_families(text_of(families_of(gateway)).decode())  # type: ignore[arg-type]
+    families = text_string_to_metric_families(text_of(Gateway.families(gateway)).decode())  # type: ignore[arg-type]
     exposed = {
         (sample.name, sample.labels.get("le")) for family in families for sample in family.samples
     }

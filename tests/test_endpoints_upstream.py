@@ -1,10 +1,11 @@
 """The proxy's client: requests and answers of a connection, kept connections, and failures."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
+from within import within
 
 from toolkit.endpoints.upstream import MAX_HELD_BYTES, Upstream, UpstreamError
 
@@ -46,17 +47,19 @@ class Behind:
             await writer.wait_closed()
 
 
-def behind(
-    server: Behind, use: Callable[[Upstream], Awaitable[None]], silence_s: float = 30.0
-) -> None:
-    async def run() -> None:
-        listening = await asyncio.start_server(server, "127.0.0.1", 0)
-        port = listening.sockets[0].getsockname()[1]
-        async with listening, Upstream(f"http://127.0.0.1:{port}", silence_s) as upstream:
-            await use(upstream)
-        await asyncio.wait(server.serving) if server.serving else None
+@asynccontextmanager
+async def started(
+    *answers: bytes, silence_s: float = 30.0
+) -> AsyncIterator[tuple[Upstream, Behind]]:
+    server = Behind(*answers)
+    listening = await asyncio.start_server(server, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    async with listening, Upstream(f"http://127.0.0.1:{port}", silence_s) as upstream:
+        yield upstream, server
+    await asyncio.wait(server.serving) if server.serving else None
 
-    asyncio.run(run())
+
+behind = within(started, "upstream", "server")
 
 
 async def read(upstream: Upstream, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
@@ -66,25 +69,17 @@ async def read(upstream: Upstream, method: str = "GET", body: bytes = b"") -> tu
     return answer.status, content
 
 
-def test_a_connection_is_kept_and_used_again():
-    server = Behind(WHOLE, WHOLE, WHOLE)
-
-    async def use(upstream: Upstream) -> None:
-        for _ in range(3):
-            assert await read(upstream) == (200, b"ok")
-
-    behind(server, use)
+@behind(WHOLE, WHOLE, WHOLE)
+async def test_a_connection_is_kept_and_used_again(upstream: Upstream, server: Behind):
+    for _ in range(3):
+        assert await read(upstream) == (200, b"ok")
     assert server.connections == 1
 
 
-def test_content_length_is_the_length_of_the_body():
-    server = Behind(WHOLE, WHOLE)
-
-    async def use(upstream: Upstream) -> None:
-        await read(upstream, "POST", b"12345")
-        await read(upstream, "POST")
-
-    behind(server, use)
+@behind(WHOLE, WHOLE)
+async def test_content_length_is_the_length_of_the_body(upstream: Upstream, server: Behind):
+    await read(upstream, "POST", b"12345")
+    await read(upstream, "POST")
     assert server.bodies == [b"12345", b""]
     assert [b"content-length: 0" in head.lower() for head in server.heads] == [False, True]
 
@@ -107,11 +102,12 @@ def test_content_length_is_the_length_of_the_body():
         ),
     ],
 )
-def test_an_answer_ends_where_http_says(method, sent, content):
-    async def use(upstream: Upstream) -> None:
-        assert (await read(upstream, method))[1] == content
-
-    behind(Behind(sent), use)
+@behind()
+async def test_an_answer_ends_where_http_says(
+    upstream: Upstream, server: Behind, method: str, sent: bytes, content: bytes
+):
+    server.answers.append(sent)
+    assert (await read(upstream, method))[1] == content
 
 
 @pytest.mark.parametrize(
@@ -123,123 +119,94 @@ def test_an_answer_ends_where_http_says(method, sent, content):
         b"no HTTP at all\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nlong: " + b"x" * (1 << 19) + b"\r\n\r\n",
+        b"",  # it closes the new connection
     ],
 )
-def test_a_cut_off_or_malformed_answer_is_an_error(sent):
-    async def use(upstream: Upstream) -> None:
-        with pytest.raises(UpstreamError, match="was lost"):
-            await read(upstream)
+@behind()
+async def test_a_cut_off_or_malformed_answer_is_an_error(
+    upstream: Upstream, server: Behind, sent: bytes
+):
+    server.answers.append(sent)
+    with pytest.raises(UpstreamError, match="was lost"):
+        await read(upstream)
 
-    behind(Behind(sent), use)
 
-
-def test_a_header_in_utf_8_is_passed_on_as_it_is():
-    server = Behind(WHOLE)
+@behind(WHOLE)
+async def test_a_header_in_utf_8_is_passed_on_as_it_is(upstream: Upstream, server: Behind):
     name = "x-user: Zoë".encode()
-
-    async def use(upstream: Upstream) -> None:
-        await (await upstream.send("GET", b"/x", [tuple(name.split(b": "))])).aclose()
-
-    behind(server, use)
+    await (await upstream.send("GET", b"/x", [tuple(name.split(b": "))])).aclose()
     assert name + b"\r\n" in server.heads[0]
 
 
-def test_no_connection_is_kept_where_enough_are_in_use():
-    server = Behind(WHOLE, WHOLE)
-
-    async def use(upstream: Upstream) -> None:
-        upstream._http.most_kept = 0
-        for _ in range(2):
-            assert await read(upstream) == (200, b"ok")
-
-    behind(server, use)
+@behind(WHOLE, WHOLE)
+async def test_no_connection_is_kept_where_enough_are_in_use(upstream: Upstream, server: Behind):
+    upstream._http.most_kept = 0
+    for _ in range(2):
+        assert await read(upstream) == (200, b"ok")
     assert [b"connection: close" in head.lower() for head in server.heads] == [True, True]
 
 
-def test_a_closed_kept_connection_costs_no_request():
-    server = Behind(WHOLE, b"", WHOLE)
-
-    async def use(upstream: Upstream) -> None:
-        assert await read(upstream) == (200, b"ok")
-        assert await read(upstream, "POST", b"once") == (200, b"ok")
-
-    behind(server, use)
+@behind(WHOLE, b"", WHOLE)
+async def test_a_closed_kept_connection_costs_no_request(upstream: Upstream, server: Behind):
+    assert await read(upstream) == (200, b"ok")
+    assert await read(upstream, "POST", b"once") == (200, b"ok")
     assert (server.connections, server.bodies) == (2, [b"", b"once"])
 
 
-def test_a_new_connection_that_is_closed_is_an_error_at_once():
-    async def use(upstream: Upstream) -> None:
-        with pytest.raises(UpstreamError, match="was lost"):
-            await read(upstream)
-
-    behind(Behind(b""), use)
-
-
-def test_an_unread_answer_closes_its_connection():
-    server = Behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
-
-    async def use(upstream: Upstream) -> None:
-        answer = await upstream.send("GET", b"/x", [], b"")
-        await answer.aclose()
-        assert await read(upstream) == (200, b"ok")
-
-    behind(server, use)
+@behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
+async def test_an_unread_answer_closes_its_connection(upstream: Upstream, server: Behind):
+    answer = await upstream.send("GET", b"/x", [], b"")
+    await answer.aclose()
+    assert await read(upstream) == (200, b"ok")
     assert server.connections == 2
 
 
-def test_closing_breaks_off_answers_that_are_being_read():
-    async def use(upstream: Upstream) -> None:
-        answer = await upstream.send("GET", b"/x", [])
-        begun = asyncio.Event()
+@behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
+async def test_closing_breaks_off_answers_that_are_being_read(upstream: Upstream, server: Behind):
+    answer = await upstream.send("GET", b"/x", [])
+    begun = asyncio.Event()
 
-        async def read_on() -> None:
-            async for _ in answer.body():
-                begun.set()
+    async def read_on() -> None:
+        async for _ in answer.body():
+            begun.set()
 
-        reading = asyncio.create_task(read_on())
-        await begun.wait()
-        await upstream.close()
-        with pytest.raises(UpstreamError, match="was lost"):
-            async with asyncio.timeout(5):
-                await reading
-        await answer.aclose()
-
-    part = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun"
-    behind(Behind(part, WHOLE), use)
+    reading = asyncio.create_task(read_on())
+    await begun.wait()
+    await upstream.close()
+    with pytest.raises(UpstreamError, match="was lost"):
+        async with asyncio.timeout(5):
+            await reading
+    await answer.aclose()
 
 
-def test_a_silent_server_is_awaited_for_the_given_time_only():
-    async def use(upstream: Upstream) -> None:
-        with pytest.raises(UpstreamError, match="silent") as caught:
-            await read(upstream)
-        assert caught.value.timed_out
+@behind(b"HTTP/1.1 100 Continue\r\n\r\n", WHOLE, silence_s=0.01)
+async def test_a_silent_server_is_awaited_for_the_given_time_only(
+    upstream: Upstream, server: Behind
+):
+    with pytest.raises(UpstreamError, match="silent") as caught:
+        await read(upstream)
+    assert caught.value.timed_out
 
-    behind(Behind(b"HTTP/1.1 100 Continue\r\n\r\n", WHOLE), use, silence_s=0.01)
 
-
-def test_a_large_answer_is_held_in_part_and_comes_whole():
+@behind()
+async def test_a_large_answer_is_held_in_part_and_comes_whole(upstream: Upstream, server: Behind):
     size = 64 * MAX_HELD_BYTES
-    most = 0
-
-    async def use(upstream: Upstream) -> None:
-        nonlocal most
-        answer = await upstream.send("GET", b"/x", [], b"")
-        total = 0
-        async for piece in answer.body():
-            most = max(most, len(piece))
-            total = total + len(piece)
-            for _ in range(20):
-                await asyncio.sleep(0)
-        assert total == size
-
-    behind(Behind(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size), use)
+    server.answers.append(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+    answer = await upstream.send("GET", b"/x", [], b"")
+    total = most = 0
+    async for piece in answer.body():
+        most = max(most, len(piece))
+        total = total + len(piece)
+        for _ in range(20):
+            await asyncio.sleep(0)
+    assert total == size
     assert most < 8 * MAX_HELD_BYTES
 
 
 @pytest.mark.parametrize("target", [b"/x y", b"/x\r\nhost: other", b"/\0", b"*", b"@other/"])
-def test_a_path_becomes_no_header_and_no_host(target):
-    async def use(upstream: Upstream) -> None:
-        with pytest.raises(UpstreamError, match="this path"):
-            await upstream.send("GET", target, [], b"")
-
-    behind(Behind(), use)
+@behind()
+async def test_a_path_becomes_no_header_and_no_host(
+    upstream: Upstream, server: Behind, target: bytes
+):
+    with pytest.raises(UpstreamError, match="this path"):
+        await upstream.send("GET", target, [], b"")

@@ -7,7 +7,8 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 import samples
 from aiohttp.client_proto import ResponseHandler
 from said import says
+from within import Test, within
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
-from toolkit.backends import ServerOrder, StartsReplicas
+from toolkit.backends import ServerOrder
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
@@ -32,7 +34,8 @@ from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.answers import Attempted, PassingAnswer
+from toolkit.gateway.answers import PassingAnswer
+from toolkit.gateway.attempts import Attempted
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.front import Gateway, GatewayStatus
 from toolkit.gateway.launch import OwnReplicas, ServedReplicas, kinds_of_replicas
@@ -49,7 +52,7 @@ from toolkit.routing.balancer import (
 from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest, weighed
 from toolkit.sched.policies.parameters import defaults
-from toolkit.serve.access import Keyring
+from toolkit.serve.access import ApiKey, Keyring
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.http import HttpServer
 from toolkit.serve.limits import WireLimits
@@ -58,6 +61,9 @@ from toolkit.serve.status import Facts, KindFacts
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
+
+
+Act = Callable[[], Awaitable[None]]
 
 
 class Front:
@@ -69,8 +75,10 @@ class Front:
         self.pool = gateway.pool
         self.shown: list[Plan] = []  # of `own_replicas`
 
-    async def stream(self, body: dict[str, Any], *, chat: bool = False, on: Any = None) -> "Told":
-        """Send a streamed request; `on` is called with each event's number."""
+    async def stream(
+        self, body: dict[str, Any], *, chat: bool = False, at: int = 0, act: Act | None = None
+    ) -> "Told":
+        """Send a streamed request; at event number `at`, `act` is called."""
         told = Told()
         path = "/v1/chat/completions" if chat else "/v1/completions"
         async with self.http.stream("POST", path, json=body | {"stream": True}) as response:
@@ -78,8 +86,9 @@ class Front:
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
                     told.add(line[6:])
-                    if on is not None:
-                        await on(len(told.events))
+                    if act is not None and len(told.events) == at and not told.acted:
+                        told.acted = True
+                        await act()
         return told
 
     async def until(self, state: str, count: int) -> None:
@@ -92,7 +101,7 @@ class Told:
 
     def __init__(self) -> None:
         self.status = 0
-        self.done = False
+        self.done = self.acted = False
         self.events: list[dict[str, Any]] = []
 
     def add(self, data: str) -> None:
@@ -116,64 +125,63 @@ class Told:
         return [e["choices"][0].get("finish_reason") for e in self.events if e.get("choices")][-1]
 
 
-Test = Callable[[Front, list[StandIn]], Awaitable[None]]
-
-
-def run(
-    test: Test,
-    *standins: StandIn,
+@asynccontextmanager
+async def fronted(
+    *standins: StandIn | dict[str, Any],
     router: str = "least-requests",
     needs: ReplicaNeeds = ReplicaNeeds(MODEL),  # noqa: B008
     hang_s: float = 5.0,
     sink: Callable[[BalancerEvent], None] | None = None,
-    keyring: Keyring | None = None,
+    api_key: str = "",
+    keys: Sequence[ApiKey] = (),
     said: list[str] | None = None,
     limits: LatencyLimits = UNLIMITED,
     law: PassLaw | None = None,
     kinds: list[LiveKind] | None = None,
     starts: tuple[str, ...] | None = None,
     **settings: Any,
-) -> None:
-    async def both() -> None:
-        servers = list(standins) or [StandIn(), StandIn()]
-        for server in servers:
-            await server.start()
-        balancer = Balancer(
-            make_router(router, {}),
-            [],
-            block_tokens=64,
-            index_limit=1000,
-            sink=sink,
-            limits=limits,
-        )
-        pool = ReplicaPool(
-            balancer,
-            kinds or [LiveKind(ReplicaTraits(100_000, law=law))],
-            needs,
-            hang_s=hang_s,
-            say=(said if said is not None else []).append,
-        )
-        gateway = Gateway(pool, FrontSettings(**settings), keyring or Keyring())
-        sweep = asyncio.create_task(pool.sweep())
-        with listen("127.0.0.1", 0) as listener:
-            server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
-            await server.start(listener)
-            pool.renew([each.url for each in servers] if starts is None else starts)
-            async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
-                front = Front(http, gateway)
-                if needs.model == MODEL and starts is None:
-                    await front.until("up", sum(each.model == MODEL for each in servers))
-                async with asyncio.timeout(30):
-                    await test(front, servers)
-            sweep.cancel()
-            await asyncio.gather(sweep, return_exceptions=True)
-            await pool.stop()
-            await server.stop(1)
-        for each in servers:
-            each.kill()
-        await asyncio.sleep(0.01)
+) -> AsyncIterator[tuple[Front, list[StandIn]]]:
+    """A front before stand-ins, or new ones with these options; by default before two."""
+    given = standins or ({}, {})
+    servers = [StandIn(**each) if isinstance(each, dict) else each for each in given]
+    for server in servers:
+        await server.start()
+    balancer = Balancer(
+        make_router(router, {}), [], block_tokens=64, index_limit=1000, sink=sink, limits=limits
+    )
+    pool = ReplicaPool(
+        balancer,
+        kinds or [LiveKind(ReplicaTraits(100_000, law=law))],
+        needs,
+        hang_s=hang_s,
+        say=(said if said is not None else []).append,
+    )
+    gateway = Gateway(pool, FrontSettings(**settings), Keyring(api_key, keys))
+    sweep = asyncio.create_task(pool.sweep())
+    with listen("127.0.0.1", 0) as listener:
+        server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
+        await server.start(listener)
+        pool.renew([each.url for each in servers] if starts is None else starts)
+        async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
+            front = Front(http, gateway)
+            if needs.model == MODEL and starts is None:
+                await front.until("up", sum(each.model == MODEL for each in servers))
+            async with asyncio.timeout(30):
+                yield front, servers
+        sweep.cancel()
+        await asyncio.gather(sweep, return_exceptions=True)
+        await pool.stop()
+        await server.stop(1)
+    for each in servers:
+        each.kill()
+    await asyncio.sleep(0.01)
 
-    asyncio.run(both())
+
+behind = within(fronted, "front", "servers")
+
+
+def run(test: Test, *standins: StandIn, **options: Any) -> None:
+    behind(*standins, **options)(test)()
 
 
 def asked(max_tokens: int = 40, **more: Any) -> dict[str, Any]:
@@ -194,48 +202,49 @@ def chatted(max_tokens: int = 40, **more: Any) -> dict[str, Any]:
 USAGE = {"stream_options": {"include_usage": True}}
 
 
-def test_a_stream_passes_with_nothing_that_only_the_gateway_asked_for():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        plain = await front.stream(asked())
-        counted = await front.stream(asked(**USAGE))
-        assert plain.text == counted.text == answer_of(asked())
-        assert plain.done
-        assert plain.finish == "length"
-        assert len(plain.events) == 40
-        assert "token_ids" not in json.dumps(plain.events)
-        assert counted.usage == {
-            "prompt_tokens": len(PROMPT), "completion_tokens": 40,
-            "total_tokens": len(PROMPT) + 40,
-        }  # fmt: skip
-        ids = await front.stream(asked(return_token_ids=True))
-        assert [e["choices"][0]["token_ids"] for e in ids.events] == [[ord(c)] for c in plain.text]
-
-    run(test)
+@behind()
+async def test_a_stream_passes_with_nothing_that_only_the_gateway_asked_for(
+    front: Front, servers: list[StandIn]
+):
+    plain = await front.stream(asked())
+    counted = await front.stream(asked(**USAGE))
+    assert plain.text == counted.text == answer_of(asked())
+    assert plain.done
+    assert plain.finish == "length"
+    assert len(plain.events) == 40
+    assert "token_ids" not in json.dumps(plain.events)
+    assert counted.usage == {
+        "prompt_tokens": len(PROMPT), "completion_tokens": 40,
+        "total_tokens": len(PROMPT) + 40,
+    }  # fmt: skip
+    ids = await front.stream(asked(return_token_ids=True))
+    assert [e["choices"][0]["token_ids"] for e in ids.events] == [[ord(c)] for c in plain.text]
 
 
 @pytest.mark.slow
-def test_whole_answers_models_and_pages():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        whole = (await front.http.post("/v1/completions", json=asked())).json()
-        assert whole["choices"][0]["text"] == answer_of(asked())
-        chat = (await front.http.post("/v1/chat/completions", json=chatted())).json()
-        assert chat["choices"][0]["message"]["content"] == answer_of(chatted(), chat=True)
-        models = (await front.http.get("/v1/models")).json()["data"]
-        assert [(each["id"], each["max_model_len"]) for each in models] == [(MODEL, 4096)]
-        assert (await front.http.get("/ready")).json() == {"status": "ready"}
-        assert (await front.http.get("/health")).status_code == 200
-        told = (await front.http.get("/metrics")).text
-        assert 'llmctl_requests_total{finish_reason="length"' in told
-        shown = (await front.http.get("/replicas")).json()
-        assert [each["state"] for each in shown["replicas"]] == ["up", "up"]
-        assert (await front.http.get("/nothing")).status_code == 404
-        assert (await front.http.head("/health")).status_code == 200
-
-    run(test)
+@behind()
+async def test_whole_answers_models_and_pages(front: Front, servers: list[StandIn]):
+    whole = (await front.http.post("/v1/completions", json=asked())).json()
+    assert whole["choices"][0]["text"] == answer_of(asked())
+    chat = (await front.http.post("/v1/chat/completions", json=chatted())).json()
+    assert chat["choices"][0]["message"]["content"] == answer_of(chatted(), chat=True)
+    models = (await front.http.get("/v1/models")).json()["data"]
+    assert [(each["id"], each["max_model_len"]) for each in models] == [(MODEL, 4096)]
+    assert (await front.http.get("/ready")).json() == {"status": "ready"}
+    assert (await front.http.get("/health")).status_code == 200
+    told = (await front.http.get("/metrics")).text
+    assert 'llmctl_requests_total{finish_reason="length"' in told
+    shown = (await front.http.get("/replicas")).json()
+    assert [each["state"] for each in shown["replicas"]] == ["up", "up"]
+    assert (await front.http.get("/nothing")).status_code == 404
+    assert (await front.http.head("/health")).status_code == 200
 
 
 @pytest.mark.slow  # until an idle connection closes
-def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_collector():
+@behind()
+async def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_collector(
+    front: Front, servers: list[StandIn]
+):
     def found(kind: type) -> set[int]:
         return {id(each) for each in gc.get_objects() if issubclass(type(each), kind)}
 
@@ -246,27 +255,24 @@ def test_ended_requests_and_refused_connections_leave_nothing_to_the_garbage_col
     def kept(kind: type) -> bool:
         return bool(found(kind) - others)
 
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        gc.collect()
-        gc.disable()
-        try:
-            await front.stream(asked())
-            await front.http.post("/v1/completions", json=asked())
-            while kept(PassedRequest):
-                await asyncio.sleep(0.005)
-            front.pool.renew([])
-            for each in servers:
-                each.kill()
-            while kept(ResponseHandler):
-                await asyncio.sleep(0.005)
-            async with Upstream(servers[0].url, 5.0) as upstream:
-                with pytest.raises(UpstreamError):
-                    await upstream.send("GET", b"/health", [])
-            assert not kept(ResponseHandler)
-        finally:
-            gc.enable()
-
-    run(test)
+    gc.collect()
+    gc.disable()
+    try:
+        await front.stream(asked())
+        await front.http.post("/v1/completions", json=asked())
+        while kept(PassedRequest):
+            await asyncio.sleep(0.005)
+        front.pool.renew([])
+        for each in servers:
+            each.kill()
+        while kept(ResponseHandler):
+            await asyncio.sleep(0.005)
+        async with Upstream(servers[0].url, 5.0) as upstream:
+            with pytest.raises(UpstreamError):
+                await upstream.send("GET", b"/health", [])
+        assert not kept(ResponseHandler)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
@@ -297,16 +303,12 @@ def test_a_stream_goes_on_elsewhere_without_a_token_twice(chat: bool, how: str, 
             body |= {"stop": ["zzzzz"], "temperature": 0}
         if how == "again":
             body |= {"logprobs": 1}
-        ended = False
 
-        async def on(number: int) -> None:
-            nonlocal ended
-            if number == 12 and not ended:
-                ended = True
-                busy = max(servers, key=lambda each: len(each.served))
-                getattr(busy, end)()
+        async def stop() -> None:
+            busy = max(servers, key=lambda each: len(each.served))
+            getattr(busy, end)()
 
-        told = await front.stream(body, chat=chat, on=on)
+        told = await front.stream(body, chat=chat, at=12, act=stop)
         prompt = len(PROMPT) + (len("<user><assistant>") if chat else 0)
         assert told.text == answer_of(body, chat=chat)
         assert (told.finish, told.done) == ("length", True)
@@ -366,101 +368,84 @@ def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
         assert (asked["messages"], asked["max_tokens"]) == ([], 20)
 
 
-def test_an_answer_that_lacks_only_its_last_lines_ends():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        async def on(number: int) -> None:
-            if number == 10:
-                for server in servers:
-                    server.kill()
+@behind({"token_s": 0.01}, {"token_s": 0.01})
+async def test_an_answer_that_lacks_only_its_last_lines_ends(front: Front, servers: list[StandIn]):
+    async def kill() -> None:
+        for server in servers:
+            server.kill()
 
-        told = await front.stream(asked(10, **USAGE), on=on)
-        assert told.text == answer_of(asked(10))
-        assert told.done
-        assert told.usage["completion_tokens"] == 10
-
-    run(test, StandIn(token_s=0.01), StandIn(token_s=0.01))
+    told = await front.stream(asked(10, **USAGE), at=10, act=kill)
+    assert told.text == answer_of(asked(10))
+    assert told.done
+    assert told.usage["completion_tokens"] == 10
 
 
 @pytest.mark.slow
-def test_a_hung_replica_loses_its_requests_to_another_and_comes_back():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        hung: list[StandIn] = []
+@behind({"token_s": 0.002}, {"token_s": 0.002}, hang_s=0.3)
+async def test_a_hung_replica_loses_its_requests_to_another_and_comes_back(
+    front: Front, servers: list[StandIn]
+):
+    async def hang() -> None:
+        max(servers, key=lambda each: each.served.total()).hung = True
 
-        async def on(number: int) -> None:
-            if number == 5 and not hung:
-                hung.append(max(servers, key=lambda each: each.served.total()))
-                hung[0].hung = True
-
-        told = await front.stream(asked(), on=on)
-        assert told.text == answer_of(asked())
-        waiting = asyncio.create_task(front.http.post("/v1/completions", json=asked()))
-        again = await waiting
-        assert again.json()["choices"][0]["text"] == answer_of(asked())
-        hung[0].hung = False
-        await front.until("up", 2)
-
-    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), hang_s=0.3)
+    told = await front.stream(asked(), at=5, act=hang)
+    assert told.text == answer_of(asked())
+    again = await front.http.post("/v1/completions", json=asked())
+    assert again.json()["choices"][0]["text"] == answer_of(asked())
+    next(each for each in servers if each.hung).hung = False
+    await front.until("up", 2)
 
 
 @pytest.mark.slow
-def test_without_a_replica_requests_get_503_at_once_until_one_is_back():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        (server,) = servers
-        server.kill()
+@behind({}, wait_up_s=0.05)
+async def test_without_a_replica_requests_get_503_at_once_until_one_is_back(
+    front: Front, servers: list[StandIn]
+):
+    (server,) = servers
+    server.kill()
+    refused = await front.http.post("/v1/completions", json=asked())
+    while refused.status_code != 503:  # the first one finds it out, and waits
         refused = await front.http.post("/v1/completions", json=asked())
-        while refused.status_code != 503:  # the first one finds it out, and waits
-            refused = await front.http.post("/v1/completions", json=asked())
-        assert refused.headers["retry-after"] == "5"
-        assert refused.json()["error"]["code"] in ("overloaded", "replicas")
-        assert (await front.http.get("/ready")).status_code == 503
+    assert refused.headers["retry-after"] == "5"
+    assert refused.json()["error"]["code"] in ("overloaded", "replicas")
+    assert (await front.http.get("/ready")).status_code == 503
+    await server.start()
+    await front.until("up", 1)
+    assert (await front.stream(asked())).text == answer_of(asked())
+
+
+@pytest.mark.slow
+@behind({"token_s": 0.002})
+async def test_an_accepted_request_waits_for_a_replica(front: Front, servers: list[StandIn]):
+    (server,) = servers
+
+    async def restart() -> None:
+        server.kill()
         await server.start()
-        await front.until("up", 1)
+
+    told = await front.stream(asked(), at=5, act=restart)
+    assert told.text == answer_of(asked())
+
+
+@behind({"status": 500}, {"status": 500})
+async def test_a_request_that_every_replica_breaks_off_ends(front: Front, servers: list[StandIn]):
+    told = await front.http.post("/v1/completions", json=asked())
+    assert told.status_code == 500
+    assert told.json()["error"]["message"] == "made so"
+    assert sum(each.served.total() for each in servers) == 2
+
+
+@behind({"status": 503}, {})
+async def test_a_busy_replica_sends_a_request_elsewhere(front: Front, servers: list[StandIn]):
+    for _ in range(4):
         assert (await front.stream(asked())).text == answer_of(asked())
 
-    run(test, StandIn(), wait_up_s=0.05)
 
-
-@pytest.mark.slow
-def test_an_accepted_request_waits_for_a_replica():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        (server,) = servers
-
-        async def on(number: int) -> None:
-            if number == 5:
-                server.kill()
-                await server.start()
-
-        told = await front.stream(asked(), on=on)
-        assert told.text == answer_of(asked())
-
-    run(test, StandIn(token_s=0.002))
-
-
-def test_a_request_that_every_replica_breaks_off_ends():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        told = await front.http.post("/v1/completions", json=asked())
-        assert told.status_code == 500
-        assert told.json()["error"]["message"] == "made so"
-        assert sum(each.served.total() for each in servers) == 2
-
-    run(test, StandIn(status=500), StandIn(status=500))
-
-
-def test_a_busy_replica_sends_a_request_elsewhere():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for _ in range(4):
-            assert (await front.stream(asked())).text == answer_of(asked())
-
-    run(test, StandIn(status=503), StandIn())
-
-
-def test_a_request_that_a_replica_refuses_is_refused():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        told = await front.http.post("/v1/completions", json=asked())
-        assert told.status_code == 400
-        assert sum(each.served.total() for each in servers) == 1
-
-    run(test, StandIn(status=400), StandIn(status=400))
+@behind({"status": 400}, {"status": 400})
+async def test_a_request_that_a_replica_refuses_is_refused(front: Front, servers: list[StandIn]):
+    told = await front.http.post("/v1/completions", json=asked())
+    assert told.status_code == 400
+    assert sum(each.served.total() for each in servers) == 1
 
 
 def test_another_model_context_or_version_is_named_and_left_out():
@@ -500,43 +485,38 @@ def test_another_model_context_or_version_is_named_and_left_out():
 
 
 @pytest.mark.slow
-def test_the_list_of_replicas_may_change_under_requests():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        extra = StandIn(token_s=0.002)
-        await extra.start()
+@behind({"token_s": 0.002}, {"token_s": 0.002})
+async def test_the_list_of_replicas_may_change_under_requests(front: Front, servers: list[StandIn]):
+    extra = StandIn(token_s=0.002)
+    await extra.start()
 
-        async def on(number: int) -> None:
-            if number == 5:
-                front.pool.renew([extra.url])
+    async def renew() -> None:
+        front.pool.renew([extra.url])
 
-        told = await front.stream(asked(), on=on)
-        assert told.text == answer_of(asked())
-        await front.until("up", 1)
-        assert (await front.stream(asked())).text == answer_of(asked())
-        assert extra.served.total() == 1
-        assert [each.url for each in front.pool.replicas] == [extra.url]
-        extra.kill()
-
-    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002))
+    told = await front.stream(asked(), at=5, act=renew)
+    assert told.text == answer_of(asked())
+    await front.until("up", 1)
+    assert (await front.stream(asked())).text == answer_of(asked())
+    assert extra.served.total() == 1
+    assert [each.url for each in front.pool.replicas] == [extra.url]
+    extra.kill()
 
 
-def test_wrong_requests_and_keys():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        http = front.http
-        assert (await http.post("/v1/completions", json=asked())).status_code == 401
-        headers = {"authorization": "Bearer secret"}
-        other = await http.post("/v1/completions", json=asked(model="x"), headers=headers)
-        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
-        bad = await http.post(
-            "/v1/completions", content=b"[", headers=headers | {"content-type": "application/json"}
-        )
-        assert bad.status_code == 400
-        large = await http.post("/v1/completions", json=asked(x="y" * 5000), headers=headers)
-        assert large.status_code == 413
-        good = await http.post("/v1/completions", json=asked(), headers=headers)
-        assert good.status_code == 200
-
-    run(test, keyring=Keyring("secret"), max_body_bytes=4000)
+@behind(api_key="secret", max_body_bytes=4000)
+async def test_wrong_requests_and_keys(front: Front, servers: list[StandIn]):
+    http = front.http
+    assert (await http.post("/v1/completions", json=asked())).status_code == 401
+    headers = {"authorization": "Bearer secret"}
+    other = await http.post("/v1/completions", json=asked(model="x"), headers=headers)
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+    bad = await http.post(
+        "/v1/completions", content=b"[", headers=headers | {"content-type": "application/json"}
+    )
+    assert bad.status_code == 400
+    large = await http.post("/v1/completions", json=asked(x="y" * 5000), headers=headers)
+    assert large.status_code == 413
+    good = await http.post("/v1/completions", json=asked(), headers=headers)
+    assert good.status_code == 200
 
 
 def test_reports_reach_the_balancer(monkeypatch: pytest.MonkeyPatch):
@@ -568,46 +548,46 @@ def counted(queries: int, batch_s: float) -> str:
     )
 
 
-def test_what_replicas_count_comes_through_the_front_together():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        target = await asyncio.to_thread(find_target, str(front.http.base_url))
-        assert (target.own, target.front) == (False, True)
-        text = (await front.http.get("/replicas/metrics")).text
-        for each in servers:
-            assert f'queries_total{{engine="0",replica="{each.url}"}}' in text
-        assert text.count("# TYPE vllm:prefix_cache_queries_total counter") == 1
-        assert (await asyncio.to_thread(counts, target))["llmctl_batch_seconds_total"] == 3.5
-        assert await asyncio.to_thread(cache_counts, target) == (50.0, 25.0)
+@behind({"metrics": counted(40, 1.5)}, {"metrics": counted(10, 2.0)})
+async def test_what_replicas_count_comes_through_the_front_together(
+    front: Front, servers: list[StandIn]
+):
+    target = await asyncio.to_thread(find_target, str(front.http.base_url))
+    assert (target.own, target.front) == (False, True)
+    text = (await front.http.get("/replicas/metrics")).text
+    for each in servers:
+        assert f'queries_total{{engine="0",replica="{each.url}"}}' in text
+    assert text.count("# TYPE vllm:prefix_cache_queries_total counter") == 1
+    assert (await asyncio.to_thread(counts, target))["llmctl_batch_seconds_total"] == 3.5
+    assert await asyncio.to_thread(cache_counts, target) == (50.0, 25.0)
 
-    run(test, StandIn(metrics=counted(40, 1.5)), StandIn(metrics=counted(10, 2.0)))
 
+@behind(router="sglang")
+async def test_a_front_that_runs_another_router_than_the_plan_is_foreign(
+    front: Front, servers: list[StandIn]
+):
+    target = await asyncio.to_thread(find_target, str(front.http.base_url))
 
-def test_a_front_that_runs_another_router_than_the_plan_is_foreign():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        target = await asyncio.to_thread(find_target, str(front.http.base_url))
+    def found(name: str, workers: int = 2, **given: float) -> str:
+        spec = RouterSpec(name=name, parameters=defaults(ROUTERS[name]) | given)
+        fit = samples.paged_fit()
+        engine = fit.engine.model_copy(update={"engine": "vllm", "engine_version": "0.32.0"})
+        plan = fake_plan_of(fit.model_copy(update={"engine": engine}))
+        said: list[str] = []
+        changes = {"workers": workers, "replica_router": spec}
+        check_server(plan.model_copy(update=changes), target, said.append)
+        return "; ".join(said)
 
-        def found(name: str, workers: int = 2, **given: float) -> str:
-            spec = RouterSpec(name=name, parameters=defaults(ROUTERS[name]) | given)
-            fit = samples.paged_fit()
-            engine = fit.engine.model_copy(update={"engine": "vllm", "engine_version": "0.32.0"})
-            plan = fake_plan_of(fit.model_copy(update={"engine": engine}))
-            said: list[str] = []
-            changes = {"workers": workers, "replica_router": spec}
-            check_server(plan.model_copy(update=changes), target, said.append)
-            return "; ".join(said)
-
-        assert await asyncio.to_thread(found, "sglang") == ""
-        for name, workers, given, message in [
-            ("by-law", 2, {}, "runs router 'sglang' before 2 replicas, the plan has router 'by-l"),
-            ("sglang", 3, {}, "the plan has router 'sglang' before 3"),
-            ("sglang", 2, {"threshold": 0.5}, "'sglang' has threshold 0.3, the plan 0.5"),
-        ]:
-            assert message in await asyncio.to_thread(found, name, workers, **given)
-        older = fake_plan_of(samples.paged_fit())
-        with pytest.raises(ForeignError, match=r"0\.1\.0.*0\.32\.0"):
-            await asyncio.to_thread(check_server, older, target)
-
-    run(test, router="sglang")
+    assert await asyncio.to_thread(found, "sglang") == ""
+    for name, workers, given, message in [
+        ("by-law", 2, {}, "runs router 'sglang' before 2 replicas, the plan has router 'by-l"),
+        ("sglang", 3, {}, "the plan has router 'sglang' before 3"),
+        ("sglang", 2, {"threshold": 0.5}, "'sglang' has threshold 0.3, the plan 0.5"),
+    ]:
+        assert message in await asyncio.to_thread(found, name, workers, **given)
+    older = fake_plan_of(samples.paged_fit())
+    with pytest.raises(ForeignError, match=r"0\.1\.0.*0\.32\.0"):
+        await asyncio.to_thread(check_server, older, target)
 
 
 def test_a_replay_names_its_sessions_as_the_simulator_does():
@@ -629,59 +609,53 @@ def test_a_replay_names_its_sessions_as_the_simulator_does():
 
 
 @pytest.mark.slow
-def test_a_deadline_ends_a_stream_and_a_whole_answer():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        told = await front.stream(asked(400))
-        assert "no end within 0.1 s" in told.events[-1]["error"]["message"]
-        assert told.done
-        whole = await front.http.post("/v1/completions", json=asked(400))
-        assert whole.status_code == 504
-        assert front.gateway.stats.ended == {"timeout": 2}
-        assert all(not each.requests for each in front.gateway.balancer.replicas)
-
-    run(test, StandIn(token_s=0.002), request_timeout_s=0.1)
+@behind({"token_s": 0.002}, request_timeout_s=0.1)
+async def test_a_deadline_ends_a_stream_and_a_whole_answer(front: Front, servers: list[StandIn]):
+    told = await front.stream(asked(400))
+    assert "no end within 0.1 s" in told.events[-1]["error"]["message"]
+    assert told.done
+    whole = await front.http.post("/v1/completions", json=asked(400))
+    assert whole.status_code == 504
+    assert front.gateway.stats.ended == {"timeout": 2}
+    assert all(not each.requests for each in front.gateway.balancer.replicas)
 
 
-def test_a_client_that_leaves_frees_its_replica():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        body = asked(4000) | {"stream": True}
-        async with front.http.stream("POST", "/v1/completions", json=body) as response:
-            await anext(response.aiter_lines())
-        while front.gateway.running:
-            await asyncio.sleep(0.002)
-        assert front.gateway.stats.ended == {"cancelled": 1}
-        assert not any(each.attempts for each in front.pool.replicas)
-
-    run(test, StandIn(token_s=0.002))
+@behind({"token_s": 0.002})
+async def test_a_client_that_leaves_frees_its_replica(front: Front, servers: list[StandIn]):
+    body = asked(4000) | {"stream": True}
+    async with front.http.stream("POST", "/v1/completions", json=body) as response:
+        await anext(response.aiter_lines())
+    while front.gateway.running:
+        await asyncio.sleep(0.002)
+    assert front.gateway.stats.ended == {"cancelled": 1}
+    assert not any(each.attempts for each in front.pool.replicas)
 
 
 @pytest.mark.slow
-def test_a_replica_that_comes_back_gets_few_requests_at_first():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        _, second = servers
-        await asyncio.gather(*(front.stream(asked()) for _ in range(8)))
-        second.kill()
-        await asyncio.gather(*(front.stream(asked()) for _ in range(4)))
-        await second.start()
-        await front.until("up", 2)
-        before = second.served.total()
-        await asyncio.gather(*(front.stream(asked(60)) for _ in range(24)))
-        assert 1 <= second.served.total() - before <= 8
+@behind({"token_s": 0.002}, {"token_s": 0.002})
+async def test_a_replica_that_comes_back_gets_few_requests_at_first(
+    front: Front, servers: list[StandIn]
+):
+    _, second = servers
+    await asyncio.gather(*(front.stream(asked()) for _ in range(8)))
+    second.kill()
+    await asyncio.gather(*(front.stream(asked()) for _ in range(4)))
+    await second.start()
+    await front.until("up", 2)
+    before = second.served.total()
+    await asyncio.gather(*(front.stream(asked(60)) for _ in range(24)))
+    assert 1 <= second.served.total() - before <= 8
 
-    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002))
 
-
-def test_more_requests_than_may_wait_get_503():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for replica in front.gateway.balancer.replicas:
-            replica.traits = ReplicaTraits(100_000, max_rows=1)
-        bodies = [front.http.post("/v1/completions", json=asked(60)) for _ in range(12)]
-        codes = [each.status_code for each in await asyncio.gather(*bodies)]
-        assert codes.count(503) >= 6
-        assert codes.count(200) >= 4
-        assert front.gateway.stats.refused == codes.count(503)
-
-    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002), max_waiting=2)
+@behind({"token_s": 0.002}, {"token_s": 0.002}, max_waiting=2)
+async def test_more_requests_than_may_wait_get_503(front: Front, servers: list[StandIn]):
+    for replica in front.gateway.balancer.replicas:
+        replica.traits = ReplicaTraits(100_000, max_rows=1)
+    bodies = [front.http.post("/v1/completions", json=asked(60)) for _ in range(12)]
+    codes = [each.status_code for each in await asyncio.gather(*bodies)]
+    assert codes.count(503) >= 6
+    assert codes.count(200) >= 4
+    assert front.gateway.stats.refused == codes.count(503)
 
 
 class SlowLaw:
@@ -730,12 +704,8 @@ def test_replicas_that_every_router_names_serve():
 
 
 def fake_plan_of(fit: Fit) -> Plan:
-    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 8})
-    return Plan(
-        **envelope, recipe=samples.recipe(), fit=fit, workers=2, policy=policy, predicted={},
-        limits=[], explained={},
-    )  # fmt: skip
+    return samples.plan(samples.recipe(), fit, workers=2).model_copy(update={"policy": policy})
 
 
 def test_the_law_of_the_plans_fit_routes():
@@ -756,7 +726,8 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
     async def test(front: Front, servers: list[StandIn]) -> None:
         kind = KindFacts("toy", "vllm", "cpu", 2)
         facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, [kind], {}, {})
-        status = front.gateway.status = GatewayStatus(front.gateway, facts)
+        status = GatewayStatus(front.gateway, facts)
+        front.gateway.show(status)
         prompt = PROMPT * 40
         for _ in range(4):
             await front.http.post("/v1/completions", json=asked(prompt=prompt))
@@ -782,7 +753,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
         foreign = await front.http.get("/status.json", headers={"Host": "elsewhere.example"})
         assert foreign.status_code == 403
 
-    run(test, router="round-robin", status_page=True)
+    run(test, router="round-robin")
 
     async def without(front: Front, servers: list[StandIn]) -> None:
         assert (await front.http.get("/status.json")).status_code == 404
@@ -793,12 +764,12 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
 class OwnStandIn:
     """A server that the gateway starts: a stand-in; its process goes on when it hangs."""
 
-    def __init__(self, servers: "list[OwnStandIn]", standin: StandIn) -> None:
+    def __init__(self, number: int, standin: StandIn) -> None:
+        self.number = number
         self.standin = standin
         self.stopped = False
         self.running = True
         self.url = standin.url
-        servers.append(self)
 
     def wait_until_ready(self) -> None:
         pass
@@ -808,190 +779,180 @@ class OwnStandIn:
         self.running = False
 
 
-def own_replicas(
+class OwnStandIns:
+    """Starts one stand-in after the other; `check` sees each order, and may raise."""
+
+    def __init__(
+        self, count: int, check: Callable[[ServerOrder, int], None] = lambda *_: None
+    ) -> None:
+        self.standins = [StandIn() for _ in range(count)]
+        self.made: list[OwnStandIn] = []
+        self._left = iter(self.standins)
+        self._check = check
+
+    def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
+        self._check(order, number)
+        server = OwnStandIn(number, next(self._left))
+        self.made.append(server)
+        return server
+
+    def urls(self, *numbers: int) -> set[str]:
+        return {self.standins[number].url for number in numbers}
+
+
+@asynccontextmanager
+async def own_replicas(
     plan: Plan,
-    backend: StartsReplicas,
+    backend: OwnStandIns,
     front: Front,
     said: list[str],
     first_log: Path | None = None,
-) -> OwnReplicas:
+) -> AsyncIterator[OwnReplicas]:
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
+    for each in backend.standins:
+        await each.start()
     order = ServedReplicas(
         plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), kinds_of_replicas(plan),
         own=backend, ending=Ending(0.0, 1.0, said.append), first_log=first_log,
     )  # fmt: skip
-    return OwnReplicas(order, front.pool, front.shown.append)
+    own = OwnReplicas(order, front.pool, front.shown.append)
+    own.start()
+    async with asyncio.timeout(20):
+        yield own
+    await own.stop()
+    for each in backend.standins:
+        each.kill()
+
+
+async def until_up(front: Front, urls: set[str]) -> None:
+    while not urls <= {each.url for each in front.pool.up}:
+        await asyncio.sleep(0.005)
 
 
 @pytest.mark.slow
-def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again():
+@behind()
+async def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again(
+    front: Front, servers: list[StandIn]
+):
     plan = fake_plan_of(samples.paged_fit())
     serve = plan.recipe.serve.model_copy(update={"hang_s": 0.3})
     recipe = plan.recipe.model_copy(update={"serve": serve})
     plan = plan.model_copy(update={"workers": 1, "recipe": recipe})
-    made: list[OwnStandIn] = []
+    backend = OwnStandIns(2)
     said: list[str] = []
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        spare = [StandIn(), StandIn()]
-        for each in spare:
-            await each.start()
-
-        class Backend:
-            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
-                return OwnStandIn(made, spare[len(made)])
-
-        own = own_replicas(plan, Backend(), front, said)
-        own.start()
-        while MODEL not in {each.model for each in front.pool.up if each.url == spare[0].url}:
-            await asyncio.sleep(0.005)
-        spare[0].kill()
-        while spare[1].url not in {each.url for each in front.pool.up}:
-            await asyncio.sleep(0.005)
+    async with own_replicas(plan, backend, front, said):
+        await until_up(front, backend.urls(0))
+        backend.standins[0].kill()
+        await until_up(front, backend.urls(1))
         assert (await front.stream(asked())).text == answer_of(asked())
-        await own.stop()
-        spare[1].kill()
-        assert [each.stopped for each in made] == [True, True]
-
-    run(test)
+    assert [each.stopped for each in backend.made] == [True, True]
     assert any(says(line, "replica 0", "0.3 s") for line in said), said
 
 
 @pytest.mark.slow
-def test_the_first_of_own_replicas_writes_its_passes_and_again_when_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@behind(starts=())
+async def test_the_first_of_own_replicas_writes_its_passes_and_again_when_it_is_started_again(
+    front: Front, servers: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(launch, "RESTART_S", 0.01)
     plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 2})
     log = tmp_path / "passes.jsonl"
-    made: list[OwnStandIn] = []
-    said: list[str] = []
     logs: list[tuple[int, Path | None]] = []
     were_there: list[bool] = []
 
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        spare = [StandIn() for _ in range(3)]
-        for each in spare:
-            await each.start()
+    def check(order: ServerOrder, number: int) -> None:
+        logs.append((number, order.pass_log))
+        if order.pass_log is not None:
+            were_there.append(order.pass_log.exists())
+            order.pass_log.write_text("its header")
 
-        class Backend:
-            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
-                logs.append((number, order.pass_log))
-                if order.pass_log is not None:
-                    were_there.append(order.pass_log.exists())
-                    order.pass_log.write_text("its header")
-                return OwnStandIn(made, spare[number if len(logs) <= 2 else 2])
-
-        own = own_replicas(plan, Backend(), front, said, log)
-        own.start()
+    backend = OwnStandIns(3, check)
+    async with own_replicas(plan, backend, front, [], log) as own:
         await own.loaded()
-        spare[0].kill()
-        next(one for one in made if one.standin is spare[0]).running = False
+        first = next(one for one in backend.made if one.number == 0)
+        first.standin.kill()
+        first.running = False
         while len(logs) < 3:
             await asyncio.sleep(0.005)
-        await own.stop()
-        for each in spare:
-            each.kill()
-
-    run(test, starts=())
     assert set(logs[:2]) == {(0, log), (1, None)}
     assert logs[2] == (0, log)
     assert were_there == [False, False]
 
 
 @pytest.mark.slow
-def test_an_own_replica_without_room_for_its_files_is_started_again(
-    monkeypatch: pytest.MonkeyPatch,
+@behind()
+async def test_an_own_replica_without_room_for_its_files_is_started_again(
+    front: Front, servers: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(launch, "RESTART_S", 0.01)
     plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 1})
-    made: list[OwnStandIn] = []
+    backend = OwnStandIns(2)
     said: list[str] = []
     full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(2)]
 
     def folder(**_: Any) -> tempfile.TemporaryDirectory[str]:
-        if made and full:
+        if backend.made and full:
             raise full.pop()
         return tempfile.TemporaryDirectory()
 
     monkeypatch.setattr(launch, "new_folder", folder)
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        spare = [StandIn(), StandIn()]
-        for each in spare:
-            await each.start()
-
-        class Backend:
-            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
-                return OwnStandIn(made, spare[len(made)])
-
-        own = own_replicas(plan, Backend(), front, said)
-        own.start()
-        while spare[0].url not in {each.url for each in front.pool.up}:
-            await asyncio.sleep(0.005)
-        made[0].running = False  # its process ended
-        while spare[1].url not in {each.url for each in front.pool.up}:
-            await asyncio.sleep(0.005)
+    async with own_replicas(plan, backend, front, said) as own:
+        await until_up(front, backend.urls(0))
+        backend.made[0].running = False  # its process ended
+        await until_up(front, backend.urls(1))
         assert not own.failed.is_set()
         assert dict(front.pool.background.up())["servers"]
-        await own.stop()
-        for each in spare:
-            each.kill()
-
-    run(test)
     assert not full
     assert [line for line in said if "cannot be started" in line]
 
 
-def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once():
+class Loads:
+    """Never ready: its wait ends with it, as that of a server of a cluster without room."""
+
+    url = ""
+    running = True
+    stopped = False
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait_until_ready(self) -> None:
+        self.ended.wait()
+        raise EngineError("it ended while it loaded")
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.ended.set()
+
+
+class Loading(OwnStandIns):
+    def replica(self, order: ServerOrder, number: int, folder: Path) -> Loads:
+        server = Loads()
+        self.made.append(server)
+        return server
+
+
+@behind()
+async def test_more_replicas_that_load_than_python_has_threads_for_all_end_at_once(
+    front: Front, servers: list[StandIn]
+):
     plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 40})
-    stopped: list[int] = []
-
-    class Loads:
-        """Never ready: its wait ends with it, as that of a server of a cluster without room."""
-
-        url = ""
-        running = True
-
-        def __init__(self, number: int) -> None:
-            self.number = number
-            self.ended = threading.Event()
-
-        def wait_until_ready(self) -> None:
-            self.ended.wait()
-            raise EngineError("it ended while it loaded")
-
-        def stop(self) -> None:
-            stopped.append(self.number)
-            self.ended.set()
-
-    class Backend:
-        def __init__(self) -> None:
-            self.made: list[Loads] = []
-
-        def replica(self, order: ServerOrder, number: int, folder: Path) -> Loads:
-            self.made.append(Loads(number))
-            return self.made[-1]
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        backend = Backend()
-        own = own_replicas(plan, backend, front, [])
-        own.start()
-        try:
-            async with asyncio.timeout(20):
-                while len(backend.made) < plan.workers:
-                    await asyncio.sleep(0.005)
-                await own.stop()
-        finally:
-            for each in backend.made:
-                each.ended.set()
-        assert sorted(stopped) == list(range(plan.workers))
-
-    run(test)
+    backend = Loading(0)
+    try:
+        async with own_replicas(plan, backend, front, []):
+            while len(backend.made) < plan.workers:
+                await asyncio.sleep(0.005)
+    finally:
+        for each in backend.made:
+            each.ended.set()
+    assert [each.stopped for each in backend.made] == [True] * plan.workers
 
 
 @pytest.mark.slow
-def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
+@behind()
+async def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next(
+    front: Front, servers: list[StandIn]
+):
     plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 2})
     broken, better = (
         plan.model_copy(
@@ -1000,92 +961,68 @@ def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next():
         )
         for text, rows in (("broken", 3), ("better", 5))
     )
-    made: list[OwnStandIn] = []
-    said: list[str] = []
     started: list[str | None] = []
 
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        spare = [StandIn() for _ in range(5)]
-        for each in spare:
-            await each.start()
+    def check(order: ServerOrder, number: int) -> None:
+        started.append(order.plan.recipe.description)
+        if order.plan.recipe.description == "broken":
+            raise EngineError("the model does not fit", "")
 
-        class Backend:
-            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
-                started.append(order.plan.recipe.description)
-                if order.plan.recipe.description == "broken":
-                    raise EngineError("the model does not fit", "")
-                return OwnStandIn(made, spare[len(made)])
+    backend = OwnStandIns(5, check)
+    said: list[str] = []
 
-        own = own_replicas(plan, Backend(), front, said)
+    def rows() -> set[int]:
+        known = front.gateway.balancer.replicas
+        mine = (one for one in front.pool.replicas if one.url in backend.urls(*range(5)))
+        return {known[one.index].traits.max_rows for one in mine}
 
-        async def until_up(*urls: str) -> None:
-            while not set(urls) <= {each.url for each in front.pool.up}:
-                await asyncio.sleep(0.005)
-
-        def rows() -> set[int]:
-            known = front.gateway.balancer.replicas
-            mine = (one for one in front.pool.replicas if one.url in {each.url for each in spare})
-            return {known[one.index].traits.max_rows for one in mine}
-
-        own.start()
-        await until_up(spare[0].url, spare[1].url)
+    async with own_replicas(plan, backend, front, said) as own:
+        await until_up(front, backend.urls(0, 1))
         own.renew(broken)
-        await until_up(spare[2].url, spare[1].url)
+        await until_up(front, backend.urls(2, 1))
         before = rows()
         assert says(own.renew(better), "2 replicas")
-        await until_up(spare[3].url, spare[4].url)
+        await until_up(front, backend.urls(3, 4))
         while said[-1] != "all replicas were restarted":
             await asyncio.sleep(0.005)
         assert (before & {3, 5}, rows()) == (set(), {5})
-        await own.stop()
-        for each in spare:
-            each.kill()
-
-    run(test)
     old = plan.recipe.description
     assert started == [old, old, "broken", old, "better", "better"]
     (line,) = [line for line in said if "goes on" in line]
     assert says(line, "replica 0", "the model does not fit")
 
 
-@pytest.mark.slow
-def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_first():
+def two_kinds() -> Plan:
     first = fake_plan_of(samples.paged_fit())
     second = first.recipe.model_copy(update={"name": "second"})
-    plan = first.model_copy(update={"others": [Kind(recipe=second, fit=first.fit, workers=1)]})
+    return first.model_copy(update={"others": [Kind(recipe=second, fit=first.fit, workers=1)]})
+
+
+@pytest.mark.slow
+@behind(kinds=kinds_of_replicas(two_kinds()), starts=())
+async def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_first(
+    front: Front, servers: list[StandIn]
+):
+    plan = two_kinds()
     broken = plan.model_copy(update={"policy": PlannedPolicy(name="vllm", parameters={})})
-    made: list[OwnStandIn] = []
-    said: list[str] = []
     started: list[tuple[int, bool]] = []
 
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        spare = [StandIn() for _ in range(6)]
-        for each in spare:
-            await each.start()
+    def check(order: ServerOrder, number: int) -> None:
+        is_new = order.plan is broken
+        started.append((number, is_new))
+        if is_new and number == 1:
+            raise EngineError("the model does not fit", "")
 
-        class Backend:
-            def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
-                is_new = order.plan is broken
-                started.append((number, is_new))
-                if is_new and number == 1:
-                    raise EngineError("the model does not fit", "")
-                return OwnStandIn(made, spare[len(made)])
-
-        own = own_replicas(plan, Backend(), front, said)
-        own.start()
-        async with asyncio.timeout(20):
-            await own.loaded()
-            own.renew(broken)
-            while len(made) < 5 or {each.url for each in front.pool.up} != {
-                made[-1].url, made[-2].url
-            }:  # fmt: skip
-                await asyncio.sleep(0.005)
+    backend = OwnStandIns(6, check)
+    said: list[str] = []
+    async with own_replicas(plan, backend, front, said) as own:
+        await own.loaded()
+        own.renew(broken)
+        while len(backend.made) < 5 or {each.url for each in front.pool.up} != {
+            backend.made[-1].url, backend.made[-2].url
+        }:  # fmt: skip
+            await asyncio.sleep(0.005)
         assert [each is broken for each in front.shown] == [True, False]
-        await own.stop()
-        for each in spare:
-            each.kill()
-
-    run(test, kinds=kinds_of_replicas(plan), starts=())
     assert sorted(started[:2]) == [(0, False), (1, False)]
     assert started[2:] == [(0, True), (1, True), (1, False), (0, False)]
     (line,) = [line for line in said if "replica" in line]
@@ -1162,10 +1099,8 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
     assert says(text, "3008")
 
 
-def test_kinds_of_a_plan_that_is_no_fleet_are_refused():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        with pytest.raises(InputError, match="there is no kind 'fast'") as caught:
-            front.pool.renew([f"fast={servers[0].url}"])
-        assert caught.value.hint == "this plan is no fleet"
-
-    run(test)
+@behind()
+async def test_kinds_of_a_plan_that_is_no_fleet_are_refused(front: Front, servers: list[StandIn]):
+    with pytest.raises(InputError, match="there is no kind 'fast'") as caught:
+        front.pool.renew([f"fast={servers[0].url}"])
+    assert caught.value.hint == "this plan is no fleet"

@@ -5,10 +5,10 @@ import json
 from typing import Any
 
 import pytest
-from test_gateway import PROMPT, USAGE, Front, asked, chatted, run
+from test_gateway import PROMPT, USAGE, Front, asked, behind, chatted, run
 
 from benchmarks.common.standin import StandIn
-from toolkit.serve.access import ApiKey, Keyring
+from toolkit.serve.access import ApiKey
 
 SHA = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
 HEADERS = {"authorization": "Bearer secret"}
@@ -18,8 +18,8 @@ EMBEDDINGS = "/v1/embeddings"
 RESPONSES = "/v1/responses"
 
 
-def keyed(**limits: Any) -> Keyring:
-    return Keyring("", [ApiKey(name="a", sha256=SHA, **limits)])
+def keyed(**limits: Any) -> list[ApiKey]:
+    return [ApiKey(name="a", sha256=SHA, **limits)]
 
 
 async def paid(front: Front) -> int:
@@ -94,7 +94,7 @@ def test_no_shape_costs_a_key_less_than_it_used(server: str):
     standin = StandIn(
         speaks_ids="no ids" not in server, gives_usage=counts, token_bytes=1 if counts else 4
     )
-    run(test, standin, keyring=keyed(), max_new_tokens=4096)
+    run(test, standin, keys=keyed(), max_new_tokens=4096)
 
 
 @pytest.mark.parametrize(
@@ -130,109 +130,96 @@ def test_no_shape_costs_a_key_less_than_it_used(server: str):
         (RESPONSES, {"background": "true"}),
     ],
 )
-def test_a_field_of_another_type_gets_400_with_its_name(path: str, wrong: dict[str, Any]):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        body = {CHAT: chatted, RESPONSES: responded}.get(path, asked)() | wrong
-        answer = await front.http.post(path, json=body, headers=HEADERS)
-        assert answer.status_code == 400, answer.text
-        (name,) = wrong
-        assert answer.json()["error"]["param"].startswith(name)
-        assert servers[0].used == await paid(front) == 0
+@behind({}, keys=keyed())
+async def test_a_field_of_another_type_gets_400_with_its_name(
+    front: Front, servers: list[StandIn], path: str, wrong: dict[str, Any]
+):
+    body = {CHAT: chatted, RESPONSES: responded}.get(path, asked)() | wrong
+    answer = await front.http.post(path, json=body, headers=HEADERS)
+    assert answer.status_code == 400, answer.text
+    (name,) = wrong
+    assert answer.json()["error"]["param"].startswith(name)
+    assert servers[0].used == await paid(front) == 0
 
-    run(test, StandIn(), keyring=keyed())
+
+@behind({}, keys=keyed(tokens_per_minute=600))
+async def test_a_response_to_another_reserves_what_that_one_had(
+    front: Front, servers: list[StandIn]
+):
+    made = await front.http.post(RESPONSES, json=responded(300), headers=HEADERS)
+    body = responded(1, previous_response_id=made.json()["id"])
+    answer = await front.http.post(RESPONSES, json=body, headers=HEADERS)
+    assert answer.status_code == 429
+
+
+FEW = {"tokens_per_minute": 100}
+TWO = {"max_concurrent": 2}
+LIMITED = "rate_limit_exceeded"
 
 
 @pytest.mark.parametrize(
-    ("limits", "fields", "status", "code"),
+    ("path", "limits", "fields", "status", "code"),
     [
-        ({"tokens_per_minute": 100}, {"max_output_tokens": 60_000}, 429, "rate_limit_exceeded"),
-        ({"tokens_per_minute": 100}, {"max_output_tokens": None}, 429, "rate_limit_exceeded"),
-        ({"tokens_per_minute": 100}, {"input": "a" * 800}, 429, "rate_limit_exceeded"),
-        ({"tokens_per_minute": 100}, {"instructions": "a" * 800}, 429, "rate_limit_exceeded"),
-        ({"tokens_per_minute": 100}, {"tools": [{"type": "a" * 800}]}, 429, "rate_limit_exceeded"),
-        ({"requests_per_minute": 1}, {}, 200, ""),
-        ({}, {"priority": -5}, 403, "priority_not_allowed"),
-        ({"urgent": True}, {"priority": -5}, 200, ""),
+        (COMPLETIONS, TWO, {"n": 64}, 429, LIMITED),
+        (COMPLETIONS, TWO, {"best_of": 64}, 429, LIMITED),
+        (COMPLETIONS, TWO, {"prompt": ["a", "b", "c"]}, 429, LIMITED),
+        (COMPLETIONS, TWO, {"prompt": [[1], [2], [3]]}, 429, LIMITED),
+        (COMPLETIONS, FEW, {"max_tokens": 60_000}, 429, LIMITED),
+        (COMPLETIONS, FEW, {"max_tokens": None}, 429, LIMITED),
+        (COMPLETIONS, FEW, {"prompt": [[1] * 200]}, 429, LIMITED),
+        (COMPLETIONS, {}, {"priority": -5}, 403, "priority_not_allowed"),
+        (COMPLETIONS, {"urgent": True}, {"priority": -5}, 200, ""),
+        (COMPLETIONS, {}, {"priority": 5}, 200, ""),
+        (RESPONSES, FEW, {"max_output_tokens": 60_000}, 429, LIMITED),
+        (RESPONSES, FEW, {"max_output_tokens": None}, 429, LIMITED),
+        (RESPONSES, FEW, {"input": "a" * 800}, 429, LIMITED),
+        (RESPONSES, FEW, {"instructions": "a" * 800}, 429, LIMITED),
+        (RESPONSES, FEW, {"tools": [{"type": "a" * 800}]}, 429, LIMITED),
+        (RESPONSES, {"requests_per_minute": 1}, {}, 200, ""),
+        (RESPONSES, {}, {"priority": -5}, 403, "priority_not_allowed"),
+        (RESPONSES, {"urgent": True}, {"priority": -5}, 200, ""),
     ],
 )
-def test_the_limits_of_a_key_hold_for_responses(
-    limits: dict[str, Any], fields: dict[str, Any], status: int, code: str
+def test_the_limits_of_a_key_hold(
+    path: str, limits: dict[str, Any], fields: dict[str, Any], status: int, code: str
 ):
+    body = (responded if path == RESPONSES else asked)() | fields
+
     async def test(front: Front, servers: list[StandIn]) -> None:
-        answer = await front.http.post(RESPONSES, json=responded() | fields, headers=HEADERS)
+        answer = await front.http.post(path, json=body, headers=HEADERS)
         assert answer.status_code == status, answer.text
         if code:
             assert answer.json()["error"]["code"] == code
             assert servers[0].used == 0
         if "requests_per_minute" in limits:
-            again = await front.http.post(RESPONSES, json=responded(), headers=HEADERS)
+            again = await front.http.post(path, json=body, headers=HEADERS)
             assert again.status_code == 429
 
-    run(test, StandIn(), keyring=keyed(**limits))
-
-
-def test_a_response_to_another_reserves_what_that_one_had():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        made = await front.http.post(RESPONSES, json=responded(300), headers=HEADERS)
-        body = responded(1, previous_response_id=made.json()["id"])
-        answer = await front.http.post(RESPONSES, json=body, headers=HEADERS)
-        assert answer.status_code == 429
-
-    run(test, StandIn(), keyring=keyed(tokens_per_minute=600))
-
-
-@pytest.mark.parametrize(
-    ("limits", "fields", "status", "code"),
-    [
-        ({"max_concurrent": 2}, {"n": 64}, 429, "rate_limit_exceeded"),
-        ({"max_concurrent": 2}, {"best_of": 64}, 429, "rate_limit_exceeded"),
-        ({"max_concurrent": 2}, {"prompt": ["a", "b", "c"]}, 429, "rate_limit_exceeded"),
-        ({"max_concurrent": 2}, {"prompt": [[1], [2], [3]]}, 429, "rate_limit_exceeded"),
-        ({"tokens_per_minute": 100}, {"max_tokens": 60_000}, 429, "rate_limit_exceeded"),
-        ({"tokens_per_minute": 100}, {"max_tokens": None}, 429, "rate_limit_exceeded"),
-        ({"tokens_per_minute": 100}, {"prompt": [[1] * 200]}, 429, "rate_limit_exceeded"),
-        ({}, {"priority": -5}, 403, "priority_not_allowed"),
-        ({"urgent": True}, {"priority": -5}, 200, ""),
-        ({}, {"priority": 5}, 200, ""),
-    ],
-)
-def test_the_limits_of_a_key_hold(
-    limits: dict[str, Any], fields: dict[str, Any], status: int, code: str
-):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        answer = await front.http.post(COMPLETIONS, json=asked() | fields, headers=HEADERS)
-        assert answer.status_code == status, answer.text
-        if code:
-            assert answer.json()["error"]["code"] == code
-            assert servers[0].used == 0
-
-    run(test, StandIn(), keyring=keyed(**limits))
+    run(test, StandIn(), keys=keyed(**limits))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_pays_for_what_it_used(stream: bool, path: str):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        front.gateway.gauge.bytes_per_token = 1.0  # as here
-        body = (responded if path == RESPONSES else asked)(400, stream=stream)
-        asking = asyncio.create_task(front.http.post(path, json=body, headers=HEADERS))
-        while servers[0].used < len(PROMPT) + 20:
-            await asyncio.sleep(0.002)
-        asking.cancel()
-        while front.gateway.running or not servers[0].is_idle:
-            await asyncio.sleep(0.002)
-        await asyncio.sleep(0)
-        margin = 5 if stream else 0  # tokens on their way, which the front has not seen
-        assert await paid(front) >= servers[0].used - margin
+@behind({"token_s": 0.002}, keys=keyed())
+async def test_a_client_that_leaves_pays_for_what_it_used(
+    front: Front, servers: list[StandIn], stream: bool, path: str
+):
+    front.gateway.gauge.bytes_per_token = 1.0  # as here
+    body = (responded if path == RESPONSES else asked)(400, stream=stream)
+    asking = asyncio.create_task(front.http.post(path, json=body, headers=HEADERS))
+    while servers[0].used < len(PROMPT) + 20:
+        await asyncio.sleep(0.002)
+    asking.cancel()
+    while front.gateway.running or not servers[0].is_idle:
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(0)
+    margin = 5 if stream else 0  # tokens on their way, which the front has not seen
+    assert await paid(front) >= servers[0].used - margin
 
-    run(test, StandIn(token_s=0.002), keyring=keyed())
 
-
-def test_what_a_replica_refuses_costs_nothing():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for path, body in ((COMPLETIONS, asked()), (RESPONSES, responded())):
-            answer = await front.http.post(path, json=body, headers=HEADERS)
-            assert answer.status_code == 400
-        assert await paid(front) == 0
-
-    run(test, StandIn(status=400), keyring=keyed())
+@behind({"status": 400}, keys=keyed())
+async def test_what_a_replica_refuses_costs_nothing(front: Front, servers: list[StandIn]):
+    for path, body in ((COMPLETIONS, asked()), (RESPONSES, responded())):
+        answer = await front.http.post(path, json=body, headers=HEADERS)
+        assert answer.status_code == 400
+    assert await paid(front) == 0

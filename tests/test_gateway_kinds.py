@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import samples
-from test_gateway import USAGE, Front, asked, chatted, events_of, fake_plan_of, run
+from test_gateway import USAGE, Front, asked, behind, chatted, events_of, fake_plan_of, run
 
 from benchmarks.common.standin import StandIn, answer_of
 from toolkit.cli import serve
@@ -15,7 +15,8 @@ from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import RouterSpec
-from toolkit.gateway.answers import Attempted, PassingAnswer
+from toolkit.gateway.answers import PassingAnswer
+from toolkit.gateway.attempts import Attempted
 from toolkit.gateway.calls import GenerationCall
 
 LONG = "x" * 200  # does not fit into SHORT
@@ -23,26 +24,24 @@ SHORT = 100
 
 
 @pytest.mark.slow
-def test_a_request_that_does_not_fit_goes_where_the_context_is_longer():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        body = asked(prompt=LONG)
-        for _ in range(4):
-            assert (await front.stream(body)).text == answer_of(body)
-            whole = await front.http.post("/v1/completions", json=body)
-            assert whole.json()["choices"][0]["text"] == answer_of(body)
-
-    run(test, StandIn(max_model_len=SHORT), StandIn(max_model_len=SHORT + 1), StandIn())
+@behind({"max_model_len": SHORT}, {"max_model_len": SHORT + 1}, {})
+async def test_a_request_that_does_not_fit_goes_where_the_context_is_longer(
+    front: Front, servers: list[StandIn]
+):
+    body = asked(prompt=LONG)
+    for _ in range(4):
+        assert (await front.stream(body)).text == answer_of(body)
+        whole = await front.http.post("/v1/completions", json=body)
+        assert whole.json()["choices"][0]["text"] == answer_of(body)
 
 
 @pytest.mark.slow
-def test_a_request_that_fits_nowhere_is_refused():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for _ in range(4):
-            told = await front.http.post("/v1/completions", json=asked(prompt=LONG))
-            assert told.status_code == 400
-            assert "the context is" in told.json()["error"]["message"]
-
-    run(test, StandIn(max_model_len=SHORT), StandIn(max_model_len=SHORT + 1))
+@behind({"max_model_len": SHORT}, {"max_model_len": SHORT + 1})
+async def test_a_request_that_fits_nowhere_is_refused(front: Front, servers: list[StandIn]):
+    for _ in range(4):
+        told = await front.http.post("/v1/completions", json=asked(prompt=LONG))
+        assert told.status_code == 400
+        assert "the context is" in told.json()["error"]["message"]
 
 
 @pytest.mark.slow
@@ -50,19 +49,15 @@ def test_a_request_that_fits_nowhere_is_refused():
 def test_an_answer_waits_for_the_longer_context_that_it_began_in(speaks_ids: bool):
     async def test(front: Front, servers: list[StandIn]) -> None:
         _, long = servers
-        killed = False
 
-        async def on(number: int) -> None:
-            nonlocal killed
-            if number == 5 and not killed:
-                killed = True
-                long.kill()
-                await front.until("down", 1)
-                await long.start()
+        async def restart() -> None:
+            long.kill()
+            await front.until("down", 1)
+            await long.start()
 
         body = asked(prompt=LONG, **USAGE)
-        told = await front.stream(body, on=on)
-        assert killed
+        told = await front.stream(body, at=5, act=restart)
+        assert told.acted
         assert told.text == answer_of(body)
         assert told.usage["completion_tokens"] == 40
 
@@ -72,25 +67,21 @@ def test_an_answer_waits_for_the_longer_context_that_it_began_in(speaks_ids: boo
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("included", [True, False])
-def test_a_stop_string_after_a_failure_ends_the_answer(chat: bool, included: bool):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        body = chatted(temperature=0) if chat else asked(temperature=0)
-        plain = answer_of(body, chat=chat)
-        body |= {"stop": [plain[24:28]], "include_stop_str_in_output": included}
-        killed = False
+@behind({"token_s": 0.002}, {"token_s": 0.002})
+async def test_a_stop_string_after_a_failure_ends_the_answer(
+    front: Front, servers: list[StandIn], chat: bool, included: bool
+):
+    body = chatted(temperature=0) if chat else asked(temperature=0)
+    plain = answer_of(body, chat=chat)
+    body |= {"stop": [plain[24:28]], "include_stop_str_in_output": included}
 
-        async def on(number: int) -> None:
-            nonlocal killed
-            if number == 12 and not killed:
-                killed = True
-                max(servers, key=lambda each: len(each.served)).kill()
+    async def kill() -> None:
+        max(servers, key=lambda each: len(each.served)).kill()
 
-        told = await front.stream(body, chat=chat, on=on)
-        assert told.text == plain[: 28 if included else 24]
-        assert (told.finish, told.done) == ("stop", True)
-        assert front.gateway.moved == {"ids": 1}
-
-    run(test, StandIn(token_s=0.002), StandIn(token_s=0.002))
+    told = await front.stream(body, chat=chat, at=12, act=kill)
+    assert told.text == plain[: 28 if included else 24]
+    assert (told.finish, told.done) == ("stop", True)
+    assert front.gateway.moved == {"ids": 1}
 
 
 def test_a_stop_string_that_began_before_a_failure_is_found():
@@ -154,56 +145,55 @@ def _text(passed: bytes) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [500, 400])
-def test_an_error_after_a_hung_replica_is_no_second_answer(status: int):
+@behind({}, {}, hang_s=0.3)
+async def test_an_error_after_a_hung_replica_is_no_second_answer(
+    front: Front, servers: list[StandIn], status: int
+):
     """The client has the head of an answer, and no token of it."""
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        hangs, fails = servers
-        hangs.hung = True
-        fails.status = status
-        front.pool.drain(next(one for one in front.pool.replicas if one.url == fails.url))
-        while front.gateway.budget.take():  # no answer may be asked for again because it was 500
-            pass
-        asking = asyncio.create_task(front.stream(asked()))
-        while not hangs.served.total():
-            await asyncio.sleep(0.005)
-        front.pool.renew([hangs.url])
-        front.pool.renew([hangs.url, fails.url])  # it was drained, and is back
-        while not fails.served.total():
-            await asyncio.sleep(0.005)
-        fails.status = 0
-        told = await asking
-        assert (told.status, told.done) == (200, True)
-        if status == 500:
-            assert told.text == answer_of(asked())
-        else:
-            (event,) = told.events
-            assert event["error"]["message"] == "a replica answered 400"
-
-    run(test, StandIn(), StandIn(), hang_s=0.3)
+    hangs, fails = servers
+    hangs.hung = True
+    fails.status = status
+    front.pool.drain(next(one for one in front.pool.replicas if one.url == fails.url))
+    while front.gateway.budget.take():  # no answer may be asked for again because it was 500
+        pass
+    asking = asyncio.create_task(front.stream(asked()))
+    while not hangs.served.total():
+        await asyncio.sleep(0.005)
+    front.pool.renew([hangs.url])
+    front.pool.renew([hangs.url, fails.url])  # it was drained, and is back
+    while not fails.served.total():
+        await asyncio.sleep(0.005)
+    fails.status = 0
+    told = await asking
+    assert (told.status, told.done) == (200, True)
+    if status == 500:
+        assert told.text == answer_of(asked())
+    else:
+        (event,) = told.events
+        assert event["error"]["message"] == "a replica answered 400"
 
 
 @pytest.mark.slow
-def test_where_all_replicas_hang_in_turn_requests_get_503_at_once_until_one_is_back():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        one, other = servers
-        one.hung = True
-        running = [asyncio.create_task(front.stream(asked())) for _ in range(4)]
-        await front.until("hung", 1)
-        other.hung = True
-        running += [asyncio.create_task(front.stream(asked())) for _ in range(4)]
-        await front.until("hung", 2)
-        refused = await front.http.post("/v1/completions", json=asked())
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        assert (await front.http.get("/ready")).status_code == 503
-        one.hung = False
-        await front.until("up", 1)
-        assert {told.text for told in await asyncio.gather(*running)} == {answer_of(asked())}
-        other.hung = False
-        await front.until("up", 2)
-        assert (await front.stream(asked())).text == answer_of(asked())
-
-    run(test, StandIn(token_s=0.01), StandIn(token_s=0.01), hang_s=0.3)
+@behind({"token_s": 0.01}, {"token_s": 0.01}, hang_s=0.3)
+async def test_where_all_replicas_hang_in_turn_requests_get_503_at_once_until_one_is_back(
+    front: Front, servers: list[StandIn]
+):
+    one, other = servers
+    one.hung = True
+    running = [asyncio.create_task(front.stream(asked())) for _ in range(4)]
+    await front.until("hung", 1)
+    other.hung = True
+    running += [asyncio.create_task(front.stream(asked())) for _ in range(4)]
+    await front.until("hung", 2)
+    refused = await front.http.post("/v1/completions", json=asked())
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert (await front.http.get("/ready")).status_code == 503
+    one.hung = False
+    await front.until("up", 1)
+    assert {told.text for told in await asyncio.gather(*running)} == {answer_of(asked())}
+    other.hung = False
+    await front.until("up", 2)
+    assert (await front.stream(asked())).text == answer_of(asked())
 
 
 @pytest.mark.parametrize(

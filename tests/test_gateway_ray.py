@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -65,9 +64,8 @@ def shown(url: str) -> list[dict[str, object]]:
 def test_an_actor_killed_in_a_stream_costs_no_token_and_comes_back(tmp_path: Path):
     python = standin_vllm.install(tmp_path / "python", token_s=0.02)
     words = ["--served-model-name", MODEL, "--ray", "local"]
-    with test_serve_vllm.start(plan_for(tmp_path / "plan", 2, python), *words) as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
+    with test_serve_vllm.served(plan_for(tmp_path / "plan", 2, python), *words) as server:
+        url = server.url
         before = {each["url"] for each in shown(url)}
         assert all(str(each).startswith("http://127.0.0.1:") for each in before)
         text = ""
@@ -82,11 +80,9 @@ def test_an_actor_killed_in_a_stream_costs_no_token_and_comes_back(tmp_path: Pat
         assert text == answer_of(BODY)
         until(lambda: len({each["url"] for each in shown(url) if each["state"] == "up"}) == 2)
         assert len(before & {each["url"] for each in shown(url)}) == 1
-        server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=60)
-    assert server.returncode == 0, said
-    assert says(said, "2 servers of vllm")
-    assert "its process ended; restarting" in said
+        assert server.end() == 0, server.said
+    assert says(server.said, "2 servers of vllm")
+    assert "its process ended; restarting" in server.said
     assert processes(str(tmp_path)) == []
 
 

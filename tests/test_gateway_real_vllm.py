@@ -20,10 +20,7 @@ import pytest
 import samples
 from real_vllm import needed, recipe
 
-from toolkit.files.io import processor, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.sched.policies import make_any
-from toolkit.sched.policies.parameters import parameters
+from toolkit.files.io import write_file
 
 pytestmark = [needed, pytest.mark.slow]
 
@@ -69,16 +66,7 @@ def two_servers(folder: Path, *words: str, args: Sequence[str] = ()) -> Iterator
     served = recipe()
     vllm = served.engine.vllm.model_copy(update={"args": list(args)})
     served = served.model_copy(update={"engine": served.engine.model_copy(update={"vllm": vllm})})
-    chosen = PlannedPolicy(name="vllm", parameters=parameters(make_any("vllm", {})))
-    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-    fit = samples.fit(workers=1)
-    here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
-    plan = Plan(
-        **envelope, recipe=served, fit=fit, workers=2, policy=chosen, predicted={}, limits=[],
-        explained={},
-    )  # fmt: skip
-    write_file(plan, folder / "plan.json")
+    write_file(samples.plan(served, samples.vllm_fit(), workers=2), folder / "plan.json")
     command = ["serve", str(folder / "plan.json"), "--port", "0", "--json", *words]
     with (
         (folder / "log").open("w") as log,

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from said import says
-from test_gateway import PROMPT, USAGE, Front, Told, asked, chatted, run
+from test_gateway import PROMPT, USAGE, Front, Told, asked, behind, chatted, run
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.gateway import replicas as pools
@@ -66,20 +66,20 @@ async def metric(front: Front, name: str) -> float:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3, 4]], [[1, 2]], ["a"]])
-def test_several_prompts_are_answered(prompt: list[Any], stream: bool):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        body = asked(5, prompt=prompt, stream=stream)
-        answer = await front.http.post(COMPLETIONS, json=body)
-        assert answer.status_code == 200
-        lines = answer.text.split("\n\n") if stream else ["data: " + answer.text]
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        texts = dict.fromkeys(range(len(prompt)), "")
-        for choice in (choice for event in events for choice in event["choices"]):
-            texts[choice["index"]] += choice["text"]
-        wanted = [answer_of(asked(5, prompt=each)) for each in prompt]
-        assert list(texts.values()) == wanted
-
-    run(test)
+@behind()
+async def test_several_prompts_are_answered(
+    front: Front, servers: list[StandIn], prompt: list[Any], stream: bool
+):
+    body = asked(5, prompt=prompt, stream=stream)
+    answer = await front.http.post(COMPLETIONS, json=body)
+    assert answer.status_code == 200
+    lines = answer.text.split("\n\n") if stream else ["data: " + answer.text]
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    texts = dict.fromkeys(range(len(prompt)), "")
+    for choice in (choice for event in events for choice in event["choices"]):
+        texts[choice["index"]] += choice["text"]
+    wanted = [answer_of(asked(5, prompt=each)) for each in prompt]
+    assert list(texts.values()) == wanted
 
 
 @pytest.mark.slow
@@ -114,18 +114,14 @@ def test_a_usage_that_cannot_be_reaches_no_other_request(stream: bool, count: An
     run(test, StandIn(script=script))
 
 
-def test_a_prompt_of_spaces_changes_no_others_estimate():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        gauge = front.gateway.gauge
-        prompt = [b"word " * 1000]
-        before = gauge.tokens(prompt)
-        servers[0].token_bytes = 400  # so long a token has this prompt
-        await front.http.post(
-            CHAT, json=chatted(messages=[{"role": "user", "content": " " * 390_000}])
-        )
-        assert gauge.tokens(prompt) > 0.8 * before
-
-    run(test, StandIn(), max_body_bytes=1 << 20)
+@behind({}, max_body_bytes=1 << 20)
+async def test_a_prompt_of_spaces_changes_no_others_estimate(front: Front, servers: list[StandIn]):
+    gauge = front.gateway.gauge
+    prompt = [b"word " * 1000]
+    before = gauge.tokens(prompt)
+    servers[0].token_bytes = 400  # so long a token has this prompt
+    await front.http.post(CHAT, json=chatted(messages=[{"role": "user", "content": " " * 390_000}]))
+    assert gauge.tokens(prompt) > 0.8 * before
 
 
 @pytest.mark.slow
@@ -192,32 +188,33 @@ MODELS = [
 ]
 
 
-def test_a_fault_of_the_front_ends_one_connection_and_says_so(monkeypatch: pytest.MonkeyPatch):
+@behind({})
+async def test_a_fault_of_the_front_ends_one_connection_and_says_so(
+    front: Front, servers: list[StandIn], monkeypatch: pytest.MonkeyPatch
+):
     """uvicorn closes it: a client that is not told would lose its next request."""
 
     def fails(*_: object) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("toolkit.gateway.front.text_of", fails)
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        answer = await front.http.get("/metrics")
-        assert answer.status_code == 500
-        assert answer.headers["connection"] == "close"
-        assert (await front.http.get("/health")).status_code == 200
-
-    run(test, StandIn())
+    monkeypatch.setattr("toolkit.serve.routes.text_of", fails)
+    answer = await front.http.get("/metrics")
+    assert answer.status_code == 500
+    assert answer.headers["connection"] == "close"
+    assert (await front.http.get("/health")).status_code == 200
 
 
-def test_a_metric_beyond_a_float_is_left_out_of_the_merged_ones():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        answer = await front.http.get("/replicas/metrics")
-        assert answer.status_code == 200
-        assert "vllm:num_requests_waiting{" in answer.text
-        assert "vllm:num_requests_running{" not in answer.text
+BEYOND = page(b"vllm:num_requests_running 1" + b"0" * 400 + b"\nvllm:num_requests_waiting 3\n")
 
-    metrics = page(b"vllm:num_requests_running 1" + b"0" * 400 + b"\nvllm:num_requests_waiting 3\n")
-    run(test, StandIn(pages={"/metrics": metrics}))
+
+@behind({"pages": {"/metrics": BEYOND}})
+async def test_a_metric_beyond_a_float_is_left_out_of_the_merged_ones(
+    front: Front, servers: list[StandIn]
+):
+    answer = await front.http.get("/replicas/metrics")
+    assert answer.status_code == 200
+    assert "vllm:num_requests_waiting{" in answer.text
+    assert "vllm:num_requests_running{" not in answer.text
 
 
 @pytest.mark.parametrize("body", MODELS, ids=range(len(MODELS)))
@@ -328,15 +325,15 @@ UNREADABLE = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/embeddings"])
 @pytest.mark.parametrize("body", UNREADABLE, ids=range(len(UNREADABLE)))
-def test_a_body_that_cannot_be_read_gets_400(path: str, body: bytes):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        headers = {"content-type": "application/json"}
-        answer = await front.http.post(path, content=body, headers=headers)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["message"]
-        assert servers[0].served.total() == 0
-
-    run(test, StandIn())
+@behind({})
+async def test_a_body_that_cannot_be_read_gets_400(
+    front: Front, servers: list[StandIn], path: str, body: bytes
+):
+    headers = {"content-type": "application/json"}
+    answer = await front.http.post(path, content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert servers[0].served.total() == 0
 
 
 @pytest.mark.parametrize("ids", [True, False], ids=["ids", "no ids"])
@@ -373,27 +370,20 @@ def test_a_chat_without_a_limit_does_not_grow(ids: bool, context: int):
     body |= {"temperature": 0}
 
     async def test(front: Front, servers: list[StandIn]) -> None:
+        async def heal() -> None:
+            for each in servers:
+                each.cut_at = each.cut_at if not each.is_idle else -1
+
         whole = await front.stream(body, chat=True)
         assert whole.usage["completion_tokens"] == 20
         for cut_at in (900, 1500, 2500):
             for each in servers:
                 each.cut_at = cut_at
-            told = await front.stream(body, chat=True, on=_healing(servers, 5))
+            told = await front.stream(body, chat=True, at=5, act=heal)
             assert (told.text, told.finish, told.usage) == (whole.text, "length", whole.usage)
 
     kind = {"speaks_ids": ids, "default_tokens": 20, "max_model_len": context}
     run(test, StandIn(token_s=0.001, **kind), StandIn(token_s=0.001, **kind))
-
-
-def _healing(servers: list[StandIn], after: int) -> Any:
-    """Ends the cuts of the servers after some events."""
-
-    async def on(number: int) -> None:
-        if number == after:
-            for each in servers:
-                each.cut_at = each.cut_at if not each.is_idle else -1
-
-    return on
 
 
 def test_ids_finish_reasons_and_times_stay_those_of_the_first_server():
@@ -515,47 +505,43 @@ def test_a_relayed_request_ends_though_its_replica_hangs(path: str, body: dict[s
 
 
 @pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
-def test_a_relayed_request_is_answered_to_its_end_while_the_front_drains(
-    path: str, body: dict[str, Any]
+@behind({})
+async def test_a_relayed_request_is_answered_to_its_end_while_the_front_drains(
+    front: Front, servers: list[StandIn], path: str, body: dict[str, Any]
 ):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        servers[0].script = lambda *_: b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n"
-        asking = asyncio.create_task(front.http.post(path, json=body))
-        while not front.gateway.running:
-            await asyncio.sleep(0.001)
-        draining = asyncio.create_task(front.gateway.drain(20))
-        while not servers[0].asked[path]:
-            await asyncio.sleep(0.001)
-        assert (await front.http.post(path, json=body)).status_code == 503
-        for connection in servers[0].connections:
-            connection._write(b"{}")
-        assert (await asking).json() == {}
-        await draining
-
-    run(test, StandIn())
+    servers[0].script = lambda *_: b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n"
+    asking = asyncio.create_task(front.http.post(path, json=body))
+    while not front.gateway.running:
+        await asyncio.sleep(0.001)
+    draining = asyncio.create_task(front.gateway.drain(20))
+    while not servers[0].asked[path]:
+        await asyncio.sleep(0.001)
+    assert (await front.http.post(path, json=body)).status_code == 503
+    for connection in servers[0].connections:
+        connection._write(b"{}")
+    assert (await asking).json() == {}
+    await draining
 
 
 @pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
-def test_a_relayed_request_of_another_content_type_gets_415(path: str, body: dict[str, Any]):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        headers = {"content-type": "text/plain"}
-        answer = await front.http.post(path, content=json.dumps(body), headers=headers)
-        assert answer.status_code == 415
-        assert not servers[0].asked[path]
+@behind({})
+async def test_a_relayed_request_of_another_content_type_gets_415(
+    front: Front, servers: list[StandIn], path: str, body: dict[str, Any]
+):
+    headers = {"content-type": "text/plain"}
+    answer = await front.http.post(path, content=json.dumps(body), headers=headers)
+    assert answer.status_code == 415
+    assert not servers[0].asked[path]
 
-    run(test, StandIn())
 
-
-def test_a_front_that_lists_itself_leaves_itself_out():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        front.pool.renew([str(front.http.base_url).rstrip("/"), servers[0].url])
-        await front.until("left out", 1)
-        shown = (await front.http.get("/replicas")).json()["replicas"]
-        assert {each["url"]: each["state"] for each in shown}[servers[0].url] == "up"
-        assert (await front.stream(asked())).text == answer_of(asked())
-        assert (await front.http.get("/health")).status_code == 200
-
-    run(test, StandIn())
+@behind({})
+async def test_a_front_that_lists_itself_leaves_itself_out(front: Front, servers: list[StandIn]):
+    front.pool.renew([str(front.http.base_url).rstrip("/"), servers[0].url])
+    await front.until("left out", 1)
+    shown = (await front.http.get("/replicas")).json()["replicas"]
+    assert {each["url"]: each["state"] for each in shown}[servers[0].url] == "up"
+    assert (await front.stream(asked())).text == answer_of(asked())
+    assert (await front.http.get("/health")).status_code == 200
 
 
 @pytest.mark.slow
@@ -588,26 +574,26 @@ def test_the_words_of_a_replica_become_no_labels_and_no_lines():
 
 
 @pytest.mark.slow
-def test_the_counters_of_a_replica_that_returns_do_not_fall():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for each in servers:
-            each.script = lambda path, body: b"no HTTP" if body["prompt"] == "x" else None
-        await front.http.post(COMPLETIONS, json=asked(prompt="x"))
-        for each in servers:
-            each.script = None
-        await front.until("up", 2)
-        for _ in range(4):
-            await front.http.post(COMPLETIONS, json=asked())
-        names = ("requests", "failures", "moved", "odd_usage")
-        before = [await metric(front, f"llmctl_replica_{name}_total{{") for name in names]
-        assert before[0] >= 6
-        assert before[1] >= 2
-        front.pool.renew([servers[1].url])
-        front.pool.renew([each.url for each in servers])
-        after = [await metric(front, f"llmctl_replica_{name}_total{{") for name in names]
-        assert after == before
-
-    run(test)
+@behind()
+async def test_the_counters_of_a_replica_that_returns_do_not_fall(
+    front: Front, servers: list[StandIn]
+):
+    for each in servers:
+        each.script = lambda path, body: b"no HTTP" if body["prompt"] == "x" else None
+    await front.http.post(COMPLETIONS, json=asked(prompt="x"))
+    for each in servers:
+        each.script = None
+    await front.until("up", 2)
+    for _ in range(4):
+        await front.http.post(COMPLETIONS, json=asked())
+    names = ("requests", "failures", "moved", "odd_usage")
+    before = [await metric(front, f"llmctl_replica_{name}_total{{") for name in names]
+    assert before[0] >= 6
+    assert before[1] >= 2
+    front.pool.renew([servers[1].url])
+    front.pool.renew([each.url for each in servers])
+    after = [await metric(front, f"llmctl_replica_{name}_total{{") for name in names]
+    assert after == before
 
 
 async def use_kept_connections_up(front: Front, servers: list[StandIn]) -> None:
@@ -618,29 +604,24 @@ async def use_kept_connections_up(front: Front, servers: list[StandIn]) -> None:
             await front.pool._ask(replica, b"/health")
 
 
-def test_where_many_connections_are_in_use_none_is_kept():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
-        assert any(each.connections for each in servers)
-        await use_kept_connections_up(front, servers)
-        asking = [front.pool._ask(front.pool.replicas[0], b"/health") for _ in range(6)]
-        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
-        assert front.pool.http.in_use == 0
-        front.pool.renew([])
-        while any(each.connections for each in servers):
-            await asyncio.sleep(0.005)
-
-    run(test, *(StandIn() for _ in range(4)))
+@behind(*[{}] * 4)
+async def test_where_many_connections_are_in_use_none_is_kept(front: Front, servers: list[StandIn]):
+    assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
+    assert any(each.connections for each in servers)
+    await use_kept_connections_up(front, servers)
+    asking = [front.pool._ask(front.pool.replicas[0], b"/health") for _ in range(6)]
+    assert {status for status, _ in await asyncio.gather(*asking)} == {200}
+    assert front.pool.http.in_use == 0
+    front.pool.renew([])
+    while any(each.connections for each in servers):
+        await asyncio.sleep(0.005)
 
 
-def test_readers_of_all_metrics_share_one_reading():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        answers = await asyncio.gather(*(front.http.get("/replicas/metrics") for _ in range(40)))
-        assert {each.status_code for each in answers} == {200}
-        assert all(each.asked["/metrics"] <= 2 for each in servers)
-
-    text = "vllm:num_requests_waiting 2.0\n"
-    run(test, StandIn(metrics=text), StandIn(metrics=text))
+@behind(*[{"metrics": "vllm:num_requests_waiting 2.0\n"}] * 2)
+async def test_readers_of_all_metrics_share_one_reading(front: Front, servers: list[StandIn]):
+    answers = await asyncio.gather(*(front.http.get("/replicas/metrics") for _ in range(40)))
+    assert {each.status_code for each in answers} == {200}
+    assert all(each.asked["/metrics"] <= 2 for each in servers)
 
 
 @pytest.mark.parametrize("named", ["header", "field"])
@@ -662,39 +643,38 @@ def test_the_log_has_no_session_verbatim_and_equal_ones_go_together(named: str):
     assert len(routed[0].request.session) <= 32
 
 
-def test_a_front_without_descriptors_says_so_and_keeps_its_replicas():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        assert (await front.http.get("/health")).status_code == 200
-        await use_kept_connections_up(front, servers)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.dup(0)  # the least number that is not used
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        try:
-            answer = await front.http.post(COMPLETIONS, json=asked())
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) > 0
-        assert len(front.pool.up) == 2
-        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
-
-    run(test)
+@behind()
+async def test_a_front_without_descriptors_says_so_and_keeps_its_replicas(
+    front: Front, servers: list[StandIn]
+):
+    assert (await front.http.get("/health")).status_code == 200
+    await use_kept_connections_up(front, servers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)  # the least number that is not used
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        answer = await front.http.post(COMPLETIONS, json=asked())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    assert len(front.pool.up) == 2
+    assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_stops_in_the_middle_goes_on_elsewhere(stream: bool):
+@behind(hang_s=0.3)
+async def test_an_answer_that_stops_in_the_middle_goes_on_elsewhere(
+    front: Front, servers: list[StandIn], stream: bool
+):
     """The replica serves all other requests, and answers its probes."""
     begun = [True]
     part = b"HTTP/1.1 200 X\r\ncontent-length: 9999\r\n\r\n" + b'data: {"choices": [' * 3
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for each in servers:
-            each.script = lambda *_: part if begun and begun.pop() else None
-        answer = await front.http.post(COMPLETIONS, json=asked(stream=stream), timeout=20)
-        assert answer.status_code == 200
-        assert sum(each.served.total() for each in servers) >= 2
-        assert not begun
-
-    run(test, hang_s=0.3)
+    for each in servers:
+        each.script = lambda *_: part if begun and begun.pop() else None
+    answer = await front.http.post(COMPLETIONS, json=asked(stream=stream), timeout=20)
+    assert answer.status_code == 200
+    assert sum(each.served.total() for each in servers) >= 2
+    assert not begun

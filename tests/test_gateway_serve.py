@@ -76,15 +76,13 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
         log = tmp_path / "events.jsonl"
         words = ["--replicas", listed, "--served-model-name", MODEL, "--router", "least-tokens"]
         words += ["--event-log", log, "--request-log", tmp_path / "requests.jsonl"]
-        with test_serve_vllm.start(plan_for(tmp_path), *map(str, words)) as server:
-            assert server.stdout is not None
-            ready = json.loads(server.stdout.readline())
-            answer = httpx.post(f"{ready['url']}/v1/completions", json=BODY).json()
+        with test_serve_vllm.served(plan_for(tmp_path), *map(str, words)) as server:
+            answer = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
             assert answer["choices"][0]["text"] == answer_of(BODY)
             text = ""
             killed = False
             with httpx.stream(
-                "POST", f"{ready['url']}/v1/completions", json=BODY | {"stream": True}
+                "POST", f"{server.url}/v1/completions", json=BODY | {"stream": True}
             ) as response:
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
@@ -98,10 +96,8 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
                                 gone = each
                         loop.call_soon_threadsafe(gone.kill)
             assert text == answer_of(BODY)
-            server.send_signal(signal.SIGTERM)
-            _, said = server.communicate(timeout=30)
-    assert server.returncode == 0, said
-    assert ready["router"] == "least-tokens"
+            assert server.end() == 0, server.said
+    assert server.ready["router"] == "least-tokens"
     with log.open("rb") as lines:
         balancer, events = read_routes(lines)
     assert list(replay_routes(events, balancer)) == []
@@ -152,28 +148,24 @@ def test_several_workers_are_servers_behind_a_front_and_restart_one_at_a_time(tm
     path = plan_for(tmp_path, workers=2)
     router = RouterSpec(name="session-hash", parameters={"load_factor": 1.5})
     write_file(read_file(Plan, path).model_copy(update={"replica_router": router}), path)
-    with test_serve_vllm.start(path, "--served-model-name", MODEL) as server:
-        assert server.stdout is not None
-        ready = json.loads(server.stdout.readline())
-        assert ready["router"] == "session-hash"
-        shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+    with test_serve_vllm.served(path, "--served-model-name", MODEL) as server:
+        assert server.ready["router"] == "session-hash"
+        shown = httpx.get(f"{server.url}/replicas").json()["replicas"]
         assert [each["state"] for each in shown] == ["up", "up"]
         asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3, "stream": False}
         for _ in range(4):
-            answer = httpx.post(f"{ready['url']}/v1/completions", json=asked)
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked)
             assert answer.json()["usage"]["completion_tokens"] == 3
-        server.send_signal(signal.SIGHUP)
+        server.process.send_signal(signal.SIGHUP)
         before = {each["url"] for each in shown}
         while True:
-            answer = httpx.post(f"{ready['url']}/v1/completions", json=asked)
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked)
             assert answer.status_code == 200
-            shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+            shown = httpx.get(f"{server.url}/replicas").json()["replicas"]
             if len(shown) == 2 and not before & {each["url"] for each in shown}:
                 break
-        server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=60)
-    assert server.returncode == 0, said
-    assert says(said, "2 replicas")
+        assert server.end() == 0, server.said
+    assert says(server.said, "2 replicas")
 
 
 def fleet_for(folder: Path, **engine: object) -> Path:
@@ -204,19 +196,15 @@ def test_the_servers_of_two_kinds_start_with_their_own_flags(tmp_path: Path):
     path = fleet_for(tmp_path)
     log = tmp_path / "events.jsonl"
     words = ["--served-model-name", MODEL, "--event-log", str(log)]
-    with test_serve_vllm.start(path, *words) as server:
-        assert server.stdout is not None
-        ready = json.loads(server.stdout.readline())
-        shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
+    with test_serve_vllm.served(path, *words) as server:
+        shown = httpx.get(f"{server.url}/replicas").json()["replicas"]
         rows = {}
         for each in shown:
             flags = httpx.get(f"{each['url']}/flags").json()
             rows[each["kind"]] = int(flags[flags.index("--max-num-seqs") + 1])
         asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3, "stream": False}
-        answer = httpx.post(f"{ready['url']}/v1/completions", json=asked)
-        server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=60)
-    assert server.returncode == 0, said
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+        assert server.end() == 0, server.said
     assert answer.json()["usage"]["completion_tokens"] == 3
     assert rows == {"test": 7, "slow": 3}
     with log.open("rb") as lines:
@@ -241,14 +229,10 @@ def test_a_kind_for_another_machine_is_named_and_its_servers_may_run_there(tmp_p
     there = StandIn()
     with standins(here, there):
         words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
-        with test_serve_vllm.start(path, *words, "--served-model-name", MODEL) as server:
-            assert server.stdout is not None
-            ready = json.loads(server.stdout.readline())
-            shown = httpx.get(f"{ready['url']}/replicas").json()["replicas"]
-            answer = httpx.post(f"{ready['url']}/v1/completions", json=BODY).json()
-            server.send_signal(signal.SIGTERM)
-            _, said = server.communicate(timeout=30)
-    assert server.returncode == 0, said
+        with test_serve_vllm.served(path, *words, "--served-model-name", MODEL) as server:
+            shown = httpx.get(f"{server.url}/replicas").json()["replicas"]
+            answer = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
+            assert server.end() == 0, server.said
     assert {each["url"]: each["kind"] for each in shown} == {here.url: "test", there.url: "slow"}
     assert answer["choices"][0]["text"] == answer_of(BODY)
 
@@ -315,12 +299,10 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
     with standins(first, second) as loop, chromium() as browser:
         words = ["--replica", first.url, "--replica", second.url, "--router", "llm-d"]
         words += ["--served-model-name", MODEL]
-        with test_serve_vllm.start(plan_for(tmp_path), *words) as server:
-            assert server.stdout is not None
-            ready = json.loads(server.stdout.readline())
-            url = ready["status_page"]
+        with test_serve_vllm.served(plan_for(tmp_path), *words) as server:
+            url = server.ready["status_page"]
             for _ in range(4):
-                httpx.post(f"{ready['url']}/v1/completions", json=BODY)
+                httpx.post(f"{server.url}/v1/completions", json=BODY)
             data = httpx.get(f"{url}status.json")
             assert httpx.get(url, headers={"Host": "elsewhere.example"}).status_code == 403
             for scheme, width in (("light", 360), ("dark", 1600)):
@@ -339,9 +321,7 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
             with page_of(browser, url) as (page, _):
                 shows(page, "#workers tbody tr:nth-child(2) td:nth-child(2)", "down")
                 shows(page, "#happenings li:last-child", re.compile("replica 1 is down"))
-            server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=30)
-    assert server.returncode == 0
+            assert server.end() == 0, server.said
     shown = data.json()
     assert sum(each["requests"] for each in shown["replicas"]) == 4
     assert (shown["router"], shown["knobs"]["prefix"]) == ("llm-d", 3.0)
@@ -355,9 +335,8 @@ def test_the_status_page_shows_the_flags_of_each_kind_of_servers(tmp_path: Path)
     with standins(here, there), chromium() as browser:
         words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
         words += ["--served-model-name", MODEL]
-        with test_serve_vllm.start(tmp_path / "plan.json", *words) as server:
-            assert server.stdout is not None
-            url = json.loads(server.stdout.readline())["status_page"]
+        with test_serve_vllm.served(tmp_path / "plan.json", *words) as server:
+            url = server.ready["status_page"]
             kinds = httpx.get(f"{url}status.json").json()["kinds"]
             for scheme, width in (("light", 1600), ("dark", 360)):
                 size = {"width": width, "height": 800}
@@ -373,9 +352,7 @@ def test_the_status_page_shows_the_flags_of_each_kind_of_servers(tmp_path: Path)
                     assert page.evaluate("document.documentElement.scrollWidth") == width
                     assert page.evaluate(CONTRAST) == []
                     assert seen.complaints == []
-            server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=30)
-    assert server.returncode == 0
+            assert server.end() == 0, server.said
     assert [one["parameters"] for one in kinds] == [plan.policy_of(0), plan.policy_of(1)]
 
 
@@ -393,14 +370,11 @@ def test_a_server_that_llmctl_does_not_start_is_served_through_a_front(tmp_path:
     path.write_text(json.dumps(plan))
     with (
         standins(standin := StandIn(speaks_ids=False)),
-        test_serve_vllm.start(path, "--replica", standin.url) as server,
+        test_serve_vllm.served(path, "--replica", standin.url) as server,
     ):
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
+        url = server.url
         answer = httpx.post(f"{url}/v1/completions", json=BODY).json()
         models = httpx.get(f"{url}/v1/models").json()["data"]
-        server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=30)
-    assert server.returncode == 0, said
+        assert server.end() == 0, server.said
     assert answer["choices"][0]["text"] == answer_of(BODY)
     assert models[0]["id"] == MODEL

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,17 @@ SLICES = {
 }
 
 
+@asynccontextmanager
+async def following(
+    source: sources.ReplicaSource, apply: Callable[[list[str]], str], say: Callable[[str], object]
+) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(follow_source(source, apply, say))
+    async with asyncio.timeout(20):
+        yield task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def read(source: sources.ReplicaSource) -> list[str]:
     return asyncio.run(source.read())
 
@@ -54,16 +67,14 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
         return "changed"
 
     async def follow() -> None:
-        task = asyncio.create_task(follow_source(source, apply, said.append))
-        await asyncio.sleep(0)
-        file.write_text("ftp://c:3\n")
-        while not said:
-            await asyncio.sleep(0.001)
-        file.write_text("http://c:3\n")
-        while not applied:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        async with following(source, apply, said.append):
+            await asyncio.sleep(0)
+            file.write_text("ftp://c:3\n")
+            while not said:
+                await asyncio.sleep(0.001)
+            file.write_text("http://c:3\n")
+            while not applied:
+                await asyncio.sleep(0.001)
 
     asyncio.run(follow())
     assert applied == [["http://c:3"]]
@@ -203,12 +214,9 @@ def test_endpoints_are_watched_and_listed_again_only_where_the_version_is_gone(
             source = SlicedReplicas("here", "vllm", 8000, api=server.url, account=tmp_path)
             with pytest.raises(InputError, match="answered 500"):
                 await source.read()
-            task = asyncio.create_task(follow_source(source, apply, said.append))
-            async with asyncio.timeout(20):
+            async with following(source, apply, said.append):
                 while [] not in applied:
                     await asyncio.sleep(0.001)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
         assert server.tokens == {"authorization: Bearer secret"}
         return server.asked
 
@@ -238,15 +246,11 @@ def test_several_lists_have_kinds_and_one_that_changes_is_seen(
     applied: list[list[str]] = []
 
     async def follow() -> None:
-        task = asyncio.create_task(
-            follow_source(source, lambda all_: applied.append(all_) or "", print)
-        )
-        await asyncio.sleep(0.01)
-        mixed.write_text("slow=http://d:4\n")
-        while not applied:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        async with following(source, lambda all_: applied.append(all_) or "", print):
+            await asyncio.sleep(0.01)
+            mixed.write_text("slow=http://d:4\n")
+            while not applied:
+                await asyncio.sleep(0.001)
 
     asyncio.run(follow())
     assert applied[-1] == ["fast=http://a:1", "slow=http://d:4"]
@@ -283,13 +287,10 @@ def test_an_odd_change_ends_no_watch(line: bytes, tmp_path: Path, monkeypatch: p
         async with ApiServer(*answers) as server:
             server.read.set()
             source = SlicedReplicas("here", "vllm", 8000, api=server.url, account=tmp_path)
-            task = asyncio.create_task(follow_source(source, apply, lambda _: None))
-            async with asyncio.timeout(20):
+            async with following(source, apply, lambda _: None) as task:
                 while not applied or len(applied[-1]) < 2:
                     assert not task.done(), task.exception()
                     await asyncio.sleep(0.001)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(follow())
     assert applied[-1] == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]

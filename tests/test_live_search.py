@@ -15,7 +15,6 @@ from toolkit.interrupts import InterruptedReplayError
 from toolkit.live.bursts import Bursts
 from toolkit.live.search import (
     BurstJournal,
-    LiveBounds,
     LiveSearch,
     gains,
     interval,
@@ -232,7 +231,8 @@ def test_ranks_and_errors_of_predictions():
 def test_what_a_restart_would_add_is_predicted(tmp_path):
     search, *_ = search_on(tmp_path)
     narrow = {"max_num_seqs": 2, "max_num_batched_tokens": 256}
-    gain = restart_gain(search.bursts, PLANNED, narrow, LiveBounds(4, 256), world())
+    highs = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
+    gain = restart_gain(search.bursts, PLANNED, narrow, highs, world())
     assert gain is not None
     assert gain.percent > 0.0
     assert gain.settings["max_num_seqs"] > 2

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from within import in_a_loop
 
 from toolkit.serve import background
 from toolkit.serve.background import Background
@@ -57,23 +58,21 @@ def test_a_task_that_waits_to_start_again_is_not_up(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_a_task_that_returns_or_is_cancelled_ends():
-    async def main() -> None:
-        async def returns() -> None:
-            pass
+@in_a_loop
+async def test_a_task_that_returns_or_is_cancelled_ends():
+    async def returns() -> None:
+        pass
 
-        async def waits() -> None:
-            await asyncio.Event().wait()
+    async def waits() -> None:
+        await asyncio.Event().wait()
 
-        tasks = Background()
-        await tasks.start("returns", returns)
-        waiting = tasks.start("waits", waits)
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        once = tasks.once("once", returns)
-        await once
-        assert dict(tasks.up()) == {"returns": True, "waits": True, "once": True}
-        assert not tasks.failures
-
-    asyncio.run(main())
+    tasks = Background()
+    await tasks.start("returns", returns)
+    waiting = tasks.start("waits", waits)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    once = tasks.once("once", returns)
+    await once
+    assert dict(tasks.up()) == {"returns": True, "waits": True, "once": True}
+    assert not tasks.failures

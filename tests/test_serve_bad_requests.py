@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from said import says
+from within import with_server
 
 from benchmarks.common.serving import HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
@@ -375,17 +376,14 @@ NAMES = st.sampled_from(
 
 
 @pytest.mark.slow
-@given(st.dictionaries(NAMES, VALUES, max_size=4))
-def test_no_field_gives_a_server_error(fields: dict):
-    async def run() -> None:
-        async with client() as http:
-            for path, good in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
-                known = {name: value for name, value in fields.items() if name not in ONE_PATH}
-                body = {**good, "max_tokens": 2, **known}
-                body |= {name: fields[name] for name in good.keys() & fields.keys()}
-                response = await http.post(path, content=json.dumps(body), headers=JSON)
-                assert response.status_code in (200, 400)
-                if response.status_code == 400:
-                    error(response)
-
-    asyncio.run(run())
+@given(fields=st.dictionaries(NAMES, VALUES, max_size=4))
+@with_server()
+async def test_no_field_gives_a_server_error(http: httpx.AsyncClient, fields: dict):
+    for path, good in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+        known = {name: value for name, value in fields.items() if name not in ONE_PATH}
+        body = {**good, "max_tokens": 2, **known}
+        body |= {name: fields[name] for name in good.keys() & fields.keys()}
+        response = await http.post(path, content=json.dumps(body), headers=JSON)
+        assert response.status_code in (200, 400)
+        if response.status_code == 400:
+            error(response)

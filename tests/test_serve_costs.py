@@ -1,13 +1,12 @@
 """Scheduling costs: the worker's stopwatch, the server's counters, and the line of `bench`."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
-
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
+from within import with_driver, with_server
 
-from benchmarks.common.serving import HandWorkers, client, make_driver, turns
+from benchmarks.common.serving import HandWorkers, turns
 from toolkit.bench.predict import COUNTED, scheduling
 from toolkit.engines.protocol import SamplingParams, StepOutput
 from toolkit.engines.tokenizer import ByteDetokenizer
@@ -40,77 +39,56 @@ def submit(driver: Driver, name: str, limit: int) -> None:
     driver.submit(ask, TextOutput(ByteDetokenizer(), ()), Reply(1))
 
 
-def drive(test: Callable[[Driver, HandWorkers], Coroutine]) -> None:
-    async def run() -> None:
-        hands = HandWorkers()
-        driver = make_driver(hands)
-        await driver.start()
-        await test(driver, hands)
-        await driver.stop()
-        assert driver.bug is None
-
-    asyncio.run(run())
-
-
-def test_a_hop_counts_only_if_the_next_batch_was_ready():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        hops = driver.stats.hop.counts
-        submit(driver, "a", 20)  # slices of 8: the second follows the first
-        await turns()
-        hands.finish()
-        await turns()
-        assert sum(hops) == 0
-        hands.finish()
-        await turns()
-        assert sum(hops) == 1
-        hands.finish()
-        await turns()
-        assert sum(hops) == 2
-        submit(driver, "b", 5)
-        await turns()
-        hands.finish()
-        assert sum(hops) == 2
-
-    drive(test)
+@with_driver()
+async def test_a_hop_counts_only_if_the_next_batch_was_ready(driver: Driver, hands: HandWorkers):
+    hops = driver.stats.hop.counts
+    submit(driver, "a", 20)  # slices of 8: the second follows the first
+    await turns()
+    hands.finish()
+    await turns()
+    assert sum(hops) == 0
+    hands.finish()
+    await turns()
+    assert sum(hops) == 1
+    hands.finish()
+    await turns()
+    assert sum(hops) == 2
+    submit(driver, "b", 5)
+    await turns()
+    hands.finish()
+    assert sum(hops) == 2
 
 
-def test_a_batch_that_crashed_has_no_times():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        submit(driver, "a", 8)
-        await turns()
-        hands.crash(steps=3)
-        await turns()
-        hands.recover()
-        await turns()
-        hands.finish()
-        assert sum(driver.stats.hop.counts) == 0
-        assert (driver.stats.engine_s, driver.stats.engine_steps) == (0.01, 5)
-
-    drive(test)
+@with_driver()
+async def test_a_batch_that_crashed_has_no_times(driver: Driver, hands: HandWorkers):
+    submit(driver, "a", 8)
+    await turns()
+    hands.crash(steps=3)
+    await turns()
+    hands.recover()
+    await turns()
+    hands.finish()
+    assert sum(driver.stats.hop.counts) == 0
+    assert (driver.stats.engine_s, driver.stats.engine_steps) == (0.01, 5)
 
 
-def test_every_call_of_the_scheduler_is_timed():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        submit(driver, "a", 8)
-        await turns()
-        assert sum(driver.stats.deciding.counts) == 1
-        hands.finish()
-        await turns()
-        assert sum(driver.stats.deciding.counts) == 3  # what has ended, and the tick after it
-        assert driver.stats.deciding.total > 0
-
-    drive(test)
+@with_driver()
+async def test_every_call_of_the_scheduler_is_timed(driver: Driver, hands: HandWorkers):
+    submit(driver, "a", 8)
+    await turns()
+    assert sum(driver.stats.deciding.counts) == 1
+    hands.finish()
+    await turns()
+    assert sum(driver.stats.deciding.counts) == 3  # what has ended, and the tick after it
+    assert driver.stats.deciding.total > 0
 
 
-def test_the_server_exposes_what_the_bench_reads():
-    async def test() -> None:
-        async with client() as http:
-            families = text_string_to_metric_families((await http.get("/metrics")).text)
-            assert set(COUNTED.values()) <= {
-                sample.name for family in families for sample in family.samples
-            }
-
-    asyncio.run(test())
+@with_server()
+async def test_the_server_exposes_what_the_bench_reads(http: httpx.AsyncClient):
+    families = text_string_to_metric_families((await http.get("/metrics")).text)
+    assert set(COUNTED.values()) <= {
+        sample.name for family in families for sample in family.samples
+    }
 
 
 def test_shares_are_of_the_engines_time_between_two_looks():

@@ -7,8 +7,9 @@ import asyncio
 import httpx
 import pytest
 from said import says
+from within import with_server
 
-from benchmarks.common.serving import LAW, HandWorkers, ToyWorkers, client, events, turns
+from benchmarks.common.serving import LAW, events, turns
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import CancelCall, RecordingScheduler, replay
 from toolkit.sched.policies import make_policy
@@ -16,14 +17,6 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
 
 ASK = {"prompt": "a", "max_tokens": 8}
-
-
-def ask(scenario, workers=None, **settings) -> None:
-    async def main() -> None:
-        async with client(workers or HandWorkers(), **settings) as http:
-            await scenario(http)
-
-    asyncio.run(main())
 
 
 async def expire(http: httpx.AsyncClient) -> None:
@@ -34,98 +27,86 @@ async def expire(http: httpx.AsyncClient) -> None:
     await turns()
 
 
-def test_a_waiting_request_gets_504_at_its_deadline_even_without_workers() -> None:
-    async def test(http: httpx.AsyncClient) -> None:
-        first = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5.0}))
-        await turns(60)
-        http.workers.crash()
-        await turns()
-        await expire(http)
-        answer = await first
-        assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
-        error = answer.json()["error"]
-        assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
-        assert says(error["message"], "deadline", "5 s")
-        assert http.driver.waiting == http.driver.running == 0
-
-    ask(test)
-
-
-def test_a_running_stream_gets_a_final_error_at_its_deadline() -> None:
-    async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(
-            http.post("/v1/completions", json=ASK | {"stream": True, "timeout": 5})
-        )
-        await turns(60)
-        http.workers.progress(steps=2)
-        await turns()
-        await expire(http)
-        *_, error, done = events((await asking).text)
-        assert (error["error"]["code"], done) == ("deadline_exceeded", "[DONE]")
-        assert len(http.workers.unwanted) == 1  # its worker may stop
-
-    ask(test)
+@with_server(hands=1)
+async def test_a_waiting_request_gets_504_at_its_deadline_even_without_workers(
+    http: httpx.AsyncClient,
+) -> None:
+    first = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5.0}))
+    await turns(60)
+    http.workers.crash()
+    await turns()
+    await expire(http)
+    answer = await first
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false")
+    error = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
+    assert says(error["message"], "deadline", "5 s")
+    assert http.driver.waiting == http.driver.running == 0
 
 
-def test_the_timer_ends_a_request_at_its_deadline() -> None:
-    async def test(http: httpx.AsyncClient) -> None:
-        answer = await http.post("/v1/completions", json=ASK | {"timeout": 0.01})
-        assert answer.status_code == 504
-
-    ask(test)
-
-
-def test_the_servers_deadline_is_the_default_and_the_longest() -> None:
-    async def test(http: httpx.AsyncClient) -> None:
-        asking = [
-            asyncio.create_task(http.post("/v1/completions", json=ASK | more))
-            for more in ({}, {"timeout": 500}, {"timeout": 2})
-        ]
-        await turns(60)
-        assert sorted(
-            active.request.timeout_s for active in http.driver._active.by_id.values()
-        ) == [2, 60, 60]
-        await expire(http)
-        assert [(await one).status_code for one in asking] == [504] * 3
-
-    ask(test, request_timeout_s=60.0)
+@with_server(hands=1)
+async def test_a_running_stream_gets_a_final_error_at_its_deadline(http: httpx.AsyncClient) -> None:
+    asking = asyncio.create_task(
+        http.post("/v1/completions", json=ASK | {"stream": True, "timeout": 5})
+    )
+    await turns(60)
+    http.workers.progress(steps=2)
+    await turns()
+    await expire(http)
+    *_, error, done = events((await asking).text)
+    assert (error["error"]["code"], done) == ("deadline_exceeded", "[DONE]")
+    assert len(http.workers.unwanted) == 1  # its worker may stop
 
 
-def test_a_request_without_timeout_or_that_has_ended_has_no_deadline() -> None:
-    async def test(http: httpx.AsyncClient) -> None:
-        assert (await http.post("/v1/completions", json=ASK)).status_code == 200
-        assert (await http.post("/v1/completions", json=ASK | {"timeout": 3600})).status_code == 200
-        timers = [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]
-        assert not any("_expire" in repr(timer) for timer in timers)
+@with_server(hands=1)
+async def test_the_timer_ends_a_request_at_its_deadline(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json=ASK | {"timeout": 0.01})
+    assert answer.status_code == 504
 
-    ask(test, workers=ToyWorkers())
+
+@with_server(hands=1, request_timeout_s=60.0)
+async def test_the_servers_deadline_is_the_default_and_the_longest(http: httpx.AsyncClient) -> None:
+    asking = [
+        asyncio.create_task(http.post("/v1/completions", json=ASK | more))
+        for more in ({}, {"timeout": 500}, {"timeout": 2})
+    ]
+    await turns(60)
+    assert sorted(active.request.timeout_s for active in http.driver._active.by_id.values()) == [
+        2,
+        60,
+        60,
+    ]
+    await expire(http)
+    assert [(await one).status_code for one in asking] == [504] * 3
+
+
+@with_server()
+async def test_a_request_without_timeout_or_that_has_ended_has_no_deadline(
+    http: httpx.AsyncClient,
+) -> None:
+    assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+    assert (await http.post("/v1/completions", json=ASK | {"timeout": 3600})).status_code == 200
+    timers = [timer for timer in asyncio.get_running_loop()._scheduled if not timer.cancelled()]
+    assert not any("_expire" in repr(timer) for timer in timers)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1e9, "5", True])
-def test_an_invalid_deadline_is_refused(timeout: object) -> None:
-    async def test(http: httpx.AsyncClient) -> None:
-        answer = await http.post("/v1/completions", json=ASK | {"timeout": timeout})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
-
-    ask(test)
+@with_server(hands=1)
+async def test_an_invalid_deadline_is_refused(http: httpx.AsyncClient, timeout: object) -> None:
+    answer = await http.post("/v1/completions", json=ASK | {"timeout": timeout})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
 
 
-def test_a_deadline_is_logged_as_a_cancel_and_replays() -> None:
-    async def main() -> None:
-        log = []
-        async with client(HandWorkers()) as http:
-            policy = make_policy("slice", {"slice_tokens": 8})
-            http.driver.scheduler = RecordingScheduler(
-                policy, [Worker(0, LAW, ZetaMemory(4096))], log.append
-            )
-            asking = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5}))
-            await turns(60)
-            await expire(http)
-            assert (await asking).status_code == 504
-            assert [type(event) for event in log].count(CancelCall) == 1
-            again = Scheduler(
-                make_policy("slice", {"slice_tokens": 8}), [Worker(0, LAW, ZetaMemory(4096))]
-            )
-            assert list(replay(log, again)) == []
-
-    asyncio.run(main())
+@with_server(hands=1)
+async def test_a_deadline_is_logged_as_a_cancel_and_replays(http: httpx.AsyncClient) -> None:
+    log = []
+    policy = make_policy("slice", {"slice_tokens": 8})
+    workers = [Worker(0, LAW, ZetaMemory(4096))]
+    http.driver.scheduler = RecordingScheduler(policy, workers, log.append)
+    asking = asyncio.create_task(http.post("/v1/completions", json=ASK | {"timeout": 5}))
+    await turns(60)
+    await expire(http)
+    assert (await asking).status_code == 504
+    assert [type(event) for event in log].count(CancelCall) == 1
+    again = Scheduler(make_policy("slice", {"slice_tokens": 8}), [Worker(0, LAW, ZetaMemory(4096))])
+    assert list(replay(log, again)) == []

@@ -3,9 +3,9 @@ depend on the clock.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
 
 import pytest
+from within import in_a_loop, with_driver
 
 from benchmarks.common.serving import HandWorkers, generate, make_driver, turns
 from toolkit.engines.protocol import SamplingParams
@@ -33,296 +33,254 @@ async def take(reply: Reply) -> Delta:
     return delta
 
 
-def drive(test: Callable[[Driver, HandWorkers], Coroutine], workers: int = 1, **options) -> None:
-    async def run() -> None:
-        hands = HandWorkers(workers)
-        driver = make_driver(hands, **options)
-        await driver.start()
-        try:
-            await test(driver, hands)
-            assert driver.bug is None
-        finally:
-            await driver.stop()
-
-    asyncio.run(run())
+@with_driver()
+async def test_tokens_reach_the_client_before_their_batch_ends(driver: Driver, hands: HandWorkers):
+    _, reply = submit(driver, ask())
+    await turns()
+    hands.progress(steps=3)
+    delta = await take(reply)
+    assert delta.text.encode() == bytes(generate("hello", 3))
+    assert (delta.tokens, delta.finish) == (3, "")
 
 
-def test_tokens_reach_the_client_before_their_batch_ends():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        _, reply = submit(driver, ask())
+@with_driver()
+async def test_the_next_slice_continues_from_prompt_and_output(driver: Driver, hands: HandWorkers):
+    live, _ = submit(driver, ask(limit=20))
+    for _ in range(3):  # slices of 8: 8, 8, 4
         await turns()
-        hands.progress(steps=3)
-        delta = await take(reply)
-        assert delta.text.encode() == bytes(generate("hello", 3))
-        assert (delta.tokens, delta.finish) == (3, "")
-
-    drive(test)
-
-
-def test_the_next_slice_continues_from_prompt_and_output():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        live, _ = submit(driver, ask(limit=20))
-        for _ in range(3):  # slices of 8: 8, 8, 4
-            await turns()
-            hands.finish()
-        assert live.tokens == generate("hello", 20)
-        assert live.status == "length"
-        assert [(len(rows[0].tokens), rows[0].generated) for rows in hands.rows] == [
-            (5, 0),
-            (13, 8),
-            (21, 16),
-        ]
-
-    drive(test)
+        hands.finish()
+    assert live.tokens == generate("hello", 20)
+    assert live.status == "length"
+    assert [(len(rows[0].tokens), rows[0].generated) for rows in hands.rows] == [
+        (5, 0),
+        (13, 8),
+        (21, 16),
+    ]
 
 
-def test_requests_of_one_loop_turn_share_a_tick_and_a_batch():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        for name in "abc":
-            submit(driver, ask(name))
-        await turns()
-        assert [[row.request_id for row in rows] for rows in hands.rows] == [["a", "b", "c"]]
-
-    drive(test)
-
-
-def test_a_client_gets_the_end_of_its_row_before_the_batch_ends():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        short, reply = submit(driver, ask("short", limit=2))
-        long, _ = submit(driver, ask("long", limit=50))
-        await turns()
-        hands.progress(steps=4)
-        assert (await take(reply)).finish == "length"
-        assert (short.status, long.status) == ("length", "")
-        assert (driver.running, driver.waiting) == (1, 0)
-
-    drive(test)
+@with_driver()
+async def test_requests_of_one_loop_turn_share_a_tick_and_a_batch(
+    driver: Driver, hands: HandWorkers
+):
+    for name in "abc":
+        submit(driver, ask(name))
+    await turns()
+    assert [[row.request_id for row in rows] for rows in hands.rows] == [["a", "b", "c"]]
 
 
-def test_a_killed_worker_loses_no_token_and_repeats_none():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        live, reply = submit(driver, ask(limit=20))
-        await turns()
-        hands.progress(0, steps=5)
-        hands.crash(0, steps=5)
-        await turns()
-        hands.finish(1)
-        await turns()
-        hands.finish(1 if 1 in hands.running else 0)
-        await turns()
-        assert live.tokens == generate("hello", 20)
-        assert (await take(reply)).text.encode() == bytes(generate("hello", 20))
-        assert driver.stats.worker_restarts == 1
-
-    drive(test, workers=2)
+@with_driver()
+async def test_a_client_gets_the_end_of_its_row_before_the_batch_ends(
+    driver: Driver, hands: HandWorkers
+):
+    short, reply = submit(driver, ask("short", limit=2))
+    long, _ = submit(driver, ask("long", limit=50))
+    await turns()
+    hands.progress(steps=4)
+    assert (await take(reply)).finish == "length"
+    assert (short.status, long.status) == ("length", "")
+    assert (driver.running, driver.waiting) == (1, 0)
 
 
-def test_a_request_waits_until_its_only_worker_is_back():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        live, _ = submit(driver, ask(limit=8))
-        await turns()
-        hands.crash(0, steps=3)
-        await turns()
-        assert not hands.running
+@with_driver(workers=2)
+async def test_a_killed_worker_loses_no_token_and_repeats_none(driver: Driver, hands: HandWorkers):
+    live, reply = submit(driver, ask(limit=20))
+    await turns()
+    hands.progress(0, steps=5)
+    hands.crash(0, steps=5)
+    await turns()
+    hands.finish(1)
+    await turns()
+    hands.finish(1 if 1 in hands.running else 0)
+    await turns()
+    assert live.tokens == generate("hello", 20)
+    assert (await take(reply)).text.encode() == bytes(generate("hello", 20))
+    assert driver.stats.worker_restarts == 1
+
+
+@with_driver()
+async def test_a_request_waits_until_its_only_worker_is_back(driver: Driver, hands: HandWorkers):
+    live, _ = submit(driver, ask(limit=8))
+    await turns()
+    hands.crash(0, steps=3)
+    await turns()
+    assert not hands.running
+    hands.recover(0)
+    await turns()
+    hands.finish(0)
+    assert live.tokens == generate("hello", 8)
+
+
+@with_driver()
+async def test_a_request_that_kills_its_worker_alone_twice_fails_alone(
+    driver: Driver, hands: HandWorkers
+):
+    poison, reply = submit(driver, ask("poison"))
+    await turns()
+    for _ in range(2):
+        hands.crash(0)
         hands.recover(0)
         await turns()
-        hands.finish(0)
-        assert live.tokens == generate("hello", 8)
-
-    drive(test)
-
-
-def test_a_request_that_kills_its_worker_alone_twice_fails_alone():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        poison, reply = submit(driver, ask("poison"))
-        await turns()
-        for _ in range(2):
-            hands.crash(0)
-            hands.recover(0)
-            await turns()
-        assert poison.status == "failed"
-        assert "worker died" in (await take(reply)).failure
-        assert not hands.running
-
-    drive(test)
+    assert poison.status == "failed"
+    assert "worker died" in (await take(reply)).failure
+    assert not hands.running
 
 
-def test_out_of_memory_costs_no_request():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        lives = [submit(driver, ask(name, limit=8))[0] for name in "abcd"]
-        await turns()
-        hands.finish(steps=3, failure="oom")
-        while any(not live.status for live in lives):
-            await turns()
-            hands.finish()
-        assert [live.tokens for live in lives] == [generate("hello", 8)] * 4
-        assert [len(rows) for rows in hands.rows] == [4, 2, 2]
-        assert driver.stats.oom_events == 1
-
-    drive(test)
-
-
-def test_the_worker_learns_of_a_cancelled_row_which_does_not_run_again():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        live, _ = submit(driver, ask(limit=100))
-        await turns()
-        driver.cancel(live)
-        assert hands.unwanted == ["a"]
-        hands.finish(steps=1)
-        await turns()
-        assert not hands.running
-        assert (driver.running, driver.waiting, driver.scheduler.jobs) == (0, 0, 0)
-        assert live.tokens == []
-
-    drive(test)
-
-
-def test_a_cancelled_waiting_request_is_removed_at_once():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        submit(driver, ask("first", limit=100))
-        await turns()
-        live, _ = submit(driver, ask("second"))
-        assert driver.waiting == 1
-        driver.cancel(live)
-        driver.cancel(live)
-        assert (driver.waiting, driver.scheduler.jobs) == (0, 1)
-
-    drive(test)
-
-
-def test_a_stop_string_ends_a_row_on_its_worker():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        whole = bytes(generate("hello", 8)).decode()
-        live, reply = submit(driver, ask(limit=100), stops=(whole[3:5],))
-        await turns()
-        hands.progress(steps=8)
-        delta = await take(reply)
-        assert (delta.text, delta.tokens, delta.finish) == (whole[:3], 5, "stop")
-        assert hands.unwanted == ["a"]
-        hands.finish()
-        await turns()
-        assert not hands.running
-        assert live.output.tokens == 5
-        assert list(driver.scheduler._finished.recent) == [5]
-
-    drive(test)
-
-
-def test_a_stop_string_in_the_last_tokens_ends_a_request():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        whole = bytes(generate("hello", 8)).decode()
-        live, _ = submit(driver, ask(limit=8), stops=(whole[3:5],))
+@with_driver()
+async def test_out_of_memory_costs_no_request(driver: Driver, hands: HandWorkers):
+    lives = [submit(driver, ask(name, limit=8))[0] for name in "abcd"]
+    await turns()
+    hands.finish(steps=3, failure="oom")
+    while any(not live.status for live in lives):
         await turns()
         hands.finish()
-        assert (live.status, live.tokens) == ("stop", generate("hello", 5))
-        assert (driver.scheduler.jobs, list(driver.scheduler._finished.recent)) == (0, [5])
-
-    drive(test)
-
-
-def test_the_scheduler_never_sees_the_length_of_a_replayed_request():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        live, reply = submit(driver, ask(limit=100, end_after=6))
-        await turns()
-        (batch,) = [worker.batch for worker in driver.scheduler.workers]
-        (job,) = batch.jobs
-        assert (job.prompt_tokens, job.max_new_tokens, job.priority) == (5, 100, 0)
-        assert 6 not in [getattr(job, name) for name in Job.__slots__]
-        assert batch.steps == 8
-        hands.finish()
-        delta = await take(reply)
-        assert (delta.tokens, delta.finish, len(delta.text)) == (6, "stop", 5)
-        assert live.tokens[:5] == generate("hello", 5)
-
-    drive(test)
+    assert [live.tokens for live in lives] == [generate("hello", 8)] * 4
+    assert [len(rows) for rows in hands.rows] == [4, 2, 2]
+    assert driver.stats.oom_events == 1
 
 
-def test_requests_that_arrive_while_a_slice_runs_are_counted_with_it():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        submit(driver, ask("first", limit=8))
-        await turns()
-        for name in ("second", "third"):
-            submit(driver, ask(name, limit=8))
-        hands.finish()
-        sums = driver.stats.slice_sums
-        assert (sums["batches"], sums["arrived"], sums["arrived_arrived"]) == (1, 2, 4)
-        assert sums["took"] == pytest.approx(driver.stats.batch_s)
-        assert sums["expected"] == pytest.approx(driver.stats.predicted_batch_s)
-        assert sums["took_arrived"] == pytest.approx(2 * sums["took"])
-        await turns()
-        hands.finish()
-        assert (sums["batches"], sums["arrived"], sums["arrived_arrived"]) == (2, 2, 4)
-
-    drive(test)
+@with_driver()
+async def test_the_worker_learns_of_a_cancelled_row_which_does_not_run_again(
+    driver: Driver, hands: HandWorkers
+):
+    live, _ = submit(driver, ask(limit=100))
+    await turns()
+    driver.cancel(live)
+    assert hands.unwanted == ["a"]
+    hands.finish(steps=1)
+    await turns()
+    assert not hands.running
+    assert (driver.running, driver.waiting, driver.scheduler.jobs) == (0, 0, 0)
+    assert live.tokens == []
 
 
-def test_a_request_beyond_all_memory_is_refused():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        with pytest.raises(RefusedError, match="memory holds 40"):
-            submit(driver, ask(limit=100))
-        assert driver.waiting == 0
-
-    drive(test, capacity=40)
-
-
-def test_draining_waits_for_running_requests():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        _, reply = submit(driver, ask(limit=2))
-        await turns()
-        draining = asyncio.create_task(driver.drain(3600.0))
-        await turns()
-        assert not draining.done()
-        hands.finish(steps=2)
-        assert await draining == 0
-        assert (await take(reply)).finish == "length"
-
-    drive(test)
+@with_driver()
+async def test_a_cancelled_waiting_request_is_removed_at_once(driver: Driver, hands: HandWorkers):
+    submit(driver, ask("first", limit=100))
+    await turns()
+    live, _ = submit(driver, ask("second"))
+    assert driver.waiting == 1
+    driver.cancel(live)
+    driver.cancel(live)
+    assert (driver.waiting, driver.scheduler.jobs) == (0, 1)
 
 
-def test_requests_that_run_past_the_drain_timeout_fail():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        _, quick = submit(driver, ask("quick", limit=2))
-        _, late = submit(driver, ask("late", limit=100))
-        await turns()
-        hands.progress(steps=2)
-        assert await driver.drain(0.0) == 1
-        assert (await take(quick)).finish == "length"
-        assert (await take(late)).failure == SHUTTING_DOWN
-
-    drive(test)
-
-
-def test_an_idle_driver_drains_at_once():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        assert await driver.drain(3600.0) == 0
-
-    drive(test)
+@with_driver()
+async def test_a_stop_string_ends_a_row_on_its_worker(driver: Driver, hands: HandWorkers):
+    whole = bytes(generate("hello", 8)).decode()
+    live, reply = submit(driver, ask(limit=100), stops=(whole[3:5],))
+    await turns()
+    hands.progress(steps=8)
+    delta = await take(reply)
+    assert (delta.text, delta.tokens, delta.finish) == (whole[:3], 5, "stop")
+    assert hands.unwanted == ["a"]
+    hands.finish()
+    await turns()
+    assert not hands.running
+    assert live.output.tokens == 5
+    assert list(driver.scheduler._finished.recent) == [5]
 
 
-def test_the_timer_wakes_a_policy_that_asked_for_it():
-    async def test(driver: Driver, hands: HandWorkers) -> None:
-        submit(driver, ask("first"))
-        await turns()
-        submit(driver, ask("second"))
-        hands.finish()
-        while not hands.running:  # both wait for the interval now
-            await asyncio.sleep(0.001)
-        assert [row.request_id for row in hands.running[0][1]] == ["second", "first"]
-
-    drive(test, slice_tokens=8, eager=False, min_interval_s=0.02)
+@with_driver()
+async def test_a_stop_string_in_the_last_tokens_ends_a_request(driver: Driver, hands: HandWorkers):
+    whole = bytes(generate("hello", 8)).decode()
+    live, _ = submit(driver, ask(limit=8), stops=(whole[3:5],))
+    await turns()
+    hands.finish()
+    assert (live.status, live.tokens) == ("stop", generate("hello", 5))
+    assert (driver.scheduler.jobs, list(driver.scheduler._finished.recent)) == (0, [5])
 
 
-def test_an_exception_of_the_scheduler_reaches_the_owner_of_the_driver():
-    async def test() -> None:
-        hands = HandWorkers()
-        driver = make_driver(hands)
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        await driver.start()
-        driver.scheduler.policy = None
-        submit(driver, ask())
-        await turns()
-        assert isinstance(driver.bug, AttributeError)
-        assert driver.broke.is_set()
-        await driver.stop()
+@with_driver()
+async def test_the_scheduler_never_sees_the_length_of_a_replayed_request(
+    driver: Driver, hands: HandWorkers
+):
+    live, reply = submit(driver, ask(limit=100, end_after=6))
+    await turns()
+    (batch,) = [worker.batch for worker in driver.scheduler.workers]
+    (job,) = batch.jobs
+    assert (job.prompt_tokens, job.max_new_tokens, job.priority) == (5, 100, 0)
+    assert 6 not in [getattr(job, name) for name in Job.__slots__]
+    assert batch.steps == 8
+    hands.finish()
+    delta = await take(reply)
+    assert (delta.tokens, delta.finish, len(delta.text)) == (6, "stop", 5)
+    assert live.tokens[:5] == generate("hello", 5)
 
-    asyncio.run(test())
+
+@with_driver()
+async def test_requests_that_arrive_while_a_slice_runs_are_counted_with_it(
+    driver: Driver, hands: HandWorkers
+):
+    submit(driver, ask("first", limit=8))
+    await turns()
+    for name in ("second", "third"):
+        submit(driver, ask(name, limit=8))
+    hands.finish()
+    sums = driver.stats.slice_sums
+    assert (sums["batches"], sums["arrived"], sums["arrived_arrived"]) == (1, 2, 4)
+    assert sums["took"] == pytest.approx(driver.stats.batch_s)
+    assert sums["expected"] == pytest.approx(driver.stats.predicted_batch_s)
+    assert sums["took_arrived"] == pytest.approx(2 * sums["took"])
+    await turns()
+    hands.finish()
+    assert (sums["batches"], sums["arrived"], sums["arrived_arrived"]) == (2, 2, 4)
+
+
+@with_driver(capacity=40)
+async def test_a_request_beyond_all_memory_is_refused(driver: Driver, hands: HandWorkers):
+    with pytest.raises(RefusedError, match="memory holds 40"):
+        submit(driver, ask(limit=100))
+    assert driver.waiting == 0
+
+
+@with_driver()
+async def test_draining_waits_for_running_requests(driver: Driver, hands: HandWorkers):
+    _, reply = submit(driver, ask(limit=2))
+    await turns()
+    draining = asyncio.create_task(driver.drain(3600.0))
+    await turns()
+    assert not draining.done()
+    hands.finish(steps=2)
+    assert await draining == 0
+    assert (await take(reply)).finish == "length"
+
+
+@with_driver()
+async def test_requests_that_run_past_the_drain_timeout_fail(driver: Driver, hands: HandWorkers):
+    _, quick = submit(driver, ask("quick", limit=2))
+    _, late = submit(driver, ask("late", limit=100))
+    await turns()
+    hands.progress(steps=2)
+    assert await driver.drain(0.0) == 1
+    assert (await take(quick)).finish == "length"
+    assert (await take(late)).failure == SHUTTING_DOWN
+
+
+@with_driver()
+async def test_an_idle_driver_drains_at_once(driver: Driver, hands: HandWorkers):
+    assert await driver.drain(3600.0) == 0
+
+
+@with_driver(slice_tokens=8, eager=False, min_interval_s=0.02)
+async def test_the_timer_wakes_a_policy_that_asked_for_it(driver: Driver, hands: HandWorkers):
+    submit(driver, ask("first"))
+    await turns()
+    submit(driver, ask("second"))
+    hands.finish()
+    while not hands.running:  # both wait for the interval now
+        await asyncio.sleep(0.001)
+    assert [row.request_id for row in hands.running[0][1]] == ["second", "first"]
+
+
+@in_a_loop
+async def test_an_exception_of_the_scheduler_reaches_the_owner_of_the_driver():
+    hands = HandWorkers()
+    driver = make_driver(hands)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    await driver.start()
+    driver.scheduler.policy = None
+    submit(driver, ask())
+    await turns()
+    assert isinstance(driver.bug, AttributeError)
+    assert driver.broke.is_set()
+    await driver.stop()

@@ -4,6 +4,7 @@ import asyncio
 import math
 
 import pytest
+from within import in_a_loop
 
 from benchmarks.common.serving import LAW, HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
@@ -96,21 +97,19 @@ def test_the_strictest_targets_count():
     assert limits.excess_s(PredictedLatency(0.1, 9.2, 5.0)) == pytest.approx(2.0)
 
 
-def test_an_overloaded_server_refuses_before_tokenizing_with_retry_after(
+@in_a_loop
+async def test_an_overloaded_server_refuses_before_tokenizing_with_retry_after(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    async def run() -> None:
-        async with client(HandWorkers(1), limits=LatencyLimits(ttft_s=0.05)) as http:
-            body = {"prompt": ["hello"] * 16, "max_tokens": 100, "n": 2}
-            asking = asyncio.create_task(http.post("/v1/completions", json=body))
-            await turns(60)
-            assert http.driver.running
-            monkeypatch.setattr(ByteTokenizer, "encode", None)
-            refused = await http.post("/v1/completions", json={"prompt": "hello"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-            assert "too many requests wait" in refused.json()["error"]["message"]
-            assert int(refused.headers["retry-after"]) >= 1
-            assert 'llmctl_refused_total{model_name="toy"} 1.0' in (await http.get("/metrics")).text
-            asking.cancel()
-
-    asyncio.run(run())
+    async with client(HandWorkers(1), limits=LatencyLimits(ttft_s=0.05)) as http:
+        body = {"prompt": ["hello"] * 16, "max_tokens": 100, "n": 2}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        await turns(60)
+        assert http.driver.running
+        monkeypatch.setattr(ByteTokenizer, "encode", None)
+        refused = await http.post("/v1/completions", json={"prompt": "hello"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert "too many requests wait" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert 'llmctl_refused_total{model_name="toy"} 1.0' in (await http.get("/metrics")).text
+        asking.cancel()

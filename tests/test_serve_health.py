@@ -2,27 +2,19 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
+from within import with_server
 
-from benchmarks.common.serving import HandWorkers, client, make_driver, turns
+from benchmarks.common.serving import HandWorkers, make_driver, turns
 from toolkit.errors import EngineError
 from toolkit.serve.stats import Histogram
 from toolkit.serve.status import failure, gauges, problem, state
 from toolkit.workers.protocol import SilentWorker
-
-
-def ask(test: Callable[[httpx.AsyncClient], Coroutine], **options) -> None:
-    async def run() -> None:
-        async with client(**options) as http:
-            await test(http)
-
-    asyncio.run(run())
 
 
 def test_a_loading_server_is_healthy_and_not_ready():
@@ -32,110 +24,96 @@ def test_a_loading_server_is_healthy_and_not_ready():
     assert not any(worker.alive for worker in gauges(driver).workers)
 
 
-def test_a_loaded_server_is_healthy_and_ready():
-    async def test(http: httpx.AsyncClient) -> None:
-        for path in ("/health", "/ready"):
-            assert (await http.get(path)).status_code == 200
-            assert (await http.head(path)).status_code == 200
-
-    ask(test)
+@with_server()
+async def test_a_loaded_server_is_healthy_and_ready(http: httpx.AsyncClient):
+    for path in ("/health", "/ready"):
+        assert (await http.get(path)).status_code == 200
+        assert (await http.head(path)).status_code == 200
 
 
-def test_a_leaving_server_is_healthy_and_not_ready():
-    async def test(http: httpx.AsyncClient) -> None:
-        http.driver.leaving = True
-        ready = await http.get("/ready")
-        assert (ready.status_code, ready.json()) == (503, {"status": "leaving"})
-        assert (await http.get("/health")).status_code == 200
-        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-
-    ask(test)
+@with_server()
+async def test_a_leaving_server_is_healthy_and_not_ready(http: httpx.AsyncClient):
+    http.driver.leaving = True
+    ready = await http.get("/ready")
+    assert (ready.status_code, ready.json()) == (503, {"status": "leaving"})
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
 
 
-def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_healthy():
-    async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(
-            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
-        )
-        await turns(60)
-        assert problem(http.driver) == ""
-        (flight,) = http.driver.flights.values()
-        assert http.workers.estimated_s == flight.batch.estimated_s > 0
-        http.workers.hung = [SilentWorker(0, "running", 31.0)]
-        assert says(problem(http.driver), "worker 0", "31 s", "batch")
-        assert (await http.get("/health")).status_code == 200
-        http.workers.hung = []
-        http.workers.finish()
-        await asking
-
-    ask(test, workers=HandWorkers())
-
-
-def test_a_hung_worker_is_no_problem_while_another_works():
-    async def test(http: httpx.AsyncClient) -> None:
-        http.workers.hung = [SilentWorker(0, "idle", 3600.0)]
-        assert problem(http.driver) == ""
-        http.workers.hung += [SilentWorker(1, "running", 3600.0)]
-        assert says(problem(http.driver), "worker 0", "3600 s", "idle")
-
-    ask(test, workers=HandWorkers(2))
+@with_server(hands=1)
+async def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_healthy(
+    http: httpx.AsyncClient,
+):
+    asking = asyncio.create_task(
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
+    )
+    await turns(60)
+    assert problem(http.driver) == ""
+    (flight,) = http.driver.flights.values()
+    assert http.workers.estimated_s == flight.batch.estimated_s > 0
+    http.workers.hung = [SilentWorker(0, "running", 31.0)]
+    assert says(problem(http.driver), "worker 0", "31 s", "batch")
+    assert (await http.get("/health")).status_code == 200
+    http.workers.hung = []
+    http.workers.finish()
+    await asking
 
 
-def test_without_a_living_worker_it_is_healthy_and_not_ready():
-    async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(
-            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
-        )
-        await turns(60)
-        http.workers.crash()
-        response = await http.get("/ready")
-        assert (response.status_code, response.json()) == (503, {"status": "no worker is alive"})
-        assert (await http.get("/health")).status_code == 200
-        assert scrape((await http.get("/metrics")).text)["llmctl_workers_alive"] == 0
-        http.workers.recover()
-        assert (await http.get("/ready")).status_code == 200
-        await turns()
-        http.workers.finish()
-        await asking
-
-    ask(test, workers=HandWorkers())
+@with_server(hands=2)
+async def test_a_hung_worker_is_no_problem_while_another_works(http: httpx.AsyncClient):
+    http.workers.hung = [SilentWorker(0, "idle", 3600.0)]
+    assert problem(http.driver) == ""
+    http.workers.hung += [SilentWorker(1, "running", 3600.0)]
+    assert says(problem(http.driver), "worker 0", "3600 s", "idle")
 
 
-def test_with_one_of_two_workers_alive_it_is_ready():
-    async def test(http: httpx.AsyncClient) -> None:
-        asking = asyncio.create_task(
-            http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
-        )
-        await turns(60)
-        (worker,) = http.workers.running
-        http.workers.crash(worker)
-        assert (await http.get("/ready")).status_code == 200
-        await turns()
-        http.workers.finish(1 - worker)
-        await asking
+@with_server(hands=1)
+async def test_without_a_living_worker_it_is_healthy_and_not_ready(http: httpx.AsyncClient):
+    asking = asyncio.create_task(
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
+    )
+    await turns(60)
+    http.workers.crash()
+    response = await http.get("/ready")
+    assert (response.status_code, response.json()) == (503, {"status": "no worker is alive"})
+    assert (await http.get("/health")).status_code == 200
+    assert scrape((await http.get("/metrics")).text)["llmctl_workers_alive"] == 0
+    http.workers.recover()
+    assert (await http.get("/ready")).status_code == 200
+    await turns()
+    http.workers.finish()
+    await asking
 
-    ask(test, workers=HandWorkers(2))
+
+@with_server(hands=2)
+async def test_with_one_of_two_workers_alive_it_is_ready(http: httpx.AsyncClient):
+    asking = asyncio.create_task(
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
+    )
+    await turns(60)
+    (worker,) = http.workers.running
+    http.workers.crash(worker)
+    assert (await http.get("/ready")).status_code == 200
+    await turns()
+    http.workers.finish(1 - worker)
+    await asking
 
 
 @pytest.mark.slow
-def test_after_a_bug_in_the_scheduler_it_is_unhealthy():
-    async def test(http: httpx.AsyncClient) -> None:
-        http.driver.bug = ValueError("a bug")
-        assert (await http.get("/health")).status_code == 503
-
-    ask(test)
+@with_server()
+async def test_after_a_bug_in_the_scheduler_it_is_unhealthy(http: httpx.AsyncClient):
+    http.driver.bug = ValueError("a bug")
+    assert (await http.get("/health")).status_code == 503
 
 
-def test_a_server_that_can_load_no_worker_is_unhealthy():
-    async def test(http: httpx.AsyncClient) -> None:
-        http.driver.failed = EngineError("no worker is left")
-        response = await http.get("/health")
-        assert (response.status_code, response.json()) == (
-            503,
-            {"status": "no worker can be loaded"},
-        )
-
-    ask(test)
+@with_server()
+async def test_a_server_that_can_load_no_worker_is_unhealthy(http: httpx.AsyncClient):
+    http.driver.failed = EngineError("no worker is left")
+    response = await http.get("/health")
+    assert (response.status_code, response.json()) == (
+        503,
+        {"status": "no worker can be loaded"},
+    )
 
 
 def scrape(body: str) -> dict[str, float]:
@@ -152,90 +130,78 @@ def scrape(body: str) -> dict[str, float]:
     return samples
 
 
-def test_metrics_count_requests_and_tokens():
-    async def test(http: httpx.AsyncClient) -> None:
-        for tokens in (10, 20):
-            await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": tokens})
-        await turns()  # a row ends before its batch does
-        found = scrape((await http.get("/metrics")).text)
-        assert found["llmctl_requests_running"] == found["llmctl_requests_waiting"] == 0
-        assert found["llmctl_workers_alive"] == 2
-        assert found["llmctl_prompt_tokens_total"] == 10
-        assert found["llmctl_generation_tokens_total"] == 30
-        assert found["llmctl_requests_total[length]"] == 2
-        assert found["llmctl_ttft_seconds_count"] == found["llmctl_e2e_seconds_count"] == 2
-        assert found["llmctl_queue_seconds_bucket[+Inf]"] == 2
-        assert found["llmctl_batches_total"] == found["llmctl_batch_time_ratio_count"] == 5
-        assert found["llmctl_oom_events_total"] == found["llmctl_extrapolated_batches_total"] == 0
-        assert not any(name.startswith("vllm:") for name in found)
-
-    ask(test)
+@with_server()
+async def test_metrics_count_requests_and_tokens(http: httpx.AsyncClient):
+    for tokens in (10, 20):
+        await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": tokens})
+    await turns()  # a row ends before its batch does
+    found = scrape((await http.get("/metrics")).text)
+    assert found["llmctl_requests_running"] == found["llmctl_requests_waiting"] == 0
+    assert found["llmctl_workers_alive"] == 2
+    assert found["llmctl_prompt_tokens_total"] == 10
+    assert found["llmctl_generation_tokens_total"] == 30
+    assert found["llmctl_requests_total[length]"] == 2
+    assert found["llmctl_ttft_seconds_count"] == found["llmctl_e2e_seconds_count"] == 2
+    assert found["llmctl_queue_seconds_bucket[+Inf]"] == 2
+    assert found["llmctl_batches_total"] == found["llmctl_batch_time_ratio_count"] == 5
+    assert found["llmctl_oom_events_total"] == found["llmctl_extrapolated_batches_total"] == 0
+    assert not any(name.startswith("vllm:") for name in found)
 
 
-def test_metrics_have_vllms_names_on_request():
-    async def test(http: httpx.AsyncClient) -> None:
-        await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 10})
-        found = scrape((await http.get("/metrics")).text)
-        for own, theirs in {
-            "llmctl_requests_running": "vllm:num_requests_running",
-            "llmctl_requests_waiting": "vllm:num_requests_waiting",
-            "llmctl_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
-            "llmctl_generation_tokens_total": "vllm:generation_tokens_total",
-            "llmctl_requests_total[length]": "vllm:request_success_total[length]",
-            "llmctl_ttft_seconds_sum": "vllm:time_to_first_token_seconds_sum",
-            "llmctl_ttft_seconds_bucket[0.08]": "vllm:time_to_first_token_seconds_bucket[0.08]",
-            "llmctl_itl_seconds_count": "vllm:inter_token_latency_seconds_count",
-            "llmctl_tpot_seconds_sum": "vllm:request_time_per_output_token_seconds_sum",
-            "llmctl_e2e_seconds_sum": "vllm:e2e_request_latency_seconds_sum",
-            "llmctl_queue_seconds_sum": "vllm:request_queue_time_seconds_sum",
-        }.items():
-            assert found[own] == found[theirs]
-        assert found["vllm:num_preemptions_total"] == 0
-
-    ask(test, vllm_metrics=True)
+@with_server(vllm_metrics=True)
+async def test_metrics_have_vllms_names_on_request(http: httpx.AsyncClient):
+    await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 10})
+    found = scrape((await http.get("/metrics")).text)
+    for own, theirs in {
+        "llmctl_requests_running": "vllm:num_requests_running",
+        "llmctl_requests_waiting": "vllm:num_requests_waiting",
+        "llmctl_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+        "llmctl_generation_tokens_total": "vllm:generation_tokens_total",
+        "llmctl_requests_total[length]": "vllm:request_success_total[length]",
+        "llmctl_ttft_seconds_sum": "vllm:time_to_first_token_seconds_sum",
+        "llmctl_ttft_seconds_bucket[0.08]": "vllm:time_to_first_token_seconds_bucket[0.08]",
+        "llmctl_itl_seconds_count": "vllm:inter_token_latency_seconds_count",
+        "llmctl_tpot_seconds_sum": "vllm:request_time_per_output_token_seconds_sum",
+        "llmctl_e2e_seconds_sum": "vllm:e2e_request_latency_seconds_sum",
+        "llmctl_queue_seconds_sum": "vllm:request_queue_time_seconds_sum",
+    }.items():
+        assert found[own] == found[theirs]
+    assert found["vllm:num_preemptions_total"] == 0
 
 
-def test_cache_usage_includes_padding_and_all_steps():
-    async def test(http: httpx.AsyncClient) -> None:
+@with_server(hands=1)
+async def test_cache_usage_includes_padding_and_all_steps(http: httpx.AsyncClient):
+    asking = asyncio.create_task(
+        http.post("/v1/completions", json={"prompt": ["a", "hello"], "max_tokens": 8})
+    )
+    await turns(60)
+    found = scrape((await http.get("/metrics")).text)
+    assert found["llmctl_requests_running"] == 2
+    assert found["llmctl_kv_cache_usage_ratio"] == 2 * (5 + 8) / 8192
+    assert found["llmctl_worker_load_seconds[0]"] > 0
+    assert found["llmctl_worker_requests_running[0]"] == 2
+    assert found["llmctl_worker_kv_cache_usage_ratio[0]"] == found["llmctl_kv_cache_usage_ratio"]
+    http.workers.finish()
+    await asking
+
+
+@with_server(hands=2)
+async def test_actual_and_predicted_batch_times_are_per_worker(http: httpx.AsyncClient):
+    for _ in range(2):  # the second goes to the other worker, which was idle for longer
         asking = asyncio.create_task(
-            http.post("/v1/completions", json={"prompt": ["a", "hello"], "max_tokens": 8})
+            http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8})
         )
         await turns(60)
-        found = scrape((await http.get("/metrics")).text)
-        assert found["llmctl_requests_running"] == 2
-        assert found["llmctl_kv_cache_usage_ratio"] == 2 * (5 + 8) / 8192
-        assert found["llmctl_worker_load_seconds[0]"] > 0
-        assert found["llmctl_worker_requests_running[0]"] == 2
-        assert (
-            found["llmctl_worker_kv_cache_usage_ratio[0]"] == found["llmctl_kv_cache_usage_ratio"]
-        )
-        http.workers.finish()
+        (worker,) = http.workers.running
+        http.driver.flights[worker].batch.started_s -= 3.0 * worker
+        http.workers.finish(worker)
         await asking
-
-    ask(test, workers=HandWorkers())
-
-
-def test_actual_and_predicted_batch_times_are_per_worker():
-    async def test(http: httpx.AsyncClient) -> None:
-        for _ in range(2):  # the second goes to the other worker, which was idle for longer
-            asking = asyncio.create_task(
-                http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8})
-            )
-            await turns(60)
-            (worker,) = http.workers.running
-            http.driver.flights[worker].batch.started_s -= 3.0 * worker
-            http.workers.finish(worker)
-            await asking
-        found = scrape((await http.get("/metrics")).text)
-        for kind in ("", "predicted_"):
-            parts = [
-                found[f"llmctl_worker_{kind}batch_seconds_total[{worker}]"] for worker in (0, 1)
-            ]
-            assert sum(parts) == found[f"llmctl_{kind}batch_seconds_total"]
-            assert all(parts)
-        assert found["llmctl_worker_batch_seconds_total[1]"] >= 3.0
-
-    ask(test, workers=HandWorkers(2))
+    found = scrape((await http.get("/metrics")).text)
+    for kind in ("", "predicted_"):
+        parts = [found[f"llmctl_worker_{kind}batch_seconds_total[{worker}]"] for worker in (0, 1)]
+        assert sum(parts) == found[f"llmctl_{kind}batch_seconds_total"]
+        assert all(parts)
+    assert found["llmctl_worker_batch_seconds_total[1]"] >= 3.0
 
 
 def test_histogram_bounds_are_inclusive():
@@ -246,15 +212,11 @@ def test_histogram_bounds_are_inclusive():
     assert histogram.total == 6.5
 
 
-def test_the_documentation_names_exactly_the_metrics():
-    async def test(http: httpx.AsyncClient) -> None:
-        families = text_string_to_metric_families((await http.get("/metrics")).text)
-        exposed = {
-            family.name + ("_total" if family.type == "counter" else "") for family in families
-        }
-        docs = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text(
-            encoding="utf-8"
-        )
-        assert exposed == set(re.findall(r"llmctl_(?!end_after)[a-z0-9_]+", docs))
-
-    ask(test)
+@with_server()
+async def test_the_documentation_names_exactly_the_metrics(http: httpx.AsyncClient):
+    families = text_string_to_metric_families((await http.get("/metrics")).text)
+    exposed = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    docs = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text(
+        encoding="utf-8"
+    )
+    assert exposed == set(re.findall(r"llmctl_(?!end_after)[a-z0-9_]+", docs))

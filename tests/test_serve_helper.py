@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import psutil
 import pytest
 import uvloop
+from within import within
 
 from toolkit.engines.tokenizer import VOCAB_SIZE
 from toolkit.files.recipe import ModelSpec
@@ -58,104 +60,91 @@ WORST = {
 }
 
 
-def helped(test: Callable[[Helper], Coroutine]) -> None:
-    async def run() -> None:
-        helper = Helper(MODEL, VOCAB_SIZE, 512)
-        await helper.start()
-        try:
-            await test(helper)
-        finally:
-            await helper.stop()
+@asynccontextmanager
+async def started() -> AsyncIterator[Helper]:
+    helper = Helper(MODEL, VOCAB_SIZE, 512)
+    await helper.start()
+    try:
+        yield helper
+    finally:
+        await helper.stop()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+
+with_helper = within(started, "helper", loop_factory=uvloop.new_event_loop)
 
 
 def process(helper: Helper) -> psutil.Process:
     return psutil.Process(helper._process.pid)
 
 
-def test_the_worst_bodies_are_refused_while_the_loop_turns():
-    async def test(helper: Helper) -> None:
-        for kind, body, message in WORST.values():
-            asking = asyncio.create_task(helper(kind, body))
-            turns = 0
-            while not asking.done():
-                await asyncio.sleep(0.001)
-                turns += 1
-            with pytest.raises(ApiError, match=message):
-                await asking
-            assert turns > 1
-
-    helped(test)
+@with_helper()
+async def test_the_worst_bodies_are_refused_while_the_loop_turns(helper: Helper):
+    for kind, body, message in WORST.values():
+        asking = asyncio.create_task(helper(kind, body))
+        turns = 0
+        while not asking.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        with pytest.raises(ApiError, match=message):
+            await asking
+        assert turns > 1
 
 
-def test_forms_carry_their_prompts_as_tokens():
-    async def test(helper: Helper) -> None:
-        body = {"prompt": ["hi", "yo"], "max_tokens": 3, "stop": "x", "stream": True}
-        form, prompts = await helper("completion", json.dumps(body).encode())
-        assert prompts == [tuple(b"hi"), tuple(b"yo")]
-        assert (form.max_tokens, form.stop, form.stream, form.prompt) == (3, ["x"], True, ["", ""])
-        assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["tokens"] == [104, 105]
-
-    helped(test)
+@with_helper()
+async def test_forms_carry_their_prompts_as_tokens(helper: Helper):
+    body = {"prompt": ["hi", "yo"], "max_tokens": 3, "stop": "x", "stream": True}
+    form, prompts = await helper("completion", json.dumps(body).encode())
+    assert prompts == [tuple(b"hi"), tuple(b"yo")]
+    assert (form.max_tokens, form.stop, form.stream, form.prompt) == (3, ["x"], True, ["", ""])
+    assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["tokens"] == [104, 105]
 
 
-def test_a_dead_helper_is_started_again():
-    async def test(helper: Helper) -> None:
-        process(helper).kill()
-        await helper._process.wait()
-        assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
-
-    helped(test)
+@with_helper()
+async def test_a_dead_helper_is_started_again(helper: Helper):
+    process(helper).kill()
+    await helper._process.wait()
+    assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
 
 
-def test_a_helper_that_dies_while_reading_fails_one_request():
-    async def test(helper: Helper) -> None:
+@with_helper()
+async def test_a_helper_that_dies_while_reading_fails_one_request(helper: Helper):
+    await helper("tokenize", b'{"prompt": "hi"}')
+    process(helper).suspend()
+    asyncio.get_running_loop().call_later(0.01, process(helper).kill)
+    with pytest.raises(ApiError, match="could not be read") as caught:
         await helper("tokenize", b'{"prompt": "hi"}')
-        process(helper).suspend()
-        asyncio.get_running_loop().call_later(0.01, process(helper).kill)
-        with pytest.raises(ApiError, match="could not be read") as caught:
-            await helper("tokenize", b'{"prompt": "hi"}')
-        assert (caught.value.status, caught.value.code) == (503, "request_failed")
-        assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
-
-    helped(test)
+    assert (caught.value.status, caught.value.code) == (503, "request_failed")
+    assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
 
 
-def test_a_helper_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch):
-    async def test(helper: Helper) -> None:
+@with_helper()
+async def test_a_helper_that_hangs_is_killed_and_started_again(
+    helper: Helper, monkeypatch: pytest.MonkeyPatch
+):
+    await helper("tokenize", b'{"prompt": "hi"}')
+    process(helper).suspend()
+    monkeypatch.setattr("toolkit.serve.helper.READING_TIMEOUT_S", 0.05)
+    with pytest.raises(ApiError, match="could not be read"):
         await helper("tokenize", b'{"prompt": "hi"}')
-        process(helper).suspend()
-        monkeypatch.setattr("toolkit.serve.helper.READING_TIMEOUT_S", 0.05)
-        with pytest.raises(ApiError, match="could not be read"):
-            await helper("tokenize", b'{"prompt": "hi"}')
-        monkeypatch.undo()
-        assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
-
-    helped(test)
+    monkeypatch.undo()
+    assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
 
 
-def test_too_many_waiting_bodies_are_refused(monkeypatch: pytest.MonkeyPatch):
+@with_helper()
+async def test_too_many_waiting_bodies_are_refused(helper: Helper, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("toolkit.serve.helper.MAX_WAITING_BODIES", 2)
-
-    async def test(helper: Helper) -> None:
-        asking = [asyncio.create_task(helper("tokenize", b'{"prompt": "hi"}')) for _ in range(3)]
-        found = await asyncio.gather(*asking, return_exceptions=True)
-        assert [isinstance(one, bytes) for one in found] == [True, True, False]
-        assert (found[2].status, found[2].headers) == (503, {"Retry-After": "5"})
-
-    helped(test)
+    asking = [asyncio.create_task(helper("tokenize", b'{"prompt": "hi"}')) for _ in range(3)]
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    assert [isinstance(one, bytes) for one in found] == [True, True, False]
+    assert (found[2].status, found[2].headers) == (503, {"Retry-After": "5"})
 
 
-def test_the_helper_ends_with_its_server_and_ignores_signals():
-    async def test(helper: Helper) -> None:
-        await helper("tokenize", b'{"prompt": "hi"}')
-        one = process(helper)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(one.pid, number)
-        assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
-        helper._process.stdin.close()  # as the system does when the server is killed
-        await helper._process.wait()
-
-    helped(test)
+@with_helper()
+async def test_the_helper_ends_with_its_server_and_ignores_signals(helper: Helper):
+    await helper("tokenize", b'{"prompt": "hi"}')
+    one = process(helper)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(one.pid, number)
+    assert json.loads(await helper("tokenize", b'{"prompt": "hi"}'))["count"] == 2
+    helper._process.stdin.close()  # as the system does when the server is killed
+    await helper._process.wait()

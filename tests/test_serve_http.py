@@ -6,13 +6,13 @@ import json
 import re
 import socket
 import weakref
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvloop
 from said import says
+from within import within
 
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.http import HttpServer
@@ -164,34 +164,33 @@ async def until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def serve(test: Callable[[Wire], Coroutine[Any, Any, None]], **limits: float) -> None:
-    """Run a test with a server to which each local address is a client of its own."""
+@asynccontextmanager
+async def serving(**limits: float) -> AsyncIterator[Wire]:
+    """A server to which each local address is a client of its own."""
+    desk = Desk()
+    shares = list[str]()
+    raised: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+    options = {"client_of": lambda address: address, "on_share": shares.append}
+    server = HttpServer(desk, WireLimits(**{"linger_timeout_s": 0.1} | limits), **options)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await server.start(listener)
+        wire = Wire(server, listener.getsockname()[1], desk, shares)
+        try:
+            async with asyncio.timeout(30):
+                yield wire
+        finally:
+            desk.go.set()
+            for peer in wire.peers:
+                peer.close()
+            await server.stop(1.0)
+        assert wire.held_bytes == 0
+        assert not server.app.requests.keys() - {""}
+        assert not server.waiting
+        assert raised == []
 
-    async def run() -> None:
-        desk = Desk()
-        shares = list[str]()
-        raised: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-        options = {"client_of": lambda address: address, "on_share": shares.append}
-        server = HttpServer(desk, WireLimits(**{"linger_timeout_s": 0.1} | limits), **options)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            await server.start(listener)
-            wire = Wire(server, listener.getsockname()[1], desk, shares)
-            try:
-                async with asyncio.timeout(30):
-                    await test(wire)
-            finally:
-                desk.go.set()
-                for peer in wire.peers:
-                    peer.close()
-                await server.stop(1.0)
-            assert wire.held_bytes == 0
-            assert not server.app.requests.keys() - {""}
-            assert not server.room.waiting
-            assert raised == []
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+wired = within(serving, "wire", loop_factory=uvloop.new_event_loop)
 
 
 def post(path: str, body: bytes, *headers: bytes, version: bytes = b"1.1") -> bytes:
@@ -215,41 +214,35 @@ def error(received: bytes) -> dict:
 # Requests behind each other, and clients that leave
 
 
-def test_answers_leave_in_the_order_of_their_requests():
-    async def test(wire: Wire) -> None:
-        peer = await wire.open(WAIT + post("/echo", b"second") + post("/early", b"", CLOSE))
-        await until(lambda: wire.desk.asked == ["/wait"])
-        wire.desk.go.set()
-        received = await peer.rest()
-        assert statuses(received) == [200, 200, 401]
-        assert received.index(b"waited") < received.index(b"6 bytes") < received.index(b"early")
-
-    serve(test)
+@wired()
+async def test_answers_leave_in_the_order_of_their_requests(wire: Wire):
+    peer = await wire.open(WAIT + post("/echo", b"second") + post("/early", b"", CLOSE))
+    await until(lambda: wire.desk.asked == ["/wait"])
+    wire.desk.go.set()
+    received = await peer.rest()
+    assert statuses(received) == [200, 200, 401]
+    assert received.index(b"waited") < received.index(b"6 bytes") < received.index(b"early")
 
 
 @pytest.mark.parametrize("first", [WAIT, STREAM])
-def test_a_client_that_closes_or_resets_is_noticed(first: bytes):
-    async def test(wire: Wire) -> None:
-        for number, leave in enumerate(("close", "abort"), 1):
-            peer = await wire.open(first)
-            await until(lambda number=number: len(wire.desk.asked) == number)
-            getattr(peer.writer.transport, leave)()
-            await until(lambda number=number: wire.desk.ended == ["gone"] * number)
-        await wire.connections(0)
-        assert wire.desk.seen == []
-
-    serve(test)
+@wired()
+async def test_a_client_that_closes_or_resets_is_noticed(wire: Wire, first: bytes):
+    for number, leave in enumerate(("close", "abort"), 1):
+        peer = await wire.open(first)
+        await until(lambda number=number: len(wire.desk.asked) == number)
+        getattr(peer.writer.transport, leave)()
+        await until(lambda number=number: wire.desk.ended == ["gone"] * number)
+    await wire.connections(0)
+    assert wire.desk.seen == []
 
 
-def test_bytes_that_are_not_http_end_a_stream():
-    async def test(wire: Wire) -> None:
-        peer = await wire.open(STREAM)
-        await peer.has(b"first ")
-        peer.send(b"\x00\x01 garbage\r\n\r\n")
-        assert b"HTTP/1.1" not in await peer.rest()
-        await until(lambda: wire.desk.ended == ["gone"])
-
-    serve(test)
+@wired()
+async def test_bytes_that_are_not_http_end_a_stream(wire: Wire):
+    peer = await wire.open(STREAM)
+    await peer.has(b"first ")
+    peer.send(b"\x00\x01 garbage\r\n\r\n")
+    assert b"HTTP/1.1" not in await peer.rest()
+    await until(lambda: wire.desk.ended == ["gone"])
 
 
 @pytest.mark.parametrize(
@@ -260,43 +253,36 @@ def test_bytes_that_are_not_http_end_a_stream():
         b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
-def test_what_is_not_http_gets_400_in_openai_s_format(torn: bytes):
-    async def test(wire: Wire) -> None:
-        received = await wire.say(torn)
-        assert statuses(received) == [400]
-        assert error(received)["type"] == "invalid_request_error"
-
-    serve(test)
+@wired()
+async def test_what_is_not_http_gets_400_in_openai_s_format(wire: Wire, torn: bytes):
+    received = await wire.say(torn)
+    assert statuses(received) == [400]
+    assert error(received)["type"] == "invalid_request_error"
 
 
-def test_a_request_to_upgrade_is_answered_in_http_1_1_with_its_body():
+@wired()
+async def test_a_request_to_upgrade_is_answered_in_http_1_1_with_its_body(wire: Wire):
     upgrade = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
-
-    async def test(wire: Wire) -> None:
-        peer = await wire.open(upgrade + b"Content-Length: 3\r\n\r\nabc")
-        await peer.has(b"3 bytes")
-        peer.send(post("/echo", b"last", CLOSE))
-        assert statuses(await peer.rest())[-1:] == [200]
-        assert wire.desk.bodies == [b"abc", b"last"]
-
-    serve(test)
+    peer = await wire.open(upgrade + b"Content-Length: 3\r\n\r\nabc")
+    await peer.has(b"3 bytes")
+    peer.send(post("/echo", b"last", CLOSE))
+    assert statuses(await peer.rest())[-1:] == [200]
+    assert wire.desk.bodies == [b"abc", b"last"]
 
 
 # Fields
 
 
 @pytest.mark.parametrize("behind", [b"", KEPT])
-def test_trailer_fields_are_not_headers(behind: bytes):
-    async def test(wire: Wire) -> None:
-        trailer = b"Authorization: Bearer stolen\r\nContent-Type: text/x\r\n"
-        head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-        peer = await wire.open(head + chunked(b"abc", trailer=trailer) + behind)
-        await until(lambda: len(wire.desk.seen) == 1 + bool(behind))
-        peer.close()
-        assert wire.desk.bodies[0] == b"abc"
-        assert all(seen.keys() <= {"host", "transfer-encoding"} for seen in wire.desk.seen)
-
-    serve(test)
+@wired()
+async def test_trailer_fields_are_not_headers(wire: Wire, behind: bytes):
+    trailer = b"Authorization: Bearer stolen\r\nContent-Type: text/x\r\n"
+    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    peer = await wire.open(head + chunked(b"abc", trailer=trailer) + behind)
+    await until(lambda: len(wire.desk.seen) == 1 + bool(behind))
+    peer.close()
+    assert wire.desk.bodies[0] == b"abc"
+    assert all(seen.keys() <= {"host", "transfer-encoding"} for seen in wire.desk.seen)
 
 
 @pytest.mark.parametrize(
@@ -310,11 +296,9 @@ def test_trailer_fields_are_not_headers(behind: bytes):
         (b"GET /echo HTTP/1.1\r\nHost: a\r\n", 200),
     ],
 )
-def test_a_request_needs_exactly_one_host(head: bytes, status: int):
-    async def test(wire: Wire) -> None:
-        assert statuses(await wire.say(head + b"Connection: close\r\n\r\n")) == [status]
-
-    serve(test)
+@wired()
+async def test_a_request_needs_exactly_one_host(wire: Wire, head: bytes, status: int):
+    assert statuses(await wire.say(head + b"Connection: close\r\n\r\n")) == [status]
 
 
 # Timers
@@ -343,65 +327,55 @@ def test_a_request_needs_exactly_one_host(head: bytes, status: int):
         "early answer",
     ],
 )
-def test_each_phase_ends_with_its_timer(sent: bytes, status: list[int]):
-    async def test(wire: Wire) -> None:
-        assert statuses(await wire.say(sent)) == status
-        await wire.connections(0)
-
-    serve(test, head_timeout_s=0.05, body_timeout_s=0.05, idle_timeout_s=0.1)
+@wired(head_timeout_s=0.05, body_timeout_s=0.05, idle_timeout_s=0.1)
+async def test_each_phase_ends_with_its_timer(wire: Wire, sent: bytes, status: list[int]):
+    assert statuses(await wire.say(sent)) == status
+    await wire.connections(0)
 
 
-def test_a_client_that_does_not_read_is_cut_after_the_write_timeout():
-    async def test(wire: Wire) -> None:
-        await wire.open(LARGE, receive_buffer=1 << 12)
-        await until(lambda: wire.held_bytes == LARGE_BYTES)
-        (connection,) = wire.server.connections
-        assert connection.transport.get_write_buffer_size() < 4 * SMALL_BYTES
-        await wire.connections(0)
-        await until(lambda: wire.held_bytes == 0)
-
-    serve(test, write_timeout_s=0.2)
+@wired(write_timeout_s=0.2)
+async def test_a_client_that_does_not_read_is_cut_after_the_write_timeout(wire: Wire):
+    await wire.open(LARGE, receive_buffer=1 << 12)
+    await until(lambda: wire.held_bytes == LARGE_BYTES)
+    (connection,) = wire.server.connections
+    assert connection.transport.get_write_buffer_size() < 4 * SMALL_BYTES
+    await wire.connections(0)
+    await until(lambda: wire.held_bytes == 0)
 
 
-def test_a_slow_reader_gets_its_whole_response():
-    async def test(wire: Wire) -> None:
-        peer = await wire.open(LARGE, receive_buffer=1 << 14)
-        await peer.has(b"\r\n\r\n")
-        assert len(await peer.reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
-        await wire.connections(1)
-
-    serve(test, write_timeout_s=5.0)
+@wired(write_timeout_s=5.0)
+async def test_a_slow_reader_gets_its_whole_response(wire: Wire):
+    peer = await wire.open(LARGE, receive_buffer=1 << 14)
+    await peer.has(b"\r\n\r\n")
+    assert len(await peer.reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
+    await wire.connections(1)
 
 
 # Bounds on bytes and connections
 
 
-def test_large_bodies_are_refused_while_the_server_holds_too_much():
-    async def test(wire: Wire) -> None:
-        first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
-        await until(lambda: wire.held_bytes > (1 << 20) - 2 * SMALL_BYTES)
-        received = await wire.say(post("/echo", b"y" * (1 << 19), CLOSE))
-        assert statuses(received) == [503]
-        assert b"retry-after: 5\r\n" in received
-        assert error(received)["code"] == "overloaded"
-        small = post("/echo", b"y" * SMALL_BYTES, CLOSE)
-        assert statuses(await wire.say(small)) == [200]
-        first.send(b"x")
-        await first.has(b"1048576 bytes")
-        await until(lambda: wire.held_bytes == 0)
-
-    serve(test, held_bytes=1 << 20)
+@wired(held_bytes=1 << 20)
+async def test_large_bodies_are_refused_while_the_server_holds_too_much(wire: Wire):
+    first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
+    await until(lambda: wire.held_bytes > (1 << 20) - 2 * SMALL_BYTES)
+    received = await wire.say(post("/echo", b"y" * (1 << 19), CLOSE))
+    assert statuses(received) == [503]
+    assert b"retry-after: 5\r\n" in received
+    assert error(received)["code"] == "overloaded"
+    small = post("/echo", b"y" * SMALL_BYTES, CLOSE)
+    assert statuses(await wire.say(small)) == [200]
+    first.send(b"x")
+    await first.has(b"1048576 bytes")
+    await until(lambda: wire.held_bytes == 0)
 
 
-def test_large_answers_are_refused_while_the_server_holds_too_much():
-    async def test(wire: Wire) -> None:
-        await wire.open(LARGE, receive_buffer=1 << 12)
-        await until(lambda: wire.held_bytes == LARGE_BYTES)
-        received = await wire.say(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        assert statuses(received) == [503]
-        assert statuses(await wire.say(post("/echo", b"", CLOSE))) == [200]
-
-    serve(test, held_bytes=LARGE_BYTES + 1)
+@wired(held_bytes=LARGE_BYTES + 1)
+async def test_large_answers_are_refused_while_the_server_holds_too_much(wire: Wire):
+    await wire.open(LARGE, receive_buffer=1 << 12)
+    await until(lambda: wire.held_bytes == LARGE_BYTES)
+    received = await wire.say(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert statuses(received) == [503]
+    assert statuses(await wire.say(post("/echo", b"", CLOSE))) == [200]
 
 
 @pytest.mark.parametrize(
@@ -411,107 +385,91 @@ def test_large_answers_are_refused_while_the_server_holds_too_much():
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"x-a: b\r\n" * 12_000 + b"\r\n", 431),
     ],
 )
-def test_a_head_has_a_bound(sent: bytes, status: int):
-    async def test(wire: Wire) -> None:
-        assert statuses(await wire.say(sent)) == [status]
-
-    serve(test)
+@wired()
+async def test_a_head_has_a_bound(wire: Wire, sent: bytes, status: int):
+    assert statuses(await wire.say(sent)) == [status]
 
 
-def test_framing_and_trailers_without_end_are_cut():
+@wired(body_bytes=1000, head_bytes=1000)
+async def test_framing_and_trailers_without_end_are_cut(wire: Wire):
     head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-    async def test(wire: Wire) -> None:
-        peer = await wire.open(b"GET / HTTP/1.1\r\nHost: x\r\nlong: ")
-        await peer.send_on(b"b" * 100)
-        for endless in (b"1\r\nx\r\n", b"0\r\nlong: " + b"y" * 100):
-            peer = await wire.open(head)
-            await peer.send_on(endless * 100)
-        await wire.connections(0)
-
-    serve(test, body_bytes=1000, head_bytes=1000)
+    peer = await wire.open(b"GET / HTTP/1.1\r\nHost: x\r\nlong: ")
+    await peer.send_on(b"b" * 100)
+    for endless in (b"1\r\nx\r\n", b"0\r\nlong: " + b"y" * 100):
+        peer = await wire.open(head)
+        await peer.send_on(endless * 100)
+    await wire.connections(0)
 
 
-def test_too_many_connections_close_the_one_that_waits_longest():
-    async def test(wire: Wire) -> None:
-        peers = []
-        for _ in range(3):
-            peers.append(await wire.open(KEPT))
-            await peers[-1].has(b" bytes")
-        peers[0].send(KEPT)  # so the second waits longest
-        await peers[0].has(b" bytes")
-        fourth = await wire.open(STREAM)
-        await fourth.has(b"first ")
-        assert await peers[1].rest() == b""
-        await wire.connections(3)
-        peers[2].send(KEPT)
-        await peers[2].has(b" bytes")
-
-    serve(test, connections=3)
+@wired(connections=3)
+async def test_too_many_connections_close_the_one_that_waits_longest(wire: Wire):
+    peers = []
+    for _ in range(3):
+        peers.append(await wire.open(KEPT))
+        await peers[-1].has(b" bytes")
+    peers[0].send(KEPT)  # so the second waits longest
+    await peers[0].has(b" bytes")
+    fourth = await wire.open(STREAM)
+    await fourth.has(b"first ")
+    assert await peers[1].rest() == b""
+    await wire.connections(3)
+    peers[2].send(KEPT)
+    await peers[2].has(b" bytes")
 
 
-def test_a_connection_too_many_gets_503_if_all_have_requests():
-    async def test(wire: Wire) -> None:
-        streams = [await wire.open(STREAM) for _ in range(2)]
-        for stream in streams:
-            await stream.has(b"first ")
-        received = await wire.say(KEPT)
-        assert statuses(received) == [503]
-        assert says(error(received)["message"], "2 connections")
-        wire.desk.go.set()
-        for stream in streams:
-            await stream.has(b"last")
-
-    serve(test, connections=2)
+@wired(connections=2)
+async def test_a_connection_too_many_gets_503_if_all_have_requests(wire: Wire):
+    streams = [await wire.open(STREAM) for _ in range(2)]
+    for stream in streams:
+        await stream.has(b"first ")
+    received = await wire.say(KEPT)
+    assert statuses(received) == [503]
+    assert says(error(received)["message"], "2 connections")
+    wire.desk.go.set()
+    for stream in streams:
+        await stream.has(b"last")
 
 
 # Shares of clients
 
 
-def test_a_client_with_its_share_of_requests_gets_429_and_others_get_in():
-    async def test(wire: Wire) -> None:
-        streams = [await wire.open(STREAM) for _ in range(2)]
-        for stream in streams:
-            await stream.has(b"first ")
-        received = await wire.say(b"GET /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        assert statuses(received) == [429]
-        assert says(error(received)["message"], "127.0.0.1", "2 requests")
-        assert b"retry-after: 5\r\n" in received
-        assert wire.shares == ["requests"]
-        other = await wire.open(STREAM, client=OTHER)
-        await other.has(b"first ")
-        wire.desk.go.set()
-        for stream in (*streams, other):
-            await stream.has(b"last")
-
-    serve(test, connections=4, client_share=0.5)
+@wired(connections=4, client_share=0.5)
+async def test_a_client_with_its_share_of_requests_gets_429_and_others_get_in(wire: Wire):
+    streams = [await wire.open(STREAM) for _ in range(2)]
+    for stream in streams:
+        await stream.has(b"first ")
+    received = await wire.say(b"GET /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert statuses(received) == [429]
+    assert says(error(received)["message"], "127.0.0.1", "2 requests")
+    assert b"retry-after: 5\r\n" in received
+    assert wire.shares == ["requests"]
+    other = await wire.open(STREAM, client=OTHER)
+    await other.has(b"first ")
+    wire.desk.go.set()
+    for stream in (*streams, other):
+        await stream.has(b"last")
 
 
-def test_a_client_with_its_share_of_bytes_gets_429_and_others_are_heard():
+@wired(held_bytes=2 << 20, client_share=0.5)
+async def test_a_client_with_its_share_of_bytes_gets_429_and_others_are_heard(wire: Wire):
     large = post("/echo", b"y" * (1 << 19), CLOSE)
-
-    async def test(wire: Wire) -> None:
-        first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
-        await until(lambda: wire.held_bytes > (1 << 20) - 2 * SMALL_BYTES)
-        received = await wire.say(large)
-        assert statuses(received) == [429]
-        assert error(received)["code"] == "client_share"
-        assert set(wire.shares) == {"bytes"}
-        assert statuses(await wire.say(large, client=OTHER)) == [200]
-        first.send(b"x")
-        await first.has(b"1048576 bytes")
-
-    serve(test, held_bytes=2 << 20, client_share=0.5)
+    first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
+    await until(lambda: wire.held_bytes > (1 << 20) - 2 * SMALL_BYTES)
+    received = await wire.say(large)
+    assert statuses(received) == [429]
+    assert error(received)["code"] == "client_share"
+    assert set(wire.shares) == {"bytes"}
+    assert statuses(await wire.say(large, client=OTHER)) == [200]
+    first.send(b"x")
+    await first.has(b"1048576 bytes")
 
 
-def test_with_a_whole_share_one_client_may_have_all():
-    async def test(wire: Wire) -> None:
-        streams = [await wire.open(STREAM) for _ in range(4)]
-        for stream in streams:
-            await stream.has(b"first ")
-        assert wire.server.app.requests.keys() == {""}
-
-    serve(test, connections=4, client_share=1.0)
+@wired(connections=4, client_share=1.0)
+async def test_with_a_whole_share_one_client_may_have_all(wire: Wire):
+    streams = [await wire.open(STREAM) for _ in range(4)]
+    for stream in streams:
+        await stream.has(b"first ")
+    assert wire.server.app.requests.keys() == {""}
 
 
 @pytest.mark.parametrize(
@@ -534,18 +492,16 @@ def test_a_client_is_an_address_or_a_network_of_ipv6_and_never_this_machine(
 
 
 @pytest.mark.parametrize("sent", [STREAM, KEPT, b"\0\r\n\r\n"])
-def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(sent: bytes):
-    async def test(wire: Wire) -> None:
-        peer = await wire.open()
-        await wire.connections(1)
-        connection = weakref.ref(next(iter(wire.server.connections)))
-        gc.disable()
-        try:
-            peer.send(sent)
-            await peer.has(b"HTTP/1.1 ")
-            peer.close()
-            await until(lambda: connection() is None)
-        finally:
-            gc.enable()
-
-    serve(test)
+@wired()
+async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(wire: Wire, sent: bytes):
+    peer = await wire.open()
+    await wire.connections(1)
+    connection = weakref.ref(next(iter(wire.server.connections)))
+    gc.disable()
+    try:
+        peer.send(sent)
+        await peer.has(b"HTTP/1.1 ")
+        peer.close()
+        await until(lambda: connection() is None)
+    finally:
+        gc.enable()

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
+from within import in_a_loop, with_server
 
-from benchmarks.common.serving import HandWorkers, Server, client, fake_plan, turns
+from benchmarks.common.serving import Server, client, fake_plan, turns
 from toolkit.errors import InputError
 from toolkit.serve.access import MAX_KEYS, ApiKey, Bucket, read_keys
 from toolkit.serve.driver import Driver
@@ -26,14 +26,6 @@ BEN = "sk-ben-canary"
 
 def key(name: str, secret: str, **limits: int) -> ApiKey:
     return ApiKey(name=name, sha256=hashlib.sha256(secret.encode()).hexdigest(), **limits)
-
-
-def ask(test: Callable[[httpx.AsyncClient], Coroutine], *keys: ApiKey, **options) -> None:
-    async def run() -> None:
-        async with client(keys=keys, **options) as http:
-            await test(http)
-
-    asyncio.run(run())
 
 
 async def post(
@@ -69,184 +61,156 @@ async def scrape(http: httpx.AsyncClient, secret: str = ANA) -> dict[tuple[str, 
     }
 
 
-def test_only_known_keys_are_accepted():
-    async def test(http: httpx.AsyncClient) -> None:
-        for secret, status in (
-            (ANA, 200),
-            (BEN, 200),
-            ("sk-other", 401),
-            (key("x", ANA).sha256, 401),
-        ):
-            assert (await post(http, secret)).status_code == status
-        assert (await http.get("/v1/models")).status_code == 401
-        assert (await http.get("/health")).status_code == 200
-
-    ask(test, key("ana", ANA), key("ben", BEN))
+@with_server(keys=[key("ana", ANA), key("ben", BEN)])
+async def test_only_known_keys_are_accepted(http: httpx.AsyncClient):
+    for secret, status in (
+        (ANA, 200),
+        (BEN, 200),
+        ("sk-other", 401),
+        (key("x", ANA).sha256, 401),
+    ):
+        assert (await post(http, secret)).status_code == status
+    assert (await http.get("/v1/models")).status_code == 401
+    assert (await http.get("/health")).status_code == 200
 
 
-def test_a_key_over_its_limit_waits_and_others_do_not(clock):
-    async def test(http: httpx.AsyncClient) -> None:
-        assert [(await post(http)).status_code for _ in range(3)] == [200, 200, 429]
-        assert (await post(http, BEN)).status_code == 200
-        refused = await post(http)
-        assert refused.headers["retry-after"] == "30"
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert refused.json()["error"]["type"] == "requests"
-        assert says(refused.json()["error"]["message"], "'ana'", "2", "30s")
-        clock.now_s += 29.0
-        assert (await post(http)).status_code == 429
-        clock.now_s += 1.0
-        assert (await post(http)).status_code == 200
-
-    ask(test, key("ana", ANA, requests_per_minute=2), key("ben", BEN, requests_per_minute=2))
+@with_server(keys=[key("ana", ANA, requests_per_minute=2), key("ben", BEN, requests_per_minute=2)])
+async def test_a_key_over_its_limit_waits_and_others_do_not(http: httpx.AsyncClient, clock):
+    assert [(await post(http)).status_code for _ in range(3)] == [200, 200, 429]
+    assert (await post(http, BEN)).status_code == 200
+    refused = await post(http)
+    assert refused.headers["retry-after"] == "30"
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "requests"
+    assert says(refused.json()["error"]["message"], "'ana'", "2", "30s")
+    clock.now_s += 29.0
+    assert (await post(http)).status_code == 429
+    clock.now_s += 1.0
+    assert (await post(http)).status_code == 200
 
 
-def test_requests_are_refused_before_their_body_is_read():
-    async def test(http: httpx.AsyncClient) -> None:
-        async def endless():
-            raise AssertionError("the body was read")
-            yield b""
+@with_server(keys=[key("ana", ANA, requests_per_minute=1)])
+async def test_requests_are_refused_before_their_body_is_read(http: httpx.AsyncClient):
+    async def endless():
+        raise AssertionError("the body was read")
+        yield b""
 
-        assert (await post(http)).status_code == 200
-        headers = {"Authorization": f"Bearer {ANA}", "Content-Type": "application/json"}
-        assert (
-            await http.post("/v1/completions", content=endless(), headers=headers)
-        ).status_code == 429
-
-    ask(test, key("ana", ANA, requests_per_minute=1))
+    assert (await post(http)).status_code == 200
+    headers = {"Authorization": f"Bearer {ANA}", "Content-Type": "application/json"}
+    assert (
+        await http.post("/v1/completions", content=endless(), headers=headers)
+    ).status_code == 429
 
 
-def test_reading_is_free():
-    async def test(http: httpx.AsyncClient) -> None:
-        for path in ("/v1/models", "/metrics", "/version") * 3:
-            assert (
-                await http.get(path, headers={"Authorization": f"Bearer {ANA}"})
-            ).status_code == 200
-        assert (await post(http)).status_code == 200
-
-    ask(test, key("ana", ANA, requests_per_minute=1))
+@with_server(keys=[key("ana", ANA, requests_per_minute=1)])
+async def test_reading_is_free(http: httpx.AsyncClient):
+    for path in ("/v1/models", "/metrics", "/version") * 3:
+        assert (await http.get(path, headers={"Authorization": f"Bearer {ANA}"})).status_code == 200
+    assert (await post(http)).status_code == 200
 
 
-def test_tokens_are_reserved_and_unused_ones_returned():
-    async def test(http: httpx.AsyncClient) -> None:
-        first = asyncio.create_task(post(http, max_tokens=50))  # 5 + 50 of 100
-        await turns(60)
-        refused = await post(http, max_tokens=50)
-        assert refused.status_code == 429
-        assert refused.json()["error"]["type"] == "tokens"
-        assert (
-            refused.headers["retry-after"] == "3"
-        )  # 45 of 50 are there, 100 come in a minute; the prompt is unread
-        assert refused.headers["x-ratelimit-remaining-tokens"] == "45"
-        http.workers.finish(steps=4)  # ended by the worker, so the client leaves
-        first.cancel()
-        await turns(60)
-        answer = await post(http, max_tokens=1, prompt="a" * 600)
-        assert answer.status_code == 400  # too long for the model: costs a request, and no tokens
-        assert answer.headers["x-ratelimit-remaining-tokens"] == "91"  # 5 + 4 were used
-
-    ask(test, key("ana", ANA, tokens_per_minute=100), workers=HandWorkers())
+@with_server(keys=[key("ana", ANA, tokens_per_minute=100)], hands=1)
+async def test_tokens_are_reserved_and_unused_ones_returned(http: httpx.AsyncClient):
+    first = asyncio.create_task(post(http, max_tokens=50))  # 5 + 50 of 100
+    await turns(60)
+    refused = await post(http, max_tokens=50)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "tokens"
+    assert (
+        refused.headers["retry-after"] == "3"
+    )  # 45 of 50 are there, 100 come in a minute; the prompt is unread
+    assert refused.headers["x-ratelimit-remaining-tokens"] == "45"
+    http.workers.finish(steps=4)  # ended by the worker, so the client leaves
+    first.cancel()
+    await turns(60)
+    answer = await post(http, max_tokens=1, prompt="a" * 600)
+    assert answer.status_code == 400  # too long for the model: costs a request, and no tokens
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "91"  # 5 + 4 were used
 
 
-def test_all_prompts_and_choices_count():
-    async def test(http: httpx.AsyncClient) -> None:
-        answer = await post(http, prompt=["ab", "cd"], n=2, max_tokens=4)
-        assert answer.json()["usage"]["total_tokens"] == 4 + 16
-        assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - 4 - 16)
-        assert (await scrape(http))["llmctl_key_tokens_total", "ana"] == 20
-
-    ask(test, key("ana", ANA, tokens_per_minute=100))
+@with_server(keys=[key("ana", ANA, tokens_per_minute=100)])
+async def test_all_prompts_and_choices_count(http: httpx.AsyncClient):
+    answer = await post(http, prompt=["ab", "cd"], n=2, max_tokens=4)
+    assert answer.json()["usage"]["total_tokens"] == 4 + 16
+    assert answer.headers["x-ratelimit-remaining-tokens"] == str(100 - 4 - 16)
+    assert (await scrape(http))["llmctl_key_tokens_total", "ana"] == 20
 
 
-def test_a_request_over_the_whole_limit_says_not_to_retry():
-    async def test(http: httpx.AsyncClient) -> None:
-        for body in (
-            {"max_tokens": 120},
-            {"max_tokens": 30, "n": 4},
-            {"prompt": "a" * 90, "max_tokens": 20},
-        ):
-            refused = await post(http, **body)
-            assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
-            assert "retry-after" not in refused.headers
-
-    ask(test, key("ana", ANA, tokens_per_minute=100))
+@with_server(keys=[key("ana", ANA, tokens_per_minute=100)])
+async def test_a_request_over_the_whole_limit_says_not_to_retry(http: httpx.AsyncClient):
+    for body in (
+        {"max_tokens": 120},
+        {"max_tokens": 30, "n": 4},
+        {"prompt": "a" * 90, "max_tokens": 20},
+    ):
+        refused = await post(http, **body)
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
+        assert "retry-after" not in refused.headers
 
 
-def test_concurrent_choices_are_bounded_and_released():
-    async def test(http: httpx.AsyncClient) -> None:
-        running = asyncio.create_task(post(http, n=2, max_tokens=8))
-        await turns(60)
-        refused = await post(http, n=2)
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert says(refused.text, "at most 3", "asks for 2")
-        assert (await post(http, n=4)).headers["x-should-retry"] == "false"
-        found = await scrape(http)
-        assert found["llmctl_key_running", "ana"] == 2
-        assert found["llmctl_key_limited_total", "ana", "concurrent"] == 2
-        http.workers.finish()
-        assert (await running).status_code == 200
-        assert (await scrape(http))["llmctl_key_running", "ana"] == 0
-
-    ask(test, key("ana", ANA, max_concurrent=3), workers=HandWorkers())
+@with_server(keys=[key("ana", ANA, max_concurrent=3)], hands=1)
+async def test_concurrent_choices_are_bounded_and_released(http: httpx.AsyncClient):
+    running = asyncio.create_task(post(http, n=2, max_tokens=8))
+    await turns(60)
+    refused = await post(http, n=2)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert says(refused.text, "at most 3", "asks for 2")
+    assert (await post(http, n=4)).headers["x-should-retry"] == "false"
+    found = await scrape(http)
+    assert found["llmctl_key_running", "ana"] == 2
+    assert found["llmctl_key_limited_total", "ana", "concurrent"] == 2
+    http.workers.finish()
+    assert (await running).status_code == 200
+    assert (await scrape(http))["llmctl_key_running", "ana"] == 0
 
 
-def test_a_disconnect_releases_choices_and_tokens():
-    async def test(http: httpx.AsyncClient) -> None:
-        leaving = asyncio.create_task(post(http, max_tokens=50, stream=True))
-        await turns(60)
-        leaving.cancel()
-        await turns(60)
-        assert (await scrape(http))["llmctl_key_running", "ana"] == 0
-        again = asyncio.create_task(post(http, max_tokens=50))
-        await turns(60)
-        assert (await scrape(http))["llmctl_key_running", "ana"] == 1
-        again.cancel()
-        await turns(60)
-
-    ask(test, key("ana", ANA, max_concurrent=1, tokens_per_minute=60), workers=HandWorkers())
+@with_server(keys=[key("ana", ANA, max_concurrent=1, tokens_per_minute=60)], hands=1)
+async def test_a_disconnect_releases_choices_and_tokens(http: httpx.AsyncClient):
+    leaving = asyncio.create_task(post(http, max_tokens=50, stream=True))
+    await turns(60)
+    leaving.cancel()
+    await turns(60)
+    assert (await scrape(http))["llmctl_key_running", "ana"] == 0
+    again = asyncio.create_task(post(http, max_tokens=50))
+    await turns(60)
+    assert (await scrape(http))["llmctl_key_running", "ana"] == 1
+    again.cancel()
+    await turns(60)
 
 
-def test_requests_refused_by_the_server_do_not_count():
-    async def test(http: httpx.AsyncClient) -> None:
-        http.driver.state = "draining"
-        for _ in range(3):
-            assert (await post(http)).status_code == 503
-        http.driver.state = "ready"
-        assert (await post(http)).status_code == 200
-        assert (await post(http)).status_code == 429
-
-    ask(test, key("ana", ANA, requests_per_minute=1))
+@with_server(keys=[key("ana", ANA, requests_per_minute=1)])
+async def test_requests_refused_by_the_server_do_not_count(http: httpx.AsyncClient):
+    http.driver.state = "draining"
+    for _ in range(3):
+        assert (await post(http)).status_code == 503
+    http.driver.state = "ready"
+    assert (await post(http)).status_code == 200
+    assert (await post(http)).status_code == 429
 
 
-def test_responses_carry_openais_rate_limit_headers():
-    async def test(http: httpx.AsyncClient) -> None:
-        headers = (await post(http, stream=True)).headers
-        assert {
-            name: value for name, value in headers.items() if name.startswith("x-ratelimit")
-        } == {
-            "x-ratelimit-limit-requests": "60",
-            "x-ratelimit-remaining-requests": "59",
-            "x-ratelimit-reset-requests": "1s",
-            "x-ratelimit-limit-tokens": "100",
-            "x-ratelimit-remaining-tokens": "91",
-            "x-ratelimit-reset-tokens": "6s",
-        }
-        assert not any(name.startswith("x-ratelimit") for name in (await post(http, BEN)).headers)
-
-    ask(test, key("ana", ANA, requests_per_minute=60, tokens_per_minute=100), key("ben", BEN))
+@with_server(keys=[key("ana", ANA, requests_per_minute=60, tokens_per_minute=100), key("ben", BEN)])
+async def test_responses_carry_openais_rate_limit_headers(http: httpx.AsyncClient):
+    headers = (await post(http, stream=True)).headers
+    assert {name: value for name, value in headers.items() if name.startswith("x-ratelimit")} == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "100",
+        "x-ratelimit-remaining-tokens": "91",
+        "x-ratelimit-reset-tokens": "6s",
+    }
+    assert not any(name.startswith("x-ratelimit") for name in (await post(http, BEN)).headers)
 
 
-def test_metrics_show_names_but_no_keys():
-    async def test(http: httpx.AsyncClient) -> None:
-        for secret in (ANA, ANA, BEN, "sk-other"):
-            await post(http, secret)
-        found = await scrape(http)
-        assert found["llmctl_key_requests_total", "ana"] == 1
-        assert found["llmctl_key_limited_total", "ana", "requests"] == 1
-        assert found["llmctl_key_requests_total", "ben"] == 1
-        assert {labels[1] for labels in found} == {"ana", "ben"}
-
-    ask(test, key("ana", ANA, requests_per_minute=1), key("ben", BEN))
+@with_server(keys=[key("ana", ANA, requests_per_minute=1), key("ben", BEN)])
+async def test_metrics_show_names_but_no_keys(http: httpx.AsyncClient):
+    for secret in (ANA, ANA, BEN, "sk-other"):
+        await post(http, secret)
+    found = await scrape(http)
+    assert found["llmctl_key_requests_total", "ana"] == 1
+    assert found["llmctl_key_limited_total", "ana", "requests"] == 1
+    assert found["llmctl_key_requests_total", "ben"] == 1
+    assert {labels[1] for labels in found} == {"ana", "ben"}
 
 
 @given(
@@ -375,18 +339,16 @@ def ask_often(one: Any, model: str) -> None:
         one.completions.create(model=model, prompt="a", max_tokens=1)
 
 
-def test_only_an_urgent_key_may_ask_for_priority():
-    async def test() -> None:
-        keys = (key("ana", ANA), key("ben", BEN, urgent=True))
-        async with client(keys=keys) as http:
-            refused = await post(http, ANA, priority=-1)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (
-                403,
-                "priority_not_allowed",
-            )
-            assert (await post(http, ANA, priority=5)).status_code == 200
-            assert (await post(http, BEN, priority=-1)).status_code == 200
-        async with client(api_key=ANA) as http:
-            assert (await post(http, ANA, priority=-1)).status_code == 200
-
-    asyncio.run(test())
+@in_a_loop
+async def test_only_an_urgent_key_may_ask_for_priority():
+    keys = (key("ana", ANA), key("ben", BEN, urgent=True))
+    async with client(keys=keys) as http:
+        refused = await post(http, ANA, priority=-1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            403,
+            "priority_not_allowed",
+        )
+        assert (await post(http, ANA, priority=5)).status_code == 200
+        assert (await post(http, BEN, priority=-1)).status_code == 200
+    async with client(api_key=ANA) as http:
+        assert (await post(http, ANA, priority=-1)).status_code == 200

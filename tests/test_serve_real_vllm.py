@@ -22,11 +22,8 @@ from toolkit.backends.vllm.command import VllmCommand, vllm_server
 from toolkit.backends.vllm.profile import timed
 from toolkit.endpoints.load import Sample
 from toolkit.engines.saved import saved_model
-from toolkit.files.io import processor, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.io import write_file
 from toolkit.sched.iterations import header_of, passes_of
-from toolkit.sched.policies import make_policy
-from toolkit.sched.policies.parameters import parameters
 
 pytestmark = [needed, pytest.mark.slow]
 
@@ -83,26 +80,8 @@ def test_each_request_is_in_as_many_passes_as_it_has_tokens_and_passes_follow_on
 
 
 def test_a_policy_of_ours_serves_over_http_and_its_log_replays(tmp_path: Path):
-    chosen = PlannedPolicy(
-        name="past-future", parameters=parameters(make_policy("past-future", {}))
-    )
-    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-    fit = samples.fit(workers=1)
-    here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
-    write_file(
-        Plan(
-            **envelope,
-            recipe=recipe(),
-            fit=fit,
-            workers=1,
-            policy=chosen,
-            limits=[],
-            predicted={},
-            explained={},
-        ),
-        tmp_path / "plan.json",
-    )
+    plan = samples.plan(recipe(), samples.vllm_fit(), "past-future")
+    write_file(plan, tmp_path / "plan.json")
     words = [
         "serve",
         str(tmp_path / "plan.json"),

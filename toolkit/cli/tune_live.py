@@ -157,7 +157,7 @@ def _refitted(args: TuneOptions, plan: Plan, world: World) -> World | None:
 
 def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object) -> LiveTuning:
     """The result, with the law fitted again; the server gets the best settings if they are sure."""
-    from toolkit.live.search import LiveBounds, prediction_error, restart_gain
+    from toolkit.live.search import prediction_error, restart_gain
     from toolkit.live.space import policy_of
     from toolkit.traces.windows import mean_rate
 
@@ -180,10 +180,9 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
         again = prediction_error([(t.refitted, t.first) for t in trials if t.refitted and t.first])
     state = search.control.get()
     highs = {one.name: int(one.high or 0) for one in state.settings}
-    bounds = LiveBounds(highs["max_num_seqs"], highs["max_num_batched_tokens"])
     used = world or search.world
     has_now = chosen if sure else search.start
-    restart = restart_gain(search.bursts, search.planned, has_now, bounds, used)
+    restart = restart_gain(search.bursts, search.planned, has_now, highs, used)
     assert isinstance(made_from, dict)
     return LiveTuning.model_validate(
         {

@@ -16,7 +16,15 @@ import msgspec
 UNREADABLE = (ValueError, RecursionError)
 # Tokens, rows and limits: more than any engine has, and few enough to calculate with.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 ValueT = TypeVar("ValueT")
+
+
+class CountedUsage(msgspec.Struct):
+    """The tokens of an answer and its prompts, as OpenAI's servers count them."""
+
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
 
 
 def decoded(content: bytes | msgspec.Raw, kind: type[ValueT]) -> ValueT | None:

@@ -14,7 +14,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -87,8 +87,8 @@ class HttpClient:
     a file descriptor, which a client may need.
     """
 
-    def __init__(self, most_kept: int = 1 << 30) -> None:
-        self.most_kept = most_kept
+    def __init__(self) -> None:
+        self.most_kept = 1 << 30
         self.in_use = 0
         self.answers: set[UpstreamAnswer] = set()  # that are not released
         self._idle_since_s: deque[float] = deque()
@@ -163,6 +163,18 @@ class UpstreamAnswer:
         except (aiohttp.ClientError, OSError) as error:
             self._response.close()
             raise _lost(error) from None
+
+    async def read(self, most_bytes: int, heard: Callable[[], object] = lambda: None) -> bytes:
+        """The body, until it has ended or has more than `most_bytes`; `heard` is called for each
+        piece. Raises as `body`.
+        """
+        content = bytearray()
+        async for piece in self.body():
+            heard()
+            content += piece
+            if len(content) > most_bytes:
+                break
+        return bytes(content)
 
     async def aclose(self) -> None:  # for `contextlib.aclosing`
         """Release the connection.

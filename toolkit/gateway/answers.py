@@ -9,35 +9,23 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
-from toolkit.endpoints.foreign import UNREADABLE, Count, decoded
-from toolkit.endpoints.sse import EventReader, data_of, lines_of
+from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded
+from toolkit.endpoints.sse import data_of, lines_of
+from toolkit.gateway.attempts import NOT_OPENAI, Attempted, Passing
 from toolkit.gateway.calls import ClientProgress, GenerationCall, Mode
 from toolkit.serve.errors import ApiError, error_body
 
-MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
-MAX_ANSWER_BYTES = 256 << 20  # of all events of an attempt
 MARKS = 4  # that are kept where no stop string can begin in the text
-UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
 DONE = b"data: [DONE]"
 # In a JSON string each quote has a backslash before it, so this matches keys only.
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
 _PROMPT_IDS = re.compile(rb',\s*"prompt_token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
 TEXT = "text"  # the channel of an answer's text, in both APIs
-
-
-class StreamedUsage(msgspec.Struct):
-    prompt_tokens: Count = 0
-    completion_tokens: Count = 0
-
-    @property
-    def total(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
 
 
 class _Delta(msgspec.Struct):
@@ -86,25 +74,8 @@ _decode = msgspec.json.Decoder(_Event).decode
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _encode = msgspec.json.Encoder().encode
 DIVERGED = "another replica generated another text"
-NOT_OPENAI = "an event is not OpenAI's"
 EMPTY_CALLS = (b"null", b"[]")
 NAMES = ("id", "created", "model", "system_fingerprint")  # the same in all events of an answer
-
-
-@dataclass(frozen=True, slots=True)
-class Attempted:
-    """What is known of the replica that an attempt is sent to.
-
-    Attributes:
-        speaks_ids: it gives and takes token ids.
-        max_model_len: its context, in tokens; None: it does not say.
-        default_tokens: the most tokens of an answer for which its client names no limit; None: that
-            is not known.
-    """
-
-    speaks_ids: bool = False
-    max_model_len: int | None = None
-    default_tokens: int | None = None
 
 
 class _Mark(NamedTuple):
@@ -129,43 +100,25 @@ class _Channel:
         return "".join(self.pieces)
 
 
-class PassingAnswer:
+class PassingAnswer(Passing):
     """A streamed answer.
 
     Attributes:
-        begun: the client has a byte of it.
-        tokens: that this attempt and those that it continues brought, or their events where the
-            server gives no ids.
-        new_tokens: that the last piece brought.
-        text_bytes: of the text that the client has.
-        failure: why this attempt cannot go on; '' while it can.
-        ended: all of it has passed.
         mode: how this attempt began.
-        finish_reason: of the last choice that ended; '' before.
-        usage: as the server counted, of the whole answer; None before, and where it cannot be.
-        odd_usages: usages that no server can have counted.
     """
 
     goes_on = True  # another replica may go on with it
-    response_id = ""  # by which its server keeps it
 
     def __init__(self, call: GenerationCall, estimate: int = 1) -> None:
-        self.begun = self.ended = False
-        self.tokens = self.new_tokens = self.text_bytes = self.odd_usages = 0
+        super().__init__(estimate)
         self._most_tokens = 0  # of any attempt
-        self.failure = self.finish_reason = ""
-        self.usage: StreamedUsage | None = None
         self.mode: Mode = "first"
         self._call = call
-        self._estimate = estimate
         self._about: dict[str, Raw] = {}  # what all events of the answer say of it
-        self._reader = EventReader()
-        self._passed_bytes = 0
         self._channels: dict[tuple[int, str], _Channel] = {}
         self._finished: set[int] = set()  # choices of which the client has the end
         self._ended_here: set[int] = set()  # choices that ended in this attempt
         self._usage_sent = False
-        self._context = UNKNOWN_CONTEXT
         self._ids: list[int] | None = []
         self._given_ids: dict[int, list[int]] = {}  # that the client saw, by choice
         self._skip_ids: dict[int, list[int]] = {}  # of these, what is still to be generated again
@@ -181,11 +134,6 @@ class PassingAnswer:
     def finished(self) -> bool:
         """The client has the end of every choice, though the stream may lack its last lines."""
         return len(self._finished) >= self._call.choices
-
-    @property
-    def is_midway(self) -> bool:
-        """A part of an event has come; no engine waits before the rest."""
-        return bool(self._reader.rest)
 
     @property
     def complete(self) -> bool:
@@ -222,7 +170,7 @@ class PassingAnswer:
 
     @property
     def prompt_tokens(self) -> int:
-        """As the server counted them, else estimated."""
+        """As the server counted them, else those whose ids are known, else estimated."""
         if self.usage is not None:
             return self.usage.prompt_tokens
         known = self._call.choices == 1 and self._prompt_ids is not None
@@ -269,10 +217,7 @@ class PassingAnswer:
                 self._length += len(channel.skip)
                 channel.skip = ""
         self._most_tokens = self.counted_tokens
-        self._reader = EventReader()
-        self._passed_bytes = 0
-        self.failure = ""
-        self._context = at.max_model_len or UNKNOWN_CONTEXT
+        self._begin(at)
         self._ended_here.clear()
         self._skip_ids = {}
         if not self.begun:
@@ -319,26 +264,6 @@ class PassingAnswer:
         self._only_again = True
         return True
 
-    def feed(self, piece: bytes) -> bytes:
-        """Take a piece of the body; returns what the client gets now."""
-        self.new_tokens = 0
-        self._passed_bytes += len(piece)
-        events = self._reader.feed(piece)
-        if len(self._reader.rest) > MAX_EVENT_BYTES:
-            self.failure = "an event is too long"
-            return b""
-        if self._passed_bytes > MAX_ANSWER_BYTES:
-            self.failure = "the answer is too long"
-            return b""
-        passed = []
-        for event in events:
-            out = self._event(b"\n".join(lines_of(event)))
-            if not self.failure:
-                passed.append(out)
-            if self.failure or self.ended:
-                break
-        return b"".join(passed)
-
     def whole(self, content: bytes) -> None:
         """Read an answer in one piece."""
         read = decoded(content, _Whole) or _Whole()
@@ -372,7 +297,7 @@ class PassingAnswer:
         lines = b""
         if self._call.wants_usage and not self._usage_sent:
             if self.usage is None and self._counts_ids:
-                self.usage = StreamedUsage(len(self._prompt_ids or ()), len(self._ids or ()))
+                self.usage = CountedUsage(len(self._prompt_ids or ()), len(self._ids or ()))
             if self.usage is not None:
                 lines = self._usage(self.usage)
         return lines + DONE + b"\n\n"
@@ -417,7 +342,7 @@ class PassingAnswer:
         return min(share, len(self._ids) - done.tokens)
 
     def _event(self, event: bytes) -> bytes:
-        """Read one event; returns what of it passes on."""
+        event = b"\n".join(lines_of(event))
         data = data_of(event)
         if not data:
             return event + b"\n\n"  # a comment keeps connections alive
@@ -477,27 +402,22 @@ class PassingAnswer:
         usage = self.possible(read.usage)
         if usage is None or read.choices:
             return b""
-        self.usage = StreamedUsage(usage.prompt_tokens, self.counted_tokens)
+        self.usage = CountedUsage(usage.prompt_tokens, self.counted_tokens)
         return self._last_lines()
 
-    def possible(self, given: Raw) -> StreamedUsage | None:
-        """A usage that the attempt can have; None for any other."""
-        if bytes(given) == b"null":
-            return None
-        usage = decoded(given, StreamedUsage)
+    def _counted(self, given: Raw) -> CountedUsage | None:
+        usage = decoded(given, CountedUsage)
         call = self._call
-        longest = self._context if call.max_tokens is None else min(call.max_tokens, self._context)
         prompts = max(len(call.prompts), 1)
         if (
             usage is None
             or usage.prompt_tokens > self._context * prompts
-            or usage.completion_tokens > max(longest, 1) * call.rows
+            or usage.completion_tokens > self._longest(call.max_tokens) * call.rows
         ):
-            self.odd_usages += 1
             return None
         return usage
 
-    def _whole_usage(self, given: Raw) -> StreamedUsage | None:
+    def _whole_usage(self, given: Raw) -> CountedUsage | None:
         """The usage of the whole answer, from the attempt's."""
         usage = self.possible(given)
         if usage is None or self.mode not in ("ids", "text"):
@@ -505,7 +425,7 @@ class PassingAnswer:
         prompt = len(self._prompt_ids) if self._prompt_ids else usage.prompt_tokens
         if not self._prompt_ids and self.mode == "text":
             prompt = max(usage.prompt_tokens - self._base_tokens, 1)
-        return StreamedUsage(prompt, self._base_tokens + usage.completion_tokens)
+        return CountedUsage(prompt, self._base_tokens + usage.completion_tokens)
 
     def _on_choices(self, event: bytes, fields: dict[str, Raw], read: _Event) -> bytes:
         remade = self.mode == "ids" and self._call.chat
@@ -626,7 +546,7 @@ class PassingAnswer:
                 del self._marks[:-MARKS]
             self._marks.append(_Mark(len(self._ids), self._length, len(ids or ()) == 1))
 
-    def _renamed(self, event: bytes, fields: dict[str, Raw], usage: StreamedUsage | None) -> bytes:
+    def _renamed(self, event: bytes, fields: dict[str, Raw], usage: CountedUsage | None) -> bytes:
         """The event as one of this answer, without what only the gateway asked for."""
         if self.mode != "first":
             named: dict[str, Any] = {**self._about}
@@ -657,7 +577,7 @@ class PassingAnswer:
             choice["token_ids"] = ids
         return self._line({"choices": [choice]})
 
-    def _usage(self, usage: StreamedUsage) -> bytes:
+    def _usage(self, usage: CountedUsage) -> bytes:
         self.usage = usage
         self._usage_sent = True
         return self._line({"choices": [], "usage": _counts(usage)})
@@ -667,10 +587,10 @@ class PassingAnswer:
         return b"data: " + _encode({**self._about, "object": kind, **fields}) + b"\n\n"
 
 
-def _counts(usage: StreamedUsage) -> dict[str, int]:
+def _counts(usage: CountedUsage) -> dict[str, int]:
     return {
         "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.total,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "completion_tokens": usage.completion_tokens,
     }
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from toolkit.endpoints.foreign import decoded
+from toolkit.endpoints.foreign import Number, decoded
 from toolkit.serve.errors import ApiError
 
 Mode = Literal["first", "ids", "text", "again", "count"]
@@ -67,7 +67,6 @@ CHAT = b"/v1/chat/completions"
 _PLAIN_SESSION = re.compile(r"[0-9]{1,20}")
 _FIELD = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 
-Number = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 AskedT = TypeVar("AskedT")

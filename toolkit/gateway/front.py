@@ -8,9 +8,9 @@ within `FrontSettings.wait_up_s`.
 `PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
 prefixes, both from bytes: a gateway does not tokenize.
 
-`families_of` and `GatewayStatus` make its metrics and its status page, with the names that the
-server of one engine uses. Metrics of replicas are called `llmctl_replica_*`, with the replica's URL
-as a label. The status page shows no address: it numbers replicas in the order of /replicas.
+Its metrics and its status page (`GatewayStatus`) have the names that the server of one engine uses.
+Metrics of replicas are called `llmctl_replica_*`, with the replica's URL as a label. The status
+page shows no address: it numbers replicas in the order of /replicas.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ import secrets
 import time
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
-import msgspec
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
@@ -39,7 +35,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import toolkit
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
 from toolkit.gateway.calls import GenerationCall, Prompt, read_object
 from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
@@ -48,18 +43,20 @@ from toolkit.gateway.replicas import LOOP, LiveReplica, ReplicaPool
 from toolkit.gateway.responses import RESPONSES, MadeResponses, ResponsesCall
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
-from toolkit.serve.access import AccessGate, KeyedRequest, Keyring, account_of
+from toolkit.serve.access import KeyedRequest, Keyring, account_of
 from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, ErrorBody, error_response, overloaded
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_json_bytes
-from toolkit.serve.metrics import Gauges, by_label, families_of_requests, family_of
-from toolkit.serve.routes import FrontApp, Json, Written, an_object, json_page
+from toolkit.serve.metrics import Gauges, by_label, families_of_requests, family_of, text_of
+from toolkit.serve.routes import FrontPages, Json, Written, json_page, unknown_model
+from toolkit.serve.server import RunningRequests
 from toolkit.serve.stats import Stats
-from toolkit.serve.status import DATA, PAGE, Facts, MetricHistory, StatusPage
+from toolkit.serve.status import Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", RESPONSES)
 METRICS_TYPE = "text/plain; version=0.0.4"
+ANYTHING: Json = {"type": "object"}
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
 MOST_BYTES_PER_TOKEN = 8.0
@@ -133,17 +130,18 @@ class PromptGauge:
             self._block_bytes = max(round(BLOCK_TOKENS * self.bytes_per_token), 1)
 
 
-class Gateway:
+class Gateway(FrontPages):
     """The application, and what its requests share. `access` is the ASGI application to serve.
 
     Attributes:
         running: requests that have not ended.
         leaving: the end is announced.
         draining: new requests are refused.
-        idle: no request runs.
         moved: answers that went on at another replica, by how: first, ids, text, again.
         made: the responses of /v1/responses that replicas may keep.
     """
+
+    metrics_type = METRICS_TYPE
 
     def __init__(
         self,
@@ -154,37 +152,23 @@ class Gateway:
         stats: Stats | None = None,
         log: TraceLog | None = None,
     ) -> None:
+        super().__init__(settings, keyring, time.monotonic, ANYTHING)
         self.pool = pool
         self.balancer = pool.balancer
-        self.settings = settings
         self.stats = stats or Stats()
         self.gauge = PromptGauge()
         self.budget = RetryBudget()
         self.leaving = self.draining = False
-        self.running = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self.running = RunningRequests()
         self.moved: dict[str, int] = {}
-        self.now_s = time.monotonic
-        self.keyring = keyring
         self.log = log
         self.numbers = count(1)  # of the requests
         self.made = MadeResponses()
-        self._created = int(time.time())
-        self.status: StatusPage | None = None
-        self._app = self._routes()
         self._merging = asyncio.Lock()
         self._merged = b""
         self._merge_at_s = -math.inf
-        open_paths = ["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])]
-        self.access: ASGIApp = AccessGate(
-            self._answer,
-            keyring,
-            self.now_s,
-            open_paths=open_paths,
-            local_paths=[PAGE, DATA] if settings.status_page else [],
-            local_hosts_only=settings.local_hosts_only,
-        )
+        self._add_routes()
+        self.access: ASGIApp = self.gate(self._answer)
 
     @property
     def state(self) -> str:
@@ -201,72 +185,36 @@ class Gateway:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait at most `timeout_s` seconds for those that run."""
         self.draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.idle.wait(), timeout_s)
+        await self.running.ended(timeout_s)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.pool.name in Headers(scope=scope).get("via", ""):
             error = ApiError("this request went through this front before", status=LOOP)
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
-    def _routes(self) -> FrontApp:
+    def _add_routes(self) -> None:
         """The routes, and how they are described: fields of requests are those of the replicas."""
-        app = FrontApp(_complete_document)
-        anything: Json = {"type": "object"}
+        app = self.app
         generate = _written(self._generate)
         for path in GENERATING:
-            app.take_body(path, generate, anything, anything, streams=True)
+            app.take_body(path, generate, ANYTHING, ANYTHING, streams=True)
         for path in RELAYED:
-            app.take_body(path, _written(self._relay), anything, anything)
-        app.get_page("/v1/responses/{response_id}", self._kept_response, anything, "404")
+            app.take_body(path, _written(self._relay), ANYTHING, ANYTHING)
+        app.get_page("/v1/responses/{response_id}", self._kept_response, ANYTHING, "404")
         app.add_api_route(
             "/v1/responses/{response_id}/cancel",
             self._kept_response,
             methods=["POST"],
             response_model=None,
         )
-        status = an_object(status={"type": "string"})
-        models = an_object(object={"const": "list"}, data={"type": "array"})
-        app.get_page("/v1/models", self._models, models)
-        app.get_page("/v1/models/{name:path}", self._model, anything, "404")
-        app.get_page("/health", self._health, status, "503")
-        app.get_page("/ready", self._ready, status, "503")
-        app.get_page("/version", self._version, an_object(version={"type": "string"}))
-        app.get_page("/replicas", self._replicas, anything)
-        app.get_page("/metrics", self._metrics, {"type": "string"}, kind="text/plain")
+        app.get_page("/replicas", self._replicas, ANYTHING)
         app.get_page(REPLICA_METRICS, self._replica_metrics, {"type": "string"}, kind="text/plain")
-        if self.settings.status_page:
-            app.get_page(PAGE, self._status_page)
-            app.get_page(DATA, self._status_data)
-        return app
 
     async def _kept_response(self, response_id: str) -> Response:
         """A response that a replica keeps."""
         return Written(partial(self._ask_for_response, response_id))
-
-    async def _health(self) -> Response:
-        """200 while the front's event loop runs. Replicas do not count here, but in /ready."""
-        return json_page({"status": "ok"})
-
-    async def _ready(self) -> Response:
-        """200 while a replica is up, until the end is announced."""
-        return json_page({"status": self.state}, 200 if self.state == "ready" else 503)
-
-    async def _version(self) -> Response:
-        return json_page({"version": toolkit.__version__})
-
-    async def _models(self) -> Response:
-        return json_page({"object": "list", "data": [self._about_model()]})
-
-    async def _model(self, name: str) -> Response:
-        if name != self.model:
-            raise self._unknown_model(name)
-        return json_page(self._about_model())
-
-    async def _metrics(self) -> Response:
-        return Response(text_of(families_of(self)), media_type=METRICS_TYPE)
 
     async def _replica_metrics(self) -> Response:
         """The metrics of all replicas, each with its URL as a label."""
@@ -293,14 +241,6 @@ class Gateway:
         about = {"router": router.name, "parameters": parameters(router)}
         return json_page(about | {"state": self.state, "replicas": replicas})
 
-    async def _status_page(self, request: Request) -> Response:
-        assert self.status is not None
-        return await self.status.page(request)
-
-    async def _status_data(self, request: Request) -> Response:
-        assert self.status is not None
-        return await self.status.data(request)
-
     async def _merged_metrics(self) -> bytes:
         """The metrics of all replicas, read at most once a second, and for no more than a share of
         the time: readers that come meanwhile get the same.
@@ -315,18 +255,54 @@ class Gateway:
             return self._merged
 
     @property
-    def model(self) -> str:
+    def served(self) -> str:
         return self.settings.model or self.pool.model
 
-    def _about_model(self) -> dict[str, object]:
+    def about_model(self) -> dict[str, object]:
         lengths = [each.max_model_len for each in self.pool.up if each.max_model_len]
-        about = {"id": self.model, "object": "model", "created": self._created}
-        about |= {"owned_by": "llmctl", "replicas": len(self.pool.up)}
-        return about | {"max_model_len": min(lengths, default=None)}
+        return {"replicas": len(self.pool.up), "max_model_len": min(lengths, default=None)}
 
-    def _unknown_model(self, name: str) -> ApiError:
-        text = f"there is no model '{name[:80]}'; this server has '{self.model}'"
-        return ApiError(text, status=404, param="model", code="model_not_found")
+    def families(self) -> Iterator[Metric]:
+        stats = self.stats
+        replicas = self.pool.replicas
+        labels = {"model_name": self.served, "router": self.balancer.router.name}
+        beyond = "Requests beyond the rows that replicas run at once."
+        for name, text, value in (
+            ("llmctl_requests_running", "Requests that have not ended.", len(self.running)),
+            ("llmctl_requests_waiting", beyond, self.waiting),
+        ):
+            yield family_of(GaugeMetricFamily, name, text, labels, value)
+        yield from families_of_requests(stats, labels, self.keyring.named)
+        text = "Answers that a second replica continued, by how."
+        yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", self.moved)
+        reports = {one.url: self.balancer.replicas[one.index].report for one in replicas}
+        usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
+        reported = "Share of its KV cache that a replica reported last."
+        up = {one.url: float(one.state == "up") for one in replicas}
+        running = {one.url: float(len(one.attempts)) for one in replicas}
+        for name, text, values in (
+            ("llmctl_replica_up", "1 while a replica may be sent requests.", up),
+            ("llmctl_replica_running", "Requests that a replica has.", running),
+            ("llmctl_replica_kv_usage", reported, usage),
+        ):
+            yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
+        odd = "Token counts that no server can have made."
+        for name, text, attribute in (
+            ("llmctl_replica_requests", "Attempts sent to a replica.", "requests"),
+            ("llmctl_replica_failures", "Attempts that failed there.", "failures"),
+            ("llmctl_replica_moved", "Answers that went on elsewhere.", "moved"),
+            ("llmctl_replica_odd_usage", odd, "odd_usages"),
+        ):
+            values = {one.url: float(getattr(one, attribute)) for one in replicas}
+            yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
+        background = self.pool.background
+        alive = {name: float(is_up) for name, is_up in background.up()}
+        text = "1 while every task of this name runs; 0 while one waits to be started again."
+        yield by_label(GaugeMetricFamily, "llmctl_background_task_up", text, labels, "task", alive)
+        failures = {name: float(background.failures[name]) for name in alive}
+        name = "llmctl_background_task_failures"
+        text = "Failures of tasks that run beside requests."
+        yield by_label(CounterMetricFamily, name, text, labels, "task", failures)
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a small request to any replica, and its whole answer back."""
@@ -338,7 +314,7 @@ class Gateway:
         keyed = KeyedRequest.of(scope)
         keyed.admit(1, request.most_tokens)
         keyed.reserve(request.most_tokens, lambda: request.charged)
-        with self._counted():
+        with self.running:
             await request.run(receive, send)
 
     async def _ask_for_response(
@@ -354,7 +330,7 @@ class Gateway:
         only = self.made.find(account_of(scope).name, response_id).replica
         target = scope["path"] + (f"?{query}" if query else "")
         headers = self.pool.forwarded(Headers(scope=scope).get("via", ""))
-        with self._counted():
+        with self.running:
             request = RelayedRequest(self, scope["method"], target, b"", headers, only)
             await request.run(receive, send)
 
@@ -366,8 +342,8 @@ class Gateway:
         session = given.get("x-session-id", "")
         owner = account_of(scope).name
         call = self._call(scope["path"], body, session, owner)
-        if self.model and call.model and call.model != self.model:
-            raise self._unknown_model(call.model)
+        if self.served and call.model and call.model != self.served:
+            raise unknown_model(call.model)
         if self.waiting >= self.settings.max_waiting:
             self.stats.refused += 1
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
@@ -378,7 +354,7 @@ class Gateway:
         keyed.admit(call.rows, request.most_tokens)
         request.admit()
         keyed.reserve(request.most_tokens, lambda: request.charged)
-        with self._counted():
+        with self.running:
             await request.run(receive)
         if made := request.made:
             self.made.add(owner, *made)
@@ -405,18 +381,6 @@ class Gateway:
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         return await read_json_bytes(Request(scope, receive), self.settings.max_body_bytes)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A request runs: the end of the server waits for it."""
-        self.running += 1
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self.idle.set()
-
 
 def _written(
     write: Callable[[Scope, Receive, Send], Awaitable[None]],
@@ -428,60 +392,6 @@ def _written(
 
     endpoint.__name__ = write.__name__.strip("_")
     return endpoint
-
-
-def _complete_document(document: Json) -> None:
-    """Add the schema of errors; an invalid field gets 400, not FastAPI's 422."""
-    _, schemas = msgspec.json.schema_components(
-        [ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    document["components"]["schemas"] = schemas
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-
-
-def families_of(gateway: Gateway) -> Iterator[Metric]:
-    """The gateway's own metrics, at the moment of a scrape."""
-    stats = gateway.stats
-    replicas = gateway.pool.replicas
-    labels = {"model_name": gateway.model, "router": gateway.balancer.router.name}
-    beyond = "Requests beyond the rows that replicas run at once."
-    for name, text, value in (
-        ("llmctl_requests_running", "Requests that have not ended.", gateway.running),
-        ("llmctl_requests_waiting", beyond, gateway.waiting),
-    ):
-        yield family_of(GaugeMetricFamily, name, text, labels, value)
-    yield from families_of_requests(stats, labels, gateway.keyring.named)
-    text = "Answers that a second replica continued, by how."
-    yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", gateway.moved)
-    reports = {one.url: gateway.balancer.replicas[one.index].report for one in replicas}
-    usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
-    reported = "Share of its KV cache that a replica reported last."
-    up = {one.url: float(one.state == "up") for one in replicas}
-    running = {one.url: float(len(one.attempts)) for one in replicas}
-    for name, text, values in (
-        ("llmctl_replica_up", "1 while a replica may be sent requests.", up),
-        ("llmctl_replica_running", "Requests that a replica has.", running),
-        ("llmctl_replica_kv_usage", reported, usage),
-    ):
-        yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
-    for name, text, attribute in (
-        ("llmctl_replica_requests", "Attempts sent to a replica.", "requests"),
-        ("llmctl_replica_failures", "Attempts that failed there.", "failures"),
-        ("llmctl_replica_moved", "Answers that went on elsewhere.", "moved"),
-        ("llmctl_replica_odd_usage", "Token counts that no server can have made.", "odd_usages"),
-    ):
-        values = {one.url: float(getattr(one, attribute)) for one in replicas}
-        yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
-    background = gateway.pool.background
-    alive = {name: float(is_up) for name, is_up in background.up()}
-    text = "1 while every task of this name runs; 0 while one waits to be started again."
-    yield by_label(GaugeMetricFamily, "llmctl_background_task_up", text, labels, "task", alive)
-    failures = {name: float(background.failures[name]) for name in alive}
-    name = "llmctl_background_task_failures"
-    text = "Failures of tasks that run beside requests."
-    yield by_label(CounterMetricFamily, name, text, labels, "task", failures)
 
 
 def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
@@ -498,12 +408,6 @@ def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
                 for one in family.samples
             ]
     return text_of(merged.values())
-
-
-def text_of(families: Iterable[Metric]) -> bytes:
-    """Metrics in Prometheus' text format."""
-    text: bytes = generate_latest(SimpleNamespace(collect=lambda: families))
-    return text
 
 
 class GatewayStatus(StatusPage):
@@ -534,7 +438,7 @@ class GatewayStatus(StatusPage):
         up = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
         usage = sum(each.kv_usage for each in up) / max(len(up), 1)
         waiting = gateway.waiting
-        return Gauges(gateway.running - waiting, waiting, usage, 0, (), 0.0, {})
+        return Gauges(len(gateway.running) - waiting, waiting, usage, 0, (), 0.0, {})
 
     def _now(self) -> dict[str, Any]:
         gateway = self._gateway

@@ -185,6 +185,7 @@ class ReplicaFront(FrontServer):
         self._gateway = gateway
         self._pool = pool
         self._say = opened.say
+        self._status: GatewayStatus | None = None
         self._own: OwnReplicas | None = None
         if serving.own is not None:
             self._own = OwnReplicas(serving, pool, self._show, shared)
@@ -194,14 +195,15 @@ class ReplicaFront(FrontServer):
         start = pool.background.start
         self.at_start = [partial(start, "silent replicas", pool.sweep)]
         if opened.settings.status_page:
-            gateway.status = GatewayStatus(gateway, _facts(serving, serving.plan))
-            self.at_start.append(partial(start, "status page", gateway.status.sampling))
+            self._status = GatewayStatus(gateway, _facts(serving, serving.plan))
+            gateway.show(self._status)
+            self.at_start.append(partial(start, "status page", self._status.sampling))
         if serving.router.reads_reports:
             self.at_start.append(partial(start, "reports of replicas", pool.read_reports))
 
     @property
     def left(self) -> int:
-        return self._gateway.running
+        return len(self._gateway.running)
 
     def announce_end(self) -> None:
         self._gateway.leaving = True
@@ -244,8 +246,8 @@ class ReplicaFront(FrontServer):
             await asyncio.sleep(POLL_EVERY_S / 10)
 
     def _show(self, plan: Plan) -> None:
-        if self._gateway.status is not None:
-            self._gateway.status.facts = _facts(self._serving, plan)
+        if self._status is not None:
+            self._status.facts = _facts(self._serving, plan)
 
 
 def _gateway(serving: ServedReplicas, opened: OpenedFront) -> Gateway:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Send
 
 from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
-from toolkit.gateway.answers import DIVERGED, Attempted, PassingAnswer
+from toolkit.gateway.answers import DIVERGED, PassingAnswer
+from toolkit.gateway.attempts import Attempted
 from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.replicas import NO_ROUTE, NOT_SERVED, LiveReplica
 from toolkit.gateway.responses import MadeResponse, PassingResponse, ResponsesCall
@@ -508,13 +509,10 @@ async def whole_body(answer: UpstreamAnswer, heard: Callable[[], None] = lambda:
     """The whole body; `heard` is called for each piece. Raises `UpstreamError` if it breaks off or
     is too long.
     """
-    body = bytearray()
-    async for piece in answer.body():
-        heard()
-        body += piece
-        if len(body) > MAX_WHOLE_BYTES:
-            raise UpstreamError("the answer is too long")
-    return bytes(body)
+    body = await answer.read(MAX_WHOLE_BYTES, heard)
+    if len(body) > MAX_WHOLE_BYTES:
+        raise UpstreamError("the answer is too long")
+    return body
 
 
 async def send_whole(

@@ -13,9 +13,8 @@ import msgspec
 from msgspec import Raw
 from starlette.types import Receive, Send
 
-from toolkit.endpoints.foreign import decoded
+from toolkit.endpoints.foreign import CountedUsage, decoded
 from toolkit.endpoints.upstream import RawHeaders, UpstreamError
-from toolkit.gateway.answers import StreamedUsage
 from toolkit.gateway.passing import BUSY, NO_REPLICA, kept_headers, send_whole, whole_body
 from toolkit.gateway.replicas import LiveReplica
 from toolkit.serve.errors import ApiError, overloaded
@@ -119,7 +118,7 @@ class RelayedRequest:
             self.charged = 0
         elif self.most_tokens:
             read = decoded(content, _Counted) or _Counted()
-            usage = decoded(read.usage, StreamedUsage)
+            usage = decoded(read.usage, CountedUsage)
             # A server adds some tokens to each text, but never so many.
             if usage is not None and 0 < usage.prompt_tokens <= MAX_TOKENS_PER_BYTE * len(
                 self._body

@@ -30,6 +30,7 @@ from toolkit.endpoints.foreign import decoded, plain
 from toolkit.endpoints.target import Models, Version, error_text, parsed_metrics
 from toolkit.endpoints.upstream import HttpClient, Upstream, UpstreamError
 from toolkit.errors import InputError
+from toolkit.gateway.calls import CHAT, COMPLETIONS
 from toolkit.gateway.sources import split_kind
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
@@ -71,8 +72,6 @@ MAX_ENGINES = 1024  # of a replica, of which figures are read
 FOREIGN = ("it serves ", "it runs ", "its kind ")  # problems with which a replica is left out
 MAX_VIA_BYTES = 1024
 LOOP = 508  # the status for a request that went through this front before
-COMPLETIONS = b"/v1/completions"
-CHAT = b"/v1/chat/completions"
 LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
 COUNTERS = ("requests", "failures", "moved", "odd_usages")  # of a replica, which only grow
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
@@ -96,7 +95,7 @@ class LiveReplica:
         kind_listed: the list of replicas names its kind, which else is read from its metrics.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
-        default_tokens: as `toolkit.gateway.answers.Attempted`.
+        default_tokens: as `toolkit.gateway.attempts.Attempted`.
         in_doubt: the next probe asks it for a token.
         doubted_s, identified_s: when that was asked last, and when the model was.
         odd_usages: usages of its answers that no server can have counted.
@@ -337,7 +336,7 @@ class ReplicaPool:
             if len(replica.attempts) >= 1 + per_s * (now_s - replica.slow_since_s)
         ]
 
-    async def wait_up(self, timeout_s: float, outgrown: int = 0) -> bool:
+    async def wait_up(self, timeout_s: float, outgrown: int) -> bool:
         """Wait until a replica with a longer context is up; False: none was in time."""
 
         def is_one() -> bool:
@@ -571,14 +570,9 @@ class ReplicaPool:
             method = "POST"
             headers = self.json_headers
             content = msgspec.json.encode(fields)
-        body = bytearray()
         answer = await replica.upstream.send(method, path, headers, content)
         async with aclosing(answer):
-            async for piece in answer.body():
-                body += piece
-                if len(body) > most_bytes:
-                    break
-        return answer.status, bytes(body)
+            return answer.status, await answer.read(most_bytes)
 
     async def _cannot_generate(self, replica: LiveReplica) -> str:
         """Why a replica generates no token within `hang_s`; '' if it does, or is only busy."""

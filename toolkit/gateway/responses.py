@@ -17,17 +17,10 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from toolkit.endpoints.foreign import UNREADABLE, Count, decoded
-from toolkit.endpoints.sse import EventReader, data_of
-from toolkit.gateway.answers import (
-    MAX_ANSWER_BYTES,
-    MAX_EVENT_BYTES,
-    NOT_OPENAI,
-    UNKNOWN_CONTEXT,
-    Attempted,
-    StreamedUsage,
-)
-from toolkit.gateway.calls import Number, Prompt, read_object, session_name, understood
+from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, Number, decoded
+from toolkit.endpoints.sse import data_of
+from toolkit.gateway.attempts import NOT_OPENAI, Attempted, Passing
+from toolkit.gateway.calls import Prompt, read_object, session_name, understood
 from toolkit.gateway.replicas import LiveReplica
 from toolkit.serve.errors import ApiError, overloaded
 
@@ -186,29 +179,21 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class PassingResponse:
-    """An answer on its way, with the attributes of `toolkit.gateway.answers.PassingAnswer`.
+class PassingResponse(Passing):
+    """An answer of /v1/responses on its way.
 
     Attributes:
-        response_id: by which the server keeps it; '' while it is not known.
-        finished: the last event has passed.
+        finished: the last event has passed. The end of the body is the end of the answer.
     """
 
     mode = "first"
     countable = True
     unseen_tokens = 0
-    ended = False  # the end of the body is the end of the answer
 
     def __init__(self, call: ResponsesCall, estimate: int = 1) -> None:
-        self.begun = self.finished = False
-        self.tokens = self.new_tokens = self.text_bytes = self.odd_usages = 0
-        self.failure = self.finish_reason = self.response_id = ""
-        self.usage: StreamedUsage | None = None
+        super().__init__(estimate)
+        self.finished = False
         self._call = call
-        self._estimate = estimate
-        self._context = UNKNOWN_CONTEXT
-        self._reader = EventReader()
-        self._passed_bytes = 0
         self._delta_bytes = self._done_bytes = 0  # the same text, in pieces and as a whole
         self._number = -1  # of the last event
 
@@ -216,10 +201,6 @@ class PassingResponse:
     def goes_on(self) -> bool:
         """Another replica may take the request."""
         return not self.begun
-
-    @property
-    def is_midway(self) -> bool:
-        return bool(self._reader.rest)
 
     @property
     def complete(self) -> bool:
@@ -230,40 +211,15 @@ class PassingResponse:
         """Tokens that the client has, at least: an event has one or more."""
         return self.tokens
 
-    @property
-    def prompt_tokens(self) -> int:
-        return self._estimate if self.usage is None else self.usage.prompt_tokens
-
     def request(self, at: Attempted) -> tuple[bytes, bytes] | None:
         """The path and the body of the next attempt; None if there can be none."""
         if self.begun:
             return None
-        self._context = at.max_model_len or UNKNOWN_CONTEXT
-        self._reader = EventReader()
-        self._passed_bytes = 0
-        self.failure = ""
+        self._begin(at)
         return RESPONSES.encode(), msgspec.json.encode(self._call.fields)
 
     def falls_back(self) -> bool:
         return False
-
-    def feed(self, piece: bytes) -> bytes:
-        """Take a piece of the body; returns the events that are whole now, as they came."""
-        self.new_tokens = 0
-        self._passed_bytes += len(piece)
-        events = self._reader.feed(piece)
-        if len(self._reader.rest) > MAX_EVENT_BYTES:
-            self.failure = "an event is too long"
-        if self._passed_bytes > MAX_ANSWER_BYTES:
-            self.failure = "the answer is too long"
-        passed = []
-        for event in events:
-            if not self.failure:
-                self._event(event)
-            if self.failure:
-                break
-            passed.append(event)
-        return b"".join(passed)
 
     def whole(self, content: bytes) -> None:
         """Read an answer in one piece."""
@@ -289,36 +245,32 @@ class PassingResponse:
         fields["error"] = {"type": error.kind, **about}
         return b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
 
-    def possible(self, given: Raw) -> StreamedUsage | None:
-        """A usage that the request can have; None for any other."""
-        if bytes(given) == b"null":
-            return None
+    def _counted(self, given: Raw) -> CountedUsage | None:
         usage = decoded(given, _Counted)
         call = self._call
-        longest = self._context if call.max_tokens is None else min(call.max_tokens, self._context)
-        most = max(longest, 1) if call.turns == 1 else self._context * call.turns
+        most = self._longest(call.max_tokens) if call.turns == 1 else self._context * call.turns
         if (
             usage is None
             or not 1 <= usage.input_tokens <= self._context * call.turns
             or usage.output_tokens > most
         ):
-            self.odd_usages += 1
             return None
-        return StreamedUsage(usage.input_tokens, usage.output_tokens)
+        return CountedUsage(usage.input_tokens, usage.output_tokens)
 
-    def _event(self, event: bytes) -> None:
+    def _event(self, event: bytes) -> bytes:
+        """Read one event, which passes as it came."""
         data = data_of(event)
         if not data or data == b"[DONE]":
-            return
+            return event
         try:
             data.decode()  # also where nothing here reads it
             read = _decode(data)
         except UNREADABLE:
             self.failure = NOT_OPENAI
-            return
+            return b""
         if read.type == "error" and not self.begun:
             self.failure = "the server reports an error"
-            return
+            return b""
         self.begun = True
         self._number = read.sequence_number
         if read.type.endswith(".delta"):
@@ -330,6 +282,7 @@ class PassingResponse:
         self.text_bytes = max(self._delta_bytes, self._done_bytes)
         if read.type in ENDS:
             self._end(decoded(read.response, _Response) or _Response())
+        return event
 
     def _end(self, response: _Response) -> None:
         self.finished = True

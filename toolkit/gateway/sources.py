@@ -239,15 +239,11 @@ class SlicedReplicas(ReplicaSource):
             self._fail()  # unless they can be listed
             try:
                 async with asyncio.timeout(ANSWER_S), self._asked("") as answer:
-                    body = bytearray()
-                    async for piece in answer.body():
-                        body += piece
-                        if len(body) > MAX_LIST_BYTES:
-                            raise UpstreamError("the list is too long")
+                    body = await answer.read(MAX_LIST_BYTES)
                 if answer.status != 200:
                     why = f"the API server answered {answer.status} for {self._where}"
                     raise InputError(why, RIGHTS)
-                slices = decoded(bytes(body), _Slices)
+                slices = decoded(body, _Slices)
             except (TimeoutError, UpstreamError):
                 slices = None
             if slices is None:

@@ -423,18 +423,16 @@ def _ranks(values: Floats) -> Floats:
     return mean[inverse]
 
 
-@dataclass(frozen=True, slots=True)
-class LiveBounds:
-    """The bounds of the start."""
-
-    rows: int
-    tokens: int
-
-
 def restart_gain(
-    bursts: Bursts, planned: Mapping[str, Value], best: Settings, space: LiveBounds, world: World
+    bursts: Bursts,
+    planned: Mapping[str, Value],
+    best: Settings,
+    highs: Mapping[str, int],
+    world: World,
 ) -> RestartGain | None:
-    """The best that is predicted of settings that only a restart gives; None: nothing is better."""
+    """The best that is predicted of settings that only a restart gives, as they are beyond `highs`,
+    the upper bounds of the start; None: nothing is better.
+    """
     windows = range(len(bursts.windows))
 
     def predicted(policy: VllmPolicy) -> float:
@@ -442,8 +440,8 @@ def restart_gain(
 
     usual = predicted(policy_of(planned, best))
     wide = [
-        Dimension(ROWS, 1, WIDER * space.rows, True, True),
-        Dimension(TOKENS, min(64, space.tokens), WIDER * space.tokens, True, True),
+        Dimension(ROWS, 1, WIDER * highs[ROWS], True, True),
+        Dimension(TOKENS, min(64, highs[TOKENS]), WIDER * highs[TOKENS], True, True),
     ]
     found: list[tuple[float, Settings]] = []
     for settings in drawn(wide, RESTARTS, 0):

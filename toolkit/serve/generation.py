@@ -32,6 +32,8 @@ from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
 from toolkit.serve.errors import ApiError, error_body, late, overloaded, retry_after_s
 from toolkit.serve.forms import BodyReader, ChatForm, GenerationForm, check_room, short
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
+from toolkit.serve.routes import unknown_model
+from toolkit.serve.server import disconnected
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
@@ -88,7 +90,7 @@ class Generation:
         """Refuse, before tokenizing, by model, server state, key, queue and forecast."""
         settings = self._settings
         driver = self._driver
-        if form.model not in (None, settings.model):
+        if form.model is not None and form.model != settings.model:
             raise unknown_model(form.model)
         if form.llmctl_end_after is not None and not settings.allow_end_after:
             text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
@@ -208,11 +210,6 @@ class Generation:
         )
 
 
-def unknown_model(name: str | None) -> ApiError:
-    text = f"there is no model {str(name)[:80]!r} here; GET /v1/models lists the models"
-    return ApiError(text, status=404, param="model", code="model_not_found")
-
-
 @dataclass(slots=True, frozen=True)
 class Exchange:
     """A submitted request: the source of its text, the format of its response, and its cancel."""
@@ -231,8 +228,7 @@ async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
     """Close the reply if the client disconnects; cancel choices that have not ended on leaving."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         exchange.reply.close()
 
     watcher = asyncio.create_task(watch())

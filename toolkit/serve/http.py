@@ -21,10 +21,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from toolkit.serve.errors import ApiError, error_body
+from toolkit.serve.errors import ApiError, error_body, overloaded
 from toolkit.serve.limits import (
     DEFAULT_LIMITS,
-    ConnectionRoom,
     Limited,
     WireLimits,
     head_too_large,
@@ -41,6 +40,9 @@ MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 class HttpServer:
     """An ASGI application on a listening socket. It gets only scopes of type `http`.
 
+    Attributes:
+        waiting: connections without a request, the longest waiting first.
+
     Args:
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
         options: those of `Limited`.
@@ -55,8 +57,9 @@ class HttpServer:
         **options: Callable[[str], Any],
     ) -> None:
         self.limits = limits
-        self.room = ConnectionRoom(possible_connections(limits))
-        self.app = Limited(app, limits, self.room.most, **options)
+        self.waiting: dict[BoundedConnection, None] = {}
+        self._most_connections = possible_connections(limits)
+        self.app = Limited(app, limits, self._most_connections, **options)
         self._config = uvicorn.Config(
             self.app,
             http=cast(type[asyncio.Protocol], partial(BoundedConnection, self)),
@@ -77,6 +80,16 @@ class HttpServer:
     @property
     def connections(self) -> set[BoundedConnection]:
         return cast(set[BoundedConnection], self._server.server_state.connections)
+
+    def enter(self, new: BoundedConnection) -> ApiError | None:
+        """Make room for a new connection: those that wait give way. An error if none does."""
+        while len(self.connections) > self._most_connections:
+            if not self.waiting:
+                text = f"the server has {self._most_connections} connections, as many as it takes"
+                return overloaded(f"{text}; try again later")
+            next(iter(self.waiting)).abort()
+        self.waiting[new] = None
+        return None
 
     async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         """Accept connections from a bound `listener`, with TLS if `tls` is given."""
@@ -115,7 +128,7 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, server: HttpServer, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._limits = server.limits
-        self._room = server.room
+        self._server = server
         self._in_head = False
         self._is_refused = False  # what still comes is dropped, so that its answer arrives
         self._received = 0  # bytes since the packet in which the request began
@@ -125,20 +138,20 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         self._start("head", self._limits.head_timeout_s, self._late)
-        if full := self._room.enter(self, cast(set[BoundedConnection], self.connections)):
+        if full := self._server.enter(self):
             self._refuse(full)
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._room.waiting.pop(self, None)
+        self._server.waiting.pop(self, None)
         self._unset_keepalive_if_required()
         self._stop("head", "read")
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if b"pgrade" in data and self in self._room.waiting:
+        if b"pgrade" in data and self in self._server.waiting:
             # Java's client asks for h2c with each request, and uvicorn would lose the body.
             head, end, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(NO_UPGRADE, head) + end + rest
@@ -151,7 +164,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(head_too_large(limits))
         elif self._received > MAX_FRAMING_FACTOR * (limits.body_bytes + limits.head_bytes):
             self._refuse(ApiError(f"the body is larger than {limits.body_bytes} bytes", status=413))
-        elif self in self._room.waiting and "head" not in self._timers:
+        elif self in self._server.waiting and "head" not in self._timers:
             self._start("head", limits.head_timeout_s, self._late)
 
     def on_message_begin(self) -> None:
@@ -167,12 +180,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
         self._stop("head")
-        self._room.waiting.pop(self, None)
+        self._server.waiting.pop(self, None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not (self.transport.is_closing() or self.pipeline):
-            self._room.waiting[self] = None
+            self._server.waiting[self] = None
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError("the request is not valid HTTP/1.1"))
@@ -188,7 +201,7 @@ class BoundedConnection(HttpToolsProtocol):
     def abort(self) -> None:
         """Close at once. Unsent bytes are lost."""
         self.connections.discard(self)
-        self._room.waiting.pop(self, None)
+        self._server.waiting.pop(self, None)
         self.transport.abort()
 
     def _late(self) -> None:

@@ -301,11 +301,6 @@ class EventLog:
         self.flush()
         self._log.close()
 
-    @property
-    def lost(self) -> int:
-        """The number of events that could not be written."""
-        return self._log.lost
-
     def add(self, event: Event | BalancerEvent) -> None:
         self._pending += to_line(event)
         if len(self._pending) >= PENDING_BYTES_MAX:

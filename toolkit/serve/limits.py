@@ -14,11 +14,10 @@ import asyncio
 import ipaddress
 import resource
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -63,35 +62,6 @@ def possible_connections(limits: WireLimits) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
     enough_for = (max(soft, possible) - SPARE_DESCRIPTORS) // limits.descriptors_each
     return max(min(limits.connections, enough_for), 1)
-
-
-class Connection(Protocol):
-    """A connection, as far as `ConnectionRoom` knows it."""
-
-    def abort(self) -> None:
-        """Close at once, and leave the set of connections."""
-
-
-class ConnectionRoom:
-    """The room for `most` connections; those in `waiting`, which have no request, give way to new
-    ones, the longest waiting first.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.waiting: dict[Connection, None] = {}
-
-    def enter(self, new: Connection, connections: Collection[Connection]) -> ApiError | None:
-        """Make room for a new connection, one of these; an error if there is none."""
-        while len(connections) > self.most:
-            if not self.waiting:
-                text = f"the server has {self.most} connections, as many as it takes"
-                return overloaded(f"{text}; try again later")
-            oldest = next(iter(self.waiting))
-            del self.waiting[oldest]
-            oldest.abort()
-        self.waiting[new] = None
-        return None
 
 
 @lru_cache(4096)

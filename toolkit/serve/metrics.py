@@ -6,10 +6,12 @@ They have our names and, on request, also vLLM's, for dashboards and autoscalers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -245,3 +247,9 @@ def histogram_family(name: str, text: str, labels: Labels, histogram: Histogram)
     family = HistogramMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), histogram.cumulative(), histogram.total)
     return family
+
+
+def text_of(families: Iterable[Metric]) -> bytes:
+    """Metrics in Prometheus' text format."""
+    text: bytes = generate_latest(SimpleNamespace(collect=lambda: families))
+    return text

@@ -15,10 +15,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import uvloop
@@ -27,7 +25,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from toolkit.endpoints.foreign import Count, decoded
+from toolkit.endpoints.foreign import Count, CountedUsage, Number, decoded
 from toolkit.endpoints.sse import EventReader, data_of
 from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
@@ -39,7 +37,7 @@ from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, wor
 from toolkit.serve.launch import FrontServer, serve
 from toolkit.serve.limits import WireLimits
 from toolkit.serve.prompt_blocks import PromptBlocks, blocks_of_prompt
-from toolkit.serve.server import Ending, disconnected, is_loopback, listen, url
+from toolkit.serve.server import Ending, RunningRequests, disconnected, is_loopback, listen, url
 from toolkit.serve.stats import Stats
 from toolkit.traces.formats import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
@@ -114,36 +112,8 @@ async def _record(
         block_tokens = order.block_tokens
         recorder = TraceRecorder(upstream, log, local_hosts_only=local, block_tokens=block_tokens)
         ending = Ending(timeout_s=order.ending_s)
-        await serve(RecorderFront(recorder), listener, ending, lambda: on_ready(url(listener)))
+        await serve(recorder, listener, ending, lambda: on_ready(url(listener)))
         return recorder.ended
-
-
-class RecorderFront(FrontServer):
-    """The front that passes everything to one server, and writes what it sees."""
-
-    dated = False
-
-    def __init__(self, recorder: TraceRecorder) -> None:
-        limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
-        super().__init__(recorder, Stats(), Background(), limits)
-        self._recorder = recorder
-
-    @property
-    def left(self) -> int:
-        return self._recorder.running
-
-    def announce_end(self) -> None:
-        self._recorder.leaving = True
-
-    async def start(self) -> None:
-        pass  # the server behind is there, or its requests get 502
-
-    async def drain(self, timeout_s: float) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._recorder.idle.wait(), timeout_s)
-
-    async def stop(self) -> None:
-        await self._recorder.stop()
 
 
 @dataclass(slots=True)
@@ -173,12 +143,14 @@ class RecordedRequest:
         ]
 
 
-class TraceRecorder:
-    """The ASGI application of the proxy. `ended` counts requests for tokens by status.
+class TraceRecorder(FrontServer):
+    """The proxy, an ASGI application. `ended` counts requests for tokens by status.
 
     Call `stop` at the end. With `local_hosts_only` a Host that is a name other than localhost gets
     403 (`toolkit.serve.access.AccessGate` says why).
     """
+
+    dated = False
 
     def __init__(
         self,
@@ -188,10 +160,11 @@ class TraceRecorder:
         local_hosts_only: bool = False,
         block_tokens: int = 0,
     ) -> None:
+        limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
+        super().__init__(self, Stats(), Background(), limits)
         self.ended: Counter[str] = Counter()
-        self.leaving = False  # new requests are refused
-        self.running = 0
-        self.idle = asyncio.Event()
+        self.running = RunningRequests()
+        self._leaving = False  # new requests are refused
         self._upstream = upstream
         self._log = log
         self._local_hosts_only = local_hosts_only
@@ -199,26 +172,33 @@ class TraceRecorder:
         self._requests = RequestReading()
         self._blocks = PromptBlocks(block_tokens, self._requests.ask)
         self._block_tokens = block_tokens
-        self.idle.set()
+
+    @property
+    def left(self) -> int:
+        return len(self.running)
+
+    def announce_end(self) -> None:
+        self._leaving = True
+
+    async def start(self) -> None:
+        pass  # the server behind is there, or its requests get 502
+
+    async def drain(self, timeout_s: float) -> None:
+        await self.running.ended(timeout_s)
 
     async def stop(self) -> None:
         await self._requests.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.running += 1
-        self.idle.clear()
-        try:
-            await self._serve(scope, receive, send)
-        except ApiError as refusal:
-            await error_response(refusal)(scope, receive, send)
-        finally:
-            self.running -= 1
-            if not self.running:
-                self.idle.set()
+        with self.running:
+            try:
+                await self._serve(scope, receive, send)
+            except ApiError as refusal:
+                await error_response(refusal)(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.monotonic()
-        if self.leaving:
+        if self._leaving:
             headers = {"Retry-After": "5"}
             raise ApiError("the recorder is shutting down", status=503, headers=headers)
         http_request = Request(scope, receive)
@@ -375,9 +355,6 @@ class TokenRequest:
     max_tokens: int  # 0: no limit
 
 
-Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
-
-
 class _Options(msgspec.Struct):
     include_usage: bool | None = None
 
@@ -393,7 +370,7 @@ class _Request(msgspec.Struct):
 
 def read_request(body: bytes) -> TokenRequest | None:
     """The request in a body. None if it is not one for tokens: the server will refuse it."""
-    fields = decoded(body, dict[str, Raw])
+    fields = decoded(body, dict[str, Raw])  # `ask_for_usage` needs all of them
     request = None if fields is None else decoded(body, _Request)
     if request is None:
         return None
@@ -427,14 +404,9 @@ def ask_for_usage(body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-class RecordedUsage(msgspec.Struct):
-    prompt_tokens: Count = 0
-    completion_tokens: Count = 0
-
-
-def _usage(given: Raw) -> RecordedUsage | None:
+def _usage(given: Raw) -> CountedUsage | None:
     """A usage that a server can have counted; None for null and for any other."""
-    return None if bytes(given) == b"null" else decoded(given, RecordedUsage)
+    return None if bytes(given) == b"null" else decoded(given, CountedUsage)
 
 
 class _Choice(msgspec.Struct):
@@ -467,7 +439,7 @@ class StreamReader:
     """
 
     def __init__(self, *, strip: bool) -> None:
-        self.usage: RecordedUsage | None = None
+        self.usage: CountedUsage | None = None
         self.has_tokens = False  # tokens have arrived
         self.failed = False  # the response has status 200 but contains an error
         self._strip = strip
@@ -507,7 +479,7 @@ class WholeReader:
     """As `StreamReader`, for a response that is one JSON object: reads it when all has passed."""
 
     def __init__(self) -> None:
-        self.usage: RecordedUsage | None = None
+        self.usage: CountedUsage | None = None
         self.has_tokens = False
         self.failed = False
         self._pieces: list[bytes] = []

@@ -1,26 +1,36 @@
 """The FastAPI application of a front: its routes, its errors, and the document that FastAPI makes.
 
-Routes read their bodies themselves: a body must be JSON on which no two parsers disagree, a large
-one must not pause other clients, and errors are in OpenAI's format. So each route names the schemas
-of its body and its answers, and FastAPI makes the OpenAPI document of them.
+`FrontPages` has the pages that are the same for all fronts, and the gate before all routes. Routes
+read their bodies themselves: a body must be JSON on which no two parsers disagree, a large one must
+not pause other clients, and errors are in OpenAI's format. So each route names the schemas of its
+body and its answers, and FastAPI makes the OpenAPI document of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import toolkit
-from toolkit.serve.errors import ApiError, on_api_error, on_bug, on_http_exception
+from toolkit.serve.access import AccessGate, Keyring
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.errors import ApiError, ErrorBody, on_api_error, on_bug, on_http_exception
+from toolkit.serve.metrics import text_of
+from toolkit.serve.status import DATA, PAGE, StatusPage
 
 Json = dict[str, Any]
 JSON = "application/json"
+REF = "#/components/schemas/{name}"
 REASONS = {  # of the statuses that a route may answer with
     "400": "the request is invalid, or exceeds a limit",
     "401": "no key, or a wrong one",
@@ -34,7 +44,7 @@ REASONS = {  # of the statuses that a route may answer with
 
 
 class FrontApp(FastAPI):
-    """The application. `complete` adds to the OpenAPI document what FastAPI cannot know."""
+    """The application. `complete` adds to the OpenAPI document what a front knows of it."""
 
     def __init__(self, complete: Callable[[Json], None]) -> None:
         super().__init__(
@@ -53,11 +63,15 @@ class FrontApp(FastAPI):
     def openapi(self) -> Json:
         """The OpenAPI document."""
         if self._document is None:
-            self._document = super().openapi()
-            self._document["security"] = [{"key": []}, {}]
+            document = self._document = super().openapi()
+            _, schemas = msgspec.json.schema_components([ErrorBody], ref_template=REF)
             key = {"key": {"type": "http", "scheme": "bearer"}}
-            self._document.setdefault("components", {})["securitySchemes"] = key
-            self._complete(self._document)
+            document["security"] = [{"key": []}, {}]
+            document["components"] = {"securitySchemes": key, "schemas": schemas}
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # an invalid field gets 400
+            self._complete(document)
         return self._document
 
     def get_page(
@@ -106,6 +120,110 @@ class FrontApp(FastAPI):
         )
 
 
+class FrontPages(ABC):
+    """The pages of every front: its health, its model, its metrics and, if there is one, its status
+    page.
+
+    Args:
+        now_s: the clock of the keys' limits.
+        model: the schema of the model's page.
+        complete: as of `FrontApp`.
+
+    What a front adds: the model's name (`served`), and what its page has besides OpenAI's fields;
+    the `state` in a few words, "ready" if it accepts requests and what is behind it can serve them;
+    and its metrics, at the moment of a scrape.
+    """
+
+    metrics_type = CONTENT_TYPE_LATEST
+
+    def __init__(
+        self,
+        settings: FrontSettings,
+        keyring: Keyring,
+        now_s: Callable[[], float],
+        model: Json,
+        complete: Callable[[Json], None] = lambda _: None,
+    ) -> None:
+        self.settings = settings
+        self.keyring = keyring
+        self.now_s = now_s
+        self.app = FrontApp(complete)
+        self._created = int(time.time())
+        self._local_paths: list[str] = []  # of the gate, which may be made before them
+        state = an_object(status={"type": "string"})
+        models = an_object(object={"const": "list"}, data={"type": "array"})
+        page = self.app.get_page
+        page("/v1/models", self.models, models)
+        page("/v1/models/{name:path}", self.model, model, "404")
+        page("/health", self.health, state, "503")
+        page("/ready", self.ready, state, "503")
+        page("/version", self.version, an_object(version={"type": "string"}))
+        page("/metrics", self.metrics, {"type": "string"}, kind="text/plain")
+
+    def show(self, status: StatusPage) -> None:
+        """Add a status page."""
+        self._local_paths += [PAGE, DATA]
+        self.app.get_page(PAGE, status.page)
+        self.app.get_page(DATA, status.data)
+
+    def gate(self, app: ASGIApp) -> AccessGate:
+        """The gate before `app`."""
+        return AccessGate(
+            app,
+            self.keyring,
+            self.now_s,
+            open_paths=["/health", "/ready", *(["/metrics"] if self.settings.open_metrics else [])],
+            local_paths=self._local_paths,
+            local_hosts_only=self.settings.local_hosts_only,
+        )
+
+    @property
+    @abstractmethod
+    def served(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def state(self) -> str: ...
+
+    @property
+    def failure(self) -> str:
+        """Why the front cannot continue and must be restarted, or ''."""
+        return ""
+
+    @abstractmethod
+    def about_model(self) -> dict[str, object]: ...
+
+    @abstractmethod
+    def families(self) -> Iterable[Metric]: ...
+
+    async def models(self) -> Response:
+        return json_page({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        if name != self.served:
+            raise unknown_model(name)
+        return json_page(self._model())
+
+    async def health(self) -> Response:
+        """200 while the front's event loop runs. What is behind it counts in /ready alone."""
+        return json_page({"status": self.failure or "ok"}, 503 if self.failure else 200)
+
+    async def ready(self) -> Response:
+        """200 from when requests can be served until the end is announced."""
+        word = self.state
+        return json_page({"status": word}, 200 if word == "ready" else 503)
+
+    async def version(self) -> Response:
+        return json_page({"version": toolkit.__version__})
+
+    async def metrics(self) -> Response:
+        return Response(text_of(self.families()), media_type=self.metrics_type)
+
+    def _model(self) -> dict[str, object]:
+        about = {"id": self.served, "object": "model", "created": self._created}
+        return {**about, "owned_by": "llmctl", **self.about_model()}
+
+
 class Written(Response):
     """A response that `write` sends by itself."""
 
@@ -115,6 +233,11 @@ class Written(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._write(scope, receive, send)
+
+
+def unknown_model(name: str) -> ApiError:
+    text = f"there is no model {name[:80]!r} here; GET /v1/models lists the models"
+    return ApiError(text, status=404, param="model", code="model_not_found")
 
 
 def json_page(content: object, status: int = 200) -> Response:
@@ -127,7 +250,7 @@ def an_object(**properties: Json) -> Json:
 
 
 def ref(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {"$ref": REF.format(name=name)}
 
 
 def _responses(answer: Json, statuses: Sequence[str], kind: str) -> dict[int | str, Json]:

@@ -169,6 +169,32 @@ async def first_of(*waits: Awaitable[object]) -> None:
                 task.cancel()
 
 
+class RunningRequests:
+    """The requests that run, each within a `with` block."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Wait until none runs, at most `timeout_s` seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._none.wait(), timeout_s)
+
+
 async def disconnected(receive: Receive) -> None:
     """Return when a request's client is gone; its body was read."""
     while (await receive())["type"] != "http.disconnect":

@@ -1,0 +1,118 @@
+"""What every answer on its way has, whatever its route: an attempt's events, and their bounds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from msgspec import Raw
+
+from toolkit.endpoints.foreign import CountedUsage
+from toolkit.endpoints.sse import EventReader
+
+MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
+MAX_ANSWER_BYTES = 256 << 20  # of all events of an attempt
+UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
+NOT_OPENAI = "an event is not OpenAI's"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """What is known of the replica that an attempt is sent to.
+
+    Attributes:
+        speaks_ids: it gives and takes token ids.
+        max_model_len: its context, in tokens; None: it does not say.
+        default_tokens: the most tokens of an answer for which its client names no limit; None: that
+            is not known.
+    """
+
+    speaks_ids: bool = False
+    max_model_len: int | None = None
+    default_tokens: int | None = None
+
+
+class Passing(ABC):
+    """An answer on its way to a client.
+
+    Attributes:
+        begun: the client has a byte of it.
+        tokens: that this attempt and those that it continues brought, or their events where the
+            server gives no ids.
+        new_tokens: that the last piece brought.
+        text_bytes: of the text that the client has.
+        failure: why this attempt cannot go on; '' while it can.
+        ended: all of it has passed.
+        finish_reason: of the last choice that ended; '' before.
+        usage: as the server counted, of the whole answer; None before, and where it cannot be.
+        odd_usages: usages that no server can have counted.
+        response_id: by which its server keeps it; '' while it is not known, and where none does.
+    """
+
+    def __init__(self, estimate: int) -> None:
+        self.begun = self.ended = False
+        self.tokens = self.new_tokens = self.text_bytes = self.odd_usages = 0
+        self.failure = self.finish_reason = self.response_id = ""
+        self.usage: CountedUsage | None = None
+        self._estimate = estimate
+        self._context = UNKNOWN_CONTEXT
+        self._reader = EventReader()
+        self._passed_bytes = 0
+
+    @property
+    def is_midway(self) -> bool:
+        """A part of an event has come; no engine waits before the rest."""
+        return bool(self._reader.rest)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """As the server counted them, else estimated."""
+        return self._estimate if self.usage is None else self.usage.prompt_tokens
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take a piece of the body; returns what the client gets now."""
+        self.new_tokens = 0
+        self._passed_bytes += len(piece)
+        events = self._reader.feed(piece)
+        if len(self._reader.rest) > MAX_EVENT_BYTES:
+            self.failure = "an event is too long"
+        if self._passed_bytes > MAX_ANSWER_BYTES:
+            self.failure = "the answer is too long"
+        if self.failure:
+            return b""
+        passed = []
+        for event in events:
+            out = self._event(event)
+            if self.failure:
+                break
+            passed.append(out)
+            if self.ended:
+                break
+        return b"".join(passed)
+
+    def possible(self, given: Raw) -> CountedUsage | None:
+        """A usage that the attempt can have; None for any other."""
+        if bytes(given) == b"null":
+            return None
+        usage = self._counted(given)
+        self.odd_usages += usage is None
+        return usage
+
+    def _begin(self, at: Attempted) -> None:
+        """An attempt begins."""
+        self._context = at.max_model_len or UNKNOWN_CONTEXT
+        self._reader = EventReader()
+        self._passed_bytes = 0
+        self.failure = ""
+
+    def _longest(self, limit: int | None) -> int:
+        """The most tokens of an output with this limit."""
+        return max(self._context if limit is None else min(limit, self._context), 1)
+
+    @abstractmethod
+    def _event(self, event: bytes) -> bytes:
+        """Read one event; returns what of it passes on."""
+
+    @abstractmethod
+    def _counted(self, given: Raw) -> CountedUsage | None:
+        """A usage, if it is one that the attempt can have."""
