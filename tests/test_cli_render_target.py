@@ -141,14 +141,6 @@ def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> N
         inside(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "serve.sh.j2", "Serve", ""])
-def test_templates_have_plain_names(name: str) -> None:
-    from toolkit.deploy.order import fill
-
-    with pytest.raises(InputError, match="not the name of a template"):
-        fill(name)
-
-
 def test_a_given_plan_stays_unchanged(plan: Plan) -> None:
     render("--target", "local")
     other = plan.model_copy(
