@@ -13,7 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.catalogue.models import DTYPE_BYTES, FULL, SLIDING, integer_at, special_of, text_config
+from toolkit.catalogue.models import (
+    DTYPE_BYTES,
+    FULL,
+    SLIDING,
+    heads_of,
+    integer_at,
+    special_of,
+    text_config,
+)
 from toolkit.catalogue.quantization import Config
 from toolkit.catalogue.resolved import CacheGroup
 
@@ -91,11 +99,7 @@ def groups_of_config(
     """
     config = text_config(config)
     kinds = _layer_kinds(config)
-    heads = integer_at(config, "num_attention_heads")
-    kv_heads = integer_at(config, "num_key_value_heads") or heads
-    head_dim = integer_at(config, "head_dim")
-    if not head_dim and heads:
-        head_dim = integer_at(config, "hidden_size") // heads
+    _, kv_heads, head_dim = heads_of(config)
     if kinds is None or not kv_heads or not head_dim or special_of(config).latent:
         return None
     if any(integer_at(config, key) for key in ("global_head_dim", "num_global_key_value_heads")):
