@@ -25,7 +25,7 @@ from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World, world_of
 from toolkit.tuning.capacity import Capacity, rate_capacity, rough_rate_rps
 from toolkit.tuning.evaluate import ATTAINMENT, Evaluation, EvaluationSetup, Task
-from toolkit.tuning.executor import Evaluate
+from toolkit.tuning.executor import Evaluate, keeps_limits
 from toolkit.tuning.judge import NOTABLE_GAIN
 from toolkit.tuning.workload import Workload, whole_setup
 
@@ -146,14 +146,9 @@ class AlternativeRuns:
         label += f", {world.size} workers"
         return whole_setup(world, self.workload.trace, self.recipe, policy, label)
 
-    def keeps(self, setup: EvaluationSetup, outcome: Outcome) -> bool:
-        """Whether the policy and parameters of `outcome` keep every limit on `setup`."""
-        [done] = self.evaluate([Task.of(setup, outcome)])
-        return done.feasible(setup.limits)
-
     def fewest_workers(self, setup: EvaluationSetup, outcome: Outcome) -> int | None:
         """The fewest workers found with which `outcome` keeps every limit on `setup`, or None."""
-        return fewest(lambda count: self.keeps(at_size(setup, count), outcome))
+        return fewest(lambda count: keeps_limits(self.evaluate, at_size(setup, count), outcome))
 
     def capacity(self, outcome: Outcome) -> Capacity | None:
         """The highest rate at which `outcome` keeps every limit; None where no rate was found."""

@@ -152,7 +152,7 @@ class FleetCounts:
     def judged(self, name: str, outcome: Outcome) -> JudgedSettings:
         """Settings that can be judged."""
         flags = VllmPolicy(**VllmPolicy.within(outcome.parameters))  # type: ignore[arg-type]
-        setup = self._setup(self.inputs)
+        setup = self.inputs.whole(VllmPolicy.name)
         setup = replace(setup, world=reflagged(setup.world, outcome.kind_parameters))
         return JudgedSettings(name, outcome, LeastWork(setup, flags))
 
@@ -160,7 +160,8 @@ class FleetCounts:
         """Whether the settings keep every limit with these counts, by simulation."""
         key = settings.name, counts
         if key not in self.rows:
-            task = Task.of(self._setup(at_counts(self.inputs, counts)), settings.outcome)
+            setup = at_counts(self.inputs, counts).whole(VllmPolicy.name)
+            task = Task.of(setup, settings.outcome)
             self.rows[key] = sizing_row(self.evaluate, settings.name, task, counts)
         return self.rows[key].feasible
 
@@ -199,9 +200,6 @@ class FleetCounts:
             if ray and (place := fewest(lambda n: self.keeps(settings, ray[n - 1]))):  # noqa: B023
                 best = ray[place - 1]
         return best
-
-    def _setup(self, inputs: Inputs) -> EvaluationSetup:
-        return inputs.whole(VllmPolicy.name)
 
 
 def at_counts(inputs: Inputs, counts: Counts) -> Inputs:
