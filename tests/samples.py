@@ -12,6 +12,7 @@ from toolkit.files.profile import Profile
 __all__ = [
     "ENVIRONMENT",
     "ERROR",
+    "HEAD",
     "computes_nothing",
     "fit",
     "latency",
@@ -19,6 +20,9 @@ __all__ = [
     "recipe",
     "write_fit",
 ]
+
+# The common fields of a workflow file.
+HEAD: Any = {"tool_version": "0", "environment": ENVIRONMENT, "inputs": {}}
 
 
 def write_fit(recipe: Path) -> None:

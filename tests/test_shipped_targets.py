@@ -20,7 +20,6 @@ from toolkit.tuning.workload import make_workload
 
 pytestmark = pytest.mark.slow
 
-HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 NAMES = (
     "llama-3.1-8b-h200",
     "llama-3.1-8b-h200-measured",
@@ -41,7 +40,7 @@ def tuned(name: str, *, beside: bool = False, **changes: object) -> Tuning:
     workload = make_workload(recipe, fit, read_trace(trace_path(recipe.tune.trace))[0])
     siblings = tuple(shipped_siblings(recipe)) if beside else ()
     inputs = Inputs(recipe, fit, workload, siblings=siblings)
-    return tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    return tune(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ import pytest
 import samples
 from lean import without_capacity
 from said import says
-from test_tuning import HEAD, trace
+from test_tuning import trace
 
 from toolkit.files.plan import Kind
 from toolkit.files.tuning import Alternatives, SizingRow, Tuning
@@ -45,7 +45,9 @@ def sibling() -> Kind:
 
 
 def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
-    result = (tune_to_size if auto else tune)(given, InProcessRunner(), HEAD, lambda best: None)
+    result = (tune_to_size if auto else tune)(
+        given, InProcessRunner(), samples.HEAD, lambda best: None
+    )
     assert result.alternatives is not None
     return result, result.alternatives
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import samples
 from lean import without_capacity
-from test_tuning import HEAD, trace
+from test_tuning import trace
 
 from toolkit.files.tuning import BEHIND, Outcome, Tuning
 from toolkit.metrics import MOST_BEHIND_PERCENT, Served, behind_percent, judge
@@ -189,7 +189,7 @@ def run(
     )
     workload = make_workload(recipe, samples.fit(), trace(count))
     inputs = Inputs(recipe, samples.fit(), workload)
-    return tune(inputs, runner or InProcessRunner(), HEAD, lambda best: None)
+    return tune(inputs, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import samples
 from commands import llmctl
 from test_fleet_files import write_fleet, write_server
-from test_tuning import HEAD
 
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cli.basis import open_fleet, plan_from
@@ -83,7 +82,7 @@ def budgets(outcome: Outcome) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tuned() -> Tuning:
-    return tune(unlike(), InProcessRunner(), HEAD, lambda best: None)
+    return tune(unlike(), InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 def same_for_all(setup: EvaluationSetup) -> list[Evaluation]:
@@ -122,10 +121,10 @@ def test_the_first_trials_have_the_recipes_flags_and_then_the_same_for_all(tuned
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_also_from_a_journal(tmp_path: Path) -> None:
     given = unlike(tune=FIXED | {"trials": 9})
-    plain = tune(given, InProcessRunner(), HEAD, lambda best: None)
+    plain = tune(given, InProcessRunner(), samples.HEAD, lambda best: None)
     for _ in range(2):  # the second takes all from the first's journal
         kept = Remembering(InProcessRunner(), JournalFile(tmp_path / "journal", "same"))
-        assert file_text(tune(given, kept, HEAD, lambda best: None)) == file_text(plain)
+        assert file_text(tune(given, kept, samples.HEAD, lambda best: None)) == file_text(plain)
     assert kept.remembered
 
 

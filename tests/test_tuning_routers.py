@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import samples
 from lean import without_capacity
-from test_tuning import HEAD
 
 from toolkit.cli.tune_output import show
 from toolkit.deploy.plan import make_plan
@@ -58,7 +57,7 @@ def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: objec
 def found_by(
     given: Inputs, runner: Runner | None = None, by: Callable[..., Tuning] = tune
 ) -> Tuning:
-    return by(given, runner or InProcessRunner(), HEAD, lambda best: None)
+    return by(given, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +98,6 @@ def test_a_recipe_narrows_the_routers_and_their_parameters() -> None:
     assert (among.low, among.high) == (1.0, 3.0)  # it holds the default
 
 
-def tune_nothing(changes: dict[str, object]) -> None:
-    """Only check the settings."""
-    given = inputs(**changes)
-    settings_of(given.recipe, given.fit)
-
-
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
@@ -127,7 +120,7 @@ def test_wrong_names_get_the_valid_ones(
     changes: dict[str, object], message: str, hint: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        tune_nothing(changes)
+        settings_of(inputs(**changes).recipe, samples.paged_fit())
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lean import without_capacity
 from said import says
-from test_tuning import HEAD, trace
+from test_tuning import trace
 
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.tuning import Tuning
@@ -22,7 +22,7 @@ TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "polic
 def size(sla: dict[str, float]) -> Tuning:
     recipe = samples.recipe(tune=TUNE, sla=sla)
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
-    return tune_to_size(inputs, InProcessRunner(), HEAD, lambda best: None)
+    return tune_to_size(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
