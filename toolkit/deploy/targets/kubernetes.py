@@ -100,7 +100,7 @@ def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Obj
 def _policy(
     order: Order, name: str, callers: Sequence[Object], ways_out: Sequence[Object]
 ) -> Object:
-    """The policy of the pods named `name`: who may call them, and whom they may."""
+    """The policy of the pods named `name`: what may call them, and their ways out."""
     spec = {
         "podSelector": common.selector(order, name),
         "policyTypes": ["Ingress", "Egress"],
