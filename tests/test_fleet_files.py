@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import samples
 from commands import llmctl
+from orders import changed
 from said import says
 
 from toolkit.bench.predict import predicted
@@ -42,9 +43,8 @@ def write_kind(
     recipe = samples.recipe(name=name, model=MODEL | changes.pop("model", {}), **changes)
     write_file(recipe, folder / f"{name}.yaml")  # JSON is YAML
     facts = samples.fit(capacity)
-    overhead = facts.overhead.model_copy(update={"stretch": 1.1 / speed})
     made = head({"recipe": folder / f"{name}.yaml"})
-    fit = facts.model_copy(update={"recipe_name": name, "overhead": overhead, **made})
+    fit = changed(facts, recipe_name=name, overhead__stretch=1.1 / speed, **made)
     write_file(fit, folder / f"{name}.fit.json")
 
 
@@ -125,7 +125,7 @@ def paged(speed: float = 1.0, capacity: int = 4096) -> Fit:
     names = ("base_s", "row_s", "prefill_s", "cached_s", "attended_s", "host_s")
     times: dict[str, Any] = {name: getattr(plain.steps, name) / speed for name in names}
     times["token_s"] = [each / speed for each in plain.steps.token_s]
-    return plain.model_copy(update={"steps": plain.steps.model_copy(update=times)})
+    return changed(plain, steps=changed(plain.steps, **times))
 
 
 def write_server(folder: Path, name: str, speed: float = 1.0, **changes: object) -> None:
@@ -226,9 +226,8 @@ def test_a_plan_of_servers_has_each_kinds_flags_and_one_router(servers):
 def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, capsys):
     monkeypatch.chdir(servers.parent)
     for name, price in (("fast", 4.0), ("slow", 1.5)):
-        recipe = load_recipe(Path(f"{name}.yaml"))
-        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
-        write_file(recipe.model_copy(update={"hardware": hardware}), Path(f"{name}.yaml"))
+        file = Path(f"{name}.yaml")
+        write_file(changed(load_recipe(file), hardware__usd_per_hour=price), file)
     options = ["--trials", "4", "--draws", "1", "--jobs", "1", "--trace", "chat-small"]
     words = ["tune", "fleet.yaml", *options, "--rate", "20", "--routers", "by-law"]
     assert llmctl(*words) in (0, 5)

@@ -8,6 +8,7 @@ import samples
 from commands import llmctl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from orders import changed
 from said import says
 from test_cli_render import tuning
 
@@ -69,8 +70,7 @@ def plan_of(
     recipe: Recipe, tuned: Tuning | None = None, chosen: PlannedPolicy | None = None
 ) -> Plan:
     fit = samples.fit(engine=recipe.engine.name, workers=recipe.workers)
-    measured = fit.engine.model_copy(update={"engine_version": "0.33.0"})  # has all parameters
-    fit = fit.model_copy(update={"engine": measured})
+    fit = changed(fit, engine__engine_version="0.33.0")  # it has all parameters
     return make_plan(recipe, fit, tuned, {}, chosen)
 
 
@@ -161,8 +161,8 @@ def test_another_policy_s_parameter_is_not_the_tuned_one(policy: str) -> None:
 def test_a_fleet_names_the_recipe_that_sets(policy: str) -> None:
     name, value = next(iter(defaults(KNOWN[policy]).items()))
     recipe = recipe_of(policy, {name: value})
-    other = Kind(recipe=recipe.model_copy(update={"name": "small"}), fit=samples.fit(), workers=3)
-    small = other.model_copy(update={"fit": other.fit.model_copy(update={"recipe_name": "small"})})
+    fit = changed(samples.fit(), recipe_name="small")
+    small = Kind(recipe=changed(recipe, name="small"), fit=fit, workers=3)
     explained = make_plan(recipe, samples.fit(), None, {}, None, [small], 1).explained
     assert explained["policy"].source == "recipe 'test', not tuned"
     assert explained[name].source == "recipe 'test'"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import samples
 from commands import llmctl
+from orders import changed
 from test_fleet_files import write_fleet, write_server
 
 from toolkit.backends.vllm.backend import VllmBackend
@@ -52,9 +53,7 @@ NARROW = TUNE | {"space": {"max_num_seqs": [64, 64], "max_num_batched_tokens": [
 def passes(base_s: float, token_s: float) -> Fit:
     """A server with passes of `base_s`, and `token_s` for each new token."""
     plain = samples.paged_fit(65536)
-    assert plain.steps is not None
-    times = {"base_s": base_s, "token_s": [token_s, token_s]}
-    return plain.model_copy(update={"steps": plain.steps.model_copy(update=times)})
+    return changed(plain, steps__base_s=base_s, steps__token_s=[token_s, token_s])
 
 
 def kind(name: str, times: tuple[float, float], workers: int = 1, **changes: Any) -> Kind:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import samples
 from lean import without_capacity
+from orders import changed
 
 from toolkit.cli.tune_output import show
 from toolkit.deploy.plan import make_plan
@@ -193,9 +194,8 @@ def test_neither_replicas_nor_prices_make_a_measurement_stale(tmp_path: Path) ->
     file = tmp_path / "recipe.yaml"
     digests = []
     for workers, price in ((1, None), (4, 2.5)):
-        recipe = inputs(workers=workers).recipe
-        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
-        file.write_text(recipe.model_copy(update={"hardware": hardware}).model_dump_json())
+        recipe = changed(inputs(workers=workers).recipe, hardware__usd_per_hour=price)
+        file.write_text(recipe.model_dump_json())
         digests.append(head({"recipe": file})["inputs"]["recipe"].sections)
     assert digests[0] == digests[1]
     assert digest(file).sha256
@@ -220,8 +220,7 @@ def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> No
 @pytest.mark.slow
 def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     given = inputs(tune=TUNE | {"routers": ["prefix"], "trials": 2})
-    hardware = given.recipe.hardware.model_copy(update={"usd_per_hour": 2.0})
-    priced = replace(given, recipe=given.recipe.model_copy(update={"hardware": hardware}))
+    priced = replace(given, recipe=changed(given.recipe, hardware__usd_per_hour=2.0))
     result = found_by(priced)
     cost = result.cost
     metrics = result.recommended.metrics

@@ -17,6 +17,7 @@ import pytest
 import samples
 from test_cli_tune import files, tune
 from test_tuning import trace
+from test_tuning_early import Interrupted
 
 from toolkit.errors import InputError
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
@@ -92,27 +93,17 @@ def bench() -> EvaluationSetup:
     return EvaluationSetup(world, [trace(50)], {"ttft_p99_s": 2.0}, "search, 2 workers")
 
 
-class Interrupted:
-    """A runner that is interrupted at its third task."""
-
-    def run(self, tasks):
-        for index, task in enumerate(tasks):
-            if index == 2:
-                raise KeyboardInterrupt
-            yield index, task.run()
-
-
 def test_kept_evaluations_are_reused_and_give_the_same_result(url: str) -> None:
     tasks = [
         Task(bench(), "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)
     ]
     with pytest.raises(KeyboardInterrupt):
-        collect(Remembering(Interrupted(), Studies(url, "test", "one")), tasks)
+        collect(Remembering(Interrupted(2), Studies(url, "test", "one")), tasks)
     again = Remembering(InProcessRunner(), Studies(url, "test", "one"))
     assert again.remembered == 2
     assert collect(again, tasks) == collect(InProcessRunner(), tasks)
     assert Remembering(InProcessRunner(), Studies(url, "test", "two")).remembered == 0
-    everything = Remembering(Interrupted(), Studies(url, "test", "one"))
+    everything = Remembering(Interrupted(2), Studies(url, "test", "one"))
     assert collect(everything, tasks) == collect(InProcessRunner(), tasks)
 
 
