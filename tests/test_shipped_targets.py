@@ -15,7 +15,8 @@ from toolkit.files.tuning import Tuning
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 pytestmark = pytest.mark.slow

@@ -33,8 +33,9 @@ from toolkit.tuning.executor import (
     Runner,
     collect,
 )
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.spaces import search_space
-from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import in_process, make_workload, own_settings, whole_setup
 
 # just what the recipe's own settings keep up with

@@ -17,7 +17,8 @@ from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN, STARTED, engines_for, footnote, marked, refusal
 from toolkit.tuning.alternatives import WorkerCounts, nothing_suffices
 from toolkit.tuning.executor import InProcessRunner, collect
-from toolkit.tuning.tune import Inputs, tune, tune_to_size
+from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.tune import tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
 TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds

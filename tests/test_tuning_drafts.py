@@ -26,7 +26,8 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import world_from_fit
 from toolkit.tuning.drafts import draft_gain
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.inputs import Inputs, settings_of
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 ACCEPTANCE = {"length": 2.5, "tokens": 3}

@@ -37,9 +37,10 @@ from toolkit.tuning.executor import (
     Runner,
     collect,
 )
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.search import most_good
 from toolkit.tuning.studies import STOPPED, Studies
-from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import Workload, make_workload
 
 LIMITS = CandidateLimits(max_oom_percent=1.0)

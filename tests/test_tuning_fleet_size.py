@@ -41,7 +41,7 @@ from toolkit.tuning.fleet_size import (
     at_counts,
     tune_fleet_to_size,
 )
-from toolkit.tuning.tune import Inputs
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.4, "mtpot_p90_s": 0.4}

@@ -17,6 +17,7 @@ from toolkit.sim.api import simulate
 from toolkit.traces.windows import prepare, scale_rate
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, Runner
+from toolkit.tuning.inputs import Inputs, settings_of
 from toolkit.tuning.judge import (
     AGAIN,
     NEXT,
@@ -26,7 +27,7 @@ from toolkit.tuning.judge import (
     judge_candidates,
 )
 from toolkit.tuning.search import BATCH, search
-from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 TTFT = "ttft_p99_s"

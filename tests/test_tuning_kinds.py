@@ -29,9 +29,10 @@ from toolkit.traces.generate import Arrivals, generate, parse_lengths
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, collect
 from toolkit.tuning.fleet_size import FleetCounts, Mixes
+from toolkit.tuning.inputs import Inputs, settings_of
 from toolkit.tuning.search import ALIKE
 from toolkit.tuning.spaces import with_kinds
-from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p95_s": 2.0, "mtpot_p95_s": 0.08}

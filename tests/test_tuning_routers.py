@@ -26,7 +26,8 @@ from toolkit.traces.types import Trace
 from toolkit.tuning.costs import served_rps
 from toolkit.tuning.evaluate import Evaluation, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, Runner
-from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
+from toolkit.tuning.inputs import Inputs, settings_of
+from toolkit.tuning.tune import tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}

@@ -12,7 +12,8 @@ from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.tuning import Tuning
 from toolkit.tuning.alternatives import WORKERS_MAX, fewest
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, tune_to_size
+from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.tune import tune_to_size
 from toolkit.tuning.workload import make_workload
 
 TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}

@@ -36,8 +36,9 @@ from toolkit.traces.types import Trace
 from toolkit.tuning.alternatives import RECIPE, WORKERS_MAX, fewest, sizing_row
 from toolkit.tuning.evaluate import EvaluationSetup, Task
 from toolkit.tuning.executor import Evaluate, Runner, collect
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.search import Found, Progress
-from toolkit.tuning.tune import Inputs, best_trial, reported, search_of, settings_name
+from toolkit.tuning.tune import best_trial, reported, search_of, settings_name
 
 ALL_AT_MOST = 64  # counts that are all tried where none of the first ones keeps
 COUNTED_AT_MOST = 20_000  # counts, for the estimate
