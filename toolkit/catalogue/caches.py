@@ -11,6 +11,7 @@ bytes of a state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from toolkit.catalogue.models import (
@@ -34,11 +35,11 @@ LAYER_KINDS = {FULL: "full", SLIDING: "window", "linear_attention": "state"}
 
 def window_of(groups: Sequence[CacheGroup]) -> int:
     """Tokens of the sliding windows of most layers; 0: there are none."""
-    layers: dict[int, int] = {}
+    layers: Counter[int] = Counter()
     for group in groups:
         if group.kind == "window":
-            layers[group.window] = layers.get(group.window, 0) + group.layers
-    return max(layers, key=lambda window: layers[window]) if layers else 0
+            layers[group.window] += group.layers
+    return layers.most_common(1)[0][0] if layers else 0
 
 
 def has_states(groups: Sequence[CacheGroup]) -> bool:
@@ -162,9 +163,7 @@ def _layer_kinds(config: Config) -> list[str] | None:
 
 def _cut(kinds: Sequence[str]) -> list[tuple[str, int]]:
     """Kind and layers of each group, in the order of the kinds' first layers."""
-    counts: dict[str, int] = {}
-    for kind in kinds:
-        counts[kind] = counts.get(kind, 0) + 1
+    counts = Counter(kinds)
     size = min(counts.values())
     if max(counts.values()) < 1.5 * size:
         size = max(counts.values())
