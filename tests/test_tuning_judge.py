@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
 from toolkit.traces.windows import prepare, scale_rate
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, make_world
-from toolkit.tuning.executor import InProcessRunner, Runner
+from toolkit.tuning.executor import InProcessRunner, Runner, collect
 from toolkit.tuning.inputs import Inputs, settings_of
 from toolkit.tuning.judge import (
     AGAIN,
@@ -65,15 +66,13 @@ def judged(runner: Made, trials: int = 20) -> tuple[JudgedCandidates, list[int]]
     world = make_world(recipe, samples.fit())
     setup = EvaluationSetup(world, [trace(100)], {TTFT: 2.0}, limits=LIMITS)
 
-    def progress(best: float) -> None: ...
-
-    found = search(setup, runner, settings, progress)
+    found = search(setup, runner, settings, lambda best: None)
     slices = sorted({tokens_of(one) for one in found.evaluations}, reverse=True)
 
     def judge(task: Task) -> Task:
         return replace(task, setup=replace(task.setup, label=WHOLE))
 
-    return judge_candidates(found, settings, judge, runner, progress), slices
+    return judge_candidates(found, settings, judge, partial(collect, runner)), slices
 
 
 def tokens_of(evaluation: Evaluation) -> int:

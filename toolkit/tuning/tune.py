@@ -199,7 +199,7 @@ def reported(
     settings = inputs.settings
     engines = [kind.recipe.engine.name for kind in inputs.kinds]
     evaluate = partial(collect, runner, tick=partial(progress, 0.0))
-    judged = judge_candidates(found, settings, inputs.judge, runner, progress)
+    judged = judge_candidates(found, settings, inputs.judge, evaluate)
     best = _best_served(judged, settings)
     chosen, space, in_turn = _settle_router(inputs, evaluate, best, settings.spaces)
     # The front has goodput and the target nearest to its limit, where that is a metric.
