@@ -12,7 +12,7 @@ TUNE = "toolkit.tuning.tune"
 def without_capacity() -> Iterator[None]:
     """Tunings search no capacities, which takes two thirds of their time; also a decorator."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{TUNE}._capacity", lambda runs, default, recommended: None)
+        patch.setattr(f"{TUNE}._capacity", lambda inputs, evaluate, default, recommended: None)
         yield
 
 

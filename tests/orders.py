@@ -3,8 +3,10 @@ made up for tests.
 """
 
 from pathlib import Path
+from typing import Any, TypeVar
 
 import samples
+from pydantic import BaseModel
 
 from toolkit.deploy.order import Options, Order
 from toolkit.deploy.plan import make_plan
@@ -13,6 +15,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import file_text, write_file
 from toolkit.files.plan import Kind, Plan, PlannedPolicy, PlannedWorkload
 
+ModelT = TypeVar("ModelT", bound=BaseModel)
 SLICE = PlannedPolicy(name="slice", parameters={"slice_tokens": 64})
 GPU = {
     "model": {
@@ -34,13 +37,12 @@ def plan(
     tuning.
     """
     recipe = samples.recipe(**changes)
-    fit = fit or samples.fit()
-    its = {
-        "engine": recipe.engine.name,
-        "dtype": recipe.model.dtype,
-        "tensor_parallel_size": recipe.engine.tensor_parallel_size,
-    }
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update=its)})
+    fit = changed(
+        fit or samples.fit(),
+        engine__engine=recipe.engine.name,
+        engine__dtype=recipe.model.dtype,
+        engine__tensor_parallel_size=recipe.engine.tensor_parallel_size,
+    )
     paths = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
     write_file(recipe, paths["recipe"])
     write_file(fit, paths["fit"])
@@ -49,6 +51,16 @@ def plan(
     made = make_plan(recipe, fit, None, paths, policy)
     limits = [one.judged(predicted.get(one.name, one.limit / 2), kept=True) for one in made.limits]
     return made.model_copy(update={"workload": workload, "predicted": predicted, "limits": limits})
+
+
+def changed(model: ModelT, **values: Any) -> ModelT:
+    """A copy of a model with other values; `recipe__sla` is the key `sla` of its `recipe`."""
+    update: dict[str, Any] = {}
+    for path, value in values.items():
+        key, _, inner = path.partition("__")
+        before = update.get(key, getattr(model, key))
+        update[key] = changed(before, **{inner: value}) if inner else value
+    return model.model_copy(update=update)
 
 
 def fleet(folder: Path) -> Plan:
@@ -78,8 +90,7 @@ SAME = {"model": GPU["model"], "engine": {"name": "transformers", "threads": 3}}
 
 def on(device: str) -> Fit:
     """The samples' fit, measured on another device."""
-    fit = samples.fit()
-    return fit.model_copy(update={"engine": fit.engine.model_copy(update={"device": device})})
+    return changed(samples.fit(), engine__device=device)
 
 
 def order(made: Plan, **options: object) -> Order:

@@ -17,6 +17,7 @@ from toolkit.sched.policies.parameters import parameters
 __all__ = [
     "ENVIRONMENT",
     "ERROR",
+    "HEAD",
     "computes_nothing",
     "fit",
     "latency",
@@ -26,6 +27,9 @@ __all__ = [
     "vllm_fit",
     "write_fit",
 ]
+
+# The common fields of a workflow file.
+HEAD: Any = {"tool_version": "0", "environment": ENVIRONMENT, "inputs": {}}
 
 
 def plan(recipe: Recipe, fit: Fit, policy: str = "vllm", **changes: Any) -> Plan:

@@ -131,14 +131,6 @@ def test_names_that_leave_the_folder_are_refused(name, tmp_path):
         inside(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "serve.sh.j2", "Serve", ""])
-def test_templates_have_plain_names(name):
-    from toolkit.deploy.order import fill
-
-    with pytest.raises(InputError, match="not the name of a template"):
-        fill(name)
-
-
 def test_a_given_plan_stays_unchanged(plan):
     render("--target local")
     elsewhere = plan.environment.model_copy(update={"processor": "another"})

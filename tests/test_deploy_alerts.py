@@ -3,22 +3,19 @@ exact rule.
 """
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import orders
 import pytest
-import yaml
 from operator_kinds import AlertRule, RulesFile
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from rendered import check_with_promtool, needs_promtool, objects_of
 
 from benchmarks.common.serving import HandWorkers, make_driver
 from toolkit.deploy.monitoring import replica_rules, rules, series
 from toolkit.deploy.order import Order, Sourced
-from toolkit.deploy.render import render_target
 from toolkit.files.recipe import SLA_KEYS
 from toolkit.gateway.front import Gateway
 from toolkit.serve.metrics import Exposition, text_of
@@ -32,7 +29,12 @@ OWN = {
 }
 READ = re.compile(r"\b(llmctl_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)="([^"]*)"')
+Sample = tuple[str, str | None]  # a name, and the bound of its bucket if it is one
 QUEUE: Sourced[int | None] = Sourced(7, "test")
+
+
+def alert_of(key: str) -> str:
+    return f"LlmctlTarget{key.title().replace('_', '')}"
 
 
 def order_of(folder: Path, **changes: object) -> Order:
@@ -41,11 +43,11 @@ def order_of(folder: Path, **changes: object) -> Order:
 
 def rendered(target: str, order: Order) -> list[AlertRule]:
     """As they stand in the target's file."""
-    files = render_target(target, order)
+    files = objects_of(order, target)
     if "prometheusrule.yaml" in files:
-        found = yaml.safe_load(files["prometheusrule.yaml"])["spec"]
+        found = files["prometheusrule.yaml"]["spec"]
     else:
-        found = yaml.safe_load(files["alerts.yaml"])
+        found = files["alerts.yaml"]
     return [one for group in RulesFile.model_validate(found).groups for one in group.rules]
 
 
@@ -68,7 +70,7 @@ def test_every_rule_reads_only_the_series_of_its_own_deployment(
 
 
 def test_the_autoscaler_reads_the_same_series(tmp_path: Path) -> None:
-    scaled = yaml.safe_load(render_target("kubernetes", order_of(tmp_path))["scaledobject.yaml"])
+    scaled = objects_of(order_of(tmp_path))["scaledobject.yaml"]
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["metadata"]["query"] == (
         'sum(llmctl_requests_waiting{namespace="default",job="default/llmctl-test"})'
@@ -77,7 +79,7 @@ def test_the_autoscaler_reads_the_same_series(tmp_path: Path) -> None:
 
 def test_the_job_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:
     """Prometheus' operator takes its namespace and name where it names no jobLabel."""
-    monitor = yaml.safe_load(render_target("kubernetes", order_of(tmp_path))["podmonitor.yaml"])
+    monitor = objects_of(order_of(tmp_path))["podmonitor.yaml"]
     assert "jobLabel" not in monitor["spec"]
     assert (
         OWN["kubernetes"]["job"]
@@ -104,26 +106,32 @@ def limits() -> dict[str, float]:
     return {key: 1.23 + 0.01 * number for number, key in enumerate(SLA_KEYS)}
 
 
+def samples_in(page: str) -> set[Sample]:
+    """What a page of metrics has."""
+    families = text_string_to_metric_families(page)
+    return {(one.name, one.labels.get("le")) for family in families for one in family.samples}
+
+
+def samples_read(expression: str) -> set[Sample]:
+    """What a rule reads."""
+    found = READ.findall(expression)
+    return {(name, dict(MATCHER.findall(matchers)).get("le")) for name, matchers in found}
+
+
 def test_every_target_has_a_rule_and_the_server_its_series(tmp_path: Path) -> None:
     sla = limits()
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=sla)
     registry = CollectorRegistry()
     registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=False))
-    families = text_string_to_metric_families(generate_latest(registry).decode())
-    exposed = {
-        (sample.name, sample.labels.get("le")) for family in families for sample in family.samples
-    }
+    exposed = samples_in(generate_latest(registry).decode())
     order = order_of(tmp_path, sla=sla)
     whole = RulesFile.model_validate(rules(order, series(order, monitored=True), QUEUE))
     found = {rule.alert: rule for rule in whole.groups[0].rules}
     for key, limit in sla.items():
-        rule = found[f"LlmctlTarget{key.title().replace('_', '')}"]
+        rule = found[alert_of(key)]
         metric, statistic, _ = key.split("_")
-        read = {
-            (name, dict(MATCHER.findall(matchers)).get("le"))
-            for name, matchers in READ.findall(rule.expr)
-        }
+        read = samples_read(rule.expr)
         assert read <= exposed, rule.expr
         assert {name.rpartition("_")[0] for name, _ in read} == {f"llmctl_{metric}_seconds"}
         assert str(limit) in rule.expr
@@ -160,44 +168,12 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
         ),
         served="toy", running=(), waiting=0, moved={}, keyring=SimpleNamespace(named=[]),
     )  # fmt: skip
-    families = text_string_to_metric_families(text_of(Gateway.families(gateway)).decode())  # type: ignore[arg-type]
-    exposed = {
-        (sample.name, sample.labels.get("le")) for family in families for sample in family.samples
-    }
+    exposed = samples_in(text_of(Gateway.families(gateway)).decode())  # type: ignore[arg-type]
     order = order_of(tmp_path, sla=sla)
     (group,) = replica_rules(order, series(order, monitored=True), [])["groups"]
     assert {alert_of(key) for key in sla} <= {rule["alert"] for rule in group["rules"]}
-    read = {
-        (name, dict(MATCHER.findall(matchers)).get("le"))
-        for rule in group["rules"]
-        for name, matchers in READ.findall(rule["expr"])
-    }
+    read = set[Sample]().union(*(samples_read(rule["expr"]) for rule in group["rules"]))
     assert read - {("up", None)} <= exposed
-
-
-def fired(folder: Path, order: Order, series_: dict[str, str]) -> set[str]:
-    """The alerts that fire after 20 minutes of these series, by promtool's own reckoning."""
-    found = rules(order, series(order, monitored=True), QUEUE)
-    names = [rule["alert"] for rule in found["groups"][0]["rules"]]
-    test = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series_.items()],
-        "alert_rule_test": [
-            {"eval_time": "20m", "alertname": name, "exp_alerts": []} for name in names
-        ],
-    }
-    (folder / "rules.yaml").write_text(yaml.safe_dump(found))
-    (folder / "test.yaml").write_text(
-        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]})
-    )
-    subprocess.run(
-        ["promtool", "check", "rules", "rules.yaml"], cwd=folder, check=True, capture_output=True
-    )
-    command = ["promtool", "test", "rules", "test.yaml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    wrong = set(re.findall(r"alertname: *(\w+)", done.stdout + done.stderr))
-    assert bool(wrong) == bool(done.returncode), done.stdout + done.stderr
-    return wrong
 
 
 def one_server(job: str, **changes: str) -> dict[str, str]:
@@ -235,26 +211,44 @@ BAD = {
 }
 
 
-needs_promtool = pytest.mark.skipif(
-    not shutil.which("promtool"), reason="needs promtool: Debian's package prometheus has it"
-)
+def firing(folder: Path, found: object, worlds: list[tuple[dict[str, str], set[str]]]) -> None:
+    """Have promtool run the rules `found` for 20 minutes over each world's series: exactly the
+    alerts beside them must fire.
+    """
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": text} for name, text in world.items()],
+            "promql_expr_test": [
+                {
+                    "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                    "eval_time": "20m",
+                    "exp_samples": [
+                        {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(alerts)
+                    ],
+                }
+            ],
+        }
+        for world, alerts in worlds
+    ]
+    check_with_promtool(folder, tests, found)
 
 
 @pytest.mark.slow
 @needs_promtool
 def test_a_failing_deployment_fires_only_its_own_alerts(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla={"ttft_p99_s": 2.0})
+    found = rules(order, series(order, monitored=True), QUEUE)
     ours = "default/llmctl-test"
     other = "default/llmctl-test-b"
-    assert fired(tmp_path, order, one_server(ours) | one_server(other, **BAD)) == set()
     every = {rule.alert for rule in rendered("kubernetes", order)}
-    assert fired(tmp_path, order, one_server(ours, **BAD)) == every - {
-        "LlmctlDown",
-        "LlmctlWorkerMissing",
-    }
-    one_lost = {"llmctl_workers_alive": "1x30"}
-    assert fired(tmp_path, order, one_server(ours, **one_lost)) == {"LlmctlWorkerMissing"}
-    assert fired(tmp_path, order, one_server(other)) == {"LlmctlDown"}
+    worlds = [
+        (one_server(ours) | one_server(other, **BAD), set[str]()),
+        (one_server(ours, **BAD), every - {"LlmctlDown", "LlmctlWorkerMissing"}),
+        (one_server(ours, llmctl_workers_alive="1x30"), {"LlmctlWorkerMissing"}),
+        (one_server(other), {"LlmctlDown"}),
+    ]
+    firing(tmp_path, found, worlds)
 
 
 FRONT = 'namespace="default",job="default/llmctl-test"'
@@ -300,38 +294,6 @@ def one_front(broken: str = "", **changes: str) -> dict[str, str]:
     return found
 
 
-def firing(folder: Path, found: object, worlds: list[tuple[dict[str, str], set[str]]]) -> None:
-    """Have promtool run the rules `found` for 20 minutes over each world's series: exactly the
-    alerts beside them must fire.
-    """
-    tests = [
-        {
-            "interval": "1m",
-            "input_series": [{"series": name, "values": text} for name, text in world.items()],
-            "promql_expr_test": [
-                {
-                    "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-                    "eval_time": "20m",
-                    "exp_samples": [
-                        {"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(alerts)
-                    ],
-                }
-            ],
-        }
-        for world, alerts in worlds
-    ]
-    (folder / "rules.yaml").write_text(yaml.safe_dump(found))
-    test = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
-    (folder / "test.yaml").write_text(yaml.safe_dump(test))
-    command = ["promtool", "test", "rules", "test.yaml"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def alert_of(key: str) -> str:
-    return f"LlmctlTarget{key.title().replace('_', '')}"
-
-
 @pytest.mark.slow
 @needs_promtool
 def test_a_broken_target_fires_its_own_alert_alone(tmp_path: Path) -> None:
@@ -375,12 +337,8 @@ def test_a_target_broken_at_a_front_fires_its_alert(tmp_path: Path) -> None:
 @needs_promtool
 def test_the_autoscaler_sees_a_queue_grow_early(tmp_path: Path) -> None:
     """A queue that grows by 2 a second has 60 after 30 s, and 290 after a load of 115 s more."""
-    made = orders.plan(tmp_path)
-    engine = made.fit.engine.model_copy(update={"load_s": 85.0})
-    plan = made.model_copy(update={"fit": made.fit.model_copy(update={"engine": engine})})
-    files = render_target("kubernetes", orders.order(plan))
-    (trigger,) = yaml.safe_load(files["scaledobject.yaml"])["spec"]["triggers"]
-    query = trigger["metadata"]["query"]
+    plan = orders.changed(orders.plan(tmp_path), fit__engine__load_s=85.0)
+    (trigger,) = objects_of(orders.order(plan))["scaledobject.yaml"]["spec"]["triggers"]
     pods = [f'llmctl_requests_waiting{{{FRONT},pod="{pod}"}}' for pod in (0, 1)]
     shapes = {"0+15x8": 290.0, "40x8": 80.0, "90-10x8": 140.0}  # of each of two pods
     tests = [
@@ -389,7 +347,7 @@ def test_the_autoscaler_sees_a_queue_grow_early(tmp_path: Path) -> None:
             "input_series": [{"series": pod, "values": values} for pod in pods],
             "promql_expr_test": [
                 {
-                    "expr": query,
+                    "expr": trigger["metadata"]["query"],
                     "eval_time": "30s",
                     "exp_samples": [{"labels": "{}", "value": wanted}],
                 }
@@ -397,9 +355,4 @@ def test_the_autoscaler_sees_a_queue_grow_early(tmp_path: Path) -> None:
         }
         for values, wanted in shapes.items()
     ]
-    (tmp_path / "test.yaml").write_text(
-        yaml.safe_dump({"evaluation_interval": "15s", "tests": tests})
-    )
-    command = ["promtool", "test", "rules", "test.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_with_promtool(tmp_path, tests)

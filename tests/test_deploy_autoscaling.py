@@ -11,6 +11,8 @@ import pytest
 import yaml
 from commands import llmctl
 from operator_kinds import check_object
+from orders import changed
+from rendered import objects_of
 
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import tuned_trace, waiting_threshold
@@ -33,14 +35,13 @@ def plan(tmp_path: Path) -> Plan:
 
 def loading(plan: Plan, load_s: float | None) -> Plan:
     """The same with a measured time of loading."""
-    engine = plan.fit.engine.model_copy(update={"load_s": load_s})
-    return plan.model_copy(update={"fit": plan.fit.model_copy(update={"engine": engine})})
+    return changed(plan, fit__engine__load_s=load_s)
 
 
 def tuned_on(plan: Plan, trace: Path) -> Plan:
     """The same, tuned on this trace."""
     recorded = Input(name=trace.name, sha256=hashlib.sha256(trace.read_bytes()).hexdigest())
-    return plan.model_copy(update={"inputs": plan.inputs | {"trace": recorded}})
+    return changed(plan, inputs=plan.inputs | {"trace": recorded})
 
 
 def long_trace(folder: Path) -> Path:
@@ -52,9 +53,10 @@ def long_trace(folder: Path) -> Path:
 
 
 def scaled(order: Order) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(render_target("kubernetes", order)["scaledobject.yaml"])
+    found = objects_of(order)["scaledobject.yaml"]
     check_object(found)
-    return found["spec"]
+    spec: dict[str, Any] = found["spec"]
+    return spec
 
 
 def test_the_threshold_is_that_of_the_tuning_s_trace(

@@ -5,11 +5,10 @@ from typing import Any
 
 import orders
 import pytest
-import samples
-import yaml
+from orders import changed
+from rendered import objects_of
 from said import says
 
-from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import (
     memory_limit_mib,
     memory_mib,
@@ -26,15 +25,12 @@ SWAP = SwapFit(latency_s=1e-3, out_bytes_per_s=1e9, in_bytes_per_s=1e9, host_byt
 
 @pytest.fixture
 def gpu(tmp_path: Any) -> Plan:
-    fit = samples.fit()
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"device": "NVIDIA H200"})})
-    return orders.plan(tmp_path, fit=fit, **orders.GPU)
+    return orders.plan(tmp_path, fit=orders.on("NVIDIA H200"), **orders.GPU)
 
 
 @pytest.fixture
 def objects(gpu: Plan) -> list[dict[str, Any]]:
-    files = render_target("kubernetes", orders.order(gpu))
-    return [yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")]
+    return [*objects_of(orders.order(gpu)).values()]
 
 
 def pods(data: Any) -> Iterator[dict[str, Any]]:
@@ -106,14 +102,9 @@ def test_names_are_asked_of_openshift_s_dns_too(objects: list[dict[str, Any]]) -
         }
 
 
-def swapping(made: Plan) -> Order:
-    fit = made.fit.model_copy(update={"swap": SWAP})
-    return orders.order(made.model_copy(update={"fit": fit}))
-
-
 def test_the_memory_limit_has_room_for_swapped_caches(gpu: Plan) -> None:
     plain = orders.order(gpu)
-    order = swapping(gpu)
+    order = orders.order(changed(gpu, fit__swap=SWAP))
     assert memory_limit_mib(plain).value == 2 * memory_mib(plain).value
     limit = memory_limit_mib(order)
     assert limit.value == 2 * memory_mib(order).value + gpu.workers * 300
@@ -125,12 +116,8 @@ def test_the_memory_limit_has_room_for_swapped_caches(gpu: Plan) -> None:
 
 def test_each_process_of_a_group_has_room_for_the_weights(gpu: Plan) -> None:
     (kind,) = gpu.kinds
-    recipe = kind.recipe.model_copy(
-        update={
-            "model": kind.recipe.model.model_copy(update={"weight_bytes": 500 * MIB}),
-            "engine": kind.recipe.engine.model_copy(update={"tensor_parallel_size": 4}),
-        }
+    group = changed(
+        kind, recipe__model__weight_bytes=500 * MIB, recipe__engine__tensor_parallel_size=4
     )
-    group = kind.model_copy(update={"recipe": recipe})
     assert worker_extra_memory_mib(group).value == 3 * 500 + 1024
     assert worker_memory_mib(group).value == 4 * 1024 + 500

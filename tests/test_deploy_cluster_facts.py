@@ -10,6 +10,7 @@ from typing import Any
 import orders
 import pytest
 import yaml
+from orders import changed
 from said import says
 
 from toolkit.deploy.order import PRODUCTS
@@ -25,13 +26,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 def analytic(plan: Plan, name: str) -> Plan:
     """The same with nothing measured, on a GPU that the recipe calls so."""
-    engine = plan.fit.engine.model_copy(update={"analytic": "data sheet", "device": name})
-    hardware = plan.recipe.hardware.model_copy(update={"name": name})
-    return plan.model_copy(
-        update={
-            "fit": plan.fit.model_copy(update={"engine": engine}),
-            "recipe": plan.recipe.model_copy(update={"hardware": hardware}),
-        }
+    return changed(
+        plan,
+        fit__engine__analytic="data sheet",
+        fit__engine__device=name,
+        recipe__hardware__name=name,
     )
 
 
@@ -135,10 +134,7 @@ def test_a_claim_holds_the_model_for_all_pods_that_mount_it(
 
 def test_a_large_model_may_take_longer_to_load(measured: Plan) -> None:
     def bound_s(gib: int) -> int:
-        model = measured.recipe.model.model_copy(update={"weight_bytes": gib << 30})
-        plan = measured.model_copy(
-            update={"recipe": measured.recipe.model_copy(update={"model": model})}
-        )
+        plan = changed(measured, recipe__model__weight_bytes=gib << 30)
         probe = rendered(plan)[1]["containers"][0]["startupProbe"]
         return probe["periodSeconds"] * probe["failureThreshold"]
 

@@ -14,6 +14,7 @@ from toolkit.deploy.targets.objects import POD_SECURITY as POD
 from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
@@ -40,18 +41,13 @@ def test_all_copied_files_exist_and_are_not_ignored() -> None:
     for name in copied:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignore
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]) <= set(
-        copied
-    )
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert set(wheel["force-include"]) <= set(copied)
 
 
 def test_every_extra_of_an_image_is_one_of_the_package() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
     needed = {traits.extra for traits in ENGINES.values()} - {""}
-    assert needed <= extras.keys()
+    assert needed <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from commands import llmctl
 from operator_kinds import check_object
+from rendered import objects_of
 from test_deploy_replicas import parsed, shipped  # noqa: F401 (a fixture)
 
 from toolkit.deploy.order import Options, Order
@@ -38,15 +39,6 @@ def order_of(plans: dict[str, Plan], world: str, **options: Any) -> Order:
     return orders.order(plans[world], **options)
 
 
-def files_of(world: str, order: Order) -> dict[str, str]:
-    return render_target("kubernetes" if world == "replicas" else world, order)
-
-
-def objects_of(world: str, order: Order) -> Objects:
-    files = files_of(world, order)
-    return {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
-
-
 def templates(objects: Objects) -> list[dict[str, Any]]:
     """Every pod's template."""
     specs = [one.get("spec", {}) for one in objects.values()]
@@ -60,7 +52,7 @@ def has_gpus(template: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_pod_has_the_classes_and_the_secrets(plans: dict[str, Plan], world: str) -> None:
-    objects = objects_of(world, order_of(plans, world, **CLASSES))
+    objects = objects_of(order_of(plans, world, **CLASSES))
     for one in objects.values():
         check_object(one)
     found = templates(objects)
@@ -75,14 +67,14 @@ def test_every_pod_has_the_classes_and_the_secrets(plans: dict[str, Plan], world
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_no_class_is_named_unless_it_was_asked_for(plans: dict[str, Plan], world: str) -> None:
-    for template in templates(objects_of(world, order_of(plans, world))):
+    for template in templates(objects_of(order_of(plans, world))):
         keys = {"imagePullSecrets", "priorityClassName", "runtimeClassName"}
         assert not keys & template["spec"].keys()
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_explain_md_names_each_option(plans: dict[str, Plan], world: str) -> None:
-    explained = files_of(world, order_of(plans, world, **CLASSES))["EXPLAIN.md"]
+    explained = render_target("kubernetes", order_of(plans, world, **CLASSES))["EXPLAIN.md"]
     for key, value in (
         ("imagePullSecrets", "registry, second.registry"),
         ("priorityClassName", "serving"),
@@ -94,12 +86,12 @@ def test_explain_md_names_each_option(plans: dict[str, Plan], world: str) -> Non
 
 
 def test_claims_are_of_the_named_class(plans: dict[str, Plan]) -> None:
-    own = objects_of("replicas", order_of(plans, "replicas", **CLASSES))
+    own = objects_of(order_of(plans, "replicas", **CLASSES))
     (claim,) = own["core/statefulset.yaml"]["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["storageClassName"] == "fast-ssd"
-    named = objects_of("kubernetes", order_of(plans, "kubernetes", model_claim="models", **CLASSES))
+    named = objects_of(order_of(plans, "kubernetes", model_claim="models", **CLASSES))
     assert named["models-claim.yaml"]["spec"]["storageClassName"] == "fast-ssd"
-    default = objects_of("kubernetes", order_of(plans, "kubernetes", model_claim="models"))
+    default = objects_of(order_of(plans, "kubernetes", model_claim="models"))
     assert "storageClassName" not in default["models-claim.yaml"]["spec"]
 
 
@@ -107,7 +99,7 @@ def test_claims_are_of_the_named_class(plans: dict[str, Plan]) -> None:
 def test_pods_of_one_kind_go_to_different_nodes(plans: dict[str, Plan], world: str) -> None:
     spread = [
         (template, template["spec"]["topologySpreadConstraints"])
-        for template in templates(objects_of(world, order_of(plans, world)))
+        for template in templates(objects_of(order_of(plans, world)))
         if "topologySpreadConstraints" in template["spec"]
     ]
     assert len(spread) == {"kubernetes": 1, "replicas": 2}[world]
@@ -119,11 +111,9 @@ def test_pods_of_one_kind_go_to_different_nodes(plans: dict[str, Plan], world: s
 
 
 @pytest.mark.slow
-def test_several_fronts_have_a_budget(
-    plans: dict[str, Plan],
-) -> None:
+def test_several_fronts_have_a_budget(plans: dict[str, Plan]) -> None:
     order = order_of(plans, "replicas", fronts=3)
-    objects = objects_of("replicas", order)
+    objects = objects_of(order)
     front = objects["core/deployment.yaml"]
     assert front["spec"]["replicas"] == 3
     budget = objects["core/front-poddisruptionbudget.yaml"]
@@ -135,19 +125,19 @@ def test_several_fronts_have_a_budget(
     assert len(set(names)) == len(names) == 2
     (line,) = [
         line
-        for line in files_of("replicas", order)["EXPLAIN.md"].splitlines()
+        for line in render_target("kubernetes", order)["EXPLAIN.md"].splitlines()
         if line.startswith("| front: replicas | 3 |")
     ]
     for said in ("shared:", "each front's own:", "limits of keys"):
         assert said in line
-    assert "core/front-poddisruptionbudget.yaml" not in objects_of(
-        "replicas", order_of(plans, "replicas")
-    ), "of one front no other is left"
+    assert "core/front-poddisruptionbudget.yaml" not in objects_of(order_of(plans, "replicas")), (
+        "of one front no other is left"
+    )
 
 
 def test_several_fronts_are_refused_where_there_is_none(plans: dict[str, Plan]) -> None:
     with pytest.raises(InputError, match="--fronts 2"):
-        files_of("kubernetes", order_of(plans, "kubernetes", fronts=2))
+        render_target("kubernetes", order_of(plans, "kubernetes", fronts=2))
 
 
 GATEWAY = {"gateway": "edge/public", "hostname": "llm.example.com"}
@@ -157,7 +147,7 @@ GATEWAY = {"gateway": "edge/public", "hostname": "llm.example.com"}
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: str) -> None:
     order = order_of(plans, world, **GATEWAY)
-    objects = objects_of(world, order)
+    objects = objects_of(order)
     route = objects["httproute.yaml"]
     check_object(route)
     assert route["spec"]["parentRefs"] == [{"namespace": "edge", "name": "public"}]
@@ -174,31 +164,29 @@ def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: 
     callers = objects["core/networkpolicy.yaml"]["spec"]["ingress"][0]["from"]
     edge = {"matchLabels": {"kubernetes.io/metadata.name": "edge"}}
     assert {"namespaceSelector": edge} in callers
-    explained = files_of(world, order)["EXPLAIN.md"]
+    explained = render_target("kubernetes", order)["EXPLAIN.md"]
     for key in ("| HTTPRoute | edge/public |", "| HTTPRoute: timeouts | 0s |",
                 "| limits of the proxy | yours |"):  # fmt: skip
         assert key in explained
 
 
-def test_behind_a_gateway_the_proxy_is_one_client(
-    plans: dict[str, Plan],
-) -> None:
-    for world in ("kubernetes", "replicas"):
-        objects = objects_of(world, order_of(plans, world, **GATEWAY))
-        spec = objects["core/deployment.yaml"]["spec"]["template"]["spec"]
-        assert parsed(spec["containers"][0]["args"])["client_share"] == 1.0
-        plain = objects_of(world, order_of(plans, world))
-        spec = plain["core/deployment.yaml"]["spec"]["template"]["spec"]
-        assert "--client-share" not in spec["containers"][0]["args"]
+@pytest.mark.parametrize("world", WORLDS)
+def test_behind_a_gateway_the_proxy_is_one_client(plans: dict[str, Plan], world: str) -> None:
+    args = []
+    for options in (GATEWAY, {}):
+        front = objects_of(order_of(plans, world, **options))["core/deployment.yaml"]
+        args.append(front["spec"]["template"]["spec"]["containers"][0]["args"])
+    assert parsed(args[0])["client_share"] == 1.0
+    assert "--client-share" not in args[1]
 
 
 def test_an_image_without_a_registry_has_a_line_that_pushes_it(plans: dict[str, Plan]) -> None:
-    explained = files_of("kubernetes", order_of(plans, "kubernetes"))["EXPLAIN.md"]
+    explained = render_target("kubernetes", order_of(plans, "kubernetes"))["EXPLAIN.md"]
     (line,) = [line for line in explained.splitlines() if line.startswith("| registry of llmctl:")]
     assert "docker push REGISTRY/llmctl:" in line
     assert "--image REGISTRY/llmctl:" in line
     named = order_of(plans, "kubernetes", image="registry.example.com/llmctl:1.0")
-    assert "| registry of " not in files_of("kubernetes", named)["EXPLAIN.md"]
+    assert "| registry of " not in render_target("kubernetes", named)["EXPLAIN.md"]
 
 
 @pytest.mark.parametrize(
@@ -225,17 +213,12 @@ def test_the_command_line_takes_all_of_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_file(shipped, "plan.json")
-    words = ["--fronts", "2", "--storage-class", "fast-ssd", "--image-pull-secret", "a"]
-    words += [
-        "--image-pull-secret",
-        "b",
-        "--priority-class",
-        "serving",
-        "--runtime-class",
-        "nvidia",
-    ]
-    words += ["--gateway", "edge/public", "--hostname", "llm.example.com"]
-    assert llmctl("render", "plan.json", "--target", "kubernetes", *words) == 0
+    words = (
+        "--fronts 2 --storage-class fast-ssd --image-pull-secret a --image-pull-secret b "
+        "--priority-class serving --runtime-class nvidia "
+        "--gateway edge/public --hostname llm.example.com"
+    )
+    assert llmctl("render", "plan.json", "--target", "kubernetes", *words.split()) == 0
     found = yaml.safe_load(Path("kubernetes/core/statefulset.yaml").read_text())["spec"]
     pod = found["template"]["spec"]
     assert pod["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]

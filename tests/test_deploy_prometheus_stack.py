@@ -4,11 +4,11 @@ from typing import Any
 
 import orders
 import pytest
-import yaml
 from operator_kinds import check_object
+from rendered import objects_of
 from test_deploy_replicas import shipped  # noqa: F401 (a fixture)
 
-from toolkit.deploy.order import Options, Order
+from toolkit.deploy.order import Options
 from toolkit.deploy.render import render_target
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
@@ -31,12 +31,7 @@ def objects(
     shipped: Plan,  # noqa: F811
 ) -> list[dict[str, Any]]:
     plan = shipped if request.param == "replicas" else orders.plan(tmp_path)
-    return found(orders.order(plan, prometheus_release=RELEASE))
-
-
-def found(order: Order) -> list[dict[str, Any]]:
-    files = render_target("kubernetes", order)
-    return [yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")]
+    return [*objects_of(orders.order(plan, prometheus_release=RELEASE)).values()]
 
 
 def test_monitors_and_rules_have_the_selectors_labels(
@@ -71,7 +66,7 @@ def test_every_monitor_selects_pods_with_its_port(objects: list[dict[str, Any]])
 
 def test_without_a_release_nothing_has_the_label_and_explain_md_says_so(tmp_path: Any) -> None:
     order = orders.order(orders.plan(tmp_path))
-    for one in found(order):
+    for one in objects_of(order).values():
         assert "release" not in one.get("metadata", {}).get("labels", {})
     explained = render_target("kubernetes", order)["EXPLAIN.md"]
     assert "| PodMonitor, PrometheusRule: label release | none |" in explained

@@ -2,9 +2,7 @@
 checked with the validators of their readers, and with the command line of `llmctl serve`.
 """
 
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,33 +13,38 @@ import pytest
 import typer
 import yaml
 from operator_kinds import check_object
+from orders import changed
+from rendered import (
+    check_compose,
+    complaints,
+    kustomized,
+    needs_kubectl,
+    needs_systemd,
+    objects_of,
+    services,
+)
 from said import says
 
-import toolkit
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_from
-from toolkit.deploy.monitoring import replica_rules
-from toolkit.deploy.order import Order, Sourced
+from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import startup_s, waiting_threshold
 from toolkit.deploy.render import manifest_of, render_target
 from toolkit.deploy.replicas import Replication
 from toolkit.deploy.running import start, stop
+from toolkit.deploy.targets.systemd import user_name
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.recipe import SLA_KEYS, RouterSpec
+from toolkit.files.recipe import RouterSpec
 from toolkit.files.shipped import recipe_path
-from toolkit.serve.metrics import families_of_requests
 from toolkit.serve.server import Ending
-from toolkit.serve.stats import Stats
 
 TARGETS = ("systemd", "compose", "kubernetes")
 NAME = "llmctl-llama-3-1-8b-h200-1d7ac0"
-# Of systemd 254 or later; older ones say that they ignore them.
-NEWER = ("RestartSteps", "RestartMaxDelaySec")
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +58,9 @@ def order(shipped: Plan) -> Order:
     return orders.order(shipped, replicas=3, folder="/srv/llmctl", program=sys.executable)
 
 
-def with_engine(plan: Plan, **changes: object) -> Plan:
-    engine = plan.recipe.engine.model_copy(update=changes)
-    return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"engine": engine})})
-
-
-def built(plan: Plan, **engine: object) -> Plan:
+def built(plan: Plan) -> Plan:
     """The same for two replicas on CPUs, with a model that llmctl builds."""
-    recipe = with_engine(plan, **engine).recipe
-    changes = {
-        "model": recipe.model.model_copy(update={"source": "random"}),
-        "hardware": recipe.hardware.model_copy(update={"device": "cpu"}),
-    }
-    return plan.model_copy(update={"recipe": recipe.model_copy(update=changes), "workers": 2})
-
-
-def objects(order: Order) -> dict[str, Any]:
-    files = render_target("kubernetes", order)
-    return {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
-
-
-def services(order: Order) -> dict[str, Any]:
-    return yaml.safe_load(render_target("compose", order)["compose.yaml"])["services"]
+    return changed(plan, recipe__model__source="random", recipe__hardware__device="cpu", workers=2)
 
 
 def command_in(unit: str) -> list[str]:
@@ -86,7 +70,9 @@ def command_in(unit: str) -> list[str]:
 
 def fronts(order: Order) -> dict[str, list[str]]:
     """The words after `llmctl` of the front, by target."""
-    container = objects(order)["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"][0]
+    container = objects_of(order)["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"][
+        0
+    ]
     return {
         "systemd": command_in(render_target("systemd", order)[f"{order.name}.service"])[1:],
         "compose": services(order)["llmctl"]["command"][1:],
@@ -102,20 +88,18 @@ def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -
     assert [word for word in found["compose"] if word.startswith("http")] == names
     where = found["kubernetes"][found["kubernetes"].index("--replicas") + 1]
     assert where == f"k8s://default/{NAME}-replicas:8000"
-    for words in found.values():
+    for target, words in found.items():
         assert words[0] == "serve"
-        assert words[words.index("--shutdown-timeout") + 1] == "30"
-
-
-def serve_command() -> Any:
-    single = typer.Typer(add_completion=False)
-    single.command()(serve.command)
-    return typer.main.get_command(single)
+        given = parsed(words)
+        assert given["replicas" if target == "kubernetes" else "replica"]
+        assert given["shutdown_timeout"] == 30
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
     """What the real command line makes of the words after `llmctl serve`."""
-    return serve_command().make_context("serve", words[1:]).params
+    single = typer.Typer(add_completion=False)
+    single.command()(serve.command)
+    return typer.main.get_command(single).make_context("serve", words[1:]).params
 
 
 def test_serve_takes_the_words_of_a_replica(order: Order) -> None:
@@ -125,28 +109,11 @@ def test_serve_takes_the_words_of_a_replica(order: Order) -> None:
     assert (found["workers"], found["port"], found["host"]) == (1, 8001, "127.0.0.1")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_serve_takes_the_words_of_the_front(order: Order, target: str) -> None:
-    found = parsed(fronts(order)[target])
-    assert found["replicas" if target == "kubernetes" else "replica"]
-    assert found["shutdown_timeout"] == 30
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+@needs_systemd
 def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> None:
-    files = render_target("systemd", order)
-    units = [name for name in files if name.endswith((".service", ".target"))]
-    assert len(units) == 3
-    for name in units:
-        (tmp_path / name).write_text(files[name])
-    paths = [tmp_path / name.replace("@", "@0") for name in units]
-    (tmp_path / f"{NAME}-replica@0.service").write_text(files[f"{NAME}-replica@.service"])
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True
-    )
-    lines = [ln for ln in done.stderr.splitlines() if not any(key in ln for key in NEWER)]
-    assert lines == [], "its exit code says nothing"
+    assert complaints(order, tmp_path) == []
+    assert len(list(tmp_path.glob("*@0.service"))) == 1
 
 
 def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, shipped: Plan) -> None:
@@ -157,7 +124,7 @@ def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, ship
     assert "TimeoutStopSec=50" in unit
     assert "PrivateDevices=no" in unit
     assert "api-key" not in unit
-    wide = orders.order(with_engine(shipped, tensor_parallel_size=2), replicas=2)
+    wide = orders.order(changed(shipped, recipe__engine__tensor_parallel_size=2), replicas=2)
     assert "CUDA_VISIBLE_DEVICES=2,3\n" in render_target("systemd", wide)["replica-1.env"]
 
 
@@ -166,8 +133,9 @@ def test_the_front_stops_before_its_replicas(order: Order) -> None:
     front = files[f"{NAME}.service"]
     target = files[f"{NAME}.target"]
     for number in range(3):
-        assert f"{NAME}-replica@{number}.service" in front.partition("After=")[2].splitlines()[0]
-        assert f"{NAME}-replica@{number}.service" in target.partition("Wants=")[2].splitlines()[0]
+        unit = f"{NAME}-replica@{number}.service"
+        assert unit in front.partition("After=")[2].splitlines()[0]
+        assert unit in target.partition("Wants=")[2].splitlines()[0]
     assert f"Requires={NAME}.service" in target
     for unit in (front, files[f"{NAME}-replica@.service"]):
         assert f"PartOf={NAME}.target" in unit
@@ -175,7 +143,7 @@ def test_the_front_stops_before_its_replicas(order: Order) -> None:
 
 
 def test_cpus_are_divided_where_the_recipe_sets_threads(shipped: Plan) -> None:
-    plan = built(shipped, threads=2)
+    plan = changed(built(shipped), recipe__engine__threads=2)
     files = render_target("systemd", orders.order(plan, folder="/srv/llmctl"))
     name = orders.order(plan).name
     assert "CPUS=2,3\n" in files["replica-1.env"]
@@ -185,8 +153,6 @@ def test_cpus_are_divided_where_the_recipe_sets_threads(shipped: Plan) -> None:
 
 
 def test_a_user_s_name_is_short_and_of_its_deployment() -> None:
-    from toolkit.deploy.targets.systemd import user_name
-
     assert user_name("llmctl-a") == "llmctl-a"
     long = [user_name(f"llmctl-{'x' * 30}{end}") for end in "ab"]
     assert max(map(len, long)) <= 31
@@ -195,10 +161,7 @@ def test_a_user_s_name_is_short_and_of_its_deployment() -> None:
 
 @pytest.mark.slow
 def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> None:
-    (tmp_path / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
-    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*check, tmp_path / "compose.yaml"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    check_compose(order, tmp_path)
 
 
 def test_compose_reserves_a_gpu_for_each_replica(order: Order) -> None:
@@ -225,7 +188,7 @@ def test_compose_reserves_a_gpu_for_each_replica(order: Order) -> None:
 @pytest.mark.slow
 def test_kubernetes_takes_every_object(order: Order) -> None:
     kinds = []
-    for data in objects(order).values():
+    for data in objects_of(order).values():
         kinds.append(data["kind"])
         check_object(data)
     assert sorted(kinds) == sorted([
@@ -237,29 +200,23 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")
+@needs_kubectl
 def test_kustomize_builds_the_whole_folder(order: Order, tmp_path: Path) -> None:
-    for name, text in render_target("kubernetes", order).items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    for folder, replicas in ((tmp_path / "core", 3), (tmp_path, None)):
-        built = subprocess.run(
-            ["kubectl", "kustomize", folder], capture_output=True, text=True, check=True
-        )
-        found = {one["kind"]: one for one in yaml.safe_load_all(built.stdout)}
+    for built, replicas in zip(kustomized(order, tmp_path), (3, None), strict=True):
+        found = {one["kind"]: one for one in built}
         assert found["StatefulSet"]["spec"].get("replicas") == replicas
         assert found["Deployment"]["spec"]["replicas"] == 1
 
 
 def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, shipped: Plan) -> None:
-    spec = objects(order)["core/statefulset.yaml"]["spec"]
+    spec = objects_of(order)["core/statefulset.yaml"]["spec"]
     (claim,) = spec["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "32Gi"
     assert spec["persistentVolumeClaimRetentionPolicy"] == {
         "whenDeleted": "Retain",
         "whenScaled": "Retain",
     }
-    found = objects(orders.order(shipped, replicas=3, model_claim="weights"))
+    found = objects_of(orders.order(shipped, replicas=3, model_claim="weights"))
     spec = found["core/statefulset.yaml"]["spec"]
     assert "volumeClaimTemplates" not in spec
     claims = [one.get("persistentVolumeClaim") for one in spec["template"]["spec"]["volumes"]]
@@ -268,7 +225,7 @@ def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, ship
 
 
 def test_only_the_front_and_prometheus_reach_a_replica(order: Order) -> None:
-    policies = objects(order)
+    policies = objects_of(order)
     behind = policies["core/networkpolicy-replicas.yaml"]["spec"]
     (way_in,) = behind["ingress"]
     names = [str(one) for one in way_in["from"]]
@@ -286,7 +243,7 @@ def test_only_the_front_and_prometheus_reach_a_replica(order: Order) -> None:
 
 
 def test_the_front_may_list_endpoints_and_nothing_else(order: Order) -> None:
-    found = objects(order)
+    found = objects_of(order)
     (rule,) = found["core/role.yaml"]["rules"]
     assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["get", "list", "watch"])
     pods = [found[f"core/{kind}.yaml"]["spec"]["template"]["spec"] for kind in
@@ -296,13 +253,13 @@ def test_the_front_may_list_endpoints_and_nothing_else(order: Order) -> None:
 
 
 def test_a_new_router_or_prediction_starts_no_replica_again(shipped: Plan) -> None:
-    other = shipped.model_copy(update={"predicted": {"goodput_rps": 1.0}})
-    sets = [objects(orders.order(plan))["core/statefulset.yaml"] for plan in (shipped, other)]
+    other = changed(shipped, predicted={"goodput_rps": 1.0})
+    sets = [objects_of(orders.order(plan))["core/statefulset.yaml"] for plan in (shipped, other)]
     assert sets[0] == sets[1]
 
 
 def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipped: Plan) -> None:
-    scaled = objects(order)["scaledobject.yaml"]["spec"]
+    scaled = objects_of(order)["scaledobject.yaml"]["spec"]
     (trigger,) = scaled["triggers"]
     series = f'{{namespace="default",job="default/{NAME}-replica"}}'
     assert trigger["metadata"]["query"] == f"sum(vllm:num_requests_waiting{series})"
@@ -310,31 +267,14 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     alone = waiting_threshold(shipped, None).value
     assert alone is not None
     assert trigger["metadata"]["threshold"] == str(alone // 2), "of one replica"
-    (group,) = objects(order)["prometheusrule.yaml"]["spec"]["groups"]
+    (group,) = objects_of(order)["prometheusrule.yaml"]["spec"]["groups"]
     rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
     assert rules["LlmctlReplicaQueue"] == f"avg(vllm:num_requests_waiting{series}) > {alone}"
     assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
 
 
-GATEWAY = Path(toolkit.__file__).parent / "gateway" / "front.py"
-
-
-def test_the_front_has_every_metric_that_the_rules_read(shipped: Plan) -> None:
-    sla = dict.fromkeys(SLA_KEYS, 1.0)
-    plan = shipped.model_copy(update={"recipe": shipped.recipe.model_copy(update={"sla": sla})})
-    (group,) = replica_rules(orders.order(plan), "a", [("b", Sourced(7, "test"))])["groups"]
-    expressions = " ".join(rule["expr"] for rule in group["rules"])
-    read = {*re.findall(r"\bllmctl_[a-z0-9_]+", expressions)}
-    bare = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in read}
-    counted = {family.name for family in families_of_requests(Stats(), {}, [])}
-    source = GATEWAY.read_text()
-    assert {name for name in bare - counted if f'"{name}"' not in source} == set()
-    assert len(bare) == 7, "up, refused, and five times"
-
-
 def test_the_threshold_is_of_one_replica(shipped: Plan) -> None:
-    recipe = shipped.recipe.model_copy(update={"workers": 4})
-    four = shipped.model_copy(update={"workers": 4, "recipe": recipe})
+    four = changed(shipped, workers=4, recipe__workers=4)
     (found,) = Replication(orders.order(four)).kinds
     assert found.count.value == 4
     assert found.threshold.value == waiting_threshold(shipped, None).value
@@ -345,7 +285,9 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
     shipped: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The predictions hold for these flags alone."""
-    plan = with_engine(shipped, kv_cache_memory_mib=64, tensor_parallel_size=2)
+    plan = changed(
+        shipped, recipe__engine__kv_cache_memory_mib=64, recipe__engine__tensor_parallel_size=2
+    )
     monkeypatch.setattr("toolkit.backends.vllm.backend.saved_model", lambda model, _: model.source)
     order = ServerOrder(plan, "m", "127.0.0.1", 8000, Ending(0, 30))
     words = command_of(order, tmp_path).words("127.0.0.1", 8000)
@@ -357,10 +299,9 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
 
 def test_our_policies_need_an_image_with_llmctl(shipped: Plan) -> None:
     policy = PlannedPolicy(name="past-future", parameters={})
-    plan = shipped.model_copy(update={"policy": policy, "recipe": shipped.recipe.model_copy(
-        update={"sla": {}})})  # fmt: skip
+    plan = changed(shipped, policy=policy, recipe__sla={})
     files = render_target("kubernetes", orders.order(plan))
-    pod = yaml.safe_load(files["core/statefulset.yaml"])["spec"]["template"]["spec"]
+    pod = objects_of(orders.order(plan))["core/statefulset.yaml"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "llmctl-vllm:0.1.0"
     assert {"name": "LLMCTL_VLLM_PLAN", "value": "/etc/llmctl/plan.json"} in container["env"]
@@ -392,7 +333,7 @@ def test_every_value_is_explained_and_the_drain_is_long_enough(order: Order, tar
 
 def test_the_router_is_the_plan_s(shipped: Plan) -> None:
     router = RouterSpec(name="llm-d", parameters={"queue_weight": 1.5})
-    plan = shipped.model_copy(update={"replica_router": router})
+    plan = changed(shipped, replica_router=router)
     found = Replication(orders.order(plan)).router
     assert found.value == "llm-d queue_weight=1.5"
     assert found.source.startswith("plan: replica_router")
@@ -400,12 +341,11 @@ def test_the_router_is_the_plan_s(shipped: Plan) -> None:
 
 
 def test_probes_rest_on_the_measured_time_of_loading(shipped: Plan) -> None:
-    engine = shipped.fit.engine.model_copy(update={"load_s": 150.0})
-    plan = shipped.model_copy(update={"fit": shipped.fit.model_copy(update={"engine": engine})})
+    plan = changed(shipped, fit__engine__load_s=150.0)
     found = startup_s(orders.order(plan))
     assert found.value == 780, "three times 150 s, and 15 GiB at 50 MB/s, in whole minutes"
     assert "loading took 150 s" in found.source
-    spec = objects(orders.order(plan))["core/statefulset.yaml"]["spec"]["template"]["spec"]
+    spec = objects_of(orders.order(plan))["core/statefulset.yaml"]["spec"]["template"]["spec"]
     probe = spec["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 780
 
@@ -439,9 +379,7 @@ def test_serve_links_units_and_starts_the_target(
 def test_an_endpoint_picker_gets_llm_d_s_weights(shipped: Plan) -> None:
     assert "endpointpicker.yaml" not in render_target("kubernetes", orders.order(shipped))
     spec = RouterSpec(name="llm-d", parameters={"prefix": 4.5, "queue": 1.0})
-    files = render_target(
-        "kubernetes", orders.order(shipped.model_copy(update={"replica_router": spec}))
-    )
+    files = render_target("kubernetes", orders.order(changed(shipped, replica_router=spec)))
     found = yaml.safe_load(files["endpointpicker.yaml"])
     assert found["apiVersion"] == "inference.networking.x-k8s.io/v1alpha1"
     assert found["kind"] == "EndpointPickerConfig"
@@ -471,7 +409,7 @@ def test_a_unit_restarts_when_its_server_does_not_answer(order: Order) -> None:
 
 def test_a_hung_replica_is_restarted_though_health_answers(order: Order) -> None:
     files = render_target("kubernetes", order)
-    found = {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
+    found = objects_of(order)
     pod = found["core/statefulset.yaml"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     program, url, model, *rest = container["livenessProbe"]["exec"]["command"][1:]

@@ -21,23 +21,21 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> Order:
     if request.param == "cpu":
         return orders.order(orders.plan(tmp_path))
     if request.param == "gpu":
-        alone = orders.GPU | {
-            "workers": 1,
-            "engine": {"name": "openai", "url": "http://127.0.0.1:8000"},
-        }
+        server = {"name": "openai", "url": "http://127.0.0.1:8000"}
+        alone = orders.GPU | {"workers": 1, "engine": server}
         return orders.order(orders.plan(tmp_path, MINE, samples.fit(workers=1), **alone))
-    return orders.order(
-        orders.plan(tmp_path, **orders.GPU).model_copy(update={"workload": None, "predicted": {}})
-    )
+    tuned = orders.plan(tmp_path, **orders.GPU)
+    return orders.order(orders.changed(tuned, workload=None, predicted={}))
 
 
 def scripts(order: Order) -> dict[str, str]:
     """All scripts of all targets that take the plan, by target and name."""
-    random = order.plan.recipe.model.source == "random"
-    server = order.plan.recipe.engine.name == "openai"
-    left_out = (
-        {"vllm", "sglang"} if random else TARGETS.keys() - {"vllm", "sglang"} if server else set()
-    )
+    other = {"vllm", "sglang"}
+    left_out: set[str] = set()
+    if order.plan.recipe.model.source == "random":
+        left_out = other
+    elif order.plan.recipe.engine.name == "openai":
+        left_out = TARGETS.keys() - other
     found = {}
     for target in TARGETS.keys() - left_out:
         files = render_target(target, order)
@@ -54,13 +52,9 @@ def scripts(order: Order) -> dict[str, str]:
 def test_shellcheck_finds_nothing_in_any_script(order: Order, tmp_path: Path) -> None:
     for name, text in scripts(order).items():
         (tmp_path / name).write_text(text)
-    check = [
-        "shellcheck",
-        "--severity=style",
-        "--enable=quote-safe-variables,deprecate-which",
-        "--shell=bash",
-    ]
-    done = subprocess.run([*check, *sorted(tmp_path.glob("*.sh"))], capture_output=True, text=True)
+    options = "--severity=style --enable=quote-safe-variables,deprecate-which --shell=bash"
+    check = ["shellcheck", *options.split(), *sorted(tmp_path.glob("*.sh"))]
+    done = subprocess.run(check, capture_output=True, text=True)
     assert done.stdout == ""
     assert done.returncode == 0, done.stderr
 

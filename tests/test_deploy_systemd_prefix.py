@@ -4,15 +4,14 @@ how a client reads its key back.
 
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import orders
 import pytest
 from commands import llmctl
-from test_deploy_replicas import NEWER, shipped  # noqa: F401 (a fixture)
+from rendered import complaints, needs_systemd
+from test_deploy_replicas import shipped  # noqa: F401 (a fixture)
 
 from toolkit.deploy.order import Options, Order
 from toolkit.deploy.render import render_target
@@ -61,19 +60,9 @@ def test_the_commands_copy_the_folder_and_link_its_copy(order: Order) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+@needs_systemd
 def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> None:
-    files = render_target("systemd", order)
-    units = {name: text for name, text in files.items() if name.endswith((".service", ".target"))}
-    for name, text in units.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name.replace("@", "@0")).write_text(text)
-    paths = [tmp_path / name.replace("@", "@0") for name in units]
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True
-    )
-    lines = [ln for ln in done.stderr.splitlines() if not any(key in ln for key in NEWER)]
-    assert lines == []
+    assert complaints(order, tmp_path) == []
 
 
 def test_without_a_prefix_files_stay_in_place(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 break out.
 """
 
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,22 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from operator_kinds import OWN_MODELS, RulesFile, check_object
+from orders import changed
+from rendered import (
+    check_compose,
+    complaints,
+    kustomized,
+    needs_kubectl,
+    needs_systemd,
+    objects_of,
+    services,
+)
 from said import says
 
 from toolkit.cli.basis import plan_from
 from toolkit.deploy import reckon
 from toolkit.deploy.order import Order
-from toolkit.deploy.reckon import default_trace, waiting_threshold
+from toolkit.deploy.reckon import MAX_BACKLOG, default_trace, largest, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
@@ -42,9 +50,7 @@ def cpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    fit = samples.fit()
-    fit = fit.model_copy(update={"engine": fit.engine.model_copy(update={"device": "NVIDIA H200"})})
-    return orders.plan(tmp_path_factory.mktemp("gpu"), fit=fit, **orders.GPU)
+    return orders.plan(tmp_path_factory.mktemp("gpu"), fit=orders.on("NVIDIA H200"), **orders.GPU)
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -59,7 +65,7 @@ def yaml_files(files: dict[str, str]) -> dict[str, Any]:
 
 
 def test_kubernetes_takes_every_object(order: Order) -> None:
-    objects = yaml_files(render_target("kubernetes", order))
+    objects = objects_of(order)
     for data in objects.values():
         check_object(data)
     kinds = {data["kind"] for data in objects.values()}
@@ -69,34 +75,24 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
 
 @pytest.mark.parametrize("change", [{"spec": {"surprise": 1}}, {"spec": {"replicas": "one"}}])
 def test_the_check_of_objects_refuses_wrong_objects(order: Order, change: dict[str, Any]) -> None:
-    data = yaml.safe_load(render_target("kubernetes", order)["core/deployment.yaml"])
+    data = objects_of(order)["core/deployment.yaml"]
     data["spec"] |= change["spec"]
     with pytest.raises(kubernetes_validate.ValidationError):
         check_object(data)
 
 
 def test_the_check_of_objects_refuses_unknown_keys_of_operators(order: Order) -> None:
-    objects = yaml_files(render_target("kubernetes", order)).values()
-    by_kind = {one["kind"]: one for one in objects}
+    by_kind = {one["kind"]: one for one in objects_of(order).values()}
     for kind in OWN_MODELS.keys() - {"HTTPRoute"}:
         with pytest.raises(ValueError, match="Extra inputs"):
             check_object(by_kind[kind] | {"surprise": 1})
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not shutil.which("kubectl"), reason="needs kubectl: https://kubernetes.io/docs/tasks/tools"
-)
+@needs_kubectl
 def test_kustomize_builds_both_and_hashes_the_plan(order: Order, tmp_path: Path) -> None:
-    for name, text in render_target("kubernetes", order).items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    for folder, replicas in ((tmp_path / "core", 1), (tmp_path, None)):
-        built = subprocess.run(
-            ["kubectl", "kustomize", folder], capture_output=True, text=True, check=True
-        )
-        found = list(yaml.safe_load_all(built.stdout))
-        objects = {one["kind"]: one for one in found if "dashboard.json" not in one.get("data", {})}
+    for built, replicas in zip(kustomized(order, tmp_path), (1, None), strict=True):
+        objects = {one["kind"]: one for one in built if "dashboard.json" not in one.get("data", {})}
         plan = objects["ConfigMap"]["metadata"]["name"]
         assert objects["ConfigMap"]["data"]["plan.json"] == order.text
         volumes = objects["Deployment"]["spec"]["template"]["spec"]["volumes"]
@@ -107,10 +103,9 @@ def test_kustomize_builds_both_and_hashes_the_plan(order: Order, tmp_path: Path)
 
 
 def test_a_pod_has_no_more_than_it_needs(gpu: Plan) -> None:
-    text = render_target("kubernetes", orders.order(gpu))["core/deployment.yaml"]
-    spec = yaml.safe_load(text)["spec"]
+    spec = objects_of(orders.order(gpu))["core/deployment.yaml"]["spec"]
     pod = spec["template"]["spec"]
-    container = spec["template"]["spec"]["containers"][0]
+    container = pod["containers"][0]
     assert container["resources"]["limits"].items() >= {"nvidia.com/gpu": "2"}.items()
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
@@ -137,16 +132,11 @@ def test_a_pod_has_no_more_than_it_needs(gpu: Plan) -> None:
 
 @pytest.mark.slow
 def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> None:
-    (tmp_path / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
-    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*check, tmp_path / "compose.yaml"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    check_compose(order, tmp_path)
 
 
 def test_compose_reserves_gpus_and_stays_on_loopback(gpu: Plan) -> None:
-    service = yaml_files(render_target("compose", orders.order(gpu)))["compose.yaml"]["services"][
-        "llmctl"
-    ]
+    service = services(orders.order(gpu))["llmctl"]
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}
     assert service["ports"] == ["127.0.0.1:8000:8000"]
@@ -154,14 +144,9 @@ def test_compose_reserves_gpus_and_stays_on_loopback(gpu: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+@needs_systemd
 def test_systemd_finds_nothing_in_the_unit(order: Order, tmp_path: Path) -> None:
-    name = f"{order.name}.service"
-    (tmp_path / name).write_text(render_target("systemd", order)[name])
-    done = subprocess.run(
-        ["systemd-analyze", "verify", tmp_path / name], capture_output=True, text=True
-    )
-    assert done.stderr == "", "its exit code says nothing"
+    assert complaints(order, tmp_path) == []
 
 
 def targets_of(order: Order) -> list[str]:
@@ -208,7 +193,7 @@ def test_models_that_llmctl_builds_are_refused_for_other_engines(cpu: Plan) -> N
 
 
 def test_alert_rules_are_a_file_on_targets_without_an_operator(order: Order) -> None:
-    rules = RulesFile.model_validate(yaml_files(render_target("local", order))["alerts.yaml"])
+    rules = RulesFile.model_validate(objects_of(order, "local")["alerts.yaml"])
     names = [rule.alert for rule in rules.groups[0].rules]
     assert names[:3] == ["LlmctlDown", "LlmctlNoWorker", "LlmctlWorkerMissing"]
     assert "LlmctlTargetTtftP99S" in names
@@ -241,9 +226,7 @@ def test_without_a_ttft_target_nothing_scales(tmp_path: Path) -> None:
 
 def with_model(plan: Plan, source: str) -> Order:
     """The plan with another model, and no targets: there is nothing to simulate."""
-    model = plan.recipe.model.model_copy(update={"source": source})
-    recipe = plan.recipe.model_copy(update={"model": model, "sla": {}})
-    return orders.order(plan.model_copy(update={"recipe": recipe}))
+    return orders.order(changed(plan, recipe__model__source=source, recipe__sla={}))
 
 
 NASTY = [
@@ -266,13 +249,9 @@ many = settings(
 )
 
 
-def of_a_folder(source: str) -> bool:
-    return source.startswith(("/", ".", "~"))
-
-
 @pytest.mark.slow
 @many
-@given(source=names.filter(lambda name: not of_a_folder(name)))
+@given(source=names.filter(lambda name: not name.startswith(("/", ".", "~"))))  # of a folder
 @example("random")
 def test_a_model_s_name_is_quoted_as_data(gpu: Plan, source: str) -> None:
     """In YAML it is exactly the string, wherever it stands; nothing else in the file changes with
@@ -320,11 +299,9 @@ def test_a_model_s_name_is_one_word_of_a_command(gpu: Plan, source: str) -> None
 
 
 def test_compose_interpolates_nothing(gpu: Plan) -> None:
-    service = yaml_files(render_target("compose", with_model(gpu, "/models/${PATH}")))[
-        "compose.yaml"
-    ]["services"]
-    assert service["llmctl"]["labels"]["llmctl.model"] == "/models/$${PATH}"
-    assert service["llmctl"]["volumes"][-1]["source"] == "/models/$${PATH}"
+    service = services(with_model(gpu, "/models/${PATH}"))["llmctl"]
+    assert service["labels"]["llmctl.model"] == "/models/$${PATH}"
+    assert service["volumes"][-1]["source"] == "/models/$${PATH}"
 
 
 def test_a_unit_s_value_cannot_add_a_line(gpu: Plan) -> None:
@@ -361,9 +338,7 @@ def test_an_unknown_target_is_named_with_the_nearest(cpu: Plan) -> None:
 
 def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
     policy = PlannedPolicy(name="past-future", parameters={"chunk_tokens": 2048})
-    script = render_target("vllm", orders.order(gpu.model_copy(update={"policy": policy})))[
-        "serve.sh"
-    ]
+    script = render_target("vllm", orders.order(changed(gpu, policy=policy)))["serve.sh"]
     for line in (
         "--max-model-len 512",
         "--gpu-memory-utilization 0.85",
@@ -387,7 +362,7 @@ def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
 )
 def test_vllm_starts_what_was_simulated(gpu: Plan, router: str, flag: bool, says: str) -> None:
     spec = RouterSpec(name=router, parameters={})
-    files = render_target("vllm", orders.order(gpu.model_copy(update={"replica_router": spec})))
+    files = render_target("vllm", orders.order(changed(gpu, replica_router=spec)))
     assert ("--data-parallel-size 2" in files["serve.sh"]) == flag
     assert says in " ".join(files["EXPLAIN.md"].split())
 
@@ -398,9 +373,8 @@ def test_engines_that_wait_for_one_another_are_not_started_as_replicas(gpu: Plan
     assert path is not None
     steps = read_file(Fit, path).steps
     assert steps is not None
-    mixture = steps.model_copy(update={"experts": 8, "experts_per_token": 2})
-    fit = gpu.fit.model_copy(update={"steps": mixture})
-    files = render_target("vllm", orders.order(gpu.model_copy(update={"fit": fit})))
+    mixture = changed(steps, experts=8, experts_per_token=2)
+    files = render_target("vllm", orders.order(changed(gpu, fit__steps=mixture)))
     assert "--data-parallel-size" not in files["serve.sh"]
 
 
@@ -428,11 +402,9 @@ def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
 
 
 def test_the_threshold_is_the_largest_backlog_within_ttft() -> None:
-    from toolkit.deploy.reckon import MAX_BACKLOG, largest
-
     for most in (0, 1, 2, 3, 7, 8, 100, MAX_BACKLOG - 1, MAX_BACKLOG):
-        assert largest(bound(most)) == most
-    assert largest(bound(2 * MAX_BACKLOG)) == MAX_BACKLOG
+        assert largest(range(most + 1).__contains__) == most
+    assert largest(range(2 * MAX_BACKLOG).__contains__) == MAX_BACKLOG
 
 
 @pytest.mark.parametrize(
@@ -449,17 +421,12 @@ def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> N
     assert plan.recipe.tune.trace in found.source
 
 
-def test_the_recipe_s_trace_is_the_default(
-    gpu: Plan,
-) -> None:
-    def with_trace(name: str) -> Plan:
-        tune = gpu.recipe.tune.model_copy(update={"trace": name})
-        return gpu.model_copy(update={"recipe": gpu.recipe.model_copy(update={"tune": tune})})
-
-    found = waiting_threshold(with_trace("bursty-small"), None)
+def test_the_recipe_s_trace_is_the_default(gpu: Plan) -> None:
+    found = waiting_threshold(changed(gpu, recipe__tune__trace="bursty-small"), None)
     assert found.value == waiting_threshold(gpu, read_trace(trace_path("bursty-small"))[0]).value
     assert says(found.source, "bursty-small")
-    assert default_trace(with_trace("elsewhere/traffic.jsonl").recipe) == "chat-small"
+    elsewhere = changed(gpu.recipe, tune__trace="elsewhere/traffic.jsonl")
+    assert default_trace(elsewhere) == "chat-small"
 
 
 def test_the_threshold_is_simulated_once(gpu: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,8 +439,7 @@ def test_the_threshold_is_simulated_once(gpu: Plan, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_impossible_target_has_no_threshold_but_a_reason(gpu: Plan) -> None:
-    recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 1e-6}})
-    hopeless = gpu.model_copy(update={"recipe": recipe})
+    hopeless = changed(gpu, recipe__sla={"ttft_p99_s": 1e-6})
     files = render_target("kubernetes", orders.order(hopeless))
     assert "scaledobject.yaml" not in files
     assert "LlmctlQueue" not in files["prometheusrule.yaml"]
@@ -483,19 +449,13 @@ def test_an_impossible_target_has_no_threshold_but_a_reason(gpu: Plan) -> None:
     )
 
 
-def test_there_is_no_threshold_where_nothing_waits(
-    gpu: Plan,
-) -> None:
+def test_there_is_no_threshold_where_nothing_waits(gpu: Plan) -> None:
     """The second batch of sequences waits for the whole first one."""
-    recipe = gpu.recipe.model_copy(update={"sla": {"ttft_p99_s": 0.3}})
     policy = PlannedPolicy(name="sequence", parameters={"batch_size": 4})
-    found = waiting_threshold(gpu.model_copy(update={"recipe": recipe, "policy": policy}), None)
+    short = changed(gpu, recipe__sla={"ttft_p99_s": 0.3}, policy=policy)
+    found = waiting_threshold(short, None)
     assert found.value is None
     assert "at once" in found.source
-
-
-def bound(limit: int) -> Callable[[int], bool]:
-    return lambda count: count <= limit
 
 
 def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
@@ -522,8 +482,7 @@ def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
 def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
     engine = {"name": "transformers", "tensor_parallel_size": 4}
     plan = orders.plan(tmp_path, **(orders.GPU | {"engine": engine}))
-    text = render_target("kubernetes", orders.order(plan))["core/deployment.yaml"]
-    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    pod = objects_of(orders.order(plan))["core/deployment.yaml"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
@@ -533,20 +492,13 @@ def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
 
 
 def test_a_pod_does_not_have_this_machines_folders(cpu: Plan) -> None:
-    def order_of(source: str) -> Order:
-        model = cpu.recipe.model.model_copy(update={"source": source})
-        return orders.order(
-            cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"model": model})})
-        )
-
     with pytest.raises(InputError, match=r"model\.source /srv/llama is a folder of this machine"):
-        render_target("kubernetes", order_of("/srv/llama"))
-    assert render_target("kubernetes", order_of("/models/llama"))
+        render_target("kubernetes", with_model(cpu, "/srv/llama"))
+    assert render_target("kubernetes", with_model(cpu, "/models/llama"))
 
 
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - set(HUB_ONLY)))
 def test_a_running_server_is_refused_for_targets_that_start_one(cpu: Plan, target: str) -> None:
-    engine = cpu.recipe.engine.model_copy(update={"name": "openai", "url": "http://127.0.0.1:9"})
-    plan = cpu.model_copy(update={"recipe": cpu.recipe.model_copy(update={"engine": engine})})
+    plan = changed(cpu, recipe__engine__name="openai", recipe__engine__url="http://127.0.0.1:9")
     with pytest.raises(InputError, match=f"http://127.0.0.1:9.*'{target}'"):
         render_target(target, orders.order(plan))

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import samples
 from commands import llmctl
+from orders import changed
 from said import says
 
 from toolkit.bench.predict import predicted
@@ -14,6 +16,7 @@ from toolkit.cli.basis import open_fleet, plan_from
 from toolkit.cli.serve_start import override
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
+from toolkit.files.fit import Fit
 from toolkit.files.fleet import is_fleet
 from toolkit.files.io import file_text, head, read_file, write_file
 from toolkit.files.plan import Plan
@@ -40,12 +43,9 @@ def write_kind(
     recipe = samples.recipe(name=name, model=MODEL | changes.pop("model", {}), **changes)
     write_file(recipe, folder / f"{name}.yaml")  # JSON is YAML
     facts = samples.fit(capacity)
-    overhead = facts.overhead.model_copy(update={"stretch": 1.1 / speed})
     made = head({"recipe": folder / f"{name}.yaml"})
-    write_file(
-        facts.model_copy(update={"recipe_name": name, "overhead": overhead, **made}),
-        folder / f"{name}.fit.json",
-    )
+    fit = changed(facts, recipe_name=name, overhead__stretch=1.1 / speed, **made)
+    write_file(fit, folder / f"{name}.fit.json")
 
 
 def write_fleet(folder: Path, *members: tuple[str, int]) -> Path:
@@ -118,21 +118,23 @@ def test_the_first_difference_between_models_is_named(tmp_path):
 VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
 
 
+def paged(speed: float = 1.0, capacity: int = 4096) -> Fit:
+    """The sample's fit of vLLM, on a machine that is `speed` times as fast."""
+    plain = samples.paged_fit(capacity)
+    assert plain.steps is not None
+    names = ("base_s", "row_s", "prefill_s", "cached_s", "attended_s", "host_s")
+    times: dict[str, Any] = {name: getattr(plain.steps, name) / speed for name in names}
+    times["token_s"] = [each / speed for each in plain.steps.token_s]
+    return changed(plain, steps=changed(plain.steps, **times))
+
+
 def write_server(folder: Path, name: str, speed: float = 1.0, **changes: object) -> None:
     """A recipe of engine vllm, and the fit of a machine that is `speed` times as fast."""
     spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": VLLM} | changes
     write_kind(folder, name, **spec)
-    plain = samples.paged_fit(4096)
-    assert plain.steps is not None
-    names = ("base_s", "row_s", "prefill_s", "cached_s", "attended_s", "host_s")
-    times = {name: getattr(plain.steps, name) / speed for name in names}
-    times["token_s"] = [each / speed for each in plain.steps.token_s]
-    steps = plain.steps.model_copy(update=times)
     made = head({"recipe": folder / f"{name}.yaml"})
-    write_file(
-        plain.model_copy(update={"recipe_name": name, "steps": steps, **made}),
-        folder / f"{name}.fit.json",
-    )
+    fit = paged(speed).model_copy(update={"recipe_name": name, **made})
+    write_file(fit, folder / f"{name}.fit.json")
 
 
 @pytest.fixture
@@ -224,9 +226,8 @@ def test_a_plan_of_servers_has_each_kinds_flags_and_one_router(servers):
 def test_tune_searches_the_router_before_unlike_servers(servers, monkeypatch, capsys):
     monkeypatch.chdir(servers.parent)
     for name, price in (("fast", 4.0), ("slow", 1.5)):
-        recipe = load_recipe(Path(f"{name}.yaml"))
-        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
-        write_file(recipe.model_copy(update={"hardware": hardware}), Path(f"{name}.yaml"))
+        file = Path(f"{name}.yaml")
+        write_file(changed(load_recipe(file), hardware__usd_per_hour=price), file)
     options = ["--trials", "4", "--draws", "1", "--jobs", "1", "--trace", "chat-small"]
     words = ["tune", "fleet.yaml", *options, "--rate", "20", "--routers", "by-law"]
     assert llmctl(*words) in (0, 5)

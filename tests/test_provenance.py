@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import samples
 from commands import llmctl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from orders import changed
 from said import says
 from test_cli_render import tuning
 
@@ -18,18 +18,12 @@ from toolkit.errors import InputError
 from toolkit.files.io import read_file
 from toolkit.files.plan import Kind, Plan, PlannedPolicy
 from toolkit.files.recipe import Recipe
-from toolkit.files.strict import Environment
 from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.sched.policies import KNOWN, ORACLES
 from toolkit.sched.policies.parameters import Parameter, Value, declared, defaults
 from toolkit.sched.policies.vllm import VllmPolicy
 
 SERVED = [name for name in KNOWN if name not in ORACLES]
-HEAD: dict[str, Any] = {
-    "tool_version": "0",
-    "environment": Environment(**samples.ENVIRONMENT.model_dump()),
-    "inputs": {},
-}
 
 
 def engine_of(policy: str) -> str:
@@ -76,8 +70,7 @@ def plan_of(
     recipe: Recipe, tuned: Tuning | None = None, chosen: PlannedPolicy | None = None
 ) -> Plan:
     fit = samples.fit(engine=recipe.engine.name, workers=recipe.workers)
-    measured = fit.engine.model_copy(update={"engine_version": "0.33.0"})  # has all parameters
-    fit = fit.model_copy(update={"engine": measured})
+    fit = changed(fit, engine__engine_version="0.33.0")  # it has all parameters
     return make_plan(recipe, fit, tuned, {}, chosen)
 
 
@@ -91,14 +84,8 @@ def tuned_to(recipe: Recipe, policy: str, trials: list[dict[str, Value]], *, kee
     found = [
         Trial(number=number, outcome=one, feasible=True) for number, one in enumerate(outcomes)
     ]
-    made = tuning(
-        {},
-        trials=found,
-        defaults=outcomes[0],
-        best=outcomes[-1],
-        keep_defaults=keep,
-    )
-    return made.model_copy(update={"workers": recipe.workers, **HEAD})
+    made = tuning({}, trials=found, defaults=outcomes[0], best=outcomes[-1], keep_defaults=keep)
+    return made.model_copy(update={"workers": recipe.workers, **samples.HEAD})
 
 
 EVERY = pytest.mark.parametrize("policy", SERVED)
@@ -111,29 +98,19 @@ QUICK = settings(
 @EVERY
 @QUICK
 @given(data=st.data())
-def test_a_recipe_sets_what_it_names(policy: str, data: st.DataObject) -> None:
-    own = data.draw(some(policy))
-    plan = plan_of(recipe_of(policy, own))
-    assert plan.explained["policy"].source == "recipe, not tuned"
-    for name, value in plan.policy.parameters.items():
-        source = plan.explained[name].source
-        assert source == ("recipe" if name in own else f"default of policy '{policy}'")
-        assert value == own.get(name, defaults(KNOWN[policy])[name])
-
-
-@pytest.mark.slow
-@EVERY
-@QUICK
-@given(data=st.data())
-def test_set_wins_over_the_recipe(policy: str, data: st.DataObject) -> None:
+def test_a_recipe_sets_what_it_names_and_set_wins_over_it(policy: str, data: st.DataObject) -> None:
     own = data.draw(some(policy))
     by_hand = data.draw(some(policy))
-    plan = plan_of(recipe_of(policy, own), chosen=PlannedPolicy(name=policy, parameters=by_hand))
-    assert plan.explained["policy"].source == "set by --policy"
-    for name, value in plan.policy.parameters.items():
-        source = plan.explained[name].source
-        assert source == ("set by --set" if name in by_hand else f"default of policy '{policy}'")
-        assert value == by_hand.get(name, defaults(KNOWN[policy])[name])
+    chosen = PlannedPolicy(name=policy, parameters=by_hand)
+    by_recipe = plan_of(recipe_of(policy, own))
+    by_set = plan_of(recipe_of(policy, own), chosen=chosen)
+    assert by_recipe.explained["policy"].source == "recipe, not tuned"
+    assert by_set.explained["policy"].source == "set by --policy"
+    for plan, named, origin in ((by_recipe, own, "recipe"), (by_set, by_hand, "set by --set")):
+        for name, value in plan.policy.parameters.items():
+            source = plan.explained[name].source
+            assert source == (origin if name in named else f"default of policy '{policy}'")
+            assert value == named.get(name, defaults(KNOWN[policy])[name])
 
 
 @pytest.mark.slow
@@ -184,8 +161,8 @@ def test_another_policy_s_parameter_is_not_the_tuned_one(policy: str) -> None:
 def test_a_fleet_names_the_recipe_that_sets(policy: str) -> None:
     name, value = next(iter(defaults(KNOWN[policy]).items()))
     recipe = recipe_of(policy, {name: value})
-    other = Kind(recipe=recipe.model_copy(update={"name": "small"}), fit=samples.fit(), workers=3)
-    small = other.model_copy(update={"fit": other.fit.model_copy(update={"recipe_name": "small"})})
+    fit = changed(samples.fit(), recipe_name="small")
+    small = Kind(recipe=changed(recipe, name="small"), fit=fit, workers=3)
     explained = make_plan(recipe, samples.fit(), None, {}, None, [small], 1).explained
     assert explained["policy"].source == "recipe 'test', not tuned"
     assert explained[name].source == "recipe 'test'"

@@ -9,6 +9,7 @@ import pytest
 import real_vllm
 import samples
 from commands import llmctl
+from orders import changed
 
 from benchmarks.engines.recipe_sizes import GPU_NAMES, MODELS, ask_vllm, compare
 from toolkit.catalogue.gpus import GPUS
@@ -21,8 +22,6 @@ from toolkit.files import find_model
 from toolkit.files.new_recipe import Wish, new_recipe
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.analytic import analytic_profile
-
-HEAD: Any = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 
 
 def made(tmp_path: Path, model: str, gpu: str, **wish: Any) -> Recipe:
@@ -224,36 +223,30 @@ def test_an_unknown_name_of_hardware_names_the_nearest(given: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "wish", "named"),
+    ("model", "gpu", "wish", "change", "named"),
     [
-        ("deepseek-v3", "h200", {}, "MLA"),
-        ("qwen3-8b", "a100-80gb", {"quantization": "fp8"}, "fp8 on a100"),
+        ("deepseek-v3", "h200", {}, {}, "MLA"),
+        ("qwen3-8b", "a100-80gb", {"quantization": "fp8"}, {}, "fp8 on a100"),
+        ("mistral-small-24b", "h200", {}, {"sliding_window": 128}, "sliding windows"),
+        (
+            *("mistral-small-24b", "h200", {}),
+            {"layer_types": ["linear_attention"] * 36},
+            "linear attention",
+        ),
+        (
+            *("mistral-small-24b", "h200", {}),
+            {"quantization_config": {"quant_method": "awq"}},
+            "int4",
+        ),
     ],
 )
 def test_an_analytic_profile_refuses_what_it_does_not_know(
-    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any], named: str
+    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any], change: dict[str, Any], named: str
 ) -> None:
+    recipe = made(tmp_path, model, gpu, **wish)
+    other = changed(recipe, model__config={**recipe.model.config, **change})
     with pytest.raises(InputError) as caught:
-        analytic_profile(made(tmp_path, model, gpu, **wish), HEAD)
-    assert named in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"sliding_window": 128}, "sliding windows"),
-        ({"layer_types": ["linear_attention"] * 36}, "linear attention"),
-        ({"quantization_config": {"quant_method": "awq"}}, "int4"),
-    ],
-)
-def test_an_analytic_profile_refuses_other_caches_by_name(
-    tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
-    recipe = made(tmp_path, "mistral-small-24b", "h200")
-    config = {**recipe.model.config, **change}
-    model = recipe.model.model_copy(update={"config": config})
-    with pytest.raises(InputError) as caught:
-        analytic_profile(recipe.model_copy(update={"model": model}), HEAD)
+        analytic_profile(other, samples.HEAD)
     assert named in caught.value.message
 
 
@@ -269,7 +262,7 @@ def test_an_analytic_profile_of_experts_several_gpus_and_fp8(
     tmp_path: Path, model: str, gpu: str, wish: dict[str, Any]
 ) -> None:
     recipe = made(tmp_path, model, gpu, **wish)
-    profile = analytic_profile(recipe, HEAD)
+    profile = analytic_profile(recipe, samples.HEAD)
     assert profile.engine.tensor_parallel_size == recipe.engine.tensor_parallel_size
     assert profile.engine.capacity_tokens > 0
     assert profile.engine.analytic_error
@@ -277,11 +270,11 @@ def test_an_analytic_profile_of_experts_several_gpus_and_fp8(
 
 def test_an_analytic_profile_refuses_flags_that_change_the_model(tmp_path: Path) -> None:
     recipe = made(tmp_path, "qwen3-8b", "h200")
-    assert analytic_profile(recipe, HEAD).engine.capacity_tokens > 0
+    assert analytic_profile(recipe, samples.HEAD).engine.capacity_tokens > 0
     data = recipe.model_dump(mode="json")
     data["engine"]["vllm"] = {"args": ["--enable-lora", "--max-loras=4"]}
     with pytest.raises(InputError, match="LoRA"):
-        analytic_profile(Recipe.model_validate_json(json.dumps(data)), HEAD)
+        analytic_profile(Recipe.model_validate_json(json.dumps(data)), samples.HEAD)
 
 
 def test_only_vllm_quantizes_weights(tmp_path: Path) -> None:

@@ -30,10 +30,6 @@ GPU_RECIPES = [
 ]
 
 
-def run(given: list[str]) -> object:
-    return llmctl(*given)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_profile_and_fit_are_of_the_recipe_as_it_is(name: str) -> None:
     folder = shipped_profiles() / name
@@ -127,18 +123,16 @@ def test_without_a_fit_here_the_shipped_one_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["render", "qwen3-8b-h200"]) == 0
+    assert llmctl("render", "qwen3-8b-h200") == 0
     assert read_file(Plan, "plan.json", {"fit": fit_path("qwen3-8b-h200")}).fit.engine.analytic
 
 
 @pytest.mark.slow
 def test_commands_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]) == 0
-    assert (
-        run(["simulate", "--fit", "tiny-llama-cpu", "--trace", "chat-small", "--policy", "slice"])
-        == 0
-    )
+    assert llmctl("render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu") == 0
+    words = "--fit tiny-llama-cpu --trace chat-small --policy slice"
+    assert llmctl("simulate", *words.split()) == 0
     assert (tmp_path / "plan.json").exists()
 
 

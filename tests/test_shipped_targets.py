@@ -15,12 +15,12 @@ from toolkit.files.tuning import Tuning
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 pytestmark = pytest.mark.slow
 
-HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 NAMES = (
     "llama-3.1-8b-h200",
     "llama-3.1-8b-h200-measured",
@@ -41,7 +41,7 @@ def tuned(name: str, *, beside: bool = False, **changes: object) -> Tuning:
     workload = make_workload(recipe, fit, read_trace(trace_path(recipe.tune.trace))[0])
     siblings = tuple(shipped_siblings(recipe)) if beside else ()
     inputs = Inputs(recipe, fit, workload, siblings=siblings)
-    return tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    return tune(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.mark.parametrize("name", NAMES)

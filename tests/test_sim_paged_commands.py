@@ -19,8 +19,9 @@ from toolkit.sim.api import simulate
 from toolkit.sim.world import make_world
 from toolkit.traces.types import Trace
 from toolkit.tuning.executor import InProcessRunner
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.spaces import search_space
-from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}

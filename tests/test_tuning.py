@@ -29,16 +29,15 @@ from toolkit.tuning.evaluate import (
 from toolkit.tuning.executor import (
     InProcessRunner,
     JournalFile,
-    ProcessPool,
     Remembering,
     Runner,
     collect,
 )
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.spaces import search_space
-from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import in_process, make_workload, own_settings, whole_setup
 
-HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 # just what the recipe's own settings keep up with
 RATE = {"request_rate_rps": 36.386}
 TUNE = {"trials": 12, "window_s": 4, "draws": 4, "policies": ["own"]} | RATE
@@ -63,7 +62,7 @@ def run(
         **({} if sla is None else {"sla": sla}),
     )
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
-    return tune(inputs, runner or InProcessRunner(), HEAD, lambda best: None)
+    return tune(inputs, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +79,6 @@ def searched() -> Tuning:
 @pytest.mark.slow
 def test_same_seed_same_bytes(tuned):
     assert run().model_dump_json() == tuned.model_dump_json()
-
-
-@pytest.mark.slow
-def test_several_processes_give_the_same_bytes(searched):
-    with ProcessPool(2) as crew:
-        assert (
-            run(crew, policies=["sequence", "past-future"], trials=20).model_dump_json()
-            == searched.model_dump_json()
-        )
 
 
 @pytest.mark.slow
@@ -241,35 +231,6 @@ def test_workers_follow_the_drawn_laws_and_the_scheduler_the_fitted_ones(monkeyp
     assert len({world.believed.prefill_s(8, 100) for world in worlds}) == 1
 
 
-@pytest.mark.slow
-def test_an_interrupted_search_resumes_with_the_same_result(tuned, tmp_path):
-    path = tmp_path / "tuning.json.partial"
-
-    class Interrupted:
-        left = 5
-
-        def run(self, tasks):
-            for index, task in enumerate(tasks):
-                self.left -= 1
-                if not self.left:
-                    raise KeyboardInterrupt
-                yield index, task.run()
-
-    with pytest.raises(KeyboardInterrupt):
-        run(Remembering(Interrupted(), JournalFile(path, "same")))
-    with path.open("a") as torn:
-        torn.write('["half a li')
-    again = Remembering(InProcessRunner(), JournalFile(path, "same"))
-    assert again.remembered == 4
-    assert run(again).model_dump_json() == tuned.model_dump_json()
-    whole = Remembering(InProcessRunner(), JournalFile(path, "same"))
-    assert (
-        run(Remembering(Interrupted(), JournalFile(path, "same"))).model_dump_json()
-        == tuned.model_dump_json()
-    )
-    assert whole.remembered > len(tuned.trials)
-
-
 def test_other_inputs_replace_the_journal(tmp_path):
     path = tmp_path / "memo"
     bench = EvaluationSetup(make_world(samples.recipe(), samples.fit()), [trace(50)], {})
@@ -322,7 +283,7 @@ def test_where_no_request_is_served_the_targets_are_broken_and_it_says_so() -> N
     )
     inputs = Inputs(recipe, fit, make_workload(recipe, fit, long))
     with without_capacity():
-        result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+        result = tune(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
     assert not any(trial.feasible for trial in result.trials)
     assert not result.keeps_limits
     kept = {limit.name: limit.kept for limit in result.limits}

@@ -9,7 +9,7 @@ import pytest
 import samples
 from lean import without_capacity
 from said import says
-from test_tuning import HEAD, trace
+from test_tuning import trace
 
 from toolkit.files.plan import Kind
 from toolkit.files.tuning import Alternatives, SizingRow, Tuning
@@ -17,7 +17,8 @@ from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN, STARTED, engines_for, footnote, marked, refusal
 from toolkit.tuning.alternatives import WorkerCounts, nothing_suffices
 from toolkit.tuning.executor import InProcessRunner, collect
-from toolkit.tuning.tune import Inputs, tune, tune_to_size
+from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.tune import tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
 TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds
@@ -45,7 +46,9 @@ def sibling() -> Kind:
 
 
 def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
-    result = (tune_to_size if auto else tune)(given, InProcessRunner(), HEAD, lambda best: None)
+    result = (tune_to_size if auto else tune)(
+        given, InProcessRunner(), samples.HEAD, lambda best: None
+    )
     assert result.alternatives is not None
     return result, result.alternatives
 

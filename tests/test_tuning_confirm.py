@@ -1,5 +1,6 @@
 """The best settings of a tuning once more, by another scheduler."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,11 +55,8 @@ def test_the_same_world_confirms_and_another_does_not() -> None:
     same = confirmed(found, setup)
     assert same.metric is None
     assert same.goodput_rps == same.model_goodput_rps
-    slower = world_from_fit(fit, workers=1, max_new_tokens=64)
-    assert slower.paged is not None
-    from dataclasses import replace
-
-    slower = replace(slower, paged=slower.paged.slowed(1.5))
+    assert world.paged is not None
+    slower = replace(world, paged=world.paged.slowed(1.5))
     other = confirmed(found, replace(setup, world=slower))
     assert other.metric is not None
     assert other.apart_percent > 1.0

@@ -38,10 +38,12 @@ def crew():
 
 
 def test_child_processes_give_the_same_evaluations(crew: ProcessPool, bench: EvaluationSetup):
+    several = replace(bench, windows=[trace(40, seed) for seed in range(3)])
     tasks = [Task(bench, "slice", {"slice_tokens": tokens}) for tokens in (8, 16, 32, 64, 128)]
+    tasks += [Task(several, "slice"), Task(several, "sequence")]
     ticks = []
     assert collect(crew, tasks, lambda: ticks.append(1)) == collect(InProcessRunner(), tasks)
-    assert len(ticks) == 5
+    assert len(ticks) == 7
 
 
 def test_a_user_s_error_in_a_child_keeps_its_message_and_hint(
@@ -68,20 +70,13 @@ def test_leaving_the_pool_ends_its_processes_also_in_the_middle(bench: Evaluatio
     assert set(multiprocessing.active_children()) - before == set()
 
 
-def test_windows_of_a_task_are_assembled_in_order(crew: ProcessPool, bench: EvaluationSetup):
-    several = replace(bench, windows=[trace(40, seed) for seed in range(3)])
-    tasks = [Task(several, "slice"), Task(several, "sequence")]
-    assert collect(crew, tasks) == collect(InProcessRunner(), tasks)
-
-
 def test_results_of_abandoned_tasks_are_not_taken_for_later_tasks(bench: EvaluationSetup):
     with ProcessPool(2) as crew:
-        left = crew.run([Task(bench, "sequence"), Task(bench, "sequence"), Task(bench, "sequence")])
+        left = crew.run([Task(bench, "sequence")] * 3)
         next(left)
         left.close()
-        assert collect(crew, [Task(bench, "slice")]) == collect(
-            InProcessRunner(), [Task(bench, "slice")]
-        )
+        tasks = [Task(bench, "slice")]
+        assert collect(crew, tasks) == collect(InProcessRunner(), tasks)
 
 
 def test_ctrl_c_waits_while_locks_of_futures_may_be_held(bench: EvaluationSetup, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from toolkit.endpoints.acceptance import acceptance_of
 from toolkit.endpoints.target import parsed_metrics
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import laws_of_drafts
-from toolkit.estimators.part_fits import fit_steps
+from toolkit.estimators.part_fits import fit_steps, shape_of
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import HardwareSpec, Recipe
 from toolkit.report.verdict import verdict
@@ -25,7 +26,8 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import world_from_fit
 from toolkit.tuning.drafts import draft_gain
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.inputs import Inputs, settings_of
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 ACCEPTANCE = {"length": 2.5, "tokens": 3}
@@ -92,19 +94,16 @@ def test_drafts_pay_up_to_some_rows(token_s: float, pays: str) -> None:
 def test_a_fit_has_the_laws_of_several_profiles() -> None:
     plain = measured()
     drafting = plain.model_copy(update={"draft_tokens": 2, "draft_method": "ngram"})
-    profiles = [_profile(steps) for steps in (plain, drafting)]
+    engine = SimpleNamespace(dtype="float32")
+    profiles = [
+        SimpleNamespace(steps=steps, recipe_name="one", engine=engine)
+        for steps in (plain, drafting)
+    ]
     [law] = laws_of_drafts(profiles[0], profiles[1:])
     assert (law.draft_tokens, law.draft_method) == (2, "ngram")
     with pytest.raises(InputError) as error:
         laws_of_drafts(profiles[0], profiles[:1])
     assert says(error.value.whole, "0")
-
-
-def _profile(steps):
-    from types import SimpleNamespace
-
-    engine = SimpleNamespace(dtype="float32")
-    return SimpleNamespace(steps=steps, recipe_name="one", engine=engine)
 
 
 def test_passes_with_drafts_have_the_price_of_their_tokens() -> None:
@@ -115,8 +114,6 @@ def test_passes_with_drafts_have_the_price_of_their_tokens() -> None:
     for point in profile.points:
         drafts = 2 * point.decodes if rng.random() < 0.7 else 0
         given = point.model_copy(update={"draft_tokens": drafts})
-        from toolkit.estimators.part_fits import shape_of
-
         points.append(given.model_copy(update={"seconds": [LAW.forward_s(shape_of(given))]}))
     fit = fit_steps(profile.model_copy(update={"points": points}), 0)
     assert fit is not None

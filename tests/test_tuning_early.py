@@ -37,12 +37,12 @@ from toolkit.tuning.executor import (
     Runner,
     collect,
 )
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.search import most_good
 from toolkit.tuning.studies import STOPPED, Studies
-from toolkit.tuning.tune import Inputs, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import Workload, make_workload
 
-HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 LIMITS = CandidateLimits(max_oom_percent=1.0)
 SLA = {"ttft_p90_s": 1.0}
 
@@ -201,7 +201,7 @@ def run(runner: Runner, **changes: object) -> Tuning:
     )
     fit = samples.fit()
     workload: Workload = make_workload(recipe, fit, trace(1200, 10.0))
-    return tune(Inputs(recipe, fit, workload), runner, HEAD, lambda best: None)
+    return tune(Inputs(recipe, fit, workload), runner, samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,11 @@ from commands import llmctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from said import says
-from test_fleet_files import write_fleet, write_server
-from test_tuning import HEAD
+from test_fleet_files import VLLM, paged, write_fleet, write_server
 
 from toolkit.cli.basis import open_fleet, plan_from
 from toolkit.cli.tune_output import show
 from toolkit.errors import InputError, LimitsBrokenError
-from toolkit.files.fit import Fit
 from toolkit.files.fleet import CountRange, fleet_sources, sized
 from toolkit.files.io import read_file
 from toolkit.files.plan import Kind
@@ -43,7 +41,7 @@ from toolkit.tuning.fleet_size import (
     at_counts,
     tune_fleet_to_size,
 )
-from toolkit.tuning.tune import Inputs
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.4, "mtpot_p90_s": 0.4}
@@ -56,22 +54,11 @@ TUNE = {
     "request_rate_rps": 60.0,
     "routers": ["by-law"],
 }
-VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
 SMALL_RANGE = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(
     lambda pair: CountRange(min(pair), max(pair))
 )
 PRICE = st.integers(1, 12).map(lambda price: Fraction(price, 4))
 LIMITS = CandidateLimits(max_oom_percent=1.0)
-
-
-def paged(speed: float = 1.0, capacity: int = 4096) -> Fit:
-    """The sample's fit of vLLM, on a machine that is `speed` times as fast."""
-    plain = samples.paged_fit(capacity)
-    assert plain.steps is not None
-    names = ("base_s", "row_s", "prefill_s", "cached_s", "attended_s", "host_s")
-    times: dict[str, Any] = {name: getattr(plain.steps, name) / speed for name in names}
-    times["token_s"] = [each / speed for each in plain.steps.token_s]
-    return plain.model_copy(update={"steps": plain.steps.model_copy(update=times)})
 
 
 def kind(
@@ -95,7 +82,7 @@ def inputs(usd: tuple[float | None, float | None], **changes: Any) -> Inputs:
 
 def sized_by(made: Inputs, ranges: list[CountRange], runner: Any) -> Tuning:
     return tune_fleet_to_size(
-        made, runner, HEAD, lambda best: None, ranges=ranges, expect=lambda more: None
+        made, runner, samples.HEAD, lambda best: None, ranges=ranges, expect=lambda more: None
     )
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import samples
 from lean import without_capacity
-from test_tuning import HEAD, trace
+from test_tuning import trace
 
 from toolkit.files.tuning import BEHIND, Outcome, Tuning
 from toolkit.metrics import MOST_BEHIND_PERCENT, Served, behind_percent, judge
@@ -16,7 +17,8 @@ from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
 from toolkit.traces.windows import prepare, scale_rate
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, make_world
-from toolkit.tuning.executor import InProcessRunner, Runner
+from toolkit.tuning.executor import InProcessRunner, Runner, collect
+from toolkit.tuning.inputs import Inputs, settings_of
 from toolkit.tuning.judge import (
     AGAIN,
     NEXT,
@@ -26,7 +28,7 @@ from toolkit.tuning.judge import (
     judge_candidates,
 )
 from toolkit.tuning.search import BATCH, search
-from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 TTFT = "ttft_p99_s"
@@ -64,15 +66,13 @@ def judged(runner: Made, trials: int = 20) -> tuple[JudgedCandidates, list[int]]
     world = make_world(recipe, samples.fit())
     setup = EvaluationSetup(world, [trace(100)], {TTFT: 2.0}, limits=LIMITS)
 
-    def progress(best: float) -> None: ...
-
-    found = search(setup, runner, settings, progress)
+    found = search(setup, runner, settings, lambda best: None)
     slices = sorted({tokens_of(one) for one in found.evaluations}, reverse=True)
 
     def judge(task: Task) -> Task:
         return replace(task, setup=replace(task.setup, label=WHOLE))
 
-    return judge_candidates(found, settings, judge, runner, progress), slices
+    return judge_candidates(found, settings, judge, partial(collect, runner)), slices
 
 
 def tokens_of(evaluation: Evaluation) -> int:
@@ -189,7 +189,7 @@ def run(
     )
     workload = make_workload(recipe, samples.fit(), trace(count))
     inputs = Inputs(recipe, samples.fit(), workload)
-    return tune(inputs, runner or InProcessRunner(), HEAD, lambda best: None)
+    return tune(inputs, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")

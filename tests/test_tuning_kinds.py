@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import samples
 from commands import llmctl
+from orders import changed
 from test_fleet_files import write_fleet, write_server
-from test_tuning import HEAD
 
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cli.basis import open_fleet, plan_from
@@ -29,9 +29,10 @@ from toolkit.traces.generate import Arrivals, generate, parse_lengths
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import InProcessRunner, JournalFile, Remembering, collect
 from toolkit.tuning.fleet_size import FleetCounts, Mixes
+from toolkit.tuning.inputs import Inputs, settings_of
 from toolkit.tuning.search import ALIKE
 from toolkit.tuning.spaces import with_kinds
-from toolkit.tuning.tune import Inputs, settings_of, tune
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p95_s": 2.0, "mtpot_p95_s": 0.08}
@@ -53,9 +54,7 @@ NARROW = TUNE | {"space": {"max_num_seqs": [64, 64], "max_num_batched_tokens": [
 def passes(base_s: float, token_s: float) -> Fit:
     """A server with passes of `base_s`, and `token_s` for each new token."""
     plain = samples.paged_fit(65536)
-    assert plain.steps is not None
-    times = {"base_s": base_s, "token_s": [token_s, token_s]}
-    return plain.model_copy(update={"steps": plain.steps.model_copy(update=times)})
+    return changed(plain, steps__base_s=base_s, steps__token_s=[token_s, token_s])
 
 
 def kind(name: str, times: tuple[float, float], workers: int = 1, **changes: Any) -> Kind:
@@ -83,7 +82,7 @@ def budgets(outcome: Outcome) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tuned() -> Tuning:
-    return tune(unlike(), InProcessRunner(), HEAD, lambda best: None)
+    return tune(unlike(), InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 def same_for_all(setup: EvaluationSetup) -> list[Evaluation]:
@@ -122,10 +121,10 @@ def test_the_first_trials_have_the_recipes_flags_and_then_the_same_for_all(tuned
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_also_from_a_journal(tmp_path: Path) -> None:
     given = unlike(tune=FIXED | {"trials": 9})
-    plain = tune(given, InProcessRunner(), HEAD, lambda best: None)
+    plain = tune(given, InProcessRunner(), samples.HEAD, lambda best: None)
     for _ in range(2):  # the second takes all from the first's journal
         kept = Remembering(InProcessRunner(), JournalFile(tmp_path / "journal", "same"))
-        assert file_text(tune(given, kept, HEAD, lambda best: None)) == file_text(plain)
+        assert file_text(tune(given, kept, samples.HEAD, lambda best: None)) == file_text(plain)
     assert kept.remembered
 
 

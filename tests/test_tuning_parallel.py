@@ -126,12 +126,9 @@ def test_sizes_have_the_capacities_that_capacity_finds(
 
 @pytest.mark.slow
 def test_the_plan_has_the_size_that_was_chosen(recipe: None) -> None:
-    Path("recipe.yaml").write_text(
-        Path("recipe.yaml")
-        .read_text(encoding="utf-8")
-        .replace("  mtpot_p99_s: 1.5", "  tpot_mean_s: 0.006"),
-        encoding="utf-8",
-    )
+    text = Path("recipe.yaml").read_text(encoding="utf-8")
+    tight = text.replace("  mtpot_p99_s: 1.5", "  tpot_mean_s: 0.006")
+    Path("recipe.yaml").write_text(tight, encoding="utf-8")
     assert llmctl("tune", "recipe.yaml", "--gpus", "2", *QUICK[:2], "--rate", "4", *ONE_TRIAL) == 0
     kept = {row.tensor_parallel_size: row.keeps_limits for row in tuned().parallel}
     assert kept == {1: False, 2: True}

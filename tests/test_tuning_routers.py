@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import samples
 from lean import without_capacity
-from test_tuning import HEAD
+from orders import changed
 
 from toolkit.cli.tune_output import show
 from toolkit.deploy.plan import make_plan
@@ -26,7 +26,8 @@ from toolkit.traces.types import Trace
 from toolkit.tuning.costs import served_rps
 from toolkit.tuning.evaluate import Evaluation, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, Runner
-from toolkit.tuning.tune import Inputs, settings_of, tune, tune_to_size
+from toolkit.tuning.inputs import Inputs, settings_of
+from toolkit.tuning.tune import tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
@@ -58,7 +59,7 @@ def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: objec
 def found_by(
     given: Inputs, runner: Runner | None = None, by: Callable[..., Tuning] = tune
 ) -> Tuning:
-    return by(given, runner or InProcessRunner(), HEAD, lambda best: None)
+    return by(given, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +100,6 @@ def test_a_recipe_narrows_the_routers_and_their_parameters() -> None:
     assert (among.low, among.high) == (1.0, 3.0)  # it holds the default
 
 
-def tune_nothing(changes: dict[str, object]) -> None:
-    """Only check the settings."""
-    given = inputs(**changes)
-    settings_of(given.recipe, given.fit)
-
-
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
@@ -127,7 +122,7 @@ def test_wrong_names_get_the_valid_ones(
     changes: dict[str, object], message: str, hint: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        tune_nothing(changes)
+        settings_of(inputs(**changes).recipe, samples.paged_fit())
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
 
@@ -200,9 +195,8 @@ def test_neither_replicas_nor_prices_make_a_measurement_stale(tmp_path: Path) ->
     file = tmp_path / "recipe.yaml"
     digests = []
     for workers, price in ((1, None), (4, 2.5)):
-        recipe = inputs(workers=workers).recipe
-        hardware = recipe.hardware.model_copy(update={"usd_per_hour": price})
-        file.write_text(recipe.model_copy(update={"hardware": hardware}).model_dump_json())
+        recipe = changed(inputs(workers=workers).recipe, hardware__usd_per_hour=price)
+        file.write_text(recipe.model_dump_json())
         digests.append(head({"recipe": file})["inputs"]["recipe"].sections)
     assert digests[0] == digests[1]
     assert digest(file).sha256
@@ -227,8 +221,7 @@ def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> No
 @pytest.mark.slow
 def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
     given = inputs(tune=TUNE | {"routers": ["prefix"], "trials": 2})
-    hardware = given.recipe.hardware.model_copy(update={"usd_per_hour": 2.0})
-    priced = replace(given, recipe=given.recipe.model_copy(update={"hardware": hardware}))
+    priced = replace(given, recipe=changed(given.recipe, hardware__usd_per_hour=2.0))
     result = found_by(priced)
     cost = result.cost
     metrics = result.recommended.metrics

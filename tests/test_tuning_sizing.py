@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lean import without_capacity
 from said import says
-from test_tuning import HEAD, trace
+from test_tuning import trace
 
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.tuning import Tuning
 from toolkit.tuning.alternatives import WORKERS_MAX, fewest
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.tune import Inputs, tune_to_size
+from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.tune import tune_to_size
 from toolkit.tuning.workload import make_workload
 
 TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
@@ -22,7 +23,7 @@ TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "polic
 def size(sla: dict[str, float]) -> Tuning:
     recipe = samples.recipe(tune=TUNE, sla=sla)
     inputs = Inputs(recipe, samples.fit(), make_workload(recipe, samples.fit(), trace()))
-    return tune_to_size(inputs, InProcessRunner(), HEAD, lambda best: None)
+    return tune_to_size(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 import samples
 from test_cli_tune import files, tune
 from test_tuning import trace
+from test_tuning_early import Interrupted
 
 from toolkit.errors import InputError
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
@@ -57,26 +58,13 @@ def server() -> Iterator[str]:
             os.chown(path, 65534, 65534)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = [
-        "--auth=scram-sha-256",
-        "--username=tuner",
-        f"--pwfile={password}",
-        "--no-sync",
-        "--encoding=UTF8",
-    ]
+    options = f"--auth=scram-sha-256 --username=tuner --pwfile={password} --no-sync --encoding=UTF8"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
-    subprocess.run([*as_user, where / "initdb", "-D", data, *options], check=True, **quiet)
-    settings = [
-        "-p",
-        str(port),
-        "-k",
-        folder,
-        "-c",
-        "listen_addresses=127.0.0.1",
-        "-c",
-        "fsync=off",
-    ]
-    running = subprocess.Popen([*as_user, where / "postgres", "-D", data, *settings], **quiet)
+    subprocess.run([*as_user, where / "initdb", "-D", data, *options.split()], check=True, **quiet)
+    settings = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
+    running = subprocess.Popen(
+        [*as_user, where / "postgres", "-D", data, *settings.split()], **quiet
+    )
     try:
         url = f"postgresql://tuner:{ESCAPED}@127.0.0.1:{port}/postgres"
         while True:
@@ -87,9 +75,8 @@ def server() -> Iterator[str]:
                 assert running.poll() is None
         yield url
     finally:
-        running.send_signal(
-            signal.SIGINT
-        )  # with SIGTERM it would wait until all connections are closed
+        # with SIGTERM it would wait until all connections are closed
+        running.send_signal(signal.SIGINT)
         running.wait()
         shutil.rmtree(folder)
 
@@ -101,43 +88,30 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("server"))
 
 
-class Interrupted:
-    """A runner that is interrupted at its third task."""
-
-    def run(self, tasks):
-        for index, task in enumerate(tasks):
-            if index == 2:
-                raise KeyboardInterrupt
-            yield index, task.run()
+def bench() -> EvaluationSetup:
+    world = make_world(samples.recipe(), samples.fit())
+    return EvaluationSetup(world, [trace(50)], {"ttft_p99_s": 2.0}, "search, 2 workers")
 
 
 def test_kept_evaluations_are_reused_and_give_the_same_result(url: str) -> None:
-    bench = EvaluationSetup(
-        make_world(samples.recipe(), samples.fit()), [trace(50)], {"ttft_p99_s": 2.0}
-    )
     tasks = [
-        Task(bench, "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)
+        Task(bench(), "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)}) for k in range(1, 5)
     ]
     with pytest.raises(KeyboardInterrupt):
-        collect(Remembering(Interrupted(), Studies(url, "test", "one")), tasks)
+        collect(Remembering(Interrupted(2), Studies(url, "test", "one")), tasks)
     again = Remembering(InProcessRunner(), Studies(url, "test", "one"))
     assert again.remembered == 2
     assert collect(again, tasks) == collect(InProcessRunner(), tasks)
     assert Remembering(InProcessRunner(), Studies(url, "test", "two")).remembered == 0
-    everything = Studies(url, "test", "one")
-    assert collect(Remembering(Interrupted(), everything), tasks) == collect(
-        InProcessRunner(), tasks
-    )
+    everything = Remembering(Interrupted(2), Studies(url, "test", "one"))
+    assert collect(everything, tasks) == collect(InProcessRunner(), tasks)
 
 
 def test_optuna_can_load_the_studies(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
-    bench = EvaluationSetup(
-        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
-    )
     (found,) = collect(
         Remembering(InProcessRunner(), Studies(url, "test", "one")),
-        [Task(bench, "slice", {"slice_tokens": 8})],
+        [Task(bench(), "slice", {"slice_tokens": 8})],
     )
     storage = optuna.storages.RDBStorage(url)
     (name,) = optuna.get_all_study_names(storage)
@@ -196,14 +170,11 @@ def test_a_wrong_password_is_not_shown(server: str) -> None:
 
 
 def test_a_lost_database_is_one_line(tmp_path: Path) -> None:
-    bench = EvaluationSetup(
-        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
-    )
     studies = Studies(f"sqlite:///{tmp_path}/trials.db", "test", "one")
     (tmp_path / "trials.db").unlink()
     (tmp_path / "trials.db").touch()
     with pytest.raises(InputError, match=r"sqlite:///.*trials\.db"):
-        collect(Remembering(InProcessRunner(), studies), [Task(bench, "slice")])
+        collect(Remembering(InProcessRunner(), studies), [Task(bench(), "slice")])
 
 
 GOOD = (
@@ -251,12 +222,9 @@ def test_a_line_of_the_memo_that_a_kill_has_torn_is_dropped(tmp_path: Path) -> N
 
 def test_a_damaged_trial_of_a_database_is_said_in_one_line(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
-    bench = EvaluationSetup(
-        make_world(samples.recipe(), samples.fit()), [trace(50)], {}, "search, 2 workers"
-    )
     collect(
         Remembering(InProcessRunner(), Studies(url, "test", "one")),
-        [Task(bench, "slice", {"slice_tokens": 8})],
+        [Task(bench(), "slice", {"slice_tokens": 8})],
     )
     storage = optuna.storages.RDBStorage(url)
     (name,) = optuna.get_all_study_names(storage)

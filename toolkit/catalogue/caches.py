@@ -11,9 +11,18 @@ bytes of a state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from toolkit.catalogue.models import DTYPE_BYTES, FULL, SLIDING, integer_at, special_of, text_config
+from toolkit.catalogue.models import (
+    DTYPE_BYTES,
+    FULL,
+    SLIDING,
+    heads_of,
+    integer_at,
+    special_of,
+    text_config,
+)
 from toolkit.catalogue.quantization import Config
 from toolkit.catalogue.resolved import CacheGroup
 
@@ -26,11 +35,11 @@ LAYER_KINDS = {FULL: "full", SLIDING: "window", "linear_attention": "state"}
 
 def window_of(groups: Sequence[CacheGroup]) -> int:
     """Tokens of the sliding windows of most layers; 0: there are none."""
-    layers: dict[int, int] = {}
+    layers: Counter[int] = Counter()
     for group in groups:
         if group.kind == "window":
-            layers[group.window] = layers.get(group.window, 0) + group.layers
-    return max(layers, key=lambda window: layers[window]) if layers else 0
+            layers[group.window] += group.layers
+    return layers.most_common(1)[0][0] if layers else 0
 
 
 def has_states(groups: Sequence[CacheGroup]) -> bool:
@@ -91,11 +100,7 @@ def groups_of_config(
     """
     config = text_config(config)
     kinds = _layer_kinds(config)
-    heads = integer_at(config, "num_attention_heads")
-    kv_heads = integer_at(config, "num_key_value_heads") or heads
-    head_dim = integer_at(config, "head_dim")
-    if not head_dim and heads:
-        head_dim = integer_at(config, "hidden_size") // heads
+    _, kv_heads, head_dim = heads_of(config)
     if kinds is None or not kv_heads or not head_dim or special_of(config).latent:
         return None
     if any(integer_at(config, key) for key in ("global_head_dim", "num_global_key_value_heads")):
@@ -158,9 +163,7 @@ def _layer_kinds(config: Config) -> list[str] | None:
 
 def _cut(kinds: Sequence[str]) -> list[tuple[str, int]]:
     """Kind and layers of each group, in the order of the kinds' first layers."""
-    counts: dict[str, int] = {}
-    for kind in kinds:
-        counts[kind] = counts.get(kind, 0) + 1
+    counts = Counter(kinds)
     size = min(counts.values())
     if max(counts.values()) < 1.5 * size:
         size = max(counts.values())

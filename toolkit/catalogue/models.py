@@ -190,11 +190,7 @@ def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
     latent = special_of(config).latent
     if layers and latent:
         return layers * latent * element, f"{layers} layers * {latent} of MLA * {element} bytes"
-    heads = integer_at(config, "num_attention_heads")
-    kv_heads = integer_at(config, "num_key_value_heads") or heads
-    head_dim = integer_at(config, "head_dim")
-    if not head_dim and heads:
-        head_dim = integer_at(config, "hidden_size") // heads
+    _, kv_heads, head_dim = heads_of(config)
     if not layers or not kv_heads or not head_dim:
         return None
     formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {element} bytes"
@@ -237,21 +233,20 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     found = kv_bytes_per_token(config, dtype)
     if found is None:  # the keys that it needs are there
         raise InputError("the config gives no size of a KV head", "give head_dim")
-    heads = integer_at(config, "num_attention_heads")
-    head_dim = integer_at(config, "head_dim") or integer_at(config, "hidden_size") // heads
+    heads, kv_heads, head_dim = heads_of(config)
     experts, chosen = experts_of(config)
     return ModelFacts(
         model_type=kind,
         dtype=dtype,
         layers=integer_at(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=integer_at(config, "num_key_value_heads") or heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=integer_at(config, "vocab_size"),
         context=integer_at(config, "max_position_embeddings"),
         experts=experts,
         experts_per_token=chosen,
-        modules=tuple(_modules(config, head_dim)),
+        modules=tuple(_modules(config)),
         scheme=scheme,
         special=special_of(config),
         kv_bytes_per_token=found[0],
@@ -263,6 +258,15 @@ def integer_at(config: Config, key: str) -> int:
     """A size; 0 where it is absent or another value."""
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def heads_of(config: Config) -> tuple[int, int, int]:
+    """Attention heads, KV heads, and the size of a head; 0 where the config does not give it."""
+    heads = integer_at(config, "num_attention_heads")
+    head_dim = integer_at(config, "head_dim")
+    if not head_dim and heads:
+        head_dim = integer_at(config, "hidden_size") // heads
+    return heads, integer_at(config, "num_key_value_heads") or heads, head_dim
 
 
 def experts_of(config: Config) -> tuple[int, int]:
@@ -320,7 +324,7 @@ def _states(config: Config) -> str:
     return next((name for key, name in STATE_KEYS.items() if config.get(key)), "")
 
 
-def _modules(config: Config, head_dim: int) -> Iterator[Module]:
+def _modules(config: Config) -> Iterator[Module]:
     """The weights of a model of a known type."""
     hidden = integer_at(config, "hidden_size")
     vocabulary = integer_at(config, "vocab_size")
@@ -333,7 +337,7 @@ def _modules(config: Config, head_dim: int) -> Iterator[Module]:
         if special_of(config).latent:
             yield from _latent_attention(config, f"{place}.self_attn")
         else:
-            yield from _attention(config, f"{place}.self_attn", head_dim)
+            yield from _attention(config, f"{place}.self_attn")
         if _has_experts(config, layer):
             yield from _expert_layer(config, f"{place}.mlp")
         else:
@@ -343,11 +347,10 @@ def _modules(config: Config, head_dim: int) -> Iterator[Module]:
     yield Module("model.norm", hidden, quantizable=False, replicated=True)
 
 
-def _attention(config: Config, place: str, head_dim: int) -> Iterator[Module]:
+def _attention(config: Config, place: str) -> Iterator[Module]:
     hidden = integer_at(config, "hidden_size")
     kind = config.get("model_type")
-    heads = integer_at(config, "num_attention_heads")
-    kv_heads = integer_at(config, "num_key_value_heads") or heads
+    heads, kv_heads, head_dim = heads_of(config)
     width = heads * head_dim
     kv_width = kv_heads * head_dim
     yield Module(f"{place}.q_proj", hidden * width)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from toolkit.sim.api import SimResult
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
-    from toolkit.tuning.tune import Inputs
+    from toolkit.tuning.inputs import Inputs
 
 MODEL: Literal["model"] = "model"
 INSTALLED: Literal["installed"] = "installed"

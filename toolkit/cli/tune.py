@@ -70,7 +70,7 @@ from toolkit.units import counted
 
 if TYPE_CHECKING:
     from toolkit.tuning.executor import EvaluationStore, Runner
-    from toolkit.tuning.tune import Inputs
+    from toolkit.tuning.inputs import Inputs
     from toolkit.tuning.workload import Workload
 
 AUTO = "auto"
@@ -248,7 +248,7 @@ def command(args: TuneOptions) -> None:
 
         tune_live(args)
         return
-    from toolkit.tuning.tune import settings_of
+    from toolkit.tuning.inputs import settings_of
     from toolkit.tuning.workload import make_workload
 
     refuse_other_schedulers("--confirm", args.confirm, (INSTALLED,), args.vllm_python)
@@ -493,7 +493,7 @@ class Searches:
         return tune_to_size
 
     def _inputs(self, machine: Arrangement) -> Inputs:
-        from toolkit.tuning.tune import Inputs
+        from toolkit.tuning.inputs import Inputs
 
         others = tuple(self.opened.others)
         beside = self.opened.file or self.opened.inputs.get("fit")

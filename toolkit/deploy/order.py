@@ -145,6 +145,11 @@ def explain_value(key: str, sourced: Sourced[T], form: str = "{}") -> ExplainedV
     return ExplainedValue(key, text, sourced.source)
 
 
+def _given(value: str) -> list[str]:
+    """The value of an option, if it has one."""
+    return [value] if value else []
+
+
 @dataclass(slots=True, frozen=True)
 class Options:
     """Options of the command line. Values that no cluster takes raise `InputError`.
@@ -196,40 +201,35 @@ class Options:
     replica_python: str = "/opt/vllm/bin/python"
 
     def __post_init__(self) -> None:
-        names = {"--namespace": self.namespace, "--model-claim": self.model_claim or "none"}
-        for option, name in names.items():
-            if not re.fullmatch(DNS_LABEL, name):
-                problem = f"{option} {name!r}: not a name that Kubernetes takes"
-                raise InputError(problem, f"names match {DNS_LABEL}")
-        named = [
-            ("--storage-class", self.storage_class),
-            ("--priority-class", self.priority_class),
-            ("--runtime-class", self.runtime_class),
-            ("--hostname", self.hostname),
-            *(("--image-pull-secret", name or "?") for name in self.image_pull_secrets),
+        name = "not a name that Kubernetes takes"
+        label = name, f"names match {DNS_LABEL}"
+        dotted = name, "lower-case letters, digits, '-' and '.'"
+        route = "not NAMESPACE/NAME", "`kubectl get gateways -A` lists them"
+        path = "not a plain absolute path", "like /etc/llmctl; letters, digits, '.', '_' and '-'"
+        release = "not the name of a release", f"`helm list -A` shows it; names match {DNS_LABEL}"
+        product = "not the value of a label", "like NVIDIA-H200; no spaces, 63 characters"
+        url = "not a plain URL", "like http://prometheus.monitoring.svc:9090"
+        # Each value that was given, its pattern, what else it is, and a hint.
+        checks = [
+            ("--namespace", [self.namespace], DNS_LABEL, label),
+            ("--model-claim", _given(self.model_claim), DNS_LABEL, label),
+            ("--storage-class", _given(self.storage_class), DNS_NAME, dotted),
+            ("--priority-class", _given(self.priority_class), DNS_NAME, dotted),
+            ("--runtime-class", _given(self.runtime_class), DNS_NAME, dotted),
+            ("--hostname", _given(self.hostname), DNS_NAME, dotted),
+            ("--image-pull-secret", self.image_pull_secrets, DNS_NAME, dotted),
+            ("--gateway", _given(self.gateway), rf"{DNS_LABEL}/{DNS_NAME}", route),
+            ("--prefix", _given(self.prefix), r"(/[A-Za-z0-9._-]+)+", path),
+            ("--prometheus-release", _given(self.prometheus_release), DNS_LABEL, release),
+            ("--gpu-product", self.gpu_products, VALUE_PATTERN, product),
+            ("--prometheus", [self.prometheus], r"https?://[A-Za-z0-9._:/-]+", url),
         ]
-        for option, name in named:
-            if name and not re.fullmatch(DNS_NAME, name):
-                problem = f"{option} {name!r}: not a name that Kubernetes takes"
-                raise InputError(problem, "lower-case letters, digits, '-' and '.'")
-        if self.gateway and not re.fullmatch(rf"{DNS_LABEL}/{DNS_NAME}", self.gateway):
-            problem = f"--gateway {self.gateway!r}: not NAMESPACE/NAME"
-            raise InputError(problem, "`kubectl get gateways -A` lists them")
+        for option, values, pattern, (problem, hint) in checks:
+            for value in values:
+                if not re.fullmatch(pattern, value):
+                    raise InputError(f"{option} {value!r}: {problem}", hint)
         if self.hostname and not self.gateway:
             raise InputError("--hostname needs --gateway", "add --gateway NAMESPACE/NAME")
-        if self.prefix and not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
-            problem = f"--prefix {self.prefix!r}: not a plain absolute path"
-            raise InputError(problem, "like /etc/llmctl; letters, digits, '.', '_' and '-'")
-        if not re.fullmatch(rf"({DNS_LABEL})?", self.prometheus_release):
-            problem = f"--prometheus-release {self.prometheus_release!r}: not the name of a release"
-            raise InputError(problem, f"`helm list -A` shows it; names match {DNS_LABEL}")
-        for product in self.gpu_products:
-            if not re.fullmatch(VALUE_PATTERN, product):
-                problem = f"--gpu-product {product!r}: not the value of a label"
-                raise InputError(problem, "like NVIDIA-H200; no spaces, 63 characters")
-        if not re.fullmatch(r"https?://[A-Za-z0-9._:/-]+", self.prometheus):
-            problem = f"--prometheus {self.prometheus!r}: not a plain URL"
-            raise InputError(problem, "like http://prometheus.monitoring.svc:9090")
 
 
 @dataclass(slots=True, frozen=True)
@@ -288,7 +288,7 @@ class Order:
 
     def fill(self, template: str, /, **values: object) -> str:
         """Fill a template with these values, and with the stamp as its `comment`."""
-        return fill(template, comment=self.comment(), **values)
+        return _templates().get_template(f"{template}.j2").render(comment=self.comment(), **values)
 
 
 def proxy_file(order: Order) -> dict[str, str]:
@@ -359,17 +359,10 @@ def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-def fill(name: str, /, **values: object) -> str:
-    """Fill the template `name` with these values. `InputError` for an unknown template."""
-    if not re.fullmatch(NAME_PATTERN, name) or not (shipped_templates() / f"{name}.j2").is_file():
-        raise InputError(f"{name!r} is not the name of a template", f"names match {NAME_PATTERN}")
-    return _templates(shipped_templates()).get_template(f"{name}.j2").render(**values)
-
-
 @cache  # a command fills several templates
-def _templates(folder: Path) -> jinja2.Environment:
+def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(shipped_templates()),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # nothing here is HTML; every value has its own filter
         trim_blocks=True,

@@ -350,8 +350,7 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
     # A further kind's flags that the search varied, unless they are kept as its recipe has them.
     of_kinds: dict[str, dict[str, str]] = {}
     for kind in outcome.kind_parameters:
-        tried = _values_of([trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials])
-        varied = [name for name, values in tried.items() if len(values) > 1]
+        varied = _varied([trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials])
         of_kinds[kind] = {} if tuning.keep_defaults else dict.fromkeys(varied, source)
     return Choice(
         outcome.policy,
@@ -376,27 +375,27 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
     are kept, none comes from the search.
     """
     outcome = tuning.recommended
-    known = defaults(KNOWN[tuning.recommended.policy])
+    known = defaults(KNOWN[outcome.policy])
     own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
     start = known | own
     same = [trial.outcome for trial in tuning.trials if trial.outcome.policy == outcome.policy]
-    tried = _values_of([one.parameters for one in same])
+    varied = _varied([one.parameters for one in same])
     sources = {}
     for name, value in outcome.parameters.items():
-        varied = len(tried.get(name, ())) > 1
-        if value != start.get(name) or (varied and not tuning.keep_defaults):
+        searched = name in varied and not tuning.keep_defaults
+        if searched or value != start.get(name):
             sources[name] = source
         elif name in own:
             sources[name] = origin
     return sources
 
 
-def _values_of(settings: Sequence[Mapping[str, ParameterValue]]) -> dict[str, set[object]]:
-    """The values that each parameter has."""
+def _varied(settings: Sequence[Mapping[str, ParameterValue]]) -> set[str]:
+    """The parameters with more than one value."""
     values: dict[str, set[object]] = {}
     for name, value in (item for one in settings for item in one.items()):
         values.setdefault(name, set()).add(value)
-    return values
+    return {name for name, found in values.items() if len(found) > 1}
 
 
 def _trial(tuning: Tuning, outcome: Outcome) -> str:

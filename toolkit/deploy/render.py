@@ -20,7 +20,7 @@ from typing import Literal
 
 import toolkit
 from toolkit.deploy.monitoring import Names, RulesFile, dashboard, job, replica_rules, rules, series
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, fill, inside
+from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, inside
 from toolkit.deploy.plan import LIMITS
 from toolkit.deploy.reckon import waiting_threshold
 from toolkit.deploy.replicas import KindReplicas, Replication
@@ -222,7 +222,7 @@ def _explanation(target: str, order: Order, explained: Sequence[ExplainedValue],
         for key, one in plan.explained.items()
         if not key.startswith(PREDICTED)
     ]
-    return fill(
+    return order.fill(
         "explain.md",
         title=plan.recipe.name,
         version=toolkit.__version__,

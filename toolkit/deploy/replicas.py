@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -243,12 +243,12 @@ class KindReplicas:
 
     def explained_first(self) -> list[ExplainedValue]:
         """The first lines of EXPLAIN.md that all targets have."""
-        return self.about([
+        return [
             explain_value("replicas", self.count),
             explain_value("GPUs of a replica", self.gpus),
             explain_value("replica: drain", self.drain, SECONDS),
             explain_value("replica: load", self.startup, SECONDS),
-        ])  # fmt: skip
+        ]
 
     def explained_flags(self) -> list[ExplainedValue]:
         """The lines about a replica's own flags, where its command is written out."""
@@ -257,7 +257,7 @@ class KindReplicas:
             name = flag[0] if flag[0].startswith("-") else "flags"
             values = flag[1:] if flag[0].startswith("-") else flag
             lines.append(ExplainedValue(f"replica {name}", " ".join(values) or "given", source))
-        return self.about([*lines, explain_value("replica: image", self.image)])
+        return [*lines, explain_value("replica: image", self.image)]
 
 
 @dataclass(frozen=True)
@@ -350,9 +350,15 @@ class Replication:
         return Sourced(f"{planned.name} {given}".rstrip(), source)
 
     def front(self, plan: str, where: Sequence[str], host: str, port: int, *more: str) -> list[str]:
-        """The words after `llmctl` that start the front; `where` is by `at` or `discovered`."""
+        """The words after `llmctl` that start the front; `where` is by `each`."""
         words = ["serve", plan, *where, "--host", host, "--port", str(port), *more]
         return [*words, "--shutdown-timeout", str(self.drain.value), *self.order.allowances]
+
+    def of_kinds(
+        self, lines: Callable[[KindReplicas], Sequence[ExplainedValue]]
+    ) -> list[ExplainedValue]:
+        """The lines of EXPLAIN.md about each kind, which name it in a fleet."""
+        return [line for kind in self.kinds for line in kind.about(lines(kind))]
 
     def explained(self) -> list[ExplainedValue]:
         """The lines of EXPLAIN.md that all targets have."""
@@ -360,14 +366,12 @@ class Replication:
         first = f"{longest}; it ends first, so its requests still have their replicas"
         keys = "replicas ask for no key: only the front and Prometheus reach them"
         return [
-            *(line for kind in self.kinds for line in kind.explained_first()),
+            *self.of_kinds(KindReplicas.explained_first),
             ExplainedValue("front: drain", f"{self.drain.value} s", first),
             explain_value("front: router", self.router),
             ExplainedValue("keys", "the front's", keys),
-            *(
-                line
-                for kind in self.kinds
-                for line in kind.about([explain_value("alert LlmctlReplicaQueue", kind.threshold)])
+            *self.of_kinds(
+                lambda kind: [explain_value("alert LlmctlReplicaQueue", kind.threshold)]
             ),
         ]
 
@@ -378,15 +382,11 @@ class Replication:
         )
         scraped = "the front's page for Prometheus' job of the replicas: their ports change"
         return [
-            *(line for kind in self.kinds for line in kind.explained_first()),
+            *self.of_kinds(KindReplicas.explained_first),
             explain_value("front: router", self.router),
             ExplainedValue("replicas: key", "random", key),
             ExplainedValue("replicas: metrics", "/replicas/metrics", scraped),
         ]
-
-    def explained_flags(self) -> list[ExplainedValue]:
-        """The lines about the replicas' own flags, where their commands are written out."""
-        return [line for kind in self.kinds for line in kind.explained_flags()]
 
 
 def _shares(first: int, count: int, size: int) -> list[str]:
@@ -395,11 +395,8 @@ def _shares(first: int, count: int, size: int) -> list[str]:
     return [",".join(map(str, range(start, start + size))) for start in starts]
 
 
-def at(urls: Sequence[str]) -> list[str]:
-    """The options of a front that name its replicas one by one."""
-    return [word for url in urls for word in ("--replica", url)]
-
-
-def discovered(sources: Sequence[str]) -> list[str]:
-    """The options of a front that finds its replicas, such as `dns://NAME:PORT`."""
-    return [word for source in sources for word in ("--replicas", source)]
+def each(option: str, values: Sequence[str]) -> list[str]:
+    """The option once for each value: `--replica URL` names one, `--replicas k8s://...` where the
+    front finds them.
+    """
+    return [word for value in values for word in (option, value)]

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from toolkit.files.recipe import RouterSpec
+from toolkit.files.strict import Strict
 from toolkit.files.tuning import Cost, ParameterValue, Scaling
 
 
-class Requests(BaseModel):
+class Requests(Strict):
     """The requests that the figures are about."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str = Field(description="the trace's file")
     requests: int = Field(description="how many")
@@ -27,10 +26,8 @@ class Requests(BaseModel):
     )
 
 
-class CapacityPoint(BaseModel):
+class CapacityPoint(Strict):
     """One load that was simulated."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     load: float = Field(description="requests per second, or requests at once")
     kept: bool = Field(description="whether every limit is kept")
@@ -39,20 +36,16 @@ class CapacityPoint(BaseModel):
     usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
 
 
-class Needed(BaseModel):
+class Needed(Strict):
     """The fewest workers that keep all limits at the wanted rate."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     workers: int = Field(description="one less breaks a limit")
     gpus: int = Field(description="of all workers")
     usd_per_hour: float | None = Field(description="of all workers; null without a price")
 
 
-class CapacityOf(BaseModel):
+class CapacityOf(Strict):
     """The capacity of a recipe's settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     recipe: str = Field(description="its name")
     settings: str = Field(description="'defaults', 'tuned', 'policy NAME' or 'router NAME'")
@@ -85,10 +78,8 @@ class CapacityOf(BaseModel):
         return f"{self.recipe}, {self.settings}"
 
 
-class Capacities(BaseModel):
+class Capacities(Strict):
     """`capacity --json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[1] = 1
     trace: Requests = Field(description="which requests were simulated, for the first recipe")

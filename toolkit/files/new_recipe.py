@@ -16,7 +16,14 @@ import yaml
 from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import of_config, refuse
 from toolkit.catalogue.gpus import Gpu
-from toolkit.catalogue.models import DTYPE_BYTES, FULL, ModelFacts, facts_of, not_computed
+from toolkit.catalogue.models import (
+    DTYPE_BYTES,
+    FULL,
+    ModelFacts,
+    facts_of,
+    integer_at,
+    not_computed,
+)
 from toolkit.catalogue.quantization import ONLINE, Config
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
@@ -170,16 +177,8 @@ def parallel_problem(facts: ModelFacts, gpus: int) -> str:
 
 def _inner(facts: ModelFacts) -> int:
     """The inner size that tensor parallelism divides: of an expert, or of a dense layer."""
-    experts = [one for one in facts.modules if one.name.endswith(".experts")]
-    if experts:
-        hidden = _hidden(facts)
-        return experts[0].parameters // (3 * hidden * facts.experts)
-    dense = next(one for one in facts.modules if one.name.endswith(".down_proj"))
-    return dense.parameters // _hidden(facts)
-
-
-def _hidden(facts: ModelFacts) -> int:
-    return facts.modules[0].parameters // facts.vocab_size
+    of_expert = integer_at(facts.config, "moe_intermediate_size") if facts.experts else 0
+    return of_expert or integer_at(facts.config, "intermediate_size")
 
 
 def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> GroupMemory:

@@ -22,6 +22,21 @@ from toolkit.files.strict import Envelope, Strict, optional
 MEASURED_SECTIONS = ("model", "hardware", "engine", "workers", "profile")
 REMEDY = "profile and fit it here, or go on with --force: times and memory may then be wrong"
 
+PointKind = Literal[  # of a point of the grid
+    "prefill",
+    "decode",
+    "mix",
+    "traffic",
+    "hit",
+    "lone",
+    "burst",
+    "load",
+    "join",
+    "leave",
+    "grow",
+    "swap_out",
+    "swap_in",
+]
 Identity = Mapping[str, str]  # property to value; an absent property is not known
 OnForeign = Callable[[str], None]
 
@@ -208,24 +223,7 @@ class HitPoint(Strict):
 class FailedPoint(Strict):
     """A point that could not be measured, and why."""
 
-    kind: Literal[
-        "prefill",
-        "decode",
-        "mix",
-        "traffic",
-        "hit",
-        "lone",
-        "burst",
-        "load",
-        "slice",
-        "memory",
-        "rounds",
-        "join",
-        "leave",
-        "grow",
-        "swap_out",
-        "swap_in",
-    ]
+    kind: Literal[PointKind, "slice", "memory", "rounds"]
     batch_size: int
     length: int
     reason: str

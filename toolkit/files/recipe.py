@@ -214,9 +214,9 @@ class ModelSpec(Strict):
         "parameters * bytes per value; lets `doctor` reckon the memory before anything is loaded"
     )
 
-    def size(self, key: str, default: int | None = None) -> int | None:
+    def size(self, key: str) -> int | None:
         """The integer `key` of the config; None where it is another value."""
-        value = self.config.get(key, default)
+        value = self.config.get(key)
         return value if isinstance(value, int) else None
 
     @property

@@ -26,6 +26,7 @@ from toolkit.files.profile import (
     FailedPoint,
     HitPoint,
     MemoryPoint,
+    PointKind,
     Profile,
     SlicePoint,
     StepPoint,
@@ -35,7 +36,6 @@ from toolkit.interrupts import cancelling
 from toolkit.profiling import overlapping
 from toolkit.profiling.grid import (
     GridPoint,
-    Kind,
     SliceShape,
     grid,
     hit_points,
@@ -113,7 +113,7 @@ def estimate_s(
     """The approximate time of the work, in seconds, from up to four quick timings: the smallest and
     the largest point of each kind.
     """
-    kinds: tuple[Kind, ...] = ("prefill", "decode")
+    kinds: tuple[PointKind, ...] = ("prefill", "decode")
     prefill_s, decode_s = (
         _line_through([point for point in points if point.kind == kind], bench) for kind in kinds
     )

@@ -16,18 +16,16 @@ from dataclasses import dataclass, field, replace
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import LimitsBrokenError
-from toolkit.files.fit import Fit
-from toolkit.files.plan import Kind
-from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Alternatives, Outcome, Sibling, Sizing, SizingRow, share_used
 from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sim.api import usual_policies
-from toolkit.sim.world import World, world_of
-from toolkit.tuning.capacity import Capacity, rate_capacity, rough_rate_rps
+from toolkit.sim.world import world_of
+from toolkit.tuning.capacity import rough_rate_rps
 from toolkit.tuning.evaluate import ATTAINMENT, Evaluation, EvaluationSetup, Task
-from toolkit.tuning.executor import Evaluate
+from toolkit.tuning.executor import Evaluate, keeps_limits
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.judge import NOTABLE_GAIN
-from toolkit.tuning.workload import Workload, whole_setup
+from toolkit.tuning.workload import whole_setup
 
 WORKERS_MAX = 256  # the greatest number of workers that is tried
 RECIPE = "recipe"  # the name of the recipe's own settings
@@ -129,40 +127,14 @@ def nothing_suffices(sizes: WorkerCounts, siblings: Sequence[Sibling] = ()) -> L
     )
 
 
-@dataclass(slots=True, frozen=True)
-class AlternativeRuns:
-    """The recipe's own machine and trace, and how to simulate alternatives to it."""
-
-    recipe: Recipe
-    world: World
-    workload: Workload
-    evaluate: Evaluate
-
-    def setup(
-        self, policy: str, world: World | None = None, label: str = "whole trace"
-    ) -> EvaluationSetup:
-        """Where a policy is judged: the whole trace on the recipe's machine, or on another."""
-        world = world or self.world
-        label += f", {world.size} workers"
-        return whole_setup(world, self.workload.trace, self.recipe, policy, label)
-
-    def keeps(self, setup: EvaluationSetup, outcome: Outcome) -> bool:
-        """Whether the policy and parameters of `outcome` keep every limit on `setup`."""
-        [done] = self.evaluate([Task.of(setup, outcome)])
-        return done.feasible(setup.limits)
-
-    def fewest_workers(self, setup: EvaluationSetup, outcome: Outcome) -> int | None:
-        """The fewest workers found with which `outcome` keeps every limit on `setup`, or None."""
-        return fewest(lambda count: self.keeps(at_size(setup, count), outcome))
-
-    def capacity(self, outcome: Outcome) -> Capacity | None:
-        """The highest rate at which `outcome` keeps every limit; None where no rate was found."""
-        return rate_capacity(self.setup(outcome.policy), outcome, self.evaluate)
+def fewest_workers(evaluate: Evaluate, setup: EvaluationSetup, outcome: Outcome) -> int | None:
+    """The fewest workers found with which `outcome` keeps every limit on `setup`, or None."""
+    return fewest(lambda count: keeps_limits(evaluate, at_size(setup, count), outcome))
 
 
 def alternatives(
-    runs: AlternativeRuns,
-    fit: Fit,
+    inputs: Inputs,
+    evaluate: Evaluate,
     chosen: Evaluation,
     searched: Sequence[Evaluation],
     siblings: Sequence[Sibling],
@@ -173,8 +145,8 @@ def alternatives(
         searched: the best evaluation of each searched policy on the whole trace.
         siblings: as `try_siblings` found them.
     """
-    engine = runs.recipe.engine.name
-    setup = runs.setup(chosen.outcome.policy)
+    engine = inputs.recipe.engine.name
+    setup = inputs.whole(chosen.outcome.policy)
     limits = setup.limits
     feasible = chosen.feasible(limits)
     policies: list[Outcome] = []
@@ -183,16 +155,16 @@ def alternatives(
         known = {best.outcome.policy for best in searched}
         routed = chosen.outcome.replica_router is not None
         tasks = [
-            Task(runs.setup(name), name)
-            for name in usual_policies(fit)
+            Task(inputs.whole(name), name)
+            for name in usual_policies(inputs.fit)
             if name not in known and refusal(name, [engine]) is None and not routed
         ]
-        done = runs.evaluate(tasks)
+        done = evaluate(tasks)
         policies = [candidate.outcome for candidate in done if candidate.feasible(limits)]
         sibling_keeps = any(sibling.feasible for sibling in siblings)
         several = not traits_of(engine).server or chosen.outcome.policy in BUILT_IN
         if several and not policies and not sibling_keeps:
-            workers = runs.fewest_workers(setup, chosen.outcome)
+            workers = fewest_workers(evaluate, setup, chosen.outcome)
     # The best searched policy is worth naming where the engine cannot run it and it is better.
     best = max(searched, key=lambda candidate: candidate.rank(limits))
     better = best.goodput_rps > NOTABLE_GAIN * chosen.goodput_rps
@@ -207,34 +179,34 @@ def alternatives(
     )
 
 
-def try_siblings(
-    runs: AlternativeRuns, siblings: Sequence[Kind], *, sized: bool = False
-) -> list[Sibling]:
+def try_siblings(inputs: Inputs, evaluate: Evaluate, *, sized: bool = False) -> list[Sibling]:
     """Simulate each sibling with its own policy, on the same trace and as many workers; if
     `sized`, on the fewest workers that keep all limits, where any number does.
     """
     found = []
-    for kind in siblings:
+    recipe = inputs.recipe
+    own_world = inputs.world
+    for kind in inputs.siblings:
         spec = kind.recipe
-        recipe = runs.recipe
         # replicas stand beside replicas; a single server stands beside several workers
         server, own = (traits_of(each.engine.name).server for each in (spec, recipe))
-        workers = 1 if server and not own else runs.world.size
+        workers = 1 if server and not own else own_world.size
         as_many = kind.model_copy(update={"workers": workers})
         limit = recipe.serve.max_new_tokens
         seed = recipe.tune.seed
         world = world_of([as_many], max_new_tokens=limit, seed=seed)
-        world = replace(world, concurrency=runs.world.concurrency)
+        world = replace(world, concurrency=own_world.concurrency)
         outcome = Outcome(policy=spec.policy.name, parameters=spec.policy.parameters, metrics={})
-        setup = runs.setup(outcome.policy, world, f"whole trace, {spec.name}")
+        label = f"whole trace, {spec.name}, {world.size} workers"
+        setup = whole_setup(world, inputs.workload.trace, recipe, outcome.policy, label)
         if sized and (not server or outcome.policy in BUILT_IN):
-            setup = at_size(setup, runs.fewest_workers(setup, outcome) or workers)
+            setup = at_size(setup, fewest_workers(evaluate, setup, outcome) or workers)
             world = setup.world
         price = spec.hardware.usd_per_hour or recipe.hardware.usd_per_hour
-        [done] = runs.evaluate([Task.of(setup, outcome)])
+        [done] = evaluate([Task.of(setup, outcome)])
         up_to_rps = None
         if not world.concurrency:
-            up_to_rps = rough_rate_rps(setup, done.outcome, runs.evaluate)
+            up_to_rps = rough_rate_rps(setup, done.outcome, evaluate)
         found.append(
             Sibling(
                 recipe=spec.name,

@@ -22,7 +22,6 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.files.tuning import Outcome
 from toolkit.routing.admission import UNLIMITED
-from toolkit.traces.types import Trace
 from toolkit.traces.windows import MAX_RATE_RPS, mean_rate
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import Evaluate
@@ -275,11 +274,8 @@ def rate_capacity(
     The only window of `setup` is the trace to be judged. `tried` gets every rate that was tried.
     Raises `InputError` where the trace has no rate.
     """
-    [trace] = setup.windows
-    check_rate(trace)
-    most = most_rate_rps(setup)
+    search = _rate_search(setup, outcome, evaluate, TOLERANCE)
     backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
-    search = LoadSearch(lambda rate_rps: at_rate(setup, rate_rps), outcome, evaluate, most)
     found = search.found(backlog_rps) if backlog_rps else None
     if tried is not None:
         tried += search.points.values()
@@ -288,23 +284,24 @@ def rate_capacity(
 
 def rough_rate_rps(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float | None:
     """A rate near the capacity, to `ROUGHLY`, by fewer simulations; None where none was found."""
-    [trace] = setup.windows
-    check_rate(trace)
+    search = _rate_search(setup, outcome, evaluate, ROUGHLY)
     backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
-    search = LoadSearch(
-        lambda rate_rps: at_rate(setup, rate_rps),
-        outcome,
-        evaluate,
-        most_rate_rps(setup),
-        tolerance=ROUGHLY,
-    )
     return search.rough(backlog_rps) if backlog_rps else None
 
 
-def check_rate(trace: Trace) -> None:
-    """`InputError` where the arrivals of `trace` have no rate that could be changed."""
+def _rate_search(
+    setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate, tolerance: float
+) -> LoadSearch:
+    """A search among rates. `InputError` where the trace has no rate that could be changed."""
+    [trace] = setup.windows
     if mean_rate(trace) == 0.0:
         raise InputError(
             f"{trace.source}: its requests arrive at once, so there is no rate to change",
             "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
         )
+    most_rps = most_rate_rps(setup)
+
+    def at(rate_rps: float) -> EvaluationSetup:
+        return at_rate(setup, rate_rps)
+
+    return LoadSearch(at, outcome, evaluate, most_rps, tolerance=tolerance)

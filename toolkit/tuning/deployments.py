@@ -16,15 +16,15 @@ from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
 from toolkit.routing.routers import ROUTERS, router_of
-from toolkit.sched.policies import BUILT_IN, make_any, refuse_unservable
+from toolkit.sched.policies import BUILT_IN, make_any, refusal, refuse_unservable
 from toolkit.sim.api import usual_policies
 from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_rate
 from toolkit.tuning.alternatives import WORKERS_MAX
 from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
-from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
-from toolkit.tuning.executor import Evaluate
+from toolkit.tuning.evaluate import EvaluationSetup, make_world
+from toolkit.tuning.executor import Evaluate, keeps_limits
 from toolkit.tuning.workload import check_length, own_settings, whole_setup
 
 ALL = "all"
@@ -98,10 +98,9 @@ def deployments_of(
 ) -> list[Deployment]:
     """The recipe's own settings, then the tuned ones, then policies and routers by name.
 
-    "all" stands for all that the engine can run, and for all routers. All have the
-    `conditions` of one machine. Raises `InputError` for a
-    policy or router that does not exist, a policy that the engine cannot run, and routers where
-    there is one worker.
+    "all" stands for all that the engine can run, and for all routers. All have the `conditions` of
+    one machine. Raises `InputError` for a policy or router that does not exist, a policy that the
+    engine cannot run, and routers where there is one worker.
     """
     own = own_settings(recipe)
     found = [Deployment(recipe, fit, "defaults", own).with_workers(recipe.workers)]
@@ -128,18 +127,10 @@ def _unrouted(recipe: Recipe) -> Recipe:
 def _policies(recipe: Recipe, fit: Fit, named: Sequence[str]) -> list[str]:
     engine = recipe.engine.name
     if ALL in named:
-        return [name for name in usual_policies(fit) if _can_run(name, engine)]
+        return [name for name in usual_policies(fit) if refusal(name, [engine]) is None]
     for name in named:
         refuse_unservable(make_any(name, {}), engine)
     return list(named)
-
-
-def _can_run(policy: str, engine: str) -> bool:
-    try:
-        refuse_unservable(make_any(policy, {}), engine)
-    except InputError:
-        return False
-    return True
 
 
 def _routers(recipe: Recipe, named: Sequence[str]) -> list[str]:
@@ -205,22 +196,16 @@ def fewest_workers(
     """
     scaled = scale_rate(trace, rate_rps)
     check_length(scaled, deployment.recipe)
-    server = traits_of(deployment.recipe.engine.name).server
-    if server and deployment.outcome.policy not in BUILT_IN:
-        single = deployment.with_workers(1)
-        return single if _keeps(single, scaled, evaluate) else None
 
     def keeps(count: int) -> bool:
-        return _keeps(deployment.with_workers(count), scaled, evaluate)
+        sized = deployment.with_workers(count)
+        return keeps_limits(evaluate, sized.setup(scaled), sized.outcome)
 
+    server = traits_of(deployment.recipe.engine.name).server
+    if server and deployment.outcome.policy not in BUILT_IN:
+        return deployment.with_workers(1) if keeps(1) else None
     count = _fewest_from(keeps, max(round(guess), 1))
     return None if count is None else deployment.with_workers(count)
-
-
-def _keeps(deployment: Deployment, trace: Trace, evaluate: Evaluate) -> bool:
-    setup = deployment.setup(trace)
-    [done] = evaluate([Task.of(setup, deployment.outcome)])
-    return done.feasible(setup.limits)
 
 
 def _fewest_from(keeps: Callable[[int], bool], guess: int) -> int | None:

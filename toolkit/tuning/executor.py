@@ -31,7 +31,7 @@ from pydantic import Field, TypeAdapter
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.tuning import Outcome
 from toolkit.interrupts import held
-from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
+from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, SimulatedWindow, Task
 
 ENDING = {signal.SIGINT, signal.SIGTERM}  # signals that end a child process
 POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
@@ -60,6 +60,12 @@ def collect(
         found[index] = evaluation
         tick()
     return [found[index] for index in range(len(tasks))]
+
+
+def keeps_limits(evaluate: Evaluate, setup: EvaluationSetup, outcome: Outcome) -> bool:
+    """Whether the settings of `outcome` keep every limit on `setup`."""
+    [done] = evaluate([Task.of(setup, outcome)])
+    return done.feasible(setup.limits)
 
 
 class InProcessRunner:

@@ -36,8 +36,9 @@ from toolkit.traces.types import Trace
 from toolkit.tuning.alternatives import RECIPE, WORKERS_MAX, fewest, sizing_row
 from toolkit.tuning.evaluate import EvaluationSetup, Task
 from toolkit.tuning.executor import Evaluate, Runner, collect
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.search import Found, Progress
-from toolkit.tuning.tune import Inputs, best_trial, reported, search_of, settings_name
+from toolkit.tuning.tune import best_trial, reported, search_of, settings_name
 
 ALL_AT_MOST = 64  # counts that are all tried where none of the first ones keeps
 COUNTED_AT_MOST = 20_000  # counts, for the estimate
@@ -152,7 +153,7 @@ class FleetCounts:
     def judged(self, name: str, outcome: Outcome) -> JudgedSettings:
         """Settings that can be judged."""
         flags = VllmPolicy(**VllmPolicy.within(outcome.parameters))  # type: ignore[arg-type]
-        setup = self._setup(self.inputs)
+        setup = self.inputs.whole(VllmPolicy.name)
         setup = replace(setup, world=reflagged(setup.world, outcome.kind_parameters))
         return JudgedSettings(name, outcome, LeastWork(setup, flags))
 
@@ -160,7 +161,8 @@ class FleetCounts:
         """Whether the settings keep every limit with these counts, by simulation."""
         key = settings.name, counts
         if key not in self.rows:
-            task = Task.of(self._setup(at_counts(self.inputs, counts)), settings.outcome)
+            setup = at_counts(self.inputs, counts).whole(VllmPolicy.name)
+            task = Task.of(setup, settings.outcome)
             self.rows[key] = sizing_row(self.evaluate, settings.name, task, counts)
         return self.rows[key].feasible
 
@@ -199,9 +201,6 @@ class FleetCounts:
             if ray and (place := fewest(lambda n: self.keeps(settings, ray[n - 1]))):  # noqa: B023
                 best = ray[place - 1]
         return best
-
-    def _setup(self, inputs: Inputs) -> EvaluationSetup:
-        return inputs.whole(VllmPolicy.name)
 
 
 def at_counts(inputs: Inputs, counts: Counts) -> Inputs:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, Task
-from toolkit.tuning.executor import Runner, collect
-from toolkit.tuning.search import BATCH, Found, Progress, SearchSettings, search_again
+from toolkit.tuning.executor import Evaluate
+from toolkit.tuning.search import BATCH, Found, SearchSettings, search_again
 
 NOTABLE_GAIN = 1.01  # ratio of goodput or of latency above which other settings are worth naming
 NO_LOSS = 0.999  # ratio of goodput: less is a loss
@@ -38,7 +38,7 @@ class JudgedCandidates:
 
 
 def judge_candidates(
-    found: Found, settings: SearchSettings, judge: Judge, runner: Runner, progress: Progress
+    found: Found, settings: SearchSettings, judge: Judge, evaluate: Evaluate
 ) -> JudgedCandidates:
     """Judge the recipe's settings and the best trial of each space; where none of those that the
     engine can run keeps the limits, further candidates too.
@@ -49,7 +49,7 @@ def judge_candidates(
     start = own.task(found.setup, {})
     tasks = [start, *(Task.of(found.setup, trial.outcome) for trial in trials.values())]
     limits = judge(start).setup.limits
-    default, *done = _judged(tasks, judge, runner, progress)
+    default, *done = evaluate(list(map(judge, tasks)))
     result = JudgedCandidates(limits, default, dict(zip(trials, done, strict=True)))
     served = [key for key in trials if key in settings.served] or list(trials)
 
@@ -63,22 +63,16 @@ def judge_candidates(
     numbers = {found.evaluations.index(trials[key]): result.of_space[key] for key in served}
     others = _next_trials(found, served, set(numbers))
     tasks = [Task.of(found.setup, found.evaluations[number].outcome) for number in others]
-    done = _judged(tasks, judge, runner, progress)
+    done = evaluate(list(map(judge, tasks)))
     numbers |= dict(zip(others, done, strict=True))
     _add(result, done)
     for _ in range(AGAIN):
         if not 1.0 < shortfall() <= REACHABLE:
             break
-        done = search_again(found, settings, numbers, judge, runner, progress)
+        done = search_again(found, settings, numbers, judge, evaluate)
         numbers = {}
         _add(result, done)
     return result
-
-
-def _judged(
-    tasks: list[Task], judge: Judge, runner: Runner, progress: Progress
-) -> list[Evaluation]:
-    return collect(runner, [judge(task) for task in tasks], lambda: progress(0.0))
 
 
 def _next_trials(found: Found, served: list[str], judged: set[int]) -> list[int]:

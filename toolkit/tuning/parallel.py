@@ -58,21 +58,15 @@ def on_gpus(recipe: Recipe, size: int, gpus: int) -> Recipe:
         raise InputError(problem, "choose another tensor parallelism") from None
 
 
-def better_of(tunings: Sequence[Tuning]) -> Tuning:
-    """The tuning of the best machine.
-
-    Machines that keep all limits come first; among those that a search sized, the fewest GPUs; then
-    the highest rate at which known settings keep the limits, the goodput, the latency.
+def _rank(tuning: Tuning) -> tuple[bool, int, float, float, float]:
+    """A greater rank is better: all limits kept; of machines that a search sized, the fewest GPUs;
+    then the highest rate at which known settings keep the limits, the goodput, the latency.
     """
-
-    def rank(one: Tuning) -> tuple[bool, int, float, float, float]:
-        metrics = one.recommended.metrics
-        gpus = one.workers * (one.tensor_parallel_size or 1) if one.sizing else 0
-        most_rps = one.capacity and one.capacity.most_rps
-        latency_s = metrics.get("e2e_mean_s", 0.0)
-        return one.keeps_limits, -gpus, most_rps or 0.0, metrics["goodput_rps"], -latency_s
-
-    return max(tunings, key=rank)
+    metrics = tuning.recommended.metrics
+    gpus = tuning.workers * (tuning.tensor_parallel_size or 1) if tuning.sizing else 0
+    most_rps = tuning.capacity and tuning.capacity.most_rps
+    latency_s = metrics.get("e2e_mean_s", 0.0)
+    return tuning.keeps_limits, -gpus, most_rps or 0.0, metrics["goodput_rps"], -latency_s
 
 
 def compared(
@@ -81,11 +75,10 @@ def compared(
     """The best of the tunings, with a row for each machine, and for each size that was not tried,
     with the reason.
     """
-    best = better_of(tunings)
     rows = [_row(machine, tuning) for machine, tuning in zip(machines, tunings, strict=True)]
     rows += [ParallelSize(tensor_parallel_size=size, refused=why) for size, why in refused.items()]
     rows.sort(key=lambda row: row.tensor_parallel_size)
-    return best.model_copy(update={"parallel": rows})
+    return max(tunings, key=_rank).model_copy(update={"parallel": rows})
 
 
 def _row(machine: Arrangement, tuning: Tuning) -> ParallelSize:

@@ -30,7 +30,7 @@ from toolkit.tuning.evaluate import (
     Task,
     make_screen,
 )
-from toolkit.tuning.executor import Runner, collect
+from toolkit.tuning.executor import Evaluate, Runner, collect
 from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps
 
 BATCH = 8  # trials that are suggested at once, and can run in parallel
@@ -193,8 +193,7 @@ def search_again(
     settings: SearchSettings,
     judged: Mapping[int, Evaluation],
     judge: Callable[[Task], Task],
-    runner: Runner,
-    progress: Progress,
+    evaluate: Evaluate,
 ) -> list[Evaluation]:
     """The next batch of TPE's suggestions for policies that the engine can run, on the whole trace.
 
@@ -223,7 +222,7 @@ def search_again(
             study.enqueue_trial({POLICY: best.outcome.key})
         batch.append(study.ask())
     tasks = [judge(_suggest(trial, settings.spaces, found.setup)) for trial in batch]
-    done = collect(runner, tasks, partial(progress, 0.0))
+    done = evaluate(tasks)
     for trial, evaluation in zip(batch, done, strict=True):
         _tell(study, trial, evaluation, found.limits)
     return done

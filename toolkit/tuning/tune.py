@@ -1,14 +1,14 @@
 """From a recipe, a fit and a trace to tuning.json.
 
 `tune` searches on windows of the trace and judges the result on the whole of it. `tune_to_size`
-also looks for the fewest workers. The parts, in order: settings, the two entry points, the report
-with its verdict, and how much the fit's error moves the gain, on windows that were held out.
+also looks for the fewest workers. The parts, in order: the two entry points, the report with its
+verdict, and how much the fit's error moves the gain, on windows that were held out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,8 +20,7 @@ from toolkit.estimators.load import law_of_steps, laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.plan import Kind
-from toolkit.files.profile import Profile
-from toolkit.files.recipe import Recipe, RouterSpec
+from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import (
     BEHIND,
     OOM,
@@ -43,17 +42,13 @@ from toolkit.files.tuning import (
     recipe_limits,
 )
 from toolkit.metrics import MOST_BEHIND_PERCENT
-from toolkit.routing.routers import router_of
 from toolkit.sched.policies import BUILT_IN, engines_for, refusal
-from toolkit.sched.policies.parameters import Value
-from toolkit.sched.policies.vllm import LATER, VllmPolicy
-from toolkit.sim.api import usual_policies
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import World, fleet
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.tuning.alternatives import (
     RATES,
     RECIPE,
-    AlternativeRuns,
     WorkerCounts,
     alternatives,
     answer,
@@ -61,6 +56,7 @@ from toolkit.tuning.alternatives import (
     nothing_suffices,
     try_siblings,
 )
+from toolkit.tuning.capacity import Capacity, rate_capacity
 from toolkit.tuning.costs import cost_of, served_rps
 from toolkit.tuning.drafts import draft_gain
 from toolkit.tuning.evaluate import (
@@ -68,12 +64,10 @@ from toolkit.tuning.evaluate import (
     ATTAINMENT_LOWER,
     CandidateLimits,
     Evaluation,
-    EvaluationSetup,
     Task,
-    all_kinds,
-    make_world,
 )
-from toolkit.tuning.executor import Runner, collect
+from toolkit.tuning.executor import Evaluate, Runner, collect
+from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.judge import NOTABLE_GAIN, JudgedCandidates, is_better, judge_candidates
 from toolkit.tuning.search import (
     LATENCY,
@@ -87,103 +81,13 @@ from toolkit.tuning.search import (
 )
 from toolkit.tuning.spaces import (
     PolicySpace,
-    make_spaces,
-    over_drafts,
-    router_spaces,
     sweeps,
-    with_kinds,
 )
-from toolkit.tuning.workload import Workload, whole_setup
+from toolkit.tuning.workload import Workload
 
 # limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
 PERCENTILES = (5, 50, 95)  # of the draws
-
-
-@dataclass(slots=True, frozen=True)
-class Inputs:
-    """What a tuning starts from, read and checked."""
-
-    recipe: Recipe
-    fit: Fit
-    workload: Workload
-    profile: Profile | None = None  # that the fit was made from, for resampling it
-    others: tuple[Kind, ...] = ()  # of a fleet: its further kinds of workers
-    siblings: tuple[Kind, ...] = ()  # shipped recipes for the same model and GPU, with fits
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """The workers of the recipe, and a fleet's further kinds."""
-        return all_kinds(self.recipe, self.fit, self.others)
-
-    @property
-    def settings(self) -> SearchSettings:
-        """See `settings_of`."""
-        return settings_of(self.recipe, self.fit, self.others)
-
-    @property
-    def world(self) -> World:
-        """The recipe's machine."""
-        return make_world(self.recipe, self.fit, self.others)
-
-    def setup(self, label: str, windows: Sequence[TraceWindow]) -> EvaluationSetup:
-        """The recipe's machine, targets and limits on `windows`."""
-        traces = [window.trace for window in windows]
-        limits = CandidateLimits.of(self.recipe)
-        return EvaluationSetup(self.world, traces, self.recipe.sla, self._label(label), limits)
-
-    def whole(self, policy: str) -> EvaluationSetup:
-        """The recipe's machine, targets and limits where a policy is judged: on the whole trace."""
-        label = self._label("whole trace")
-        return whole_setup(self.world, self.workload.trace, self.recipe, policy, label)
-
-    def judge(self, task: Task) -> Task:
-        """The same candidate where it is judged."""
-        return replace(task, setup=self.whole(task.policy))
-
-    def _label(self, label: str) -> str:
-        label += f", {self.world.size} workers"
-        if self.others:
-            label += "".join(f", {kind.workers} of {kind.recipe.name}" for kind in self.kinds)
-        return label
-
-
-def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
-    """The ranges of flags that not every release of vLLM has, if the measured one has them."""
-    return {
-        f"{VllmPolicy.name}.{name}": list(flag.search)
-        for name, flag in LATER.items()
-        if fit.engine.engine == VllmPolicy.engine and flag.is_in(fit.engine.engine_version)
-    }
-
-
-def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> SearchSettings:
-    """The recipe's settings of the search; `others` are a fleet's further kinds of workers.
-
-    "All" policies are those that the laws of `fit` can simulate. Raises `InputError` for wrong
-    settings.
-    """
-    spec = recipe.tune
-    workers = recipe.workers + sum(kind.workers for kind in others)
-    ranges = {**ranges_of_release(fit), **spec.space}
-    spaces = make_spaces(recipe.policy, spec.policies, ranges, workers, usual_policies(fit))
-    if fit.steps is not None and not others:
-        numbers = [steps.draft_tokens for steps in (fit.steps, *fit.drafts)]
-        spaces = [over_drafts(space, numbers) for space in spaces]
-    if router_of(recipe, workers=workers) is not None:
-        if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
-            raise InputError(
-                f"policy '{spaces[0].policy}' on {workers} replicas: only the policies of a "
-                f"server's own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
-                "set policy.name to one of them, or workers to 1",
-            )
-        spaces = router_spaces(with_kinds(spaces[0], others, workers), recipe, workers)
-    engines = [recipe.engine.name, *(kind.recipe.engine.name for kind in others)]
-    served = frozenset(space.key for space in spaces if refusal(space.policy, engines) is None)
-    # Policies that the engines can serve come first, in case there are few trials.
-    own, *rest = spaces
-    rest.sort(key=lambda space: space.key not in served)
-    return SearchSettings([own, *rest], spec.trials, spec.seed, served)
 
 
 def evaluations(settings: SearchSettings, draws: int, siblings: Sequence[Kind] = ()) -> int:
@@ -223,7 +127,8 @@ def tune_to_size(
             "--workers auto needs latency targets",
             "give some in the recipe's sla, like ttft_p99_s: 5",
         )
-    sizes = WorkerCounts(inputs.whole, partial(collect, runner, tick=partial(progress, 0.0)))
+    evaluate = partial(collect, runner, tick=partial(progress, 0.0))
+    sizes = WorkerCounts(inputs.whole, evaluate)
     own = inputs.settings.spaces[0]
     chosen = Outcome(policy=own.policy, parameters=dict(own.start), metrics={})
     name = RECIPE
@@ -234,9 +139,7 @@ def tune_to_size(
         if not sizes.keeps(name, result.best, 1):
             return result
         return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
-    siblings = try_siblings(
-        _alternative_runs(inputs, runner, progress), inputs.siblings, sized=True
-    )
+    siblings = try_siblings(inputs, evaluate, sized=True)
     workers = fewest(partial(sizes.keeps, name, chosen))
     if workers is None:
         raise nothing_suffices(sizes, siblings)
@@ -280,11 +183,6 @@ def search_of(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
     return search(setup, runner, inputs.settings, progress)
 
 
-def _alternative_runs(inputs: Inputs, runner: Runner, progress: Progress) -> AlternativeRuns:
-    evaluate = partial(collect, runner, tick=partial(progress, 0.0))
-    return AlternativeRuns(inputs.recipe, inputs.world, inputs.workload, evaluate)
-
-
 def reported(
     inputs: Inputs,
     found: Found,
@@ -300,10 +198,10 @@ def reported(
     recipe = inputs.recipe
     settings = inputs.settings
     engines = [kind.recipe.engine.name for kind in inputs.kinds]
-    runs = _alternative_runs(inputs, runner, progress)
-    judged = judge_candidates(found, settings, inputs.judge, runner, progress)
+    evaluate = partial(collect, runner, tick=partial(progress, 0.0))
+    judged = judge_candidates(found, settings, inputs.judge, evaluate)
     best = _best_served(judged, settings)
-    chosen, space, in_turn = _settle_router(inputs, runs, best, settings.spaces)
+    chosen, space, in_turn = _settle_router(inputs, evaluate, best, settings.spaces)
     # The front has goodput and the target nearest to its limit, where that is a metric.
     ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
     latency = max(ratios, key=lambda key: ratios[key], default=LATENCY)
@@ -315,9 +213,10 @@ def reported(
     capacity = None
     if not inputs.others:
         if siblings is None:
-            siblings = try_siblings(runs, inputs.siblings)
-        others = alternatives(runs, inputs.fit, recommended, [*judged.of_space.values()], siblings)
-        capacity = _capacity(runs, judged.default, recommended)
+            siblings = try_siblings(inputs, evaluate)
+        searched = [*judged.of_space.values()]
+        others = alternatives(inputs, evaluate, recommended, searched, siblings)
+        capacity = _capacity(inputs, evaluate, judged.default, recommended)
     return Tuning.model_validate(
         {
             **head,
@@ -346,7 +245,7 @@ def reported(
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
-            "uncertainty": _uncertainty(inputs, runs, (judged.default.outcome, chosen.outcome)),
+            "uncertainty": _uncertainty(inputs, evaluate, (judged.default.outcome, chosen.outcome)),
             "engines": engines,
             "alternatives": others,
             "cost": _cost(inputs, recommended.outcome),
@@ -383,15 +282,19 @@ def _judged_part(workload: Workload, policy: str) -> JudgedPart:
 
 
 def _capacity(
-    runs: AlternativeRuns, default: Evaluation, recommended: Evaluation
+    inputs: Inputs, evaluate: Evaluate, default: Evaluation, recommended: Evaluation
 ) -> TunedCapacity | None:
     """The capacities of the recipe's settings and of the recommended ones."""
-    if runs.world.concurrency or mean_rate(runs.workload.trace) == 0.0:
+    if inputs.world.concurrency or mean_rate(inputs.workload.trace) == 0.0:
         return None
-    own = runs.capacity(default.outcome)
+
+    def capacity(outcome: Outcome) -> Capacity | None:
+        return rate_capacity(inputs.whole(outcome.policy), outcome, evaluate)
+
+    own = capacity(default.outcome)
     found = own
     if not recommended.outcome.same_settings(default.outcome):
-        found = runs.capacity(recommended.outcome)
+        found = capacity(recommended.outcome)
     return TunedCapacity(
         defaults_rps=own and own.load,
         recommended_rps=found and found.load,
@@ -430,7 +333,7 @@ def _draft_gain(inputs: Inputs, outcome: Outcome) -> DraftGain | None:
 
 
 def _settle_router(
-    inputs: Inputs, runs: AlternativeRuns, chosen: Evaluation, spaces: Sequence[PolicySpace]
+    inputs: Inputs, evaluate: Evaluate, chosen: Evaluation, spaces: Sequence[PolicySpace]
 ) -> tuple[Evaluation, PolicySpace, Outcome | None]:
     """The chosen settings, their space, and their outcome with requests to each replica in turn
     (None without a router). Where the router gains nothing, the settings in turn are chosen.
@@ -440,7 +343,7 @@ def _settle_router(
         return chosen, space, None
     setup = inputs.whole(chosen.outcome.policy)
     task = replace(Task.of(setup, chosen.outcome), router=RouterSpec())
-    [in_turn] = runs.evaluate([task])
+    [in_turn] = evaluate([task])
     if not _router_gains(in_turn, chosen, setup.limits):
         chosen = in_turn
         space = space.in_turn()
@@ -531,7 +434,7 @@ def _result(
 
 
 def _uncertainty(
-    inputs: Inputs, runs: AlternativeRuns, pair: tuple[Outcome, Outcome]
+    inputs: Inputs, evaluate: Evaluate, pair: tuple[Outcome, Outcome]
 ) -> Uncertainty | None:
     """The gain of the best over the defaults (`pair`) under drawn laws; None without draws.
 
@@ -555,7 +458,7 @@ def _uncertainty(
         world = fleet(list(map(_drawn_world, setup.world.kinds, drawn)))
         drawn_setup = replace(setup, label=f"{setup.label}, draw {k}", world=world)
         tasks += [Task.of(drawn_setup, outcome) for outcome in pair]
-    done = runs.evaluate(tasks)
+    done = evaluate(tasks)
     pairs = list(zip(done[0::2], done[1::2], strict=True))
     better = sum(is_better(best, default, setup.limits) for default, best in pairs)
     defaults, bests = ([one.goodput_rps for one in each] for each in zip(*pairs, strict=True))

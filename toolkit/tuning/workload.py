@@ -29,12 +29,7 @@ from toolkit.traces.windows import (
     prepare,
     scale_rate,
 )
-from toolkit.tuning.capacity import (
-    backlog_rate_rps,
-    check_rate,
-    longest_wait_s,
-    rate_capacity,
-)
+from toolkit.tuning.capacity import backlog_rate_rps, longest_wait_s, rate_capacity
 from toolkit.tuning.evaluate import (
     CandidateLimits,
     Evaluation,
@@ -113,7 +108,6 @@ def load_rate_rps(
     recipe: Recipe, fit: Fit, trace: Trace, load: float, others: Sequence[Kind] = ()
 ) -> float:
     """The rate that is `load` times the capacity of the recipe's own settings."""
-    check_rate(trace)
     world = make_world(recipe, fit, others)
     setup = whole_setup(world, trace, recipe, recipe.policy.name)
     found = rate_capacity(setup, own_settings(recipe), in_process)

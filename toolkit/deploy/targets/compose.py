@@ -24,7 +24,7 @@ from toolkit.deploy.order import (
     proxy_file,
 )
 from toolkit.deploy.reckon import SHARED_GIB, drain_s, gpus, grace_s, startup_s
-from toolkit.deploy.replicas import ALIVE, CHECK_S, KindReplicas, Replication, at
+from toolkit.deploy.replicas import ALIVE, CHECK_S, KindReplicas, Replication, each
 from toolkit.files.strict import dump_yaml
 
 Service = dict[str, Any]  # a part of the file, or one of its services
@@ -74,8 +74,8 @@ def render_replicas(order: Order) -> Rendered:
     """Render compose.yaml with a service for each replica, and the front."""
     replicas = Replication(order)
     replicas.check_containable()
-    where = at([kind.at(f"http://{name}:{PORT}") for kind, _, name in replicas.named])
-    command = replicas.front(PLAN, where, ANY, PORT, *KEY)
+    urls = [kind.at(f"http://{name}:{PORT}") for kind, _, name in replicas.named]
+    command = replicas.front(PLAN, each("--replica", urls), ANY, PORT, *KEY)
     image = replicas.front_image
     behind = {name: _replica(kind, number) for kind, number, name in replicas.named}
     # The engine's image has no folder for models: a volume that a replica made would be root's. The
@@ -102,7 +102,7 @@ def render_replicas(order: Order) -> Rendered:
     lines = [
         *replicas.explained(),
         explain_value("front: image", image),
-        *replicas.explained_flags(),
+        *replicas.of_kinds(KindReplicas.explained_flags),
         explain_value("stop_grace_period", grace, SECONDS),
         explain_value("healthcheck.start_period", startup, SECONDS),
         ExplainedValue("healthcheck", f"/ready of the front, {ALIVE} in a replica", checked),

@@ -28,7 +28,6 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.units import GIB
 
-SERVERS = ("openai", "vllm", "sglang")  # engines with schedulers of their own
 UTILIZATION = "recipe: engine.gpu_memory_utilization"
 TENSOR_PARALLEL = "recipe: engine.tensor_parallel_size"
 UNBOUNDED = "no target on the time between tokens bounds a pass"
@@ -61,12 +60,12 @@ def check_servable_elsewhere(recipe: Recipe, engine: str) -> None:
 
 def foreign(order: Order, engine: str) -> list[str]:
     """A remark where the laws were measured on another kind of engine."""
-    measured = order.plan.fit.engine.engine
-    if measured in SERVERS:
+    measured = order.plan.fit.engine
+    if measured.is_server:
         return []
     return [
-        f"the laws are of engine '{measured}', not of {engine}: these values are a starting point. "
-        f"Measure {engine} itself (engine 'openai' in a recipe) for its own values"
+        f"the laws are of engine '{measured.engine}', not of {engine}: these values are a starting "
+        f"point. Measure {engine} itself (engine 'openai' in a recipe) for its own values"
     ]
 
 
@@ -135,7 +134,7 @@ def static_share(order: Order) -> Sourced[float]:
     memory = recipe.hardware.memory_gib
     weights = recipe.model.weight_bytes
     cache = facts.kv_budget_bytes
-    if memory and weights and facts.engine not in SERVERS:
+    if memory and weights and not facts.is_server:
         share = (weights + cache) / (memory * GIB)
         if 0 < share < 1:
             sizes = f"({weights / GIB:.1f} + {cache / GIB:.1f}) of {memory:g} GiB"

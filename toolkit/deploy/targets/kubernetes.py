@@ -74,8 +74,7 @@ def network_policy(order: Order) -> Object:
     """Allow traffic from its namespace, namespaces labelled as clients, and that of Prometheus; to
     the cluster's DNS, and to the hub if needed.
     """
-    ways_in = [{"from": _callers(order), "ports": WEB}]
-    return _policy(order, order.name, common.selector(order), ways_in, _egress(order))
+    return _policy(order, order.name, _callers(order), _egress(order))
 
 
 def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Object]:
@@ -86,35 +85,30 @@ def replica_policies(order: Order, replicas: Mapping[str, str]) -> dict[str, Obj
     ask for no key.
     """
     front, *behind = (
-        _pods(common.labels(order, name)) for name in (order.name, *replicas.values())
+        {"podSelector": {"matchLabels": common.labels(order, name)}}
+        for name in (order.name, *replicas.values())
     )
     to_servers = {"ports": [{"protocol": "TCP", "port": port} for port in API_SERVER_PORTS]}
     ways_out = [*TO_DNS, to_servers, {"to": behind, "ports": WEB}]
-    ways_in = [{"from": _callers(order), "ports": WEB}]
-    policies = {
-        "networkpolicy.yaml": _policy(order, order.name, common.selector(order), ways_in, ways_out)
-    }
-    ways_in = [{"from": [front, *_prometheus(order)], "ports": WEB}]
+    policies = {"networkpolicy.yaml": _policy(order, order.name, _callers(order), ways_out)}
+    callers = [front, *_prometheus(order)]
     for file, name in replicas.items():
-        policies[file] = _policy(order, name, common.selector(order, name), ways_in, _egress(order))
+        policies[file] = _policy(order, name, callers, _egress(order))
     return policies
 
 
 def _policy(
-    order: Order, name: str, pods: Object, ways_in: Sequence[Object], ways_out: Sequence[Object]
+    order: Order, name: str, callers: Sequence[Object], ways_out: Sequence[Object]
 ) -> Object:
+    """The policy of the pods named `name`: what may call them, and their ways out."""
     spec = {
-        "podSelector": pods,
+        "podSelector": common.selector(order, name),
         "policyTypes": ["Ingress", "Egress"],
-        "ingress": list(ways_in),
+        "ingress": [{"from": list(callers), "ports": WEB}],
         "egress": list(ways_out),
     }
     about = common.metadata(order, name)
     return common.api_object("networking.k8s.io/v1", "NetworkPolicy", about, spec)
-
-
-def _pods(labels: Mapping[str, str]) -> Object:
-    return {"podSelector": {"matchLabels": dict(labels)}}
 
 
 def _callers(order: Order) -> list[Object]:
@@ -228,15 +222,6 @@ def explain_release(order: Order) -> ExplainedValue:
     return ExplainedValue(key, "none", why)
 
 
-def monitors(order: Order, threshold: Sourced[int | None]) -> dict[str, Object]:
-    """The PodMonitor and the PrometheusRule of a server, by file. `threshold` is as for `rules`."""
-    alerts = rules(order, series(order, monitored=True), threshold)
-    return {
-        "podmonitor.yaml": pod_monitor(order),
-        "prometheusrule.yaml": prometheus_rule(order, alerts),
-    }
-
-
 def render(order: Order) -> Rendered:
     """Render core/ and the objects that need operators, each with a kustomization.yaml."""
     reckon.check_podable(order)
@@ -254,17 +239,20 @@ def render(order: Order) -> Rendered:
     core = {
         "deployment.yaml": common.deployment(order, _pod(order), strategy, startup_s, pods.value),
         "service.yaml": common.service(order),
-        "poddisruptionbudget.yaml": common.disruption_budget(
-            order, common.selector(order), maxUnavailable=1
-        ),
+        "poddisruptionbudget.yaml": common.disruption_budget(order),
         "networkpolicy.yaml": network_policy(order),
     }
-    operated = monitors(order, threshold) | routes(order)
+    own = series(order, monitored=True)
+    operated = {
+        "podmonitor.yaml": pod_monitor(order),
+        "prometheusrule.yaml": prometheus_rule(order, rules(order, own, threshold)),
+        **routes(order),
+    }
     scaled = []
     grace_s = reckon.grace_s(reckon.drain_s(order), reckon.PROPAGATION_S).value
     scaling = Autoscaling(order, reckon.load_s(order), threshold, pods.value, grace_s)
     if scaling.threshold.value is not None:
-        waiting = f"{WAITING}{{{series(order, monitored=True)}}}"
+        waiting = f"{WAITING}{{{own}}}"
         operated["scaledobject.yaml"] = scaling.scaled_object({"name": order.name}, waiting)
         scaled = [("Deployment", order.name)]
     count = scaling.most.value + surge
@@ -303,7 +291,6 @@ def _pod(order: Order) -> Object:
         reckon.grace_s(drain, reckon.PROPAGATION_S).value,
         container,
         [*common.volumes(order), *([common.SHARED] if shared else [])],
-        spread=common.selector(order)["matchLabels"],
         affinity=common.on_products(order, order.plan.kinds[0]) if gpus else None,
         tolerations=common.tolerations(recipe),
     )

@@ -145,23 +145,29 @@ def pod_spec(
     container: Object,
     volumes: Sequence[Object],
     *,
+    name: str = "",
     account: str | None = None,
     affinity: Object | None = None,
     nodes: Mapping[str, str] | None = None,
     tolerations: Sequence[Object] | None = None,
-    spread: Mapping[str, str] | None = None,
 ) -> Object:
     """An unprivileged pod of one container. Only with an `account` does it get a token.
 
-    Pods with the labels `spread` go to different nodes, as far as there are.
+    Pods of that `name` go to different nodes, as far as there are; one node still takes them all.
     """
     options = order.options
+    apart = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": selector(order, name),
+    }
     devices = GPU in container["resources"]["limits"]
     fields = {
         "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
         "priorityClassName": options.priority_class or None,
         "runtimeClassName": (devices and options.runtime_class) or None,
-        "topologySpreadConstraints": [apart(spread)] if spread else None,
+        "topologySpreadConstraints": [apart],
         "serviceAccountName": account,
         "automountServiceAccountToken": account is not None,
         "enableServiceLinks": False,
@@ -174,21 +180,6 @@ def pod_spec(
         "volumes": list(volumes),
     }
     return {key: value for key, value in fields.items() if value is not None}
-
-
-def apart(pods: Mapping[str, str]) -> Object:
-    """The constraint that spreads these pods over nodes; one node still takes them all."""
-    return {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": dict(pods)},
-    }
-
-
-def before_stop(*command: str) -> Object:
-    """The lifecycle of a container that runs `command` before it gets SIGTERM."""
-    return {"preStop": {"exec": {"command": list(command)}}}
 
 
 def variables(values: Mapping[str, str]) -> list[Object]:
@@ -290,9 +281,10 @@ def service(order: Order, name: str = "", pods: str = "", **fields: str) -> Obje
     return api_object("v1", "Service", metadata(order, name, pods), spec)
 
 
-def disruption_budget(order: Order, pods: Object, name: str = "", **bound: int) -> Object:
-    """A PodDisruptionBudget for these pods. Broken pods are evicted anyway."""
-    spec = {**bound, "selector": pods, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
+def disruption_budget(order: Order, name: str = "") -> Object:
+    """A PodDisruptionBudget for the pods named `name`. Broken pods are evicted anyway."""
+    pods = selector(order, name)
+    spec = {"maxUnavailable": 1, "selector": pods, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
     return api_object("policy/v1", "PodDisruptionBudget", metadata(order, name, name), spec)
 
 
@@ -364,10 +356,15 @@ def explain_models(order: Order, pods: Sourced[int]) -> list[ExplainedValue]:
         lines.append(explain_value(f"{CLAIM_FILE}: storage", size, "{} GiB"))
         lines.append(explain_storage_class(order))
     if order.plan.recipe.model.from_hub:
-        where = f"Secret {order.name}, key {HUB_KEY}"
-        why = "optional: gated models of the hub need it; it is in no file here"
-        lines.append(ExplainedValue("HF_TOKEN", where, why))
+        lines.append(explain_token(order))
     return lines
+
+
+def explain_token(order: Order) -> ExplainedValue:
+    """The line of EXPLAIN.md about the token for the hub."""
+    where = f"Secret {order.name}, key {HUB_KEY}"
+    why = "optional: gated models of the hub need it; it is in no file here"
+    return ExplainedValue("HF_TOKEN", where, why)
 
 
 def explain_storage_class(order: Order) -> ExplainedValue:
@@ -376,9 +373,9 @@ def explain_storage_class(order: Order) -> ExplainedValue:
     return ExplainedValue("storageClassName", own, "--storage-class")
 
 
-def start_commands(order: Order, text: str, *keys: str, **fields: str) -> str:
+def start_commands(order: Order, text: str, **fields: str) -> str:
     """How to start the deployment: `text` with its name, its namespace, further `fields`, and the
-    bash commands that create what no file may hold: the Secret with random `keys`, and the claim.
+    bash commands that create what no file may hold: the Secret with a random key, and the claim.
 
     No command contains a secret: they are read from files, and the token for the hub from the file
     that `hf auth login` wrote.
@@ -386,7 +383,7 @@ def start_commands(order: Order, text: str, *keys: str, **fields: str) -> str:
     namespace = order.options.namespace
     random = "<(openssl rand -hex 32 | tr -d '\\n')"
     words = [f"kubectl -n {namespace} create secret generic {order.name}"]
-    words += [f"--from-file={key}={random}" for key in (SECRET_KEY, *keys)]
+    words.append(f"--from-file={SECRET_KEY}={random}")
     lines = []
     if order.plan.recipe.model.from_hub:
         words.append(f"--from-file={HUB_KEY}=$HOME/.cache/huggingface/token")
@@ -409,13 +406,7 @@ def start_commands(order: Order, text: str, *keys: str, **fields: str) -> str:
     return f"{commands}\n\n{READING.format(command=command)}\n\n{CALLERS}"
 
 
-def deployment(
-    order: Order,
-    pod: Object,
-    strategy: Object,
-    startup_s: int,
-    pods: int = 1,
-) -> Object:
+def deployment(order: Order, pod: Object, strategy: Object, startup_s: int, pods: int) -> Object:
     """The deployment's own Deployment of `pods` pods, which may load for `startup_s` seconds."""
     about = {"labels": labels(order), "annotations": digests(order)}
     spec = {
@@ -441,7 +432,7 @@ def kustomized(
     operated: Mapping[str, Object],
     maps: Sequence[Object],
     mounting: Sourced[int],
-    scaled: Sequence[tuple[str, str]] = (),
+    scaled: Sequence[tuple[str, str]],
 ) -> dict[str, str]:
     """The files of core/ and of the objects that need operators, each with a kustomization.yaml.
 

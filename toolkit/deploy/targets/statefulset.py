@@ -26,7 +26,7 @@ from toolkit.deploy.order import (
     products,
 )
 from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
-from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, discovered
+from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, each
 from toolkit.deploy.targets import kubernetes
 from toolkit.deploy.targets import objects as common
 from toolkit.deploy.targets.autoscaling import Autoscaling
@@ -125,17 +125,13 @@ def _core(replicas: Replication) -> dict[str, Object]:
         },
     }
     if order.options.fronts > 1:
-        core["front-poddisruptionbudget.yaml"] = common.disruption_budget(
-            order, common.selector(order), maxUnavailable=1
-        )
+        core["front-poddisruptionbudget.yaml"] = common.disruption_budget(order)
     for kind in replicas.kinds:
         core[kind.file("statefulset", ".yaml")] = _set(kind)
         core[kind.file("service", ".yaml", "replicas")] = common.service(
             order, _service_name(kind), kind.name, clusterIP="None"
         )
-        core[kind.file("poddisruptionbudget", ".yaml")] = common.disruption_budget(
-            order, common.selector(order, kind.name), kind.name, maxUnavailable=1
-        )
+        core[kind.file("poddisruptionbudget", ".yaml")] = common.disruption_budget(order, kind.name)
     return core
 
 
@@ -179,7 +175,7 @@ def _alive_map(order: Order) -> str:
 def _front(replicas: Replication) -> Object:
     """The front: by default one pod, since each knows only the requests that it routed."""
     order = replicas.order
-    where = discovered([kind.at(_address(kind)) for kind in replicas.kinds])
+    where = each("--replicas", [kind.at(_address(kind)) for kind in replicas.kinds])
     notice = ["--shutdown-notice", str(reckon.PROPAGATION_S), *kubernetes.behind_proxy(order)]
     folders = {name: common.FOLDERS[name] for name in ("HOME", "NUMBA_CACHE_DIR")}
     key = common.by_reference(order, "LLMCTL_API_KEY", common.SECRET_KEY)
@@ -201,7 +197,6 @@ def _front(replicas: Replication) -> Object:
         container,
         [common.plan_volume(order), common.TMP],
         account=order.name,
-        spread=common.selector(order)["matchLabels"],
     )
     rolling = common.rolling(1, 0)
     pods = order.options.fronts
@@ -291,7 +286,7 @@ def _pod(replicas: KindReplicas) -> Object:
             "terminationGracePeriodSeconds": common.PROBE_S,
         },
         # Until the front has left it; a request that comes later is refused and goes elsewhere.
-        lifecycle=common.before_stop("sleep", str(reckon.PROPAGATION_S)),
+        lifecycle={"preStop": {"exec": {"command": ["sleep", str(reckon.PROPAGATION_S)]}}},
     )
     affinity = None
     if devices and not nodes:  # in a fleet only nodes with the kind's GPU
@@ -305,7 +300,7 @@ def _pod(replicas: KindReplicas) -> Object:
         affinity=affinity,
         nodes=nodes,
         tolerations=common.tolerations(recipe),
-        spread=common.selector(order, replicas.name)["matchLabels"],
+        name=replicas.name,
     )
 
 
@@ -350,8 +345,8 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         ExplainedValue("Role", verbs, role),
         explain_value("front: image", replicas.front_image),
         ExplainedValue("front: replicas", str(order.options.fronts), fronts),
-        *replicas.explained_flags(),
-        *(line for kind in kinds for line in kind.about(_explained_pod(kind))),
+        *replicas.of_kinds(KindReplicas.explained_flags),
+        *replicas.of_kinds(_explained_pod),
         ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {reckon.FRONT_MIB} MiB", helpers),
         ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
         kubernetes.explain_release(order),
@@ -363,13 +358,11 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
     size = reckon.models_gib(order.plan.kinds)
     if _claimed(kinds[0]) and size:
         kept = "one for each replica; it stays when the replica goes"
-        token = f"Secret {order.name}, key hf-token"
-        why = "optional: gated models need it; it is in no file here"
         lines += [
             explain_value("volumeClaimTemplates: storage", size, "{} GiB"),
             ExplainedValue("volumeClaimTemplates: accessModes", "ReadWriteOnce", kept),
             common.explain_storage_class(order),
-            ExplainedValue("HF_TOKEN", token, why),
+            common.explain_token(order),
         ]
     else:
         lines += common.explain_models(order, _mounting(replicas))
@@ -382,7 +375,7 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         blocks = str(LlmdRouter.index_blocks)
         kept = "blocks remembered of each replica, llm-d's default, as simulated"
         lines.append(ExplainedValue(f"{PICKER}: lruCapacityPerServer", blocks, kept))
-    return [*lines, *(line for kind in kinds for line in kind.about(_explained_scaling(kind)))]
+    return [*lines, *replicas.of_kinds(_explained_scaling)]
 
 
 def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:

@@ -22,7 +22,7 @@ from toolkit.deploy.order import (
     unit_word,
 )
 from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
-from toolkit.deploy.replicas import KindReplicas, Replication, at
+from toolkit.deploy.replicas import KindReplicas, Replication, each
 from toolkit.files.io import file_text
 
 WATCHDOG_S = 60  # the server's loop never blocks this long: it plans a batch in under a second
@@ -69,7 +69,7 @@ def render(order: Order) -> Rendered:
         ExplainedValue("PrivateDevices", "no" if devices.value else "yes", devices.source),
     ]
     files = {f"{order.name}.service": unit, **proxy_file(order)}
-    return Rendered(files, lines, _start(order, order.name, "service"))
+    return Rendered(files, lines, _start(order, [f"{order.name}.service"]))
 
 
 def render_replicas(order: Order) -> Rendered:
@@ -83,9 +83,9 @@ def render_replicas(order: Order) -> Rendered:
     servers = [
         (kind, number, port + 1 + place) for place, (kind, number, _) in enumerate(replicas.named)
     ]
-    where = at([kind.at(f"http://{LOOPBACK}:{own_port}") for kind, _, own_port in servers])
+    urls = [kind.at(f"http://{LOOPBACK}:{own_port}") for kind, _, own_port in servers]
     key = ("--api-key-file", KEY)
-    words = replicas.front(PLAN, where, recipe.serve.host, port, *key)
+    words = replicas.front(PLAN, each("--replica", urls), recipe.serve.host, port, *key)
     units = [f"{kind.name}@{number}.service" for kind, number, _ in servers]
     target = order.fill("replicas.target", name=name, recipe=recipe.name, replicas=units)
     front = _server(order, words, replicas.drain, 0, units)
@@ -106,7 +106,8 @@ def render_replicas(order: Order) -> Rendered:
         files[f"{kind.label}-{number}.env"] = order.fill("replica.env", variables=variables)
     lines = [*replicas.explained(), *_explained_replicas(order, replicas)]
     templates = [f"{kind.name}@" for kind in replicas.kinds]
-    return Rendered(files, lines, _start(order, name, "target", templates))
+    start = _start(order, [f"{name}.target", f"{name}.service"], templates)
+    return Rendered(files, lines, start)
 
 
 def _replica(order: Order, replicas: KindReplicas) -> str:
@@ -258,20 +259,19 @@ def _explain_folder(order: Order) -> ExplainedValue:
     return ExplainedValue("folder of the files", _folder(order), why)
 
 
-def _start(order: Order, name: str, kind: str, templates: Sequence[str] = ()) -> str:
-    prefix = order.options.prefix
-    folder = _folder(order)
-    here = shlex.quote(folder) if prefix else '"$PWD"'
-    place = here if prefix else "."
+def _start(order: Order, units: Sequence[str], templates: Sequence[str] = ()) -> str:
+    """How to start the first of `units`, which starts the others and instances of `templates`."""
+    here = '"$PWD"'
+    place = "."
+    copy = ""
+    if order.options.prefix:
+        here = shlex.quote(_folder(order))
+        place = here
+        copy = f"sudo install -d {here}\nsudo cp -r . {here}    # again for a new plan\n"
     serve = " ".join(["llmctl serve", place, "--target systemd", *order.allowances])
-    units = [f"{name}.{kind}"]
-    if kind == "target":
-        units += [f"{name}.service", *(f"{template}.service" for template in templates)]
-    links = " ".join(f"{here}/{unit}" for unit in units)
-    named = " ".join([*units[:2], *(f"'{one}*'" for one in templates)]) if units[1:] else units[0]
-    copy = (
-        f"sudo install -d {here}\nsudo cp -r . {here}    # again for a new plan\n" if prefix else ""
-    )
+    files = [*units, *(f"{template}.service" for template in templates)]
+    links = " ".join(f"{here}/{file}" for file in files)
+    named = " ".join([*units, *(f"'{template}*'" for template in templates)])
     return f"""\
 ```sh
 sudo install -d -m 0700 {KEY_FOLDER}

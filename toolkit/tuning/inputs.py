@@ -1,0 +1,115 @@
+"""What a tuning starts from, read and checked, and the settings of its search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.plan import Kind
+from toolkit.files.profile import Profile
+from toolkit.files.recipe import Recipe
+from toolkit.routing.routers import router_of
+from toolkit.sched.policies import BUILT_IN, refusal
+from toolkit.sched.policies.parameters import Value
+from toolkit.sched.policies.vllm import LATER, VllmPolicy
+from toolkit.sim.api import usual_policies
+from toolkit.sim.world import World
+from toolkit.traces.windows import TraceWindow
+from toolkit.tuning.evaluate import (
+    CandidateLimits,
+    EvaluationSetup,
+    Task,
+    all_kinds,
+    make_world,
+)
+from toolkit.tuning.search import SearchSettings
+from toolkit.tuning.spaces import make_spaces, over_drafts, router_spaces, with_kinds
+from toolkit.tuning.workload import Workload, whole_setup
+
+
+@dataclass(slots=True, frozen=True)
+class Inputs:
+    """What a tuning starts from, read and checked."""
+
+    recipe: Recipe
+    fit: Fit
+    workload: Workload
+    profile: Profile | None = None  # that the fit was made from, for resampling it
+    others: tuple[Kind, ...] = ()  # of a fleet: its further kinds of workers
+    siblings: tuple[Kind, ...] = ()  # shipped recipes for the same model and GPU, with fits
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The workers of the recipe, and a fleet's further kinds."""
+        return all_kinds(self.recipe, self.fit, self.others)
+
+    @property
+    def settings(self) -> SearchSettings:
+        """See `settings_of`."""
+        return settings_of(self.recipe, self.fit, self.others)
+
+    @property
+    def world(self) -> World:
+        """The recipe's machine."""
+        return make_world(self.recipe, self.fit, self.others)
+
+    def setup(self, label: str, windows: Sequence[TraceWindow]) -> EvaluationSetup:
+        """The recipe's machine, targets and limits on `windows`."""
+        traces = [window.trace for window in windows]
+        limits = CandidateLimits.of(self.recipe)
+        return EvaluationSetup(self.world, traces, self.recipe.sla, self._label(label), limits)
+
+    def whole(self, policy: str) -> EvaluationSetup:
+        """The recipe's machine, targets and limits where a policy is judged: on the whole trace."""
+        label = self._label("whole trace")
+        return whole_setup(self.world, self.workload.trace, self.recipe, policy, label)
+
+    def judge(self, task: Task) -> Task:
+        """The same candidate where it is judged."""
+        return replace(task, setup=self.whole(task.policy))
+
+    def _label(self, label: str) -> str:
+        label += f", {self.world.size} workers"
+        if self.others:
+            label += "".join(f", {kind.workers} of {kind.recipe.name}" for kind in self.kinds)
+        return label
+
+
+def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
+    """The ranges of flags that not every release of vLLM has, if the measured one has them."""
+    return {
+        f"{VllmPolicy.name}.{name}": list(flag.search)
+        for name, flag in LATER.items()
+        if fit.engine.engine == VllmPolicy.engine and flag.is_in(fit.engine.engine_version)
+    }
+
+
+def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> SearchSettings:
+    """The recipe's settings of the search; `others` are a fleet's further kinds of workers.
+
+    "All" policies are those that the laws of `fit` can simulate. Raises `InputError` for wrong
+    settings.
+    """
+    spec = recipe.tune
+    workers = recipe.workers + sum(kind.workers for kind in others)
+    ranges = {**ranges_of_release(fit), **spec.space}
+    spaces = make_spaces(recipe.policy, spec.policies, ranges, workers, usual_policies(fit))
+    if fit.steps is not None and not others:
+        numbers = [steps.draft_tokens for steps in (fit.steps, *fit.drafts)]
+        spaces = [over_drafts(space, numbers) for space in spaces]
+    if router_of(recipe, workers=workers) is not None:
+        if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
+            raise InputError(
+                f"policy '{spaces[0].policy}' on {workers} replicas: only the policies of a "
+                f"server's own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
+                "set policy.name to one of them, or workers to 1",
+            )
+        spaces = router_spaces(with_kinds(spaces[0], others, workers), recipe, workers)
+    engines = [recipe.engine.name, *(kind.recipe.engine.name for kind in others)]
+    served = frozenset(space.key for space in spaces if refusal(space.policy, engines) is None)
+    # Policies that the engines can serve come first, in case there are few trials.
+    own, *rest = spaces
+    rest.sort(key=lambda space: space.key not in served)
+    return SearchSettings([own, *rest], spec.trials, spec.seed, served)
