@@ -1,10 +1,15 @@
 """Profiles made from known laws, for the tests of fitting and of what reads a fit."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.estimators.steps import StepShape
+from toolkit.files.fit import Fit
+from toolkit.files.io import head
 from toolkit.files.profile import (
     DecodePoint,
     EngineFacts,
@@ -16,6 +21,8 @@ from toolkit.files.profile import (
     RoundSequence,
     RoundsProfile,
     SlicePoint,
+    StepPoint,
+    StepsProfile,
 )
 from toolkit.files.strict import Environment
 
@@ -103,6 +110,25 @@ def make_profile(
         ],
         memory=probe_all(1.0) if memory is None else list(memory),
     )
+
+
+def fit_of(profile: Profile) -> Fit:
+    """The laws of a profile, as its fit file has them."""
+    return fit_file(profile, fit_profile(profile), head({}))
+
+
+def step_point(shape: StepShape, seconds: float, **more: Any) -> StepPoint:
+    """A pass of this composition."""
+    names = StepPoint.model_fields.keys() - {"seconds", "host_s", "idle", "launch_s"}
+    composition = {name: getattr(shape, name) for name in names}
+    return StepPoint(**({"seconds": [seconds], "host_s": []} | composition | more))
+
+
+def steps_profile(points: Sequence[StepPoint], **more: Any) -> StepsProfile:
+    """Passes that do not overlap, of an engine with blocks enough for them."""
+    limits = {"block_tokens": 16, "blocks": 50_000, "max_num_batched_tokens": 8192}
+    others = {"async_scheduling": False, "front": [], "points": list(points)}
+    return StepsProfile(**(limits | others | more))
 
 
 def probe_all(

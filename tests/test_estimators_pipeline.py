@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from overlapping_server import chunk, decodes, ends_of, grid, profile_of
 
-from tests.overlapping_server import chunk, decodes, ends_of, grid, profile_of
 from toolkit.errors import InputError
 from toolkit.estimators import pipeline_fit
 from toolkit.estimators.laws import SegmentedLaw
@@ -104,9 +104,7 @@ def test_a_chunk_beside_decodes_delays_the_pass_before_it():
     assert gaps[2] < LAW.launch_s(run[3])
 
 
-@pytest.mark.parametrize(
-    "law", [LAW, DEFAULT, APART, replace(LAW, graphs=GraphSettings("NONE", ()))]
-)
+@pytest.mark.parametrize("law", [LAW, DEFAULT, APART, NO_GRAPHS])
 def test_the_recursion_is_what_the_loop_does(law):
     measured = profile_of(law, grid(SIZES), stamps=False)
     passes = pipeline_fit.PassColumns.of(measured.points, law.graphs)

@@ -8,7 +8,7 @@ import fake_vllm_server
 import numpy as np
 import pytest
 import samples
-from synthetic_profiles import FACTS
+from synthetic_profiles import FACTS, steps_profile
 from test_profiling_vllm import profiled, recipe_for
 
 from toolkit.backends.vllm.profile import TimedPass, pace_of
@@ -26,15 +26,12 @@ SPEC = samples.recipe().profile
 
 
 def steps(budget: int = 8192, largest: int = 512, *, ahead: bool = True) -> StepsProfile:
-    return StepsProfile(
-        block_tokens=16,
-        blocks=50_000,
+    return steps_profile(
+        [],
         max_num_batched_tokens=budget,
         async_scheduling=ahead,
         graph_sizes=[size for size in (1, 2, 4, 8, 16, 32, 64, 256, 512) if size <= largest],
         graph_mode="FULL_AND_PIECEWISE",
-        points=[],
-        front=[],
     )
 
 

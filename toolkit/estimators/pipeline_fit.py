@@ -36,9 +36,6 @@ Flags = NDArray[np.bool_]
 
 ROUNDS = 8  # of the alternation; it changes nothing after five or six
 ROUNDS_AGAIN = 3  # from a law of the same passes with other weights
-CLIP = 1.5  # times the law, up and down: how much a pass or a launch counts at most
-CLIP_ROUNDS = 4
-SAMPLES_COUNTED_MAX = 16  # of a point: a point with more passes weighs no more
 SHOWN_MIN = 6  # passes that a group of coefficients is fitted from, at least
 SHORT_TOKENS = 512  # a pass with chunks of more tokens is limited by arithmetic
 SHARE_SHOWN = 0.5  # of the short passes with chunks that must show their work on the GPU
@@ -110,58 +107,47 @@ class PassColumns:
         cls, points: Sequence[StepPoint], graphs: GraphSettings, experts: tuple[int, int] = (0, 0)
     ) -> PassColumns:
         """The passes of the points, in order, of a model with `experts` of a layer and a token."""
+        counts = np.array([len(point.seconds) for point in points])
+        number = np.repeat(np.arange(len(points)), counts)
+        place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
         rows = []
-        launches_of = []
-        idle = []
-        numbers = []
-        for number, point in enumerate(points):
+        launch_of = []
+        seconds = []
+        launches = []
+        for point in points:
             count = len(point.seconds)
-            launches = point.launch_s or [0.0] * count
             verified = point.decodes + point.draft_tokens
             launch = graphs.launch_of(verified, point.prefills, point.prefill_tokens)
             tokens = verified + point.prefill_tokens
             touched = touched_experts(tokens, *experts) if experts[0] else 0.0
             if launch != EAGER:
                 tokens = graphs.padded(tokens)
-            weight = min(count, SAMPLES_COUNTED_MAX) / count
-            for k in range(count):
-                grown = 0.0
-                if not point.prefills:  # the point has the mean of its passes
-                    grown = (k - (count - 1) / 2) * point.decodes
-                rows.append(
-                    (
-                        point.decodes,
-                        point.decode_cached + grown,
-                        point.prefills,
-                        tokens,
-                        point.prefill_attended,
-                        point.seconds[k],
-                        launches[k],
-                        weight**0.5,
-                        touched,
-                    )
-                )
-                launches_of.append(launch)
-                numbers.append(number)
-                idle.append(point.idle and k == 0)
+            weight = min(count, forms.SAMPLES_COUNTED_MAX) / count
+            read = point.decode_cached, point.prefill_attended
+            rows.append((point.decodes, point.prefills, tokens, touched, *read, weight**0.5))
+            launch_of.append(launch)
+            seconds += point.seconds
+            launches += point.launch_s or [0.0] * count
+        columns = np.array(rows, dtype=float)[number].T
+        # A point of decodes has the mean of its passes.
+        from_mean = np.where(columns[1] > 0, 0.0, place - (counts[number] - 1) / 2)
+        idle = (place == 0) & np.array([point.idle for point in points])[number]
         idle[0] = True
-        columns = np.array(rows, dtype=float).T
-        from_idle = np.array(idle)
         return cls(
             graphs=graphs,
             decodes=columns[0],
-            cached=columns[1],
-            chunks=columns[2],
-            tokens=columns[3],
-            attended=columns[4],
-            seconds=columns[5],
-            launches=columns[6],
-            launch=np.array(launches_of),
-            idle=from_idle,
-            run=np.cumsum(from_idle) - 1,
-            point=np.array(numbers),
-            root_weight=columns[7],
-            touched=columns[8],
+            cached=columns[4] + from_mean * columns[0],
+            chunks=columns[1],
+            tokens=columns[2],
+            attended=columns[5],
+            seconds=np.array(seconds),
+            launches=np.array(launches),
+            launch=np.array(launch_of)[number],
+            idle=idle,
+            run=np.cumsum(idle) - 1,
+            point=number,
+            root_weight=columns[6],
+            touched=columns[3],
             experts=experts,
         )
 
@@ -348,22 +334,14 @@ def _with(
     """The law with the coefficients `names`, one of each of the `columns` [n, k], from the passes
     `its` [n]; as it is where these are too few.
 
-    By relative least squares, all >= 0, each pass clipped to 1.5 times the law; then raised to the
-    mean, which is what serving pays.
+    They are those of `forms.solve_passes`, clipped up and down.
     """
     if its.sum() < SHOWN_MIN:
         return law
-    matrix = columns[its]
-    seconds = seconds[its]
-    root_weight = root_weight[its]
-    clipped = seconds
-    for _ in range(CLIP_ROUNDS):
-        values = forms.solve_relative(matrix, clipped, root_weight)
-        expected = matrix @ values
-        clipped = np.clip(seconds, expected / CLIP, expected * CLIP)
-    weights = np.square(root_weight)
-    raised = (weights * np.minimum(seconds, CLIP * expected)).sum() / (weights * expected).sum()
-    return replace(law, **dict(zip(names, (values * raised).tolist(), strict=True)))
+    values = forms.solve_passes(
+        columns[its], seconds[its], root_weight[its], below=forms.TYPICAL_MAX
+    )
+    return replace(law, **dict(zip(names, values.tolist(), strict=True)))
 
 
 def graphs_of(measured: StepsProfile) -> GraphSettings | None:
@@ -384,11 +362,6 @@ def fit_pipeline(passes: PassColumns, seed: int) -> PipelineFit:
     """
     law = fit_law(passes)
     law = replace(law, spread=_spread(passes, law))
-    return fit_of(law, _deviations(passes, law, seed), known=bool(passes.launches.any()))
-
-
-def fit_of(law: PipelineLaw, deviation: dict[str, float], *, known: bool) -> PipelineFit:
-    """The law as a fit file has it; `known`: its launches were measured."""
     coefficients = {name: getattr(law, name) for name in COEFFICIENTS}
     return PipelineFit(
         graph_mode=law.graphs.mode,
@@ -396,8 +369,8 @@ def fit_of(law: PipelineLaw, deviation: dict[str, float], *, known: bool) -> Pip
         apart=law.graphs.apart,
         **coefficients,
         spread=list(law.spread),
-        launches="measured" if known else "inferred",
-        deviation=deviation,
+        launches="measured" if passes.launches.any() else "inferred",
+        deviation=_deviations(passes, law, seed),
     )
 
 
@@ -444,7 +417,7 @@ def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:
     if len(ratios) < QUANTILES:
         return ()
     shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    quantiles = np.quantile(np.minimum(ratios, CLIP), shares)
+    quantiles = np.quantile(np.minimum(ratios, forms.TYPICAL_MAX), shares)
     quantiles = quantiles / quantiles.mean()
     bits = QUANTILES.bit_length() - 1
     order = [int(f"{k:0{bits}b}"[::-1], 2) for k in range(QUANTILES)]
