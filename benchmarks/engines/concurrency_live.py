@@ -41,7 +41,7 @@ from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
 from toolkit.sim.conditions import AS_FITTED
-from toolkit.traces.fixed import fixed_lengths
+from toolkit.traces.generate import fixed_lengths
 
 STAGES = ("profile", "fit", "measure", "report")
 RECIPE = Path(__file__).with_name("concurrency_live.yaml")

@@ -16,7 +16,17 @@ from functools import partial
 
 from toolkit.errors import InputError, nearest
 from toolkit.traces import formats
-from toolkit.traces.formats import BLAMED, PER_SECOND, REASON, TOOK, UNITS, Format, Record
+from toolkit.traces.formats import (
+    BLAMED,
+    DATES,
+    PER_SECOND,
+    REASON,
+    TOOK,
+    UNITS,
+    Format,
+    Record,
+    seconds_of,
+)
 
 LOG = "log"  # the name of the format of all such files
 
@@ -126,7 +136,7 @@ def parse_columns(text: str) -> dict[str, NamedColumn]:
             raise InputError(f"--columns {text}: '{role}' is named twice", EXAMPLE)
         before, colon, unit = name.rpartition(":")
         if colon and role in TIMES:
-            if unit not in UNITS or (unit == "iso" and role == "duration"):
+            if unit not in UNITS or (unit == DATES and role == "duration"):
                 raise InputError(f"--columns {text}: no unit '{unit}'", nearest(unit, UNITS))
             chosen[role] = NamedColumn(before, unit)
         else:
@@ -185,15 +195,6 @@ def _attributes(pairs: object) -> dict[str, object]:
     return found
 
 
-def paths_of(sample: Sequence[Record]) -> list[Path]:
-    """The columns of some rows, in the order in which they come; those of nested objects, too."""
-    found: dict[Path, None] = {}
-    for record in sample:
-        if record is not None:
-            found.update(dict.fromkeys(_leaves(record, ())))
-    return list(found)
-
-
 def _leaves(record: Mapping[str, object], outer: Path) -> Iterator[Path]:
     for key, value in record.items():
         path = (*outer, str(key))
@@ -246,7 +247,8 @@ class _Finder:
         self._rows = [record for record in sample if record is not None]
         self._chosen = chosen
         self._source = source
-        self.paths = paths_of(sample)
+        # in the order in which they come; those of nested objects, too
+        self.paths = list(dict.fromkeys(path for row in self._rows for path in _leaves(row, ())))
         self.taken: dict[str, _Column] = {}
         for role in sorted(ROLES, key=lambda role: role not in chosen):
             path = self._named(chosen[role]) if role in chosen else self._usual(role)
@@ -318,13 +320,13 @@ class _Finder:
         """The column with its unit: the named one, else the name's, else the values'."""
         choice = self._chosen.get(role)
         if choice and choice.unit:
-            why = "dates" if choice.unit == "iso" else f"{choice.unit}, as named"
+            why = "dates" if choice.unit == DATES else f"{choice.unit}, as named"
             return _Column(path, choice.unit, why)
         values = self._values(path)
         parsed = (formats.number(value) for value in values if _parses(formats.number, value))
         numbers = sorted(value for value in parsed if math.isfinite(value))
         if len(numbers) < len(values) / 2 or not numbers:
-            return _Column(path, "iso", "dates")
+            return _Column(path, DATES, "dates")
         word = UNIT_WORDS.get(_words(path[-1])[-1], "")
         early = numbers[len(numbers) // 4]
         middle = numbers[len(numbers) // 2]
@@ -344,7 +346,7 @@ class _Finder:
 
     def whole_seconds(self, column: _Column) -> bool:
         """Whether all its times are whole seconds, of several requests."""
-        seconds = UNITS[column.unit]
+        seconds = partial(seconds_of, unit=column.unit)
         values = self._values(column.path)
         times = [seconds(value) for value in values if _parses(seconds, value)]
         return len(set(times)) < len(times) and all(time.is_integer() for time in times)
@@ -444,14 +446,13 @@ def find(
         prompt=taken["prompt"].name,
         output=taken["output"].name,
         arrival=arrival.name if arrival else "",
-        seconds=UNITS[arrival.unit] if arrival else formats.number,
+        unit=arrival.unit if arrival else "s",
         max_tokens=_name(taken, "max_tokens"),
         priority=_name(taken, "priority"),
         status=_name(taken, "status"),
         served=was_served,
         session=_name(taken, "session"),
         think="\0think_ms" if "session" in taken else "",
-        absolute_time=arrival is not None and arrival.unit == "iso",
         whole=partial(_rows, taken=taken, ends=ends and duration is not None),
         ends=ends and duration is not None,
         any_order=True,
@@ -530,5 +531,7 @@ def _rows(
 
 
 def _seconds(column: _Column, row: Mapping[str, object]) -> float | None:
-    value = row[column.name]
-    return UNITS[column.unit](value) if _parses(UNITS[column.unit], value) else None
+    try:
+        return seconds_of(row[column.name], column.unit)
+    except (ValueError, OverflowError):
+        return None

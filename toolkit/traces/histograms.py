@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -311,5 +311,4 @@ def _to_sum(low: Ints, high: Ints, target: int, rng: np.random.Generator) -> Int
 def _trace(times_s: Floats, prompts: Ints, outputs: Ints, notes: tuple[str, ...]) -> Trace:
     order = np.argsort(times_s, kind="stable")
     no_limits = np.zeros(len(times_s), dtype=np.int64)
-    made = Trace(times_s[order], prompts[order], outputs[order], no_limits, "from metrics")
-    return replace(made, notes=notes)
+    return Trace(times_s[order], prompts[order], outputs[order], no_limits, "from metrics", notes)
