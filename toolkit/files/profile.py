@@ -205,27 +205,28 @@ class HitPoint(Strict):
     )
 
 
+# Of points that are visited: the grid, mixes, traffic, hits and parts of rounds.
+PointKind = Literal[
+    "prefill",
+    "decode",
+    "mix",
+    "traffic",
+    "hit",
+    "lone",
+    "burst",
+    "load",
+    "join",
+    "leave",
+    "grow",
+    "swap_out",
+    "swap_in",
+]
+
+
 class FailedPoint(Strict):
     """A point that could not be measured, and why."""
 
-    kind: Literal[
-        "prefill",
-        "decode",
-        "mix",
-        "traffic",
-        "hit",
-        "lone",
-        "burst",
-        "load",
-        "slice",
-        "memory",
-        "rounds",
-        "join",
-        "leave",
-        "grow",
-        "swap_out",
-        "swap_in",
-    ]
+    kind: Literal[PointKind, "slice", "memory", "rounds"]
     batch_size: int
     length: int
     reason: str

@@ -8,26 +8,9 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from toolkit.files.profile import EngineFacts, FailedPoint
+from toolkit.files.profile import EngineFacts, FailedPoint, PointKind
 from toolkit.files.recipe import ProfileSpec
-
-Kind = Literal[
-    "prefill",
-    "decode",
-    "mix",
-    "traffic",
-    "hit",
-    "lone",
-    "burst",
-    "load",
-    "join",
-    "leave",
-    "grow",
-    "swap_out",
-    "swap_in",
-]
 
 
 @dataclass(slots=True, frozen=True, order=True)
@@ -43,7 +26,7 @@ class GridPoint:
     what the engine can serve with N rows, for `LOAD_S` seconds, with prompts of about `length`.
     """
 
-    kind: Kind
+    kind: PointKind
     batch_size: int
     length: int
     others: int = 0
@@ -76,7 +59,10 @@ class GridPoint:
 
 def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[FailedPoint]]:
     """The recipe's points that fit the engine, and those that do not, with the reason."""
-    lengths: dict[Kind, list[int]] = {"prefill": spec.input_lengths, "decode": spec.cached_lengths}
+    lengths: dict[PointKind, list[int]] = {
+        "prefill": spec.input_lengths,
+        "decode": spec.cached_lengths,
+    }
     wanted = [
         GridPoint(kind, batch_size, length)
         for kind in lengths
@@ -153,7 +139,7 @@ MIX_STEPS = 24  # prompt and output tokens of the decoding rows of a mix
 JOINING = (1, 4, 16)  # rows at once
 OTHERS = (3, 15, 31)  # rows that run meanwhile
 # Kind, rows, others, and the memory that the part needs, as a multiple of its batch.
-PARTS: tuple[tuple[Kind, tuple[int, ...], tuple[int, ...], float], ...] = (
+PARTS: tuple[tuple[PointKind, tuple[int, ...], tuple[int, ...], float], ...] = (
     ("join", JOINING, OTHERS[:2], 2.0),
     ("leave", JOINING[:1], OTHERS, 1.5),
     ("grow", JOINING[:1], OTHERS, 2.5),
