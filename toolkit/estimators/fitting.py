@@ -182,7 +182,10 @@ def fit_latency(name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed
     _check_points(name, points)
     competing = forms.candidates(points, square=name == "prefill")
     predicted = [_held_out(form, points, seed) for form in competing]
-    errors = [forms.percent_error(prediction, points.seconds) for prediction in predicted]
+    candidates = [
+        Candidate(form=form.name, error=forms.percent_error(prediction, points.seconds))
+        for form, prediction in zip(competing, predicted, strict=True)
+    ]
     kept = forms.choose(predicted, points.seconds)
     form = competing[kept]
     spreads = [_spread_percent(point.seconds) for point in measured]
@@ -190,11 +193,8 @@ def fit_latency(name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed
     fit = LatencyFit(
         form=form.name,
         segments=form.segments(form.solve(points)),
-        error=errors[kept],
-        candidates=[
-            Candidate(form=tried.name, error=error)
-            for tried, error in zip(competing, errors, strict=True)
-        ],
+        error=candidates[kept].error,
+        candidates=candidates,
         valid=Range(
             batch_size_max=int(points.batch_size.max()), length_max=int(points.length.max())
         ),
@@ -324,7 +324,13 @@ def _refit(
         for p in measured
     ]
     points = points_of(name, redrawn)
-    form = forms.form_named(law.form, points, square=name == "prefill")
+    competing = forms.candidates(points, square=name == "prefill")
+    form = next((form for form in competing if form.name == law.form), None)
+    if form is None:
+        raise InputError(
+            f"the points do not determine the form '{law.form}'",
+            "fit the profile again: llmctl fit PROFILE",
+        )
     coefficients = form.solve(points, rng.exponential(size=len(points)))
     return law.model_copy(update={"segments": form.segments(coefficients)})
 

@@ -302,17 +302,6 @@ def may_be_flat(points: Points) -> bool:
     return fewest_seen >= FLAT_POINTS_MIN + LINEAR_POINTS_MIN
 
 
-def form_named(name: str, points: Points, *, square: bool) -> Form:
-    """The candidate for `points` that has this name. Raises `InputError` if there is none."""
-    for form in candidates(points, square=square):
-        if form.name == name:
-            return form
-    raise InputError(
-        f"the points do not determine the form '{name}'",
-        "fit the profile again: llmctl fit PROFILE",
-    )
-
-
 SLICES_MIN = 6
 STRETCH_MIN = 1e-3
 BATCH_S_MIN = 1e-6  # the solver stays slightly above its bounds; a smaller batch_s is 0

@@ -528,11 +528,11 @@ def _best_form(
         predicted.append(other.held_out(passes, seed))
         if forms.choose([predicted[best], predicted[-1]], passes.seconds):
             best = len(tried) - 1
-    errors = [forms.percent_error(prediction, passes.seconds) for prediction in predicted]
     candidates = [
-        Candidate(form=form.name, error=error) for form, error in zip(tried, errors, strict=True)
+        Candidate(form=form.name, error=forms.percent_error(prediction, passes.seconds))
+        for form, prediction in zip(tried, predicted, strict=True)
     ]
-    return tried[best], errors[best], candidates
+    return tried[best], candidates[best].error, candidates
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:
