@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from toolkit.errors import InputError, nearest
 from toolkit.traces import formats
@@ -43,6 +45,7 @@ EPOCH_S = (946_684_800.0, 4_102_444_800.0)
 UNCOUNTED = "without token counts"
 UNTIMED = "without how long they took"
 
+Value = TypeVar("Value")
 Path = tuple[str, ...]  # of keys, from the outermost object to the value
 
 # The usual names by role, squeezed: lower case, letters and digits only. The first that a file has
@@ -299,7 +302,7 @@ class _Finder:
         }
         values = self._values(path)
         if role in possible:
-            fitting = [value for value in values if _parses(possible[role], value)]
+            fitting = parsed(possible[role], values)
         else:  # a session or a status: a number or a text
             fitting = [value for value in values if isinstance(value, str | int)]
         return bool(values) and len(fitting) >= len(values) / 2
@@ -323,8 +326,7 @@ class _Finder:
             why = "dates" if choice.unit == DATES else f"{choice.unit}, as named"
             return _Column(path, choice.unit, why)
         values = self._values(path)
-        parsed = (formats.number(value) for value in values if _parses(formats.number, value))
-        numbers = sorted(value for value in parsed if math.isfinite(value))
+        numbers = sorted(filter(math.isfinite, parsed(formats.number, values)))
         if len(numbers) < len(values) / 2 or not numbers:
             return _Column(path, DATES, "dates")
         word = UNIT_WORDS.get(_words(path[-1])[-1], "")
@@ -346,9 +348,7 @@ class _Finder:
 
     def whole_seconds(self, column: _Column) -> bool:
         """Whether all its times are whole seconds, of several requests."""
-        seconds = partial(seconds_of, unit=column.unit)
-        values = self._values(column.path)
-        times = [seconds(value) for value in values if _parses(seconds, value)]
+        times = parsed(partial(seconds_of, unit=column.unit), self._values(column.path))
         return len(set(times)) < len(times) and all(time.is_integer() for time in times)
 
     def unused(self) -> list[str]:
@@ -401,16 +401,20 @@ def _listed(names: Sequence[str], most: int = SHOWN) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _parses(parse: Callable[[object], object], value: object) -> bool:
-    try:
-        parse(value)
-    except (ValueError, OverflowError):
-        return False
-    return True
+def parsed(parse: Callable[[object], Value], values: Iterable[object]) -> list[Value]:
+    """The values that can be parsed, parsed."""
+    found = []
+    for value in values:
+        with suppress(ValueError, OverflowError):
+            found.append(parse(value))
+    return found
 
 
 def _any_time(value: object) -> float:
-    return formats.number(value) if _parses(formats.number, value) else formats.date_seconds(value)
+    try:
+        return formats.number(value)
+    except ValueError:
+        return formats.date_seconds(value)
 
 
 def _unit_of_duration(word: str, numbers: Sequence[float], middle: float) -> tuple[str, str]:

@@ -22,6 +22,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, pairwise, repeat, zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -192,12 +193,8 @@ def _has_times(sample: list[Record], form: Format) -> bool:
     """
     if not form.arrival:
         return False
-    times = []
-    for record in sample:
-        try:
-            times.append(formats.seconds_of((record or {}).get(form.arrival), form.unit))
-        except (ValueError, OverflowError):
-            continue
+    values = [(record or {}).get(form.arrival) for record in sample]
+    times = columns.parsed(partial(formats.seconds_of, unit=form.unit), values)
     if form.unit != "ms":
         return bool(times)
     low, high = (end / formats.PER_SECOND["ms"] for end in columns.EPOCH_S)
