@@ -8,7 +8,16 @@ from commands import llmctl
 
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
+from toolkit.estimators.roofline import (
+    Efficiency,
+    ModelSizes,
+    Peaks,
+    Roofline,
+    decode_shape,
+    fit_efficiency,
+    prefill_shape,
+)
+from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.io import read_file, write_file
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
@@ -57,19 +66,23 @@ def recipe(**hardware: object) -> Recipe:
 def test_a_pass_takes_the_time_of_its_bottleneck():
     line = Roofline(PEAKS, SIZES, REACHED)
     flops = 2 * 1000 * 3 * 50 + 2 * 2 * 10 * 3 * 50 * 50
-    assert line.prefill_s(3, 50) == 0.01 + flops / 0.5e6  # arithmetic
-    assert line.decode_s(1, 10) == 0.01 + (2000 + 10 * 4) / 0.8e5  # traffic
+    assert line.pass_seconds([prefill_shape(3, 50)]) == [0.01 + flops / 0.5e6]  # arithmetic
+    assert line.pass_seconds([decode_shape(1, 10)]) == [0.01 + (2000 + 10 * 4) / 0.8e5]  # traffic
 
 
 def test_the_efficiency_is_recovered_from_predicted_times():
     line = Roofline(PEAKS, SIZES, REACHED)
+
+    def seconds(shape: StepShape) -> list[float]:
+        return line.pass_seconds([shape]).tolist()
+
     prefill = [
-        PrefillPoint(batch_size=n, input_length=k, seconds=[line.prefill_s(n, k)])
+        PrefillPoint(batch_size=n, input_length=k, seconds=seconds(prefill_shape(n, k)))
         for n in (1, 4, 16)
         for k in (8, 64)
     ]
     decode = [
-        DecodePoint(batch_size=n, cached_length=k, seconds=[line.decode_s(n, k)])
+        DecodePoint(batch_size=n, cached_length=k, seconds=seconds(decode_shape(n, k)))
         for n in (1, 2, 64)
         for k in (8, 64)
     ]
@@ -127,10 +140,9 @@ def test_a_mixed_pass_reads_the_weights_once():
     line = Roofline(PEAKS, SIZES, REACHED)
     moved = 1 * 10 + 50
     flops = 2 * 1000 * 51 + 4 * 2 * 10 * (10 + 50 * 50 / 2)
-    assert line.pass_s(51, 10 + 50 * 50 / 2, moved) == 0.01 + max(
-        flops / 0.5e6, (2000 + moved * 4) / 0.8e5
-    )
-    assert line.pass_s(3 * 50, 3 * 50 * 50 / 2, 3 * 50) == line.prefill_s(3, 50)
+    mixed = StepShape(1, 10, 1, 50, chunk_attended(0, 50))
+    expected = 0.01 + max(flops / 0.5e6, (2000 + moved * 4) / 0.8e5)
+    assert line.pass_seconds([mixed]) == [expected]
 
 
 LLAMA_7B = {

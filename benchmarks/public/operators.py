@@ -404,12 +404,7 @@ class Measured:
             sizes_of(self.shapes_of_model),
             OLD,
         )
-        passes = []
-        for shape in self.shapes:
-            attended = shape.decode_cached + shape.prefill_attended
-            moved = shape.decode_cached + shape.prefill_tokens + shape.prefill_cached
-            passes.append(line.pass_s(shape.tokens, attended, moved))
-        return float(np.dot(self.weights, passes))
+        return float(np.dot(self.weights, line.pass_seconds(self.shapes)))
 
 
 def sizes_of(model: ModelShapes) -> ModelSizes:
@@ -656,16 +651,7 @@ def servingsim_rows(data: Path, gpus: dict[str, GpuOperators]) -> list[str]:
         own = replace(known[SERVINGSIM_GPUS[gpu]], all_reduce={ranks: AllReduce(0.0, 1e18)})
         computed = own.pass_seconds(shapes, attention.shapes, ranks)
         line = Roofline(Peaks(own.flops, own.bandwidth), sizes_of(shapes), OLD)
-        before = np.array(
-            [
-                line.pass_s(
-                    shape.tokens,
-                    shape.decode_cached + shape.prefill_attended,
-                    shape.decode_cached + shape.prefill_tokens + shape.prefill_cached,
-                )
-                for shape in attention.shapes
-            ]
-        )
+        before = line.pass_seconds(attention.shapes)
         for kind, wanted in (("decodes", False), ("with a chunk", True)):
             inside = np.array([bool(shape.prefills) == wanted for shape in attention.shapes])
             cells = [f"{gpu} {name} TP{ranks}", kind, str(int(inside.sum()))]
