@@ -84,9 +84,8 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
 
 def test_the_key_comes_from_the_environment_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LLMCTL_ENGINE_API_KEY", "canary")
-    with sse_server() as stub:
-        bench = EndpointBench(recipe_for(stub.url))
-        bench.stop()
+    with sse_server() as stub, EndpointBench(recipe_for(stub.url)) as bench:
+        pass
     assert all("authorization: Bearer canary" in head for head in stub.heads)
     assert "canary" not in bench.facts.model_dump_json()
 
@@ -121,11 +120,12 @@ def test_an_output_of_another_length_fails_the_point():
 
 
 def test_a_server_that_does_not_stream_has_no_decode_steps():
-    with sse_server() as stub:  # all of an answer in one piece
-        bench = EndpointBench(recipe_for(stub.url))
-        with pytest.raises(Unmeasurable, match="does not stream"):
-            bench.time(GridPoint("decode", 1, 32), 0)
-        bench.stop()
+    with (
+        sse_server() as stub,  # all of an answer in one piece
+        EndpointBench(recipe_for(stub.url)) as bench,
+        pytest.raises(Unmeasurable, match="does not stream"),
+    ):
+        bench.time(GridPoint("decode", 1, 32), 0)
 
 
 def one_after_the_other(prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
@@ -154,20 +154,16 @@ def test_each_prompt_is_sent_twice_to_see_the_prefix_cache():
         last = event({"id": "cmpl-1", "choices": [], "usage": usage})
         return chunked(*[tokens_event()] * count, last)
 
-    with sse_server(keeps_prompts) as stub:
-        bench = EndpointBench(recipe_for(stub.url))
+    with sse_server(keeps_prompts) as stub, EndpointBench(recipe_for(stub.url)) as bench:
         found = bench.time_hits([8, 32, 128])
-        bench.stop()
     assert [(one.prompt_tokens, one.cached_tokens) for one in found] == [(8, 7), (32, 31)]
     assert {len(one.new_s) for one in found} == {len(found[0].again_s)} == {5}
     assert min(min(one.new_s) for one in found) > 0.0
 
 
 def test_a_server_silent_about_its_cache_still_has_times():
-    with sse_server() as stub:
-        bench = EndpointBench(recipe_for(stub.url))
+    with sse_server() as stub, EndpointBench(recipe_for(stub.url)) as bench:
         (found,) = bench.time_hits([8])
-        bench.stop()
     assert found.cached_tokens is None
 
 
@@ -180,8 +176,7 @@ def test_early_rows_get_more_tokens_until_all_decode_at_once(
         asked.append([sample.wanted_tokens for sample in samples])
         return one_after_the_other([sample.prompt_tokens for sample in samples], asked[-1])
 
-    with sse_server() as server:
-        bench = EndpointBench(recipe_for(server.url))
+    with sse_server() as stub, EndpointBench(recipe_for(stub.url)) as bench:
         monkeypatch.setattr(bench, "_together", together)
         assert bench.time(GridPoint("decode", 4, 32), warmups=1)[0] == pytest.approx(0.125)
         steps = 128 // 4
@@ -191,7 +186,6 @@ def test_early_rows_get_more_tokens_until_all_decode_at_once(
         assert asked[2] == asked[1], "what was found out once is kept"
         with pytest.raises(Unmeasurable, match="12 requests of 16"):
             bench.time(GridPoint("decode", 12, 32), warmups=0)
-        bench.stop()
 
 
 def test_points_fail_with_the_reason_until_the_profile_ends():
@@ -202,15 +196,13 @@ def test_points_fail_with_the_reason_until_the_profile_ends():
             return whole({"error": {"message": "the GPU fell off"}}, 500)
         return serve_request(body)
 
-    with sse_server(answer) as stub:
-        bench = EndpointBench(recipe_for(stub.url))
+    with sse_server(answer) as stub, EndpointBench(recipe_for(stub.url)) as bench:
         broken = True
         for _ in range(4):
             with pytest.raises(Unmeasurable, match="HTTP 500: the GPU fell off"):
                 bench.time(PREFILL, 0)
         with pytest.raises(EngineError, match="5 points failed in a row"):
             bench.time(PREFILL, 0)
-        bench.stop()
 
 
 def test_an_unknown_capacity_names_the_recipe_keys():
