@@ -111,6 +111,7 @@ def test_drawn_fits_vary_the_rounds_too():
         assert np.mean(stretches) == pytest.approx(fit.rounds.overhead.stretch, rel=0.1)
 
 
-def test_a_profile_without_rounds_has_no_law_of_them():
-    assert fit_profile(make_profile()).rounds is None
+def test_a_profile_without_rounds_and_passes_has_no_laws_of_them():
+    found = fit_profile(make_profile())
+    assert (found.rounds, found.steps) == (None, None)
     assert SegmentedLaw(LAW.prefill, LAW.decode, True).round_s == replace(LAW).leave_s(100) == 0.0

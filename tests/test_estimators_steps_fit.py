@@ -93,10 +93,6 @@ def test_errors_are_of_held_out_passes():
     assert fit_steps(measured(noise=0.1), 0).error.median_percent == pytest.approx(6.7, abs=2.0)
 
 
-def test_a_profile_without_passes_has_no_law_of_steps():
-    assert fit_steps(None, 0) is None
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

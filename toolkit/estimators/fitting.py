@@ -101,8 +101,7 @@ def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -
     known = {profile.steps.draft_tokens if profile.steps else 0}
     found = []
     for other in others:
-        steps = fit_steps(other.steps, seed)
-        if steps is None or profile.steps is None:
+        if other.steps is None or profile.steps is None:
             raise InputError(
                 f"a profile of {other.recipe_name} has no passes",
                 "profiles of engine vllm have them",
@@ -112,6 +111,7 @@ def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -
                 f"a profile of {other.recipe_name} beside one of {profile.recipe_name}",
                 "give profiles of one recipe: llmctl profile RECIPE --drafts N",
             )
+        steps = fit_steps(other.steps, seed)
         if steps.draft_tokens in known:
             raise InputError(
                 f"two profiles have {steps.draft_tokens} drafts",
@@ -136,7 +136,7 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     law = SegmentedLaw(
         tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
     )
-    steps = fit_steps(profile.steps, seed)
+    steps = fit_steps(profile.steps, seed) if profile.steps is not None else None
     known = profile.engine.analytic_error
     if known is not None:
         decode_off = known.decode_percent, known.decode_p95_percent

@@ -448,8 +448,8 @@ class StepForm:
         return np.delete(columns, BESIDE, axis=1)
 
 
-def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
-    """The law of a profile's passes; None if passes were not measured.
+def fit_steps(measured: StepsProfile, seed: int) -> StepsFit:
+    """The law of a profile's passes.
 
     Coefficients are >= 0, by least relative squares. Where the cost of a new token changes
     (`StepLaw.knots`) is chosen by held-out error, the fewest knots first; then whether decodes
@@ -461,8 +461,6 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     Raises `InputError` for a server that is not modelled, if there are too few passes, if passes
     with or without chunks are missing, or if a pass took no time.
     """
-    if measured is None:
-        return None
     if measured.resolved is not None:
         refuse("the measured server", of_resolved(measured.resolved))
     points = measured.points
