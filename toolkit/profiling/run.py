@@ -256,7 +256,7 @@ class _Session:
         self._pace: ServerPace | None = None
         self._remaining: Remaining | None = None
         self._hits: list[HitPoint] = []
-        if self._steps is not None and overlapping.overlaps(self._steps):
+        if self._steps is not None and self._steps.async_scheduling:
             # All shapes run before the first timing, so no point needs a run of its own for that.
             self._spec = self._spec.model_copy(update={"warmups": 0})
             self._points = overlapping.grid(facts, self._steps)
