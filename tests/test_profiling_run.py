@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from said import says
-from samples import recipe
-from synthetic_profiles import ENVIRONMENT, FACTS
+from samples import ENVIRONMENT, recipe
+from synthetic_profiles import FACTS
 
 from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import SliceOutput

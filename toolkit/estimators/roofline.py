@@ -97,7 +97,8 @@ def fit_efficiency(
 
     It minimises squared logarithms of the ratios, so that short and long passes weigh the same.
     """
-    measured = np.array([np.median(point.seconds) for point in (*prefill, *decode)])
+    samples = [point.seconds for point in prefill] + [point.seconds for point in decode]
+    measured = np.array([np.median(seconds) for seconds in samples])
     shapes = [prefill_shape(point.batch_size, point.input_length) for point in prefill]
     shapes += [decode_shape(point.batch_size, point.cached_length) for point in decode]
 
