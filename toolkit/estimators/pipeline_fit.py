@@ -275,22 +275,28 @@ def fit_law(
 def _with_launches(
     law: PipelineLaw, passes: PassColumns, found: PassTimeline, seen: Flags
 ) -> PipelineLaw:
-    """The law with launches from those that are known, or from passes that waited for one."""
-    if passes.launches.any():
-        of = np.flatnonzero((passes.launches > 0.0) & seen)
-        seconds = passes.launches[of]
-        root_weight = passes.root_weight[of]
-    else:
-        shown = np.flatnonzero(found.for_launch & ~passes.idle & seen)
-        of = shown + 1  # such a pass lasts as long as the launch of the next one
-        seconds = passes.seconds[shown]
-        root_weight = passes.root_weight[shown]
+    """The law with the launches that passes show."""
+    of, seconds, root_weight = _shown_launches(passes, found, seen)
     rows = (passes.decodes + passes.chunks)[of]
     for launch, names in LAUNCH_NAMES:
         counted = passes.chunks[of] if launch == EAGER else rows
         columns = np.stack([np.ones(len(of)), counted], axis=1)
         law = _with(law, names, passes.launch[of] == launch, columns, seconds, root_weight)
     return law
+
+
+def _shown_launches(
+    passes: PassColumns, found: PassTimeline, seen: Flags
+) -> tuple[NDArray[np.int_], Floats, Floats]:
+    """Launches [k] that are known, or else that a pass waited for: their passes, seconds and roots
+    of weights.
+    """
+    if passes.launches.any():
+        of = np.flatnonzero((passes.launches > 0.0) & seen)
+        return of, passes.launches[of], passes.root_weight[of]
+    shown = np.flatnonzero(found.for_launch & ~passes.idle & seen)
+    # Such a pass lasts as long as the launch of the next one.
+    return shown + 1, passes.seconds[shown], passes.root_weight[shown]
 
 
 def _with_work(
@@ -405,15 +411,10 @@ def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:
     """Quantiles of launches other than graphs over the law, their mean 1, in an order in which
     neighbours differ; empty where too few are known.
     """
-    expected = passes.launch_s(law)
-    if passes.launches.any():
-        its = np.flatnonzero((passes.launches > 0.0) & (passes.launch != GRAPH))
-        ratios = passes.launches[its] / expected[its]
-    else:
-        found = timeline(passes, law, measured=True)
-        shown = np.flatnonzero(found.for_launch & ~passes.idle)
-        shown = shown[passes.launch[shown + 1] != GRAPH]
-        ratios = passes.seconds[shown] / expected[shown + 1]
+    found = timeline(passes, law, measured=True)
+    of, seconds, _ = _shown_launches(passes, found, np.ones(len(passes), dtype=bool))
+    other = passes.launch[of] != GRAPH
+    ratios = seconds[other] / passes.launch_s(law)[of[other]]
     if len(ratios) < QUANTILES:
         return ()
     shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
