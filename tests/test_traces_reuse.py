@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from said import says
+from test_traces_shared import blocks_of
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, draw_arrivals
@@ -19,7 +20,7 @@ from toolkit.traces.sharing import (
     reuse_curve,
     scale_blocks,
 )
-from toolkit.traces.types import Sessions, SharedBlocks, Trace
+from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import cut, divide_lengths, scale_lengths
 
 
@@ -43,15 +44,13 @@ def prompts_of_blocks(draw, most=12):
 
 def trace_of(block, lengths, ids, sessions=None, outputs=None) -> Trace:
     count = len(lengths)
-    offsets = np.cumsum([0, *map(len, ids)])
-    flat = np.array([one for row in ids for one in row], np.int64)
     return Trace(
         np.arange(count) * 1.0,
         np.array(lengths),
         np.ones(count, np.int64) if outputs is None else np.array(outputs),
         np.zeros(count, np.int64),
         "made",
-        shared=SharedBlocks(block, flat, offsets),
+        shared=blocks_of(*ids, size=block),
         sessions=sessions,
     )
 

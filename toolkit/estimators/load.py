@@ -25,8 +25,7 @@ from toolkit.files.modelled import refuse_fit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.types import NO_LIMIT, Joining
 
-# What `StepLaw` and `StepsFit` give the same names; the last are tuples in the one, lists in the
-# other.
+# The fields of `StepLaw`, which `StepsFit` has, too, and those that are lists there.
 STEP_FIELDS = tuple(each.name for each in fields(StepLaw) if each.init)
 STEP_LISTS = ("token_s", "knots", "row_knots", "row_more_s")
 

@@ -167,6 +167,10 @@ class Arrivals:
             return np.full(count, 1.0 / self.rate_rps)
         return rng.gamma(1.0 / self.cv**2, self.cv**2 / self.rate_rps, count)
 
+    def first(self, rng: np.random.Generator, count: int) -> Floats:
+        """Draw the first `count` arrival times; they begin at 0."""
+        return np.concatenate([np.zeros(1), np.cumsum(self.gaps(rng, count - 1))])
+
     def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
         """Draw arrival times in [0, duration_s); the first is 0."""
         if not 0 < duration_s < math.inf:
@@ -454,14 +458,13 @@ def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
     rng = np.random.default_rng(seed)
     sessions = trace.sessions
     if sessions is None:
-        arrival_s = np.concatenate([np.zeros(1), np.cumsum(arrivals.gaps(rng, len(trace) - 1))])
         notes = (*trace.notes, f"arrival times drawn: {arrivals}, seed {seed}")
-        return replace(trace, arrival_s=arrival_s, notes=notes)
+        return replace(trace, arrival_s=arrivals.first(rng, len(trace)), notes=notes)
     first = sessions.first
     starts = np.flatnonzero(sessions.previous < 0)
     drawn = replace(arrivals, rate_rps=arrivals.rate_rps * (len(starts) / len(trace)))
     start_s = np.zeros(len(trace))
-    start_s[starts] = np.concatenate([np.zeros(1), np.cumsum(drawn.gaps(rng, len(starts) - 1))])
+    start_s[starts] = drawn.first(rng, len(starts))
     arrival_s = start_s[first] + trace.arrival_s - trace.arrival_s[first]
     note = f"arrival times of {len(starts):,} sessions drawn: {drawn}, seed {seed}"
     whole = replace(trace, arrival_s=arrival_s, notes=(*trace.notes, note))

@@ -185,8 +185,7 @@ def draw_untimed(
     if not counted:
         count = 0
     _check_total(count)
-    gaps_s = arrivals.gaps(rng, count - 1)
-    times_s = np.concatenate([np.zeros(1), np.cumsum(gaps_s)])
+    times_s = arrivals.first(rng, count)
     prompts, outputs = _both(traffic, count, rng, longest)
     said = (
         f"drawn from metrics: {count:,} requests with the lengths of {counted:,}, seed {seed}",
