@@ -4,8 +4,9 @@ Written from vLLM's `step_with_batch_queue`, not from the equations of the law, 
 """
 
 import numpy as np
-from synthetic_profiles import step_point, steps_profile
+from synthetic_profiles import steps_profile
 
+from toolkit.estimators.part_fits import point_of
 from toolkit.estimators.pipeline import GRAPH, PipelineLaw
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.profile import StepsProfile
@@ -75,7 +76,8 @@ def profile_of(
         ):
             seconds = tokens_s - max(scheduled_s, end_s)
             launch_s = [launches[k]] if stamps else []
-            points.append(step_point(shape, seconds + SETTLING_S, idle=k == 0, launch_s=launch_s))
+            point = point_of(shape, seconds + SETTLING_S)
+            points.append(point.model_copy(update={"idle": k == 0, "launch_s": launch_s}))
             end_s = tokens_s
     return steps_profile(
         points,

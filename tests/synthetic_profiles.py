@@ -9,7 +9,6 @@ import samples
 
 from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
-from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
 from toolkit.files.profile import (
@@ -96,13 +95,6 @@ def make_profile(
 def fit_of(profile: Profile) -> Fit:
     """The laws of a profile, as its fit file has them."""
     return fit_file(profile, fit_profile(profile), head({}))
-
-
-def step_point(shape: StepShape, seconds: float, **more: Any) -> StepPoint:
-    """A pass of this composition."""
-    names = StepPoint.model_fields.keys() - {"seconds", "host_s", "idle", "launch_s"}
-    composition = {name: getattr(shape, name) for name in names}
-    return StepPoint(**({"seconds": [seconds], "host_s": []} | composition | more))
 
 
 def steps_profile(points: Sequence[StepPoint], **more: Any) -> StepsProfile:

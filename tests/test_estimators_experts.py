@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import samples
 from overlapping_server import grid, profile_of
-from synthetic_profiles import step_point, steps_profile
+from synthetic_profiles import steps_profile
 
 from toolkit.backends.vllm.profile import refuse_unknown_experts
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import touched_experts as touched_by_arrays
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.part_fits import fit_steps, point_of, resampled_steps
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, touched_experts
 from toolkit.files.profile import StepsProfile
@@ -55,7 +55,7 @@ def shapes() -> list[StepShape]:
 
 def one_by_one(**experts: int) -> StepsProfile:
     """The passes of `PASSES`, none of which overlap."""
-    points = [step_point(shape, PASSES.forward_s(shape)) for shape in shapes()]
+    points = [point_of(shape, PASSES.forward_s(shape)) for shape in shapes()]
     return steps_profile(points, **experts)
 
 

@@ -4,12 +4,12 @@ of held-out passes.
 
 import numpy as np
 import pytest
-from synthetic_profiles import step_point, steps_profile
+from synthetic_profiles import steps_profile
 
 from toolkit.errors import InputError
 from toolkit.estimators.front import fit_front
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps
+from toolkit.estimators.part_fits import fit_steps, point_of
 from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.files.profile import FrontPoint, StepsProfile
 
@@ -33,8 +33,8 @@ def measured(count: int = 300, noise: float = 0.0, outliers: float = 0.0) -> Ste
     points = []
     for shape in shapes(count, rng):
         factor = np.exp(noise * rng.standard_normal()) * (5.0 if rng.random() < outliers else 1.0)
-        host_s = [LAW.after_s(shape.rows)]
-        points.append(step_point(shape, LAW.forward_s(shape) * factor, host_s=host_s))
+        point = point_of(shape, LAW.forward_s(shape) * factor)
+        points.append(point.model_copy(update={"host_s": [LAW.after_s(shape.rows)]}))
     front = [
         FrontPoint(rows=rows, prompt_tokens=8, seconds=0.002 * (rows == 1) + 1e-4 * rows)
         for rows in (1, 4, 16)
@@ -51,7 +51,7 @@ def test_reading_the_cache_is_told_from_computing_a_chunk():
         new = int(rng.integers(8, 400))
         cached = int(rng.integers(0, 3000))
         shape = StepShape(0, 0, 1, new, new * (cached + new / 2), cached)
-        points.append(step_point(shape, law.forward_s(shape), host_s=[2e-4]))
+        points.append(point_of(shape, law.forward_s(shape)))
     fit = fit_steps(profile.model_copy(update={"points": points}), 0)
     assert fit.behind_s == pytest.approx(3e-6, rel=0.05)
     shape = StepShape(0, 0, 1, 40, 40 * 2020.0, 2000)

@@ -7,12 +7,12 @@ import itertools
 
 import numpy as np
 import pytest
-from synthetic_profiles import step_point, steps_profile
+from synthetic_profiles import steps_profile
 
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.part_fits import fit_steps, point_of, resampled_steps
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.estimators.steps import StepLaw, StepShape, shape_of_rows
 from toolkit.files.profile import StepsProfile
@@ -40,7 +40,7 @@ def shapes(window: int) -> list[StepShape]:
 
 
 def profile_of(law: StepLaw, groups: list[CacheGroup]) -> StepsProfile:
-    points = [step_point(shape, law.forward_s(shape)) for shape in shapes(law.window)]
+    points = [point_of(shape, law.forward_s(shape)) for shape in shapes(law.window)]
     return steps_profile(points, resolved=Resolved(groups, 10_000, 1 << 20, 16, 16))
 
 

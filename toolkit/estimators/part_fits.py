@@ -562,6 +562,12 @@ def shape_of(point: StepPoint) -> StepShape:
     )
 
 
+def point_of(shape: StepShape, seconds: float) -> StepPoint:
+    """A pass of this composition that took so long."""
+    names = StepPoint.model_fields.keys() - {"seconds", "host_s", "idle", "launch_s"}
+    return StepPoint(**{name: getattr(shape, name) for name in names}, seconds=[seconds], host_s=[])
+
+
 def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Generator) -> StepsFit:
     """The law of passes with the knots of `fit`, from passes with random weights (the Bayesian
     bootstrap). The gaps between passes are drawn with replacement; the front stays as fitted.

@@ -29,6 +29,7 @@ from toolkit.estimators.elsewhere import measured_elsewhere
 from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import method_errors, operators_of
+from toolkit.estimators.part_fits import point_of
 from toolkit.estimators.roofline import (
     Efficiency,
     ModelSizes,
@@ -51,7 +52,6 @@ from toolkit.files.profile import (
     PrefillPoint,
     Profile,
     SlicePoint,
-    StepPoint,
     StepsProfile,
 )
 from toolkit.files.recipe import DTYPE_BYTES, Recipe
@@ -376,18 +376,7 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
             continue
         attended = count * chunk_attended(0, length)
         shapes.append(StepShape(rows, rows * cached, count, count * length, attended))
-    points = [
-        StepPoint(
-            decodes=shape.decodes,
-            decode_cached=shape.decode_cached,
-            prefills=shape.prefills,
-            prefill_tokens=shape.prefill_tokens,
-            prefill_attended=shape.prefill_attended,
-            seconds=[float(seconds)],
-            host_s=[],
-        )
-        for shape, seconds in zip(shapes, times.seconds(shapes), strict=True)
-    ]
+    pairs = zip(shapes, times.seconds(shapes).tolist(), strict=True)
     return StepsProfile(
         block_tokens=block_tokens,
         blocks=facts.capacity_tokens // block_tokens,
@@ -395,7 +384,7 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
         async_scheduling=False,
         experts=experts,
         experts_per_token=per_token,
-        points=points,
+        points=[point_of(*pair) for pair in pairs],
         front=[
             FrontPoint(rows=rows, prompt_tokens=0, seconds=times.front_s + times.front_row_s * rows)
             for rows in (FRONT_ROWS if times.front_s else ())
