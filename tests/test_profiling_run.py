@@ -398,16 +398,21 @@ def test_neighbours_end_with_the_measurement():
 SHAPES = {number: SliceShape(1 + number % 3, 16, 8) for number in range(10)}
 
 
-def run_shapes(workers):
+def recorded_by(workers, feed):
+    """What a feed of these workers records, by number."""
     recorded = {}
 
     def record(number, result):
         assert number not in recorded
         recorded[number] = result
 
-    asyncio.run(SliceFeed(workers, SHAPES, 95, record).run())
+    asyncio.run(feed(record).run())
     assert workers.stopped
     return recorded
+
+
+def run_shapes(workers):
+    return recorded_by(workers, lambda record: SliceFeed(workers, SHAPES, 95, record))
 
 
 def test_each_slice_is_recorded_once_with_its_shape():
