@@ -11,3 +11,8 @@ def llmctl(*words: object) -> int:
         main.run([str(word) for word in words])
     assert isinstance(ended.value.code, int)
     return ended.value.code
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """One command; its exit code, and what it printed to both outputs."""
+    return (llmctl(*words), *capsys.readouterr())

@@ -5,8 +5,8 @@ import shlex
 import shutil
 from pathlib import Path
 
-import commands
 import pytest
+from commands import shown as llmctl
 from said import says
 
 from toolkit.errors import InputError
@@ -18,10 +18,6 @@ DOCS = (Path(__file__).parent.parent / "docs" / "reference" / "traces.md").read_
     encoding="utf-8"
 )
 COMMANDS = [line.strip() for line in DOCS.splitlines() if "trace generate --rate" in line]
-
-
-def llmctl(capsys, *args: object) -> tuple[int, str, str]:
-    return (commands.llmctl(*args), *capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

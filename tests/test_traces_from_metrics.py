@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
-import commands
 import numpy as np
 import pytest
+from commands import shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -44,8 +44,7 @@ def drawn(capsys, out):
     """Runs the command; its exit code, and what it said."""
 
     def run(*words: object) -> tuple[int, str, str]:
-        code = commands.llmctl("trace", "from-metrics", *words, "--out", out)
-        return (code, *capsys.readouterr())
+        return shown(capsys, "trace", "from-metrics", *words, "--out", out)
 
     return run
 
