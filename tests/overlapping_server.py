@@ -4,10 +4,12 @@ Written from vLLM's `step_with_batch_queue`, not from the equations of the law, 
 """
 
 import numpy as np
+from synthetic_profiles import steps_profile
 
+from toolkit.estimators.part_fits import point_of
 from toolkit.estimators.pipeline import GRAPH, PipelineLaw
 from toolkit.estimators.steps import StepShape, chunk_attended
-from toolkit.files.profile import StepPoint, StepsProfile
+from toolkit.files.profile import StepsProfile
 
 SETTLING_S = 1e-6  # of a pass's tokens: no pass takes no time
 
@@ -73,31 +75,16 @@ def profile_of(
             zip(run, ends_of(law, run, launches), strict=True)
         ):
             seconds = tokens_s - max(scheduled_s, end_s)
-            points.append(
-                StepPoint(
-                    decodes=shape.decodes,
-                    decode_cached=shape.decode_cached,
-                    prefills=shape.prefills,
-                    prefill_tokens=shape.prefill_tokens,
-                    prefill_attended=shape.prefill_attended,
-                    prefill_cached=shape.prefill_cached,
-                    seconds=[seconds + SETTLING_S],
-                    host_s=[],
-                    idle=k == 0,
-                    launch_s=[launches[k]] if stamps else [],
-                )
-            )
+            launch_s = [launches[k]] if stamps else []
+            point = point_of(shape, seconds + SETTLING_S)
+            points.append(point.model_copy(update={"idle": k == 0, "launch_s": launch_s}))
             end_s = tokens_s
-    return StepsProfile(
-        block_tokens=16,
-        blocks=50_000,
-        max_num_batched_tokens=8192,
+    return steps_profile(
+        points,
         async_scheduling=True,
         graph_sizes=list(law.graphs.sizes),
         graph_mode=law.graphs.mode,
         executor="mp" if law.graphs.apart else "uni",
-        points=points,
-        front=[],
     )
 
 

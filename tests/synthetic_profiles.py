@@ -1,13 +1,18 @@
 """Profiles made from known laws, for the tests of fitting and of what reads a fit."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
+import samples
 
+from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.files.fit import Fit
+from toolkit.files.io import head
 from toolkit.files.profile import (
     DecodePoint,
-    EngineFacts,
     MemoryPoint,
     PartPoint,
     PrefillPoint,
@@ -16,38 +21,23 @@ from toolkit.files.profile import (
     RoundSequence,
     RoundsProfile,
     SlicePoint,
+    StepPoint,
+    StepsProfile,
 )
-from toolkit.files.strict import Environment
 
 SIZES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (16, 32, 64, 128, 256)
-FACTS = EngineFacts(
-    engine="fake",
-    engine_version="1",
-    model_type="llama",
-    parameters=1,
-    dtype="float32",
-    device="cpu",
-    threads=1,
-    kv_bytes_per_token=4096,
-    kv_budget_bytes=8192 * 4096,
-    capacity_tokens=8192,
-    max_model_len=512,
-    vocab_size=512,
-    prefill_emits_token=True,
-)
-ENVIRONMENT = Environment(
-    python="3.11",
-    platform="any",
-    processor="any",
-    cpu_count=2,
-    packages={},
-    device="cpu",
-    device_memory_bytes=None,
-)
+FACTS = samples.fit().engine.model_copy(update={"model_type": "llama", "device": "cpu"})
 LAW = bilinear_law(p=(1e-4, 2e-4, 5e-5, 3e-3), d=(2e-6, 1e-4, 1e-6, 3e-3), prefill_emits_token=True)
 
 Latency = Callable[[int, int], float]  # of N and L
+
+
+def samples_of(
+    seconds: float, count: int = 5, *, rng: np.random.Generator, noise: float
+) -> list[float]:
+    """Repeats of a point that takes so long, with lognormal noise."""
+    return [float(seconds * factor) for factor in rng.lognormal(0.0, noise, count)]
 
 
 def make_profile(
@@ -68,28 +58,25 @@ def make_profile(
     """
     rng = np.random.default_rng(seed)
     grid = [(size, length) for size in sizes for length in lengths]
-
-    def samples(seconds: float, count: int = 5) -> list[float]:
-        return [float(seconds * factor) for factor in rng.lognormal(0.0, noise, count)]
-
+    drawn = partial(samples_of, rng=rng, noise=noise)
     served = [
         (int(rng.choice(sizes)), int(rng.integers(16, 256)), int(rng.choice([16, 32])))
         for _ in range(slices)
     ]
     return Profile(
         tool_version="0",
-        environment=ENVIRONMENT,
+        environment=samples.ENVIRONMENT,
         inputs={},
         recipe_name="synthetic",
         workers=2,
         clock="wall",
         engine=FACTS,
         prefill=[
-            PrefillPoint(batch_size=n, input_length=at, seconds=samples(prefill(n, at)))
+            PrefillPoint(batch_size=n, input_length=at, seconds=drawn(prefill(n, at)))
             for n, at in grid
         ],
         decode=[
-            DecodePoint(batch_size=n, cached_length=at, seconds=samples(decode(n, at)))
+            DecodePoint(batch_size=n, cached_length=at, seconds=drawn(decode(n, at)))
             for n, at in grid
         ],
         slices=[
@@ -97,12 +84,24 @@ def make_profile(
                 batch_size=n,
                 input_length=length,
                 steps=steps,
-                seconds=samples(batch_s + stretch * law.serve_s(n, length, steps), 1)[0],
+                seconds=drawn(batch_s + stretch * law.serve_s(n, length, steps), 1)[0],
             )
             for n, length, steps in served
         ],
         memory=probe_all(1.0) if memory is None else list(memory),
     )
+
+
+def fit_of(profile: Profile) -> Fit:
+    """The laws of a profile, as its fit file has them."""
+    return fit_file(profile, fit_profile(profile), head({}))
+
+
+def steps_profile(points: Sequence[StepPoint], **more: Any) -> StepsProfile:
+    """Passes that do not overlap, of an engine with blocks enough for them."""
+    limits = {"block_tokens": 16, "blocks": 50_000, "max_num_batched_tokens": 8192}
+    others = {"async_scheduling": False, "front": [], "points": list(points)}
+    return StepsProfile(**(limits | others | more))
 
 
 def probe_all(
@@ -132,14 +131,10 @@ def make_rounds(
     times of its parts, and of its prefills and decode steps by `law`).
     """
     rng = np.random.default_rng(seed)
-
-    def samples(seconds: float, count: int = 5) -> list[float]:
-        return [float(seconds * factor) for factor in rng.lognormal(0.0, noise, count)]
+    drawn = partial(samples_of, rng=rng, noise=noise)
 
     def part(name: str, rows: int, length: int, others: int, seconds: float) -> PartPoint:
-        return PartPoint(
-            part=name, rows=rows, length=length, others=others, seconds=samples(seconds)
-        )
+        return PartPoint(part=name, rows=rows, length=length, others=others, seconds=drawn(seconds))
 
     def swap_s(length: int, rate: float) -> float:
         return latency_s + length * FACTS.kv_bytes_per_token / rate
@@ -172,7 +167,7 @@ def make_rounds(
             cached_length=cached,
             steps=steps,
             left=left,
-            seconds=samples(batch_s + stretch * seconds, 1)[0],
+            seconds=drawn(batch_s + stretch * seconds, 1)[0],
         )
 
     return RoundsProfile(

@@ -75,6 +75,11 @@ class LawfulEngine(FakeEngine):
         return LAW.decode_s(batch_size, length - 1, 1)
 
 
+def active(name: str, prompt: int, output: int) -> ActiveRequest:
+    request = GenerationRequest(name, (7,) * prompt, output, SamplingParams())
+    return ActiveRequest(request, None, None, 0.0)  # type: ignore[arg-type]
+
+
 class Both:
     """The simulated worker, and the fake engine that runs the same rounds as a server would have
     it.
@@ -87,15 +92,7 @@ class Both:
         self.clock = Clock()
         self.engine = LawfulEngine(self.clock)
         self.kept = ResidentRows()
-        self.lives = {
-            name: ActiveRequest(
-                GenerationRequest(name, (7,) * prompt, outputs[name], SamplingParams()),
-                None,
-                None,
-                0.0,
-            )  # type: ignore[arg-type]
-            for name, prompt in prompts.items()
-        }
+        self.lives = {name: active(name, prompts[name], outputs[name]) for name in prompts}
         self.scheduler: Scheduler
         self.cancels: dict[int, str] = {}  # at the start of the so-manieth round
         self.results: list[RoundResult] = []
@@ -136,12 +133,10 @@ class Both:
         """The step at which each job joined; if a result names none, all waiting jobs joined at
         once.
         """
+        if result.joined is not None:
+            return set(result.joined)
         prefilling = self.scheduler.workers[0].running.prefilling
-        return set(
-            result.joined
-            if result.joined is not None
-            else [(job.request_id, 0) for job in prefilling]
-        )
+        return {(job.request_id, 0) for job in prefilling}
 
     def check_counts(self) -> None:
         """What the scheduler takes residents to have is what they have."""
@@ -265,9 +260,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
     )
     names = [str(k) for k in range(len(prompts) + len(later))]
     lives = {
-        name: ActiveRequest(
-            GenerationRequest(name, (7,) * prompt, LIMIT, SamplingParams()), None, None, 0.0
-        )  # type: ignore[arg-type]
+        name: active(name, prompt, LIMIT)
         for name, prompt in zip(names, prompts + later, strict=True)
     }
     kept = ResidentRows()

@@ -14,7 +14,7 @@ from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.target import find_target
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
-from toolkit.traces.fixed import fixed_lengths
+from toolkit.traces.generate import fixed_lengths
 
 FIT = "--fit tiny-llama-cpu"
 LENGTHS = "--prompt 100 --output 20"

@@ -17,34 +17,23 @@ from toolkit.estimators.memory import (
 batch_ids = st.integers(0, 2**40)
 
 
-@given(st.integers(1, 400), st.integers(1, 200), batch_ids)
-def test_an_edge_known_exactly_is_the_memory_law(length, steps, batch):
-    law = ZetaMemory(10_000, 0.9)
+@given(
+    st.sampled_from([ZetaMemory(10_000, 0.9), RuleMemory(PAPER_DEEPSPEED_RULES)]),
+    st.integers(1, 1900),
+    st.integers(1, 148),
+    batch_ids,
+)
+def test_an_edge_known_exactly_is_the_memory_law(law, length, steps, batch):
     fits = int(law.max_batch(np.array([length]), steps, 0.0)[0])
     runs_out = DrawnEdge(law, 0.0, 0)
     assert not runs_out(batch, fits, length, steps)
     assert runs_out(batch, fits + 1, length, steps)
 
 
-@given(st.integers(1, 1900), st.integers(1, 148), batch_ids)
-def test_exact_rules_are_the_rules(length, steps, batch):
-    law = RuleMemory(PAPER_DEEPSPEED_RULES)
-    fits = int(law.max_batch(np.array([length]), steps, 0.0)[0])
-    runs_out = DrawnEdge(law, 0.0, 0)
-    assert not runs_out(batch, fits, length, steps)
-    assert runs_out(batch, fits + 1, length, steps)
-
-
-def test_half_of_the_batches_at_an_edge_run_out_of_memory():
+def test_half_of_the_batches_at_an_edge_run_out_of_memory_and_few_below_it():
     runs_out = DrawnEdge(ZetaMemory(1000, 0.9), 0.05, 0)
-    ran_out = [runs_out(batch, 9, 90, 10) for batch in range(2000)]
-    assert 900 < sum(ran_out) < 1100
-
-
-def test_few_batches_below_an_edge_run_out_of_memory():
-    runs_out = DrawnEdge(ZetaMemory(1000, 0.9), 0.05, 0)
-    ran_out = [runs_out(batch, 8, 90, 10) for batch in range(2000)]
-    assert 20 < sum(ran_out) < 80  # 2.3 %
+    assert 900 < sum(runs_out(batch, 9, 90, 10) for batch in range(2000)) < 1100
+    assert 20 < sum(runs_out(batch, 8, 90, 10) for batch in range(2000)) < 80  # 2.3 %
 
 
 def test_a_draw_depends_only_on_seed_and_batch():

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import samples
 from overlapping_server import grid, profile_of
+from synthetic_profiles import steps_profile
 
 from toolkit.backends.vllm.profile import refuse_unknown_experts
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import touched_experts as touched_by_arrays
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.part_fits import fit_steps, point_of, resampled_steps
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, touched_experts
-from toolkit.files.fit import StepsFit
-from toolkit.files.profile import StepPoint, StepsProfile
+from toolkit.files.profile import StepsProfile
 
 EXPERTS = {"experts": 128, "experts_per_token": 8}  # of Qwen3-30B-A3B
 PASSES = StepLaw(2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), beside_s=5e-8, expert_s=9e-5, **EXPERTS)
@@ -55,33 +55,8 @@ def shapes() -> list[StepShape]:
 
 def one_by_one(**experts: int) -> StepsProfile:
     """The passes of `PASSES`, none of which overlap."""
-    points = [
-        StepPoint(
-            decodes=shape.decodes,
-            decode_cached=shape.decode_cached,
-            prefills=shape.prefills,
-            prefill_tokens=shape.prefill_tokens,
-            prefill_attended=shape.prefill_attended,
-            seconds=[PASSES.forward_s(shape)],
-            host_s=[],
-        )
-        for shape in shapes()
-    ]
-    return StepsProfile(
-        block_tokens=16,
-        blocks=10_000,
-        max_num_batched_tokens=8192,
-        async_scheduling=False,
-        points=points,
-        front=[],
-        **experts,
-    )
-
-
-def fitted(profile: StepsProfile) -> StepsFit:
-    fit = fit_steps(profile, 0)
-    assert fit is not None
-    return fit
+    points = [point_of(shape, PASSES.forward_s(shape)) for shape in shapes()]
+    return steps_profile(points, **experts)
 
 
 def test_one_token_touches_its_own_experts_and_many_touch_all() -> None:
@@ -94,7 +69,7 @@ def test_one_token_touches_its_own_experts_and_many_touch_all() -> None:
 
 
 def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
-    fit = fitted(one_by_one(**EXPERTS))
+    fit = fit_steps(one_by_one(**EXPERTS), 0)
     assert fit.expert_s == pytest.approx(PASSES.expert_s, rel=0.02)
     assert fit.error.p95_percent < 1.0
     law = law_of_steps(fit)
@@ -104,7 +79,7 @@ def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
     assert law.times(2.0).forward_s(shape) == pytest.approx(2.0 * law.forward_s(shape))
     drawn = law_of_steps(resampled_steps(fit, one_by_one(**EXPERTS), np.random.default_rng(0)))
     assert drawn.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.05)
-    without = fitted(one_by_one())  # knots bend it, but not as much
+    without = fit_steps(one_by_one(), 0)  # knots bend it, but not as much
     assert without.expert_s == 0.0
     assert without.error.p95_percent > 3.0 * fit.error.p95_percent
 
@@ -113,14 +88,13 @@ def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
 @pytest.mark.parametrize("stamps", [True, False])
 def test_the_law_of_overlapping_passes_finds_it_too(stamps: bool) -> None:
     passes = profile_of(OVERLAPPING, grid(OVERLAPPING.graphs.sizes), stamps=stamps)
-    fit = fitted(passes.model_copy(update=EXPERTS))
-    assert fit.pipeline is not None
+    fit = fit_steps(passes.model_copy(update=EXPERTS), 0)
     assert fit.pipeline.expert_s == pytest.approx(OVERLAPPING.expert_s, rel=0.05)
     law = law_of_steps(fit)
     for rows in (1, 4, 16, 64, 256):
         shape = StepShape(rows, rows * 800)
         assert law.gpu_s(shape) == pytest.approx(OVERLAPPING.gpu_s(shape), rel=0.02)
-    dense = fitted(passes)
+    dense = fit_steps(passes, 0)
     assert dense.error.p95_percent > 3.0 * fit.error.p95_percent
 
 

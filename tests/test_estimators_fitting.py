@@ -3,18 +3,21 @@
 import numpy as np
 import pytest
 from scipy.optimize import curve_fit
-from synthetic_profiles import FACTS, LAW, SIZES, make_profile, probe_all
+from synthetic_profiles import FACTS, LAW, SIZES, fit_of, make_profile, probe_all
 
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import fit_file, fit_profile, resampled_fits, scaled_fits
+from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
 from toolkit.estimators.forms import LawForm, Points, candidates, choose, typical
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.load import memory_from_fit
 from toolkit.estimators.memory import RuleMemory
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.fit import Segment
-from toolkit.files.io import head
-from toolkit.files.profile import MemoryPoint
+from toolkit.files.profile import MemoryPoint, Profile
+
+# of points at which forms are compared
+SIZE = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
+LENGTH = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
 
 
 def predicted(segments: list[Segment], size: int, length: int) -> float:
@@ -46,9 +49,8 @@ def test_the_fit_of_noisy_times_predicts_the_true_times():
 
 def test_held_out_error_is_the_noise_that_was_put_in():
     error = fit_profile(make_profile(noise=0.2)).decode.fit.error
-    assert (
-        2.0 < error.median_percent < 12.0
-    )  # means of 5 samples of sigma 0.2 scatter by 0.09, their median |x| is 6 %
+    # means of 5 samples of sigma 0.2 scatter by 0.09, their median |x| is 6 %
+    assert 2.0 < error.median_percent < 12.0
 
 
 def test_every_point_is_held_out_once():
@@ -87,11 +89,15 @@ def launches(size: int, length: int) -> float:
     return max(0.014, 0.004 + 6e-8 * size * length)
 
 
-@pytest.mark.slow
-def test_a_step_that_is_flat_and_then_linear_has_a_form():
+def launched() -> Profile:
     sizes = (1, 4, 16, 64, 128, 256)
     lengths = (128, 512, 1024, 2048, 4096)
-    made = make_profile(decode=launches, sizes=sizes, lengths=lengths, noise=0.02)
+    return make_profile(decode=launches, sizes=sizes, lengths=lengths, noise=0.02)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_flat_and_then_linear_has_a_form():
+    made = launched()
     fit = fit_profile(made).decode.fit
     assert fit.form == "flat, then linear"
     (segment,) = fit.segments
@@ -106,13 +112,8 @@ def test_a_step_that_is_flat_and_then_linear_has_a_form():
 
 
 def test_a_fit_of_a_flat_step_is_resampled_in_its_form():
-    made = make_profile(
-        decode=launches,
-        sizes=(1, 4, 16, 64, 128, 256),
-        lengths=(128, 512, 1024, 2048, 4096),
-        noise=0.02,
-    )
-    fit = fit_file(made, fit_profile(made), head({}))
+    made = launched()
+    fit = fit_of(made)
     for drawn in resampled_fits(made, fit, 3, seed=0):
         assert drawn.decode.segments[0].flat == pytest.approx(0.014, rel=0.05)
     (scaled,) = scaled_fits(fit, 1, seed=0)
@@ -122,10 +123,8 @@ def test_a_fit_of_a_flat_step_is_resampled_in_its_form():
 
 
 def test_the_simplest_form_is_chosen_when_bends_gain_nothing():
-    assert (
-        fit_profile(make_profile(noise=0.05, sizes=(1, 2, 3, 4, 8, 16, 32))).decode.fit.form
-        == "bilinear"
-    )
+    made = make_profile(noise=0.05, sizes=(1, 2, 3, 4, 8, 16, 32))
+    assert fit_profile(made).decode.fit.form == "bilinear"
 
 
 def test_a_better_form_must_be_better_by_more_than_luck():
@@ -141,9 +140,7 @@ def test_a_better_form_must_be_better_by_more_than_luck():
 
 def test_no_law_falls_beyond_its_data():
     rng = np.random.default_rng(0)
-    size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
-    length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
-    points = Points(size, length, rng.lognormal(-5, 1.0, 30))  # no order in it at all
+    points = Points(SIZE, LENGTH, rng.lognormal(-5, 1.0, 30))  # no order in it at all
     for form in candidates(points, square=True):
         segments = form.segments(form.solve(points))
         far = [
@@ -160,14 +157,12 @@ def test_no_law_falls_beyond_its_data():
 
 
 def test_segments_predict_the_same_as_the_form():
-    size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
-    length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
-    points = Points(size, length, 1e-3 + 1e-5 * size**0.7 * length + 1e-7 * length**2)
+    points = Points(SIZE, LENGTH, 1e-3 + 1e-5 * SIZE**0.7 * LENGTH + 1e-7 * LENGTH**2)
     form = LawForm(knots=(1, 2, 4, 8), square=True)
     coefficients = form.solve(points)
     segments = form.segments(coefficients)
     expected = form.predict(coefficients, points)
-    found = [predicted(segments, int(n), int(at)) for n, at in zip(size, length, strict=True)]
+    found = [predicted(segments, int(n), int(at)) for n, at in zip(SIZE, LENGTH, strict=True)]
     assert found == pytest.approx(expected.tolist())
 
 
@@ -176,13 +171,8 @@ def test_segments_predict_the_same_as_the_form():
 )
 def test_the_fit_equals_that_of_curve_fit(form):
     rng = np.random.default_rng(2)
-    size = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
-    length = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
-    points = Points(
-        size,
-        length,
-        (3e-3 + 1e-4 * size * length + 1e-7 * size * length**2) * rng.lognormal(0, 0.1, 30),
-    )
+    true_s = 3e-3 + 1e-4 * SIZE * LENGTH + 1e-7 * SIZE * LENGTH**2
+    points = Points(SIZE, LENGTH, true_s * rng.lognormal(0, 0.1, 30))
 
     def law(_: object, *coefficients: float) -> np.ndarray:
         return form.predict(np.array(coefficients), points)
@@ -190,16 +180,13 @@ def test_the_fit_equals_that_of_curve_fit(form):
     found = form.solve(points)
     start = np.ones(len(found))
     other, _ = curve_fit(
-        law, size, points.seconds, p0=start, sigma=points.seconds, bounds=(0.0, np.inf)
+        law, SIZE, points.seconds, p0=start, sigma=points.seconds, bounds=(0.0, np.inf)
     )
     np.testing.assert_allclose(form.predict(found, points), form.predict(other, points), rtol=1e-3)
 
 
-def test_a_point_is_the_mean_of_its_samples():
+def test_a_point_is_the_mean_of_its_samples_and_a_disturbed_one_hardly_moves_it():
     assert typical([1.0, 1.0, 1.0, 1.4, 1.4]) == pytest.approx(1.16)
-
-
-def test_one_disturbed_sample_hardly_moves_a_point():
     assert typical([1.0, 1.0, 1.0, 1.0, 100.0]) == pytest.approx(1.1)
 
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from toolkit.errors import InputError
 from toolkit.estimators.laws import SegmentedLaw, WithOverhead, bilinear_law, unit_step
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
-from toolkit.files.fit import BatchRule, Segment
+from toolkit.files.fit import Segment
 
 PAPER = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
+
+FLAT = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
 
 coefficient = st.floats(0.0, 0.1)
 
@@ -114,12 +116,6 @@ def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, str
             assert max(linear, flat_s) <= exact * (1 + 1e-9)
 
 
-def test_prefill_has_no_flat_part():
-    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
-    with pytest.raises(InputError, match="no flat part"):
-        SegmentedLaw((flat.model_copy(update={"flat": 1.0}),), (flat,), True)
-
-
 @given(laws, batches, st.floats(0, 1), st.floats(0.5, 2))
 def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s, stretch):
     size, length, tokens = batch
@@ -139,11 +135,8 @@ def test_a_slice_is_shorter_where_prefill_emits_a_token():
     assert law.serve_s(1, 10, 8) == 1 + 7
 
 
-def test_figure_11_fifteen_short_requests_with_a_long_one():
+def test_figure_11_a_long_request_with_fifteen_short_ones_and_apart():
     assert PAPER.serve_s(16, 1024, 128) == pytest.approx(13.5, abs=0.001)
-
-
-def test_figure_11_batching_the_long_request_separately():
     assert PAPER.serve_s(15, 10, 128) + PAPER.serve_s(1, 1024, 128) == pytest.approx(7.6, abs=0.001)
 
 
@@ -160,16 +153,16 @@ def test_tables_are_shared_and_cannot_be_written_to():
 
 @pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])
 def test_segments_begin_at_one_and_ascend(starts):
-    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
-    bad = tuple(flat.model_copy(update={"batch_size_min": start}) for start in starts)
+    bad = tuple(FLAT.model_copy(update={"batch_size_min": start}) for start in starts)
     with pytest.raises(InputError, match="must begin at 1 and ascend"):
-        SegmentedLaw(bad, (flat,), True)
+        SegmentedLaw(bad, (FLAT,), True)
 
 
-def test_decode_has_no_square():
-    flat = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+def test_prefill_has_no_flat_part_and_decode_no_square():
+    with pytest.raises(InputError, match="no flat part"):
+        SegmentedLaw((FLAT.model_copy(update={"flat": 1.0}),), (FLAT,), True)
     with pytest.raises(InputError, match="no square"):
-        SegmentedLaw((flat,), (flat.model_copy(update={"nll": 1e-9}),), True)
+        SegmentedLaw((FLAT,), (FLAT.model_copy(update={"nll": 1e-9}),), True)
 
 
 def test_zeta_memory_is_equation_9():
@@ -193,31 +186,14 @@ def test_a_row_is_not_lost_to_rounding(rows, length, steps, reserve):
 
 
 def test_algorithm_2_as_the_paper_prints_it():
+    law = RuleMemory(PAPER_DEEPSPEED_RULES)
     totals = np.array([1, 512, 513, 1024, 1025, 2048])
-    assert RuleMemory(PAPER_DEEPSPEED_RULES).max_batch(totals - 1, 1, 0.0).tolist() == [
-        28,
-        28,
-        22,
-        22,
-        12,
-        12,
-    ]
+    assert law.max_batch(totals - 1, 1, 0.0).tolist() == [28, 28, 22, 22, 12, 12]
+    assert law.max_batch(np.array([100]), 28, 0.1).tolist() == [25], "less its reserve"
 
 
-def test_a_reserve_takes_its_share_off_a_rule():
-    assert RuleMemory(PAPER_DEEPSPEED_RULES).max_batch(np.array([100]), 28, 0.1).tolist() == [25]
-
-
-def test_rules_must_descend():
+def test_rules_that_do_not_descend_and_no_capacity_are_refused():
     with pytest.raises(InputError, match="must descend"):
-        RuleMemory(
-            (
-                BatchRule(length_above=0, max_batch_size=2),
-                BatchRule(length_above=10, max_batch_size=1),
-            )
-        )
-
-
-def test_an_invalid_capacity_is_refused():
+        RuleMemory(PAPER_DEEPSPEED_RULES[::-1])
     with pytest.raises(InputError, match="capacity of 0 tokens"):
         ZetaMemory(0)

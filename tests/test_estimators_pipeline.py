@@ -1,11 +1,12 @@
 """The law of passes that overlap, and its fit from profiles of servers with known times."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
+from overlapping_server import chunk, decodes, ends_of, grid, profile_of
 
-from tests.overlapping_server import chunk, decodes, ends_of, grid, profile_of
 from toolkit.errors import InputError
 from toolkit.estimators import pipeline_fit
 from toolkit.estimators.laws import SegmentedLaw
@@ -21,7 +22,8 @@ from toolkit.estimators.pipeline import (
     PipelineLaw,
 )
 from toolkit.estimators.steps import StepShape
-from toolkit.files.fit import Segment
+from toolkit.files.fit import Segment, StepsFit
+from toolkit.files.profile import StepsProfile
 
 SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 FULL = GraphSettings("FULL_DECODE_ONLY", SIZES)
@@ -104,13 +106,18 @@ def test_a_chunk_beside_decodes_delays_the_pass_before_it():
     assert gaps[2] < LAW.launch_s(run[3])
 
 
-@pytest.mark.parametrize(
-    "law", [LAW, DEFAULT, APART, replace(LAW, graphs=GraphSettings("NONE", ()))]
-)
+@pytest.mark.parametrize("law", [LAW, DEFAULT, APART, NO_GRAPHS])
 def test_the_recursion_is_what_the_loop_does(law):
     measured = profile_of(law, grid(SIZES), stamps=False)
     passes = pipeline_fit.PassColumns.of(measured.points, law.graphs)
     assert pipeline_fit.predicted_s(passes, law) == pytest.approx(passes.seconds, abs=2e-6)
+
+
+@cache
+def fitted(law: PipelineLaw, *, stamps: bool, cv: float = 0.0) -> tuple[StepsProfile, StepsFit]:
+    """A profile of passes by the law, and its fit."""
+    measured = profile_of(law, grid(SIZES), stamps=stamps, cv=cv)
+    return measured, fit_steps(measured, 0)
 
 
 def close(found: PipelineLaw, law: PipelineLaw, names: tuple[str, ...]) -> None:
@@ -126,7 +133,7 @@ ALONE = ("decode_s", "row_s", "cached_s", "token_s", "attended_s", "beside_s")
 @pytest.mark.parametrize("law", [LAW, DEFAULT])
 @pytest.mark.parametrize("cv", [0.0, 0.2])
 def test_launch_times_lead_to_the_law(law, cv):
-    fit = fit_steps(profile_of(law, grid(SIZES), stamps=True, cv=cv), 0)
+    _, fit = fitted(law, stamps=True, cv=cv)
     found = law_of_steps(fit)
     assert isinstance(found, PipelineLaw)
     names = (*ALONE, "graph_s", "graph_row_s")
@@ -134,28 +141,31 @@ def test_launch_times_lead_to_the_law(law, cv):
     assert fit.pipeline.launches == "measured"
     if law is DEFAULT:
         close(found, law, ("floor_s", "piece_s"))
+    else:
+        assert found.piece_s == 0.0, "launches of a mode that never ran cost nothing"
 
 
 @pytest.mark.slow
 def test_ends_alone_lead_to_the_law_where_launches_are_steady():
-    fit = fit_steps(profile_of(LAW, grid(SIZES), stamps=False), 0)
+    measured, fit = fitted(LAW, stamps=False)
     found = law_of_steps(fit)
     close(found, LAW, (*ALONE, "graph_s", "eager_s"))
     assert fit.pipeline.launches == "inferred"
     assert fit.error.median_percent < 1.0
+    older = measured.model_copy(update={"graph_mode": "", "graph_sizes": []})
+    assert fit_steps(older, 0).pipeline is None, "without launch facts the law is of ends"
 
 
 @pytest.mark.slow
 def test_launches_of_other_processes_do_not_hold_tokens_back():
-    fit = fit_steps(profile_of(APART, grid(SIZES), stamps=False), 0)
+    _, fit = fitted(APART, stamps=False)
     assert fit.pipeline.apart
     close(law_of_steps(fit), APART, ("decode_s", "cached_s", "token_s", "beside_s"))
 
 
 @pytest.mark.slow
 def test_runs_are_drawn_and_not_passes():
-    measured = profile_of(LAW, grid(SIZES), stamps=True, cv=0.2)
-    fit = fit_steps(measured, 0)
+    measured, fit = fitted(LAW, stamps=True, cv=0.2)
     rng = np.random.default_rng(1)
     drawn = [law_of_steps(resampled_steps(fit, measured, rng)).eager_s for _ in range(8)]
     spread = np.std(drawn) / np.mean(drawn)
@@ -163,14 +173,8 @@ def test_runs_are_drawn_and_not_passes():
 
 
 @pytest.mark.slow
-def test_launches_of_a_mode_that_never_ran_cost_nothing():
-    found = law_of_steps(fit_steps(profile_of(LAW, grid(SIZES), stamps=True), 0))
-    assert found.piece_s == 0.0
-
-
-@pytest.mark.slow
 def test_the_spread_of_launches_keeps_their_mean():
-    fit = fit_steps(profile_of(LAW, grid(SIZES), stamps=True, cv=0.2), 0)
+    _, fit = fitted(LAW, stamps=True, cv=0.2)
     assert np.mean(fit.pipeline.spread) == pytest.approx(1.0)
     assert max(fit.pipeline.spread) > 1.1
     law = law_of_steps(fit)
@@ -178,13 +182,6 @@ def test_the_spread_of_launches_keeps_their_mean():
     assert np.mean(drawn) == pytest.approx(law.launch_s(chunk(64)))
     graph = StepShape(8, 100)
     assert law.drawn_launch_s(graph, 3) == law.launch_s(graph)
-
-
-@pytest.mark.slow
-def test_without_launch_facts_the_law_is_of_ends():
-    measured = profile_of(LAW, grid(SIZES), stamps=False)
-    older = measured.model_copy(update={"graph_mode": "", "graph_sizes": []})
-    assert fit_steps(older, 0).pipeline is None
 
 
 def test_gpu_and_launches_slow_down_apart():

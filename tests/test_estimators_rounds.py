@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic_profiles import FACTS, LAW, make_profile, make_rounds
+from synthetic_profiles import FACTS, LAW, fit_of, make_profile, make_rounds
 
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
 from toolkit.estimators.laws import SegmentedLaw, law_of_rounds
-from toolkit.files.fit import Fit
 from toolkit.files.profile import Profile
 
 
@@ -27,12 +26,12 @@ def close(value: float):
 
 def test_fitted_parts_are_true_and_absent_terms_zero():
     rounds = fitted().rounds
-    join = rounds.join
-    leave = rounds.leave
-    grow = rounds.grow
-    assert (join.flat_s, join.row_s, join.token_s) == (0.0, close(2e-4), close(1e-6))
-    assert (leave.flat_s, leave.row_s, leave.token_s) == (0.0, close(3e-4), 0.0)
-    assert (grow.flat_s, grow.row_s, grow.token_s) == (0.0, 0.0, close(2e-8))
+    for part, truth in (
+        (rounds.join, (0.0, close(2e-4), close(1e-6))),
+        (rounds.leave, (0.0, close(3e-4), 0.0)),
+        (rounds.grow, (0.0, 0.0, close(2e-8))),
+    ):
+        assert (part.flat_s, part.row_s, part.token_s) == truth
 
 
 def test_fitted_dispatch_and_stretch_equal_the_true_ones():
@@ -103,20 +102,6 @@ def test_the_error_names_the_missing_measurement(change, message):
         fit_profile(lacking)
 
 
-def fit_of(found: Profile) -> Fit:
-    laws = fit_profile(found)
-    return Fit(
-        **found.model_dump(
-            include={"tool_version", "environment", "inputs", "recipe_name", "workers", "engine"}
-        ),
-        prefill=laws.prefill.fit,
-        decode=laws.decode.fit,
-        overhead=laws.overhead,
-        memory=laws.memory,
-        rounds=laws.rounds,
-    )
-
-
 def test_drawn_fits_vary_the_rounds_too():
     found = profile(noise=0.05)
     fit = fit_of(found)
@@ -126,6 +111,7 @@ def test_drawn_fits_vary_the_rounds_too():
         assert np.mean(stretches) == pytest.approx(fit.rounds.overhead.stretch, rel=0.1)
 
 
-def test_a_profile_without_rounds_has_no_law_of_them():
-    assert fit_profile(make_profile()).rounds is None
+def test_a_profile_without_rounds_and_passes_has_no_laws_of_them():
+    found = fit_profile(make_profile())
+    assert (found.rounds, found.steps) == (None, None)
     assert SegmentedLaw(LAW.prefill, LAW.decode, True).round_s == replace(LAW).leave_s(100) == 0.0

@@ -27,10 +27,9 @@ coefficients = st.lists(st.floats(0, 1e-2), min_size=9, max_size=9)
 
 
 def test_decodes_pay_base_rows_tokens_and_what_they_read():
-    assert (
-        LAW.forward_s(StepShape(decodes=8, decode_cached=100))
-        == 4.0 + 8 * 0.5 + 8 * 1.0 + 100 * 0.25
-    )
+    shape = StepShape(decodes=8, decode_cached=100)
+    assert LAW.forward_s(shape) == 4.0 + 8 * 0.5 + 8 * 1.0 + 100 * 0.25
+    assert LAW.step_s(shape) == LAW.forward_s(shape) + 3.0 + 8 * 0.25, "and the host's time"
 
 
 def test_decodes_beside_a_chunk_have_their_own_reading_cost():
@@ -44,27 +43,19 @@ def test_decodes_beside_a_chunk_have_their_own_reading_cost():
 
 
 def test_a_chunk_pays_for_tokens_and_attention():
-    shape = StepShape(
-        0, 0, prefills=1, prefill_tokens=20, prefill_attended=chunk_attended(cached=30, new=20)
-    )
+    shape = StepShape(0, 0, 1, 20, chunk_attended(cached=30, new=20))
     assert LAW.forward_s(shape) == 4.0 + 0.5 + 2.0 + (16 * 1.0 + 4 * 0.5) + 0.125 * 20 * (30 + 10)
 
 
 def test_chunks_attend_to_as_much_as_the_whole_prompt():
-    assert chunk_attended(0, 5) + chunk_attended(5, 7) + chunk_attended(12, 8) == chunk_attended(
-        0, 20
-    )
+    parts = chunk_attended(0, 5) + chunk_attended(5, 7) + chunk_attended(12, 8)
+    assert parts == chunk_attended(0, 20)
 
 
 def test_tokens_of_both_kinds_share_the_knots():
     alone = StepShape(0, 0, prefill_tokens=20)
     mixed = StepShape(6, 0, prefill_tokens=14)
     assert features(alone, (0, 16))[-2:] == features(mixed, (0, 16))[-2:] == (16.0, 4.0)
-
-
-def test_a_step_is_a_pass_and_the_host_s_time():
-    shape = StepShape(decodes=8, decode_cached=100)
-    assert LAW.step_s(shape) == LAW.forward_s(shape) + 3.0 + 8 * 0.25
 
 
 def test_a_law_equals_the_law_made_of_its_coefficients():
@@ -86,16 +77,9 @@ def test_more_work_never_takes_less_time(shape, values, more):
 
 @pytest.mark.parametrize("knots", [(), (1,), (0, 0), (0, 8, 4), (0, 8)])
 def test_knots_that_do_not_begin_at_0_and_ascend_are_refused(knots):
+    slopes = (1.0,) * (3 if len(knots) == 2 else len(knots))
     with pytest.raises(InputError, match="must begin at 0 and ascend"):
-        StepLaw(
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            token_s=(1.0,) * (3 if len(knots) == 2 else len(knots)),
-            knots=knots,
-        )
+        StepLaw(0.0, 0.0, 0.0, 0.0, 0.0, token_s=slopes, knots=knots)
 
 
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])

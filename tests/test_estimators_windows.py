@@ -7,15 +7,15 @@ import itertools
 
 import numpy as np
 import pytest
+from synthetic_profiles import steps_profile
 
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.part_fits import fit_steps, point_of, resampled_steps
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.estimators.steps import StepLaw, StepShape, shape_of_rows
-from toolkit.files.fit import StepsFit
-from toolkit.files.profile import StepPoint, StepsProfile
+from toolkit.files.profile import StepsProfile
 from toolkit.sched.iterations import LoggedRow
 from toolkit.sim.flight import grown_shape
 
@@ -40,36 +40,8 @@ def shapes(window: int) -> list[StepShape]:
 
 
 def profile_of(law: StepLaw, groups: list[CacheGroup]) -> StepsProfile:
-    points = [
-        StepPoint(
-            decodes=shape.decodes,
-            decode_cached=shape.decode_cached,
-            prefills=shape.prefills,
-            prefill_tokens=shape.prefill_tokens,
-            prefill_attended=shape.prefill_attended,
-            prefill_cached=shape.prefill_cached,
-            decode_inside=shape.decode_inside,
-            prefill_inside=shape.prefill_inside,
-            seconds=[law.forward_s(shape)],
-            host_s=[],
-        )
-        for shape in shapes(law.window)
-    ]
-    return StepsProfile(
-        block_tokens=16,
-        blocks=10_000,
-        max_num_batched_tokens=8192,
-        async_scheduling=False,
-        resolved=Resolved(groups, 10_000, 1 << 20, 16, 16),
-        points=points,
-        front=[],
-    )
-
-
-def fitted(profile: StepsProfile) -> StepsFit:
-    fit = fit_steps(profile, 0)
-    assert fit is not None
-    return fit
+    points = [point_of(shape, law.forward_s(shape)) for shape in shapes(law.window)]
+    return steps_profile(points, resolved=Resolved(groups, 10_000, 1 << 20, 16, 16))
 
 
 def test_what_is_inside_the_windows_of_a_pass() -> None:
@@ -91,7 +63,7 @@ def test_what_is_inside_the_windows_of_a_pass() -> None:
 
 def test_the_law_of_a_pass_finds_what_windows_cost() -> None:
     profile = profile_of(WINDOWS, [WINDOW, FULL])
-    fit = fitted(profile)
+    fit = fit_steps(profile, 0)
     assert fit.window == 1024
     assert fit.inside_s == pytest.approx(WINDOWS.inside_s, rel=0.05)
     assert fit.attended_inside_s == pytest.approx(WINDOWS.attended_inside_s, rel=0.05)
@@ -103,11 +75,11 @@ def test_the_law_of_a_pass_finds_what_windows_cost() -> None:
     drawn = law_of_steps(resampled_steps(fit, profile, np.random.default_rng(0)))
     assert drawn.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.05)
     without = profile.model_copy(update={"resolved": None})
-    assert fitted(without).error.p95_percent > 3.0 * fit.error.p95_percent
+    assert fit_steps(without, 0).error.p95_percent > 3.0 * fit.error.p95_percent
 
 
 def test_the_law_of_a_pass_finds_what_more_rows_of_states_cost() -> None:
-    fit = fitted(profile_of(STATES, [STATE, FULL]))
+    fit = fit_steps(profile_of(STATES, [STATE, FULL]), 0)
     assert fit.row_knots == [16, 64]
     assert fit.row_more_s == pytest.approx(STATES.row_more_s, rel=0.05)
     law = law_of_steps(fit)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import samples
+from synthetic_profiles import steps_profile
 from test_classes import CONFIGS, FULL, ONE, WINDOW
 
 from toolkit.catalogue.classes import CLASSES, MODELLED
@@ -20,7 +21,6 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 from toolkit.files.modelled import classes_of, refuse_fit, refuse_recipe
 from toolkit.files.new_recipe import Wish, new_recipe
-from toolkit.files.profile import StepsProfile
 
 # the models of which some class is not modelled, with those classes
 REFUSED = {
@@ -93,17 +93,8 @@ def test_laws_of_such_a_server_are_neither_fitted_nor_used(resolved: Resolved) -
         refuse_fit(fit)
     with pytest.raises(InputError, match="not model"):
         laws_from_fit(fit)
-    steps = StepsProfile(
-        block_tokens=16,
-        blocks=100,
-        max_num_batched_tokens=64,
-        async_scheduling=False,
-        resolved=resolved,
-        points=[],
-        front=[],
-    )
     with pytest.raises(InputError, match="not model"):
-        fit_steps(steps, 0)
+        fit_steps(steps_profile([], resolved=resolved), 0)
 
 
 def test_what_was_resolved_stays_in_the_fit(tmp_path: Path) -> None:

@@ -4,11 +4,20 @@ from pathlib import Path
 
 import pytest
 import samples
+from commands import llmctl
 
-from toolkit.cli.main import run
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
+from toolkit.estimators.roofline import (
+    Efficiency,
+    ModelSizes,
+    Peaks,
+    Roofline,
+    decode_shape,
+    fit_efficiency,
+    prefill_shape,
+)
+from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.io import read_file, write_file
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
@@ -20,6 +29,9 @@ SIZES = ModelSizes(
 )
 PEAKS = Peaks(flops_per_s=1e6, bytes_per_s=1e5)
 REACHED = Efficiency(compute=0.5, traffic=0.8, pass_s=0.01)
+
+
+HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 
 
 def recipe(**hardware: object) -> Recipe:
@@ -54,19 +66,23 @@ def recipe(**hardware: object) -> Recipe:
 def test_a_pass_takes_the_time_of_its_bottleneck():
     line = Roofline(PEAKS, SIZES, REACHED)
     flops = 2 * 1000 * 3 * 50 + 2 * 2 * 10 * 3 * 50 * 50
-    assert line.prefill_s(3, 50) == 0.01 + flops / 0.5e6  # arithmetic
-    assert line.decode_s(1, 10) == 0.01 + (2000 + 10 * 4) / 0.8e5  # traffic
+    assert line.pass_seconds([prefill_shape(3, 50)]) == [0.01 + flops / 0.5e6]  # arithmetic
+    assert line.pass_seconds([decode_shape(1, 10)]) == [0.01 + (2000 + 10 * 4) / 0.8e5]  # traffic
 
 
 def test_the_efficiency_is_recovered_from_predicted_times():
     line = Roofline(PEAKS, SIZES, REACHED)
+
+    def seconds(shape: StepShape) -> list[float]:
+        return line.pass_seconds([shape]).tolist()
+
     prefill = [
-        PrefillPoint(batch_size=n, input_length=k, seconds=[line.prefill_s(n, k)])
+        PrefillPoint(batch_size=n, input_length=k, seconds=seconds(prefill_shape(n, k)))
         for n in (1, 4, 16)
         for k in (8, 64)
     ]
     decode = [
-        DecodePoint(batch_size=n, cached_length=k, seconds=[line.decode_s(n, k)])
+        DecodePoint(batch_size=n, cached_length=k, seconds=seconds(decode_shape(n, k)))
         for n in (1, 2, 64)
         for k in (8, 64)
     ]
@@ -83,22 +99,13 @@ def test_an_analytic_profile_can_be_fitted_and_stays_marked(
     profile = tmp_path / "profile.json"
     fit = tmp_path / "fit.json"
     write_file(recipe(), source)
+    traffic = ["--policy", "slice", "--trace", "chat-small", "--fit-lengths"]
     for words in (
-        ["profile", str(source), "--analytic", "--out", str(profile)],
-        ["fit", str(profile), "--out", str(fit)],
-        [
-            "simulate",
-            "--fit",
-            str(fit),
-            "--policy",
-            "slice",
-            "--trace",
-            "chat-small",
-            "--fit-lengths",
-        ],
+        ["profile", source, "--analytic", "--out", profile],
+        ["fit", profile, "--out", fit],
+        ["simulate", "--fit", fit, *traffic],
     ):
-        with pytest.raises(SystemExit, match="0"):
-            run(words)
+        assert llmctl(*words) == 0
         assert "analytic, nothing" in capsys.readouterr().err, words[0]
     made = read_file(Profile, profile)
     assert "0.5 of the peak FLOP/s" in made.engine.analytic
@@ -109,45 +116,35 @@ def test_an_analytic_profile_can_be_fitted_and_stays_marked(
 
 
 def test_the_efficiency_can_be_fitted_to_a_measured_profile():
-    measured = analytic_profile(
-        recipe(),
-        {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}},
-        Basis(Efficiency(0.31, 0.62, 0.004), "made up"),
-    )
+    computed = analytic_profile(recipe(), HEAD, Basis(Efficiency(0.31, 0.62, 0.004), "made up"))
     with pytest.raises(InputError, match="analytic itself"):
-        basis_of(measured, recipe())
-    measured = measured.model_copy(
-        update={"engine": measured.engine.model_copy(update={"analytic": ""})}
-    )
-    basis = basis_of(measured, recipe())
+        basis_of(computed, recipe())
+    facts = computed.engine.model_copy(update={"analytic": ""})
+    basis = basis_of(computed.model_copy(update={"engine": facts}), recipe())
     assert basis.efficiency.compute == pytest.approx(0.31, rel=0.02)
     assert "fitted to test" in basis.text()
 
 
 @pytest.mark.parametrize("number", ["peak_tflops", "bandwidth_gb_s", "memory_gib"])
 def test_a_number_that_the_recipe_lacks_is_named(number: str):
-    head = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     with pytest.raises(InputError, match=f"hardware.{number}"):
-        analytic_profile(recipe(**{number: None}), head)
+        analytic_profile(recipe(**{number: None}), HEAD)
 
 
 def test_weights_that_leave_no_cache_are_refused():
-    head = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
     with pytest.raises(InputError, match=r"12\.6 GiB, leave no KV cache"):
-        analytic_profile(recipe(memory_gib=12.0), head)
+        analytic_profile(recipe(memory_gib=12.0), HEAD)
 
 
 def test_a_mixed_pass_reads_the_weights_once():
     line = Roofline(PEAKS, SIZES, REACHED)
     moved = 1 * 10 + 50
     flops = 2 * 1000 * 51 + 4 * 2 * 10 * (10 + 50 * 50 / 2)
-    assert line.pass_s(51, 10 + 50 * 50 / 2, moved) == 0.01 + max(
-        flops / 0.5e6, (2000 + moved * 4) / 0.8e5
-    )
-    assert line.pass_s(3 * 50, 3 * 50 * 50 / 2, 3 * 50) == line.prefill_s(3, 50)
+    mixed = StepShape(1, 10, 1, 50, chunk_attended(0, 50))
+    expected = 0.01 + max(flops / 0.5e6, (2000 + moved * 4) / 0.8e5)
+    assert line.pass_seconds([mixed]) == [expected]
 
 
-HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 LLAMA_7B = {
     "model_type": "llama",
     "num_hidden_layers": 32,

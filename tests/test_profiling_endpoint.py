@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import samples
+from commands import llmctl
 from said import says
 from sse_server import chunked, event, serve_request, sse_server, tokens_event, usage_event, whole
+from test_profiling_run import Watching
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.backends.openai import EndpointBench, OpenaiBackend, kv_tokens
-from toolkit.cli.main import run
 from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import Metric
 from toolkit.errors import EngineError, InputError
@@ -44,17 +45,6 @@ def recipe_for(url: str, **engine: object) -> Recipe:
     )
 
 
-class Watch:
-    def planned(self, plan):
-        pass
-
-    def advanced(self, text):
-        pass
-
-    def expects(self, about_s):
-        pass
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("endpoint")
@@ -70,7 +60,8 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
     recipe = recipe_for(server.url)
     source = tmp_path / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    found = profile(recipe, source, tmp_path / "profile.json", Watch(), timed=OpenaiBackend().timed)
+    out = tmp_path / "profile.json"
+    found = profile(recipe, source, out, Watching(), timed=OpenaiBackend().timed)
     assert (found.engine.engine, found.engine.capacity_tokens, found.engine.model_type) == (
         "openai",
         131_072,
@@ -93,9 +84,8 @@ def test_a_server_is_profiled_and_fitted_like_an_engine(server: Server, tmp_path
 
 def test_the_key_comes_from_the_environment_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LLMCTL_ENGINE_API_KEY", "canary")
-    with sse_server() as stub:
-        bench = EndpointBench(recipe_for(stub.url))
-        bench.stop()
+    with sse_server() as stub, EndpointBench(recipe_for(stub.url)) as bench:
+        pass
     assert all("authorization: Bearer canary" in head for head in stub.heads)
     assert "canary" not in bench.facts.model_dump_json()
 
@@ -130,29 +120,22 @@ def test_an_output_of_another_length_fails_the_point():
 
 
 def test_a_server_that_does_not_stream_has_no_decode_steps():
-    with sse_server() as stub:  # all of an answer in one piece
-        bench = EndpointBench(recipe_for(stub.url))
-        with pytest.raises(Unmeasurable, match="does not stream"):
-            bench.time(GridPoint("decode", 1, 32), 0)
-        bench.stop()
+    with (
+        sse_server() as stub,  # all of an answer in one piece
+        EndpointBench(recipe_for(stub.url)) as bench,
+        pytest.raises(Unmeasurable, match="does not stream"),
+    ):
+        bench.time(GridPoint("decode", 1, 32), 0)
 
 
 def one_after_the_other(prompts: Sequence[int], max_tokens: Sequence[int]) -> list[Sample]:
     """A server that prefills for a second each while the others decode, 0.125 s a step."""
-    return [
-        Sample(
-            0.0,
-            prompt,
-            tokens,
-            0.0,
-            1.0 + number,
-            1.0 + number + 0.125 * (tokens - 1),
-            0.125,
-            tokens,
-            "",
-        )
-        for number, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True))
-    ]
+    found = []
+    for number, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True)):
+        first_s = 1.0 + number
+        last_s = first_s + 0.125 * (tokens - 1)
+        found.append(Sample(0.0, prompt, tokens, 0.0, first_s, last_s, 0.125, tokens, ""))
+    return found
 
 
 def test_each_prompt_is_sent_twice_to_see_the_prefix_cache():
@@ -171,20 +154,16 @@ def test_each_prompt_is_sent_twice_to_see_the_prefix_cache():
         last = event({"id": "cmpl-1", "choices": [], "usage": usage})
         return chunked(*[tokens_event()] * count, last)
 
-    with sse_server(keeps_prompts) as stub:
-        bench = EndpointBench(recipe_for(stub.url))
+    with sse_server(keeps_prompts) as stub, EndpointBench(recipe_for(stub.url)) as bench:
         found = bench.time_hits([8, 32, 128])
-        bench.stop()
     assert [(one.prompt_tokens, one.cached_tokens) for one in found] == [(8, 7), (32, 31)]
     assert {len(one.new_s) for one in found} == {len(found[0].again_s)} == {5}
     assert min(min(one.new_s) for one in found) > 0.0
 
 
 def test_a_server_silent_about_its_cache_still_has_times():
-    with sse_server() as stub:
-        bench = EndpointBench(recipe_for(stub.url))
+    with sse_server() as stub, EndpointBench(recipe_for(stub.url)) as bench:
         (found,) = bench.time_hits([8])
-        bench.stop()
     assert found.cached_tokens is None
 
 
@@ -197,43 +176,33 @@ def test_early_rows_get_more_tokens_until_all_decode_at_once(
         asked.append([sample.wanted_tokens for sample in samples])
         return one_after_the_other([sample.prompt_tokens for sample in samples], asked[-1])
 
-    with sse_server() as server:
-        bench = EndpointBench(recipe_for(server.url))
+    with sse_server() as stub, EndpointBench(recipe_for(stub.url)) as bench:
         monkeypatch.setattr(bench, "_together", together)
         assert bench.time(GridPoint("decode", 4, 32), warmups=1)[0] == pytest.approx(0.125)
         steps = 128 // 4
         assert asked[0] == [steps] * 4
-        assert asked[1] == [
-            steps + 30,
-            steps + 20,
-            steps + 10,
-            steps,
-        ]  # 1.25 x 24, 16 and 8 steps of a lead
+        # 1.25 x 24, 16 and 8 steps of a lead
+        assert asked[1] == [steps + 30, steps + 20, steps + 10, steps]
         assert asked[2] == asked[1], "what was found out once is kept"
         with pytest.raises(Unmeasurable, match="12 requests of 16"):
             bench.time(GridPoint("decode", 12, 32), warmups=0)
-        bench.stop()
 
 
 def test_points_fail_with_the_reason_until_the_profile_ends():
     broken = False
 
     def answer(body: dict) -> bytes:
-        return (
-            whole({"error": {"message": "the GPU fell off"}}, 500)
-            if broken
-            else serve_request(body)
-        )
+        if broken:
+            return whole({"error": {"message": "the GPU fell off"}}, 500)
+        return serve_request(body)
 
-    with sse_server(answer) as stub:
-        bench = EndpointBench(recipe_for(stub.url))
+    with sse_server(answer) as stub, EndpointBench(recipe_for(stub.url)) as bench:
         broken = True
         for _ in range(4):
             with pytest.raises(Unmeasurable, match="HTTP 500: the GPU fell off"):
                 bench.time(PREFILL, 0)
         with pytest.raises(EngineError, match="5 points failed in a row"):
             bench.time(PREFILL, 0)
-        bench.stop()
 
 
 def test_an_unknown_capacity_names_the_recipe_keys():
@@ -246,23 +215,19 @@ def test_an_unknown_capacity_names_the_recipe_keys():
 
 
 @pytest.mark.parametrize(
-    ("metric", "tokens"),
+    ("name", "labels", "value", "tokens"),
     [
-        (
-            Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "100"}, 1.0),
-            1600,
-        ),
-        (
-            Metric("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "None"}, 1.0),
-            None,
-        ),
-        (Metric("sglang:max_total_num_tokens", {}, 4096.0), 4096),
-        (Metric("llmctl_kv_cache_tokens", {}, 2048.0), 2048),
-        (Metric("process_open_fds", {}, 7.0), None),
+        ("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "100"}, 1.0, 1600),
+        ("vllm:cache_config_info", {"block_size": "16", "num_gpu_blocks": "None"}, 1.0, None),
+        ("sglang:max_total_num_tokens", {}, 4096.0, 4096),
+        ("llmctl_kv_cache_tokens", {}, 2048.0, 2048),
+        ("process_open_fds", {}, 7.0, None),
     ],
 )
-def test_the_capacity_is_read_from_the_metrics_of_known_servers(metric: Metric, tokens: int | None):
-    assert kv_tokens([metric]) == tokens
+def test_the_capacity_is_read_from_the_metrics_of_known_servers(
+    name: str, labels: dict[str, str], value: float, tokens: int | None
+):
+    assert kv_tokens([Metric(name, labels, value)]) == tokens
 
 
 def test_only_servers_have_an_address():
@@ -278,6 +243,5 @@ def test_only_servers_have_an_address():
 def test_a_dead_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(recipe_for("http://127.0.0.1:9").model_dump_json(exclude_defaults=True))
-    with pytest.raises(SystemExit, match="2"):
-        run(["profile", str(recipe), "--out", str(tmp_path / "profile.json")])
+    assert llmctl("profile", recipe, "--out", tmp_path / "profile.json") == 2
     assert says(capsys.readouterr().err, "http://127.0.0.1:9/v1/models")

@@ -1,6 +1,7 @@
 """The points of a profile, their order, and the runs of one visit."""
 
 from collections import Counter
+from functools import partialmethod
 
 import pytest
 from samples import recipe
@@ -108,15 +109,13 @@ class Stopwatch(FakeEngine):
         self.now = 0.0
         self.runs: list[tuple[str, int, int]] = []
 
-    def time_prefill(self, batch_size, input_length, clock):
-        self.runs.append(("prefill", batch_size, input_length))
+    def _run(self, kind, batch_size, length, clock):
+        self.runs.append((kind, batch_size, length))
         self.now += self.seconds
         return self.seconds
 
-    def time_decode(self, batch_size, cached_length, clock):
-        self.runs.append(("decode", batch_size, cached_length))
-        self.now += self.seconds
-        return self.seconds
+    time_prefill = partialmethod(_run, "prefill")
+    time_decode = partialmethod(_run, "decode")
 
 
 def test_a_long_point_is_run_once_after_its_warmups(monkeypatch):

@@ -2,7 +2,8 @@
 
 import pytest
 from said import says
-from synthetic_profiles import ENVIRONMENT, FACTS
+from samples import ENVIRONMENT
+from synthetic_profiles import FACTS
 
 from toolkit.errors import InputError
 from toolkit.files.profile import FailedPoint, MemoryPoint, SlicePoint

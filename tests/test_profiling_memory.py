@@ -49,9 +49,8 @@ def test_the_search_ends_when_it_is_enough():
 
 def test_an_engine_is_probed_to_the_row():
     bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
-    assert probe_memory(bench, 112, 16, NEVER) == MemoryPoint(
-        input_length=112, steps=16, largest_ok=64, smallest_oom=65
-    )
+    edge = MemoryPoint(input_length=112, steps=16, largest_ok=64, smallest_oom=65)
+    assert probe_memory(bench, 112, 16, NEVER) == edge
 
 
 def test_an_engine_without_an_edge_is_probed_to_twice_that():

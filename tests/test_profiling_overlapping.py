@@ -8,7 +8,7 @@ import fake_vllm_server
 import numpy as np
 import pytest
 import samples
-from synthetic_profiles import FACTS
+from synthetic_profiles import FACTS, steps_profile
 from test_profiling_vllm import profiled, recipe_for
 
 from toolkit.backends.vllm.profile import TimedPass, pace_of
@@ -17,7 +17,6 @@ from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import StepShape
 from toolkit.files.profile import StepsProfile
 from toolkit.files.recipe import PolicySpec
-from toolkit.profiling import overlapping
 from toolkit.profiling.grid import APART, STEPS, GridPoint
 from toolkit.profiling.overlapping import chunk_tokens, grid, in_rounds, other_points, visits_of
 from toolkit.profiling.pace import Remaining, ServerPace
@@ -25,28 +24,19 @@ from toolkit.profiling.pace import Remaining, ServerPace
 SPEC = samples.recipe().profile
 
 
-def steps(budget: int = 8192, largest: int = 512, *, ahead: bool = True) -> StepsProfile:
-    return StepsProfile(
-        block_tokens=16,
-        blocks=50_000,
+def steps(budget: int = 8192, largest: int = 512) -> StepsProfile:
+    return steps_profile(
+        [],
         max_num_batched_tokens=budget,
-        async_scheduling=ahead,
+        async_scheduling=True,
         graph_sizes=[size for size in (1, 2, 4, 8, 16, 32, 64, 256, 512) if size <= largest],
         graph_mode="FULL_AND_PIECEWISE",
-        points=[],
-        front=[],
     )
 
 
 def facts(context: int = 8192, rows: int | None = 1024, capacity: int = 880_000):
     changed = {"max_model_len": context, "max_rows": rows, "capacity_tokens": capacity}
     return FACTS.model_copy(update=changed | {"engine": "vllm"})
-
-
-def test_a_synchronous_engine_keeps_its_grid():
-    assert overlapping.overlaps(steps())
-    assert not overlapping.overlaps(steps(ahead=False))
-    assert not overlapping.overlaps(None)
 
 
 def test_prompts_lie_around_the_sizes_of_graphs():

@@ -1,10 +1,8 @@
 """Sequences of rounds: their draws, their records, and workers that fail meanwhile."""
 
-import asyncio
-
 import pytest
 from synthetic_profiles import FACTS
-from test_profiling_run import InMemory
+from test_profiling_run import InMemory, recorded_by
 
 from toolkit.engines.fake import FakeEngine
 from toolkit.files.profile import FailedPoint, RoundSequence
@@ -75,15 +73,7 @@ def test_remaining_rows_are_dropped_with_the_next_sequence():
 
 
 def run_all(workers: InMemory):
-    recorded = {}
-
-    def record(number, result):
-        assert number not in recorded
-        recorded[number] = result
-
-    asyncio.run(SequenceFeed(workers, range(6), RANGES, record).run())
-    assert workers.stopped
-    return recorded
+    return recorded_by(workers, lambda record: SequenceFeed(workers, range(6), RANGES, record))
 
 
 def test_each_sequence_is_recorded_once_and_whole():

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from said import says
-from samples import recipe
-from synthetic_profiles import ENVIRONMENT, FACTS
+from samples import ENVIRONMENT, recipe
+from synthetic_profiles import FACTS
 
 from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import SliceOutput
@@ -141,29 +141,29 @@ class InMemory:
         end_soon(self._end, worker, batch_id, rows, steps)
 
     def _end(self, worker, batch_id, rows, steps):
-        self._busy.discard(worker)
         failure = self.fate(batch_id, rows)
-        output = (
-            SliceOutput((), ()) if failure else self._engine.run_slice(rows, steps, lambda _: True)
-        )
-        self._on_event(BatchDone(worker, batch_id, output, Times(), failure))
-        if failure == "crashed":
-            self._on_event(WorkerLost(worker, "killed"))
-            asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))
+        output = SliceOutput((), ())
+        if not failure:
+            output = self._engine.run_slice(rows, steps, lambda _: True)
+        self._report(BatchDone(worker, batch_id, output, Times(), failure))
 
     def _end_round(self, worker, batch_id, plan):
-        self._busy.discard(worker)
         failure = self.fate(batch_id, plan.enter)
         if failure == "crashed":
             self._rounds[worker] = FakeEngine(FACTS)
-        output = (
-            None if failure == "crashed" else self._rounds[worker].run_round(plan, lambda _: True)
-        )
-        failure = failure or ("oom" if output.is_short else "")
-        self._on_event(RoundDone(worker, batch_id, output, Times(), failure))
-        if failure == "crashed":
-            self._on_event(WorkerLost(worker, "killed"))
-            asyncio.get_running_loop().call_soon(self._on_event, WorkerReady(worker, FACTS))
+            output = None
+        else:
+            output = self._rounds[worker].run_round(plan, lambda _: True)
+            failure = failure or ("oom" if output.is_short else "")
+        self._report(RoundDone(worker, batch_id, output, Times(), failure))
+
+    def _report(self, done):
+        self._busy.discard(done.worker)
+        self._on_event(done)
+        if done.failure == "crashed":
+            self._on_event(WorkerLost(done.worker, "killed"))
+            ready = WorkerReady(done.worker, FACTS)
+            asyncio.get_running_loop().call_soon(self._on_event, ready)
 
     async def stop(self):
         self.stopped = True
@@ -183,19 +183,10 @@ def test_a_profile_holds_all_points_of_its_recipe(source):
     assert len(found.slices) == 8
     assert found.engine.load_s > 0
     assert len(found.rounds.sequences) == 5
-    assert {point.part for point in found.rounds.parts} == {
-        "join",
-        "leave",
-        "grow",
-        "swap_out",
-        "swap_in",
-    }
-    assert [
-        (probe.input_length, probe.largest_ok, probe.smallest_oom) for probe in found.rounds.memory
-    ] == [
-        (64, 31, 32),  # of 65 tokens, as prefill gives one
-        (128, 15, 16),
-    ]
+    parts = {point.part for point in found.rounds.parts}
+    assert parts == {"join", "leave", "grow", "swap_out", "swap_in"}
+    edges = [(one.input_length, one.largest_ok, one.smallest_oom) for one in found.rounds.memory]
+    assert edges == [(64, 31, 32), (128, 15, 16)]  # of 65 tokens, as prefill gives one
     assert {(point.input_length, point.steps, point.largest_ok) for point in found.memory} == {
         (64, 32, 21),
         (64, 448, 4),
@@ -249,24 +240,18 @@ profile(load_recipe(source), source, source.with_name("profile.json"), Watch())
 
 
 @pytest.mark.slow
-def test_a_changed_grid_begins_anew_and_says_why(source):
-    with pytest.raises(KeyboardInterrupt):
-        run(source, Watching(until=5))
-    source.write_text(RECIPE.replace("repeats: 2", "repeats: 3"))
-    watch = Watching()
-    run(source, watch)
-    assert watch.plan.resumed == 0
-    assert says(watch.plan.set_aside, "'profile'")
-
-
-@pytest.mark.slow
-def test_a_changed_latency_target_changes_nothing(source):
+def test_a_changed_grid_begins_anew_and_a_changed_latency_target_does_not(source):
     with pytest.raises(KeyboardInterrupt):
         run(source, Watching(until=5))
     source.write_text(f"{RECIPE}sla: {{ttft_p99_s: 1.0}}\n")
     watch = Watching()
     run(source, watch)
-    assert watch.plan.resumed == 5
+    assert (watch.plan.resumed, watch.plan.set_aside) == (5, "")
+    source.write_text(RECIPE.replace("repeats: 2", "repeats: 3"))
+    watch = Watching()
+    run(source, watch)
+    assert watch.plan.resumed == 0
+    assert says(watch.plan.set_aside, "'profile'")
 
 
 @pytest.mark.slow
@@ -413,16 +398,21 @@ def test_neighbours_end_with_the_measurement():
 SHAPES = {number: SliceShape(1 + number % 3, 16, 8) for number in range(10)}
 
 
-def run_shapes(workers):
+def recorded_by(workers, feed):
+    """What a feed of these workers records, by number."""
     recorded = {}
 
     def record(number, result):
         assert number not in recorded
         recorded[number] = result
 
-    asyncio.run(SliceFeed(workers, SHAPES, 95, record).run())
+    asyncio.run(feed(record).run())
     assert workers.stopped
     return recorded
+
+
+def run_shapes(workers):
+    return recorded_by(workers, lambda record: SliceFeed(workers, SHAPES, 95, record))
 
 
 def test_each_slice_is_recorded_once_with_its_shape():

@@ -5,22 +5,19 @@ import shlex
 import shutil
 from pathlib import Path
 
-import commands
 import pytest
+from commands import shown as llmctl
 from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import FOLDER, trace_path
+from toolkit.traces.write import TraceLine, write_lines
 
 DOCS = (Path(__file__).parent.parent / "docs" / "reference" / "traces.md").read_text(
     encoding="utf-8"
 )
 COMMANDS = [line.strip() for line in DOCS.splitlines() if "trace generate --rate" in line]
-
-
-def llmctl(capsys, *args: object) -> tuple[int, str, str]:
-    return (commands.llmctl(*args), *capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,22 +75,11 @@ def test_inspect_reports_dropped_rows(capsys, tmp_path):
 
 def test_inspect_shows_the_reuse_at_every_size_of_a_cache(capsys, tmp_path):
     path = tmp_path / "shared.jsonl"
-    rows = [[0, 1, 2, 3], [0, 1], [9, 10], [0, 1, 2]]
-    path.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "timestamp": k,
-                    "input_length": 16 * len(ids),
-                    "output_length": 3,
-                    "block_tokens": 16,
-                    "hash_ids": ids,
-                }
-            )
-            + "\n"
-            for k, ids in enumerate(rows)
-        )
-    )
+    lines = [
+        TraceLine(k, 16 * len(ids), 3, block_tokens=16, hash_ids=ids)
+        for k, ids in enumerate([[0, 1, 2, 3], [0, 1], [9, 10], [0, 1, 2]])
+    ]
+    write_lines(lines, path)
     code, out, _ = llmctl(capsys, "trace", "inspect", path, "--recipe", "tiny-llama-vllm")
     assert code == 0
     assert says(out, "reuse", "45.5 %")
@@ -133,19 +119,9 @@ def test_convert_joins_a_folder_of_sessions_and_divides_lengths(capsys, tmp_path
 
 def test_convert_cuts_and_scales_and_reports_it(capsys, tmp_path):
     out_file = tmp_path / "small.jsonl"
-    options = [
-        "--start",
-        10,
-        "--duration",
-        60,
-        "--rate",
-        5,
-        "--max-model-len",
-        256,
-        "--max-new-tokens",
-        64,
-    ]
-    code, out, err = llmctl(capsys, "trace", "convert", "chat-small", out_file, *options)
+    part = "--start", 10, "--duration", 60, "--rate", 5
+    limits = "--max-model-len", 256, "--max-new-tokens", 64
+    code, out, err = llmctl(capsys, "trace", "convert", "chat-small", out_file, *part, *limits)
     trace, _ = read_trace(out_file)
     assert code == 0
     assert out == f"wrote {len(trace):,} requests to {out_file}\n"
@@ -196,9 +172,8 @@ def test_bad_input_is_one_line_and_a_hint_with_exit_code_2(capsys, tmp_path, mon
 )
 def test_options_that_contradict_each_other_are_refused(capsys, tmp_path, words, problem):
     out = tmp_path / "out.jsonl"
-    code, _, err = llmctl(
-        capsys, "trace", *words, *(["--out"] if words[0] == "generate" else []), out
-    )
+    to = ["--out", out] if words[0] == "generate" else [out]
+    code, _, err = llmctl(capsys, "trace", *words, *to)
     assert code == 2
     assert problem in err
     assert not out.exists()

@@ -4,17 +4,13 @@ import gzip
 import json
 from pathlib import Path
 
-import commands
 import pytest
+from commands import shown as llmctl
 
 from toolkit.errors import InputError
 from toolkit.traces.chats import estimated
 from toolkit.traces.columns import parse_columns
 from toolkit.traces.read import read_trace
-
-
-def llmctl(capsys, *args: object) -> tuple[int, str, str]:
-    return (commands.llmctl(*args), *capsys.readouterr())
 
 
 def jsonl(*rows: object) -> str:

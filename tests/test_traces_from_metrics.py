@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
-import commands
 import numpy as np
 import pytest
+from commands import llmctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -33,8 +33,20 @@ from toolkit.traces.read import read_trace
 BOUNDS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]  # of vLLM for a context of 1,999 tokens
 
 
-def llmctl(capsys, *args: object) -> tuple[int, str, str]:
-    return (commands.llmctl(*args), *capsys.readouterr())
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """The trace that the command writes."""
+    return tmp_path / "out.jsonl"
+
+
+@pytest.fixture
+def drawn(capsys, out):
+    """Runs the command; its exit code, and what it said."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        return (llmctl("trace from-metrics", *words, "--out", out), *capsys.readouterr())
+
+    return run
 
 
 def page(*lengths: tuple[int, int], engines: int = 2, model: str = "tiny") -> str:
@@ -67,10 +79,9 @@ def saved(folder: Path, name: str, *lengths: tuple[int, int], **more: object) ->
     return path
 
 
-def test_one_page_gives_the_lengths_and_rate_the_times(capsys, tmp_path):
+def test_one_page_gives_the_lengths_and_rate_the_times(drawn, out, tmp_path):
     path = saved(tmp_path, "page", *EARLY, *LATE)
-    out = tmp_path / "out.jsonl"
-    code, _, err = llmctl(capsys, "trace", "from-metrics", path, "--rate", 2, "--out", out)
+    code, _, err = drawn(path, "--rate", 2)
     trace, _ = read_trace(out)
     assert code == 0
     prompts, outputs = zip(*EARLY, *LATE, strict=True)
@@ -82,12 +93,10 @@ def test_one_page_gives_the_lengths_and_rate_the_times(capsys, tmp_path):
     assert "output belongs" in err
 
 
-def test_two_pages_give_what_came_in_between(capsys, tmp_path):
+def test_two_pages_give_what_came_in_between(drawn, out, tmp_path):
     first = saved(tmp_path, "1", *EARLY)
     later = saved(tmp_path, "2", *EARLY, *LATE)
-    out = tmp_path / "out.jsonl"
-    words = [first, later, "--for", 30, "--out", out, "--json"]
-    code, said, _ = llmctl(capsys, "trace", "from-metrics", *words)
+    code, said, _ = drawn(first, later, "--for", 30, "--json")
     assert code == 0
     assert json.loads(said)["requests"] == len(LATE)
     trace, _ = read_trace(out)
@@ -95,11 +104,9 @@ def test_two_pages_give_what_came_in_between(capsys, tmp_path):
     assert trace.arrival_s[-1] <= 30
 
 
-def test_the_number_of_requests_can_be_chosen_and_the_mean_stays(capsys, tmp_path):
+def test_the_number_of_requests_can_be_chosen_and_the_mean_stays(drawn, out, tmp_path):
     path = saved(tmp_path, "page", *LATE)
-    out = tmp_path / "out.jsonl"
-    words = [path, "--rate", 2, "--requests", 500, "--out", out]
-    assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 0
+    assert drawn(path, "--rate", 2, "--requests", 500)[0] == 0
     trace, _ = read_trace(out)
     assert len(trace) == 500
     assert trace.prompt_tokens.mean() == pytest.approx(np.mean([p for p, _ in LATE]), abs=0.01)
@@ -191,52 +198,40 @@ def test_lengths_above_unknown_bounds_need_a_limit():
         (["--rate", "1", "--longest", "3"], "--longest 3"),
     ],
 )
-def test_options_that_do_not_fit_the_source_are_refused(capsys, tmp_path, words, problem):
-    path = saved(tmp_path, "page", *LATE)
-    out = tmp_path / "out.jsonl"
-    code, _, err = llmctl(capsys, "trace", "from-metrics", path, *words, "--out", out)
+def test_options_that_do_not_fit_the_source_are_refused(drawn, out, tmp_path, words, problem):
+    code, _, err = drawn(saved(tmp_path, "page", *LATE), *words)
     assert code == 2
     assert problem in err
     assert not out.exists()
 
 
 @pytest.mark.parametrize("text", ["", "time,prompt\n1,2\n", "vllm:num_requests_running 3\n"])
-def test_a_page_without_the_histograms_is_refused(capsys, tmp_path, text):
+def test_a_page_without_the_histograms_is_refused(drawn, tmp_path, text):
     path = tmp_path / "page"
-    out = tmp_path / "out.jsonl"
     path.write_text(text, encoding="utf-8")
-    code, _, err = llmctl(capsys, "trace", "from-metrics", path, "--rate", 1, "--out", out)
+    code, _, err = drawn(path, "--rate", 1)
     assert code == 2
     assert PROMPT in err
 
 
-def test_a_server_that_was_started_again_in_between_is_named(capsys, tmp_path):
-    first = saved(tmp_path, "1", *LATE)
-    later = saved(tmp_path, "2", *EARLY)
-    words = [first, later, "--for", 30, "--out", tmp_path / "out.jsonl"]
-    code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
+@pytest.mark.parametrize(
+    ("later", "problem"), [(EARLY, "counters went back"), (LATE, "no request ended")]
+)
+def test_two_pages_with_less_or_nothing_in_between_are_refused(drawn, tmp_path, later, problem):
+    """The server was started again, or had no traffic."""
+    pages = saved(tmp_path, "1", *LATE), saved(tmp_path, "2", *later)
+    code, _, err = drawn(*pages, "--for", 30)
     assert code == 2
-    assert "counters went back" in err
+    assert problem in err
 
 
-def test_several_models_need_a_choice(capsys, tmp_path):
+def test_several_models_need_a_choice(drawn, out, tmp_path):
     path = tmp_path / "page"
-    out = tmp_path / "out.jsonl"
     two = page(*LATE, model="a") + page(*EARLY, model="b")
     path.write_text(two, encoding="utf-8")
-    words = [path, "--rate", 1, "--out", out]
-    assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 2
-    assert llmctl(capsys, "trace", "from-metrics", *words, "--model", "b")[0] == 0
+    assert drawn(path, "--rate", 1)[0] == 2
+    assert drawn(path, "--rate", 1, "--model", "b")[0] == 0
     assert len(read_trace(out)[0]) == len(EARLY)
-
-
-def test_nothing_between_two_pages_is_no_trace(capsys, tmp_path):
-    path = saved(tmp_path, "1", *LATE)
-    same = saved(tmp_path, "2", *LATE)
-    words = [path, same, "--for", 30, "--out", tmp_path / "out.jsonl"]
-    code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
-    assert code == 2
-    assert "no request ended" in err
 
 
 @contextmanager
@@ -280,11 +275,9 @@ def test_a_server_is_scraped_for_a_while(tmp_path):
     assert [one.prompt.total for one in seen] == [2200, 270]
 
 
-def test_a_server_can_be_scraped_once(capsys, tmp_path):
-    out = tmp_path / "out.jsonl"
+def test_a_server_can_be_scraped_once(drawn, out):
     with serving(lambda path: page(*LATE)) as url:
-        words = [f"{url}/metrics", "--rate", 1, "--out", out]
-        assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 0
+        assert drawn(f"{url}/metrics", "--rate", 1)[0] == 0
     assert len(read_trace(out)[0]) == len(LATE)
 
 
@@ -321,12 +314,10 @@ class Prometheus:
         return json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}})
 
 
-def test_prometheus_tells_the_rate_and_the_lengths_over_time(capsys, tmp_path):
-    out = tmp_path / "out.jsonl"
+def test_prometheus_tells_the_rate_and_the_lengths_over_time(drawn, out):
     asked = Prometheus()
     with serving(asked) as url:
-        words = [url, "--past", 120, "--every", 60, "--out", out]
-        code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
+        code, _, err = drawn(url, "--past", 120, "--every", 60)
     assert code == 0, err
     trace, _ = read_trace(out)
     assert len(trace) == len(EARLY) + len(LATE)
@@ -337,16 +328,12 @@ def test_prometheus_tells_the_rate_and_the_lengths_over_time(capsys, tmp_path):
                for one in asked.queries)  # fmt: skip
 
 
-def test_prometheus_without_data_of_one_model_is_an_error(capsys, tmp_path):
-    out = tmp_path / "out.jsonl"
+def test_prometheus_without_data_of_one_model_is_an_error(drawn):
     for models, problem in (((), f"no {PROMPT}"), (("a", "b"), "several models")):
         with serving(Prometheus(models)) as url:
-            words = [url, "--past", 120, "--every", 60, "--out", out]
-            code, _, err = llmctl(capsys, "trace", "from-metrics", *words)
+            code, _, err = drawn(url, "--past", 120, "--every", 60)
         assert code == 2
         assert problem in err
     with serving(lambda path: "hello") as url:
-        words = [url, "--past", 120, "--out", out]
-        assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 2
-    words = ["http://127.0.0.1:9", "--past", 1e7, "--every", 1, "--out", out]
-    assert llmctl(capsys, "trace", "from-metrics", *words)[0] == 2
+        assert drawn(url, "--past", 120)[0] == 2
+    assert drawn("http://127.0.0.1:9", "--past", 1e7, "--every", 1)[0] == 2

@@ -89,67 +89,43 @@ def test_max_tokens_is_kept_and_zero_where_the_trace_has_none(tmp_path):
     assert read_trace(_file(tmp_path, MOONCAKE))[0].max_tokens.tolist() == [0, 512]
 
 
+TOKENS = "must be a whole number from 1 to 2,147,483,647"
+SECONDS = "must be a finite number of s"
+
+
 @pytest.mark.parametrize(
-    ("row", "reason"),
+    ("row", "reason", "shown"),
     [
-        ("0,0,5", "with a non-positive length"),
-        ("0,5,0", "with a non-positive length"),
-        ("0,-5,5", "with a non-positive length"),
-        ("-1,5,5", "with a negative time"),
-        ("0,5", "unparsable"),
-        ("0,five,5", "unparsable"),
-        ("0,5.5,5", "unparsable"),
-        ("nan,5,5", "unparsable"),
-        ("0,inf,5", "unparsable"),
-        ("0,99999999999,5", "unparsable"),
-        ("soon,5,5", "unparsable"),
+        ("0,0,5", "with a non-positive length", f"num_prefill_tokens is '0', {TOKENS}"),
+        ("0,5,0", "with a non-positive length", f"num_decode_tokens is '0', {TOKENS}"),
+        ("0,-5,5", "with a non-positive length", f"num_prefill_tokens is '-5', {TOKENS}"),
+        ("-3,5,5", "with a negative time", "arrived_at is '-3', must be at least 0 s"),
+        ("-1e300,5,5", "with a negative time", "arrived_at is '-1e300', must be at least 0 s"),
+        (
+            "1e300,5,5",
+            "with a time beyond the year 9999",
+            "arrived_at is '1e300', must be at most 2.534e+11 s",
+        ),
+        ("inf,5,5", "unparsable", f"arrived_at is 'inf', {SECONDS}"),
+        ("nan,5,5", "unparsable", f"arrived_at is 'nan', {SECONDS}"),
+        ("soon,5,5", "unparsable", f"arrived_at is 'soon', {SECONDS}"),
+        (",5,5", "unparsable", f"arrived_at is '', {SECONDS}"),
+        ("0,five,5", "unparsable", f"num_prefill_tokens is 'five', {TOKENS}"),
+        ("0,5.5,5", "unparsable", f"num_prefill_tokens is '5.5', {TOKENS}"),
+        ("0,inf,5", "unparsable", f"num_prefill_tokens is 'inf', {TOKENS}"),
+        ("0,99999999999,5", "unparsable", f"num_prefill_tokens is '99999999999', {TOKENS}"),
+        ("0,5", "unparsable", f"no num_decode_tokens, {TOKENS}"),
+        ("0,5," + "x" * 99, "unparsable", f"num_decode_tokens is '{'x' * 39}..., {TOKENS}"),
     ],
 )
-def test_an_impossible_csv_row_is_counted_with_its_reason(tmp_path, row, reason):
+def test_an_impossible_row_is_counted_and_shown_with_its_value_and_the_limit(
+    tmp_path, row, reason, shown
+):
     text = f"arrived_at,num_prefill_tokens,num_decode_tokens\n3,10,20\n{row}\n"
     trace, report = read_trace(_file(tmp_path, text))
     assert (report.rows, report.kept, report.dropped) == (2, 1, {reason: 1})
     assert trace.notes == report.lines()
-    [line] = [line for line in trace.notes if line.startswith("dropped")]
-    assert line.startswith(f"dropped 1 row: 1 {reason} (row 2: ")
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (
-            "1e300,5,5",
-            "1 with a time beyond the year 9999 (row 2: arrived_at is '1e300', must be at most "
-            "2.534e+11 s)",
-        ),
-        ("-3,5,5", "1 with a negative time (row 2: arrived_at is '-3', must be at least 0 s)"),
-        (
-            "-1e300,5,5",
-            "1 with a negative time (row 2: arrived_at is '-1e300', must be at least 0 s)",
-        ),
-        ("inf,5,5", "1 unparsable (row 2: arrived_at is 'inf', must be a finite number of s)"),
-        ("nan,5,5", "1 unparsable (row 2: arrived_at is 'nan', must be a finite number of s)"),
-        (",5,5", "1 unparsable (row 2: arrived_at is '', must be a finite number of s)"),
-        (
-            "0,five,5",
-            "1 unparsable (row 2: num_prefill_tokens is 'five', must be a whole number from 1 to "
-            "2,147,483,647)",
-        ),
-        (
-            "0,5",
-            "1 unparsable (row 2: no num_decode_tokens, must be a whole number from 1 to "
-            "2,147,483,647)",
-        ),
-        (
-            "0,5," + "x" * 99,
-            f"1 unparsable (row 2: num_decode_tokens is '{'x' * 39}..., must be a whole number",
-        ),
-    ],
-)
-def test_the_first_bad_row_is_shown_with_its_value_and_the_limit(tmp_path, row, said):
-    text = f"arrived_at,num_prefill_tokens,num_decode_tokens\n3,10,20\n{row}\n"
-    trace, _ = read_trace(_file(tmp_path, text))
-    assert any(f"dropped 1 row: {said}" in line for line in trace.notes), trace.notes
+    assert f"dropped 1 row: 1 {reason} (row 2: {shown})" in trace.notes
 
 
 @pytest.mark.parametrize("array", [False, True])
@@ -202,6 +178,9 @@ def test_a_trace_keeps_only_possible_rows(tmp_path_factory, rows, lenient):
     assert min(trace.prompt_tokens.min(), trace.output_tokens.min()) >= 1
 
 
+LINE = '{"timestamp": 0, "input_length": 5, "output_length": 9'
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -210,22 +189,10 @@ def test_a_trace_keeps_only_possible_rows(tmp_path_factory, rows, lenient):
         ('{"timestamp": 0, "input_length": 5}', "unparsable"),
         ('{"timestamp": 0, "input_length": true, "output_length": 5}', "unparsable"),
         ('{"timestamp": NaN, "input_length": 5, "output_length": 5}', "unparsable"),
-        (
-            '{"timestamp": 0, "input_length": 5, "output_length": 5, "status": "timeout"}',
-            "failed responses",
-        ),
-        (
-            '{"timestamp": 0, "input_length": 5, "output_length": 5, "status": ["ok"]}',
-            "failed responses",
-        ),
-        (
-            '{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": 8}',
-            "longer than their max_tokens",
-        ),
-        (
-            '{"timestamp": 0, "input_length": 5, "output_length": 9, "max_tokens": -1}',
-            "with a non-positive length",
-        ),
+        (LINE + ', "status": "timeout"}', "failed responses"),
+        (LINE + ', "status": ["ok"]}', "failed responses"),
+        (LINE + ', "max_tokens": 8}', "longer than their max_tokens"),
+        (LINE + ', "max_tokens": -1}', "with a non-positive length"),
     ],
 )
 def test_an_impossible_json_line_is_counted_with_its_reason(tmp_path, line, reason):

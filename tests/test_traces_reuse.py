@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from said import says
+from test_traces_shared import blocks_of
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, draw_arrivals
@@ -19,7 +20,7 @@ from toolkit.traces.sharing import (
     reuse_curve,
     scale_blocks,
 )
-from toolkit.traces.types import Sessions, SharedBlocks, Trace
+from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import cut, divide_lengths, scale_lengths
 
 
@@ -43,15 +44,13 @@ def prompts_of_blocks(draw, most=12):
 
 def trace_of(block, lengths, ids, sessions=None, outputs=None) -> Trace:
     count = len(lengths)
-    offsets = np.cumsum([0, *map(len, ids)])
-    flat = np.array([one for row in ids for one in row], np.int64)
     return Trace(
         np.arange(count) * 1.0,
         np.array(lengths),
         np.ones(count, np.int64) if outputs is None else np.array(outputs),
         np.zeros(count, np.int64),
         "made",
-        shared=SharedBlocks(block, flat, offsets),
+        shared=blocks_of(*ids, size=block),
         sessions=sessions,
     )
 
@@ -185,17 +184,16 @@ def test_drawn_times_keep_the_gaps_within_sessions():
     assert drawn.arrival_s.max() > 9
 
 
-def lru(trace: Trace, capacity: int) -> tuple[int, int]:
-    """The hits of an LRU cache in blocks and tokens, by replaying it."""
+def lru(trace: Trace, capacity: int) -> int:
+    """The tokens that hit in an LRU cache, by replaying it."""
     held: OrderedDict[int, None] = OrderedDict()
-    blocks = tokens = 0
+    tokens = 0
     for row in range(len(trace)):
         ids = trace.shared.of(row).tolist()
         left = int(trace.prompt_tokens[row])
         for one in ids:
             if one not in held:
                 break
-            blocks += 1
             tokens += min(left, trace.shared.block_tokens)
             left -= trace.shared.block_tokens
         for one in reversed(ids):
@@ -203,7 +201,7 @@ def lru(trace: Trace, capacity: int) -> tuple[int, int]:
             held.move_to_end(one)
         while len(held) > capacity:
             held.popitem(last=False)
-    return blocks, tokens
+    return tokens
 
 
 @pytest.mark.slow
@@ -212,10 +210,8 @@ def test_the_curve_is_that_of_an_lru_cache_of_every_size(made):
     trace = trace_of(*made)
     curve = reuse_curve(trace)
     for capacity in range(len(np.unique(trace.shared.ids)) + 2):
-        blocks, tokens = lru(trace, capacity)
-        share = curve.at(capacity)
-        assert share[0] == pytest.approx(blocks / curve.blocks)
-        assert share[1] == pytest.approx(tokens / trace.prompt_tokens.sum())
+        share = lru(trace, capacity) / trace.prompt_tokens.sum()
+        assert curve.at(capacity) == pytest.approx(share)
     assert curve.hit_tokens[-1] == pytest.approx(reusable_tokens(trace).sum())
 
 

@@ -17,11 +17,9 @@ LENGTHS = st.lists(
 
 def trace_of(prompts, outputs, arrivals=None, max_tokens=None) -> Trace:
     count = len(prompts)
-    arrivals = (
-        np.arange(count, dtype=float) if arrivals is None else np.array(arrivals, dtype=float)
-    )
+    times = np.array(range(count) if arrivals is None else arrivals, dtype=float)
     limits = np.zeros(count, dtype=np.int64) if max_tokens is None else np.array(max_tokens)
-    return Trace(arrivals, np.array(prompts), np.array(outputs), limits, source="t.csv")
+    return Trace(times, np.array(prompts), np.array(outputs), limits, source="t.csv")
 
 
 def test_the_rate_is_scaled_by_stretching_time():

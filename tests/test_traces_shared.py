@@ -11,17 +11,9 @@ def blocks_of(*prompts: list[int], size: int = 4) -> SharedBlocks:
     return SharedBlocks(size, np.array([one for ids in prompts for one in ids], np.int64), offsets)
 
 
-def trace_of(shared=None, sessions=None, count=4, priority=None) -> Trace:
-    rows = np.arange(count)
-    return Trace(
-        rows * 1.0,
-        rows + 5,
-        rows + 1,
-        np.zeros(count, np.int64),
-        priority=priority,
-        shared=shared,
-        sessions=sessions,
-    )
+def trace_of(**columns) -> Trace:
+    rows = np.arange(4)
+    return Trace(rows * 1.0, rows + 5, rows + 1, 0 * rows, **columns)
 
 
 def lists(shared: SharedBlocks) -> list[list[int]]:
@@ -74,7 +66,7 @@ def test_every_turn_knows_the_first_of_its_session():
 
 def test_a_part_of_a_trace_carries_every_column():
     sessions = Sessions(np.array([-1, 0, -1, 1]), np.array([0.0, 2.0, 0.0, 3.0]))
-    whole = trace_of(SHARED, sessions, priority=np.array([4, 3, 2, 1]))
+    whole = trace_of(shared=SHARED, sessions=sessions, priority=np.array([4, 3, 2, 1]))
     part = whole.take(slice(1, 4))
     assert part.arrival_s.tolist() == [1, 2, 3]
     assert part.prompt_tokens.tolist() == [6, 7, 8]

@@ -145,13 +145,8 @@ def test_what_was_read_is_written_and_read_again(tmp_path):
 
 
 def aiperf(session, new, output, ids, **more):
-    return {
-        "session_id": session,
-        "input_length": new,
-        "output_length": output,
-        "hash_ids": ids,
-        **more,
-    }
+    numbers = {"input_length": new, "output_length": output}
+    return {"session_id": session, **numbers, "hash_ids": ids, **more}
 
 
 def test_aiperfs_turns_get_the_prompts_that_they_add_to(tmp_path):

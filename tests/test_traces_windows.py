@@ -28,15 +28,8 @@ from toolkit.tuning.evaluate import make_world
 
 
 def trace_of(arrivals) -> Trace:
-    count = len(arrivals)
-    lengths = np.arange(1, count + 1)
-    return Trace(
-        np.array(arrivals, dtype=float),
-        lengths,
-        lengths,
-        np.zeros(count, dtype=np.int64),
-        source="t.csv",
-    )
+    lengths = np.arange(1, len(arrivals) + 1)
+    return Trace(np.array(arrivals, dtype=float), lengths, lengths, 0 * lengths, source="t.csv")
 
 
 STEADY = trace_of(np.arange(0, 100.01, 0.5))  # 100 s
@@ -193,18 +186,14 @@ def test_windows_are_as_long_as_wished_where_the_trace_allows_it(wish):
     kept = wish is not None and wish <= 25
     assert found.seconds == (wish if kept else COVERED * 25)
     assert found.longest_s == COVERED * 25
-    windows = sorted(found.search + found.held_out, key=lambda window: window.start_s)
+    windows = in_time(found.search, found.held_out)
     assert [w.end_s - w.start_s for w in windows] == pytest.approx([found.seconds] * 4)
     assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(windows))
-    notes = found.trace.notes
-    assert notes == (
-        ()
-        if kept or wish is None
-        else (
-            f"windows of 20 s instead of {wish:,g} s: t.csv lasts 100 s at 2 requests/s, for 4 "
-            f"windows",
-        )
-    )
+    notes = ()
+    if wish is not None and not kept:
+        why = "t.csv lasts 100 s at 2 requests/s, for 4 windows"
+        notes = (f"windows of 20 s instead of {wish:,g} s: {why}",)
+    assert found.trace.notes == notes
 
 
 def test_windows_that_would_be_empty_are_made_longer():

@@ -15,7 +15,6 @@ from toolkit.traces.types import Trace
 from toolkit.traces.windows import cut
 from toolkit.traces.write import TraceLine, write_lines, write_trace
 
-URGENCIES = np.array([0, -3, 7])
 ROWS = st.lists(
     st.tuples(
         st.integers(0, 10**12),  # microseconds
@@ -31,20 +30,15 @@ ROWS = st.lists(
 @given(rows=ROWS)
 def test_a_written_trace_reads_back_to_the_microsecond(tmp_path_factory, rows):
     path = tmp_path_factory.getbasetemp() / "trace.jsonl"
-    trace = _trace(
-        [
-            (us - min(row[0] for row in rows), prompt, output, limited)
-            for us, prompt, output, limited in rows
-        ]
-    )
+    first = min(row[0] for row in rows)
+    trace = _trace([(us - first, *numbers) for us, *numbers in rows])
     write_trace(trace, path)
     again, report = read_trace(path)
     assert report.dropped == {}
     assert not report.reordered
     assert np.array_equal(again.arrival_s.round(6), trace.arrival_s.round(6))
-    assert np.array_equal(again.prompt_tokens, trace.prompt_tokens)
-    assert np.array_equal(again.output_tokens, trace.output_tokens)
-    assert np.array_equal(again.max_tokens, trace.max_tokens)
+    for column in ("prompt_tokens", "output_tokens", "max_tokens"):
+        assert np.array_equal(getattr(again, column), getattr(trace, column))
 
 
 def test_writing_what_was_read_gives_the_same_bytes(tmp_path):
@@ -57,13 +51,8 @@ def test_writing_what_was_read_gives_the_same_bytes(tmp_path):
 
 def test_a_line_omits_default_values(tmp_path):
     path = tmp_path / "log.jsonl"
-    write_lines(
-        [
-            TraceLine(0, 5, 6),
-            TraceLine(1.5, 7, 8, max_tokens=9, ttft_ms=2.0, e2e_ms=3.0, status="ok"),
-        ],
-        path,
-    )
+    full = TraceLine(1.5, 7, 8, max_tokens=9, ttft_ms=2.0, e2e_ms=3.0, status="ok")
+    write_lines([TraceLine(0, 5, 6), full], path)
     assert path.read_text() == (
         '{"timestamp":0,"input_length":5,"output_length":6}\n'
         '{"timestamp":1.5,"input_length":7,"output_length":8,'
@@ -91,11 +80,8 @@ def _trace(rows):
 
 def test_priorities_are_read_and_written_cut_and_simulated(tmp_path):
     path = tmp_path / "trace.jsonl"
-    trace = replace(
-        _trace([(0, 8, 4, False), (2_000_000, 8, 4, False), (3_000_000, 8, 4, False)]),
-        priority=URGENCIES,
-    )
-    write_trace(trace, path)
+    trace = _trace([(0, 8, 4, False), (2_000_000, 8, 4, False), (3_000_000, 8, 4, False)])
+    write_trace(replace(trace, priority=np.array([0, -3, 7])), path)
     again, _ = read_trace(path)
     assert again.priorities == [0, -3, 7]
     assert cut(again, 1.0, 9.0).priorities == [-3, 7]
@@ -107,8 +93,7 @@ def test_priorities_are_read_and_written_cut_and_simulated(tmp_path):
 def test_a_row_with_an_invalid_priority_is_dropped_and_counted(tmp_path, priority):
     line = {"timestamp": 0, "input_length": 8, "output_length": 4}
     path = tmp_path / "trace.jsonl"
-    path.write_text(
-        "".join(json.dumps(each) + "\n" for each in (line, line | {"priority": priority}))
-    )
+    lines = [json.dumps(each) for each in (line, line | {"priority": priority})]
+    path.write_text("\n".join(lines))
     trace, report = read_trace(path)
     assert (len(trace), trace.priority, report.dropped) == (1, None, {"unparsable": 1})

@@ -116,7 +116,6 @@ def test_passes_with_drafts_have_the_price_of_their_tokens() -> None:
         given = point.model_copy(update={"draft_tokens": drafts})
         points.append(given.model_copy(update={"seconds": [LAW.forward_s(shape_of(given))]}))
     fit = fit_steps(profile.model_copy(update={"points": points}), 0)
-    assert fit is not None
     assert fit.error.median_percent < 1.0
 
 

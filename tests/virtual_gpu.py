@@ -64,6 +64,7 @@ class VirtualServer:
     def run(self, point: GridPoint) -> list[LoggedPass]:
         """The passes of one run of a point."""
         self.passes = []
+        self._beside: list[Row] = []  # prompts that come together when the rows decode
         self._arriving: list[tuple[float, int, Row]] = []
         self._lone: list[Row] = []
         self.now_s += 1.0
@@ -88,7 +89,8 @@ class VirtualServer:
             prompts = [Row("", length, 1) for _ in range(others)]
             if point.kind == "lone":
                 self._lone = prompts
-            self._beside = prompts if point.kind == "burst" else []
+            if point.kind == "burst":
+                self._beside = prompts
             self._at_once([Row("", MIX_STEPS, BESIDE_STEPS) for _ in range(rows)])
             if not rows:
                 self._next_prompt(self.now_s)
@@ -120,22 +122,15 @@ class VirtualServer:
 
     def _next_prompt(self, token_s: float) -> None:
         """The client saw a token that it waited for: it sends the next prompts."""
-        after_s = (
-            token_s
-            + 2 * FRONT_S
-            + APART * self.law.period_s(shape_of_rows([LoggedRow("", 64, 1, 64)]))
-        )
+        step_s = self.law.period_s(shape_of_rows([LoggedRow("", 64, 1, 64)]))
+        after_s = token_s + 2 * FRONT_S + APART * step_s
         if self._lone:
             row = self._lone.pop(0)
             self._arrive(after_s, row)
             self._waited = {row.name}
-        for row in self._beside_now():
+        for row in self._beside:
             self._arrive(after_s, row)
-
-    def _beside_now(self) -> list[Row]:
-        found = getattr(self, "_beside", [])
         self._beside = []
-        return found
 
     def _launch_s(self, shape) -> float:
         noise = self._rng.standard_normal() * math.sqrt(1.0 - self.alike**2)

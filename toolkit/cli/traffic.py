@@ -153,7 +153,7 @@ def read_lengths(
 
     Raises `InputError` where options contradict each other, and for a trace that cannot be read.
     """
-    from toolkit.traces.fixed import fixed_lengths
+    from toolkit.traces.generate import fixed_lengths
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -46,6 +46,8 @@ from toolkit.files.fit import (
 )
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
+
+Name = Literal["prefill", "decode"]  # of a law
 
 POINTS_MIN = 8
 WORST_POINTS = 3  # named in a fit
@@ -99,8 +101,7 @@ def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -
     known = {profile.steps.draft_tokens if profile.steps else 0}
     found = []
     for other in others:
-        steps = fit_steps(other.steps, seed)
-        if steps is None or profile.steps is None:
+        if other.steps is None or profile.steps is None:
             raise InputError(
                 f"a profile of {other.recipe_name} has no passes",
                 "profiles of engine vllm have them",
@@ -110,6 +111,7 @@ def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -
                 f"a profile of {other.recipe_name} beside one of {profile.recipe_name}",
                 "give profiles of one recipe: llmctl profile RECIPE --drafts N",
             )
+        steps = fit_steps(other.steps, seed)
         if steps.draft_tokens in known:
             raise InputError(
                 f"two profiles have {steps.draft_tokens} drafts",
@@ -129,12 +131,12 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     Raises `InputError` that names what the profile lacks: points, lengths, batch sizes, slices,
     rounds or memory probes.
     """
-    prefill = fit_latency("prefill", points_of("prefill", profile.prefill), seed, square=True)
-    decode = fit_latency("decode", points_of("decode", profile.decode), seed, square=False)
+    prefill = fit_latency("prefill", profile.prefill, seed)
+    decode = fit_latency("decode", profile.decode, seed)
     law = SegmentedLaw(
         tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
     )
-    steps = fit_steps(profile.steps, seed)
+    steps = fit_steps(profile.steps, seed) if profile.steps is not None else None
     known = profile.engine.analytic_error
     if known is not None:
         decode_off = known.decode_percent, known.decode_p95_percent
@@ -143,13 +145,9 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
         decode = replace(decode, fit=_farther_off(decode.fit, decode_off))
         if steps is not None:
             steps = _farther_off(steps, max(decode_off, prompt_off))
-    prefill = replace(
-        prefill,
-        fit=prefill.fit.model_copy(update={"flat_percent": _flat_percent(prefill.points, seed)}),
-    )
     return FittedProfile(
-        with_worst_points(prefill, profile.prefill),
-        with_worst_points(decode, profile.decode),
+        prefill,
+        decode,
         forms.fit_overhead(profile.slices, law, seed),
         fit_memory(profile.memory, profile.engine),
         *fit_rounds(profile, law, seed),
@@ -174,39 +172,45 @@ def _farther_off(law: Law, method: tuple[float, float]) -> Law:
     return law.model_copy(update={"error": both})
 
 
-def fit_latency(name: str, points: Points, seed: int, *, square: bool) -> FittedLaw:
-    """The best form for the points by held-out error, fitted to all of them.
+def fit_latency(name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed: int) -> FittedLaw:
+    """The best form for the points by held-out error, fitted to all of them. Forms of prefills may
+    have a term N*L^2.
 
-    `name` ("prefill" or "decode") appears in messages. `square` also tries each form with N*L^2.
     Raises `InputError` if there are too few points, batch sizes or lengths.
     """
+    points = points_of(name, measured)
     _check_points(name, points)
-    competing = forms.candidates(points, square=square)
+    competing = forms.candidates(points, square=name == "prefill")
     predicted = [_held_out(form, points, seed) for form in competing]
-    errors = [forms.percent_error(prediction, points.seconds) for prediction in predicted]
+    candidates = [
+        Candidate(form=form.name, error=forms.percent_error(prediction, points.seconds))
+        for form, prediction in zip(competing, predicted, strict=True)
+    ]
     kept = forms.choose(predicted, points.seconds)
     form = competing[kept]
+    spreads = [_spread_percent(point.seconds) for point in measured]
+    known = [spread for spread in spreads if spread is not None]
     fit = LatencyFit(
         form=form.name,
         segments=form.segments(form.solve(points)),
-        error=errors[kept],
-        candidates=[
-            Candidate(form=tried.name, error=error)
-            for tried, error in zip(competing, errors, strict=True)
-        ],
+        error=candidates[kept].error,
+        candidates=candidates,
         valid=Range(
             batch_size_max=int(points.batch_size.max()), length_max=int(points.length.max())
         ),
+        worst_points=_worst_points(points, predicted[kept], spreads),
+        spread_percent=float(np.median(known)) if known else None,
+        flat_percent=_flat_percent(points, seed) if name == "prefill" else None,
     )
     return FittedLaw(fit, points, predicted[kept])
 
 
-def with_worst_points(law: FittedLaw, measured: Sequence[PrefillPoint | DecodePoint]) -> FittedLaw:
-    """The law with the points that it misses most, and how far the samples of points are apart."""
-    points = law.points
-    errors = 100.0 * (law.predicted_s / points.seconds - 1.0)
-    spreads = [_spread_percent(point.seconds) for point in measured]
-    worst = [
+def _worst_points(
+    points: Points, predicted_s: Floats, spreads: Sequence[float | None]
+) -> list[PointError]:
+    """The points that the law misses most, with how far the samples of each are apart."""
+    errors = 100.0 * (predicted_s / points.seconds - 1.0)
+    return [
         PointError(
             batch_size=int(points.batch_size[index]),
             length=int(points.length[index]),
@@ -215,10 +219,6 @@ def with_worst_points(law: FittedLaw, measured: Sequence[PrefillPoint | DecodePo
         )
         for index in np.argsort(-np.abs(errors), kind="stable")[:WORST_POINTS]
     ]
-    known = [spread for spread in spreads if spread is not None]
-    typical_spread = float(np.median(known)) if known else None
-    update = {"worst_points": worst, "spread_percent": typical_spread}
-    return replace(law, fit=law.fit.model_copy(update=update))
 
 
 def _flat_percent(points: Points, seed: int) -> float | None:
@@ -236,7 +236,7 @@ def _spread_percent(samples: Sequence[float]) -> float | None:
     return float(100.0 * np.std(samples, ddof=1) / np.mean(samples))
 
 
-def _check_points(name: str, points: Points) -> None:
+def _check_points(name: Name, points: Points) -> None:
     lengths = "input_lengths" if name == "prefill" else "cached_lengths"
     remedy = "profile.{} in the recipe needs more values; then: llmctl profile RECIPE"
     if len(points) < POINTS_MIN:
@@ -261,7 +261,7 @@ def _held_out(form: Form, points: Points, seed: int) -> Floats:
     return forms.predict_held_out(len(points), predict, seed)
 
 
-def points_of(name: str, measured: Sequence[PrefillPoint | DecodePoint]) -> Points:
+def points_of(name: Name, measured: Sequence[PrefillPoint | DecodePoint]) -> Points:
     """T_prefill(N, L) or tau(l, N) of each point, by the `typical` of its samples.
 
     Raises `InputError` for a point without samples, or with one that took no time.
@@ -279,7 +279,6 @@ def points_of(name: str, measured: Sequence[PrefillPoint | DecodePoint]) -> Poin
     return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
 
 
-Measured = TypeVar("Measured", PrefillPoint, DecodePoint)
 NORMAL_MEDIAN = 0.6745  # of |x| where x is standard normal
 
 
@@ -296,39 +295,42 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
     rng = np.random.default_rng(seed)
     drawn = []
     for _ in range(draws):
-        prefill_points = points_of("prefill", _redrawn(profile.prefill, rng))
-        prefill = _refit(fit.prefill, prefill_points, rng, square=True)
-        decode_points = points_of("decode", _redrawn(profile.decode, rng))
-        decode = _refit(fit.decode, decode_points, rng, square=False)
+        prefill = _refit("prefill", fit.prefill, profile.prefill, rng)
+        decode = _refit("decode", fit.decode, profile.decode, rng)
         law = SegmentedLaw(
             tuple(prefill.segments), tuple(decode.segments), fit.engine.prefill_emits_token
         )
         served_s, seconds = forms.slice_times(picked(profile.slices, rng), law)
         overhead = _with_line(fit.overhead, forms.fit_line(served_s, seconds))
-        rounds = fit.rounds
-        steps = fit.steps
-        if rounds and profile.rounds:
-            rounds = resampled_rounds(rounds, profile.rounds, law, rng)
-        if steps and profile.steps:
-            steps = resampled_steps(steps, profile.steps, rng)
-        laws = {"prefill": prefill, "decode": decode, "overhead": overhead}
-        others = [_scaled_steps(other, rng) for other in fit.drafts]  # their profiles are not here
-        parts = {"rounds": rounds, "steps": steps, "drafts": others}
-        drawn.append(fit.model_copy(update=laws | parts))
+        laws: dict[str, Any] = {"prefill": prefill, "decode": decode, "overhead": overhead}
+        if fit.rounds and profile.rounds:
+            laws["rounds"] = resampled_rounds(fit.rounds, profile.rounds, law, rng)
+        if fit.steps and profile.steps:
+            laws["steps"] = resampled_steps(fit.steps, profile.steps, rng)
+        # The profiles of other numbers of drafts are not here.
+        laws["drafts"] = [_scaled_steps(other, rng) for other in fit.drafts]
+        drawn.append(fit.model_copy(update=laws))
     return drawn
 
 
-def _redrawn(points: Sequence[Measured], rng: np.random.Generator) -> list[Measured]:
-    return [
-        p.model_copy(update={"seconds": rng.choice(p.seconds, len(p.seconds)).tolist()})
-        for p in points
-    ]
-
-
 def _refit(
-    law: LatencyFit, points: Points, rng: np.random.Generator, *, square: bool
+    name: Name,
+    law: LatencyFit,
+    measured: Sequence[PrefillPoint | DecodePoint],
+    rng: np.random.Generator,
 ) -> LatencyFit:
-    form = forms.form_named(law.form, points, square=square)
+    redrawn = [
+        p.model_copy(update={"seconds": rng.choice(p.seconds, len(p.seconds)).tolist()})
+        for p in measured
+    ]
+    points = points_of(name, redrawn)
+    competing = forms.candidates(points, square=name == "prefill")
+    form = next((form for form in competing if form.name == law.form), None)
+    if form is None:
+        raise InputError(
+            f"the points do not determine the form '{law.form}'",
+            "fit the profile again: llmctl fit PROFILE",
+        )
     coefficients = form.solve(points, rng.exponential(size=len(points)))
     return law.model_copy(update={"segments": form.segments(coefficients)})
 
@@ -343,20 +345,18 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
     rng = np.random.default_rng(seed)
     drawn = []
     for _ in range(draws):
-        laws = {
+        laws: dict[str, Any] = {
             "prefill": _scaled(fit.prefill, rng),
             "decode": _scaled(fit.decode, rng),
             "overhead": _slower(fit.overhead, rng),
         }
-        rounds = fit.rounds
-        steps = fit.steps
-        if rounds:
-            rounds = rounds.model_copy(update={"overhead": _slower(rounds.overhead, rng)})
-        if steps:
-            steps = _scaled_steps(steps, rng)
-        others = [_scaled_steps(other, rng) for other in fit.drafts]
-        parts = {"rounds": rounds, "steps": steps, "drafts": others}
-        drawn.append(fit.model_copy(update=laws | parts))
+        if fit.rounds:
+            slower = {"overhead": _slower(fit.rounds.overhead, rng)}
+            laws["rounds"] = fit.rounds.model_copy(update=slower)
+        if fit.steps:
+            laws["steps"] = _scaled_steps(fit.steps, rng)
+        laws["drafts"] = [_scaled_steps(other, rng) for other in fit.drafts]
+        drawn.append(fit.model_copy(update=laws))
     return drawn
 
 

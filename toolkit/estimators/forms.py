@@ -11,6 +11,7 @@ and the overhead of slices that go through a worker process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ Rows = NDArray[np.int64]
 HELD_OUT_PARTS = 5
 CHOICE_TOLERANCE = 1e-3  # of mean relative error: a smaller difference does not decide
 TYPICAL_MAX = 1.5  # times the median (or the law): how much a longer sample counts
+CLIP_ROUNDS = 4  # of fitting passes and clipping them
+SAMPLES_COUNTED_MAX = 16  # of a point of passes: one with more weighs no more
 
 
 def predict_held_out(count: int, predict: Callable[[Rows, Rows], Floats], seed: int) -> Floats:
@@ -96,6 +99,38 @@ def solve_relative(columns: Floats, seconds: Floats, root_weight: Floats | None 
     scale[scale == 0.0] = 1.0
     coefficients, _ = nnls(relative / scale, root)
     return np.asarray(coefficients / scale, dtype=np.float64)
+
+
+def solve_passes(
+    columns: Floats, seconds: Floats, root_weight: Floats, below: float = math.inf
+) -> Floats:
+    """The coefficients [k], all >= 0, of the typical pass, raised to the mean, which is what
+    serving pays; `root_weight` [n] as in `solve_relative`.
+
+    A pass was measured once, and something may have disturbed it. So it counts as at most 1.5 times
+    the typical one, and as no less than the typical one over `below`.
+    """
+    clipped = seconds
+    for _ in range(CLIP_ROUNDS):
+        coefficients = solve_relative(columns, clipped, root_weight)
+        expected = columns @ coefficients
+        longest = TYPICAL_MAX * expected
+        clipped = np.clip(seconds, expected / below, longest)
+    weights = np.square(root_weight)
+    raised = (weights * np.minimum(seconds, longest)).sum() / (weights * expected).sum()
+    return np.asarray(coefficients * raised, dtype=np.float64)
+
+
+def line_in_rows(
+    rows: Floats, seconds: Floats, weight: Floats | None = None
+) -> tuple[float, float]:
+    """Constant and seconds per row, both >= 0, by least squares; `weight` [n] of each residual, or
+    None for equal ones.
+    """
+    each = np.ones(len(rows)) if weight is None else weight
+    columns = np.stack([np.ones(len(rows)), rows], axis=1)
+    (constant_s, row_s), _ = nnls(columns * each[:, None], seconds * each)
+    return float(constant_s), float(row_s)
 
 
 @dataclass(slots=True, frozen=True)
@@ -265,17 +300,6 @@ def may_be_flat(points: Points) -> bool:
     """Whether the points suffice for a flat form, also without those that are held out."""
     fewest_seen = len(points) - -(-len(points) // HELD_OUT_PARTS)
     return fewest_seen >= FLAT_POINTS_MIN + LINEAR_POINTS_MIN
-
-
-def form_named(name: str, points: Points, *, square: bool) -> Form:
-    """The candidate for `points` that has this name. Raises `InputError` if there is none."""
-    for form in candidates(points, square=square):
-        if form.name == name:
-            return form
-    raise InputError(
-        f"the points do not determine the form '{name}'",
-        "fit the profile again: llmctl fit PROFILE",
-    )
 
 
 SLICES_MIN = 6

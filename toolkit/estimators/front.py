@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import nnls
 
-from toolkit.estimators.forms import typical
+from toolkit.estimators.forms import line_in_rows, typical
 from toolkit.files.profile import FrontPoint, StepsProfile, TrafficFront
-
-Floats = NDArray[np.float64]
 
 # How much a longer time counts: so many times the median of the times of as many rows, or the line.
 OUTLIER = 3.0
@@ -26,16 +21,8 @@ LEAST_ERROR_S = 1e-3  # of a request's time in the front: scheduling of the mach
 TRAFFIC_MIN = 20  # requests; fewer show nothing of a mean
 
 
-@dataclass(slots=True, frozen=True)
-class FrontFit:
-    """Seconds that the front adds to a request alone, and for each row that runs."""
-
-    constant_s: float
-    row_s: float
-
-
-def fit_front(measured: StepsProfile) -> FrontFit:
-    """The front of a profile.
+def fit_front(measured: StepsProfile) -> tuple[float, float]:
+    """The seconds that the front adds to a request alone, and for each row that runs.
 
     Where passes overlap it is of requests in traffic, at loads that the engine keeps up with, and
     of requests alone. Traffic of other engines goes up to what they can serve and beyond, where
@@ -47,12 +34,11 @@ def fit_front(measured: StepsProfile) -> FrontFit:
         return _in_traffic(measured.front_in_traffic, alone)
     several = [point for point in measured.front if point.rows > 1]
     constant_s = typical(alone) if alone else 0.0
-    if not alone or not several:
-        return FrontFit(constant_s, 0.0)
-    return FrontFit(constant_s, _slope(several))
+    row_s = _slope(several) if alone and several else 0.0
+    return constant_s, row_s
 
 
-def _in_traffic(points: Sequence[TrafficFront], alone: Sequence[float]) -> FrontFit:
+def _in_traffic(points: Sequence[TrafficFront], alone: Sequence[float]) -> tuple[float, float]:
     """The line through all requests, those alone as rows of one.
 
     A time on the way in is uncertain by the time between two schedules, evenly within half of it on
@@ -62,13 +48,12 @@ def _in_traffic(points: Sequence[TrafficFront], alone: Sequence[float]) -> Front
     seconds = np.array([*(point.in_s + point.out_s for point in points), *alone])
     uncertain_s = np.array([*(point.scheduled_s for point in points), *np.zeros(len(alone))])
     weight = 1.0 / np.sqrt(LEAST_ERROR_S**2 + uncertain_s**2 / 12)
-    columns = np.stack([np.ones(len(rows)), rows], axis=1)
     counted = seconds
     for _ in range(CLIP_ROUNDS):
-        constant_s, row_s = _line(columns, counted, weight)
+        constant_s, row_s = line_in_rows(rows, counted, weight)
         line = constant_s + row_s * rows
         counted = np.minimum(seconds, OUTLIER * line + uncertain_s / 2)
-    return FrontFit(constant_s, row_s)
+    return constant_s, row_s
 
 
 def _slope(points: Sequence[FrontPoint]) -> float:
@@ -79,13 +64,6 @@ def _slope(points: Sequence[FrontPoint]) -> float:
     for point in points:
         of_rows[point.rows].append(point.seconds)
     rows = np.repeat(list(of_rows), [len(times) for times in of_rows.values()])
-    columns = np.stack([np.ones(len(rows)), rows.astype(float)], axis=1)
     times_s = [np.minimum(times, OUTLIER * np.median(times)) for times in of_rows.values()]
-    _, row_s = _line(columns, np.concatenate(times_s), np.ones(len(rows)))
+    _, row_s = line_in_rows(rows.astype(float), np.concatenate(times_s))
     return row_s
-
-
-def _line(columns: Floats, seconds: Floats, weight: Floats) -> tuple[float, float]:
-    """Constant and seconds per row, both >= 0, by least squares."""
-    (constant_s, row_s), _ = nnls(columns * weight[:, None], seconds * weight)
-    return float(constant_s), float(row_s)

@@ -36,6 +36,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
@@ -502,21 +503,13 @@ def measured_gpus() -> list[str]:
 
 def measured_operators(name: str) -> GpuOperators:
     """The operators of a GPU of `measured_gpus`."""
-    table = _table()
-    one = table["gpus"][name]
-    return GpuOperators(
-        name=name,
-        bandwidth=one["bandwidth"],
-        flops=one["flops"],
-        link=one["link"],
-        gemm={key: _gemm_of(value) for key, value in one["gemm"].items()},
-        decode=DecodeAttention(**one["decode"]),
-        chunk=ChunkAttention(**one["chunk"]),
-        experts={key: Experts(**value) for key, value in one["experts"].items()},
-        all_reduce={int(key): AllReduce(**value) for key, value in one["all_reduce"].items()},
-        engine=engine_constants(family_of(name)),
-        source=f"operators measured on {name}, {one['source']}",
-    )
+    one = _table()["gpus"][name]
+    about = {
+        "name": name,
+        "engine": engine_constants(family_of(name)),
+        "source": f"operators measured on {name}, {one['source']}",
+    }
+    return msgspec.convert(one | about, GpuOperators, str_keys=True)
 
 
 BLACKWELL = ("b200_sxm", "b300_sxm", "gb200", "rtx_pro_6000_server")
@@ -537,11 +530,6 @@ def engine_constants(family: str) -> EngineConstants:
     return EngineConstants(**_table()["engine"]["constants"][family])
 
 
-def _gemm_of(value: Mapping[str, Any]) -> Gemm:
-    tiles = tuple((int(rows), float(factor)) for rows, factor in value.get("tiles", ()))
-    return Gemm(**{**value, "tiles": tiles})
-
-
 def method_errors() -> dict[str, float]:
     """How far whole engines were off, by the fields of `files.profile.AnalyticError`."""
     errors = _table()["errors"]
@@ -550,6 +538,9 @@ def method_errors() -> dict[str, float]:
         found[f"{kind}_percent"] = one["median_percent"]
         found[f"{kind}_p95_percent"] = one["p95_percent"]
     return found
+
+
+SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU
 
 
 def operators_of(
@@ -562,7 +553,8 @@ def operators_of(
     All-reduces are those of the GPU with the nearest `link` (bytes/s in one direction), if it is
     given, and that GPU's otherwise.
     """
-    found = measured_operators(_most_like(_plain(name), bandwidth, flops))
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    found = measured_operators(_most_like(plain, bandwidth, flops))
     known = {found.bandwidth: bandwidth, found.flops: flops, found.link: link or found.link}
     if all(abs(math.log(wanted / own)) < SAME for own, wanted in known.items()):
         return found
@@ -573,10 +565,8 @@ def operators_of(
     def distance(gpu: str) -> float:
         return abs(math.log(link / _table()["gpus"][gpu]["link"]))
 
-    nearest = distance(min(measured_gpus(), key=distance))
-    linked = found
-    if distance(found.name) > nearest:
-        linked = measured_operators(min(measured_gpus(), key=distance))
+    nearest = min(measured_gpus(), key=distance)
+    linked = measured_operators(nearest) if distance(found.name) > distance(nearest) else found
     reduces = {
         ranks: replace(one, bytes_per_s=one.bytes_per_s * link / linked.link)
         for ranks, one in linked.all_reduce.items()
@@ -597,10 +587,3 @@ def _most_like(name: str, bandwidth: float, flops: float) -> str:
         return math.hypot(moving, math.log(flops / gpus[known]["flops"]))
 
     return min(gpus, key=distance)
-
-
-SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from toolkit.engine_traits import traits_of
 from toolkit.estimators.laws import (
@@ -13,12 +13,21 @@ from toolkit.estimators.laws import (
     swap_from_fit,
 )
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
-from toolkit.estimators.pipeline import GraphSettings, OverlappingRounds, PipelineLaw
+from toolkit.estimators.pipeline import (
+    COEFFICIENTS,
+    GraphSettings,
+    OverlappingRounds,
+    PipelineLaw,
+)
 from toolkit.estimators.steps import StepLaw
-from toolkit.files.fit import Fit, MemoryFit, PipelineFit, StepsFit
+from toolkit.files.fit import Fit, MemoryFit, StepsFit
 from toolkit.files.modelled import refuse_fit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.types import NO_LIMIT, Joining
+
+# The fields of `StepLaw`, which `StepsFit` has, too, and those that are lists there.
+STEP_FIELDS = tuple(each.name for each in fields(StepLaw) if each.init)
+STEP_LISTS = ("token_s", "knots", "row_knots", "row_more_s")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -88,52 +97,16 @@ def laws_from_fit(fit: Fit) -> Laws:
 
 def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
     """The law of an engine's passes."""
-    if fit.pipeline is not None:
-        return _law_of_pipeline(fit.pipeline, (fit.experts, fit.experts_per_token))
-    return StepLaw(
-        fit.base_s,
-        fit.row_s,
-        fit.prefill_s,
-        fit.cached_s,
-        fit.attended_s,
-        tuple(fit.token_s),
-        tuple(fit.knots),
-        fit.host_s,
-        fit.host_row_s,
-        fit.behind_s,
-        fit.beside_s,
-        fit.expert_s,
-        fit.experts,
-        fit.experts_per_token,
-        fit.window,
-        fit.inside_s,
-        fit.attended_inside_s,
-        tuple(fit.row_knots),
-        tuple(fit.row_more_s),
-    )
-
-
-def _law_of_pipeline(fit: PipelineFit, experts: tuple[int, int]) -> PipelineLaw:
+    overlap = fit.pipeline
+    if overlap is None:
+        values = {name: getattr(fit, name) for name in STEP_FIELDS}
+        return StepLaw(**(values | {name: tuple(values[name]) for name in STEP_LISTS}))
     return PipelineLaw(
-        GraphSettings(fit.graph_mode, tuple(fit.graph_sizes), fit.apart),
-        fit.decode_s,
-        fit.row_s,
-        fit.cached_s,
-        fit.floor_s,
-        fit.floor_token_s,
-        fit.token_s,
-        fit.attended_s,
-        fit.beside_s,
-        fit.graph_s,
-        fit.graph_row_s,
-        fit.piece_s,
-        fit.piece_row_s,
-        fit.eager_s,
-        fit.eager_chunk_s,
-        tuple(fit.spread),
-        fit.expert_s,
-        experts[0],
-        experts[1],
+        GraphSettings(overlap.graph_mode, tuple(overlap.graph_sizes), overlap.apart),
+        **{name: getattr(overlap, name) for name in COEFFICIENTS},
+        spread=tuple(overlap.spread),
+        experts=fit.experts,
+        experts_per_token=fit.experts_per_token,
     )
 
 

@@ -19,13 +19,11 @@ import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.estimators.forms import Floats, percent_error, solve_relative
-from toolkit.estimators.steps import StepLaw, StepShape, features
+from toolkit.estimators.part_fits import StepForm
+from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.files.fit import HeldOutError
 
-# columns of `features`
-CHUNKS = 2
-CACHED = 3
-BESIDE = 4
+CHUNKS = 2  # a column of `features`
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +117,15 @@ def law_of_passes(
         raise InputError("operators: passes with chunks and passes without are both needed")
     if seconds.min() <= 0.0:
         raise InputError(f"operators: a pass takes {seconds.min():g} s; it must be > 0")
-    columns = np.array([features(shape, knots, window=window) for shape in shapes])
+    form = StepForm(knots, beside, window=window)
+    columns = form.columns(shapes)
     if max(shape.prefills for shape in shapes) == 1:
         columns[:, CHUNKS] = 0.0
-    if not beside:
-        columns[:, CACHED] += columns[:, BESIDE]
-        columns[:, BESIDE] = 0.0
     root_weight = np.where(mixed, mixed.mean() ** -0.5, (~mixed).mean() ** -0.5)
     coefficients = solve_relative(columns, seconds, root_weight)
     expected = columns @ coefficients
-    if not beside:
-        coefficients[BESIDE] = coefficients[CACHED]
     return OperatorLaw(
-        StepLaw.of(coefficients.tolist(), knots, window=window),
+        form.law_of(coefficients),
         percent_error(expected[~mixed], seconds[~mixed]),
         percent_error(expected[mixed], seconds[mixed]),
     )

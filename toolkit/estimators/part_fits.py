@@ -18,13 +18,13 @@ is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
 
 import numpy as np
-from scipy.optimize import minimize, nnls
+from scipy.optimize import minimize
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
 from toolkit.catalogue.caches import has_states, window_of
@@ -34,7 +34,7 @@ from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
 from toolkit.estimators.front import fit_front
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
-from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.load import STEP_FIELDS, STEP_LISTS, law_of_steps
 from toolkit.estimators.pipeline import COEFFICIENTS, PipelineLaw
 from toolkit.estimators.steps import StepLaw, StepShape, features
 from toolkit.files.fit import (
@@ -353,13 +353,13 @@ def fit_swap(
 
 
 def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed: int) -> Floats:
-    """Held-out predictions [n] of `solve_relative`, or of `_solve_passes` with `root_weight`."""
+    """Held-out predictions [n] of `solve_relative`, or of `solve_passes` with `root_weight`."""
 
     def predict(seen: Rows, rows: Rows) -> Floats:
         if root_weight is None:
             coefficients = forms.solve_relative(columns[seen], seconds[seen])
         else:
-            coefficients = _solve_passes(columns[seen], seconds[seen], root_weight[seen])
+            coefficients = forms.solve_passes(columns[seen], seconds[seen], root_weight[seen])
         return np.asarray(columns[rows] @ coefficients, dtype=np.float64)
 
     return forms.predict_held_out(len(seconds), predict, seed)
@@ -370,13 +370,27 @@ KNOT_TOKENS = (8, 32, 128, 512)  # new tokens at which a knot may be
 KNOTS_MAX = 2
 ROW_KNOTS = (16, 64)  # decoding rows beyond which one costs more, of models with states
 OVERLAPPING = "overlapping passes"  # the form of `PipelineLaw`
-CLIP_ROUNDS = 4  # of fitting and clipping
-SAMPLES_COUNTED_MAX = 16  # a point with more samples weighs no more
 GAP_MAX = 3.0  # times the median: how much a longer gap between passes counts
 
 
 CACHED = 3  # the column of `features` with the cached tokens of decodes alone
 BESIDE = 4  # and that of decodes beside chunks
+
+
+@dataclass(frozen=True, slots=True)
+class StepPasses:
+    """Measured points of passes, [n]: compositions, typical seconds, and roots of weights."""
+
+    shapes: Sequence[StepShape]
+    seconds: Floats
+    root_weight: Floats
+
+    @classmethod
+    def of(cls, points: Sequence[StepPoint], factors: Floats | float = 1.0) -> StepPasses:
+        """Each point weighs as its samples that count, times `factors` [n]."""
+        counted = np.array([min(len(one.seconds), forms.SAMPLES_COUNTED_MAX) for one in points])
+        seconds = np.array([forms.typical(point.seconds) for point in points])
+        return cls([shape_of(point) for point in points], seconds, np.sqrt(counted * factors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,9 +417,13 @@ class StepForm:
             knots += f", rows {', '.join(map(str, self.row_knots))}"
         return f"{knots}, reads beside chunks" if self.beside else knots
 
-    def law(self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats) -> StepLaw:
+    def law(self, passes: StepPasses) -> StepLaw:
         """The law of this form that is nearest to the passes."""
-        values = _solve_passes(self._columns(shapes), seconds, root_weight)
+        columns = self.columns(passes.shapes)
+        return self.law_of(forms.solve_passes(columns, passes.seconds, passes.root_weight))
+
+    def law_of(self, values: Floats) -> StepLaw:
+        """The law with these coefficients of `columns`."""
         if not self.beside:
             values = np.insert(values, BESIDE, values[CACHED])
         return StepLaw.of(
@@ -416,13 +434,12 @@ class StepForm:
             row_knots=self.row_knots,
         )
 
-    def held_out(
-        self, shapes: Sequence[StepShape], seconds: Floats, root_weight: Floats, seed: int
-    ) -> Floats:
+    def held_out(self, passes: StepPasses, seed: int) -> Floats:
         """Seconds [n] of each pass by laws that did not see it."""
-        return _held_out(self._columns(shapes), seconds, root_weight, seed)
+        return _held_out(self.columns(passes.shapes), passes.seconds, passes.root_weight, seed)
 
-    def _columns(self, shapes: Sequence[StepShape]) -> Floats:
+    def columns(self, shapes: Sequence[StepShape]) -> Floats:
+        """The columns [n, k] that the coefficients multiply: `features` of the passes."""
         terms = self.knots, self.experts, self.window, self.row_knots
         columns = np.array([features(shape, *terms) for shape in shapes])
         if self.beside:
@@ -431,14 +448,12 @@ class StepForm:
         return np.delete(columns, BESIDE, axis=1)
 
 
-def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
-    """The law of a profile's passes; None if passes were not measured.
+def fit_steps(measured: StepsProfile, seed: int) -> StepsFit:
+    """The law of a profile's passes.
 
     Coefficients are >= 0, by least relative squares. Where the cost of a new token changes
     (`StepLaw.knots`) is chosen by held-out error, the fewest knots first; then whether decodes
-    beside chunks have a cost of their own. A pass is measured once,
-    so a disturbed pass counts at most 1.5 times its prediction, and the law is then raised to the
-    mean, which is what serving pays.
+    beside chunks have a cost of their own.
 
     Passes that overlap have a law of their own (`pipeline_fit`), if the profile says how they were
     launched; the error is then that law's.
@@ -446,17 +461,49 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
     Raises `InputError` for a server that is not modelled, if there are too few passes, if passes
     with or without chunks are missing, or if a pass took no time.
     """
-    if measured is None:
-        return None
     if measured.resolved is not None:
         refuse("the measured server", of_resolved(measured.resolved))
     points = measured.points
     _check_passes(points)
-    shapes = [shape_of(point) for point in points]
-    tokens_max = max(shape.tokens for shape in shapes)
-    seconds = np.array([forms.typical(point.seconds) for point in points])
-    root_weight = np.sqrt([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
+    passes = StepPasses.of(points)
+    form, error, candidates = _best_form(measured, passes, seed)
+    law = form.law(passes)
+    pipeline = None
+    graphs = pipeline_fit.graphs_of(measured)
+    if graphs is not None:
+        columns = pipeline_fit.PassColumns.of(points, graphs, form.experts)
+        pipeline = pipeline_fit.fit_pipeline(columns, seed)
+        means = np.array([np.mean(point.seconds) for point in points])
+        error = forms.percent_error(pipeline_fit.held_out_s(columns, seed), means)
+        candidates.append(Candidate(form=OVERLAPPING, error=error))
+    host_s, host_row_s = _fit_host(points)
+    front_s, front_row_s = fit_front(measured)
+    return StepsFit(
+        **_coefficients(replace(law, host_s=host_s, host_row_s=host_row_s)),
+        error=error,
+        candidates=candidates,
+        valid=StepRange(
+            rows_max=max(shape.rows for shape in passes.shapes),
+            tokens_max=max(shape.tokens for shape in passes.shapes),
+            cached_max=max(shape.decode_cached for shape in passes.shapes),
+        ),
+        front_s=front_s,
+        front_row_s=front_row_s,
+        block_tokens=measured.block_tokens,
+        blocks=measured.blocks,
+        async_scheduling=measured.async_scheduling,
+        draft_method=measured.draft_method,
+        draft_tokens=measured.draft_tokens,
+        resolved=measured.resolved,
+        pipeline=pipeline,
+    )
 
+
+def _best_form(
+    measured: StepsProfile, passes: StepPasses, seed: int
+) -> tuple[StepForm, HeldOutError, list[Candidate]]:
+    """The form with the least error, that error, and all forms that were tried."""
+    tokens_max = max(shape.tokens for shape in passes.shapes)
     places = [tokens for tokens in KNOT_TOKENS if tokens < tokens_max]
     experts = (measured.experts, measured.experts_per_token)
     groups = measured.resolved.groups if measured.resolved is not None else []
@@ -466,54 +513,24 @@ def fit_steps(measured: StepsProfile | None, seed: int) -> StepsFit | None:
         for count in range(KNOTS_MAX + 1)
         for knots in combinations(places, count)
     ]
-    predicted = [form.held_out(shapes, seconds, root_weight, seed) for form in tried]
-    form = tried[forms.choose(predicted, seconds)]
-    best = tried.index(form)
+    predicted = [form.held_out(passes, seed) for form in tried]
+    best = forms.choose(predicted, passes.seconds)
+    form = tried[best]
     more = [replace(form, beside=True)]
     if has_states(groups):
-        rows_max = max(shape.decodes for shape in shapes)
+        rows_max = max(shape.decodes for shape in passes.shapes)
         more.append(replace(form, row_knots=tuple(k for k in ROW_KNOTS if k < rows_max)))
         more.append(replace(more[-1], beside=True))
     for other in more:
         tried.append(other)
-        predicted.append(other.held_out(shapes, seconds, root_weight, seed))
-        if forms.choose([predicted[best], predicted[-1]], seconds):
+        predicted.append(other.held_out(passes, seed))
+        if forms.choose([predicted[best], predicted[-1]], passes.seconds):
             best = len(tried) - 1
-    law = tried[best].law(shapes, seconds, root_weight)
-    errors = [forms.percent_error(prediction, seconds) for prediction in predicted]
     candidates = [
-        Candidate(form=form.name, error=error) for form, error in zip(tried, errors, strict=True)
+        Candidate(form=form.name, error=forms.percent_error(prediction, passes.seconds))
+        for form, prediction in zip(tried, predicted, strict=True)
     ]
-    error = errors[best]
-    pipeline = None
-    graphs = pipeline_fit.graphs_of(measured)
-    if graphs is not None:
-        passes = pipeline_fit.PassColumns.of(points, graphs, experts)
-        pipeline = pipeline_fit.fit_pipeline(passes, seed)
-        means = np.array([np.mean(point.seconds) for point in points])
-        error = forms.percent_error(pipeline_fit.held_out_s(passes, seed), means)
-        candidates.append(Candidate(form=OVERLAPPING, error=error))
-    host_s, host_row_s = _fit_host(points)
-    front = fit_front(measured)
-    return StepsFit(
-        **_coefficients(replace(law, host_s=host_s, host_row_s=host_row_s)),
-        error=error,
-        candidates=candidates,
-        valid=StepRange(
-            rows_max=max(shape.rows for shape in shapes),
-            tokens_max=tokens_max,
-            cached_max=max(shape.decode_cached for shape in shapes),
-        ),
-        front_s=front.constant_s,
-        front_row_s=front.row_s,
-        block_tokens=measured.block_tokens,
-        blocks=measured.blocks,
-        async_scheduling=measured.async_scheduling,
-        draft_method=measured.draft_method,
-        draft_tokens=measured.draft_tokens,
-        resolved=measured.resolved,
-        pipeline=pipeline,
-    )
+    return tried[best], candidates[best].error, candidates
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:
@@ -545,18 +562,10 @@ def shape_of(point: StepPoint) -> StepShape:
     )
 
 
-def _solve_passes(columns: Floats, seconds: Floats, root_weight: Floats) -> Floats:
-    """Coefficients >= 0 of the typical pass, raised to the mean; a pass counts as at most 1.5 times
-    the typical one.
-    """
-    clipped = seconds
-    for _ in range(CLIP_ROUNDS):
-        coefficients = forms.solve_relative(columns, clipped, root_weight)
-        expected = columns @ coefficients
-        clipped = np.minimum(seconds, forms.TYPICAL_MAX * expected)
-    weights = np.square(root_weight)
-    raised = float((weights * clipped).sum() / (weights * expected).sum())
-    return np.asarray(coefficients * raised, dtype=np.float64)
+def point_of(shape: StepShape, seconds: float) -> StepPoint:
+    """A pass of this composition that took so long."""
+    names = StepPoint.model_fields.keys() - {"seconds", "host_s", "idle", "launch_s"}
+    return StepPoint(**{name: getattr(shape, name) for name in names}, seconds=[seconds], host_s=[])
 
 
 def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Generator) -> StepsFit:
@@ -571,15 +580,11 @@ def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Genera
     if fit.pipeline is not None and graphs is not None:
         law = law_of_steps(fit)
         assert isinstance(law, PipelineLaw)
-        passes = pipeline_fit.PassColumns.of(points, graphs, experts)
-        return with_step_law(fit, pipeline_fit.drawn_law(passes, law, rng))
+        columns = pipeline_fit.PassColumns.of(points, graphs, experts)
+        return with_step_law(fit, pipeline_fit.drawn_law(columns, law, rng))
     is_beside = fit.beside_s is not None
     form = StepForm(tuple(fit.knots), is_beside, experts, fit.window, tuple(fit.row_knots))
-    shapes = [shape_of(point) for point in points]
-    seconds = np.array([forms.typical(point.seconds) for point in points])
-    counted = np.array([min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in points])
-    root_weight = np.sqrt(counted * rng.exponential(size=len(points)))
-    drawn = form.law(shapes, seconds, root_weight)
+    drawn = form.law(StepPasses.of(points, rng.exponential(size=len(points))))
     host_s, host_row_s = _fit_host(picked(points, rng))
     return with_step_law(fit, replace(drawn, host_s=host_s, host_row_s=host_row_s))
 
@@ -595,10 +600,8 @@ def with_step_law(fit: StepsFit, law: StepLaw | PipelineLaw) -> StepsFit:
 
 def _coefficients(law: StepLaw) -> dict[str, Any]:
     """The coefficients of `law` by the names that `StepLaw` and `StepsFit` give them."""
-    values = {each.name: getattr(law, each.name) for each in fields(law) if each.init}
-    for name in ("token_s", "knots", "row_knots", "row_more_s"):
-        values[name] = list(values[name])
-    return values
+    values = {name: getattr(law, name) for name in STEP_FIELDS}
+    return values | {name: list(values[name]) for name in STEP_LISTS}
 
 
 def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
@@ -608,14 +611,6 @@ def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
     points = [point for point in points if point.host_s]
     if not points:
         return 0.0, 0.0
-    return _line_in_rows(
-        [point.decodes + point.prefills for point in points],
-        [forms.typical(point.host_s) for point in points],
-    )
-
-
-def _line_in_rows(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Constant and seconds per row, both >= 0, by least squares."""
-    columns = np.stack([np.ones(len(rows)), np.array(rows, dtype=float)], axis=1)
-    coefficients, _ = nnls(columns, np.minimum(seconds, GAP_MAX * np.median(seconds)))
-    return float(coefficients[0]), float(coefficients[1])
+    rows = np.array([float(point.decodes + point.prefills) for point in points])
+    gaps_s = [forms.typical(point.host_s) for point in points]
+    return forms.line_in_rows(rows, np.minimum(gaps_s, GAP_MAX * np.median(gaps_s)))

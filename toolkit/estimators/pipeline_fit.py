@@ -36,9 +36,6 @@ Flags = NDArray[np.bool_]
 
 ROUNDS = 8  # of the alternation; it changes nothing after five or six
 ROUNDS_AGAIN = 3  # from a law of the same passes with other weights
-CLIP = 1.5  # times the law, up and down: how much a pass or a launch counts at most
-CLIP_ROUNDS = 4
-SAMPLES_COUNTED_MAX = 16  # of a point: a point with more passes weighs no more
 SHOWN_MIN = 6  # passes that a group of coefficients is fitted from, at least
 SHORT_TOKENS = 512  # a pass with chunks of more tokens is limited by arithmetic
 SHARE_SHOWN = 0.5  # of the short passes with chunks that must show their work on the GPU
@@ -110,58 +107,47 @@ class PassColumns:
         cls, points: Sequence[StepPoint], graphs: GraphSettings, experts: tuple[int, int] = (0, 0)
     ) -> PassColumns:
         """The passes of the points, in order, of a model with `experts` of a layer and a token."""
+        counts = np.array([len(point.seconds) for point in points])
+        number = np.repeat(np.arange(len(points)), counts)
+        place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
         rows = []
-        launches_of = []
-        idle = []
-        numbers = []
-        for number, point in enumerate(points):
+        launch_of = []
+        seconds = []
+        launches = []
+        for point in points:
             count = len(point.seconds)
-            launches = point.launch_s or [0.0] * count
             verified = point.decodes + point.draft_tokens
             launch = graphs.launch_of(verified, point.prefills, point.prefill_tokens)
             tokens = verified + point.prefill_tokens
             touched = touched_experts(tokens, *experts) if experts[0] else 0.0
             if launch != EAGER:
                 tokens = graphs.padded(tokens)
-            weight = min(count, SAMPLES_COUNTED_MAX) / count
-            for k in range(count):
-                grown = 0.0
-                if not point.prefills:  # the point has the mean of its passes
-                    grown = (k - (count - 1) / 2) * point.decodes
-                rows.append(
-                    (
-                        point.decodes,
-                        point.decode_cached + grown,
-                        point.prefills,
-                        tokens,
-                        point.prefill_attended,
-                        point.seconds[k],
-                        launches[k],
-                        weight**0.5,
-                        touched,
-                    )
-                )
-                launches_of.append(launch)
-                numbers.append(number)
-                idle.append(point.idle and k == 0)
+            weight = min(count, forms.SAMPLES_COUNTED_MAX) / count
+            read = point.decode_cached, point.prefill_attended
+            rows.append((point.decodes, point.prefills, tokens, touched, *read, weight**0.5))
+            launch_of.append(launch)
+            seconds += point.seconds
+            launches += point.launch_s or [0.0] * count
+        columns = np.array(rows, dtype=float)[number].T
+        # A point of decodes has the mean of its passes.
+        from_mean = np.where(columns[1] > 0, 0.0, place - (counts[number] - 1) / 2)
+        idle = (place == 0) & np.array([point.idle for point in points])[number]
         idle[0] = True
-        columns = np.array(rows, dtype=float).T
-        from_idle = np.array(idle)
         return cls(
             graphs=graphs,
             decodes=columns[0],
-            cached=columns[1],
-            chunks=columns[2],
-            tokens=columns[3],
-            attended=columns[4],
-            seconds=columns[5],
-            launches=columns[6],
-            launch=np.array(launches_of),
-            idle=from_idle,
-            run=np.cumsum(from_idle) - 1,
-            point=np.array(numbers),
-            root_weight=columns[7],
-            touched=columns[8],
+            cached=columns[4] + from_mean * columns[0],
+            chunks=columns[1],
+            tokens=columns[2],
+            attended=columns[5],
+            seconds=np.array(seconds),
+            launches=np.array(launches),
+            launch=np.array(launch_of)[number],
+            idle=idle,
+            run=np.cumsum(idle) - 1,
+            point=number,
+            root_weight=columns[6],
+            touched=columns[3],
             experts=experts,
         )
 
@@ -289,22 +275,28 @@ def fit_law(
 def _with_launches(
     law: PipelineLaw, passes: PassColumns, found: PassTimeline, seen: Flags
 ) -> PipelineLaw:
-    """The law with launches from those that are known, or from passes that waited for one."""
-    if passes.launches.any():
-        of = np.flatnonzero((passes.launches > 0.0) & seen)
-        seconds = passes.launches[of]
-        root_weight = passes.root_weight[of]
-    else:
-        shown = np.flatnonzero(found.for_launch & ~passes.idle & seen)
-        of = shown + 1  # such a pass lasts as long as the launch of the next one
-        seconds = passes.seconds[shown]
-        root_weight = passes.root_weight[shown]
+    """The law with the launches that passes show."""
+    of, seconds, root_weight = _shown_launches(passes, found, seen)
     rows = (passes.decodes + passes.chunks)[of]
     for launch, names in LAUNCH_NAMES:
         counted = passes.chunks[of] if launch == EAGER else rows
         columns = np.stack([np.ones(len(of)), counted], axis=1)
         law = _with(law, names, passes.launch[of] == launch, columns, seconds, root_weight)
     return law
+
+
+def _shown_launches(
+    passes: PassColumns, found: PassTimeline, seen: Flags
+) -> tuple[NDArray[np.int_], Floats, Floats]:
+    """Launches [k] that are known, or else that a pass waited for: their passes, seconds and roots
+    of weights.
+    """
+    if passes.launches.any():
+        of = np.flatnonzero((passes.launches > 0.0) & seen)
+        return of, passes.launches[of], passes.root_weight[of]
+    shown = np.flatnonzero(found.for_launch & ~passes.idle & seen)
+    # Such a pass lasts as long as the launch of the next one.
+    return shown + 1, passes.seconds[shown], passes.root_weight[shown]
 
 
 def _with_work(
@@ -348,22 +340,14 @@ def _with(
     """The law with the coefficients `names`, one of each of the `columns` [n, k], from the passes
     `its` [n]; as it is where these are too few.
 
-    By relative least squares, all >= 0, each pass clipped to 1.5 times the law; then raised to the
-    mean, which is what serving pays.
+    They are those of `forms.solve_passes`, clipped up and down.
     """
     if its.sum() < SHOWN_MIN:
         return law
-    matrix = columns[its]
-    seconds = seconds[its]
-    root_weight = root_weight[its]
-    clipped = seconds
-    for _ in range(CLIP_ROUNDS):
-        values = forms.solve_relative(matrix, clipped, root_weight)
-        expected = matrix @ values
-        clipped = np.clip(seconds, expected / CLIP, expected * CLIP)
-    weights = np.square(root_weight)
-    raised = (weights * np.minimum(seconds, CLIP * expected)).sum() / (weights * expected).sum()
-    return replace(law, **dict(zip(names, (values * raised).tolist(), strict=True)))
+    values = forms.solve_passes(
+        columns[its], seconds[its], root_weight[its], below=forms.TYPICAL_MAX
+    )
+    return replace(law, **dict(zip(names, values.tolist(), strict=True)))
 
 
 def graphs_of(measured: StepsProfile) -> GraphSettings | None:
@@ -384,11 +368,6 @@ def fit_pipeline(passes: PassColumns, seed: int) -> PipelineFit:
     """
     law = fit_law(passes)
     law = replace(law, spread=_spread(passes, law))
-    return fit_of(law, _deviations(passes, law, seed), known=bool(passes.launches.any()))
-
-
-def fit_of(law: PipelineLaw, deviation: dict[str, float], *, known: bool) -> PipelineFit:
-    """The law as a fit file has it; `known`: its launches were measured."""
     coefficients = {name: getattr(law, name) for name in COEFFICIENTS}
     return PipelineFit(
         graph_mode=law.graphs.mode,
@@ -396,8 +375,8 @@ def fit_of(law: PipelineLaw, deviation: dict[str, float], *, known: bool) -> Pip
         apart=law.graphs.apart,
         **coefficients,
         spread=list(law.spread),
-        launches="measured" if known else "inferred",
-        deviation=deviation,
+        launches="measured" if passes.launches.any() else "inferred",
+        deviation=_deviations(passes, law, seed),
     )
 
 
@@ -432,19 +411,14 @@ def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:
     """Quantiles of launches other than graphs over the law, their mean 1, in an order in which
     neighbours differ; empty where too few are known.
     """
-    expected = passes.launch_s(law)
-    if passes.launches.any():
-        its = np.flatnonzero((passes.launches > 0.0) & (passes.launch != GRAPH))
-        ratios = passes.launches[its] / expected[its]
-    else:
-        found = timeline(passes, law, measured=True)
-        shown = np.flatnonzero(found.for_launch & ~passes.idle)
-        shown = shown[passes.launch[shown + 1] != GRAPH]
-        ratios = passes.seconds[shown] / expected[shown + 1]
+    found = timeline(passes, law, measured=True)
+    of, seconds, _ = _shown_launches(passes, found, np.ones(len(passes), dtype=bool))
+    other = passes.launch[of] != GRAPH
+    ratios = seconds[other] / passes.launch_s(law)[of[other]]
     if len(ratios) < QUANTILES:
         return ()
     shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    quantiles = np.quantile(np.minimum(ratios, CLIP), shares)
+    quantiles = np.quantile(np.minimum(ratios, forms.TYPICAL_MAX), shares)
     quantiles = quantiles / quantiles.mean()
     bits = QUANTILES.bit_length() - 1
     order = [int(f"{k:0{bits}b}"[::-1], 2) for k in range(QUANTILES)]

@@ -17,6 +17,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from toolkit.estimators.forms import Floats
+from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.profile import DecodePoint, PrefillPoint
 
 
@@ -48,35 +49,40 @@ class Efficiency:
     pass_s: float
 
 
+def prefill_shape(batch_size: int, input_length: int) -> StepShape:
+    """A pass over [N, L] tokens."""
+    n = batch_size
+    return StepShape(0, 0, n, n * input_length, n * chunk_attended(0, input_length))
+
+
+def decode_shape(batch_size: int, cached_length: int) -> StepShape:
+    """A step of N rows."""
+    return StepShape(batch_size, batch_size * cached_length)
+
+
 @dataclass(slots=True, frozen=True)
 class Roofline:
-    """T_prefill(N, L) and tau(l, N) of a dense model on one device."""
+    """Times of the passes of a dense model on one device."""
 
     peaks: Peaks
     sizes: ModelSizes
     efficiency: Efficiency
 
-    def prefill_s(self, batch_size: int, input_length: int) -> float:
-        """Seconds of a pass over [N, L] tokens: 2 FLOPs per weight and token, and 2 L^2 FLOPs per
-        unit of attention width and layer for causal attention.
-        """
-        n = batch_size
-        length = input_length
-        return self.pass_s(n * length, n * length * length / 2, n * length)
+    def pass_seconds(self, shapes: Sequence[StepShape]) -> Floats:
+        """Seconds [n] of each pass [n]."""
+        return np.array([self._pass_s(shape) for shape in shapes])
 
-    def decode_s(self, batch_size: int, cached_length: int) -> float:
-        """Seconds of a step of N rows: it reads every weight, key and value in the cache once."""
-        n = batch_size
-        length = cached_length
-        return self.pass_s(n, n * length, n * length)
-
-    def pass_s(self, tokens: int, attended: float, moved: int) -> float:
-        """Seconds of any pass, from its new tokens, the sum of keys that each of them attends to,
-        and the number of cached tokens that are read or written.
+    def _pass_s(self, shape: StepShape) -> float:
+        """2 FLOPs per weight and new token, and 4 per attended token, layer and unit of attention
+        width. A pass reads every weight and what is cached of its rows once, and caches its new
+        tokens of prompts.
         """
         sizes = self.sizes
         reached = self.efficiency
-        flops = 2.0 * sizes.weights * tokens + 4.0 * sizes.layers * sizes.attention_width * attended
+        attended = shape.decode_cached + shape.prefill_attended
+        moved = shape.decode_cached + shape.prefill_tokens + shape.prefill_cached
+        flops = 2.0 * sizes.weights * shape.tokens
+        flops += 4.0 * sizes.layers * sizes.attention_width * attended
         traffic_bytes = sizes.weight_bytes + moved * sizes.kv_bytes_per_token
         computing_s = flops / (self.peaks.flops_per_s * reached.compute)
         moving_s = traffic_bytes / (self.peaks.bytes_per_s * reached.traffic)
@@ -93,16 +99,15 @@ def fit_efficiency(
     """
     samples = [point.seconds for point in prefill] + [point.seconds for point in decode]
     measured = np.array([np.median(seconds) for seconds in samples])
+    shapes = [prefill_shape(point.batch_size, point.input_length) for point in prefill]
+    shapes += [decode_shape(point.batch_size, point.cached_length) for point in decode]
 
     def efficiency(logarithms: Floats) -> Efficiency:
         compute, traffic, pass_s = np.exp(logarithms).tolist()
         return Efficiency(compute, traffic, pass_s)
 
     def predicted(logarithms: Floats) -> Floats:
-        line = Roofline(peaks, sizes, efficiency(logarithms))
-        passes = [line.prefill_s(point.batch_size, point.input_length) for point in prefill]
-        passes += [line.decode_s(point.batch_size, point.cached_length) for point in decode]
-        return np.array(passes)
+        return Roofline(peaks, sizes, efficiency(logarithms)).pass_seconds(shapes)
 
     solution = least_squares(
         lambda logarithms: np.log(predicted(logarithms) / measured),

@@ -78,10 +78,13 @@ class MemoryPoint(Strict):
     smallest_oom: int | None = Field(description="None where the probe stopped before the edge")
 
 
+RoundPart = Literal["join", "leave", "grow", "swap_out", "swap_in"]
+
+
 class PartPoint(Strict):
     """A part of a round (`toolkit.engines.protocol.RoundEngine.time_part`), every repeat."""
 
-    part: Literal["join", "leave", "grow", "swap_out", "swap_in"]
+    part: RoundPart
     rows: int
     length: int = Field(description="tokens of the longest row")
     others: int = Field(description="other rows that run at the same time")
@@ -218,6 +221,12 @@ class HitPoint(Strict):
     cached_tokens: int | None = Field(
         description="of the repeated prompt from the cache, by its usage; none: it does not say"
     )
+
+
+# Of points that are visited: the grid, mixes, traffic, hits and parts of rounds.
+PointKind = Literal[
+    "prefill", "decode", "mix", "traffic", "hit", "lone", "burst", "load", RoundPart
+]
 
 
 class FailedPoint(Strict):

@@ -17,7 +17,6 @@ def refitted(recipe: Recipe, world: World, history: PassHistory) -> World:
     a log, and stays. Raises as `steps_of_log`.
     """
     fitted = fit_steps(steps_of_log(recipe, history), 0)
-    assert fitted is not None
     valid = fitted.valid
     engine = replace(
         world.engine(),

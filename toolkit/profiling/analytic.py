@@ -29,7 +29,16 @@ from toolkit.estimators.elsewhere import measured_elsewhere
 from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import method_errors, operators_of
-from toolkit.estimators.roofline import Efficiency, ModelSizes, Peaks, Roofline, fit_efficiency
+from toolkit.estimators.part_fits import point_of
+from toolkit.estimators.roofline import (
+    Efficiency,
+    ModelSizes,
+    Peaks,
+    Roofline,
+    decode_shape,
+    fit_efficiency,
+    prefill_shape,
+)
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
@@ -43,7 +52,6 @@ from toolkit.files.profile import (
     PrefillPoint,
     Profile,
     SlicePoint,
-    StepPoint,
     StepsProfile,
 )
 from toolkit.files.recipe import DTYPE_BYTES, Recipe
@@ -104,16 +112,6 @@ class ComputedPasses:
     front_s: float = 0.0
     front_row_s: float = 0.0
 
-    def prefill_s(self, batch_size: int, input_length: int) -> float:
-        """Seconds of a pass over [N, L] tokens."""
-        n = batch_size
-        length = input_length
-        return self.one(StepShape(0, 0, n, n * length, n * chunk_attended(0, length)))
-
-    def decode_s(self, batch_size: int, cached_length: int) -> float:
-        """Seconds of a step of N rows."""
-        return self.one(StepShape(batch_size, batch_size * cached_length))
-
     def one(self, shape: StepShape) -> float:
         """Seconds of one pass."""
         return float(self.seconds([shape])[0])
@@ -129,16 +127,7 @@ def pass_times(recipe: Recipe, basis: Basis | None = None) -> ComputedPasses:
     _refuse_roofline(recipe)
     basis = basis or Basis(ASSUMED, "assumed")
     line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
-
-    def seconds(shapes: Sequence[StepShape]) -> Floats:
-        passes = []
-        for shape in shapes:
-            attended = shape.decode_cached + shape.prefill_attended
-            moved = shape.decode_cached + shape.prefill_tokens + shape.prefill_cached
-            passes.append(line.pass_s(shape.tokens, attended, moved))
-        return np.array(passes)
-
-    return ComputedPasses(seconds, basis.text())
+    return ComputedPasses(line.pass_seconds, basis.text())
 
 
 def by_operators(recipe: Recipe) -> bool:
@@ -202,10 +191,10 @@ def computed_profile(
         n = point.batch_size
         length = point.length
         if point.kind == "prefill":
-            seconds = [times.prefill_s(n, length)]
+            seconds = [times.one(prefill_shape(n, length))]
             prefill.append(PrefillPoint(batch_size=n, input_length=length, seconds=seconds))
         else:
-            seconds = [times.decode_s(n, length)]
+            seconds = [times.one(decode_shape(n, length))]
             decode.append(DecodePoint(batch_size=n, cached_length=length, seconds=seconds))
     for length, steps in probe_shapes(recipe.profile, facts):
         rows = facts.capacity_tokens // (length + steps)
@@ -217,9 +206,9 @@ def computed_profile(
         n = shape.batch_size
         length = shape.input_length
         steps = shape.steps
-        each = [StepShape(n, n * (length + step)) for step in range(1, steps)]
+        each = [decode_shape(n, length + step) for step in range(1, steps)]
         decode_s = sum(times.seconds(each).tolist()) if each else 0.0
-        slice_s = times.prefill_s(n, length) + decode_s
+        slice_s = times.one(prefill_shape(n, length)) + decode_s
         slices.append(SlicePoint(batch_size=n, input_length=length, steps=steps, seconds=slice_s))
     return Profile(
         **head,
@@ -387,18 +376,7 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
             continue
         attended = count * chunk_attended(0, length)
         shapes.append(StepShape(rows, rows * cached, count, count * length, attended))
-    points = [
-        StepPoint(
-            decodes=shape.decodes,
-            decode_cached=shape.decode_cached,
-            prefills=shape.prefills,
-            prefill_tokens=shape.prefill_tokens,
-            prefill_attended=shape.prefill_attended,
-            seconds=[float(seconds)],
-            host_s=[],
-        )
-        for shape, seconds in zip(shapes, times.seconds(shapes), strict=True)
-    ]
+    pairs = zip(shapes, times.seconds(shapes).tolist(), strict=True)
     return StepsProfile(
         block_tokens=block_tokens,
         blocks=facts.capacity_tokens // block_tokens,
@@ -406,7 +384,7 @@ def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsPr
         async_scheduling=False,
         experts=experts,
         experts_per_token=per_token,
-        points=points,
+        points=[point_of(*pair) for pair in pairs],
         front=[
             FrontPoint(rows=rows, prompt_tokens=0, seconds=times.front_s + times.front_row_s * rows)
             for rows in (FRONT_ROWS if times.front_s else ())

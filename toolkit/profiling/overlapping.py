@@ -42,11 +42,6 @@ FEW_TOKENS = 16_384
 SOME_TOKENS = 65_536
 
 
-def overlaps(steps: StepsProfile | None) -> bool:
-    """Whether the engine says that its passes overlap."""
-    return steps is not None and steps.async_scheduling
-
-
 def grid(facts: EngineFacts, steps: StepsProfile) -> list[GridPoint]:
     """Prefills and decode steps, of as many rows as the engine takes at once."""
     context = facts.max_model_len

@@ -24,7 +24,15 @@ import msgspec
 from pydantic import Field
 
 from toolkit import guard
-from toolkit.engines.protocol import Engine, OutOfMemory, Round, RoundEngine, Row, SamplingParams
+from toolkit.engines.protocol import (
+    Engine,
+    OutOfMemory,
+    Part,
+    Round,
+    RoundEngine,
+    Row,
+    SamplingParams,
+)
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import (
     EngineFacts,
@@ -146,14 +154,8 @@ class LocalTimedEngine(TimedEngine):
                 return self._engine.time_prefill(rows, length, clock)
             if kind == "decode":
                 return self._engine.time_decode(rows, length, clock)
-            assert kind != "mix"
-            assert kind != "traffic"
-            assert kind != "hit"
-            assert kind != "lone"
-            assert kind != "burst"
-            assert kind != "load"
             engine = cast(RoundEngine, self._engine)
-            return engine.time_part(kind, rows, length, point.others, clock)
+            return engine.time_part(cast(Part, kind), rows, length, point.others, clock)
 
         try:
             return visit(run, warmups)
@@ -351,7 +353,7 @@ class EngineProcess(ProfileBench):
             reply = read_frame(self._replies, REPLIES)
         except EOFError:
             reason = self._end()
-            self._deaths = self._deaths + 1
+            self._deaths += 1
             if self._deaths >= DEATHS_MAX:
                 raise EngineError(
                     f"the engine's process ended {self._deaths} times, the last time: {reason}",

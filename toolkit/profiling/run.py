@@ -26,7 +26,6 @@ from toolkit.files.profile import (
     FailedPoint,
     HitPoint,
     MemoryPoint,
-    PointKind,
     Profile,
     SlicePoint,
     StepPoint,
@@ -113,9 +112,9 @@ def estimate_s(
     """The approximate time of the work, in seconds, from up to four quick timings: the smallest and
     the largest point of each kind.
     """
-    kinds: tuple[PointKind, ...] = ("prefill", "decode")
     prefill_s, decode_s = (
-        _line_through([point for point in points if point.kind == kind], bench) for kind in kinds
+        _line_through([point for point in points if point.kind == kind], bench)
+        for kind in ("prefill", "decode")
     )
 
     def visit_s(number: int, point: GridPoint) -> float:
@@ -224,11 +223,11 @@ def profile(
         )
         with Journal(journal_path(out), conditions, fresh=fresh) as journal:
             session = _Session(recipe, bench, journal, watch, load_s)
-            watch.planned(session.plan(bench))
-            session.probe_memory(bench)
-            session.measure(bench)
+            watch.planned(session.plan())
+            session.probe_memory()
+            session.measure()
             bench.stop()  # frees its memory for the workers
-            session.run_workers(bench)
+            session.run_workers()
             return session.result(made_from)
 
 
@@ -238,13 +237,14 @@ class _Session:
     def __init__(
         self,
         recipe: Recipe,
-        bench: TimedEngine,
+        bench: ProfileBench,
         journal: Journal,
         watch: ProfileProgress,
         load_s: float,
     ) -> None:
         facts = bench.facts
         self._recipe = recipe
+        self._bench = bench
         self._facts = facts
         self._load_s = load_s
         self._journal = journal
@@ -256,7 +256,7 @@ class _Session:
         self._pace: ServerPace | None = None
         self._remaining: Remaining | None = None
         self._hits: list[HitPoint] = []
-        if self._steps is not None and overlapping.overlaps(self._steps):
+        if self._steps is not None and self._steps.async_scheduling:
             # All shapes run before the first timing, so no point needs a run of its own for that.
             self._spec = self._spec.model_copy(update={"warmups": 0})
             self._points = overlapping.grid(facts, self._steps)
@@ -294,7 +294,7 @@ class _Session:
         shapes = self._shapes()
         return {k: shape for k, shape in shapes.items() if f"slice/{k}" not in results}
 
-    def plan(self, bench: TimedEngine) -> ProfileEstimate:
+    def plan(self) -> ProfileEstimate:
         work = self._work
         # The neighbours load once; the workers load for slices and again for sequences. A server
         # that runs is its own worker.
@@ -302,9 +302,10 @@ class _Session:
         if self._facts.is_server:
             loads = 0
         points = [*self._points, *(point for _, point in work.visits)]
-        pace = bench.pace(points) if work.visits else None
+        pace = self._bench.pace(points) if work.visits else None
         if pace is None:
-            work_s = estimate_s(work, self._points, self._spec, bench, self._recipe.workers)
+            workers = self._recipe.workers
+            work_s = estimate_s(work, self._points, self._spec, self._bench, workers)
         else:
             slices_s = pace.slices_s(work.slices.values()) / self._recipe.workers
             work_s = slices_s + sum(self._visit_s(pace, *visit) for visit in work.visits)
@@ -330,17 +331,17 @@ class _Session:
             visit_s = self._visit_s(self._pace, number, point)
             self._progress.expects(self._remaining.done(visit_s))
 
-    def probe_memory(self, bench: TimedEngine) -> None:
+    def probe_memory(self) -> None:
         """Search the memory edge of static batches, and of rounds if the engine runs them."""
         deadline_s = time.monotonic() + TIME_LIMIT_S
         for length, steps in self._work.memory:
-            probe = partial(probe_memory, bench, length, steps, deadline_s)
+            probe = partial(probe_memory, self._bench, length, steps, deadline_s)
             record_probe(self._journal, f"memory/{length}/{steps}", length, probe)
             self._progress.advanced(f"memory L={length} S={steps}")
         if self._rounds:
-            self._rounds.probe_admission(bench, self._progress.advanced)
+            self._rounds.probe_admission(self._bench, self._progress.advanced)
 
-    def measure(self, bench: TimedEngine) -> None:
+    def measure(self) -> None:
         """Measure the grid, and what a prefix cache saves if the engine may have one. On a CPU as
         many other engines are busy meanwhile as when serving; on GPUs each worker has its own.
         """
@@ -349,10 +350,11 @@ class _Session:
             others = self._recipe.workers - 1 if shared else 0
             shapes = list(self._shapes().values())
             with busy_neighbours(self._recipe, others, shapes):
-                measure(self._work.visits, bench, self._spec, self._journal, self._visited)
-        self._hits = bench.time_hits(sorted(set(self._spec.input_lengths)))
+                visits = self._work.visits
+                measure(visits, self._bench, self._spec, self._journal, self._visited)
+        self._hits = self._bench.time_hits(sorted(set(self._spec.input_lengths)))
 
-    def run_workers(self, bench: ProfileBench) -> None:
+    def run_workers(self) -> None:
         """Run slices, and sequences of rounds if the engine runs them, on all workers."""
 
         def record(number: int, result: SlicePoint | FailedPoint) -> None:
@@ -360,12 +362,12 @@ class _Session:
             self._progress.advanced(f"slice {number + 1} of {self._spec.slices}")
 
         if left := self._slices_left():
-            workers = bench.workers(self._recipe)
+            workers = self._bench.workers(self._recipe)
             feed = SliceFeed(workers, left, self._facts.vocab_size, record)
             with cancelling():
                 asyncio.run(feed.run())
         if self._rounds and self._work.sequences:
-            self._rounds.run_sequences(bench.workers(self._recipe), self._progress.advanced)
+            self._rounds.run_sequences(self._bench.workers(self._recipe), self._progress.advanced)
 
     def result(self, made_from: EnvelopeFields) -> Profile:
         results = self._journal.results

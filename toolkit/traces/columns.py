@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from toolkit.errors import InputError, nearest
 from toolkit.traces import formats
-from toolkit.traces.formats import BLAMED, PER_SECOND, REASON, TOOK, UNITS, Format, Record
+from toolkit.traces.formats import (
+    BLAMED,
+    DATES,
+    PER_SECOND,
+    REASON,
+    TOOK,
+    UNITS,
+    Format,
+    Record,
+    seconds_of,
+)
 
 LOG = "log"  # the name of the format of all such files
 
@@ -33,6 +45,7 @@ EPOCH_S = (946_684_800.0, 4_102_444_800.0)
 UNCOUNTED = "without token counts"
 UNTIMED = "without how long they took"
 
+Value = TypeVar("Value")
 Path = tuple[str, ...]  # of keys, from the outermost object to the value
 
 # The usual names by role, squeezed: lower case, letters and digits only. The first that a file has
@@ -126,7 +139,7 @@ def parse_columns(text: str) -> dict[str, NamedColumn]:
             raise InputError(f"--columns {text}: '{role}' is named twice", EXAMPLE)
         before, colon, unit = name.rpartition(":")
         if colon and role in TIMES:
-            if unit not in UNITS or (unit == "iso" and role == "duration"):
+            if unit not in UNITS or (unit == DATES and role == "duration"):
                 raise InputError(f"--columns {text}: no unit '{unit}'", nearest(unit, UNITS))
             chosen[role] = NamedColumn(before, unit)
         else:
@@ -185,15 +198,6 @@ def _attributes(pairs: object) -> dict[str, object]:
     return found
 
 
-def paths_of(sample: Sequence[Record]) -> list[Path]:
-    """The columns of some rows, in the order in which they come; those of nested objects, too."""
-    found: dict[Path, None] = {}
-    for record in sample:
-        if record is not None:
-            found.update(dict.fromkeys(_leaves(record, ())))
-    return list(found)
-
-
 def _leaves(record: Mapping[str, object], outer: Path) -> Iterator[Path]:
     for key, value in record.items():
         path = (*outer, str(key))
@@ -246,7 +250,8 @@ class _Finder:
         self._rows = [record for record in sample if record is not None]
         self._chosen = chosen
         self._source = source
-        self.paths = paths_of(sample)
+        # in the order in which they come; those of nested objects, too
+        self.paths = list(dict.fromkeys(path for row in self._rows for path in _leaves(row, ())))
         self.taken: dict[str, _Column] = {}
         for role in sorted(ROLES, key=lambda role: role not in chosen):
             path = self._named(chosen[role]) if role in chosen else self._usual(role)
@@ -297,7 +302,7 @@ class _Finder:
         }
         values = self._values(path)
         if role in possible:
-            fitting = [value for value in values if _parses(possible[role], value)]
+            fitting = parsed(possible[role], values)
         else:  # a session or a status: a number or a text
             fitting = [value for value in values if isinstance(value, str | int)]
         return bool(values) and len(fitting) >= len(values) / 2
@@ -318,13 +323,12 @@ class _Finder:
         """The column with its unit: the named one, else the name's, else the values'."""
         choice = self._chosen.get(role)
         if choice and choice.unit:
-            why = "dates" if choice.unit == "iso" else f"{choice.unit}, as named"
+            why = "dates" if choice.unit == DATES else f"{choice.unit}, as named"
             return _Column(path, choice.unit, why)
         values = self._values(path)
-        parsed = (formats.number(value) for value in values if _parses(formats.number, value))
-        numbers = sorted(value for value in parsed if math.isfinite(value))
+        numbers = sorted(filter(math.isfinite, parsed(formats.number, values)))
         if len(numbers) < len(values) / 2 or not numbers:
-            return _Column(path, "iso", "dates")
+            return _Column(path, DATES, "dates")
         word = UNIT_WORDS.get(_words(path[-1])[-1], "")
         early = numbers[len(numbers) // 4]
         middle = numbers[len(numbers) // 2]
@@ -344,9 +348,7 @@ class _Finder:
 
     def whole_seconds(self, column: _Column) -> bool:
         """Whether all its times are whole seconds, of several requests."""
-        seconds = UNITS[column.unit]
-        values = self._values(column.path)
-        times = [seconds(value) for value in values if _parses(seconds, value)]
+        times = parsed(partial(seconds_of, unit=column.unit), self._values(column.path))
         return len(set(times)) < len(times) and all(time.is_integer() for time in times)
 
     def unused(self) -> list[str]:
@@ -399,16 +401,20 @@ def _listed(names: Sequence[str], most: int = SHOWN) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _parses(parse: Callable[[object], object], value: object) -> bool:
-    try:
-        parse(value)
-    except (ValueError, OverflowError):
-        return False
-    return True
+def parsed(parse: Callable[[object], Value], values: Iterable[object]) -> list[Value]:
+    """The values that can be parsed, parsed."""
+    found = []
+    for value in values:
+        with suppress(ValueError, OverflowError):
+            found.append(parse(value))
+    return found
 
 
 def _any_time(value: object) -> float:
-    return formats.number(value) if _parses(formats.number, value) else formats.date_seconds(value)
+    try:
+        return formats.number(value)
+    except ValueError:
+        return formats.date_seconds(value)
 
 
 def _unit_of_duration(word: str, numbers: Sequence[float], middle: float) -> tuple[str, str]:
@@ -444,14 +450,13 @@ def find(
         prompt=taken["prompt"].name,
         output=taken["output"].name,
         arrival=arrival.name if arrival else "",
-        seconds=UNITS[arrival.unit] if arrival else formats.number,
+        unit=arrival.unit if arrival else "s",
         max_tokens=_name(taken, "max_tokens"),
         priority=_name(taken, "priority"),
         status=_name(taken, "status"),
         served=was_served,
         session=_name(taken, "session"),
         think="\0think_ms" if "session" in taken else "",
-        absolute_time=arrival is not None and arrival.unit == "iso",
         whole=partial(_rows, taken=taken, ends=ends and duration is not None),
         ends=ends and duration is not None,
         any_order=True,
@@ -530,5 +535,7 @@ def _rows(
 
 
 def _seconds(column: _Column, row: Mapping[str, object]) -> float | None:
-    value = row[column.name]
-    return UNITS[column.unit](value) if _parses(UNITS[column.unit], value) else None
+    try:
+        return seconds_of(row[column.name], column.unit)
+    except (ValueError, OverflowError):
+        return None

@@ -43,47 +43,27 @@ def number(value: object) -> float:
     return float(value)
 
 
-def milliseconds(value: object) -> float:
-    """Seconds from milliseconds."""
-    return number(value) / 1e3
+# The units of times, by the name that `--columns` gives them; `DATES`: dates as text.
+PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+DATES = "iso"
+UNITS = (*PER_SECOND, DATES)
 
 
-def microseconds(value: object) -> float:
-    """Seconds from microseconds."""
-    return number(value) / 1e6
-
-
-def nanoseconds(value: object) -> float:
-    """Seconds from nanoseconds."""
-    return number(value) / 1e9
-
-
-def iso_seconds(value: object) -> float:
-    """Seconds since 1970 of an ISO 8601 time, UTC where it names no zone, to the microsecond."""
-    if not isinstance(value, str):
-        raise ValueError(f"not an ISO time: {value!r}")
-    time = datetime.fromisoformat(value)
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+def seconds_of(value: object, unit: str) -> float:
+    """Seconds of a time in one of the `UNITS`. ValueError for anything else."""
+    return date_seconds(value) if unit == DATES else number(value) / PER_SECOND[unit]
 
 
 def date_seconds(value: object) -> float:
-    """Seconds since 1970 of a date: ISO 8601, also with ` UTC` behind it, or nginx's `time_local`
-    (`16/Nov/2023:18:15:46 +0000`).
+    """Seconds since 1970 of a date, to the microsecond: ISO 8601, also with ` UTC` behind it and
+    UTC where it names no zone, or nginx's `time_local` (`16/Nov/2023:18:15:46 +0000`).
     """
-    if isinstance(value, str) and value[2:3] == "/":
+    if not isinstance(value, str):
+        raise ValueError(f"not a date: {value!r}")
+    if value[2:3] == "/":
         return datetime.strptime(value, "%d/%b/%Y:%H:%M:%S %z").timestamp()
-    return iso_seconds(value.removesuffix(" UTC") if isinstance(value, str) else value)
-
-
-# The units of times, by the name that `--columns` gives them.
-UNITS: dict[str, Callable[[object], float]] = {
-    "s": number,
-    "ms": milliseconds,
-    "us": microseconds,
-    "ns": nanoseconds,
-    "iso": date_seconds,
-}
-PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+    time = datetime.fromisoformat(value.removesuffix(" UTC"))
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
 
 def length(value: object) -> int:
@@ -131,13 +111,12 @@ class Format:
     prompt: str
     output: str
     arrival: str = ""
-    seconds: Callable[[object], float] = number
+    unit: str = "s"  # of its times, one of `UNITS`; dates may be before 1970
     max_tokens: str = ""  # optional: the limit that the client set
     priority: str = ""  # optional: smaller is more urgent
     status: str = ""  # optional: whether the request was served
     served: Callable[[object], bool] = was_served  # of a status
     zero_output_failed: bool = False  # 0 output tokens mean that the request failed
-    absolute_time: bool = False  # times are dates; those before 1970 are valid
     blocks: str = ""  # optional: the ids of the prompt's blocks (`SharedBlocks`)
     # optional: a label; a row is the next turn after the last row before it with the same label
     session: str = ""
@@ -157,14 +136,9 @@ class Format:
         return self.known_by or tuple(column for column in own if column)
 
     @property
-    def unit(self) -> str:
-        """The unit of its times; `s` for dates."""
-        return next((unit for unit in PER_SECOND if UNITS[unit] is self.seconds), "s")
-
-    @property
     def dates(self) -> bool:
         """Whether its times are dates as text."""
-        return self.seconds in (iso_seconds, date_seconds)
+        return self.unit == DATES
 
     def describe(self, found: Collection[str]) -> str:
         """What is taken as what of these columns, for people: `time 'TIMESTAMP' (dates), ...`."""
@@ -366,7 +340,7 @@ AIPERF = Format(
     prompt="input_length",
     output="output_length",
     arrival="timestamp",
-    seconds=milliseconds,
+    unit="ms",
     blocks="hash_ids",
     session="session_id",
     think="delay",
@@ -393,7 +367,7 @@ MOONCAKE = Format(
     prompt="input_length",
     output="output_length",
     arrival="timestamp",
-    seconds=milliseconds,
+    unit="ms",
     max_tokens="max_tokens",
     priority="priority",
     status="status",
@@ -407,14 +381,7 @@ FORMATS = (
     AIPERF,
     AGENTS,
     MOONCAKE,
-    Format(
-        "azure",
-        "ContextTokens",
-        "GeneratedTokens",
-        arrival="TIMESTAMP",
-        seconds=iso_seconds,
-        absolute_time=True,
-    ),
+    Format("azure", "ContextTokens", "GeneratedTokens", arrival="TIMESTAMP", unit=DATES),
     Format(
         "burstgpt",
         "Request tokens",

@@ -167,6 +167,10 @@ class Arrivals:
             return np.full(count, 1.0 / self.rate_rps)
         return rng.gamma(1.0 / self.cv**2, self.cv**2 / self.rate_rps, count)
 
+    def first(self, rng: np.random.Generator, count: int) -> Floats:
+        """Draw the first `count` arrival times; they begin at 0."""
+        return np.concatenate([np.zeros(1), np.cumsum(self.gaps(rng, count - 1))])
+
     def times(self, rng: np.random.Generator, duration_s: float) -> Floats:
         """Draw arrival times in [0, duration_s); the first is 0."""
         if not 0 < duration_s < math.inf:
@@ -266,6 +270,43 @@ def backlog(
     rng = np.random.default_rng(seed)
     note = f"a backlog of {count} requests, prompts {prompt}, outputs {output}, seed {seed}"
     return _requests(np.zeros(count), prompt, output, rng, content, note)
+
+
+def fixed_lengths(
+    prompt: int, output: int, requests: int, *, spread: float = 0.0, seed: int = 0
+) -> Trace:
+    """Requests by numbers alone, as in `vllm bench serve`. They arrive in a Poisson process of one
+    per second, for `scale_rate`. The limit of each is its output, so that a scheduler knows it.
+
+    Args:
+        prompt: tokens of every prompt.
+        output: tokens of every output.
+        requests: how many.
+        spread: lengths are drawn evenly from (1 - spread) to (1 + spread) times these, as by
+            `--random-range-ratio`; 0 to below 1.
+        seed: of the draws.
+
+    Raises `InputError` for numbers that cannot be.
+    """
+    for name, value in {"prompt": prompt, "output": output, "requests": requests}.items():
+        if not 1 <= value <= MAX_LENGTH:
+            raise InputError(f"{name} {value}: it is from 1 to {MAX_LENGTH:,}")
+    if not 0.0 <= spread < 1.0:
+        raise InputError(f"a spread of {spread:g} is not possible", "give 0 to below 1")
+    rng = np.random.default_rng(seed)
+    gaps_s = Arrivals(1.0).gaps(rng, requests)
+    gaps_s[0] = 0.0
+
+    def drawn(mean: int) -> NDArray[np.int64]:
+        low = max(math.floor(mean * (1.0 - spread)), 1)
+        high = math.ceil(mean * (1.0 + spread))
+        return Lengths("uniform", low, high).draw(rng, requests)
+
+    prompts = drawn(prompt)
+    outputs = drawn(output)
+    varied = f", drawn within {100.0 * spread:g} %" if spread else ""
+    source = f"{requests:,} requests of {prompt:,} + {output:,} tokens{varied}"
+    return Trace(np.cumsum(gaps_s), prompts, outputs, outputs, source)
 
 
 def _requests(
@@ -417,14 +458,13 @@ def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
     rng = np.random.default_rng(seed)
     sessions = trace.sessions
     if sessions is None:
-        arrival_s = np.concatenate([np.zeros(1), np.cumsum(arrivals.gaps(rng, len(trace) - 1))])
         notes = (*trace.notes, f"arrival times drawn: {arrivals}, seed {seed}")
-        return replace(trace, arrival_s=arrival_s, notes=notes)
+        return replace(trace, arrival_s=arrivals.first(rng, len(trace)), notes=notes)
     first = sessions.first
     starts = np.flatnonzero(sessions.previous < 0)
     drawn = replace(arrivals, rate_rps=arrivals.rate_rps * (len(starts) / len(trace)))
     start_s = np.zeros(len(trace))
-    start_s[starts] = np.concatenate([np.zeros(1), np.cumsum(drawn.gaps(rng, len(starts) - 1))])
+    start_s[starts] = drawn.first(rng, len(starts))
     arrival_s = start_s[first] + trace.arrival_s - trace.arrival_s[first]
     note = f"arrival times of {len(starts):,} sessions drawn: {drawn}, seed {seed}"
     whole = replace(trace, arrival_s=arrival_s, notes=(*trace.notes, note))

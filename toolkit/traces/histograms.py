@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,8 +185,7 @@ def draw_untimed(
     if not counted:
         count = 0
     _check_total(count)
-    gaps_s = arrivals.gaps(rng, count - 1)
-    times_s = np.concatenate([np.zeros(1), np.cumsum(gaps_s)])
+    times_s = arrivals.first(rng, count)
     prompts, outputs = _both(traffic, count, rng, longest)
     said = (
         f"drawn from metrics: {count:,} requests with the lengths of {counted:,}, seed {seed}",
@@ -311,5 +310,4 @@ def _to_sum(low: Ints, high: Ints, target: int, rng: np.random.Generator) -> Int
 def _trace(times_s: Floats, prompts: Ints, outputs: Ints, notes: tuple[str, ...]) -> Trace:
     order = np.argsort(times_s, kind="stable")
     no_limits = np.zeros(len(times_s), dtype=np.int64)
-    made = Trace(times_s[order], prompts[order], outputs[order], no_limits, "from metrics")
-    return replace(made, notes=notes)
+    return Trace(times_s[order], prompts[order], outputs[order], no_limits, "from metrics", notes)

@@ -22,6 +22,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, pairwise, repeat, zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -105,8 +106,15 @@ class ReadReport:
         return tuple(lines)
 
 
-class _Dropped(ValueError):  # noqa: N818  (a verdict on a row, caught in this module)
-    """A row with impossible values; the text is the reason that is counted."""
+class _Dropped(Exception):  # noqa: N818  (a verdict on a row, caught in this module)
+    """A row with impossible values: the reason that is counted, and the value for which it was
+    dropped, with the values that are allowed there.
+    """
+
+    def __init__(self, reason: str, shown: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.shown = shown
 
 
 def read_trace(
@@ -170,13 +178,8 @@ def _format_of(
         return _of_file(known, sample)
     if known and log and log.arrival == known.arrival:  # its times are in another unit
         form = _of_file(known, sample)
-        return replace(
-            form,
-            seconds=log.seconds,
-            absolute_time=log.absolute_time,
-            described=log.described,
-            remarks=(log.described, *form.remarks),
-        )
+        remarks = (log.described, *form.remarks)
+        return replace(form, unit=log.unit, described=log.described, remarks=remarks)
     if log:
         return log
     if chats.has_messages(sample):
@@ -190,12 +193,8 @@ def _has_times(sample: list[Record], form: Format) -> bool:
     """
     if not form.arrival:
         return False
-    times = []
-    for record in sample:
-        try:
-            times.append(form.seconds((record or {}).get(form.arrival)))
-        except (ValueError, OverflowError):
-            continue
+    values = [(record or {}).get(form.arrival) for record in sample]
+    times = columns.parsed(partial(formats.seconds_of, unit=form.unit), values)
     if form.unit != "ms":
         return bool(times)
     low, high = (end / formats.PER_SECOND["ms"] for end in columns.EPOCH_S)
@@ -310,9 +309,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
         try:
             numbers = _row(record, form)
         except _Dropped as error:
-            reason = str(error)
-            known = reason in dropped.counts
-            dropped.add(reason, "" if known else f"row {row:,}: {_detail(record, form, reason)}")
+            dropped.add(error.reason, f"row {row:,}: {error.shown}")
             if sharing and not form.any_order:
                 sharing.lost(record)
         else:
@@ -397,15 +394,18 @@ def _ordered(
 
 
 def _row(record: Record, form: Format) -> Row:
-    """The numbers of one row. Raises `_Dropped` with the reason for impossible values."""
+    """The numbers of one row. Raises `_Dropped` for impossible values."""
     if record is None:
-        raise _Dropped(UNPARSABLE)
+        raise _Dropped(UNPARSABLE, "not a JSON object")
     if form.status and not form.served(record.get(form.status)):
-        raise _Dropped(FAILED)
+        raise _Dropped(FAILED, _shown(record, form.status))
     if form.whole and formats.REASON in record:
-        raise _Dropped(str(record[formats.REASON]))
+        blamed = str(record.get(formats.BLAMED, form.session))
+        raise _Dropped(str(record[formats.REASON]), _shown(record, blamed))
     try:
-        arrival = form.seconds(record.get(form.arrival)) if form.arrival else 0.0
+        arrival = 0.0
+        if form.arrival:
+            arrival = formats.seconds_of(record.get(form.arrival), form.unit)
         if form.ends:
             arrival -= formats.number(record.get(formats.TOOK))
         prompt = formats.length(record.get(form.prompt))
@@ -415,40 +415,31 @@ def _row(record: Record, form: Format) -> Row:
         urgency = record.get(form.priority) if form.priority else None
         priority = 0 if urgency is None else formats.priority_of(urgency)
     except (ValueError, OverflowError) as error:
-        raise _Dropped(UNPARSABLE) from error
+        raise _Dropped(UNPARSABLE, _impossible(record, form)) from error
     if not math.isfinite(arrival):
-        raise _Dropped(UNPARSABLE)
-    if not -formats.LATEST_S <= arrival <= formats.LATEST_S:
-        raise _Dropped(NEGATIVE if arrival < 0 else TOO_LATE)
+        raise _Dropped(UNPARSABLE, _impossible(record, form))
+    unit = "s" if form.dates else form.unit
+    if arrival > formats.LATEST_S:
+        latest = formats.LATEST_S * formats.PER_SECOND[unit]
+        allowed = f"must be at most {latest:.4g} {unit}"
+        raise _Dropped(TOO_LATE, f"{_shown(record, form.arrival)}, {allowed}")
     if form.zero_output_failed and output == 0:
-        raise _Dropped(FAILED)
+        raise _Dropped(FAILED, _shown(record, form.output))
     if prompt <= 0 or output <= 0 or max_tokens < 0:
-        raise _Dropped(NO_TOKENS)
-    if arrival < 0 and not form.absolute_time:
-        raise _Dropped(NEGATIVE)
+        raise _Dropped(NO_TOKENS, _impossible(record, form))
+    if arrival < (-formats.LATEST_S if form.dates else 0.0):
+        raise _Dropped(NEGATIVE, f"{_shown(record, form.arrival)}, must be at least 0 {unit}")
     if 0 < max_tokens < output:
-        raise _Dropped(BEYOND)
+        raise _Dropped(BEYOND, f"{_shown(record, form.output)}, {_shown(record, form.max_tokens)}")
     return arrival, prompt, output, max_tokens, priority
 
 
-def _detail(record: Record, form: Format, reason: str) -> str:
-    """The value for which a row was dropped, and the values that are allowed there."""
-    if record is None:
-        return "not a JSON object"
-    if formats.REASON in record and reason == record[formats.REASON]:
-        return _shown(record, str(record.get(formats.BLAMED, form.session)))
-    if reason == TOO_LATE:
-        latest = formats.LATEST_S * formats.PER_SECOND[form.unit]
-        return f"{_shown(record, form.arrival)}, must be at most {latest:.4g} {form.unit}"
-    if reason == NEGATIVE:
-        return f"{_shown(record, form.arrival)}, must be at least 0 {form.unit}"
-    if reason == BEYOND:
-        return f"{_shown(record, form.output)}, {_shown(record, form.max_tokens)}"
-    if reason == FAILED:
-        return _shown(record, form.output if form.served(record.get(form.status)) else form.status)
+def _impossible(record: Mapping[str, object], form: Format) -> str:
+    """The first impossible value of a row, and the values that are allowed there."""
+    tokens = f"a whole number from 1 to {formats.MAX_LENGTH:,}"
     checks: list[tuple[str, Callable[[object], float], float, str]] = [
-        (form.prompt, formats.length, 1, f"a whole number from 1 to {formats.MAX_LENGTH:,}"),
-        (form.output, formats.length, 1, f"a whole number from 1 to {formats.MAX_LENGTH:,}"),
+        (form.prompt, formats.length, 1, tokens),
+        (form.output, formats.length, 1, tokens),
         (form.max_tokens, formats.length, 0, f"a whole number from 0 to {formats.MAX_LENGTH:,}"),
         (form.priority, formats.priority_of, -formats.MAX_LENGTH, "a whole number of 32 bits"),
     ]

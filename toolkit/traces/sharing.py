@@ -375,16 +375,13 @@ class ReuseCurve:
 
     block_tokens: int
     capacity_blocks: Ints  # ascending, from 0 on
-    hit_blocks: Floats
     hit_tokens: Floats
-    blocks: int  # looked up
     prompt_tokens: int  # of all requests, also of those without blocks
 
-    def at(self, capacity_blocks: float) -> tuple[float, float]:
-        """The shares of blocks and of prompt tokens that hit at a capacity."""
-        blocks = float(np.interp(capacity_blocks, self.capacity_blocks, self.hit_blocks))
+    def at(self, capacity_blocks: float) -> float:
+        """The share of prompt tokens that hit at a capacity."""
         tokens = float(np.interp(capacity_blocks, self.capacity_blocks, self.hit_tokens))
-        return blocks / max(self.blocks, 1), tokens / self.prompt_tokens
+        return tokens / self.prompt_tokens
 
 
 @dataclass(slots=True, frozen=True)
@@ -433,7 +430,7 @@ def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptRe
             CacheHits(
                 size * curve.block_tokens,
                 bytes_per_token and size * curve.block_tokens * bytes_per_token,
-                100.0 * curve.at(size)[1],
+                100.0 * curve.at(size),
             )
             for size in sizes.tolist()
         ],
@@ -457,21 +454,13 @@ def reuse_curve(trace: Trace) -> ReuseCurve | None:
     size = size[order][again]
     tokens = tokens[order][again]
     # Of a run at distance d, block j from its head hits at a capacity of d + j.
+    rise = tokens / size
     places = np.concatenate([[0], distance, distance + size])
-    slopes = [np.concatenate([[0.0], rise, -rise]) for rise in (np.ones(len(size)), tokens / size)]
     capacity, index = np.unique(places, return_inverse=True)
-    hits = []
-    for slope in slopes:
-        rising = np.cumsum(np.bincount(index, slope, minlength=len(capacity)))
-        hits.append(np.concatenate([[0.0], np.cumsum(rising[:-1] * np.diff(capacity))]))
-    return ReuseCurve(
-        shared.block_tokens,
-        capacity,
-        hits[0],
-        hits[1],
-        len(shared.ids),
-        int(trace.prompt_tokens.sum()),
-    )
+    slope = np.bincount(index, np.concatenate([[0.0], rise, -rise]), minlength=len(capacity))
+    rising = np.cumsum(slope)
+    hits = np.concatenate([[0.0], np.cumsum(rising[:-1] * np.diff(capacity))])
+    return ReuseCurve(shared.block_tokens, capacity, hits, int(trace.prompt_tokens.sum()))
 
 
 def _runs(unit: Ints, offsets: Ints, partial: NDArray[np.bool_]) -> tuple[Ints, Ints]:

@@ -180,7 +180,6 @@ def profile_of_log(
     """
     steps = steps_of_log(recipe, history)
     fit = fit_steps(steps, seed)
-    assert fit is not None
     law = law_of_steps(fit)
 
     def seconds(shapes: Sequence[StepShape]) -> Floats:
