@@ -5,7 +5,7 @@
 
 Each page of `PAGES` is made from one source: commands from their options, the recipe from its JSON
 Schema, policies from their parameters, metrics from a server's registry, exit codes from the tree
-of errors, variables from `VARIABLES`. `tests/test_docs_site.py` holds the pages to the code.
+of errors, variables from `VARIABLES`. `make docs` checks that the pages are current.
 """
 
 from __future__ import annotations

@@ -1,38 +1,37 @@
-"""Routers as plain formulas over plain state: every call looks at every replica anew.
+"""Routers as plain formulas over plain state: every call looks at every request of every replica
+anew.
 
 What `toolkit.routing` keeps and compiles must choose as these do. `PlainBalancer` takes the calls
 of `Balancer`; a router gives its parameters, and `PLAIN` the formula of its name.
 """
 
 import hashlib
-from bisect import bisect_left, bisect_right
-from collections import OrderedDict, deque
+import math
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from toolkit.errors import InputError
+from toolkit.routing.balancer import HISTORY
+from toolkit.routing.formulas import GOLDEN, MOST_WEIGHED, _chance, _tokens_behind
 from toolkit.routing.replicas import RequestOutlook
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
-MOST_WEIGHED = 12
-SHARPNESS = 16
 RING_POINTS = 160
-HISTORY = 1000
-GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass
 class Sent:
     request: RoutedRequest
-    sent_s: float
     cached_tokens: int
     has_token: bool = False
     stalls: int = -1
-    first_s: float = 0.0
 
     @property
     def new_tokens(self) -> int:
@@ -45,20 +44,33 @@ class Replica:
         self.traits = traits
         self.is_up = True
         self.sent: dict[str, Sent] = {}
-        self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
-        self.prompt_tokens = self.blocks = 0
         self.report: ReplicaReport | None = None
-        self.in_time = self._stalls = 0
+        self.stalls = 0
         self.prefilled_s = 0.0
-        self._uses: dict[int, int] = {}
 
     @property
     def requests(self) -> int:
         return len(self.sent)
 
     @property
-    def decodes(self) -> int:
-        return len(self.sent) - self.prefills
+    def prefilling(self) -> list[Sent]:
+        return [sent for sent in self.sent.values() if not sent.has_token]
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(sent.new_tokens for sent in self.prefilling)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(sent.request.prompt_tokens for sent in self.sent.values())
+
+    @property
+    def blocks(self) -> int:
+        return len({block for sent in self.sent.values() for block in sent.request.blocks})
+
+    @property
+    def in_time(self) -> int:
+        return sum(sent.stalls == self.stalls for sent in self.sent.values())
 
     @property
     def waiting(self) -> int:
@@ -72,130 +84,46 @@ class Replica:
             return self.report.kv_usage
         return min(self.prompt_tokens / self.traits.capacity_tokens, 1.0)
 
-    def add(self, sent: Sent) -> None:
-        self.sent[sent.request.request_id] = sent
-        self.prefills += 1
-        self.prefill_tokens += sent.new_tokens
-        self.prefill_cached += sent.cached_tokens
-        self.prompt_tokens += sent.request.prompt_tokens
-        for block in sent.request.blocks:
-            uses = self._uses.get(block, 0)
-            self._uses[block] = uses + 1
-            self.blocks += not uses
-
     def expect(self, sent: Sent, outlook: RequestOutlook) -> None:
-        self.prefilled_s = sent.first_s = outlook.prefilled_s
-        if outlook.stalls:
-            self._stalls += 1
-            self.in_time = 0
+        self.prefilled_s = outlook.prefilled_s
+        self.stalls += outlook.stalls
         if not outlook.is_late:
-            sent.stalls = self._stalls
-            self.in_time += 1
-
-    def first_token(self, request_id: str) -> Sent | None:
-        sent = self.sent.get(request_id)
-        if sent is None or sent.has_token:
-            return None
-        sent.has_token = True
-        self.prefills -= 1
-        self.prefill_tokens -= sent.new_tokens
-        self.prefill_cached -= sent.cached_tokens
-        self.decode_tokens += sent.request.prompt_tokens
-        return sent
-
-    def remove(self, request_id: str) -> None:
-        sent = self.sent.pop(request_id, None)
-        if sent is None:
-            return
-        self.prompt_tokens -= sent.request.prompt_tokens
-        self.in_time -= sent.stalls == self._stalls
-        if sent.has_token:
-            self.decode_tokens -= sent.request.prompt_tokens
-        else:
-            self.prefills -= 1
-            self.prefill_tokens -= sent.new_tokens
-            self.prefill_cached -= sent.cached_tokens
-        for block in sent.request.blocks:
-            uses = self._uses[block] - 1
-            if uses:
-                self._uses[block] = uses
-            else:
-                del self._uses[block]
-                self.blocks -= 1
+            sent.stalls = self.stalls
 
 
 class PrefixIndex:
-    def __init__(self, replicas: int, *, capacity: int = 0, ttl_s: float = 0.0) -> None:
-        self._capacities = [capacity] * replicas
+    """Each replica's blocks with their times, the least recently used first."""
+
+    def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
-        self._holders: dict[int, int] = {}  # block to the set of replicas, as bits
-        self._used: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(replicas)]
+        self._capacities: list[int] = []
+        self._used_s: list[dict[int, float]] = []
 
     def add_replica(self, capacity: int) -> None:
-        self._used.append(OrderedDict())
         self._capacities.append(capacity)
+        self._used_s.append({})
 
     def matched(self, blocks: Sequence[int], now_s: float) -> list[int]:
-        used = self._used
-        if self._ttl_s:
-            for index in range(len(used)):
-                self._expire(index, now_s)
-        found = [0] * len(used)
-        holders = self._holders
-        if not blocks:
-            return found
-        left = holders.get(blocks[0], 0)  # of the others nothing is found
-        for number, block in enumerate(blocks):
-            going_on = left & holders.get(block, 0)
-            ended = left ^ going_on
-            while ended:
-                lowest = ended & -ended
-                found[lowest.bit_length() - 1] = number
-                ended ^= lowest
-            left = going_on
-            if not left:
-                return found
-        while left:
-            lowest = left & -left
-            found[lowest.bit_length() - 1] = len(blocks)
-            left ^= lowest
+        ttl_s = self._ttl_s or math.inf
+        found = []
+        for used_s in self._used_s:
+            known = {block for block, at_s in used_s.items() if now_s - at_s <= ttl_s}
+            count = 0
+            while count < len(blocks) and blocks[count] in known:
+                count += 1
+            found.append(count)
         return found
 
     def add(self, index: int, blocks: Sequence[int], now_s: float) -> None:
-        used = self._used[index]
-        holders = self._holders
-        bit = 1 << index
+        used_s = self._used_s[index]
         for block in reversed(blocks):  # so that a prompt's last blocks are forgotten first
-            if block in used:
-                used.move_to_end(block)
-            else:
-                holders[block] = holders.get(block, 0) | bit
-            used[block] = now_s
-        capacity = self._capacities[index]
-        if capacity:
-            while len(used) > capacity:
-                self._forget(index, used.popitem(last=False)[0])
+            used_s.pop(block, None)
+            used_s[block] = now_s
+        while 0 < self._capacities[index] < len(used_s):
+            del used_s[next(iter(used_s))]
 
     def clear(self, index: int) -> None:
-        used = self._used[index]
-        while used:
-            self._forget(index, used.popitem()[0])
-
-    def _expire(self, index: int, now_s: float) -> None:
-        used = self._used[index]
-        while used:
-            block, at_s = next(iter(used.items()))
-            if now_s - at_s <= self._ttl_s:
-                return
-            del used[block]
-            self._forget(index, block)
-
-    def _forget(self, index: int, block: int) -> None:
-        holders = self._holders[block] & ~(1 << index)
-        if holders:
-            self._holders[block] = holders
-        else:
-            del self._holders[block]
+        self._used_s[index].clear()
 
 
 @dataclass(slots=True)
@@ -206,10 +134,8 @@ class RouterView:
     expected_tokens: float
     routed: int
     rng: np.random.Generator
-    rings: dict[tuple[int, ...], tuple[list[int], list[int]]] = field(default_factory=dict)
     now_s: float = 0.0
     outlook: RequestOutlook | None = None
-    even: bool = False  # known to be of one weight, so that no request looks at all weights
 
     def share(self, request: RoutedRequest, replica: Replica) -> float:
         return self.matched[replica.index] / len(request.blocks) if request.blocks else 0.0
@@ -225,21 +151,24 @@ class RouterView:
 
 def round_robin(router: Any, request: RoutedRequest, view: RouterView) -> int:
     replicas = view.replicas
-    if view.even or len({replica.traits.weight for replica in replicas}) == 1:
+    weights = [replica.traits.weight for replica in replicas]
+    if len(set(weights)) == 1:
         return replicas[view.routed % len(replicas)].index
-    ends = list(accumulate(replica.traits.weight for replica in replicas))
+    ends = list(accumulate(weights))
     turn = view.routed * GOLDEN % 1.0 * ends[-1]
     return replicas[min(bisect_right(ends, turn), len(ends) - 1)].index
 
 
 def least_requests(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    return view.least(_requests(view))
+    return view.least([(r.requests + 1) / r.traits.weight for r in view.replicas])
 
 
 def least_tokens(router: Any, request: RoutedRequest, view: RouterView) -> int:
     expected = view.expected_tokens
-    tokens = [r.prefill_tokens + r.requests * expected for r in view.replicas]
-    return view.least(_for_weights(view, tokens, request.prompt_tokens + expected))
+    own = request.prompt_tokens + expected
+    return view.least(
+        [(r.prefill_tokens + r.requests * expected + own) / r.traits.weight for r in view.replicas]
+    )
 
 
 def future_memory(router: Any, request: RoutedRequest, view: RouterView) -> int:
@@ -256,22 +185,25 @@ def future_memory(router: Any, request: RoutedRequest, view: RouterView) -> int:
 def session_hash(router: Any, request: RoutedRequest, view: RouterView) -> int:
     key = request.session or (str(request.blocks[0]) if request.blocks else "")
     if not key:
-        return view.least(_requests(view))
-    up = tuple(replica.index for replica in view.replicas)
-    if up not in view.rings:
-        view.rings[up] = _ring(view.replicas)
-    points, owners = view.rings[up]
-    at = bisect_left(points, _point(key))
+        return least_requests(router, request, view)
+    ring = sorted(
+        (
+            (_point(f"{replica.index}:{k}"), replica)
+            for replica in view.replicas
+            for k in range(max(round(RING_POINTS * replica.traits.weight), 1))
+        ),
+        key=itemgetter(0),
+    )
+    behind = [replica for point, replica in ring if point >= _point(key)]
+    before = [replica for point, replica in ring if point < _point(key)]
     if not router.load_factor:
-        return owners[at % len(owners)]
-    loads = {replica.index: replica.requests for replica in view.replicas}
-    weights = {replica.index: replica.traits.weight for replica in view.replicas}
-    most = router.load_factor * (sum(loads.values()) + 1) / sum(weights.values())
-    for step in range(len(owners)):
-        owner = owners[(at + step) % len(owners)]
-        if loads[owner] + 1 <= most * weights[owner]:
-            return owner
-    return view.least(_requests(view))
+        return (behind or before)[0].index
+    requests = sum(replica.requests for replica in view.replicas)
+    most = router.load_factor * (requests + 1) / sum(r.traits.weight for r in view.replicas)
+    for replica in (*behind, *before):
+        if replica.requests + 1 <= most * replica.traits.weight:
+            return replica.index
+    return least_requests(router, request, view)
 
 
 def prefix(router: Any, request: RoutedRequest, view: RouterView) -> int:
@@ -336,11 +268,6 @@ def vllm_dp(router: Any, request: RoutedRequest, view: RouterView) -> int:
 
 def by_law(router: Any, request: RoutedRequest, view: RouterView) -> int:
     view.replicas = _likely(view)
-    if any(replica.traits.law is None for replica in view.replicas):
-        raise InputError(
-            "router 'by-law' needs the law of a pass of every replica",
-            "tune from a fit of the engine, or choose another router",
-        )
     found = [weighed(router, request, replica, view) for replica in view.replicas]
     index = view.least([cost for cost, _ in found])
     view.outlook = next(
@@ -361,18 +288,20 @@ def weighed(
     prompt = request.prompt_tokens
     cached = view.cached_tokens(request, replica)
     new = prompt - cached
-    decodes = min(replica.decodes, traits.max_rows)
+    prefilling = replica.prefilling
+    decoding = [sent for sent in replica.sent.values() if sent.has_token]
+    decodes = min(len(decoding), traits.max_rows)
     # rows that decode have generated half of their output on average
-    context = replica.decode_tokens + replica.decodes * expected / 2
+    context = sum(sent.request.prompt_tokens for sent in decoding) + len(decoding) * expected / 2
     room = max(traits.pass_tokens - decodes, 1)
     ahead = replica.prefill_tokens
     passes = -(-(ahead + new) // room)
-    attended_ahead = ahead * (ahead / max(replica.prefills, 1)) / 2
+    attended_ahead = ahead * (ahead / max(len(prefilling), 1)) / 2
     plain_s = law.pass_s(decodes, context, 0, 0, 0.0)
     chunk_s = law.pass_s(
         decodes,
         context,
-        max((replica.prefills + 1) / passes, 1),
+        max((len(prefilling) + 1) / passes, 1),
         (ahead + new) / passes,
         (new * (cached + new / 2) + attended_ahead) / passes,
     )
@@ -382,7 +311,8 @@ def weighed(
     own_s += law.behind_s * _tokens_behind(1, cached, new, room)
     left = rest = 0.0  # seconds and tokens of the prompts ahead: part of them is computed
     if ahead:
-        behind = _tokens_behind(replica.prefills, replica.prefill_cached, ahead, room)
+        cached_ahead = sum(sent.cached_tokens for sent in prefilling)
+        behind = _tokens_behind(len(prefilling), cached_ahead, ahead, room)
         whole_s += law.behind_s * behind
         left = min(whole_s, max(replica.prefilled_s - view.now_s, 0.0))
         rest = ahead * left / max(whole_s, 1e-9)
@@ -408,23 +338,7 @@ def weighed(
     return cost, RequestOutlook(view.now_s + first_s, is_late, stalls)
 
 
-def _for_weights(view: RouterView, loads: Sequence[float], one: float) -> Sequence[float]:
-    if view.even:
-        return loads
-    weights = [replica.traits.weight for replica in view.replicas]
-    return [(load + one) / weight for load, weight in zip(loads, weights, strict=True)]
-
-
-def _requests(view: RouterView) -> Sequence[float]:
-    return _for_weights(view, [replica.requests for replica in view.replicas], 1)
-
-
-def _ring(up: Sequence[Replica]) -> tuple[list[int], list[int]]:
-    points = {each.index: max(round(RING_POINTS * each.traits.weight), 1) for each in up}
-    pairs = sorted((_point(f"{index}:{k}"), index) for index, n in points.items() for k in range(n))
-    return [point for point, _ in pairs], [index for _, index in pairs]
-
-
+@cache
 def _point(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -441,7 +355,7 @@ def _likely(view: RouterView) -> Sequence[Replica]:
     few = max(2 // len(kinds), 1)
     found: set[int] = set()
     for kind in kinds.values():
-        for count, keys in (  # `heapq.nsmallest` with a key takes twice as long for 64
+        for count, keys in (
             (part, [-matched[replica.index] for replica in kind]),
             (part, [replica.prefill_tokens for replica in kind]),
             (part, [len(replica.sent) for replica in kind]),
@@ -450,17 +364,6 @@ def _likely(view: RouterView) -> Sequence[Replica]:
             places = sorted(range(len(kind)), key=keys.__getitem__)[:count]
             found.update(kind[place].index for place in places)
     return [replica for replica in replicas if replica.index in found]
-
-
-def _chance(expected_s: float, target_s: float) -> float:
-    if expected_s <= 0.0:
-        return 0.0
-    return 1.0 / (1.0 + min(target_s / expected_s, 100.0) ** SHARPNESS)
-
-
-def _tokens_behind(prompts: int, cached: int, new: int, room: int) -> float:
-    parts = -(-new // (prompts * room))  # of each prompt
-    return parts * cached + prompts * room * parts * (parts - 1) / 2
 
 
 def _memory_wait_s(
@@ -497,11 +400,10 @@ class PlainBalancer:
         self.router = router
         self.choose = PLAIN[router.name]
         self.replicas = [Replica(index, each) for index, each in enumerate(traits)]
-        self.index = PrefixIndex(0, ttl_s=router.index_ttl_s)
+        self.index = PrefixIndex(router.index_ttl_s)
         for each in traits:
             bound = router.index_blocks or each.capacity_tokens // block_tokens
             self.index.add_replica(max(bound, 0))
-        self.homes: dict[str, Replica] = {}
         self.lengths: deque[int] = deque(maxlen=HISTORY)
         rng = np.random.default_rng(0)
         self.view = RouterView(self.replicas, [], block_tokens, 128, 0, rng)
@@ -520,26 +422,23 @@ class PlainBalancer:
         index = self.choose(self.router, request, view)
         view.routed += 1
         replica = self.replicas[index]
-        sent = Sent(request, now_s, view.cached_tokens(request, replica))
-        replica.add(sent)
+        sent = Sent(request, view.cached_tokens(request, replica))
+        replica.sent[request.request_id] = sent
         if view.outlook is not None:
             replica.expect(sent, view.outlook)
-        self.homes[request.request_id] = replica
         self.index.add(index, request.blocks, now_s)
         return index
 
     def first_token(self, request_id: str) -> None:
-        if request_id in self.homes:
-            self.homes[request_id].first_token(request_id)
+        for replica in self.replicas:
+            if request_id in replica.sent:
+                replica.sent[request_id].has_token = True
 
     def ended(self, request_id: str, generated: int) -> None:
-        home = self.homes.pop(request_id, None)
-        if home is None:
-            return
-        home.remove(request_id)
-        if generated >= 0:
-            self.lengths.append(generated)
-            self.view.expected_tokens = sum(self.lengths) / len(self.lengths)
+        for replica in self.replicas:
+            if replica.sent.pop(request_id, None) and generated >= 0:
+                self.lengths.append(generated)
+                self.view.expected_tokens = sum(self.lengths) / len(self.lengths)
 
     def report(self, index: int, report: ReplicaReport) -> None:
         self.replicas[index].report = report

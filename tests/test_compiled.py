@@ -106,20 +106,15 @@ def test_the_variable_forces_either(libraries: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "text"),
-    [
-        (RunningCode(True), "ok", f"compiled ({len(MODULES)} modules)"),
-        (RunningCode(False, "why", "what"), "note", "plain Python, with the same results but"),
-    ],
+    ("code", "status"), [(RunningCode(True), "ok"), (RunningCode(False, "why", "what"), "note")]
 )
 def test_doctor_says_which_code_runs(
-    code: RunningCode, status: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    code: RunningCode, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(compiled, "running", lambda: code)
     devices = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())
     (check,) = [each for each in check_machine(devices, tmp_path) if each.name == "scheduler"]
     assert (check.status, check.remedy) == (status, code.remedy)
-    assert text in check.found
     assert code.reason in check.found
 
 

@@ -1,4 +1,4 @@
-"""The documentation names commands and options that exist."""
+"""The documentation names options that exist, and every variable that the code reads."""
 
 import re
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.make_reference import VARIABLES
 from toolkit.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -41,3 +42,9 @@ def test_every_option_that_a_page_shows_exists(page: Path) -> None:
     known = options()
     shown = list(named(page, known))
     assert [(command, option) for command, option in shown if option not in known[command]] == []
+
+
+def test_every_variable_that_the_code_names_is_documented() -> None:
+    files = [*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "templates").glob("*.j2")]
+    texts = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    assert set(re.findall(r"LLMCTL_[A-Z_]*[A-Z]\b", texts)) == set(VARIABLES)

@@ -2,16 +2,18 @@
 
 The package is built as a wheel and installed, without its dependencies, into a folder of its own.
 Each page's commands then run in order in an empty folder that has what the page supposes of a
-reader: a measured profile, a trace, a plan. What needs a GPU gets the shipped (analytic) profile in
+reader: a measured profile, a trace, a plan. Each runs in a process of its own, which a process that
+has imported the package forks (`FORKS`). What needs a GPU gets the shipped (analytic) profile in
 place of a measurement and a stand-in for vLLM's server. A command that serves is left running for
-those after it. What cannot run here is listed with the reason. What the pages in `FIGURES` show of
-a command's output is compared with what it prints.
+those after it. What cannot run here is listed with the reason. The numbers that the pages in
+`FIGURES` show of a command's output are compared with what it prints.
 """
 
 import gzip
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import socket
@@ -52,9 +54,7 @@ SHORTER = {
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --max-error 1000",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
     "--check 8 --strict": "--check 2",
-    "llmctl tune fleet.yaml --trace chat-small": (
-        "llmctl tune fleet.yaml --trace chat-small --policies own --trials 12 --draws 0"
-    ),
+    "tune fleet.yaml --trace chat-small": "tune fleet.yaml --trace traffic.jsonl --policies own",
 }
 # What commands that do not say it get, by their first word. A process takes seconds to start.
 FEWER = {
@@ -70,6 +70,7 @@ METRICS = "needs a server of vLLM with traffic; tests/test_traces_from_metrics.p
 CHECKED = "needs vLLM's own schedulers; tests/test_conformance.py has made-up ones"
 LIVE = "needs a vLLM of its own; tests/test_live_real_vllm.py runs these where there is one"
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
+NUMBER = r"\d+(?:[.,]\d+)*"
 T = TypeVar("T")
 
 
@@ -111,10 +112,12 @@ def shown_output(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def is_printed(line: str, output: str) -> bool:
-    """Whether `output` has this line. Spaces count as one, and `...` stands for any text."""
-    parts = [re.escape(" ".join(part.split())) for part in line.split("...")]
-    pattern = re.compile(r"\s?.*\s?".join(parts))
-    return any(pattern.fullmatch(" ".join(each.split())) for each in output.splitlines())
+    """Whether a line of `output` has this line's numbers in order, whatever the words."""
+    for printed in output.splitlines():
+        there = iter(re.findall(NUMBER, printed))
+        if all(number in there for number in re.findall(NUMBER, line)):
+            return True
+    return False
 
 
 def named_files(page: Path) -> dict[str, str]:
@@ -125,14 +128,39 @@ def named_files(page: Path) -> dict[str, str]:
     return dict(blocks)
 
 
+# Runs each command of a line in a fork, so that what takes seconds to import is imported once.
+FORKS = """
+import gc, json, os, sys
+import optuna, rich.console, rich.table
+import toolkit.api, toolkit.estimators.fitting, toolkit.report.capacity, toolkit.tuning.tune
+from toolkit import __main__ as llmctl
+from toolkit.cli import main
+for name in main.COMMANDS:
+    main._load(name)
+gc.freeze()
+for line in sys.stdin:
+    folder, streams, environment, sys.argv[1:] = json.loads(line)
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        os.environ.update(environment)
+        for number, path in enumerate(streams):
+            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+        llmctl.main()
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
 @dataclass(frozen=True)
 class Installed:
-    """The wheel's files, where Python finds them, and free ports in place of those that pages
-    name.
+    """The wheel's files, where Python finds them, free ports in place of those that pages name, and
+    the process of `FORKS`.
     """
 
     site: Path
     ports: Mapping[str, str]
+    forks: subprocess.Popen[str]
 
 
 @dataclass
@@ -149,18 +177,21 @@ class Folder:
     def run(self, command: str, code: int = 0) -> str:
         """What one command prints until its end, on both streams; `> FILE` keeps stdout there."""
         command, _, file = command.partition(" > ")
-        done = subprocess.run(
-            self._words(command),
-            cwd=self.path,
-            env=self._env(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        assert done.returncode == code, f"$ {command}\n{done.stdout}\n{done.stderr}"
+        out = self.path.with_name("stdout")
+        err = self.path.with_name("stderr")
+        streams = [os.devnull, str(out), str(err)]
+        job = [str(self.path), streams, self.environment, self._words(command)]
+        forks = self.installed.forks
+        assert forks.stdin is not None
+        assert forks.stdout is not None
+        print(json.dumps(job), file=forks.stdin, flush=True)
+        assert select.select([forks.stdout], [], [], TIMEOUT_S)[0], f"$ {command}: it goes on"
+        ended = int(forks.stdout.readline())
+        printed = f"{out.read_text(encoding='utf-8')}\n{err.read_text(encoding='utf-8')}"
+        assert ended == code, f"$ {command}\n{printed}"
         if file:
-            (self.path / file).write_text(done.stdout, encoding="utf-8")
-        return f"{done.stdout}\n{done.stderr}"
+            shutil.copy(out, self.path / file)
+        return printed
 
     def serve(self, command: str) -> None:
         """A command that goes on until it is stopped; returns when it says that it is ready."""
@@ -168,9 +199,9 @@ class Folder:
         output = self.path / f"server-{len(self.servers)}.log"
         with output.open("w") as log:
             server = subprocess.Popen(
-                self._words(command),
+                [sys.executable, "-P", "-m", "toolkit", *self._words(command)],
                 cwd=self.path,
-                env=self._env(),
+                env=environment(self.installed.site) | self.environment,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -197,14 +228,7 @@ class Folder:
                 command += f" {option} {value}"
         for named, port in self.installed.ports.items():
             command = command.replace(f":{named}", f":{port}")
-        words = [self.words.get(word, word) for word in shlex.split(command)]
-        return [sys.executable, "-P", "-m", "toolkit", *words[1:]]
-
-    def _env(self) -> dict[str, str]:
-        # These files come before those of this checkout, which an editable install puts on the
-        # path. Compiled code runs where there is some, as it does for a reader.
-        kept = {name: value for name, value in os.environ.items() if name != compiled.VARIABLE}
-        return kept | {"PYTHONPATH": str(self.installed.site)} | self.environment
+        return [self.words.get(word, word) for word in shlex.split(command)[1:]]
 
 
 @dataclass(frozen=True)
@@ -224,6 +248,14 @@ def of(command: str, table: Mapping[str, T]) -> T | None:
     return table[max(fitting, key=len)] if fitting else None
 
 
+def environment(site: Path) -> dict[str, str]:
+    """That of processes: the files of `site` come before those of this checkout, which an editable
+    install puts on the path. Compiled code runs where there is some, as it does for a reader.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != compiled.VARIABLE}
+    return kept | {"PYTHONPATH": str(site)}
+
+
 def free_port() -> str:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -237,29 +269,10 @@ def install(folder: Path) -> Path:
     with FileLock(folder / "wheel.lock"):
         site = folder / "site"
         if not site.exists():
-            pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-            build = [
-                *pip,
-                "wheel",
-                "--no-deps",
-                "--no-build-isolation",
-                "--no-index",
-                "--wheel-dir",
-                folder,
-                ROOT,
-            ]
-            subprocess.run(build, check=True, capture_output=True)
+            build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+            subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
             [wheel] = folder.glob("*.whl")
-            unpack = [
-                *pip,
-                "install",
-                "--no-deps",
-                "--no-index",
-                "--target",
-                folder / "unpacked",
-                wheel,
-            ]
-            subprocess.run(unpack, check=True, capture_output=True)
+            shutil.unpack_archive(wheel, folder / "unpacked", "zip")
             assert not (folder / "unpacked" / "benchmarks").exists()  # they are for a checkout
             compile_kernels(folder / "unpacked")
             (folder / "unpacked").rename(site)
@@ -281,7 +294,7 @@ def compile_kernels(site: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     """The wheel's files; its recipes name a free port, so that no other server is met."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -293,7 +306,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     ports = {"8000": free_port(), "8100": free_port()}
     for recipe in (site / "toolkit" / "_data" / "recipes").glob("*.yaml"):
         recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))
-    return Installed(site, ports)
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", FORKS],
+        env=environment(site),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as forks:
+        yield Installed(site, ports, forks)
 
 
 @pytest.fixture(scope="session")

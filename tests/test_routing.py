@@ -68,24 +68,6 @@ def test_an_index_with_a_time_to_live_forgets_unused_blocks():
     assert index.matched((1, 2), 10.5) == [0, 1]
 
 
-def test_an_index_agrees_with_a_plain_walk():
-    rng = random.Random(0)
-    index = index_of(5)
-    plain = [set() for _ in range(5)]
-    for _ in range(300):
-        blocks = tuple(rng.randrange(6) + 10 * depth for depth in range(rng.randrange(1, 6)))
-        expected = []
-        for held in plain:
-            count = 0
-            while count < len(blocks) and blocks[count] in held:
-                count += 1
-            expected.append(count)
-        assert index.matched(blocks, 0.0) == expected
-        replica = rng.randrange(5)
-        index.add(replica, blocks, 0.0)
-        plain[replica].update(blocks)
-
-
 def test_round_robin_skips_replicas_that_are_down():
     front = balancer("round-robin")
     front.change(1, is_up=False)

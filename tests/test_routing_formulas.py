@@ -110,7 +110,7 @@ def test_forgetting_is_as_block_by_block(ttl_s, capacity, replicas):
     rng = random.Random(3)
     now_s = 0.0
     index = PrefixIndex(ttl_s)
-    plain = plain_routers.PrefixIndex(0, ttl_s=ttl_s)
+    plain = plain_routers.PrefixIndex(ttl_s)
     for _ in range(replicas):
         index.add_replica(capacity)
         plain.add_replica(capacity)

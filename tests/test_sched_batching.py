@@ -31,13 +31,6 @@ def batch(estimated_s: float) -> Batch:
     return Batch(-1, (job(1),), 1, 1, estimated_s)
 
 
-def test_fig_11_two_batches_are_faster_than_one():
-    together = FIG_11.serve_s(16, 1024, 128)
-    apart = FIG_11.serve_s(15, 10, 128) + FIG_11.serve_s(1, 1024, 128)
-    assert together == pytest.approx(13.5, abs=0.05)
-    assert apart == pytest.approx(7.6, abs=0.05)
-
-
 def test_fig_11_is_split_15_and_1():
     pool = [job(10, k) for k in range(15)] + [job(1024, 15)]
     batches = SlicePolicy(slice_tokens=128).batch(pool, worker())

@@ -2,16 +2,15 @@
 
 import pytest
 from least_served import LeastServedPolicy
+from test_sched_planner import recorded
 
 from benchmarks.common.golden import rate_rps, trace_of, world_of
 from toolkit.errors import InputError
-from toolkit.sched.eventlog import RecordingScheduler, Tick, replay
+from toolkit.sched.eventlog import Tick, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sim.api import requests_of, simulate, virtual_workers
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.loop import run
+from toolkit.sim.api import simulate
 
 
 @pytest.mark.parametrize("joining", [None, "embed", "shape"])
@@ -20,12 +19,7 @@ def test_it_preempts_ends_every_request_and_replays(joining, emits):
     trace = trace_of(40, rate_rps(1.3, 2))
     world = world_of(2, joining=joining, emits=emits)
     policy = LeastServedPolicy()
-    requests, outputs = requests_of(trace, world.max_new_tokens)
-    events = []
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
-    scheduler = RecordingScheduler(policy, world.scheduled(), events.append)
-    run(scheduler, requests, virtual_workers(policy, world, ledger, requests))
-    assert all(each.ok for each in ledger.outcomes)
+    events = recorded(policy, trace, world)
     started = [batch for event in events if isinstance(event, Tick) for batch in event.started]
     paused = [name for batch in started if batch.moved for name in batch.moved.paused]
     resumed = [name for batch in started if batch.moved for name in batch.moved.resumed]

@@ -20,8 +20,8 @@ from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 
 
-def events(policy, trace, world):
-    """All calls and decisions of a simulation."""
+def recorded(policy, trace, world):
+    """All calls and decisions of a simulation, in which every request ends."""
     found = []
     requests, outputs = requests_of(trace, world.max_new_tokens)
     scheduler = RecordingScheduler(policy, world.scheduled(), found.append)
@@ -61,12 +61,12 @@ class Idle(ShortFirst):
 def test_a_policy_of_a_third_party_overrides_what_it_needs():
     trace = trace_of(30, rate_rps(1.0, 2))
     world = world_of(2)
-    wide = events(ShortFirst(max_batch_size=8), trace, world)
-    narrow = events(ShortFirst(max_batch_size=1), trace, world)
+    wide = recorded(ShortFirst(max_batch_size=8), trace, world)
+    narrow = recorded(ShortFirst(max_batch_size=1), trace, world)
     assert wide != narrow
-    assert events(ShortFirst(max_batch_size=8), trace, world) == wide
+    assert recorded(ShortFirst(max_batch_size=8), trace, world) == wide
     started = [
-        batch for event in events(Idle(), trace, world) for batch in getattr(event, "started", ())
+        batch for event in recorded(Idle(), trace, world) for batch in getattr(event, "started", ())
     ]
     assert started
     assert max(batch.steps for batch in started) <= 2

@@ -80,24 +80,24 @@ def check_counts(inbox, left, now_s, queue, ticket):
     assert inbox.others_before(float(queue), ticket) == len(before)
 
 
-@given(jobs_that_wait, st.integers(0, 3), st.integers(0, 20))
-def test_it_counts_the_jobs_that_are_served_before_a_job(rows, queue, ticket):
-    inbox, left = filled(rows)
-    check_counts(inbox, left, NOW_S, queue, ticket)
-
-
 @pytest.mark.slow
 @given(
-    jobs_that_wait, jobs_that_wait, st.lists(st.floats(0, 2 * NOW_S), max_size=4), st.integers(0, 3)
+    rows=jobs_that_wait,
+    more=jobs_that_wait,
+    times_s=st.lists(st.floats(0, 2 * NOW_S), min_size=1, max_size=4),
+    queue=st.integers(0, 3),
+    ticket=st.integers(0, 20) | st.just(101),
 )
-def test_counts_stay_right_while_jobs_come_and_go_and_time_goes_on(rows, more, times_s, queue):
+def test_it_counts_the_jobs_that_are_served_before_a_job_while_jobs_come_and_go(
+    rows, more, times_s, queue, ticket
+):
     inbox, left = filled(rows)
     coming = [
         Job(Request(f"more {k}", 0.0, length, 10, one), 100 + k, length, waiting_since_s=since_s)
         for k, (one, length, since_s, _) in enumerate(more)
     ]
     for now_s in sorted(times_s):
-        check_counts(inbox, left, now_s, queue, 101)
+        check_counts(inbox, left, now_s, queue, ticket)
         if coming:
             left.append(coming.pop())
             inbox.append(left[-1])

@@ -6,7 +6,7 @@ from said import says
 from toolkit.errors import InputError
 from toolkit.estimators.laws import bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.policies import make_policy, refuse_oracle
+from toolkit.sched.policies import ORACLES, make_policy, refuse_oracle
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, RoundResult, Worker
 
@@ -132,8 +132,9 @@ def test_an_unknown_router_is_named():
 
 
 def test_no_server_runs_an_oracle():
-    with pytest.raises(InputError, match="exists in simulations only"):
-        refuse_oracle("past-future-oracle")
+    for name in ORACLES:
+        with pytest.raises(InputError, match=f"'{name}'"):
+            refuse_oracle(name)
     refuse_oracle("past-future")
 
 

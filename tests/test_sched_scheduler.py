@@ -77,38 +77,27 @@ def test_a_batch_out_of_memory_is_tried_again_in_halves_on_its_worker():
     assert scheduler.workers[0].oom_events == 1
 
 
-def test_a_job_that_fails_alone_twice_is_given_up_with_the_reason():
+@pytest.mark.parametrize(
+    ("failure", "generated", "said"),
+    [
+        ("oom", [0, 0], "out of memory"),
+        ("crashed", [1] * 5, "five"),
+        ("crashed", [3, 3, 0], "three"),
+    ],
+)
+def test_a_job_is_given_up_at_the_second_failure_without_a_token_between_or_at_the_fifth(
+    failure, generated, said
+):
     scheduler = make()
     scheduler.submit(request("a"), 0.0)
-    for _ in range(2):
+    for tokens in generated:
+        assert scheduler.take_refusals() == []
         (batch,) = scheduler.tick(0.0)
-        scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
+        scheduler.complete(done(batch, tokens, finished=False, failure=failure), 1.0)
     (refusal,) = scheduler.take_refusals()
     assert refusal.request_id == "a"
-    assert "out of memory" in refusal.reason
+    assert says(refusal.reason, said)
     assert scheduler.jobs == 0
-
-
-def test_a_job_that_makes_progress_between_failures_is_given_up_only_at_the_fifth():
-    scheduler = make()
-    scheduler.submit(request("a"), 0.0)
-    for failures in range(1, 6):
-        (batch,) = scheduler.tick(0.0)
-        scheduler.complete(done(batch, 1, finished=False, failure="crashed"), 1.0)
-        assert scheduler.jobs == (failures < 5)
-    (refusal,) = scheduler.take_refusals()
-    assert says(refusal.reason, "died", "five")
-
-
-def test_two_failures_without_a_token_in_between_count_however_many_came_before():
-    scheduler = make()
-    scheduler.submit(request("a"), 0.0)
-    for generated in (3, 3, 0):
-        (batch,) = scheduler.tick(0.0)
-        assert scheduler.take_refusals() == []
-        scheduler.complete(done(batch, generated, finished=False, failure="crashed"), 1.0)
-    (refusal,) = scheduler.take_refusals()
-    assert says(refusal.reason, "died", "three")
 
 
 def test_a_crash_moves_batch_and_queue_to_another_worker_with_tokens_kept():

@@ -306,18 +306,6 @@ def test_no_round_runs_out_of_memory_by_itself(rows, case, host_tokens, joining)
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=requests, case=cases, joining=memories)
-def test_same_input_same_result(rows, case, joining):
-    name, parameters = CASES[case]
-    first, second = (
-        simulate(trace_of(rows), make_policy(name, parameters), world(2, joining=joining))
-        for _ in range(2)
-    )
-    assert first.served.finish_s.tolist() == second.served.finish_s.tolist()
-    assert first.counters == second.counters
-
-
-@settings(max_examples=20, deadline=None)
 @given(
     rows=requests,
     case=cases,

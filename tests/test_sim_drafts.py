@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paged import FLAT, LAW, trace_of, world
 from said import says
-from test_sim_paged import FLAT, LAW, trace_of, world
 
 from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
 from toolkit.errors import InputError

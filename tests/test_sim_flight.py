@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged import pass_by_pass, same_times, trace_of, world
 from plain_passes import serve
-from test_sim_paged import small, trace_of, world
-from test_sim_prefix import trace_of as sessions_of
+from test_sim_paged import small
 from test_sim_replicas import made_up
 
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
@@ -21,7 +21,6 @@ from toolkit.routing.routers import make_router
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.flight import EMPTY_S, steps_before, stretch_s
-from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Outage, Routing
 
@@ -128,13 +127,9 @@ def test_every_token_comes_when_vllm_s_loop_hands_it_out(rows, policy, law, dept
 def test_leaps_change_nothing(rows, policy, law) -> None:
     rows = spaced(rows)
     leaping = simulate(trace_of(rows), policy, world(engine_of(law)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+    with pass_by_pass():
         stepping = simulate(trace_of(rows), policy, world(engine_of(law)))
-    for name in ("first_token_s", "finish_s", "max_gap_s"):
-        np.testing.assert_allclose(
-            getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
-        )
+    same_times(leaping, stepping)
     # others are not the same: percentiles are of stretches of gaps, memory is a mean over a leap
     for name in ("evicted_percent", "rounds", "itl_mean_s", "utilisation_percent"):
         one = leaping.counters.get(name, 0.0)
@@ -167,10 +162,7 @@ def test_where_launches_cost_nothing_a_pass_is_all_that_counts(rows, policy, rou
         simulate(trace_of(spaced(rows)), policy, world(engine_of(law), 1 + routed, **more))
         for law in (pipeline, steps)
     )
-    for name in ("first_token_s", "finish_s", "max_gap_s"):
-        np.testing.assert_allclose(
-            getattr(one.served, name), getattr(other.served, name), rtol=0, atol=1e-11
-        )
+    same_times(one, other, atol=1e-11)
 
 
 def times_of(rows, law, depth: int = 2, **more):
@@ -300,11 +292,7 @@ def test_round_robin_is_what_dealing_in_turn_is(law, depth, shares) -> None:
         there = world(engine_of(law, depth), 2)
         routed = simulate(trace, FLAGS, replace(there, routing=Routing()))
         alone = simulate(trace, FLAGS, there)
-        near = {"rtol": 0, "atol": 1e-9}
-        for name in ("first_token_s", "finish_s", "max_gap_s"):
-            np.testing.assert_allclose(
-                getattr(routed.served, name), getattr(alone.served, name), **near
-            )
+        same_times(routed, alone)
         assert routed.counters["evicted_percent"] == alone.counters["evicted_percent"] > 0
         assert routed.counters.get("hit_tokens") == alone.counters.get("hit_tokens")
 
@@ -326,7 +314,7 @@ def test_a_fixed_concurrency_is_kept(law, depth, routed) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_turns_of_a_session_follow_the_tokens_that_clients_have(depth: int) -> None:
     rows = [(0.0, 12, 7), (0.0, 30, 5), (0.0, 44, 3)]
-    trace = sessions_of(rows, previous=[-1, 0, 1], think_s=0.05)
+    trace = trace_of(rows, previous=[-1, 0, 1], think_s=0.05)
     there = world(engine_of(LAW, depth, 60))
     served = simulate(trace, FLAGS, there).served
     assert served.ok.all()
@@ -353,8 +341,7 @@ def test_reports_in_the_middle_of_a_leap_count_the_blocks_so_far() -> None:
         return found
 
     leaping = seen()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+    with pass_by_pass():
         stepping = seen()
     assert len(leaping) == len(stepping) > 10
     assert max(stepping) > 0.5

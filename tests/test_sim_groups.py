@@ -6,18 +6,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged import FLAT, pass_by_pass, same_times, trace_of, world
 from said import says
 
 from toolkit.backends.vllm.conformance.kinds import block_sizes
 from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
-from toolkit.estimators.laws import unit_step
-from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -27,11 +25,8 @@ from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.world import World
-from toolkit.traces.types import SharedBlocks, Trace
 
 DATA = Path(__file__).parent / "data"
-FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
 FULL = CacheGroup("full", "FullAttentionSpec", 4, 1, 16)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 4, 1, 16, window=8)
 STATE = CacheGroup("state", "MambaSpec", 4, 1, 16, mode="align")
@@ -66,28 +61,8 @@ def caches(groups: list[CacheGroup], **more) -> CacheSettings:
     return CacheSettings(tuple(groups), max_model_len=96, **more)
 
 
-def world(engine: PagedEngine) -> World:
-    memory = ZetaMemory(engine.capacity_tokens)
-    return World(unit_step(), memory, 1, 100, paged=engine, token_gaps=True)
-
-
-def trace_of(rows, ids=None) -> Trace:
-    """Rows are (arrival, prompt, output, how much more the limit allows); `ids` of each."""
-    arrival, prompt, output, more = map(
-        np.array, zip(*sorted(rows, key=lambda row: row[0]), strict=True)
-    )
-    shared = None
-    if ids is not None:
-        offsets = np.cumsum([0, *map(len, ids)])
-        shared = SharedBlocks(4, np.array([k for one in ids for k in one], np.int64), offsets)
-    return Trace(arrival.astype(float), prompt, output, output + more, shared=shared)
-
-
 def same(one, other) -> None:
-    for name in ("first_token_s", "finish_s", "max_gap_s", "ok"):
-        np.testing.assert_allclose(
-            getattr(one.served, name), getattr(other.served, name), rtol=0, atol=1e-9
-        )
+    same_times(one, other)
     for name in ("evicted_percent", "rounds", "batch_size_mean", "itl_mean_s"):
         assert one.counters.get(name) == pytest.approx(other.counters.get(name))
 
@@ -99,8 +74,7 @@ def test_counting_and_leaps_change_nothing(groups, rows, policy, ahead, blocks) 
     engine = PagedEngine(LAW, 84 + blocks, 4, ahead, caches=caches(groups))
     policy = engine.allowed(policy)  # with more tokens in a pass vLLM would not start
     counted = simulate(trace_of(rows), policy, world(engine))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupedScheduler, "ahead", lambda _: 1)
+    with pass_by_pass() as patch:
         stepping = simulate(trace_of(rows), policy, world(engine))
         patch.setattr(CacheSettings, "can_count", lambda *_: False)
         row_by_row = simulate(trace_of(rows), policy, world(engine))
@@ -163,10 +137,11 @@ def test_a_prefix_needs_the_tail_of_the_window_too() -> None:
     rows = [(20.0 * number, 33, 2, 0) for number in range(3)]
     ids = [[*range(6), *range(100 * number, 100 * number + 3)] for number in range(3)]
     engine = PagedEngine(FLAT, 90, 4, caches=settled)
-    found = simulate(trace_of(rows, ids), VllmPolicy(), world(engine)).counters
+    found = simulate(trace_of(rows, ids=ids), VllmPolicy(), world(engine)).counters
     assert (found["query_tokens"], found["hit_tokens"]) == (99.0, 24.0)
     kept = replace(engine, caches=replace(settled, retention=None))
-    assert simulate(trace_of(rows, ids), VllmPolicy(), world(kept)).counters["hit_tokens"] == 48.0
+    found = simulate(trace_of(rows, ids=ids), VllmPolicy(), world(kept)).counters
+    assert found["hit_tokens"] == 48.0
 
 
 def test_states_end_chunks_at_blocks() -> None:
@@ -284,7 +259,5 @@ def test_the_engine_dies_with_what_it_has_generated() -> None:
 @pytest.mark.parametrize("number", range(8))
 def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     """As vLLM 0.32.0's own classes made them, with the blocks that each group holds."""
-    from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
-
     case, theirs = json.loads((DATA / "vllm-0.32.0-groups.json").read_text())[number]
     assert json.loads(json.dumps(passes_of_case(case))) == theirs

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import samples
 from commands import llmctl
+from paged import LAW, trace_of, world
 from said import says
-from test_sim_paged import LAW, trace_of, world
 
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.files.io import write_file

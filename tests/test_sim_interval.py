@@ -1,8 +1,10 @@
 """`prefill_schedule_interval` in the model of vLLM's scheduler."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from test_sim_paged import LAW, served, trace_of, world
+from paged import LAW, pass_by_pass, same_times, trace_of, world
 
 from toolkit.backends.vllm.command import flags_of
 from toolkit.errors import InputError
@@ -69,16 +71,12 @@ def test_leaps_change_nothing(ahead: bool, interval: int) -> None:
         max_num_seqs=6, max_num_batched_tokens=32, prefill_schedule_interval=interval
     )
     there = world(PagedEngine(LAW, 60, 4, ahead))
-    leaping = simulate(trace_of(rows), policy, there).served
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
-        stepping = simulate(trace_of(rows), policy, there).served
-    for name in ("first_token_s", "finish_s", "max_gap_s"):
-        np.testing.assert_allclose(
-            getattr(leaping, name), getattr(stepping, name), rtol=0, atol=1e-9
-        )
-    plain = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=32)
-    assert np.any(served(rows, PagedEngine(LAW, 60, 4, ahead), plain).finish_s != leaping.finish_s)
+    leaping = simulate(trace_of(rows), policy, there)
+    with pass_by_pass():
+        stepping = simulate(trace_of(rows), policy, there)
+    same_times(leaping, stepping)
+    plain = simulate(trace_of(rows), replace(policy, prefill_schedule_interval=1), there)
+    assert np.any(plain.served.finish_s != leaping.served.finish_s)
 
 
 def test_the_flag_is_written_where_it_changes_something() -> None:

@@ -1,25 +1,24 @@
 """New settings between two passes of the simulated vLLM, and thresholds for long prefills."""
 
 import json
+import math
 import random
-from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import pytest
+from paged import FLAT
 
 from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Request
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import PagedEngine, Reuse, SettingsChange, serve
+from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, serve
 
-FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
 DATA = Path(__file__).parent / "data" / "vllm-0.32.0-live.json"
 
 
@@ -101,32 +100,48 @@ def test_rows_that_miss_a_pass_get_their_tokens_later_and_their_gaps_are_longer(
     assert found == [(times[0], times[-1], gap) for times, gap in zip(expected, gaps, strict=True)]
 
 
+Changes = list[tuple[float, dict[str, int | float]]]
+
+
+def served(rows: list[tuple[float, int, int]], engine: PagedEngine, changes: Changes) -> Ledger:
+    """Rows are (arrival, prompt, output); at each time of `changes` the engine has new settings."""
+    ledger = Ledger([at_s for at_s, *_ in rows], [output for *_, output in rows], 1)
+    flags = VllmPolicy(max_num_seqs=2, max_num_batched_tokens=64)
+    run = PagedRun(0, engine, flags, ledger, shares=False, tells=False)
+    events = [(at_s, 0, settings) for at_s, settings in changes]
+    events += [(rows[k][0], 1, PagedRequest(k, *rows[k][1:])) for k in range(len(rows))]
+    for at_s, _, event in sorted(events, key=itemgetter(0, 1)):
+        while run.next_s < at_s:
+            run.work(drain=True, follow=False)
+        if isinstance(event, PagedRequest):
+            run.arrive(event, at_s)
+        else:
+            run.change(event, at_s)
+    while run.next_s < math.inf:
+        run.work(drain=True, follow=False)
+    assert all(one.ok for one in ledger.outcomes)
+    return ledger
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_change_ends_a_leap_and_holds_from_the_next_pass_on(ahead: bool):
     engine = PagedEngine(FLAT, 100, 4, ahead=ahead)
-    requests = [Request(str(k), 0.0, 4, 20) for k in range(3)]
-    flags = VllmPolicy(max_num_seqs=2, max_num_batched_tokens=64)
+    more_rows = {"max_num_seqs": 3}
 
-    def first_of_last(*changes: SettingsChange) -> float:
-        ledger = Ledger([0.0] * 3, [20] * 3, 1)
-        serve(requests, flags, engine, ledger, Reuse(), changes=changes)
-        assert all(one.ok for one in ledger.outcomes)
-        return ledger.outcomes[2].first_token_s
+    def first_of_last(changes: Changes) -> float:
+        return served([(0.0, 4, 20)] * 3, engine, changes).outcomes[2].first_token_s
 
-    usual_s = first_of_last()
-    changed_s = first_of_last(SettingsChange(6.5, {"max_num_seqs": 3}))
-    assert usual_s > 20.0
-    assert 7.5 < changed_s <= 9.0
-    late = SettingsChange(1000.0, {"max_num_seqs": 3})
-    assert first_of_last(late) == usual_s
-    assert first_of_last(replace(late, at_s=0.0)) == 1.0
+    assert first_of_last([]) > 20.0
+    assert 7.5 < first_of_last([(6.5, more_rows)]) <= 9.0
+    assert first_of_last([(1000.0, more_rows)]) == first_of_last([])
+    assert first_of_last([(0.0, more_rows)]) == 1.0
 
 
 def test_many_changes_lose_no_request():
     draw = random.Random(4)
-    requests = [Request(str(k), 0.1 * k, draw.randint(1, 60), 9) for k in range(60)]
+    rows = [(0.1 * k, draw.randint(1, 60), 9) for k in range(60)]
     changes = [
-        SettingsChange(
+        (
             1.0 * k,
             {
                 "max_num_seqs": draw.randint(1, 8),
@@ -137,8 +152,5 @@ def test_many_changes_lose_no_request():
         )
         for k in range(100)
     ]
-    ledger = Ledger([one.arrival_s for one in requests], [9] * 60, 1)
-    flags = VllmPolicy(max_num_seqs=8, max_num_batched_tokens=64)
-    serve(requests, flags, PagedEngine(FLAT, 60, 4), ledger, Reuse(), changes=changes)
-    assert all(one.ok for one in ledger.outcomes)
-    assert np.min([one.max_gap_s for one in ledger.outcomes]) >= 1.0
+    ledger = served(rows, PagedEngine(FLAT, 60, 4), changes)
+    assert min(one.max_gap_s for one in ledger.outcomes) >= 1.0

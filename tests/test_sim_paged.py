@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged import FLAT, LAW, pass_by_pass, same_times, trace_of, world
 from said import says
 
 from benchmarks.engines import vllm_passes as bench
@@ -15,7 +16,6 @@ from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.steps import StepLaw
 from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -27,8 +27,6 @@ from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 DATA = Path(__file__).parent / "data"
-FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
-LAW = StepLaw(2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4, 1e-4), (0, 16), host_s=3e-4, host_row_s=1e-5)
 
 small = st.lists(
     st.tuples(st.floats(0, 3), st.integers(1, 60), st.integers(1, 40), st.integers(0, 20)),
@@ -42,26 +40,6 @@ flags = st.builds(
     prefix_caching=st.booleans(),
     watermark=st.sampled_from([0.0, 0.1]),
 )
-
-
-def trace_of(rows) -> Trace:
-    """Rows are (arrival, prompt, output, how much more the limit allows)."""
-    arrival, prompt, output, more = map(
-        np.array, zip(*sorted(rows, key=lambda row: row[0]), strict=True)
-    )
-    return Trace(arrival.astype(float), prompt, output, output + more)
-
-
-def world(engine: PagedEngine, workers: int = 1, **more) -> World:
-    return World(
-        unit_step(),
-        ZetaMemory(engine.capacity_tokens),
-        workers,
-        100,
-        paged=engine,
-        token_gaps=True,
-        **more,
-    )
 
 
 def served(rows, engine: PagedEngine, policy: VllmPolicy):
@@ -154,13 +132,9 @@ def test_no_request_waits_that_could_be_admitted(rows, policy) -> None:
 def test_leaps_change_nothing(rows, policy, ahead) -> None:
     engine = PagedEngine(LAW, 25, 4, ahead)
     leaping = simulate(trace_of(rows), policy, world(engine))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+    with pass_by_pass():
         stepping = simulate(trace_of(rows), policy, world(engine))
-    for name in ("first_token_s", "finish_s", "max_gap_s", "ok"):
-        np.testing.assert_allclose(
-            getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
-        )
+    same_times(leaping, stepping)
     for name in (
         "evicted_percent",
         "rounds",

@@ -47,24 +47,12 @@ def paged(tmp_path: Path, short_chat: None) -> Path:
 def test_simulate_has_its_flags_as_parameters(
     paged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--trace",
-        "chat-small",
-        "--fit",
-        paged,
-        "--max-new-tokens",
-        256,
-        "--policy",
-        "vllm",
-        "--rate",
-        40,
-        "--set",
-        "max_num_seqs=4",
-        "--json",
-    ]
-    assert llmctl("simulate", *words) == 0
+    words = (
+        f"simulate --trace chat-small --fit {paged} --max-new-tokens 256 --policy vllm --rate 40"
+    )
+    assert llmctl(*words.split(), "--set", "max_num_seqs=4", "--json") == 0
     few = json.loads(capsys.readouterr().out)
-    assert llmctl("simulate", *words[:-3], "--json") == 0
+    assert llmctl(*words.split(), "--json") == 0
     many = json.loads(capsys.readouterr().out)
     assert few["batch_size_mean"] <= 4 < many["batch_size_mean"]
     assert few["ttft_mean_s"] > many["ttft_mean_s"]
@@ -75,39 +63,30 @@ def test_compare_runs_it_on_its_own_engine_s_fit_only(
     paged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_file(samples.fit(), tmp_path / "other.json")
-    found = {}
-    for name in ("fit.json", "other.json"):
-        words = [
-            "--trace",
-            "chat-small",
-            "--fit",
-            tmp_path / name,
-            "--max-new-tokens",
-            "256",
-            "--json",
-        ]
-        words += ["--policies", "vllm,fcfs"] if name == "fit.json" else []
-        assert llmctl("compare", *words) == 0
-        found[name] = {run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]}
-    assert found["fit.json"] == {"vllm", "fcfs"}
-    assert "vllm" not in found["other.json"]
+    found = []
+    for fit, more in ((paged, "--policies vllm,fcfs"), (tmp_path / "other.json", "")):
+        words = f"compare --trace chat-small --fit {fit} --max-new-tokens 256 --json {more}"
+        assert llmctl(*words.split()) == 0
+        found.append({run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]})
+    assert found[0] == {"vllm", "fcfs"}
+    assert "vllm" not in found[1]
 
 
 def test_a_fit_of_another_engine_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
-    words = ["--fit", tmp_path / "fit.json", "--max-new-tokens", "256", "--policy", "vllm"]
-    assert llmctl("simulate", "--trace", "chat-small", *words) == 2
+    fit = tmp_path / "fit.json"
+    words = f"simulate --trace chat-small --fit {fit} --max-new-tokens 256 --policy vllm"
+    assert llmctl(*words.split()) == 2
     assert says(capsys.readouterr().err, "'vllm'")
 
 
 def test_clients_wait_for_the_front_too() -> None:
     fit = samples.paged_fit()
     assert fit.steps is not None
-    without = fit.model_copy(
-        update={"steps": fit.steps.model_copy(update={"front_s": 0.0, "front_row_s": 0.0})}
-    )
+    steps = fit.steps.model_copy(update={"front_s": 0.0, "front_row_s": 0.0})
+    without = fit.model_copy(update={"steps": steps})
     found = [simulate(trace(50), VllmPolicy(), make_world(one, {})) for one in (fit, without)]
     delay_s = found[0].metrics({})["ttft_mean_s"] - found[1].metrics({})["ttft_mean_s"]
     assert delay_s == pytest.approx(4e-3 + 1e-5 * found[0].counters["batch_size_mean"])

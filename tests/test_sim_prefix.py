@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paged import FLAT, LAW, pass_by_pass, same_times, trace_of, world
 from plain_blocks import PlainScheduler
 
 from toolkit.backends.vllm.conformance.kinds import full
 from toolkit.backends.vllm.conformance.workloads import make_case
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.steps import StepLaw
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
@@ -22,28 +22,9 @@ from toolkit.sim.blocks import PagedRequest, SharedPool, contents
 from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
-from toolkit.traces.types import Sessions, SharedBlocks, Trace
+from toolkit.traces.types import SharedBlocks, Trace
 
 DATA = Path(__file__).parent / "data"
-FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
-LAW = StepLaw(2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4, 1e-4), (0, 16), host_s=3e-4, host_row_s=1e-5)
-
-
-def trace_of(rows, *, ids=None, size=4, previous=None, think_s=0.0) -> Trace:
-    """Rows are (arrival, prompt, output); `ids` and `previous` of each."""
-    arrival, prompt, output = map(np.array, zip(*rows, strict=True))
-    shared = sessions = None
-    if ids is not None:
-        offsets = np.cumsum([0, *map(len, ids)])
-        shared = SharedBlocks(size, np.array([k for one in ids for k in one], np.int64), offsets)
-    if previous is not None:
-        sessions = Sessions(np.array(previous), np.full(len(rows), think_s))
-    return Trace(arrival.astype(float), prompt, output, output, shared=shared, sessions=sessions)
-
-
-def world(engine: PagedEngine, workers: int = 1, **more) -> World:
-    memory = ZetaMemory(engine.capacity_tokens)
-    return World(unit_step(), memory, workers, 100, paged=engine, token_gaps=True, **more)
 
 
 def run(trace: Trace, blocks: int = 50, policy: VllmPolicy | None = None, **more):
@@ -118,13 +99,9 @@ def test_leaps_change_nothing_where_prompts_are_shared(ahead: bool, closed: bool
         policy = VllmPolicy(max_num_seqs=4, max_num_batched_tokens=32)
         there = world(PagedEngine(LAW, case["blocks"], 4, ahead), closed_loop=closed)
         leaping = simulate(trace, policy, there)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PagedScheduler, "ahead", lambda _: 1)
+        with pass_by_pass():
             stepping = simulate(trace, policy, there)
-        for name in ("arrival_s", "first_token_s", "finish_s", "max_gap_s", "ok"):
-            np.testing.assert_allclose(
-                getattr(leaping.served, name), getattr(stepping.served, name), rtol=0, atol=1e-9
-            )
+        same_times(leaping, stepping)
         for name in ("hit_tokens", "query_tokens", "lost_hit_tokens", "evicted_percent", "rounds"):
             assert leaping.counters[name] == stepping.counters[name], seed
         seen += leaping.counters["hit_tokens"]

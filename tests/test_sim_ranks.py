@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import llmctl
-from test_sim_prefix import FLAT, LAW, trace_of, world
+from paged import FLAT, LAW, pass_by_pass, same_times, trace_of, world
 from test_sim_replicas import made_up
 
 from toolkit.backends.vllm.conformance.kinds.ranks import passes_of_ranks
@@ -36,9 +36,7 @@ def dummies_cost_nothing(shapes: Sequence[StepShape]) -> float:
 
 
 def same(one: SimResult, other: SimResult, *, rel: float = 1e-12) -> None:
-    for name in ("arrival_s", "first_token_s", "finish_s", "max_gap_s"):
-        found = getattr(one.served, name), getattr(other.served, name)
-        np.testing.assert_allclose(*found, rtol=rel, atol=1e-12)
+    same_times(one, other, rtol=rel, atol=1e-12)
     assert one.served.ok.all()
     for name in ("rounds", "batches", "evicted_percent", "peak_memory_percent", "itl_mean_s"):
         assert one.counters[name] == pytest.approx(other.counters[name], rel=rel)
@@ -111,15 +109,15 @@ def test_engines_with_graphs_compute_as_many_tokens_as_the_largest() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_leaps_are_the_passes_one_by_one(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaps_are_the_passes_one_by_one(ahead: bool) -> None:
     rng = np.random.default_rng(3)
     rows = [(at, *rng.integers(2, 40, 2)) for at in np.cumsum(rng.exponential(0.02, 60))]
     parallel = DataParallel(3, servers=2, graph_tokens=4)
     found = served(trace_of(rows), parallel, ahead=ahead, law=LAW)
     waves = found.counters["dummy_passes"]
-    monkeypatch.setattr("toolkit.sim.paged.PagedScheduler.ahead", lambda _: 1)
-    monkeypatch.setattr("toolkit.sim.ranks.Waves.until_sync", 1)
-    one_by_one = served(trace_of(rows), parallel, ahead=ahead, law=LAW)
+    with pass_by_pass() as patch:
+        patch.setattr(Waves, "until_sync", 1)
+        one_by_one = served(trace_of(rows), parallel, ahead=ahead, law=LAW)
     same(found, one_by_one)
     assert found.counters["evicted_percent"] > 0
     assert waves == one_by_one.counters["dummy_passes"] > 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_sim_prefix import LAW, trace_of, world
+from paged import LAW, trace_of, world
 
 from toolkit.errors import InputError
 from toolkit.estimators.pipeline import PassTimes

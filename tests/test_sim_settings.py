@@ -66,52 +66,32 @@ def test_settings_and_parameters_are_separated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "message", "hint"),
+    ("key", "named", "hint"),
     [
-        (
-            "watermark",
-            "neither policy 'past-future' nor the world has a setting 'watermark'",
-            "valid: ",
-        ),
-        (
-            "capacity_token",
-            "neither policy 'past-future' nor the world",
-            "did you mean 'capacity_tokens'?",
-        ),
-        (
-            "aggressive.watermark",
-            "policy 'aggressive' is not among those that run",
-            "valid: past-future",
-        ),
+        ("watermark", "'watermark'", ""),
+        ("capacity_token", "'capacity_token'", "'capacity_tokens'"),
+        ("aggressive.watermark", "'aggressive'", "past-future"),
     ],
 )
-def test_an_unknown_setting_is_refused(key: str, message: str, hint: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+def test_an_unknown_setting_is_refused(key: str, named: str, hint: str) -> None:
+    with pytest.raises(InputError, match=named) as caught:
         assign_settings(["past-future"], {key: 1})
-    assert caught.value.hint.startswith(hint)
+    assert hint in caught.value.hint
 
 
 def test_a_mistyped_kind_of_a_fleet_is_told_beside_its_kinds() -> None:
     with pytest.raises(InputError, match=r"'8b-a10\.0'") as caught:
         assign_settings(["vllm"], {"8b-a10.0.max_num_seqs": 7}, ["8b-a100.0", "8b-h200"])
-    assert caught.value.hint == "did you mean '8b-a100.0'?"
+    assert "'8b-a100.0'" in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"capacity_tokens": -1}, "world: capacity_tokens is -1; the limit is at least 0"),
-        (
-            {"memory": "virtual"},
-            "world: memory is 'virtual'; it is one of engine, paged, slab, slab-shaped",
-        ),
-        ({"capacity_tokens": 1.5}, "world: capacity_tokens is 1.5; it is a whole number"),
-        ({"drain": 1}, "world: drain is 1; it is true or false"),
-    ],
+    ("name", "value"),
+    [("capacity_tokens", -1), ("memory", "virtual"), ("capacity_tokens", 1.5), ("drain", 1)],
 )
-def test_an_impossible_setting_is_named(given: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        make_world(None, given)
+def test_an_impossible_setting_is_named(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{name}.*{value}"):
+        make_world(None, {name: value})
 
 
 def test_the_token_step_world_has_the_artifact_s_defaults() -> None:
@@ -132,28 +112,13 @@ def test_simulate_alone_gives_a_row_of_table_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "D3.jsonl"
-    lengths = ["--prompt", "uniform:2048:4096", "--output", "uniform:32:4096"]
-    assert (
-        llmctl(
-            "trace", "generate", "--out", trace, "--backlog", 300, *lengths, "--max-tokens", 4096
-        )
-        == 0
-    )
+    lengths = "--prompt uniform:2048:4096 --output uniform:32:4096 --max-tokens 4096"
+    generate = f"trace generate --out {trace} --backlog 300 {lengths}"
+    assert llmctl(*generate.split()) == 0
     capsys.readouterr()
-    setting = ["--fit", "unit-step", "--set", "capacity_tokens=120000", "--json"]
-    assert (
-        llmctl(
-            "simulate",
-            "--trace",
-            trace,
-            "--policy",
-            "past-future",
-            "--set",
-            "reserve=0.1",
-            *setting,
-        )
-        == 0
-    )
+    setting = "--set capacity_tokens=120000 --policy past-future --set reserve=0.1"
+    words = f"simulate --trace {trace} --fit unit-step {setting} --json"
+    assert llmctl(*words.split()) == 0
     found = json.loads(capsys.readouterr().out)
     in_python = backlog(300, Lengths("uniform", 2048, 4096), Lengths("uniform", 32, 4096), seed=0)
     policy = policy_for(None, "past-future", {"reserve": 0.1})
@@ -223,18 +188,10 @@ def test_requests_that_cannot_leave_the_range_are_not_counted() -> None:
 def test_simulate_warns_of_extrapolation_and_counts_the_rejected(
     fit_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_trace(trace_of([600, 9000, 20], [10, 10, 10]), tmp_path / "trace.jsonl")
-    words = [
-        "simulate",
-        "--trace",
-        tmp_path / "trace.jsonl",
-        "--fit",
-        fit_file,
-        "--no-fit-lengths",
-        "--json",
-    ]
-    words += ["--max-new-tokens", "256"]
-    assert llmctl(*words) == 0
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace_of([600, 9000, 20], [10, 10, 10]), trace)
+    words = f"simulate --trace {trace} --fit {fit_file} --no-fit-lengths --max-new-tokens 256"
+    assert llmctl(*words.split(), "--json") == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert (found["refused"], found["requests"]) == (1, 3)
@@ -250,15 +207,14 @@ def test_without_extrapolation_there_is_no_warning() -> None:
 def test_a_capacity_below_the_longest_prompt_is_one_line(
     fit_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_trace(trace_of([500, 20], [10, 10]), tmp_path / "trace.jsonl")
-    words = ["simulate", "--trace", tmp_path / "trace.jsonl", "--set", "capacity_tokens=400"]
-    words += ["--max-new-tokens", "256"]
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace_of([500, 20], [10, 10]), trace)
+    words = f"simulate --trace {trace} --set capacity_tokens=400 --max-new-tokens 256"
     for fit in (fit_file, "unit-step"):
-        assert llmctl(*words, "--fit", fit, "--no-fit-lengths") == 2
+        assert llmctl(*words.split(), "--fit", fit, "--no-fit-lengths") == 2
         line, hint = capsys.readouterr().err.splitlines()
-        assert "capacity_tokens is 400" in line
-        assert "longest prompt has 500 tokens" in line
-        assert hint.startswith("hint: give more")
+        assert says(line, "capacity_tokens", "400", "500")
+        assert hint.startswith("hint: ")
 
 
 def test_a_stalled_simulation_names_its_state() -> None:
@@ -266,17 +222,11 @@ def test_a_stalled_simulation_names_its_state() -> None:
         name = "idle"
         continuous = False
 
-        def route(self, view, now_s):
-            return None
-
         def plan(self, view, now_s):
             return Decision()
 
     world: World = make_world(samples.fit(), {})
-    with pytest.raises(
-        SimulationStalledError,
-        match=r"2 of 2.*2 wait.*0 run",
-    ):
+    with pytest.raises(SimulationStalledError, match=r"2 of 2.*2 wait.*0 run"):
         simulate(trace_of([5, 6], [7, 8]), Idle(), world)
 
 

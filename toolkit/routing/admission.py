@@ -52,10 +52,9 @@ class LatencyLimits(NamedTuple):
 
     def possible(self, alone: PredictedLatency) -> LatencyLimits:
         """These limits without those that a request with this forecast misses."""
-        ttft_s = TARGET_SHARE_MAX * self.ttft_s
-        e2e_s = TARGET_SHARE_MAX * self.e2e_s
-        ttft_s = math.inf if alone.ttft_s > ttft_s else self.ttft_s
-        return LatencyLimits(ttft_s, math.inf if alone.e2e_s > e2e_s else self.e2e_s)
+        ttft_s = math.inf if alone.ttft_s > TARGET_SHARE_MAX * self.ttft_s else self.ttft_s
+        e2e_s = math.inf if alone.e2e_s > TARGET_SHARE_MAX * self.e2e_s else self.e2e_s
+        return LatencyLimits(ttft_s, e2e_s)
 
     def excess_s(self, predicted: PredictedLatency) -> float:
         """Seconds until a new request would meet the limits if no other request came.

@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from toolkit.errors import InputError, nearest
 from toolkit.sched.policies.parameters import LARGEST_WHOLE, Parameter, Value, check
@@ -22,7 +24,6 @@ from toolkit.sched.scheduler import Scheduler
 
 MAX_LEASE_S = 600.0
 MAX_NAME = 80
-FIELDS = {"set", "owner", "lease_s", "why"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def knobs_of_policy(
     return found
 
 
-class ControlRequest:
+class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a client asks for.
 
     Attributes:
@@ -154,42 +155,33 @@ class ControlRequest:
         why: for the log, in one line; without settings it is a word that `llmctl set` shows.
     """
 
-    __slots__ = ("lease_s", "owner", "settings", "why")
-
-    def __init__(self, fields: object) -> None:
-        if not isinstance(fields, dict) or not fields.keys() <= FIELDS:
-            raise InputError(
-                "the body is no object with set, owner, lease_s and why alone",
-                "llmctl set KEY=VALUE sends one",
-            )
-        settings = fields.get("set", {})
-        owner = fields.get("owner", "")
-        lease_s = fields.get("lease_s")
-        why = fields.get("why", "")
-        is_number = isinstance(lease_s, int | float) and not isinstance(lease_s, bool)
-        if not isinstance(settings, dict):
-            raise InputError("set is no object of settings", 'such as {"max_num_seqs": 32}')
-        if not (isinstance(owner, str) and isinstance(why, str)):
-            raise InputError("owner and why are text", "leave them out")
-        if lease_s is not None and not (is_number and 0 <= lease_s <= MAX_LEASE_S and owner):
-            raise InputError(
-                f"lease_s is a number from 0 to {MAX_LEASE_S:g}, with an owner", "renew it in time"
-            )
-        self.settings: dict[str, Any] = settings
-        self.owner = owner[:MAX_NAME]
-        self.lease_s: float | None = lease_s
-        self.why = " ".join(why.split())[:200]
+    settings: dict[str, Any] = msgspec.field(name="set", default_factory=dict)
+    owner: str = ""
+    lease_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_S)] | None = None
+    why: str = ""
 
 
+def request_of(fields: object) -> ControlRequest:
+    """A client's request from plain values, its texts cut; `InputError` if it is none."""
+    try:
+        request = msgspec.convert(fields, ControlRequest)
+    except msgspec.ValidationError as error:
+        raise InputError(
+            f"no request for settings: {error}", "it has set, owner, lease_s and why alone"
+        ) from None
+    if request.lease_s is not None and not request.owner:
+        raise InputError("a lease has an owner", "send one with lease_s")
+    why = " ".join(request.why.split())[:200]
+    return msgspec.structs.replace(request, owner=request.owner[:MAX_NAME], why=why)
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The tuner that may change settings until `until_s`, and the settings from before."""
 
-    __slots__ = ("before", "owner", "until_s")
-
-    def __init__(self, owner: str, until_s: float, before: dict[str, Value]) -> None:
-        self.owner = owner
-        self.until_s = until_s
-        self.before = before
+    owner: str
+    until_s: float
+    before: dict[str, Value]
 
 
 class SettingsControl:
@@ -243,7 +235,7 @@ class SettingsControl:
         """
         self.expire()
         try:
-            request = ControlRequest(fields)
+            request = request_of(fields)
             lease = self._lease
             wants = bool(request.settings or request.why) or request.lease_s is not None
             if lease is not None and wants and request.owner != lease.owner:

@@ -129,10 +129,7 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if world.routing is not None:
         router = f"replica_router is '{world.routing.router.name}'"
         what = "admission is 'targets'" if world.refuses else router
-        raise InputError(
-            f"{what}, and policy '{policy.name}' gives requests to workers itself",
-            f"leave it out, or simulate the policy '{VllmPolicy.name}'",
-        )
+        raise _gives_itself(what, policy)
     arrivals = _reuse(trace, world).arrivals(range(len(requests)), ledger.arrival_s)
     refusals = _run(requests, policy, world, ledger, arrivals)
     counts = counters(ledger, len(refusals), usable[0])
@@ -144,10 +141,7 @@ def _refuse_parallel(parallel: DataParallel, policy: AnyPolicy, world: World) ->
     """`InputError` where the engines of one data-parallel server would not be all that serves."""
     what = f"data_parallel_size is {parallel.size}"
     if not isinstance(policy, VllmPolicy):
-        raise InputError(
-            f"{what}, and policy '{policy.name}' gives requests to workers itself",
-            f"leave it out, or simulate the policy '{VllmPolicy.name}'",
-        )
+        raise _gives_itself(what, policy)
     if world.size > 1:
         raise InputError(
             f"{what}, and {world.size} servers are simulated: such a server is simulated alone",
@@ -159,6 +153,14 @@ def _refuse_parallel(parallel: DataParallel, policy: AnyPolicy, world: World) ->
             "requests",
             "leave out replica_router, admission and failures of replicas",
         )
+
+
+def _gives_itself(what: str, policy: AnyPolicy) -> InputError:
+    """Where `what` deals the requests, and so does the policy."""
+    return InputError(
+        f"{what}, and policy '{policy.name}' gives requests to workers itself",
+        f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+    )
 
 
 def _reuse(trace: Trace, world: World) -> Reuse:

@@ -8,7 +8,7 @@ law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one 
 arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
-Settings may change at given times, as those of a live engine do (`SettingsChange`).
+Settings may change between two passes, as those of a live engine do (`PagedRun.change`).
 
 `PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, or
 `toolkit.sim.groups` where its model has several groups of caches, and `toolkit.sim.flight` times
@@ -329,17 +329,6 @@ class Reuse:
             if number not in later and (number not in refused or number in turns)
         ]
         return DueRequests(arrival_s, first, turns)
-
-
-@dataclass(slots=True, frozen=True)
-class SettingsChange:
-    """New values of an engine's settings, which the first pass that is planned after `at_s` has."""
-
-    at_s: float
-    settings: Mapping[str, Value]
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
 
 class Tokens:
@@ -687,13 +676,11 @@ def serve(
     *,
     front: FrontDelay | None = None,
     drain: bool = True,
-    changes: Sequence[SettingsChange] = (),
 ) -> list[Refusal]:
     """Serve requests, dealt in turn to as many engines as the ledger has workers (see
     `Reuse.dealt`). Returns the refusals: requests that can never be served.
 
-    All engines have the `changes`, which are in order of time. An engine cannot foresee the end of
-    an output that is shorter than its limit.
+    An engine cannot foresee the end of an output that is shorter than its limit.
     """
     refusals: dict[int, Refusal] = {}
     outputs = ledger.output_tokens
@@ -723,7 +710,7 @@ def serve(
         }
         arrivals = reuse.arrivals(numbers, ledger.arrival_s, refusals)
         run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=arrivals.follow)
-        _drive(run, rows, arrivals, front, engine, drain, changes)
+        _drive(run, rows, arrivals, front, engine, drain)
     return list(refusals.values())
 
 
@@ -734,23 +721,17 @@ def _drive(
     front: FrontDelay | None,
     engine: PagedEngine,
     drain: bool,
-    changes: Sequence[SettingsChange],
 ) -> None:
     """Serve requests, by their numbers, until all have ended; without `drain`, until all were
     admitted. Requests without a row are refused when they arrive.
     """
     left = len(rows)  # to arrive
-    changed = 0
     events = 0
     while arrivals.next_s < math.inf or run.next_s < math.inf:
         events += 1
         if events % CHECK_EVERY == 0:
             check()
         came_s = arrivals.next_s
-        if changed < len(changes) and changes[changed].at_s <= min(came_s, run.next_s):
-            run.change(changes[changed].settings, changes[changed].at_s)
-            changed += 1
-            continue
         if came_s <= run.next_s:
             number = arrivals.take()
             if number in rows:

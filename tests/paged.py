@@ -1,0 +1,58 @@
+"""The simulated vLLM: laws, made-up traces, worlds, and the comparison of two simulations."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import itemgetter
+
+import numpy as np
+import pytest
+
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.estimators.steps import StepLaw
+from toolkit.sim.api import SimResult
+from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.world import World
+from toolkit.traces.types import Sessions, SharedBlocks, Trace
+
+FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
+LAW = StepLaw(2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4, 1e-4), (0, 16), host_s=3e-4, host_row_s=1e-5)
+
+
+def trace_of(rows, *, ids=None, size=4, previous=None, think_s=0.0) -> Trace:
+    """Rows are (arrival, prompt, output), or have a fourth value: how much more the limit allows.
+
+    `ids` of blocks of `size` tokens and `previous` turns are of the rows in order of arrival.
+    """
+    columns = zip(*sorted(rows, key=itemgetter(0)), strict=True)
+    arrival, prompt, output, *more = map(np.array, columns)
+    shared = sessions = None
+    if ids is not None:
+        offsets = np.cumsum([0, *map(len, ids)])
+        shared = SharedBlocks(size, np.array([k for one in ids for k in one], np.int64), offsets)
+    if previous is not None:
+        sessions = Sessions(np.array(previous), np.full(len(rows), think_s))
+    limit = output + sum(more)
+    return Trace(arrival.astype(float), prompt, output, limit, shared=shared, sessions=sessions)
+
+
+def world(engine: PagedEngine, workers: int = 1, **more) -> World:
+    memory = ZetaMemory(engine.capacity_tokens)
+    return World(unit_step(), memory, workers, 100, paged=engine, token_gaps=True, **more)
+
+
+@contextmanager
+def pass_by_pass() -> Iterator[pytest.MonkeyPatch]:
+    """The simulator leaps over no passes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for scheduler in (PagedScheduler, GroupedScheduler):
+            patch.setattr(scheduler, "ahead", lambda _: 1)
+        yield patch
+
+
+def same_times(one: SimResult, other: SimResult, *, rtol: float = 0.0, atol: float = 1e-9) -> None:
+    for name in ("arrival_s", "first_token_s", "finish_s", "max_gap_s", "ok"):
+        found = getattr(one.served, name), getattr(other.served, name)
+        np.testing.assert_allclose(*found, rtol=rtol, atol=atol)
