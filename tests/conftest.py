@@ -16,7 +16,7 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["lanes"]
+pytest_plugins = ["lanes", "reword"]
 END = "-----END CERTIFICATE-----"
 STATE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
