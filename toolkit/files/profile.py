@@ -22,21 +22,6 @@ from toolkit.files.strict import Envelope, Strict, optional
 MEASURED_SECTIONS = ("model", "hardware", "engine", "workers", "profile")
 REMEDY = "profile and fit it here, or go on with --force: times and memory may then be wrong"
 
-PointKind = Literal[  # of a point of the grid
-    "prefill",
-    "decode",
-    "mix",
-    "traffic",
-    "hit",
-    "lone",
-    "burst",
-    "load",
-    "join",
-    "leave",
-    "grow",
-    "swap_out",
-    "swap_in",
-]
 Identity = Mapping[str, str]  # property to value; an absent property is not known
 OnForeign = Callable[[str], None]
 
