@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 MIB = 1 << 20
 GIB = 1 << 30  # bytes
 
@@ -20,6 +22,11 @@ def word(value: bool | int | float | str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else number(value)
+
+
+def words(values: Mapping[str, bool | int | float | str]) -> str:
+    """Names and values in one line."""
+    return ", ".join(f"{name} {word(value)}" for name, value in values.items())
 
 
 def counted(count: int, noun: str) -> str:

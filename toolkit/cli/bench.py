@@ -49,8 +49,6 @@ LATE_S = 0.05  # a larger delay in the client itself is worth a warning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions(TrafficOptions):
-    """The command line of `llmctl bench`."""
-
     url: str | None = option(
         None, "URL of the server; default: the plan's, or http://127.0.0.1:8000."
     )
@@ -266,8 +264,6 @@ def _print_notes(result: BenchReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ValidateOptions:
-    """The command line of `llmctl validate`."""
-
     plan: Path = argument("The plan of the server, from `llmctl render`.", metavar="PLAN.json")
     url: str | None = option(
         None,

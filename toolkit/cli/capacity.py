@@ -70,8 +70,6 @@ CURVE_RATIO = 1.5  # the used share of a limit up to which the chart goes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityOptions(LengthOptions):
-    """The command line of `llmctl capacity`."""
-
     recipes: list[str] = argument(
         "Recipes: files, or names of shipped ones. Several are shown side by side.",
         metavar="RECIPE...",

@@ -42,8 +42,6 @@ CDF_POINTS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(StageOptions):
-    """The command line of `llmctl compare`."""
-
     policies: str | None = option(
         None,
         "Names, separated by commas; default: all except the oracles, which need the future; of "

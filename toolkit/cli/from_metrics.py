@@ -36,8 +36,6 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class FromMetricsOptions:
-    """The command line of `llmctl trace from-metrics`."""
-
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
     source: str = argument(
         "The URL of a server of vLLM or of Prometheus, or a saved page of /metrics.",

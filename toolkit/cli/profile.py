@@ -46,8 +46,6 @@ EXPLAINED_PERCENT = 10.0  # a law with a median error above this says which poin
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """The command line of `llmctl profile`."""
-
     recipe: RecipeArgument
     out: Path = option(Path("profile.json"), "Write the profile to this file.")
     fresh: bool = option(
@@ -123,8 +121,6 @@ def _with_drafts(recipe: Recipe, tokens: int | None) -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """The command line of `llmctl fit`."""
-
     profile: Path | None = argument("profile.json, from `llmctl profile`.", None, metavar="PROFILE")
     also: list[Path] | None = option(
         None,

@@ -40,8 +40,6 @@ app = typer.Typer(
 
 @dataclass(frozen=True, slots=True)
 class NewOptions:
-    """The command line of `llmctl recipe new`."""
-
     model: str = argument(
         "A folder, a config.json, a name from `llmctl recipe models`, or a hub id.",
         metavar="MODEL",

@@ -46,8 +46,6 @@ _cluster = partial(option, rich_help_panel="Files of a target")
 
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
-    """The command line of `llmctl render`."""
-
     source: Path = argument(
         "A recipe, a fleet, or a plan with --target.",
         metavar="RECIPE|FLEET|PLAN.json",

@@ -51,8 +51,6 @@ FIRST_REPLICA = "0"  # the name of the server that is kept tuned before the othe
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The command line of `llmctl serve`."""
-
     source: str | None = argument(
         "A plan, a recipe with --fit, a fleet, or a rendered folder.",
         None,

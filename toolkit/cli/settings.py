@@ -24,8 +24,6 @@ LOCAL = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True, slots=True)
 class SetOptions:
-    """The command line of `llmctl set`."""
-
     settings: list[str] | None = argument(
         "New values; none: show the settings and their bounds.", None, metavar="KEY=VALUE"
     )

@@ -63,8 +63,6 @@ def _failure_notes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions(StageOptions):
-    """The command line of `llmctl simulate`."""
-
     policy: str | None = option(
         None,
         "The policy, one that `llmctl policies` lists; default: the tuning's, or the recipe's.",

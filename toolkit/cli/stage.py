@@ -43,7 +43,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import REFUSED, Outcome, Tuning
-from toolkit.units import counted, word
+from toolkit.units import counted, words
 
 if TYPE_CHECKING:
     from toolkit.sched.policies.parameters import Value
@@ -265,7 +265,7 @@ class Stage:
             said.insert(0, f"router {front['replica_router']}")
         if own is not None:
             flags = {name.rpartition(".")[2]: value for name, value in own.items()}
-            said.insert(0, f"policy {self.own_policy}{f' ({_words(flags)})' if flags else ''}")
+            said.insert(0, f"policy {self.own_policy}{f' ({words(flags)})' if flags else ''}")
         if said:
             note(f"from recipe {self.recipe.name}: {'; '.join(said)}")
 
@@ -416,7 +416,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         seed = spec.tune.seed if args.seed is None else args.seed
         own = OwnSettings.of_recipe(spec, targets, sum(kind.workers for kind in kinds) or workers)
         if not args.sla:
-            recipe_says.append(f"targets {_words(spec.sla)}" if spec.sla else "no targets")
+            recipe_says.append(f"targets {words(spec.sla)}" if spec.sla else "no targets")
         if args.workers is None and not kinds:
             recipe_says.append(counted(workers, "worker"))
         if args.seed is None:
@@ -436,11 +436,6 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         workers=kinds[0].workers if kinds else workers,
         seed=seed,
     )
-
-
-def _words(values: Mapping[str, Value]) -> str:
-    """Names and values in one line."""
-    return ", ".join(f"{name} {word(value)}" for name, value in values.items())
 
 
 def _existing_fit(fit: str) -> Path:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """The command line of `llmctl trace record`."""
-
     upstream: Annotated[str, typer.Option(metavar="URL", help="URL of the server to record.")]
     out: Annotated[
         Path,
@@ -150,8 +148,6 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions(ReadOptions):
-    """The command line of `llmctl trace inspect`."""
-
     recipe: Path | None = option(
         None,
         "A recipe, file or name: show the sizes of caches in GiB of its model too.",
@@ -230,8 +226,6 @@ def _tokenizer(name: str) -> TokenCounter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions(ReadOptions):
-    """The command line of `llmctl trace convert`."""
-
     out: Path = argument("Write the trace to this file, canonical JSONL.", metavar="OUT")
     start: float = option(
         0.0, "Leave out requests that arrive before this second (after scaling).", min=0.0
@@ -293,8 +287,6 @@ def convert(args: ConvertOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """The command line of `llmctl trace generate`."""
-
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
     rate: float | None = option(None, "Mean arrival rate, requests/s; default: 20.")
     duration: float | None = option(None, "Seconds; default: 600.")

@@ -100,8 +100,6 @@ _running = partial(option, rich_help_panel="On a running server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions(LengthOptions):
-    """The command line of `llmctl tune`."""
-
     recipe: RecipeArgument
     fit: Path | None = option(None, f"{FIT_HELP} {FIT_USUAL}", **FIT)
     out: Path = option(Path("tuning.json"), "Write the result to this file.")

@@ -16,8 +16,6 @@ WORKLOADS = 40
 
 @dataclass(frozen=True, slots=True)
 class VllmCheckOptions:
-    """The command line of `llmctl vllm-check`."""
-
     python: str = option(
         "", "The Python that has vLLM; default: LLMCTL_VLLM_PYTHON, else llmctl's own."
     )

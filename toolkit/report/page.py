@@ -36,7 +36,7 @@ from toolkit.report.sections import (
     validation_section,
 )
 from toolkit.report.verdict import verdict
-from toolkit.units import number, percent, word
+from toolkit.units import number, percent, words
 
 SHOWN_METRICS = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # besides the limits
 CHECKED_METRICS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
@@ -79,8 +79,8 @@ def summary_section(files: Material) -> Section:
         promise = Promise(plan.predicted, plan.limits, _measured(files))
     elif tuning is not None:
         given = f" --fit {fit}" if "fit" in tuning.inputs else ""
-        words = f"{name}{given} --tuning {files.file_name('tuning')}"
-        command = ("Plan it", f"llmctl render {words}")
+        file = files.file_name("tuning")
+        command = ("Plan it", f"llmctl render {name}{given} --tuning {file}")
         promise = Promise(tuning.recommended.metrics, tuning.limits, _measured(files))
     elif files.fit is not None:
         command = ("Tune it", f"llmctl tune {name} --fit {fit} --trace TRACE")
@@ -226,8 +226,7 @@ def _policy(
     facts = [("Policy", name)]
     named = {"Parameters": parameters} | {f"Parameters of {kind}": kinds[kind] for kind in kinds}
     for key, of_kind in named.items():
-        settings = ", ".join(f"{each} {word(value)}" for each, value in of_kind.items())
-        facts += [(key, settings)] if settings else []
+        facts += [(key, words(of_kind))] if of_kind else []
     return facts
 
 

@@ -43,7 +43,7 @@ from toolkit.report.rows import (
     settings_of,
 )
 from toolkit.sched.policies import footnote
-from toolkit.units import counted, number, percent, seconds, word
+from toolkit.units import counted, number, percent, seconds, word, words
 
 Point = tuple[int, int, float]  # batch size, length, seconds
 
@@ -372,12 +372,11 @@ def _series(
         outcome = trial.outcome
         latency_s = outcome.metrics[latency]
         goodput_rps = outcome.metrics["goodput_rps"]
-        settings = [f"{key} {word(value)}" for key, value in outcome.every_parameter.items()]
         goodput = f"goodput_rps {quantity('goodput_rps', goodput_rps)}"
         values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
         limits = "keeps all limits" if trial.feasible else "breaks a limit"
         which = f"trial {trial.number}, {outcome.policy}"
-        label = f"{which}: {values}, {limits}; {', '.join(settings)}"
+        label = f"{which}: {values}, {limits}; {words(outcome.every_parameter)}"
         points.append((latency_s, goodput_rps, label))
     return ChartSeries(name, points, kind)
 
