@@ -210,8 +210,12 @@ class VllmBackend:
         recipe = plan.recipe
         policy = plan.policy.name
         command = VllmCommand(recipe, recipe.model.source, served_model)
-        words = " ".join(scheduler_flags(plan, counted=False)).replace(" --", "\n--")
-        scheduling = [flag.split(" ") for flag in words.splitlines()]
+        scheduling: list[list[str]] = []
+        for word in scheduler_flags(plan, counted=False):
+            if word.startswith("--"):
+                scheduling.append([word])
+            else:
+                scheduling[-1].append(word)
         ours = policy != POLICY
         image = IMAGES[recipe.hardware.device]
         source = "vLLM's own, of the version that was tried; it was not pulled here"
