@@ -221,21 +221,34 @@ class AsyncScheduler(Scheduler):
         self.waiting.remove_requests([request])
 
 
-def run(scheduler, requests, *, ahead=0, most=5000) -> dict[str, int]:
+def run(scheduler, requests, *, ahead=0, look=lambda: None) -> dict[str, int]:
     """Steps until all have ended, so many of them under way at once; what each has generated. They
-    arrive by steps.
+    arrive by steps. `look` is called after each schedule.
     """
     arriving = deque(sorted(requests, key=lambda request: request.arrival_time))
     flying = deque()
-    for number in range(most):
+    for number in range(5000):
         while arriving and arriving[0].arrival_time <= number:
             scheduler.add_request(arriving.popleft())
         if not arriving and not scheduler.requests:
             return {request.request_id: request.generated for request in requests}
         flying.append(scheduler.schedule())
+        look()
         if len(flying) > ahead:
             scheduler.update_from_output(flying.popleft(), None)
     raise AssertionError(f"{sorted(scheduler.requests)} do not end")
+
+
+class Values(list):
+    """A series of Prometheus that keeps all that it is given."""
+
+    inc = observe = list.append
+
+
+def pass_series() -> SimpleNamespace:
+    """`toolkit.backends.vllm.iterations.PassSeries`, with what it was given."""
+    names = ("took", "predicted", "ttft", "e2e", "launches", "predicted_launches", "gpu")
+    return SimpleNamespace(**{name: Values() for name in (*names, "predicted_gpu")})
 
 
 def install(version="0.32.0+cpu") -> dict[str, ModuleType]:

@@ -75,6 +75,7 @@ class Engine:
         self.news = asyncio.Event()
         self.hangs = False
         self.generated = 0
+        self.step = 0
         path = os.environ.get("LLMCTL_VLLM_ITERATIONS")
         self.log = open(path, "wb", buffering=0) if path else None  # noqa: SIM115
         if self.log:
@@ -117,10 +118,8 @@ class Engine:
         return count * self.block
 
     async def run(self) -> None:
-        from toolkit.sched.iterations import LoggedPass, to_line
         from toolkit.sched.iterations import LoggedRow as Logged
 
-        step = 0
         while True:
             while not self.rows or self.hangs:
                 self.news.clear()
@@ -137,29 +136,37 @@ class Engine:
             reading = sum(one.computed for _, one in part if one.decodes)
             new = sum(one.new for _, one in part if not one.decodes)
             await asyncio.sleep(flat + cached * reading + token * new)
-            ended = []
             for row, one in part:
                 row.computed += one.new
-                if row.computed == row.prompt + row.generated:
-                    row.generated += 1
-                    self.generated += 1
-                    if row.generated == row.limit:
-                        ended.append(row)
-                    row.tokens.put_nowait(row.generated == row.limit)
-            self.rows = [row for row in self.rows if row not in ended]
-            step += 1
-            if self.log:
-                one = LoggedPass(
-                    step=step,
-                    start_s=start_s,
-                    end_s=time.monotonic(),
-                    rows=[one for _, one in part],
-                    preempted=[],
-                    ended=[row.name for row in ended],
-                    waiting=max(len(self.rows) - self.slots, 0),
-                    free_blocks=1,
-                )
-                self.log.write(to_line(one))
+            self._settle(part, start_s)
+
+    def _settle(self, part: list[tuple], start_s: float, **stamps: float) -> None:
+        """A pass of these rows has ended: those whose prompts it has computed get a token."""
+        from toolkit.sched.iterations import LoggedPass, to_line
+
+        ended = []
+        for row, one in part:
+            if one.computed + one.new >= row.prompt:
+                row.generated += 1
+                self.generated += 1
+                if row.generated == row.limit:
+                    ended.append(row)
+                row.tokens.put_nowait(row.generated == row.limit)
+        self.rows = [row for row in self.rows if row not in ended]
+        self.step += 1
+        if self.log:
+            logged = LoggedPass(
+                step=self.step,
+                start_s=start_s,
+                end_s=time.monotonic(),
+                rows=[one for _, one in part],
+                preempted=[],
+                ended=[row.name for row in ended],
+                waiting=max(len(self.rows) - self.slots, 0),
+                free_blocks=1,
+                **stamps,
+            )
+            self.log.write(to_line(logged))
 
 
 async def until(time_s: float) -> None:
@@ -196,7 +203,8 @@ class OverlappingEngine(Engine):
                 if len(under_way) == 1:
                     continue
             await until(under_way[0][3])
-            self._settle(*under_way.pop(0)[:3])
+            settled, start_s, launched_s, _ = under_way.pop(0)
+            self._settle(settled, start_s, launched_s=launched_s, ready_s=time.monotonic())
 
     def _plan(self) -> list[tuple]:
         from toolkit.sched.iterations import LoggedRow as Logged
@@ -211,37 +219,6 @@ class OverlappingEngine(Engine):
                 row.planned += row.computed == row.prompt + row.planned
                 budget -= new
         return part
-
-    def _settle(self, part: list[tuple], start_s: float, launched_s: float) -> None:
-        from toolkit.sched.iterations import LoggedPass, to_line
-
-        ready_s = time.monotonic()
-        ended = []
-        for row, one in part:
-            if one.computed + one.new >= row.prompt:
-                row.generated += 1
-                self.generated += 1
-                if row.generated == row.limit:
-                    ended.append(row)
-                row.tokens.put_nowait(row.generated == row.limit)
-        self.rows = [row for row in self.rows if row not in ended]
-        self.step += 1
-        if self.log:
-            one = LoggedPass(
-                step=self.step,
-                start_s=start_s,
-                end_s=time.monotonic(),
-                rows=[one for _, one in part],
-                preempted=[],
-                ended=[row.name for row in ended],
-                waiting=max(len(self.rows) - self.slots, 0),
-                free_blocks=1,
-                launched_s=launched_s,
-                ready_s=ready_s,
-            )
-            self.log.write(to_line(one))
-
-    step = 0
 
 
 class Front:

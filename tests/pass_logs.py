@@ -41,6 +41,12 @@ def header(**more) -> IterationLogHeader:
     return IterationLogHeader(**(given | more))
 
 
+def one_pass(start_s: float, end_s: float, rows: list[LoggedRow], **more) -> LoggedPass:
+    """A pass of these rows, alone."""
+    given = {"step": 1, "preempted": [], "ended": [], "waiting": 0, "free_blocks": 9}
+    return LoggedPass(start_s=start_s, end_s=end_s, rows=rows, **(given | more))
+
+
 def requests(count: int, rate: float, seed: int = 0, prompts=(4, 300), outputs=(2, 120)):
     """(arrival, prompt, output) of each, at random."""
     rng = np.random.default_rng(seed)

@@ -13,17 +13,20 @@ from threading import Thread
 from typing import ClassVar
 
 import httpx
+import orders
 import pytest
+import samples
 from commands import llmctl
 from said import says
 
 from benchmarks.common.serving import Server
 from toolkit.backends import Checks, Serves, backend_of
 from toolkit.backends.vllm import alive
+from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import read_file
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import EngineSpec
 
 ENTRY_POINTS = """\
@@ -188,6 +191,17 @@ def test_the_package_that_runs_inside_vllm_loads_nothing_heavy():
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_settings_of_drafts_are_one_word(tmp_path: Path):
+    """JSON has spaces."""
+    engine = {"name": "vllm", "vllm": {"drafts": {"method": "ngram"}}}
+    policy = PlannedPolicy(name="vllm", parameters={"num_speculative_tokens": 3})
+    changes = orders.GPU | {"workers": 1, "engine": engine}
+    plan = orders.plan(tmp_path, policy, samples.fit(workers=1), **changes)
+    words = {flag[0]: flag[1:] for flag, _ in VllmBackend().described(plan, "toy").flags}
+    (drafts,) = words["--speculative-config"]
+    assert json.loads(drafts) == {"method": "ngram", "num_speculative_tokens": 3}
 
 
 class Engine(BaseHTTPRequestHandler):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -352,9 +353,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
-    servers = RayServers(placed(2), 60.0, "")
     said = list[str]()
-    try:
+    with closing(RayServers(placed(2), 60.0, "")) as servers:
         first, second = (servers.start(number, sleeper([]), said.append) for number in (0, 1))
         assert first.running, "it has not ended"
         for each in (first, second):
@@ -382,8 +382,6 @@ def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
             bad.wait_until_ready()
         assert caught.value.hint == "install one"
         bad.stop()
-    finally:
-        servers.close()
 
 
 def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
@@ -393,15 +391,14 @@ def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
     try:
         hardware = tiny.CPU.model_copy(update={"device": "cuda"})
         recipe = tiny.recipe(fake(), tiny.engine_spec("fake", threads=1), hardware)
-        servers = RayServers([WorkerPlacement(recipe, labels)] * 2, 60.0, "")
-        said = list[str]()
-        found = [servers.start(number, sleeper(["gpus"]), said.append) for number in (0, 1)]
-        for each in found:
-            each.wait_until_ready()
-        assert sorted(each.url.rpartition("/")[2] for each in found) == ["[]0", "[]1"]
-        for each in found:
-            each.stop()
-        servers.close()
+        places = [WorkerPlacement(recipe, labels)] * 2
+        with closing(RayServers(places, 60.0, "")) as servers:
+            found = [servers.start(number, sleeper(["gpus"]), print) for number in (0, 1)]
+            for each in found:
+                each.wait_until_ready()
+            assert sorted(each.url.rpartition("/")[2] for each in found) == ["[]0", "[]1"]
+            for each in found:
+                each.stop()
     finally:
         cluster.remove_node(node)
 
@@ -414,24 +411,18 @@ def _title(process: psutil.Process) -> str:
 
 
 def test_a_server_without_room_says_what_there_is(cluster) -> None:
-    servers = RayServers(placed(1, "nowhere"), 0.5, "")
-    try:
+    with closing(RayServers(placed(1, "nowhere"), 0.5, "")) as servers:
         late = servers.start(0, sleeper([]), print)
         with pytest.raises(EngineError, match="1 worker of 1 CPU"):
             late.wait_until_ready()
         late.stop()
-    finally:
-        servers.close()
-    servers = RayServers(placed(1, "nowhere"), 60.0, "")
-    try:
+    with closing(RayServers(placed(1, "nowhere"), 60.0, "")) as servers:
         ended = servers.start(0, sleeper([]), print)
         with ThreadPoolExecutor() as threads:
             waiting = threads.submit(ended.wait_until_ready)
             ended.stop()
             with pytest.raises(EngineError):
                 waiting.result(30)
-    finally:
-        servers.close()
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,6 @@ print(*pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-pytestmark = pytest.mark.slow  # each starts processes
-
 
 @pytest.mark.parametrize("case", [NEWBORN, BELOW, LEFT_BEHIND, COPY, GUARD_KILLED])
 def test_watched_groups_end_with_a_killed_process(case: str) -> None:

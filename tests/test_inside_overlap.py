@@ -7,7 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import fake_vllm
+import msgspec
 import pytest
+from overlapping_server import ends_of
+from pass_logs import one_pass
 
 from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses, sampler_s
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
@@ -50,40 +53,16 @@ def passes() -> list[list[LoggedRow]]:
 
 def served(law: PipelineLaw, *, stamps: bool = True) -> list[tuple[LoggedPass, Following | None]]:
     """The log of an engine that follows the law, with the pass behind each as it ends."""
-    apart = law.graphs.apart
-    shapes = [shape_of_rows(rows) for rows in passes()]
-    starts = [0.0]
-    launched = []
-    ended = []
-    done = []
-    for number, shape in enumerate(shapes):
-        begins_s = max(starts[number], launched[-1] if launched and apart else 0.0)
-        launched.append(begins_s + law.launch_s(shape))
-        gpu_begins_s = launched[-1] if law.waits_for_launch(shape) else begins_s
-        gpu_s = max([gpu_begins_s, *done[-1:]]) + law.gpu_s(shape)
-        done.append(max(gpu_s, launched[-1]))
-        if number:
-            held_s = launched[number] if not apart else 0.0
-            ended.append(max(done[number - 1], held_s))
-            starts.append(ended[-1])
-        else:
-            starts.append(launched[0])
-    ended.append(done[-1])
-    logged = [
-        LoggedPass(
-            step=number,
-            start_s=starts[number],
-            end_s=ended[number],
-            rows=rows,
-            preempted=[],
-            ended=[],
-            waiting=0,
-            free_blocks=9,
-            launched_s=launched[number] - SAMPLER_S if stamps else 0.0,
-            ready_s=ended[number] if stamps else 0.0,
-        )
-        for number, rows in enumerate(passes())
-    ]
+    rows_of_passes = passes()
+    shapes = [shape_of_rows(rows) for rows in rows_of_passes]
+    launches = [law.launch_s(shape) for shape in shapes]
+    launched_s = 0.0
+    logged = []
+    for number, (start_s, end_s) in enumerate(ends_of(law, shapes, launches)):
+        begins_s = max(start_s, launched_s) if law.graphs.apart else start_s
+        launched_s = begins_s + launches[number]
+        stamped = {"launched_s": launched_s - SAMPLER_S, "ready_s": end_s} if stamps else {}
+        logged.append(one_pass(start_s, end_s, rows_of_passes[number], step=number, **stamped))
     behind = [Following(one.start_s, one.rows, one.launched_s) for one in logged[1:]]
     return list(zip(logged, [*behind, None], strict=True))
 
@@ -123,8 +102,13 @@ def test_each_pass_is_predicted_behind_the_measured_ones():
     for one, behind in log:
         shift_s = 1.0 if one.step >= 150 else 0.0
         start_s = one.start_s + (1.0 if one.step > 151 else 0.0)
-        one = replace_pass(one, start_s, shift_s)
-        moved.append((one, behind))
+        changed = {
+            "start_s": start_s,
+            "end_s": one.end_s + shift_s,
+            "ready_s": one.ready_s + shift_s,
+            "launched_s": start_s + (one.launched_s - one.start_s),
+        }
+        moved.append((msgspec.structs.replace(one, **changed), behind))
     moved = [
         (one, Following(later.start_s, later.rows, later.launched_s))
         for (one, _), (later, _) in pairwise(moved)
@@ -139,39 +123,15 @@ def test_each_pass_is_predicted_behind_the_measured_ones():
     assert math.isclose(sum(errors[160:]), 0.0, abs_tol=0.02)
 
 
-def replace_pass(one: LoggedPass, start_s: float, shift_s: float) -> LoggedPass:
-    fields = {name: getattr(one, name) for name in one.__struct_fields__}
-    fields |= {
-        "start_s": start_s,
-        "end_s": one.end_s + shift_s,
-        "ready_s": one.ready_s + shift_s,
-        "launched_s": start_s + (one.launched_s - one.start_s),
-    }
-    return LoggedPass(**fields)
-
-
 def test_without_stamps_only_whole_passes_are_counted():
     found = counted(LAW, served(LAW, stamps=False))
     assert found.pass_s == pytest.approx(found.predicted_s)
     assert found.launch_s == found.gpu_s == 0.0
 
 
-class Sums:
-    """The metrics of `PassSeries`, as sums."""
-
-    def __init__(self) -> None:
-        names = ("took", "predicted", "ttft", "e2e", "launches", "predicted_launches", "gpu")
-        for name in (*names, "predicted_gpu"):
-            setattr(self, name, Sum())
-
-
-class Sum(list):
-    inc = observe = list.append
-
-
 def test_a_server_counts_its_launches_and_its_gpu():
     inside = fake_vllm.imported("toolkit.backends.vllm.iterations")
-    sums = Sums()
+    sums = fake_vllm.pass_series()
     counts = inside.PassCounts(LAW, sums)
     counts.arrived("d0", 0.0, 0.0)
     counts.looked(0.0)

@@ -1,7 +1,10 @@
 """The counts of an engine's passes: their time and the law's, and the times of tokens."""
 
+from types import SimpleNamespace
+
 import fake_vllm
 import pytest
+from pass_logs import one_pass
 
 from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.sched.iterations import LoggedPass, LoggedRow
@@ -12,43 +15,21 @@ LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)
 PassCounts = fake_vllm.imported("toolkit.backends.vllm.iterations").PassCounts
 
 
-class Seconds(list[float]):
-    """Keeps what a metric would add up."""
-
-    inc = observe = list.append
-
-
-class Series:
-    """The metrics of `PassSeries`."""
-
-    def __init__(self) -> None:
-        self.took, self.predicted, self.ttft, self.e2e = (Seconds() for _ in range(4))
+@pytest.fixture
+def series() -> SimpleNamespace:
+    return fake_vllm.pass_series()
 
 
 @pytest.fixture
-def series() -> Series:
-    return Series()
-
-
-@pytest.fixture
-def counts(series: Series):
+def counts(series):
     return PassCounts(LAW, series)
 
 
 def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> LoggedPass:
-    return LoggedPass(
-        step=1,
-        start_s=start_s,
-        end_s=end_s,
-        rows=rows,
-        preempted=[],
-        ended=list(ended),
-        waiting=0,
-        free_blocks=9,
-    )
+    return one_pass(start_s, end_s, rows, ended=list(ended))
 
 
-def test_a_pass_counts_with_the_gap_before_it(counts, series: Series):
+def test_a_pass_counts_with_the_gap_before_it(counts, series):
     counts.arrived("a", 1.0, 1.0)
     counts.looked(1.0)
     counts.passed(one(1.0, 1.5, [LoggedRow("a", 0, 8, 8)]))
@@ -61,7 +42,7 @@ def test_a_pass_counts_with_the_gap_before_it(counts, series: Series):
     )
 
 
-def test_idle_time_is_not_counted(counts, series: Series):
+def test_idle_time_is_not_counted(counts, series):
     for start_s in (1.0, 5.0):
         counts.arrived("a", start_s, start_s)
         counts.looked(start_s)
@@ -70,7 +51,7 @@ def test_idle_time_is_not_counted(counts, series: Series):
     assert series.ttft == series.e2e == [0.5, 0.5]
 
 
-def test_an_arrival_counts_from_when_the_engine_has_it(counts, series: Series):
+def test_an_arrival_counts_from_when_the_engine_has_it(counts, series):
     counts.arrived("a", 1.0, 0.9)  # so 0.1 s lie between the front and the engine
     counts.looked(1.0)
     counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
@@ -85,7 +66,7 @@ def test_an_arrival_counts_from_when_the_engine_has_it(counts, series: Series):
 
 @pytest.mark.parametrize(("made_s", "waited_s"), [(-7.0, 2.0), (1.95, 1.0), (9.0, 1.0)])
 def test_an_arrival_is_between_two_looks_of_the_engine(
-    counts, series: Series, made_s: float, waited_s: float
+    counts, series, made_s: float, waited_s: float
 ):
     counts.arrived("a", 1.0, 0.9)
     counts.looked(1.0)
@@ -96,7 +77,7 @@ def test_an_arrival_is_between_two_looks_of_the_engine(
     assert series.ttft[-1] == pytest.approx(waited_s)
 
 
-def test_a_first_token_is_counted_once(counts, series: Series):
+def test_a_first_token_is_counted_once(counts, series):
     counts.arrived("a", 0.0, 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 8)]))
@@ -104,7 +85,7 @@ def test_a_first_token_is_counted_once(counts, series: Series):
     assert (series.ttft, series.e2e) == ([1.0], [2.0])
 
 
-def test_an_aborted_request_is_in_no_sum(counts, series: Series):
+def test_an_aborted_request_is_in_no_sum(counts, series):
     counts.arrived("a", 0.0, 0.0)
     counts.looked(0.0)
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 9)]))

@@ -59,11 +59,9 @@ def make(monkeypatch, fitted):
         scheduler.shutdown()
 
 
-def several(count=8, prompt=6, limit=20, every=1):
+def several(count=8, every=1):
     return [
-        Request(
-            f"r{n}", prompt + n % 3, limit, length=3 + 5 * n % limit, arrival_time=float(n * every)
-        )
+        Request(f"r{n}", 6 + n % 3, 20, length=3 + 5 * n % 20, arrival_time=float(n * every))
         for n in range(count)
     ]
 
@@ -190,14 +188,14 @@ def test_past_future_preempts_less_than_aggressive(make):
     assert past_future < aggressive
 
 
-def alike(count=6, limit=12, length=12, shared=8):
+def alike(count, shared=8):
     """Prompts of 36 tokens in blocks of 4, of which the first `shared` blocks are the same."""
     return [
         Request(
             f"r{n}",
             36,
-            limit,
-            length,
+            12,
+            12,
             arrival_time=float(n),
             block_hashes=[*(f"common {k}" for k in range(shared)), f"own {n}"],
         )
@@ -227,17 +225,13 @@ def test_blocks_that_requests_share_are_counted_once(make, policy, ahead):
     most = {}
     for shared in (0, 8):
         scheduler = make(policy, blocks=26, slots=8, budget=80, ahead=bool(ahead))
-        requests = alike(count=10, shared=shared)
+        requests = alike(10, shared)
         running = []
-        schedule = scheduler.schedule
 
-        def counted(schedule=schedule, scheduler=scheduler, running=running):
-            output = schedule()
+        def look(scheduler=scheduler, running=running):
             running.append(len(scheduler.running))
-            return output
 
-        scheduler.schedule = counted
-        assert run(scheduler, requests, ahead=ahead) == truth(requests)
+        assert run(scheduler, requests, ahead=ahead, look=look) == truth(requests)
         assert scheduler.ran_out == 0
         assert scheduler._counted.uncounted == 0
         most[shared] = max(running)
@@ -263,11 +257,9 @@ def test_the_policy_counts_the_tokens_that_vllm_holds(make, ahead):
         )
         for n in range(24)
     ]
-    schedule = scheduler.schedule
     seen = []
 
-    def counted():
-        output = schedule()
+    def look():
         residents = worker.running
         rows = {job.request_id for job in residents.jobs}
         assert rows == {request.request_id for request in scheduler.running}
@@ -276,26 +268,33 @@ def test_the_policy_counts_the_tokens_that_vllm_holds(make, ahead):
         assert charged == 4 * (prompts - scheduler._counted.uncounted)
         assert worker.capacity_tokens <= scheduler.capacity_tokens
         seen.append(scheduler._counted.uncounted)
-        return output
 
     sizes = submitted(scheduler)
-    scheduler.schedule = counted
-    assert run(scheduler, requests, ahead=ahead) == truth(requests)
+    assert run(scheduler, requests, ahead=ahead, look=look) == truth(requests)
     assert max(seen) > 0
     assert scheduler._counted.uncounted == 0
+
+
+def before_a_third(scheduler, *ended):
+    """A third request comes when `ended` have ended of two with a common prompt. The blocks that
+    were counted with none before it, and the sizes of the requests.
+    """
+    first, second, third = alike(3)
+    sizes = submitted(scheduler)
+    scheduler.add_request(first)
+    scheduler.add_request(second)
+    scheduler.schedule()
+    scheduler.finish_requests(ended, None)
+    uncounted = scheduler._counted.uncounted
+    scheduler.add_request(third)
+    return uncounted, sizes
 
 
 def test_a_request_brings_only_its_unshared_blocks(make):
     """21 blocks hold three requests of a common prompt, also after the first of them has ended."""
     scheduler = make("conservative", blocks=22, slots=8, budget=400)
-    first, second, third = alike(count=3)
-    sizes = submitted(scheduler)
-    scheduler.add_request(first)
-    scheduler.add_request(second)
-    scheduler.schedule()
-    scheduler.finish_requests(["r0"], None)
-    assert scheduler._counted.uncounted == 8
-    scheduler.add_request(third)
+    uncounted, sizes = before_a_third(scheduler, "r0")
+    assert uncounted == 8
     scheduler.schedule()
     assert sizes == {"r0": 36 + 2, "r1": 36 + 2 - 32, "r2": 36 + 2 - 32}
     assert [request.request_id for request in scheduler.running] == ["r1", "r2"]
@@ -306,20 +305,14 @@ def test_a_request_brings_only_its_unshared_blocks(make):
 
 def test_a_shared_block_counts_again_after_its_last_holder(make):
     scheduler = make("conservative", blocks=101, slots=8, budget=400)
-    first, second, third = alike(count=3)
-    sizes = submitted(scheduler)
-    scheduler.add_request(first)
-    scheduler.add_request(second)
-    scheduler.schedule()
-    scheduler.finish_requests(["r0", "r1"], None)
-    scheduler.add_request(third)
+    _, sizes = before_a_third(scheduler, "r0", "r1")
     assert sizes["r2"] == 36 + 2
 
 
 def test_a_log_with_shared_blocks_replays(make, tmp_path):
     log = tmp_path / "events.jsonl"
     scheduler = make("past-future", log=str(log), blocks=26, slots=8, budget=80)
-    run(scheduler, alike(count=10))
+    run(scheduler, alike(10))
     scheduler.shutdown()
     events = list(read(log))
     assert any(isinstance(event, Resize) for event in events)
@@ -331,7 +324,7 @@ def test_without_prefix_caching_nothing_is_shared(make):
     scheduler = make("conservative", blocks=101, slots=8, budget=400)
     scheduler.cache_config.enable_prefix_caching = False
     sizes = submitted(scheduler)
-    for request in alike(count=2):
+    for request in alike(2):
         scheduler.add_request(request)
     assert sizes == {"r0": 38, "r1": 38}
 
@@ -340,26 +333,17 @@ def test_mlfq_pauses_after_a_quantum_and_keeps_the_cache(make):
     scheduler = make(MLFQ, blocks=100)
     requests = [Request(f"r{n}", 6, 20, 20) for n in range(4)]
     paused = []
-    stepped = scheduler.steps.stepped
-    scheduler.steps.stepped = lambda *args: (paused.append(len(scheduler._paused)), stepped(*args))
-    run(scheduler, requests)
+    run(scheduler, requests, look=lambda: paused.append(len(scheduler._paused)))
     assert max(paused) == 2
     assert [request.preemptions for request in requests] == [0, 0, 0, 0]
 
 
 def test_a_paused_request_keeps_its_row(make):
     scheduler = make(MLFQ, blocks=1000, slots=3)
-    schedule = scheduler.schedule
     rows = []
-
-    def scheduled():
-        output = schedule()
-        rows.append(len(scheduler.running))
-        return output
-
-    scheduler.schedule = scheduled
     requests = several(10)
-    assert run(scheduler, requests) == truth(requests)
+    found = run(scheduler, requests, look=lambda: rows.append(len(scheduler.running)))
+    assert found == truth(requests)
     assert max(rows) == 3
 
 

@@ -7,6 +7,7 @@ import fake_vllm_server
 import msgspec
 import pytest
 import samples
+from pass_logs import header, one_pass
 
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.backends.vllm.profile import NeverAtOnce, VllmBench, points, refuse_not_modelled, timed
@@ -17,13 +18,7 @@ from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.run import profile
-from toolkit.sched.iterations import (
-    IterationLogHeader,
-    LoggedPass,
-    LoggedRow,
-    header_of,
-    to_line,
-)
+from toolkit.sched.iterations import LoggedRow, header_of, to_line
 
 
 def recipe_for(python: str, source: str = "toy", **settings: object):
@@ -57,10 +52,11 @@ class Watch:
         self.about_s = about_s
 
 
-def profiled(recipe, folder: Path):
+def profiled(recipe, folder: Path, watch: Watch | None = None):
     source = folder / "recipe.yaml"
     source.write_text(recipe.model_dump_json(exclude_defaults=True))
-    return profile(recipe, source, folder / "profile.json", Watch(), timed=VllmBackend().timed)
+    watch = watch or Watch()
+    return profile(recipe, source, folder / "profile.json", watch, timed=VllmBackend().timed)
 
 
 @pytest.mark.slow
@@ -96,12 +92,10 @@ def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
                 raise KeyboardInterrupt
 
     recipe = recipe_for(fake_vllm_server.install(tmp_path))
-    source = tmp_path / "recipe.yaml"
-    source.write_text(recipe.model_dump_json(exclude_defaults=True))
     with pytest.raises(KeyboardInterrupt):
-        profile(recipe, source, tmp_path / "profile.json", Stops(), timed=VllmBackend().timed)
+        profiled(recipe, tmp_path, Stops())
     watch = Watch()
-    found = profile(recipe, source, tmp_path / "profile.json", watch, timed=VllmBackend().timed)
+    found = profiled(recipe, tmp_path, watch)
     assert watch.plan.resumed >= 11
     assert len(found.decode) == 9
 
@@ -130,11 +124,6 @@ def test_a_server_that_cannot_load_says_why(tmp_path: Path):
         profiled(recipe_for(fake_vllm_server.install(tmp_path), "dies"), tmp_path)
 
 
-def one(start_s: float, end_s: float, rows: list[LoggedRow], **other: object) -> LoggedPass:
-    rest = {"preempted": [], "ended": [], "waiting": 0, "free_blocks": 9} | other
-    return LoggedPass(step=1, start_s=start_s, end_s=end_s, rows=rows, **rest)
-
-
 def test_a_pass_is_described_by_its_sums():
     shape = shape_of_rows(
         [
@@ -152,10 +141,10 @@ def test_gaps_count_while_requests_wait():
     b = [LoggedRow("b", 20, 1, 16)]
     found = timed(
         [
-            one(0.0, 1.0, a),
-            one(1.25, 2.0, a, ended=["a"]),  # no request is left
-            one(5.0, 6.0, b),
-            one(5.5, 7.0, b),  # scheduled while the last one ran
+            one_pass(0.0, 1.0, a),
+            one_pass(1.25, 2.0, a, ended=["a"]),  # no request is left
+            one_pass(5.0, 6.0, b),
+            one_pass(5.5, 7.0, b),  # scheduled while the last one ran
         ]
     )
     assert [each.host_s for each in found] == [0.25, None, None, None]
@@ -163,9 +152,9 @@ def test_gaps_count_while_requests_wait():
 
 
 def test_decodes_are_one_point_and_each_chunked_pass_another():
-    decodes = [one(k, k + 0.5, [LoggedRow("a", 20 + k, 1, 16)]) for k in range(4)]
+    decodes = [one_pass(k, k + 0.5, [LoggedRow("a", 20 + k, 1, 16)]) for k in range(4)]
     chunks = [
-        one(k, k + 0.5, [LoggedRow("b", 0, 8, 30), LoggedRow("a", 24, 1, 16)]) for k in (4, 5)
+        one_pass(k, k + 0.5, [LoggedRow("b", 0, 8, 30), LoggedRow("a", 24, 1, 16)]) for k in (4, 5)
     ]
     found = points(timed([*decodes, *chunks]))
     assert [(point.decodes, point.prefills, len(point.seconds)) for point in found] == [
@@ -204,23 +193,6 @@ RESOLVED = Resolved(
     hash_block=16,
     scheduler_block=16,
 )
-HEADER = IterationLogHeader(
-    max_num_seqs=256,
-    max_num_batched_tokens=2048,
-    block_tokens=16,
-    blocks=1000,
-    enable_chunked_prefill=True,
-    prefix_caching=True,
-    async_scheduling=False,
-    policy="fcfs",
-    version="0.32.0",
-    model_type="llama",
-    dtype="bfloat16",
-    device="cuda",
-    max_model_len=4096,
-    vocab_size=32000,
-    kv_bytes_per_token=4096,
-)
 
 
 @pytest.mark.parametrize(
@@ -232,34 +204,33 @@ HEADER = IterationLogHeader(
     ],
 )
 def test_a_server_that_is_not_modelled_is_refused_by_name(changes):
-    header = msgspec.structs.replace(HEADER, **changes)
     with pytest.raises(InputError, match=changes.get("not_modelled", ["FULL_AND_MORE"])[0][:12]):
-        refuse_not_modelled(header)
+        refuse_not_modelled(header(**changes))
 
 
 def test_a_server_that_is_modelled_is_not_refused():
-    refuse_not_modelled(HEADER)
-    refuse_not_modelled(msgspec.structs.replace(HEADER, header=2, resolved=RESOLVED))
+    refuse_not_modelled(header())
+    refuse_not_modelled(header(header=2, resolved=RESOLVED))
 
 
 def test_a_server_is_refused_from_what_it_resolved():
     resolved = dataclasses.replace(RESOLVED, drafts=Drafts("ngram", 3, padded=True))
     with pytest.raises(InputError, match="ngram, 3 drafts"):
-        refuse_not_modelled(msgspec.structs.replace(HEADER, header=2, resolved=resolved))
+        refuse_not_modelled(header(header=2, resolved=resolved))
 
 
 def test_several_engines_of_data_parallelism_are_refused():
     with pytest.raises(InputError, match="2 engines"):
-        refuse_not_modelled(HEADER, ranks=2)
+        refuse_not_modelled(header(), ranks=2)
 
 
 def test_a_header_keeps_all_that_was_resolved():
-    header = msgspec.structs.replace(HEADER, header=2, resolved=RESOLVED)
-    assert header_of(to_line(header)) == header
+    given = header(header=2, resolved=RESOLVED)
+    assert header_of(to_line(given)) == given
 
 
 def test_a_header_of_an_older_log_is_read():
-    content = msgspec.json.decode(to_line(HEADER))
+    content = msgspec.json.decode(to_line(header()))
     del content["header"], content["resolved"]
-    assert header_of(msgspec.json.encode(content)) == HEADER
-    assert HEADER.header == 1
+    assert header_of(msgspec.json.encode(content)) == header()
+    assert header().header == 1

@@ -87,10 +87,10 @@ ENDLESS = [
 ]  # more than an hour of steps
 
 
-def slow_workers(size: int = 1) -> ProcessWorkers:
-    """Workers with steps of 5 ms."""
+def slow_workers() -> ProcessWorkers:
+    """A worker with steps of 5 ms."""
     engine = tiny.engine_spec("fake", budget_mib=4096, flush_s=0.01)
-    return ProcessWorkers([tiny.recipe(fake(decode_s=0.005), engine)] * size)
+    return ProcessWorkers([tiny.recipe(fake(decode_s=0.005), engine)])
 
 
 def process_workers(
@@ -344,7 +344,9 @@ class ManualBody:
 
 
 class ManualPool(WorkerPool):
-    """A pool of such bodies; those of the first start load at once."""
+    """A pool of such bodies; those of the first start load at once. Its supervisor's time passes by
+    `after`.
+    """
 
     def __init__(self, size: int, **options: Any) -> None:
         super().__init__(size, **options)
@@ -371,158 +373,130 @@ class ManualPool(WorkerPool):
         while self.supervisor.watched[0].state != "starting":
             await asyncio.sleep(0)
 
+    async def loading_again(self) -> ManualBody:
+        """Lose the first worker. Returns its next body."""
+        self.bodies[0].kill()
+        body = await self.next_body(len(self.bodies) + 1)
+        await self.until_it_starts()
+        return body
 
-async def fail_to_load(pool: ManualPool, times: int) -> None:
-    for _ in range(times):
-        body = await pool.next_body(len(pool.bodies) + 1)
-        body.end.set_result("exit code 1: RuntimeError: no such device")
-
-
-def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
-    async def main() -> None:
-        pool = ManualPool(1)
-        events = Events()
-        await pool.start(events)
-        pool.bodies[0].kill()
-        await fail_to_load(pool, MAX_FAILED_LOADS)
-        (failed,) = await events.until(WorkersFailed)
-        assert isinstance(failed, WorkersFailed)
-        assert says(str(failed.error), "5 tries", "worker 0", "exit code 1", "RuntimeError")
-        assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
-        await pool.stop()
-
-    asyncio.run(main())
-
-
-def test_a_successful_load_resets_the_count_of_failed_loads() -> None:
-    async def main() -> None:
-        pool = ManualPool(1)
-        events = Events()
-        await pool.start(events)
-        for _ in range(3):
-            pool.bodies[-1].kill()
-            await fail_to_load(pool, MAX_FAILED_LOADS - 1)
-            pool.load(await pool.next_body(len(pool.bodies) + 1))
-        assert not [event for event in events.seen if isinstance(event, WorkersFailed)]
-        await pool.stop()
-
-    asyncio.run(main())
-
-
-def test_beside_a_running_worker_restarts_have_no_limit() -> None:
-    async def main() -> None:
-        pool = ManualPool(2)
-        events = Events()
-        await pool.start(events)
-        pool.bodies[0].kill()
-        await fail_to_load(pool, 2 * MAX_FAILED_LOADS)
-        assert not [event for event in events.seen if isinstance(event, WorkersFailed)]
-        pool.bodies[1].kill()
-        await fail_to_load(pool, 2 * MAX_FAILED_LOADS)
-        await events.until(WorkersFailed)
-        await pool.stop()
-
-    asyncio.run(main())
-
-
-def test_a_load_that_hangs_is_ended_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.workers.pool.LOAD_GRACE_S", 0.0)
-
-    async def main() -> None:
-        pool = ManualPool(1)
-        events = Events()
-        await pool.start(events)
-        pool.bodies[0].kill()
-        second = await pool.next_body(2)
-        await pool.until_it_starts()
-        pool.supervisor.watched[0].since_s -= 1  # a load that does not end
-        pool.supervisor.check()
-        assert second.end.done()
-        pool.load(await pool.next_body(3))
-        await events.until(WorkerReady, 2)
-        await pool.stop()
-
-    asyncio.run(main())
-
-
-class Silence:
-    """Lets time pass for a pool's supervisor: `after(5, 0)` is five seconds of silence of
-    worker 0.
-    """
-
-    def __init__(self, pool: ManualPool) -> None:
-        self.pool = pool
+    async def fail_to_load(self, times: int) -> None:
+        for _ in range(times):
+            body = await self.next_body(len(self.bodies) + 1)
+            body.end.set_result("exit code 1: RuntimeError: no such device")
 
     def after(self, seconds: float, worker: int = 0) -> None:
-        self.pool.supervisor.watched[worker].sign_s -= seconds
-        self.pool.supervisor.watched[worker].since_s -= seconds
-        self.pool.supervisor.check()
+        """Let a worker be silent for so long."""
+        self.supervisor.watched[worker].sign_s -= seconds
+        self.supervisor.watched[worker].since_s -= seconds
+        self.supervisor.check()
 
 
-def supervised(
-    scenario: Callable[[ManualPool, Silence, Events], Awaitable[None]], size: int = 1
-) -> None:
+def with_bodies(scenario: Callable[[ManualPool, Events], Awaitable[None]], size: int = 1) -> None:
+    """Run a scenario with a pool whose workers have loaded."""
+
     async def main() -> None:
         pool = ManualPool(size, patience=Patience(grace_s=10.0, load_s=1000.0))
         events = Events()
         await pool.start(events)
         while any(slot.body is None for slot in pool._slots):  # `Ready` comes before the body
             await asyncio.sleep(0)
-        await scenario(pool, Silence(pool), events)
+        await scenario(pool, events)
         await pool.stop()
 
     asyncio.run(main())
 
 
-async def loading_again(pool: ManualPool) -> ManualBody:
-    """Lose the first worker. Returns its next body."""
-    pool.bodies[0].kill()
-    body = await pool.next_body(len(pool.bodies) + 1)
-    await pool.until_it_starts()
-    return body
+def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        pool.bodies[0].kill()
+        await pool.fail_to_load(MAX_FAILED_LOADS)
+        (failed,) = await events.until(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert says(str(failed.error), "5 tries", "worker 0", "exit code 1", "RuntimeError")
+        assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
+
+    with_bodies(scenario)
+
+
+def test_a_successful_load_resets_the_count_of_failed_loads() -> None:
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        for _ in range(3):
+            pool.bodies[-1].kill()
+            await pool.fail_to_load(MAX_FAILED_LOADS - 1)
+            pool.load(await pool.next_body(len(pool.bodies) + 1))
+        assert not [event for event in events.seen if isinstance(event, WorkersFailed)]
+
+    with_bodies(scenario)
+
+
+def test_beside_a_running_worker_restarts_have_no_limit() -> None:
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        pool.bodies[0].kill()
+        await pool.fail_to_load(2 * MAX_FAILED_LOADS)
+        assert not [event for event in events.seen if isinstance(event, WorkersFailed)]
+        pool.bodies[1].kill()
+        await pool.fail_to_load(2 * MAX_FAILED_LOADS)
+        await events.until(WorkersFailed)
+
+    with_bodies(scenario, size=2)
+
+
+def test_a_load_that_hangs_is_ended_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.workers.pool.LOAD_GRACE_S", 0.0)
+
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        second = await pool.loading_again()
+        pool.supervisor.watched[0].since_s -= 1  # a load that does not end
+        pool.supervisor.check()
+        assert second.end.done()
+        pool.load(await pool.next_body(3))
+        await events.until(WorkerReady, 2)
+
+    with_bodies(scenario)
 
 
 def test_a_worker_that_hangs_while_it_loads_is_killed() -> None:
-    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
-        body = await loading_again(pool)
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        body = await pool.loading_again()
         for _ in range(80):  # a long load with a sign of life every three seconds
             body.send_frame(Alive())
-            silence.after(3.0)
+            pool.after(3.0)
         assert not body.end.done()
-        silence.after(35.0)
+        pool.after(35.0)
         assert not body.end.done()
-        silence.after(6.0)
+        pool.after(6.0)
         assert body.end.done()
         pool.load(await pool.next_body(3))
         await events.until(WorkerReady, 2)
 
-    supervised(scenario)
+    with_bodies(scenario)
 
 
 def test_a_worker_without_a_first_sign_of_life_is_killed() -> None:
-    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
-        body = await loading_again(pool)
-        silence.after(39.0)
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        body = await pool.loading_again()
+        pool.after(39.0)
         assert not body.end.done()
-        silence.after(2.0)
+        pool.after(2.0)
         assert body.end.done()
 
-    supervised(scenario)
+    with_bodies(scenario)
 
 
 def test_an_endless_load_is_killed_despite_signs_of_life() -> None:
-    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
-        body = await loading_again(pool)
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        body = await pool.loading_again()
         for _ in range(29):
             body.send_frame(Alive())
-            silence.after(10.0)
+            pool.after(10.0)
         assert not body.end.done()
         for _ in range(2):
             body.send_frame(Alive())
-            silence.after(10.0)
+            pool.after(10.0)
         assert body.end.done()  # after 300 s and three times the first load
 
-    supervised(scenario)
+    with_bodies(scenario)
 
 
 def test_the_first_load_has_a_time_limit_too() -> None:
@@ -533,7 +507,7 @@ def test_the_first_load_has_a_time_limit_too() -> None:
         body = await pool.next_body(1)
         await pool.until_it_starts()
         body.send_frame(Alive())
-        Silence(pool).after(41.0)
+        pool.after(41.0)
         with pytest.raises(EngineError, match="41 s while it loaded"):
             await starting
 
@@ -541,47 +515,47 @@ def test_the_first_load_has_a_time_limit_too() -> None:
 
 
 def test_an_idle_worker_is_killed_only_if_its_signs_of_life_stop() -> None:
-    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
-        silence.after(3600.0, worker=1)
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        pool.after(3600.0, worker=1)
         assert not pool.bodies[1].end.done()
         pool.bodies[0].send_frame(Alive())
-        silence.after(39.0)
+        pool.after(39.0)
         assert not pool.bodies[0].end.done()
-        silence.after(2.0)
+        pool.after(2.0)
         assert pool.bodies[0].end.done()
         assert [silent.worker for silent in pool.silent()] == [0]
         lost = (await events.until(WorkerLost))[0]
         assert lost == WorkerLost(0, "killed: it was silent for 41 s while it was idle")
 
-    supervised(scenario, size=2)
+    with_bodies(scenario, size=2)
 
 
 def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
-    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
+    async def scenario(pool: ManualPool, events: Events) -> None:
         pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
-        silence.after(25.0)
+        pool.after(25.0)
         pool.bodies[0].send_frame(Alive())  # a thread sends it, so it says nothing about the engine
-        silence.after(4.0)
+        pool.after(4.0)
         assert not pool.bodies[0].end.done()
         pool.bodies[0].send_frame(Progress(7, (StepOutput((0,), (5,), ()),)))
-        silence.after(29.0)
+        pool.after(29.0)
         assert not pool.bodies[0].end.done()
-        silence.after(2.0)
+        pool.after(2.0)
         assert pool.bodies[0].end.done()
         (done,) = await events.until(BatchDone)
         assert done.failure == "crashed"
 
-    supervised(scenario)
+    with_bodies(scenario)
 
 
 def test_time_in_which_the_front_stood_still_does_not_count() -> None:
-    async def scenario(pool: ManualPool, silence: Silence, events: Events) -> None:
+    async def scenario(pool: ManualPool, events: Events) -> None:
         pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
         pool.supervisor._checked_s -= 3600
-        silence.after(3600.0)
+        pool.after(3600.0)
         assert not pool.bodies[0].end.done()
 
-    supervised(scenario)
+    with_bodies(scenario)
 
 
 def test_a_loading_worker_gives_signs_of_life_only_if_it_works() -> None:

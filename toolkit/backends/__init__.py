@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for types only: code inside an engine's own process imports
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from toolkit.cluster.servers import HostedServer, ServerSeat
     from toolkit.files.plan import Plan
     from toolkit.files.profile import OnForeign
     from toolkit.files.recipe import Recipe
@@ -90,52 +91,16 @@ class Serves(Protocol):
         ...
 
 
-@dataclass(slots=True, frozen=True)
-class GivenDevices:
-    """The devices that one server was given. Its GPUs are those of the environment.
-
-    Attributes:
-        cpus: of its threads, by their positions among the machine's.
-        used_cpus: of the threads of all servers of the machine.
-    """
-
-    cpus: Sequence[int]
-    used_cpus: Sequence[int]
-
-
-class ReplicaServer(Protocol):
-    """One of several servers that llmctl starts.
-
-    Attributes:
-        url: its address, at the latest when it is ready.
-    """
-
-    url: str
-
-    @property
-    def running(self) -> bool:
-        """Whether the process has not ended."""
-        ...
-
-    def wait_until_ready(self) -> None:
-        """Wait until it answers. Raises `EngineError` if it ends before."""
-        ...
-
-    def stop(self) -> None:
-        """End it, with every process of its own."""
-        ...
-
-
 @runtime_checkable
 class StartsReplicas(Protocol):
     """A backend that starts one of several servers behind llmctl's front."""
 
     def replica(
-        self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
-    ) -> ReplicaServer:
+        self, order: ServerOrder, number: int, folder: Path, seat: ServerSeat | None = None
+    ) -> HostedServer:
         """Start server `number` of the plan's `workers`, on a free port of the order's host, with
-        the devices `given` or its share of the machine's. `folder` is empty, and lasts as long as
-        the server.
+        the CPUs of its `seat` and the GPUs of the environment, or else with its share of the
+        machine's. `folder` is empty, and lasts as long as the server.
         """
         ...
 

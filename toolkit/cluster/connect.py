@@ -36,13 +36,10 @@ MODE = "RAY_AUTH_MODE"
 
 @dataclass(slots=True, frozen=True)
 class Cluster:
-    """A cluster that this process has joined: HOST:PORT of its head, its number of nodes, and
-    whether it requires a token.
-    """
+    """A cluster that this process has joined: HOST:PORT of its head, and its number of nodes."""
 
     address: str
     nodes: int
-    guarded: bool
 
 
 def check_address(address: str) -> str:
@@ -105,8 +102,7 @@ def joined(address: str, cpus: float) -> Iterator[Cluster]:
     try:
         head = str(context.address_info["gcs_address"])
         nodes = ray.nodes()
-        guarded = os.environ.get(MODE, "").lower() == "token"
-        yield Cluster(head, sum(node["Alive"] for node in nodes), guarded)
+        yield Cluster(head, sum(node["Alive"] for node in nodes))
     finally:
         ray.shutdown()
 

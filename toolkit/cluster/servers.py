@@ -47,16 +47,26 @@ class ServerSeat:
 
 
 class HostedServer(Protocol):
-    """A server that an actor has started."""
+    """One of several servers that llmctl starts.
+
+    Attributes:
+        url: its address, at the latest when it is ready.
+    """
 
     url: str
 
     @property
-    def running(self) -> bool: ...
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        ...
 
-    def wait_until_ready(self) -> None: ...
+    def wait_until_ready(self) -> None:
+        """Wait until it answers. Raises `EngineError` if it ends before."""
+        ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """End it, with every process of its own."""
+        ...
 
 
 # Starts a server in an empty folder; with it come warnings. Ray pickles this by name.

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from toolkit.backends import ReplicaServer, ServerOrder, StartsReplicas
+from toolkit.backends import ServerOrder, StartsReplicas
+from toolkit.cluster.servers import HostedServer
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError, InputError, LlmctlError
 from toolkit.estimators.load import law_of_steps
@@ -337,7 +338,7 @@ class OwnReplicas:
         self._orders = [first] * self._count  # of each replica
         self._lost: dict[int, tuple[ServerOrder, str]] = {}  # what one could not load, and why
         self._kinds = serving.plan.kind_numbers
-        self._servers: dict[int, ReplicaServer] = {}
+        self._servers: dict[int, HostedServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
         self._were_ready: set[int] = set()
@@ -502,7 +503,7 @@ class OwnReplicas:
                     await asyncio.shield(self._in_thread((await starting).stop))
                 self._servers.pop(number, None)
 
-    async def _until_over(self, number: int, server: ReplicaServer, replica: LiveReplica) -> str:
+    async def _until_over(self, number: int, server: HostedServer, replica: LiveReplica) -> str:
         """Wait until the server has ended or hangs, its probes have failed for `hang_s` seconds, or
         a restart was ordered. Returns why; '' for an ordered restart.
         """

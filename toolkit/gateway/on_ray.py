@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from toolkit.backends import GivenDevices, ReplicaServer, ServerOrder, StartsReplicas, backend_of
+from toolkit.backends import ServerOrder, StartsReplicas, backend_of
 from toolkit.cluster.connect import LOCAL, LOOPBACK, joined
 from toolkit.cluster.places import WorkerPlacement, places, refuse_local_fleet
-from toolkit.cluster.servers import RayServers, ServerSeat
+from toolkit.cluster.servers import HostedServer, RayServers, ServerSeat
 from toolkit.errors import InputError
 from toolkit.files.io import file_text
 from toolkit.files.plan import Plan
@@ -41,7 +41,7 @@ class DistantOrder:
 
 def start_there(
     order: DistantOrder, seat: ServerSeat, folder: Path
-) -> tuple[ReplicaServer, list[str]]:
+) -> tuple[HostedServer, list[str]]:
     """Start the server on this machine, inside an actor. Returns it with warnings.
 
     Raises as `StartsReplicas.replica` of the plan's engine.
@@ -59,8 +59,7 @@ def start_there(
         order.api_key,
         on_foreign=warnings.append if order.accepts_foreign else None,
     )
-    given = GivenDevices(seat.cpus, seat.used_cpus)
-    return backend.replica(here, 0, folder, given), warnings
+    return backend.replica(here, 0, folder, seat), warnings
 
 
 class RayReplicas:
@@ -71,8 +70,8 @@ class RayReplicas:
         self._wanted = wanted
 
     def replica(
-        self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
-    ) -> ReplicaServer:
+        self, order: ServerOrder, number: int, folder: Path, seat: ServerSeat | None = None
+    ) -> HostedServer:
         """See `StartsReplicas.replica`. It returns at once: what can fail there, fails in
         `wait_until_ready`. The server has a folder of its machine, and Ray's devices.
 

@@ -29,7 +29,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 import toolkit
 from toolkit import interrupts
-from toolkit.backends import Check, GivenDevices, ServerCommand, ServerOrder
+from toolkit.backends import Check, ServerCommand, ServerOrder
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.command import (
@@ -64,6 +64,7 @@ from toolkit.backends.vllm.touched import (
     read_vllm,
     refuse_missing,
 )
+from toolkit.cluster.servers import ServerSeat
 from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
@@ -142,7 +143,7 @@ class VllmBackend:
             return ended
 
     def replica(
-        self, order: ServerOrder, number: int, folder: Path, given: GivenDevices | None = None
+        self, order: ServerOrder, number: int, folder: Path, seat: ServerSeat | None = None
     ) -> VllmServer:
         """See `StartsReplicas.replica`. Raises `InputError` for a plan that was fitted on another
         device or version of vLLM, and `EngineError` for too few GPUs or CPUs.
@@ -155,8 +156,8 @@ class VllmBackend:
         try:
             require_gpu([recipe])
             _refuse_other(order)
-            if whole.others or given is not None:
-                _refuse_other_gpu(order.plan, order.on_foreign if given is not None else None)
+            if whole.others or seat is not None:
+                _refuse_other_gpu(order.plan, order.on_foreign if seat is not None else None)
         except LlmctlError as error:
             if not whole.others:
                 raise
@@ -167,12 +168,12 @@ class VllmBackend:
         for part in ("plan", "server"):
             (folder / part).mkdir()
         command = command_of(order, folder / "plan")
-        if given is None:
+        if seat is None:
             command = _with_share(command, whole, number)
         else:
-            command = replace(command, own_cpus=given.cpus, used_cpus=given.used_cpus)
-            if len(command.cpus[0]) < len(given.cpus):
-                needs = ", ".join(map(str, given.cpus))
+            command = replace(command, own_cpus=seat.cpus, used_cpus=seat.used_cpus)
+            if len(command.cpus[0]) < len(seat.cpus):
+                needs = ", ".join(map(str, seat.cpus))
                 has = len(os.sched_getaffinity(0))
                 raise EngineError(
                     f"a server needs the CPUs {needs} of this machine, and it has {has}",
@@ -209,8 +210,12 @@ class VllmBackend:
         recipe = plan.recipe
         policy = plan.policy.name
         command = VllmCommand(recipe, recipe.model.source, served_model)
-        words = " ".join(scheduler_flags(plan, counted=False)).replace(" --", "\n--")
-        scheduling = [flag.split(" ") for flag in words.splitlines()]
+        scheduling: list[list[str]] = []
+        for word in scheduler_flags(plan, counted=False):
+            if word.startswith("--"):
+                scheduling.append([word])
+            else:
+                scheduling[-1].append(word)
         ours = policy != POLICY
         image = IMAGES[recipe.hardware.device]
         source = "vLLM's own, of the version that was tried; it was not pulled here"
