@@ -519,23 +519,24 @@ async def test_wrong_requests_and_keys(front: Front, servers: list[StandIn]):
     assert good.status_code == 200
 
 
-def test_reports_reach_the_balancer(monkeypatch: pytest.MonkeyPatch):
+@behind(router="vllm-dp")
+async def test_reports_reach_the_balancer(
+    front: Front, servers: list[StandIn], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
     text = (
         'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
         'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
     )
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        task = asyncio.create_task(front.pool.read_reports())
-        known = front.gateway.balancer.replicas
-        while any(each.report is None for each in known):
-            await asyncio.sleep(0.005)
-        assert {(each.waiting, each.kv_usage) for each in known} == {(2, 0.25)}
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    run(test, StandIn(metrics=text), StandIn(metrics=text), router="vllm-dp")
+    for each in servers:
+        each.metrics = text
+    task = asyncio.create_task(front.pool.read_reports())
+    known = front.gateway.balancer.replicas
+    while any(each.report is None for each in known):
+        await asyncio.sleep(0.005)
+    assert {(each.waiting, each.kv_usage) for each in known} == {(2, 0.25)}
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def counted(queries: int, batch_s: float) -> str:
@@ -668,28 +669,27 @@ class SlowLaw:
 
 
 @pytest.mark.slow
-def test_what_would_miss_its_target_gets_503_and_when_to_come_back():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        first = asyncio.create_task(front.stream(asked(200)))
-        while not front.gateway.running:
-            await asyncio.sleep(0.001)
-        refused = await front.http.post("/v1/completions", json=asked())
-        assert refused.status_code == 503
-        error = refused.json()["error"]
-        assert error["code"] == "overloaded"
-        assert "the first token would come in" in error["message"]
-        assert 1 <= int(refused.headers["Retry-After"]) <= 60
-        assert (await first).text == answer_of(asked(200))
-        assert "llmctl_refused_total{" in (told := (await front.http.get("/metrics")).text)
-        assert (
-            next(line for line in told.splitlines() if line.startswith("llmctl_refused_total"))[-3:]
-            == "1.0"
-        )
-        assert (await front.stream(asked())).text == answer_of(asked())
-
-    # a prompt of 16 bytes is 4 tokens: 4 s alone, 8 s behind another
-    slow = StandIn(token_s=0.002, first_s=0.2)
-    run(test, slow, limits=LatencyLimits(ttft_s=5.0), law=SlowLaw())
+# a prompt of 16 bytes is 4 tokens: 4 s alone, 8 s behind another
+@behind({"token_s": 0.002, "first_s": 0.2}, limits=LatencyLimits(ttft_s=5.0), law=SlowLaw())
+async def test_what_would_miss_its_target_gets_503_and_when_to_come_back(
+    front: Front, servers: list[StandIn]
+):
+    first = asyncio.create_task(front.stream(asked(200)))
+    while not front.gateway.running:
+        await asyncio.sleep(0.001)
+    refused = await front.http.post("/v1/completions", json=asked())
+    assert refused.status_code == 503
+    error = refused.json()["error"]
+    assert error["code"] == "overloaded"
+    assert "the first token would come in" in error["message"]
+    assert 1 <= int(refused.headers["Retry-After"]) <= 60
+    assert (await first).text == answer_of(asked(200))
+    assert "llmctl_refused_total{" in (told := (await front.http.get("/metrics")).text)
+    assert (
+        next(line for line in told.splitlines() if line.startswith("llmctl_refused_total"))[-3:]
+        == "1.0"
+    )
+    assert (await front.stream(asked())).text == answer_of(asked())
 
 
 @pytest.mark.slow

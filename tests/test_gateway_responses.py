@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from test_gateway import PROMPT, Front, behind, run
+from test_gateway import PROMPT, Front, behind
 from test_gateway_keys import HEADERS, SHA, keyed, paid
 from test_gateway_rogue import page
 
@@ -164,18 +164,13 @@ async def test_a_replica_that_goes_down_under_a_request_that_only_it_can_answer(
     assert (await asking).status_code == 503
 
 
-def test_a_key_sees_its_own_responses_only():
-    other = "a" * 64
-    keys = [ApiKey(name="a", sha256=SHA), ApiKey(name="b", sha256=other)]
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        made = (await front.http.post(RESPONSES, json=wanted(), headers=HEADERS)).json()["id"]
-        assert (await front.http.get(f"{RESPONSES}/{made}", headers=HEADERS)).status_code == 200
-        assert (await front.http.get(f"{RESPONSES}/{made}")).status_code == 401
-        with pytest.raises(ApiError):
-            front.gateway.made.find("b", made)
-
-    run(test, StandIn(), keys=keys)
+@behind({}, keys=[ApiKey(name="a", sha256=SHA), ApiKey(name="b", sha256="a" * 64)])
+async def test_a_key_sees_its_own_responses_only(front: Front, servers: list[StandIn]):
+    made = (await front.http.post(RESPONSES, json=wanted(), headers=HEADERS)).json()["id"]
+    assert (await front.http.get(f"{RESPONSES}/{made}", headers=HEADERS)).status_code == 200
+    assert (await front.http.get(f"{RESPONSES}/{made}")).status_code == 401
+    with pytest.raises(ApiError):
+        front.gateway.made.find("b", made)
 
 
 @pytest.mark.slow
@@ -238,22 +233,22 @@ async def test_a_server_without_the_route_gets_no_request_and_no_other_trouble(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("count", [10**400, 10**12, -5, 0, "7", None, {"a": 1}])
-def test_a_usage_that_cannot_be_is_not_believed(count: Any, stream: bool):
+@behind({}, keys=keyed())
+async def test_a_usage_that_cannot_be_is_not_believed(
+    front: Front, servers: list[StandIn], count: Any, stream: bool
+):
     usage = {"input_tokens": count, "output_tokens": count}
     response = {"id": "resp_x", "status": "completed", "usage": usage}
     delta = {"type": "response.output_text.delta", "delta": "hello"}
     last = {"type": "response.completed", "response": response}
     lines = b"".join(b"data: %s\n\n" % json.dumps(one).encode() for one in (delta, last))
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        answer = await front.http.post(RESPONSES, json=wanted(stream=stream), headers=HEADERS)
-        assert answer.status_code == 200
-        cost = await paid(front)
-        assert len(PROMPT) // 8 < cost < 500
-        assert (await front.http.get("/metrics", headers=HEADERS)).status_code == 200
-
     content = lines if stream else json.dumps(response).encode()
-    run(test, StandIn(script=lambda *_: page(content)), keys=keyed())
+    servers[0].script = lambda *_: page(content)
+    answer = await front.http.post(RESPONSES, json=wanted(stream=stream), headers=HEADERS)
+    assert answer.status_code == 200
+    cost = await paid(front)
+    assert len(PROMPT) // 8 < cost < 500
+    assert (await front.http.get("/metrics", headers=HEADERS)).status_code == 200
 
 
 def test_what_a_server_counts_for_its_own_tools_is_believed():

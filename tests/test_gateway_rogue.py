@@ -87,7 +87,10 @@ async def test_several_prompts_are_answered(
 @pytest.mark.parametrize(
     "count", [HUGE, 10**12, -5, "7", None, 1.5, {"a": 1}], ids=lambda count: str(count)[:8]
 )
-def test_a_usage_that_cannot_be_reaches_no_other_request(stream: bool, count: Any):
+@behind({})
+async def test_a_usage_that_cannot_be_reaches_no_other_request(
+    front: Front, servers: list[StandIn], stream: bool, count: Any
+):
     usage = {"prompt_tokens": count, "completion_tokens": count, "total_tokens": count}
     given = {"id": "a", "choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]}
 
@@ -98,20 +101,18 @@ def test_a_usage_that_cannot_be_reaches_no_other_request(stream: bool, count: An
             return streamed(text_event("hi", finish_reason="stop"), {"choices": [], "usage": usage})
         return page(json.dumps(given | {"usage": usage}).encode())
 
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        odd = await front.http.post(COMPLETIONS, json=asked(prompt="odd", stream=stream, **USAGE))
-        assert odd.status_code == 200
-        assert "hi" in odd.text
-        for _ in range(3):
-            assert (await front.stream(asked())).text == answer_of(asked())
-        told = await front.http.get("/metrics")
-        assert told.status_code == 200
-        assert await metric(front, "llmctl_prompt_tokens_total") < 1000
-        assert await metric(front, "llmctl_generation_tokens_total") < 1000
-        if count is not None:
-            assert await metric(front, "llmctl_replica_odd_usage_total") == 1
-
-    run(test, StandIn(script=script))
+    servers[0].script = script
+    odd = await front.http.post(COMPLETIONS, json=asked(prompt="odd", stream=stream, **USAGE))
+    assert odd.status_code == 200
+    assert "hi" in odd.text
+    for _ in range(3):
+        assert (await front.stream(asked())).text == answer_of(asked())
+    told = await front.http.get("/metrics")
+    assert told.status_code == 200
+    assert await metric(front, "llmctl_prompt_tokens_total") < 1000
+    assert await metric(front, "llmctl_generation_tokens_total") < 1000
+    if count is not None:
+        assert await metric(front, "llmctl_replica_odd_usage_total") == 1
 
 
 @behind({}, max_body_bytes=1 << 20)
@@ -276,21 +277,17 @@ def test_trailers_without_end_take_no_memory(where: str):
     ],
     ids=range(9),
 )
-def test_an_event_that_is_none_sends_the_request_elsewhere(odd: bytes):
-    first = StandIn()
+@behind()
+async def test_an_event_that_is_none_sends_the_request_elsewhere(
+    front: Front, servers: list[StandIn], odd: bytes
+):
     wanted = answer_of(asked())
-
-    def script(path: str, body: dict[str, Any]) -> bytes:
-        return streamed(text_event(wanted[0], token_ids=[ord(wanted[0])]), odd)
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for _ in range(3):
-            told = await front.stream(asked())
-            assert told.text == wanted
-            assert told.done
-
-    first.script = script
-    run(test, first, StandIn())
+    first = text_event(wanted[0], token_ids=[ord(wanted[0])])
+    servers[0].script = lambda path, body: streamed(first, odd)
+    for _ in range(3):
+        told = await front.stream(asked())
+        assert told.text == wanted
+        assert told.done
 
 
 def test_the_content_type_of_a_replica_may_hold_any_byte():
@@ -386,27 +383,23 @@ def test_a_chat_without_a_limit_does_not_grow(ids: bool, context: int):
     run(test, StandIn(token_s=0.001, **kind), StandIn(token_s=0.001, **kind))
 
 
-def test_ids_finish_reasons_and_times_stay_those_of_the_first_server():
-    wanted = answer_of(asked())
-    sampled = asked(20, logprobs=1)
-
-    def script(path: str, body: dict[str, Any]) -> bytes:
-        events = [text_event(letter) for letter in wanted[:5]]
-        return streamed(*events, done=False)
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for body in (asked(), sampled):
-            told = await front.stream(body)
-            assert told.text == answer_of(body)
-            assert len({each["id"] for each in told.events}) == 1
-            assert len({each["created"] for each in told.events}) == 1
-            reasons = [each["choices"][0].get("finish_reason") for each in told.events]
-            assert [one for one in reasons if one] == ["length"]
-
-    run(test, StandIn(script=script, speaks_ids=False), StandIn(speaks_ids=False))
+@behind({"speaks_ids": False}, {"speaks_ids": False})
+async def test_ids_finish_reasons_and_times_stay_those_of_the_first_server(
+    front: Front, servers: list[StandIn]
+):
+    events = [text_event(letter) for letter in answer_of(asked())[:5]]
+    servers[0].script = lambda path, body: streamed(*events, done=False)
+    for body in (asked(), asked(20, logprobs=1)):
+        told = await front.stream(body)
+        assert told.text == answer_of(body)
+        assert len({each["id"] for each in told.events}) == 1
+        assert len({each["created"] for each in told.events}) == 1
+        reasons = [each["choices"][0].get("finish_reason") for each in told.events]
+        assert [one for one in reasons if one] == ["length"]
 
 
-def test_events_without_an_id_get_none_in_their_text():
+@behind({"speaks_ids": False}, {"speaks_ids": False})
+async def test_events_without_an_id_get_none_in_their_text(front: Front, servers: list[StandIn]):
     wanted = answer_of(asked())
 
     def script(path: str, body: dict[str, Any]) -> bytes | None:
@@ -420,12 +413,11 @@ def test_events_without_an_id_get_none_in_their_text():
             del event["id"]
         return streamed(*events, done=body["prompt"] != PROMPT)
 
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        told = await front.stream(asked())
-        assert told.text == wanted
-        assert not any("id" in each for each in told.events)
-
-    run(test, *(StandIn(script=script, speaks_ids=False) for _ in range(2)))
+    for each in servers:
+        each.script = script
+    told = await front.stream(asked())
+    assert told.text == wanted
+    assert not any("id" in each for each in told.events)
 
 
 @pytest.mark.slow
@@ -468,20 +460,20 @@ def test_a_replica_that_refuses_at_once_takes_no_requests(status: int):
 
 
 @pytest.mark.slow
-def test_a_clients_errors_take_no_replica_out():
+@behind()
+async def test_a_clients_errors_take_no_replica_out(front: Front, servers: list[StandIn]):
     """Twenty requests at which every replica fails; each of them serves all others."""
 
     def script(path: str, body: dict[str, Any]) -> bytes | None:
         return page(b'{"error": {"message": "a bug"}}', 500) if body["prompt"] == "bug" else None
 
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        for _ in range(20):
-            assert (await front.http.post(COMPLETIONS, json=asked(prompt="bug"))).status_code == 500
-        await asyncio.sleep(0.3)
-        assert len(front.pool.up) == 2
-        assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
-
-    run(test, *(StandIn(script=script) for _ in range(2)))
+    for each in servers:
+        each.script = script
+    for _ in range(20):
+        assert (await front.http.post(COMPLETIONS, json=asked(prompt="bug"))).status_code == 500
+    await asyncio.sleep(0.3)
+    assert len(front.pool.up) == 2
+    assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
 
 
 RELAYED = [("/tokenize", {"prompt": "a"}), ("/v1/embeddings", {"model": MODEL, "input": "abc"})]

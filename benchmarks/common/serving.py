@@ -35,7 +35,7 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
 from toolkit.serve.access import AccessGate, ApiKey, Keyring
-from toolkit.serve.api import make_app
+from toolkit.serve.api import Routes
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.forms import BodyReader
@@ -226,7 +226,10 @@ def app_of(
     async def read(kind: str, body: bytes) -> Any:
         return await asyncio.to_thread(reader.read, kind, body)
 
-    return make_app(driver, ByteTokenizer(), settings, keyring or Keyring(), read, status)
+    routes = Routes(driver, ByteTokenizer(), settings, keyring or Keyring(), read)
+    if status:
+        routes.show(status)
+    return routes.gate()
 
 
 class Client(httpx.AsyncClient):

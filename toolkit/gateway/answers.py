@@ -170,7 +170,7 @@ class PassingAnswer(Passing):
 
     @property
     def prompt_tokens(self) -> int:
-        """As the server counted them, else the number of known ids, else estimated."""
+        """As the server counted them, else by their ids, else estimated."""
         if self.usage is not None:
             return self.usage.prompt_tokens
         known = self._call.choices == 1 and self._prompt_ids is not None

@@ -185,13 +185,10 @@ class LiveSearch:
             self._search(space)
         finally:
             with held():
-                self._give_back()
-
-    def _give_back(self) -> None:
-        try:
-            self.control.release(self.start, "the search is over")
-        except InputError as error:  # its lease ends by itself
-            self.note(f"the settings of the start are not back yet: {error.message}")
+                try:
+                    self.control.release(self.start, "the search is over")
+                except InputError as error:  # its lease ends by itself
+                    self.note(f"the settings of the start are not back yet: {error.message}")
 
     def finish(self, settings: Settings) -> None:
         """Give the server its settings for good."""

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from toolkit.engines.tokenizer import Tokenizer
-from toolkit.serve.access import AccessGate, KeyedRequest, Keyring
+from toolkit.serve.access import KeyedRequest, Keyring
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
 from toolkit.serve.errors import ApiError
@@ -51,33 +51,17 @@ from toolkit.serve.generation import (
 from toolkit.serve.helper import LARGE_BODY_BYTES, ReadLarge
 from toolkit.serve.metrics import Exposition
 from toolkit.serve.routes import REF, FrontPages, Json, an_object, ref
-from toolkit.serve.status import Status, failure, gauges, state
+from toolkit.serve.status import failure, gauges, state
 
 _REQUESTS = (CompletionForm, ChatForm, DetokenizeForm, Message)
 _RESPONSES = (TextChoice, ChatChoice, Usage)
 _TOKENS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
-def make_app(
-    driver: Driver,
-    tokenizer: Tokenizer,
-    settings: FrontSettings,
-    keyring: Keyring,
-    read_large: ReadLarge,
-    status: Status | None,
-) -> AccessGate:
-    """The ASGI application over a driver that the caller starts and stops.
-
-    `read_large` reads large bodies. The keys of `keyring` may be replaced at any time.
-    """
-    routes = Routes(driver, tokenizer, settings, keyring, read_large)
-    if status:
-        routes.show(status)
-    return routes.gate(routes.app)
-
-
 class Routes(FrontPages):
-    """The route handlers. Each reads a form, makes one call, and writes the response."""
+    """The routes over a driver that its owner starts and stops. Each reads a form, makes one call,
+    and writes the response. `read_large` reads large bodies.
+    """
 
     def __init__(
         self,

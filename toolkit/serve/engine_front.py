@@ -16,7 +16,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.types import Request
-from toolkit.serve.api import make_app
+from toolkit.serve.api import Routes
 from toolkit.serve.assemble import make_scheduler, make_stats
 from toolkit.serve.background import Background
 from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
@@ -134,14 +134,16 @@ def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFro
         driver = _driver(serving, workers, opened)
         if serving.control_key:
             refuse_fixed(driver.scheduler)
-        status = Status(driver, facts_of(plan, settings.model)) if settings.status_page else None
         helper = Helper(plan.recipe.model, settings.vocab_size, settings.max_model_len)
-        app: ASGIApp = make_app(driver, tokenizer, settings, opened.keyring, helper, status)
+        routes = Routes(driver, tokenizer, settings, opened.keyring, helper)
+        app: ASGIApp = routes.gate()
         if serving.control_key:
             app = with_control(app, driver, serving.control_key, opened.say)
         limits = WireLimits(client_share=opened.client_share)
         front = EngineFront(driver, app, helper, limits, opened.say)
-        if status is not None:
+        if settings.status_page:
+            status = Status(driver, facts_of(plan, settings.model))
+            routes.show(status)
             front.at_start.append(partial(front.background.start, "status page", status.sampling))
         yield front
 

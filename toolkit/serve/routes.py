@@ -166,10 +166,12 @@ class FrontPages(ABC):
         self.app.get_page(PAGE, status.page)
         self.app.get_page(DATA, status.data)
 
-    def gate(self, app: ASGIApp) -> AccessGate:
-        """The gate before `app`."""
+    def gate(self, app: ASGIApp | None = None) -> AccessGate:
+        """The gate before the application, or before `app`, which passes requests to it. The keys
+        may be replaced at any time.
+        """
         return AccessGate(
-            app,
+            app or self.app,
             self.keyring,
             self.now_s,
             open_paths=["/health", "/ready", *(["/metrics"] if self.settings.open_metrics else [])],
