@@ -41,15 +41,15 @@ def header(**more) -> IterationLogHeader:
     return IterationLogHeader(**(given | more))
 
 
-def requests(count: int, rate: float, seed: int = 0, prompts=(4, 300), outputs=(2, 120)):
+def requests(count: int, rate: float, seed: int = 0):
     """(arrival, prompt, output) of each, at random."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1.0 / rate, count))
     return list(
         zip(
             arrival.tolist(),
-            rng.integers(*prompts, count).tolist(),
-            rng.integers(*outputs, count).tolist(),
+            rng.integers(4, 300, count).tolist(),
+            rng.integers(2, 120, count).tolist(),
             strict=True,
         )
     )
