@@ -47,15 +47,15 @@ def one_pass(start_s: float, end_s: float, rows: list[LoggedRow], **more) -> Log
     return LoggedPass(start_s=start_s, end_s=end_s, rows=rows, **(given | more))
 
 
-def requests(count: int, rate: float, seed: int = 0, prompts=(4, 300), outputs=(2, 120)):
+def requests(count: int, rate: float, seed: int = 0):
     """(arrival, prompt, output) of each, at random."""
     rng = np.random.default_rng(seed)
     arrival = np.cumsum(rng.exponential(1.0 / rate, count))
     return list(
         zip(
             arrival.tolist(),
-            rng.integers(*prompts, count).tolist(),
-            rng.integers(*outputs, count).tolist(),
+            rng.integers(4, 300, count).tolist(),
+            rng.integers(2, 120, count).tolist(),
             strict=True,
         )
     )

@@ -88,18 +88,21 @@ def test_the_scheduler_counts_what_the_simulated_worker_holds(
     assert policy.audits > 0
 
 
-def worker_with(residents, joining, emits, steps=3):
+STEPS = 3  # after each row that joins
+
+
+def worker_with(residents, joining, emits):
     worker = Worker(0, law(emits), ZetaMemory(CAPACITY), joining=joining)
     for length in residents:
         worker.running.join(job(length))
-        worker.running.steps += steps
+        worker.running.steps += STEPS
     return worker
 
 
-def held_by(residents, steps=3):
-    """Tokens of each row, if rows joined one after the other with `steps` steps after each."""
+def held_by(residents):
+    """Tokens of each row of such a worker."""
     n = len(residents)
-    return [length + steps * (n - k) for k, length in enumerate(residents)]
+    return [length + STEPS * (n - k) for k, length in enumerate(residents)]
 
 
 def plainly(worker, footprint, entering, steps):

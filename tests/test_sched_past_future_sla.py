@@ -77,26 +77,28 @@ def test_newcomers_do_not_delay_each_others_first_tokens_beyond_ttft():
     assert entered(scheduler, 0.0) == ["a", "b"]
 
 
-def late_and_in_time(now_s: float, **parameters) -> tuple[Scheduler, list[str]]:
-    """a and b wait since 0 s and c since 5 s; TTFT is 3 s, and one more fits beside "runs"."""
-    scheduler = make(ttft_s=3.0, mtpot_s=0.025, **parameters)
+def late_and_in_time(late_share: float) -> tuple[Scheduler, list[str]]:
+    """At 6 s a and b wait since 0 s and c since 5 s; TTFT is 3 s, and one more fits beside
+    "runs".
+    """
+    scheduler = make(ttft_s=3.0, mtpot_s=0.025, late_share=late_share)
     submit(scheduler, "runs")
     assert entered(scheduler, 0.0) == ["runs"]
-    scheduler.workers[0].stepped_s = now_s
+    scheduler.workers[0].stepped_s = 6.0
     submit(scheduler, "a", prompt=1)
     submit(scheduler, "b", prompt=1)
     submit(scheduler, "c", prompt=1, arrival_s=5.0)
-    return scheduler, entered(scheduler, now_s)
+    return scheduler, entered(scheduler, 6.0)
 
 
 def test_late_jobs_wait_behind_jobs_in_time():
-    scheduler, first = late_and_in_time(6.0, late_share=0.01)
+    scheduler, first = late_and_in_time(late_share=0.01)
     assert first == ["c"]
     assert [job.request_id for job in scheduler.workers[0].waiting.all_jobs()] == ["a", "b"]
 
 
 def test_no_job_is_deferred_in_the_attempts_for_late_jobs():
-    _, first = late_and_in_time(6.0, late_share=0.5)
+    _, first = late_and_in_time(late_share=0.5)
     assert first == ["a"]
 
 
@@ -108,7 +110,7 @@ def test_late_jobs_are_served_if_no_others_wait():
 
 
 def test_a_cancelled_request_is_removed_from_the_deferred_jobs():
-    scheduler, _ = late_and_in_time(6.0, late_share=0.01)
+    scheduler, _ = late_and_in_time(late_share=0.01)
     assert scheduler.waiting_jobs == 2
     scheduler.cancel("b", 7.0)
     assert scheduler.waiting_jobs == 1

@@ -8,7 +8,7 @@ from toolkit.estimators.laws import bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import ORACLES, make_policy, refuse_oracle
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Request, RoundResult, Worker
+from toolkit.sched.types import Batch, Request, RoundResult, Worker
 
 
 def make(
@@ -23,14 +23,20 @@ def submit(scheduler: Scheduler, *names: str, prompt: int = 10, limit: int = 100
         scheduler.submit(Request(name, 0.0, prompt, limit), 0.0)
 
 
+def started(*names: str, policy: str = "conservative", **given) -> tuple[Scheduler, Batch]:
+    """A scheduler with these requests, and the round of them that it has started."""
+    scheduler = make(policy, **given)
+    submit(scheduler, *names)
+    (batch,) = scheduler.tick(0.0)
+    return scheduler, batch
+
+
 def ids(jobs) -> list[str]:
     return [job.request_id for job in jobs]
 
 
 def test_a_resident_continues_while_another_job_enters():
-    scheduler = make(interval_steps=1)
-    submit(scheduler, "a")
-    (first,) = scheduler.tick(0.0)
+    scheduler, first = started("a", interval_steps=1)
     submit(scheduler, "b")
     assert scheduler.tick(0.5) == []
     assert scheduler.take_interrupts() == [0]
@@ -61,9 +67,7 @@ def test_a_job_that_fills_the_memory_to_its_last_token_runs_alone():
 
 
 def test_the_last_admitted_is_evicted_before_memory_is_exceeded_and_keeps_its_tokens():
-    scheduler = make("aggressive", capacity=120, watermark=1.0)
-    submit(scheduler, "a", "b")
-    (first,) = scheduler.tick(0.0)
+    scheduler, first = started("a", "b", policy="aggressive", capacity=120, watermark=1.0)
     assert (ids(first.jobs), first.steps) == (["a", "b"], 50)
     scheduler.complete(RoundResult(first.batch_id, 0, 50), 50.0)
     (second,) = scheduler.tick(50.0)
@@ -91,9 +95,7 @@ def test_after_a_failure_half_as_many_enter_until_the_failing_job_runs_alone():
 
 
 def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
-    scheduler = make()
-    submit(scheduler, "a", "b")
-    (first,) = scheduler.tick(0.0)
+    scheduler, first = started("a", "b")
     scheduler.cancel("a", 1.0)
     assert scheduler.take_interrupts() == [0]
     scheduler.complete(RoundResult(first.batch_id, 0, 10), 10.0)
@@ -106,9 +108,7 @@ def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
 
 
 def test_a_lost_workers_residents_continue_elsewhere_with_their_tokens():
-    scheduler = make(workers=2)
-    submit(scheduler, "a")
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a", workers=2)
     scheduler.complete(RoundResult(batch.batch_id, 0, 7), 7.0)
     scheduler.worker_lost(0, 7.0)
     (again,) = scheduler.tick(7.0)
@@ -139,9 +139,7 @@ def test_no_server_runs_an_oracle():
 
 
 def test_a_row_that_the_driver_ended_leaves_with_its_round_and_its_length_enters_the_history():
-    scheduler = make()
-    submit(scheduler, "a", "b")
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a", "b")
     scheduler.end("a", 3, 1.0)
     scheduler.end("a", 3, 1.0)
     assert scheduler.take_interrupts() == [0]
@@ -152,9 +150,7 @@ def test_a_row_that_the_driver_ended_leaves_with_its_round_and_its_length_enters
 
 
 def test_a_row_that_ends_in_the_round_in_which_the_driver_ended_it_counts_once():
-    scheduler = make()
-    submit(scheduler, "a", "b")
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a", "b")
     scheduler.end("a", 9, 1.0)
     scheduler.complete(RoundResult(batch.batch_id, 0, 10, ("a",)), 10.0)
     assert (scheduler.jobs, list(scheduler._view.finished.recent)) == (1, [9])
@@ -214,9 +210,7 @@ def test_a_job_is_given_up_after_it_ran_out_of_memory_twice_alone_and_never_besi
 
 
 def test_a_resident_gets_no_tokens_for_steps_that_it_missed():
-    scheduler = make()
-    submit(scheduler, "a", "b")
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a", "b")
     scheduler.complete(RoundResult(batch.batch_id, 0, 5, missed=(("b", 2),)), 5.0)
     a, b = scheduler.workers[0].running.jobs
     (batch,) = scheduler.tick(5.0)
@@ -225,9 +219,7 @@ def test_a_resident_gets_no_tokens_for_steps_that_it_missed():
 
 
 def test_a_job_that_an_engine_dropped_waits_before_all_others_with_its_tokens():
-    scheduler = make("aggressive")
-    submit(scheduler, "a", "b", "c")
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a", "b", "c", policy="aggressive")
     scheduler.complete(
         RoundResult(batch.batch_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0
     )

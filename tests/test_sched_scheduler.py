@@ -9,7 +9,7 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import BatchResult, Request, Worker
+from toolkit.sched.types import Batch, BatchResult, Request, Worker
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 
@@ -25,6 +25,15 @@ def request(name: str, prompt: int = 10, limit: int = 100) -> Request:
     return Request(name, 0.0, prompt, limit)
 
 
+def started(names: str, **given) -> tuple[Scheduler, Batch]:
+    """A scheduler with requests of these names, and the batch of them that it has started."""
+    scheduler = make(**given)
+    for name in names.split():
+        scheduler.submit(request(name), 0.0)
+    (batch,) = scheduler.tick(0.0)
+    return scheduler, batch
+
+
 def ids(batch) -> list[str]:
     return [job.request_id for job in batch.jobs]
 
@@ -35,9 +44,7 @@ def done(batch, generated: int, finished: bool, failure: str = "") -> BatchResul
 
 
 def test_a_request_goes_from_pool_to_worker_and_back_until_it_ends():
-    scheduler = make(slice_tokens=8)
-    scheduler.submit(request("a", prompt=10), 0.0)
-    (first,) = scheduler.tick(0.0)
+    scheduler, first = started("a", slice_tokens=8)
     assert (first.steps, first.input_length) == (8, 10)
     scheduler.complete(done(first, 8, finished=False), 1.0)
     (second,) = scheduler.tick(1.0)
@@ -55,19 +62,14 @@ def test_a_request_that_can_never_fit_is_refused_by_name():
 
 
 def test_load_rises_with_a_batch_and_falls_with_its_completion():
-    scheduler = make()
-    scheduler.submit(request("a"), 0.0)
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a")
     assert scheduler.workers[0].load_s == batch.estimated_s > 0
     scheduler.complete(done(batch, 1, finished=True), 1.0)
     assert scheduler.workers[0].load_s == 0.0
 
 
 def test_a_batch_out_of_memory_is_tried_again_in_halves_on_its_worker():
-    scheduler = make()
-    for name in "abc":
-        scheduler.submit(request(name), 0.0)
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a b c")
     scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
     (half,) = scheduler.tick(1.0)
     assert ids(half) == ["a", "b"]
@@ -122,9 +124,7 @@ def test_a_crash_moves_batch_and_queue_to_another_worker_with_tokens_kept():
 
 
 def test_with_no_worker_left_jobs_wait_for_one():
-    scheduler = make()
-    scheduler.submit(request("a"), 0.0)
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a")
     scheduler.complete(done(batch, 0, finished=False, failure="crashed"), 1.0)
     scheduler.worker_lost(0, 1.0)
     scheduler.submit(request("b"), 1.0)
@@ -136,9 +136,7 @@ def test_with_no_worker_left_jobs_wait_for_one():
 
 @pytest.mark.parametrize("policy", ["slice", "sequence"])
 def test_a_job_cancelled_while_waiting_never_runs(policy):
-    scheduler = make(policy=policy)
-    scheduler.submit(request("running"), 0.0)
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("running", policy=policy)
     scheduler.submit(request("waiting"), 0.0)
     scheduler.tick(0.0)
     scheduler.cancel("waiting", 0.5)
@@ -149,9 +147,7 @@ def test_a_job_cancelled_while_waiting_never_runs(policy):
 
 
 def test_a_job_cancelled_in_a_queue_is_removed_from_its_batch():
-    scheduler = make()
-    scheduler.submit(request("running"), 0.0)
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("running")
     for name in "ab":
         scheduler.submit(request(name), 0.0)
     scheduler.tick(100.0)
@@ -162,9 +158,7 @@ def test_a_job_cancelled_in_a_queue_is_removed_from_its_batch():
 
 
 def test_a_job_cancelled_while_running_ends_with_its_batch():
-    scheduler = make()
-    scheduler.submit(request("a"), 0.0)
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a")
     scheduler.cancel("a", 0.5)
     scheduler.complete(done(batch, 4, finished=False), 1.0)
     assert scheduler.jobs == 0
@@ -181,10 +175,7 @@ def test_sequence_routes_in_turn_and_runs_to_the_end():
 
 
 def test_a_queued_batch_of_cancelled_jobs_delays_no_other_batch():
-    scheduler = make(policy="sequence")
-    for name in "ab":
-        scheduler.submit(request(name), 0.0)
-    (batch,) = scheduler.tick(0.0)
+    scheduler, batch = started("a b", policy="sequence")
     scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)
     (half,) = scheduler.tick(1.0)
     scheduler.submit(request("c"), 1.5)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_sim_continuous import law
 
-from toolkit.estimators.laws import LinearSwap, SegmentedLaw
+from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.files.fit import Segment
 from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.policies import make_policy
 from toolkit.sched.rounds import alike, groups_alike
@@ -44,13 +44,6 @@ class Row:
     @property
     def ended(self):
         return len(self.times) == self.output
-
-
-def law(emits, padded):
-    """Coefficients and times that are multiples of 2^-18, so that no sum is rounded."""
-    prefill = Segment(batch_size_min=1, nl=2**-14, n=2**-10, l=2**-13, const=2**-6)
-    decode = Segment(batch_size_min=1, nl=2**-16, n=2**-12, l=2**-14, const=2**-7)
-    return SegmentedLaw((prefill,), (decode,), emits, padded)
 
 
 class Plain:

@@ -16,6 +16,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.routing.routers import make_router
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
@@ -135,7 +136,14 @@ def test_a_growing_delay_delays_the_next_as_much() -> None:
     assert found.arrival_s.tolist() == [0.0, 0.0, 3.0]
 
 
-@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "conservative", "past-future"])
+def chosen(policy: str, workers: int) -> tuple[AnyPolicy, World]:
+    """The policy of this name, and the workers or paged engines that it serves on."""
+    if policy == POLICY.name:
+        return POLICY, paged.world(ENGINE, workers)
+    return make_policy(policy, {}), world(workers)
+
+
+@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "past-future", "vllm"])
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("concurrency", [80, 500])
 def test_as_many_as_there_are_requests_is_a_backlog(
@@ -143,31 +151,16 @@ def test_as_many_as_there_are_requests_is_a_backlog(
 ) -> None:
     trace = some(limit=30)
     backlog = replace(trace, arrival_s=np.zeros(len(trace)))
-    chosen = make_policy(policy, {})
-    same(
-        simulate(trace, chosen, at_once(world(workers), concurrency)),
-        simulate(backlog, chosen, world(workers)),
-    )
+    serving, there = chosen(policy, workers)
+    same(simulate(trace, serving, at_once(there, concurrency)), simulate(backlog, serving, there))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_and_on_paged_engines(workers: int) -> None:
-    backlog = replace(some(), arrival_s=np.zeros(80))
-    there = paged.world(ENGINE, workers)
-    same(simulate(some(), POLICY, at_once(there, 80)), simulate(backlog, POLICY, there))
-
-
-@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "mlfq"])
+@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "mlfq", "vllm"])
 @pytest.mark.parametrize("ramp_s", [0.3, 1000.0])
-def test_the_first_places_open_over_the_ramp(policy: str, ramp_s: float) -> None:
-    there = at_once(world(2), 8, ramp_s)
-    check(simulate(some(limit=30), make_policy(policy, {}), there), 8, ramp_s=ramp_s)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_ramp_on_paged_engines(workers: int) -> None:
-    there = at_once(paged.world(ENGINE, workers), 8, 0.2)
-    check(simulate(some(), POLICY, there), 8, ramp_s=0.2)
+def test_the_first_places_open_over_the_ramp(policy: str, ramp_s: float, workers: int) -> None:
+    serving, there = chosen(policy, workers)
+    check(simulate(some(limit=30), serving, at_once(there, 8, ramp_s)), 8, ramp_s=ramp_s)
 
 
 def test_places_that_open_while_a_long_batch_runs_are_no_stall() -> None:

@@ -125,6 +125,12 @@ workloads = st.lists(
 )
 
 
+def rows_of(work) -> list[Row]:
+    return [
+        Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)
+    ]
+
+
 def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy):
     trace = Trace(
         np.array([row.arrival_s for row in rows]),
@@ -152,9 +158,7 @@ def simulated(rows, policy, parameters, law, workers, wrap=lambda policy: policy
 def test_the_closed_form_equals_single_steps(
     work, policy, interval, max_prefill, emits, padded, workers
 ):
-    rows = [
-        Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)
-    ]
+    rows = rows_of(work)
     one = law(emits, padded)
     parameters = PARAMETERS[policy] | {
         "interval_steps": interval,
@@ -209,9 +213,7 @@ def test_no_decision_falls_within_a_round(work, case, interval, max_prefill, emi
     """A policy that decides after every step decides the same: rounds end wherever the policy has
     something to decide.
     """
-    rows = [
-        Row(at / 16, prompt, out, min(out + more, LIMIT)) for at, prompt, out, more in sorted(work)
-    ]
+    rows = rows_of(work)
     name, parameters = STEPWISE[case]
     parameters = parameters | {"interval_steps": interval, "max_prefill_tokens": max_prefill}
     one = law(emits, padded=True)

@@ -15,19 +15,16 @@ from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine
 
 
-def prefills(interval: int, *, rows: int = 1, later: int = 3) -> list[int]:
-    """The passes with a prefill, where `rows` decode and one request comes at each of `later`
-    passes from the fifth on.
-    """
+def prefills(interval: int) -> list[int]:
+    """The passes with a prefill, where a row decodes and requests come at passes 5, 6 and 7."""
     flags = VllmPolicy(
         max_num_seqs=16, max_num_batched_tokens=64, prefill_schedule_interval=interval
     )
     scheduler = PagedScheduler(flags, blocks=100, block_tokens=4)
-    for number in range(rows):
-        scheduler.add(PagedRequest(number, 8, 60))
+    scheduler.add(PagedRequest(0, 8, 60))
     found = []
     for number in range(30):
-        if 5 <= number < 5 + later:
+        if number in (5, 6, 7):
             scheduler.add(PagedRequest(100 + number, 8, 60))
         plan = scheduler.schedule()
         if plan.chunks:

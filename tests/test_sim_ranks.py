@@ -35,11 +35,11 @@ def dummies_cost_nothing(shapes: Sequence[StepShape]) -> float:
     return max((LAW.gpu_s(shape) for shape in real), default=0.0)
 
 
-def same(one: SimResult, other: SimResult, *, rel: float = 1e-12) -> None:
-    same_times(one, other, rtol=rel, atol=1e-12)
+def same(one: SimResult, other: SimResult) -> None:
+    same_times(one, other, rtol=1e-12, atol=1e-12)
     assert one.served.ok.all()
     for name in ("rounds", "batches", "evicted_percent", "peak_memory_percent", "itl_mean_s"):
-        assert one.counters[name] == pytest.approx(other.counters[name], rel=rel)
+        assert one.counters[name] == pytest.approx(other.counters[name], rel=1e-12)
     assert one.counters.get("hit_tokens") == other.counters.get("hit_tokens")
 
 

@@ -16,7 +16,7 @@ from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.routing.types import ReplicaTraits, RoutedRequest
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.api import simulate
+from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Outage, Routing, read_outages
 from toolkit.sim.world import WorldSettings
@@ -176,9 +176,9 @@ def outages_of(*lines: dict[str, object]) -> tuple[Outage, ...]:
     return tuple(Outage(**line) for line in lines)
 
 
-def failing(trace: Trace, outages: tuple[Outage, ...], engine: PagedEngine, name="least-requests"):
-    """The result on three replicas, and the balancer's log of choices."""
-    routing = Routing(make_router(name, {}), outages=outages)
+def failing(trace: Trace, outages: tuple[Outage, ...], engine: PagedEngine) -> SimResult:
+    """The result on three replicas."""
+    routing = Routing(make_router("least-requests", {}), outages=outages)
     return simulate(trace, POLICY, replace(world(engine, 3), routing=routing))
 
 
