@@ -82,7 +82,9 @@ def passes(asked, *, law=LAW, noise=0.02, seed=0, start_s=1000.0) -> list[Logged
             now_s = start_s + asked[arrived][0]
             continue
         rows = [LoggedRow(f"r{n}", had, new, asked[n][1]) for n, had, new in scheduler.rows()]
-        seconds = law.forward_s(shape_of_rows(rows)) * (1.0 + noise * abs(rng.standard_normal()))
+        seconds = law.forward_s(shape_of_rows(rows, law.window)) * (
+            1.0 + noise * abs(rng.standard_normal())
+        )
         ended = scheduler.commit()
         made.append(
             LoggedPass(

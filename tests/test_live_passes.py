@@ -1,6 +1,7 @@
 """A law and the traffic from a server's own log of passes."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pass_logs
@@ -14,14 +15,16 @@ from toolkit.backends.vllm.from_log import (
     standard_errors,
     steps_of_log,
 )
+from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps
-from toolkit.estimators.steps import StepShape
+from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import head
 from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.live.traffic import TrafficLog
+from toolkit.sched.iterations import LoggedRow
 
 SHAPES = (StepShape(1, 50), StepShape(20, 4000), StepShape(5, 600, 1, 200, 200 * 100.0))
 
@@ -67,6 +70,25 @@ def test_terms_that_move_together_are_named(recipe):
     steps = steps_of_log(recipe, history_of(pass_logs.passes(few, noise=0.3)))
     fit = fit_steps(steps, 0)
     assert coverage(fit, steps, 0).unsure
+
+
+def test_passes_with_windows_count_what_is_inside_them(recipe):
+    law = replace(pass_logs.LAW, window=100, inside_s=4e-6, attended_inside_s=3e-7)
+    light = pass_logs.requests(60, 4.0, seed=1)
+    heavy = [(light[-1][0] + at_s, *rest) for at_s, *rest in pass_logs.requests(300, 60.0, seed=2)]
+    made = pass_logs.passes([*light, *heavy], law=law, noise=0.0)
+    full = CacheGroup("full", "FullAttentionSpec", 32, 1, 32768)
+    window = CacheGroup("window", "SlidingWindowSpec", 32, 1, 32768, window=100)
+    resolved = Resolved([window, full], pass_logs.BLOCKS, 65536, 32, 32)
+    steps = steps_of_log(recipe, history_of(made, header=2, resolved=resolved))
+    fit = fit_steps(steps, 0)
+    assert fit.window == 100
+    shown = coverage(fit, steps, len(made))
+    assert not shown.absent
+    fitted = law_of_steps(fit)
+    for rows in ([20] * 3, [90] * 8, [300] * 8):
+        shape = shape_of_rows([LoggedRow("", cached, 1, 1) for cached in rows], 100)
+        assert fitted.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.03)
 
 
 def history_of(made, **more):

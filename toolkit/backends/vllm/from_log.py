@@ -25,6 +25,7 @@ from toolkit.backends.vllm.profile import (
     steps_of_header,
     timed,
 )
+from toolkit.catalogue.caches import window_of
 from toolkit.errors import InputError
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.load import law_of_steps
@@ -53,6 +54,7 @@ TERMS = (  # as `features` has them
     "attended tokens of chunks",
     "cached tokens before chunks",
 )
+INSIDE = ("cached tokens in windows of decodes", "attended tokens in windows of chunks")
 SINGULAR = 1e-6
 
 
@@ -113,7 +115,8 @@ def steps_of_log(recipe: Recipe, history: PassHistory) -> StepsProfile:
             f"the log has {len(made):,} passes, and a law needs {PASSES_MIN:,}",
             "wait for more traffic",
         )
-    found = points(timed(made))[-POINTS_MAX:]
+    window = window_of(header.resolved.groups) if header.resolved is not None else 0
+    found = points(timed(made, window))[-POINTS_MAX:]
     shown_s = least_sampler_s(made)
     if shown_s < math.inf:
         found = [with_sampler(point, shown_s) for point in found]
@@ -132,10 +135,14 @@ def coverage(fit: StepsFit, steps: StepsProfile, passes: int) -> Coverage:
     """Which terms of a law the points identify."""
     shapes = [shape_of(point) for point in steps.points]
     experts = (fit.experts, fit.experts_per_token)
-    columns = np.array([features(shape, fit.knots, experts) for shape in shapes])
+    columns = np.array(
+        [features(shape, fit.knots, experts, fit.window, fit.row_knots) for shape in shapes]
+    )
     seconds = np.array([float(np.mean(point.seconds)) for point in steps.points])
     names = [*TERMS, *(f"new tokens from {knot}" for knot in fit.knots)]
     names += ["touched experts"] if fit.experts else []
+    names += INSIDE if fit.window else ()
+    names += [f"decoding rows from {knot}" for knot in fit.row_knots]
     seen = np.any(columns > 0.0, axis=0)
     absent = [name for name, there in zip(names, seen, strict=True) if not there]
     relative = columns[:, seen] / seconds[:, None]
