@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.cli.arguments import ApiKeyOption, argument, command_of, option, refuse_useless
+from toolkit.cli.arguments import (
+    ApiKeyOption,
+    JsonOption,
+    argument,
+    command_of,
+    option,
+    refuse_useless,
+)
 from toolkit.cli.output import note, put_trace
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable
@@ -76,7 +83,7 @@ class FromMetricsOptions:
     )
     api_key: ApiKeyOption = ""
     seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)
-    as_json: bool = option(False, "Print one JSON object to stdout; notes go to stderr.", "--json")
+    as_json: JsonOption = False
 
 
 @command_of(FromMetricsOptions)
