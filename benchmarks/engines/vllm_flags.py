@@ -12,6 +12,7 @@ server under either plan, in alternating order, and replays the windows that the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -52,13 +53,13 @@ def prepare(work: Work, trace: str, rate: float | None) -> None:
 
 def row(name: str, windows: Sequence[WindowResult]) -> str:
     """A run's means over its windows, with the errors of what was predicted and, in hindsight, of
-    the same at the speed that the windows themselves had.
+    the same at the speed that the windows themselves had, if that is known.
     """
     cells = [name, f"{goodput(windows):.3f}"]
     for metric, (_, form) in SHOWN.items():
         measured = fmean(one.measured[metric] for one in windows)
         predicted = fmean(one.predicted[metric] for one in windows)
-        hindsight = fmean(one.predicted_in_hindsight[metric] for one in windows)
+        hindsight = fmean(one.predicted_in_hindsight.get(metric, math.nan) for one in windows)
         errors = [error(metric, one, measured) for one in (predicted, hindsight)]
         cells.append(f"{measured:{form}} | {errors[0]:+.1f} ({errors[1]:+.1f})")
     speeds = [f"{one.slowdown:.2f}/{one.slowdown_meanwhile or 1.0:.2f}" for one in windows]
