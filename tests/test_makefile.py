@@ -79,10 +79,7 @@ def test_the_first_python_that_fits_is_taken(
 ) -> None:
     for name, version in there.items():
         install(programs, name, version)
-    out, _ = make(programs)
-    major, minor = there[chosen]
-    assert f"with Python {major}.{minor}" in out
-    assert f"{programs / chosen} -m venv" in out
+    assert f"{programs / chosen} -m venv" in make(programs)[0]
 
 
 def test_one_without_venv_is_passed_over(programs: Path) -> None:
