@@ -47,3 +47,8 @@ def refused(capsys: pytest.CaptureFixture[str], line: str, *words: object) -> li
     ended = ran(capsys, line, *words, code=2)
     assert ended.out == ""
     return ended.said
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """One command; its exit code, and what it printed to stdout and to stderr."""
+    return (llmctl(*words), *capsys.readouterr())

@@ -18,6 +18,7 @@ from toolkit.deploy.doctor import check_recipe, check_sizes
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.engines.loading import load_config
 from toolkit.errors import InputError
+from toolkit.estimators.roofline import decode_shape
 from toolkit.files.find_model import find_model
 from toolkit.files.io import fit_path
 from toolkit.files.new_recipe import Wish, new_recipe
@@ -114,7 +115,7 @@ def test_a_made_recipe_is_what_recipe_new_writes(name: str) -> None:
     recipe = open_recipe(path)
     assert [check.status for check in check_sizes(recipe)] == ["ok"]
     refuse_not_computed(recipe)
-    assert pass_times(recipe).decode_s(1, 1024) > 0.0
+    assert pass_times(recipe).one(decode_shape(1, 1024)) > 0.0
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-8b"], ids=lambda model: model)

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlparse
 
 import numpy as np
 import pytest
-from commands import llmctl
+from commands import shown
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -44,7 +44,7 @@ def drawn(capsys, out):
     """Runs the command; its exit code, and what it said."""
 
     def run(*words: object) -> tuple[int, str, str]:
-        return (llmctl("trace from-metrics", *words, "--out", out), *capsys.readouterr())
+        return shown(capsys, "trace from-metrics", *words, "--out", out)
 
     return run
 
