@@ -141,7 +141,7 @@ class Engine:
             self._settle(part, start_s)
 
     def _settle(self, part: list[tuple], start_s: float, **stamps: float) -> None:
-        """A pass of these rows has ended: those whose prompts it has computed get a token."""
+        """A pass of these rows has ended: a row gets a token if its prompt is computed."""
         from toolkit.sched.iterations import LoggedPass, to_line
 
         ended = []

@@ -393,7 +393,7 @@ class ManualPool(WorkerPool):
 
 
 def with_bodies(scenario: Callable[[ManualPool, Events], Awaitable[None]], size: int = 1) -> None:
-    """Run a scenario with a pool whose workers have loaded."""
+    """Run a scenario with a pool of workers that have loaded."""
 
     async def main() -> None:
         pool = ManualPool(size, patience=Patience(grace_s=10.0, load_s=1000.0))

@@ -272,8 +272,8 @@ class Installed:
         return self.has(FIRST) and self.release <= last
 
     def refuse_another(self, python: str, version: str, folder: Path) -> None:
-        """Raise `EngineError` where `python` has loaded another vLLM than this one, which was read:
-        an environment may find the package of another one.
+        """Raise `EngineError` where `python` has loaded another vLLM than this one: an environment
+        may find the package of another one.
         """
         is_there = self.folder is None or self.folder.resolve() == folder.resolve()
         if not is_there or version != self.version:
