@@ -237,9 +237,7 @@ def test_a_fit_with_a_link_gives_its_law_in_tokens():
     assert laws_from_fit(fit()).swap is None
 
 
-@pytest.mark.parametrize(
-    ("law", "limit"), [((-1.0, 1.0, 1.0), "at least 0"), ((0.0, 1.0, 0.0), "above 0")]
-)
-def test_a_link_that_cannot_be_is_refused(law, limit):
-    with pytest.raises(InputError, match=limit):
+@pytest.mark.parametrize("law", [(-1.0, 1.0, 1.0), (0.0, 1.0, 0.0)])
+def test_a_link_that_cannot_be_is_refused(law):
+    with pytest.raises(InputError):
         LinearSwap(*law)

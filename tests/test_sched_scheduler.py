@@ -197,5 +197,5 @@ def test_a_numbered_request_is_found_by_its_id_wherever_it_is():
     scheduler.complete(done(running, 8, finished=False), 1.0)
     assert (scheduler.jobs, scheduler.waiting_jobs) == (0, 0)
     scheduler.submit(request("d"), 1.0, 3)
-    with pytest.raises(ValueError, match="'d' was already submitted"):
+    with pytest.raises(ValueError, match="'d'"):
         scheduler.submit(request("d"), 1.0, 4)

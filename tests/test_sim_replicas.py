@@ -238,12 +238,12 @@ def test_outages_are_read_and_wrong_lines_are_named(tmp_path) -> None:
     file.write_text('{"replica": 1, "from_s": 2, "to_s": 3}\n\n{"replica": 0, "from_s": 1}\n')
     assert [one.replica for one in read_outages(file, 2)] == [0, 1]
     for text, message in [
-        ("{", "line 1: Input data was truncated"),
-        ('{"replica": 0}', "line 1: Object missing required field `from_s`"),
-        ('{"replica": 0, "from_s": 1, "x": 1}', "unknown field `x`"),
-        ('{"replica": 2, "from_s": 1}', "replicas are 0 to 1"),
-        ('{"replica": 1, "from_s": 3, "to_s": 2}', "from_s is below to_s"),
-        ('{"replica": 1, "from_s": 1}\n{"replica": 1, "from_s": 2}', "goes away at 2 s"),
+        ("{", "line 1"),
+        ('{"replica": 0}', "from_s"),
+        ('{"replica": 0, "from_s": 1, "x": 1}', "`x`"),
+        ('{"replica": 2, "from_s": 1}', "replica 2"),
+        ('{"replica": 1, "from_s": 3, "to_s": 2}', "3 s to 2 s"),
+        ('{"replica": 1, "from_s": 1}\n{"replica": 1, "from_s": 2}', "at 2 s"),
     ]:
         file.write_text(text)
         with pytest.raises(InputError, match=message):
