@@ -92,6 +92,8 @@ class KeeperProcess:
         self._process.join(STOP_S)
         self._process.terminate()
         self._process.join(STOP_S)
+        self._process.kill()  # it runs when nothing else does: a busy machine may not let it end
+        self._process.join()
 
 
 def _keep(order: KeepOrder, url: str, key: str, say: Callable[[str], None], ended: Event) -> None:
