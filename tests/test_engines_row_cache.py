@@ -67,7 +67,7 @@ def test_rows_that_do_not_fit_are_dropped_and_the_others_go_on() -> None:
 
 
 def test_shaping_needs_a_slab() -> None:
-    with pytest.raises(InputError, match="kv_layout is rows"):
+    with pytest.raises(InputError, match=r"engine\.kv_layout.*rows"):
         rebatch_engine(kv_layout="rows", joining="shape")
 
 

@@ -166,7 +166,7 @@ def test_by_law_prefers_the_replica_on_which_rows_lose_least():
 
 def test_by_law_without_a_law_is_refused():
     front = Balancer(make_router("by-law", {}), [ReplicaTraits(100)])
-    with pytest.raises(InputError, match="needs the law of a pass"):
+    with pytest.raises(InputError, match="'by-law'"):
         front.route(request("a"), 0.0)
 
 
@@ -195,12 +195,12 @@ def test_a_router_of_others_in_plain_python_reads_what_ours_read():
     assert front.route(request("a", 35, (1, 2, 3)), 0.0) == 2
     assert front.route(request("b", 35, (1, 2, 9)), 0.0) == 2
     assert seen == [[0, 0, 0], [0, 0, 2]]
-    with pytest.raises(ValueError, match="2 costs of 3 replicas"):
+    with pytest.raises(ValueError, match=r"2 costs.*3 replicas"):
         front._view.least([1, 2])
 
 
 def test_unknown_routers_and_parameters_are_named():
-    with pytest.raises(InputError, match="there is no router 'llmd'"):
+    with pytest.raises(InputError, match="'llmd'"):
         make_router("llmd", {})
     with pytest.raises(InputError, match=r"'llm-d'.*'prefx'"):
         make_router("llm-d", {"prefx": 1.0})

@@ -36,7 +36,8 @@ def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], plan: str):
-    assert "either the plan or these" in fails(capsys, "--plan", plan, "--fit", "fit.json")
+    error = fails(capsys, "--plan", plan, "--fit", "fit.json")
+    assert says(error, "plan", "llmctl serve plan.json", "llmctl serve RECIPE --fit fit.json")
 
 
 def test_a_public_address_needs_a_key(capsys: pytest.CaptureFixture[str], plan: str):
@@ -67,7 +68,7 @@ def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
 
 
 def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
-    assert "there is no policy 'slicee'" in fails(capsys, plan, "--policy", "slicee")
+    assert says(fails(capsys, plan, "--policy", "slicee"), "'slicee'", "'slice'")
 
 
 def test_an_unknown_parameter_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
