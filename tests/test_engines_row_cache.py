@@ -73,8 +73,9 @@ def test_shaping_needs_a_slab() -> None:
 
 def test_layers_of_different_shapes_are_refused() -> None:
     other = (torch.Size([1, 4, 1, 4]), torch.Size([1, 4, 1, 4]))
-    with pytest.raises(EngineError, match="differ in shape"):
+    with pytest.raises(EngineError) as caught:
         RowCache([SHAPE, other], torch.empty(0), ByteLedger(None))
+    assert "engine.kv_layout" in caught.value.hint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -284,5 +284,5 @@ def test_a_number_beyond_calculation_is_one_line(number: int, tmp_path: Path) ->
     text = (tmp_path / "fit.json").read_text()
     capacity = str(samples.fit().engine.capacity_tokens)
     (tmp_path / "fit.json").write_text(text.replace(f": {capacity}", f": {number}"))
-    with pytest.raises(InputError, match="too large a number"):
+    with pytest.raises(InputError, match=rf"fit\.json.*{str(number)[:19]}"):
         read_file(Fit, tmp_path / "fit.json")

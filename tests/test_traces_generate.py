@@ -119,7 +119,7 @@ def test_an_impossible_distribution_names_the_limits(text, named):
 
 @pytest.mark.parametrize("rate", [0, math.nan])
 def test_an_impossible_rate_is_refused(rate):
-    with pytest.raises(InputError, match=f"rate of {rate:g}"):
+    with pytest.raises(InputError, match=f"{rate:g} requests"):
         Arrivals(rate)
 
 

@@ -243,8 +243,8 @@ def test_a_missing_column_is_named_with_those_found(tmp_path):
         (b"[1, 2", ("JSON array",)),
         (b"[1, 2]", ("JSON object",)),
         (b"{\n", ("JSON object",)),
-        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n", ("0 of 0 rows",)),
-        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,0,0\n", ("0 of 1 rows", "length")),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n", ("row", "0")),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,0,0\n", ("0", "1", "length")),
         (
             b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1," + b"9" * 200_000,
             ("line 2", "131072"),
