@@ -147,7 +147,7 @@ def test_another_packages_engine_is_tuned_rendered_and_served(folder: Path):
 def test_an_engine_refuses_policies_that_it_cannot_run(folder: Path, capsys):
     options = ["--fit", "fit.json", "--policy", "past-future", "--out", "plan.json"]
     assert llmctl("render", "recipe.yaml", *options) == 2
-    assert "'toy' runs static batches" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "'past-future'", "'toy'")
 
 
 @pytest.mark.slow
@@ -166,10 +166,10 @@ def test_a_server_of_another_package_is_started_and_checked(folder: Path, capsys
 
 
 def test_an_unknown_engine_names_the_nearest():
-    with pytest.raises(InputError, match="there is no engine 'vlm'") as refused:
+    with pytest.raises(InputError, match="'vlm'") as refused:
         traits_of("vlm")
     assert "vllm" in refused.value.hint
-    with pytest.raises(ValueError, match="there is no engine 'rebach'"):
+    with pytest.raises(ValueError, match="'rebach'"):
         EngineSpec(name="rebach")
 
 

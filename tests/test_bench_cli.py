@@ -10,6 +10,7 @@ import samples
 from said import says
 from sse_server import serve_request, sse_server, whole
 
+from toolkit.bench.session import GIVEN
 from toolkit.deploy.plan import make_plan
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedWorkload
@@ -94,7 +95,7 @@ def test_another_server_gets_the_lengths_and_the_report_says_so(capsys, trace):
         code, out, err = llmctl(capsys, "--url", server.url, "--trace", trace)
     assert code == 0
     assert "predicted" not in out
-    assert "scheduler knows the lengths" in err
+    assert GIVEN in err
     assert sorted(body["max_tokens"] for body in server.bodies[1:]) == [3, 4, 5, 6, 7]
 
 
@@ -107,7 +108,7 @@ def test_lengths_are_fitted_to_what_the_server_takes(capsys, tmp_path):
     assert {(len(body["prompt"]), body["llmctl_end_after"]) for body in server.bodies[1:]} == {
         (64, 64)
     }
-    assert "prompts divided by 15.62" in err
+    assert says(err, "15.62")
 
 
 def test_a_part_of_the_trace_at_another_rate(capsys, trace):
@@ -154,7 +155,6 @@ def test_a_replay_in_which_nothing_was_served_fails(capsys, tmp_path, trace):
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", trace, "--out", out)
     assert code == 1
     assert says(err, "5", "503", "busy")
-    assert says(err, "none of 5")
     assert json.loads(out.read_text())["failures"] == {"HTTP 503: busy": 5}
 
 
@@ -172,7 +172,7 @@ def test_ctrl_c_reports_what_was_answered(capsys, tmp_path):
     with sse_server(answer) as server:
         code, _, err = llmctl(capsys, "--url", server.url, "--trace", path, "--out", out)
     assert code == 130
-    assert says(err, "interrupted", "1 of 3")
+    assert says(err, "1 of 3")
     assert json.loads(out.read_text())["interrupted"] is True
 
 
@@ -201,7 +201,7 @@ def test_without_hidden_lengths_outputs_are_the_limits(capsys, trace, plan):
     *_, a, b, c, d, e = server.bodies
     assert sorted(body["max_tokens"] for body in (a, b, c, d, e)) == [3, 4, 5, 6, 7]
     assert all(body["ignore_eos"] for body in (a, b, c, d, e))
-    assert "scheduler knows the lengths" in err
+    assert GIVEN in err
 
 
 @pytest.mark.slow
@@ -314,8 +314,8 @@ def test_a_rate_other_than_the_tuned_one_is_noted(capsys, tmp_path, trace):
             "--rate",
             50,
         )
-    assert says(err, "50", "requests/s", "100", "--rate")
-    assert "for the tuned rate" not in same
+    assert says(err, "50", "100", "--rate")
+    assert not says(same, "--rate")
 
 
 def test_without_a_url_the_plans_own_address_is_asked(capsys, tmp_path, trace):
@@ -350,16 +350,16 @@ def test_a_wrong_key_says_where_to_put_it(capsys, trace):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "named"),
     [
-        (["--url", "nowhere"], "'nowhere' is not the URL of a server"),
-        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1/v1/models does not answer"),
-        (["--trace", "no-such"], "no-such: no such file"),
-        (["--plan", "no-such.json"], "no-such.json: cannot be read"),
+        (["--url", "nowhere"], "'nowhere'"),
+        (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1/v1/models"),
+        (["--trace", "no-such"], "no-such"),
+        (["--plan", "no-such.json"], "no-such.json"),
         (["--sla", "ttft_p99=2"], "--sla ttft_p99"),
     ],
 )
-def test_bad_input_is_one_clear_line_with_exit_code_2(capsys, args, message):
+def test_bad_input_is_one_clear_line_with_exit_code_2(capsys, args, named):
     code, out, err = llmctl(capsys, *args)
     assert (code, out) == (2, "")
-    assert message in err
+    assert says(err, named)

@@ -239,28 +239,28 @@ def test_a_target_names_its_model_and_its_server():
 
 
 @pytest.mark.parametrize(
-    ("models", "model", "message"),
+    ("models", "model", "named"),
     [
-        ({"data": [{"id": "a"}, {"id": "b"}]}, "c", "does not serve the model 'c'"),
-        ({"data": []}, None, "does not serve the model"),
-        ({"models": []}, None, "is not OpenAI's list of models"),
-        ("hello", None, "is not OpenAI's list of models"),
+        ({"data": [{"id": "a"}, {"id": "b"}]}, "c", "'c'"),
+        ({"data": []}, None, "None"),
+        ({"models": []}, None, "/v1/models"),
+        ("hello", None, "/v1/models"),
     ],
 )
-def test_a_server_without_the_model_is_an_input_error(models, model, message):
-    with sse_server(models=models) as server, pytest.raises(InputError, match=message):
+def test_a_server_without_the_model_is_an_input_error(models, model, named):
+    with sse_server(models=models) as server, pytest.raises(InputError, match=named):
         find_target(server.url, model)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:y", "", "/v1"])
 def test_an_invalid_server_url_is_an_input_error(url):
-    with pytest.raises(InputError, match="is not"):
+    with pytest.raises(InputError, match=f"'{url}'"):
         find_target(url)
 
 
 def test_an_unreachable_server_is_named():
     with sse_server() as server:
         url = server.url
-    with pytest.raises(InputError, match=f"{url}/v1/models does not answer") as caught:
+    with pytest.raises(InputError, match=f"{url}/v1/models") as caught:
         find_target(url)
     assert "llmctl serve" in caught.value.hint

@@ -257,10 +257,11 @@ def test_sessions_are_replayed_in_closed_loop_by_default():
         assert opened.trace.sessions is None
         assert opened.trace.shared is not None
         assert not any("closed loop" in line for line in opened.notes)
-        with pytest.raises(InputError, match="it has no sessions"):
+        with pytest.raises(InputError, match=trace.source) as caught:
             prepare_replay(
                 target, replace(trace, sessions=None), None, RequestSettings(loop="closed")
             )
+        assert says(caught.value.hint, "--loop")
 
 
 def test_replicas_are_predicted_behind_the_router_of_the_plan():

@@ -208,7 +208,7 @@ def test_the_cache_of_mla_is_whole_on_every_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "named"), [("h100", "h100-sxm"), ("rtx4090", "rtx-4090"), ("tpu", "valid:")]
+    ("name", "named"), [("h100", "h100-sxm"), ("rtx4090", "rtx-4090"), ("tpu", "mi300x")]
 )
 def test_an_unknown_gpu_names_the_nearest(name: str, named: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -61,7 +61,7 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
     assert "past-future-oracle *" in out
     said = " ".join(out.split())
     assert says(said, "'fake'")
-    assert "without targets" in err
+    assert says(err, "--sla ttft_p99_s=2")
     assert "goodput" not in out
     assert out.isascii() or "─" in out
 
@@ -87,32 +87,24 @@ def test_every_plot_fits_the_terminal(words, stage, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "hint"),
+    ("words", "named", "remedy"),
     [
-        ("--policies slic", "there is no policy 'slic'", "did you mean 'slice'?"),
-        ("--set fcfs.x=1", "--set fcfs.x: policy 'fcfs' is not among", "valid: slice"),
-        ("--set slice.x=1", "policy 'slice' has no parameter 'x'", "valid: "),
-        ("--rate fast", "--rate fast: not a number", "for example"),
-        ("--rate -1", "a rate of -1 requests/s is not possible", "give a rate from"),
-        (
-            "--columns goodput --sla ttft_p99_s=1",
-            "there is no metric 'goodput'",
-            "did you mean 'goodput_rps'",
-        ),
-        (
-            "--columns goodput_rps",
-            "there is no metric 'goodput_rps'",
-            "it needs targets, such as --sla ttft_p99_s=2",
-        ),
-        ("--policies ,", "--policies ',': the list is empty", ""),
-        ("--rate ,", "--rate ',': the list is empty", ""),
-        ("--columns ,", "--columns ',': the list is empty", ""),
+        ("--policies slic", "'slic'", "'slice'"),
+        ("--set fcfs.x=1", "--set fcfs.x", "slice"),
+        ("--set slice.x=1", "'x'", "slice_tokens"),
+        ("--rate fast", "--rate fast", "5,10,20"),
+        ("--rate -1", "-1", "1e-06"),
+        ("--columns goodput --sla ttft_p99_s=1", "'goodput'", "'goodput_rps'"),
+        ("--columns goodput_rps", "'goodput_rps'", "--sla ttft_p99_s=2"),
+        ("--policies ,", "--policies ','", ""),
+        ("--rate ,", "--rate ','", ""),
+        ("--columns ,", "--columns ','", ""),
     ],
 )
-def test_bad_input_is_one_line_and_a_hint(words, error, hint, stage, capsys):
-    said = refused(capsys, f"compare {stage} --policies slice {words}")
-    assert error in said[0]
-    assert said[1].startswith(f"hint: {hint}")
+def test_bad_input_is_one_line_and_a_hint(words, named, remedy, stage, capsys):
+    error, hint = refused(capsys, f"compare {stage} --policies slice {words}")
+    assert says(error, named)
+    assert says(hint, remedy)
 
 
 def test_chosen_columns_are_shown(stage, capsys):
@@ -136,7 +128,7 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
-    assert says(err, "interrupted", "1 of 2")
+    assert says(err, "1 of 2")
 
 
 def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
@@ -218,12 +210,12 @@ def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     assert "slice *" not in out
     said = " ".join(out.split())
     assert footnote(["slice", "past-future", "baton"], ["transformers"]) in said
-    assert "vllm or rebatch for past-future" in said
+    assert says(said, "vllm", "rebatch", "past-future")
     found = printed(capsys, f"compare {stage} --policies slice,past-future")["runs"]
     runs = {run["policy"]: run for run in found}
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
-    assert says(runs["past-future"]["refusal"], "'past-future'", "re-batches")
+    assert says(runs["past-future"]["refusal"], "'past-future'", "'transformers'")
 
 
 def test_simulate_marks_an_unservable_policy(stage, capsys):

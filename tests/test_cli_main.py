@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 from commands import llmctl, ran
+from said import says
 
 import toolkit
 from toolkit.cli import main
@@ -109,23 +110,25 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "hint"),
+    ("words", "named", "remedy"),
     [
-        ("--verbos", "No such option: --verbos", "see llmctl --help"),
-        ("schema --jsn", "No such option: --jsn", "see llmctl schema --help"),
-        ("schema extra", "Got unexpected extra argument", "see llmctl schema --help"),
-        ("render", "Missing argument 'RECIPE|FLEET|PLAN.json'", "see llmctl render --help"),
-        ("tuen", "there is no command 'tuen'", "did you mean 'tune'?"),
-        ("simulat", "there is no command 'simulat'", "did you mean 'simulate'?"),
-        ("xyz", "there is no command 'xyz'", "valid: bench, "),
+        ("--verbos", "--verbos", "llmctl --help"),
+        ("schema --jsn", "--jsn", "llmctl schema --help"),
+        ("schema extra", "extra", "llmctl schema --help"),
+        ("render", "'RECIPE|FLEET|PLAN.json'", "llmctl render --help"),
+        ("tuen", "'tuen'", "'tune'"),
+        ("simulat", "'simulat'", "'simulate'"),
+        ("xyz", "'xyz'", "bench"),
     ],
 )
-def test_a_wrong_word_is_one_line_a_hint_and_exit_2(words, error, hint, capsys):
+def test_a_wrong_word_is_one_line_a_hint_and_exit_2(words, named, remedy, capsys):
     out, err = ran(capsys, words, code=2)
-    lines = err.splitlines()
-    assert (out, len(lines)) == ("", 2)
-    assert lines[0].startswith(f"error: {error}")
-    assert lines[1].startswith(f"hint: {hint}")
+    error, hint = err.splitlines()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert says(error, named)
+    assert hint.startswith("hint: ")
+    assert says(hint, remedy)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_another_broken_pipe_is_a_bug(command, capfd):
         raise BrokenPipeError
 
     command(fail)
-    with pytest.raises(RuntimeError, match="other than stdout"):
+    with pytest.raises(RuntimeError, match="stdout"):
         main.run(["schema"])
 
 

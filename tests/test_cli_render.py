@@ -180,28 +180,24 @@ def test_a_changed_latency_target_makes_the_tuning_stale(files, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"workers": 3}, "the fit is not of this recipe: workers is 3, the recipe has 2"),
-        (
-            {"recipe_name": "other"},
-            "the fit is not of this recipe: recipe_name is other, the recipe has test",
-        ),
+        ({"workers": 3}, ("workers", "3", "2")),
+        ({"recipe_name": "other"}, ("recipe_name", "other", "test")),
     ],
 )
-def test_a_fit_of_something_else_is_refused(files, change, message, capsys):
+def test_a_fit_of_something_else_is_refused(files, change, named, capsys):
     write_file(read_file(Fit, "fit.json").model_copy(update=change), "fit.json")
     error, hint = refused(capsys, f"render {UNTUNED}")
-    assert error == f"error: {message}"
+    assert says(error, *named)
     assert hint.startswith("hint: ")
 
 
 def test_a_policy_that_the_engine_cannot_run_is_not_planned(files, capsys):
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
     write_file(tuning(MADE_FROM, best=best), "tuning.json")
-    needs = "policy 'past-future' needs an engine that re-batches"
     said = refused(capsys, f"render {TUNED}")
-    assert said[0] == f"error: {needs}; 'transformers' runs static batches"
+    assert says(said[0], "'past-future'", "'transformers'")
     assert not Path("plan.json").exists()
 
 
@@ -228,4 +224,4 @@ def test_the_refusal_names_the_best_that_the_engine_runs(files, capsys):
 def test_a_recipe_may_be_json_too(files, capsys):
     write_file(samples.recipe(), "recipe.json")
     said = refused(capsys, "render recipe.json")
-    assert said[0].startswith("error: fit.json is stale")  # it is of recipe.yaml
+    assert says(said[0], "fit.json", "recipe.json")  # it is of recipe.yaml

@@ -117,7 +117,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path, capsys):
     (tmp_path / "kubernetes").mkdir()
     (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
     said = refused(capsys, "render plan.json --target kubernetes")
-    assert "link leads out" in said[0]
+    assert says(said[0], "core/deployment.yaml", "link", "kubernetes")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -127,8 +127,9 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path, capsys):
 def test_names_that_leave_the_folder_are_refused(name, tmp_path):
     from toolkit.deploy.order import inside
 
-    with pytest.raises(InputError, match="rendered file"):
+    with pytest.raises(InputError) as caught:
         inside(tmp_path, name)
+    assert repr(name) in caught.value.message
 
 
 def test_a_given_plan_stays_unchanged(plan):

@@ -85,7 +85,7 @@ def test_without_its_recipe_a_limit_is_required(folder, command, capsys):
 
 def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(folder, capsys):
     Path("recipe.yaml").write_text(RECIPE.replace("max_model_len: 512", "max_model_len: 256"))
-    assert "its recipe 'test'" in refused(capsys, SIMULATE)[0]
+    assert says(refused(capsys, SIMULATE)[0], "fit.json", "'test'", "serve.max_new_tokens")
     said = refused(capsys, f"{SIMULATE} --recipe recipe.yaml")
     assert says(said[0], "fit.json", "'model'", "recipe.yaml")
 

@@ -151,7 +151,7 @@ def test_a_reused_process_number_is_not_stopped(capsys):
     remember(gone(os.getpid()))
     err = ran(capsys, "stop", code=2).err
     assert "old-8000" in err
-    assert "no server runs" in err
+    assert says(err, "llmctl serve")
 
 
 @pytest.mark.usefixtures("states")
@@ -172,7 +172,7 @@ def test_status_of_a_url_without_a_server(capsys):
 @pytest.mark.usefixtures("states")
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "x\n"])
 def test_names_of_servers_stay_in_their_folder(name):
-    with pytest.raises(InputError, match="was started here"):
+    with pytest.raises(InputError, match=f"'{name}'"):
         recall(name)
 
 
@@ -197,21 +197,18 @@ def rendered(tmp_path, monkeypatch) -> Path:
 @pytest.mark.usefixtures("rendered", "states")
 def test_a_missing_service_manager_is_one_line_and_a_command(monkeypatch, capsys):
     monkeypatch.setattr(managers.shutil, "which", lambda _: None)
-    for target, message, remedy in (
-        ("systemd", "there is no systemd here", "apt-get install systemd"),
-        ("compose", "docker is not installed", "apt-get install docker"),
-    ):
+    for target, program in (("systemd", "systemd"), ("compose", "docker")):
         error, hint = ran(capsys, "serve", target, code=3).said
-        assert error == f"error: {message}"
-        assert remedy in hint
+        assert says(error, program)
+        assert says(hint, f"apt-get install {program}")
 
 
 @pytest.mark.usefixtures("rendered", "states")
 def test_a_target_that_serve_cannot_start_names_the_command_that_can(capsys):
     for words, said in (
-        ("kubernetes", "start it with: kubectl apply -k kubernetes"),
+        ("kubernetes", "kubectl apply -k kubernetes"),
         ("plan.json --target compose", "llmctl render PLAN.json --target compose"),
-        ("plan.json --target locla", "did you mean 'local'?"),
+        ("plan.json --target locla", "'local'"),
         (".", "llmctl render PLAN.json --target TARGET"),
     ):
         assert said in refused(capsys, f"serve {words}")[1]
@@ -240,7 +237,7 @@ def test_managers_are_asked_in_this_order(rendered, states, monkeypatch):
 
 @pytest.mark.parametrize("url", ["x", "", "ftp://x", "http://"])
 def test_status_wants_the_url_of_a_server(url, capsys):
-    assert refused(capsys, "status --url", url)[0].startswith(f"error: '{url}' is not ")
+    assert says(refused(capsys, "status --url", url)[0], f"'{url}'")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from toolkit.files.recipe import MAX_WORKERS
 from toolkit.files.shipped import shipped_names
 
 MANY = MAX_WORKERS + 1
-LIMIT = "the limit is 1,024, since one scheduler plans for all of them"
+LIMIT = "1,024"
 
 
 @pytest.fixture
@@ -36,47 +36,43 @@ def stage(tmp_path, monkeypatch) -> Path:
 )
 def test_the_number_of_workers_has_a_limit(line, stage, capsys):
     error, hint = refused(capsys, line, "--workers", 1_000_000)
-    assert error == f"error: --workers 1000000: {LIMIT}"
+    assert says(error, "--workers 1000000", LIMIT)
     assert hint.startswith("hint: ")
 
 
-OF_RECIPE = "the default is the recipe's"
-RATES = "give a rate from 1e-06 to 1,000,000"
+RATES = ("1e-06", "1,000,000")
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "hint"),
+    ("words", "named", "limits"),
     [
-        (f"--trials {10**9}", "--trials 1000000000: the limit is 100,000", OF_RECIPE),
-        (f"--draws {10**9}", "--draws 1000000000: the limit is 10,000", OF_RECIPE),
-        (
-            "--jobs 1000000",
-            "--jobs 1000000: the limit is 1,024, since each is a process",
-            "leave it out for as many as there are cores",
-        ),
-        ("--rate 1e-300", "a rate of 1e-300 requests/s is not possible", RATES),
-        ("--rate 1e12", "a rate of 1e+12 requests/s is not possible", RATES),
-        ("--rate nan", "a rate of nan requests/s is not possible", RATES),
+        (f"--trials {10**9}", ("--trials 1000000000", "100,000"), ()),
+        (f"--draws {10**9}", ("--draws 1000000000", "10,000"), ()),
+        ("--jobs 1000000", ("--jobs 1000000", "1,024"), ()),
+        ("--rate 1e-300", ("1e-300",), RATES),
+        ("--rate 1e12", ("1e+12",), RATES),
+        ("--rate nan", ("nan",), RATES),
     ],
 )
-def test_a_search_has_bounds(words, error, hint, stage, capsys):
-    said = refused(capsys, f"tune recipe.yaml {words}")
-    assert said == [f"error: {error}", f"hint: {hint}"]
+def test_a_search_has_bounds(words, named, limits, stage, capsys):
+    error, hint = refused(capsys, f"tune recipe.yaml {words}")
+    assert says(error, *named)
+    assert says(hint, *limits)
 
 
 def test_the_number_of_workers_in_a_recipe_has_a_limit(stage, capsys):
     path = stage / "recipe.yaml"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"workers": 1_000_000}))
-    assert refused(capsys, "tune", path)[0] == f"error: recipe.yaml: workers: 1,000,000: {LIMIT}"
+    assert says(refused(capsys, "tune", path)[0], "recipe.yaml", "workers", "1,000,000", LIMIT)
 
 
 def test_the_number_of_workers_in_a_fleet_has_a_limit(tmp_path, capsys):
     write_kind(tmp_path, "large")
     write_kind(tmp_path, "small")
     said = refused(capsys, "tune", write_fleet(tmp_path, ("large", 1), ("small", MANY)))
-    assert said[0] == f"error: fleet.yaml: fleet[1].workers: 1,025: {LIMIT}"
+    assert says(said[0], "fleet.yaml", "fleet[1].workers", "1,025", LIMIT)
     said = refused(capsys, "tune", write_fleet(tmp_path, ("large", 1), ("small", MAX_WORKERS)))
-    assert said[-2] == f"error: the fleet has 1,025 workers; {LIMIT}"
+    assert says(said[-2], "1,025", LIMIT)
 
 
 @pytest.mark.slow
@@ -107,7 +103,7 @@ def test_the_shipped_fit_is_offered_instead_of_another_recipes(capsys):
 def test_without_a_fit_those_that_ship_are_named(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     error, hint = refused(capsys, command)
-    assert error == "error: fit.json: no such file"
+    assert says(error, "fit.json")
     assert says(hint, "llmctl fit PROFILE", "--fit")
     assert [name for name in shipped_fits() if name not in hint] == []
 
@@ -119,8 +115,7 @@ def test_a_report_needs_its_folder(kind, tmp_path, capsys):
     if kind == "file":
         folder.write_text("")
     said = refused(capsys, "report", shipped_names()[0], "--folder", folder, "--out", page)
-    what = "no such folder" if kind == "folder" else "a file, not a folder"
-    assert said[0] == f"error: --folder {folder}: {what}"
+    assert says(said[0], f"--folder {folder}")
     assert not page.exists()
 
 
@@ -131,13 +126,13 @@ def test_a_report_needs_its_folder(kind, tmp_path, capsys):
 def test_an_enormous_whole_number_is_refused(policy, setting, capsys):
     line = f"simulate --fit unit-step --trace bursty-small --policy {policy}"
     said = refused(capsys, line, "--set", f"{setting}={10**21}")
-    assert f"{setting} is {10**21}; the limit is from " in said[0]
+    assert says(said[0], setting, str(10**21), "9.0072e+15")
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
-    [(b"", "empty"), (b" \n", "empty"), (b'{"a": \xff', "not text: byte 7 is not UTF-8")],
+    ("content", "named"),
+    [(b"", ("fit.json",)), (b" \n", ("fit.json",)), (b'{"a": \xff', ("fit.json", "7", "UTF-8"))],
 )
-def test_a_file_that_is_no_json_says_why(content, why, tmp_path, capsys):
+def test_a_file_that_is_no_json_says_why(content, named, tmp_path, capsys):
     (tmp_path / "fit.json").write_bytes(content)
-    assert refused(capsys, "simulate --fit", tmp_path / "fit.json")[0] == f"error: fit.json: {why}"
+    assert says(refused(capsys, "simulate --fit", tmp_path / "fit.json")[0], *named)

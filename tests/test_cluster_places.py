@@ -82,7 +82,7 @@ def test_recipes_for_the_same_gpu_share_its_machines() -> None:
 
 def test_gpus_of_one_accelerator_type_need_labels() -> None:
     kinds = [kind("large", "NVIDIA A100-SXM4-80GB"), kind("small", "NVIDIA A100-SXM4-40GB")]
-    message = "80GB and with NVIDIA A100-SXM4-40GB have the same label in a Ray cluster, .*=A100"
+    message = "NVIDIA A100-SXM4-80GB.*NVIDIA A100-SXM4-40GB.*=A100"
     with pytest.raises(InputError, match=message) as caught:
         node_labels(kinds)
     assert says(caught.value.hint, "ray start --labels=memory=80GB")
@@ -91,7 +91,7 @@ def test_gpus_of_one_accelerator_type_need_labels() -> None:
 def test_a_recipe_name_that_cannot_be_a_label_is_refused() -> None:
     with pytest.raises(InputError, match=r"'odd\.'") as caught:
         node_labels([kind("odd."), kind("cpus")])
-    assert "nodes" in caught.value.hint
+    assert says(caught.value.hint, "nodes")
 
 
 MACHINES = [

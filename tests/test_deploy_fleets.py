@@ -240,16 +240,16 @@ def test_every_value_of_a_kind_is_explained_with_its_name(order: Order) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"replicas": 4}, "--replicas 4: a fleet sets the number of servers of each kind"),
-        ({"gpu_products": ("NVIDIA-H200",)}, "--gpu-product names the GPU of one kind"),
+        ({"replicas": 4}, "--replicas 4"),
+        ({"gpu_products": ("NVIDIA-H200",)}, "--gpu-product"),
     ],
 )
 def test_options_about_one_kind_are_refused(
-    fleet: Plan, options: dict[str, Any], message: str
+    fleet: Plan, options: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
+    with pytest.raises(InputError, match=named):
         render_target("kubernetes", orders.order(fleet, **options))
 
 
@@ -266,8 +266,8 @@ def test_one_image_is_refused_for_kinds_on_different_devices(fleet: Plan) -> Non
 def test_what_a_fleet_of_servers_cannot_be_rendered_for_is_said(fleet: Plan) -> None:
     with pytest.raises(InputError) as caught:
         render_target("sglang", orders.order(fleet))
-    assert f"a fleet of servers ({FAST}, {SLOW}) cannot be rendered" in caught.value.message
-    assert "kubernetes" in caught.value.hint
+    assert says(caught.value.message, FAST, SLOW)
+    assert says(caught.value.hint, "kubernetes")
     ours = changed(fleet, policy=PlannedPolicy(name="past-future", parameters={}))
     with pytest.raises(InputError, match=f"'{FAST}'.*'past-future'"):
         render_target("compose", orders.order(ours))

@@ -74,5 +74,5 @@ def test_without_a_release_nothing_has_the_label_and_explain_md_says_so(tmp_path
 
 
 def test_a_release_s_name_is_checked() -> None:
-    with pytest.raises(InputError, match="not the name of a release"):
+    with pytest.raises(InputError, match="--prometheus-release"):
         Options(prometheus_release='x"\n')

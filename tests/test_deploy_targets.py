@@ -273,8 +273,9 @@ def test_a_model_s_name_is_quoted_as_data(gpu: Plan, source: str) -> None:
 @example("~/x")
 @example("../x")
 def test_a_folder_of_this_machine_is_refused_as_a_pod_s_model(gpu: Plan, source: str) -> None:
-    with pytest.raises(InputError, match="a folder of this machine"):
+    with pytest.raises(InputError) as caught:
         render_target("kubernetes", with_model(gpu, source))
+    assert f"model.source {source} " in caught.value.message
 
 
 def without(data: Any, keys: set[str]) -> Any:
@@ -305,12 +306,12 @@ def test_compose_interpolates_nothing(gpu: Plan) -> None:
 
 
 def test_a_unit_s_value_cannot_add_a_line(gpu: Plan) -> None:
-    with pytest.raises(InputError, match="cannot stand in a unit file"):
+    with pytest.raises(InputError, match="ExecStartPre"):
         render_target("systemd", with_model(gpu, "/models\nExecStartPre=/bin/sh"))
 
 
 def test_a_model_s_name_cannot_become_an_option(gpu: Plan) -> None:
-    with pytest.raises(InputError, match="would be read as an option"):
+    with pytest.raises(InputError, match="'--help'"):
         render_target("vllm", with_model(gpu, "--help"))
 
 
@@ -318,22 +319,24 @@ def test_a_model_s_name_cannot_become_an_option(gpu: Plan) -> None:
     "image", ["llmctl", "llmctl:latest", "x y:1", "x:1\n privileged: true", "../x:1"]
 )
 def test_images_are_pinned(cpu: Plan, image: str) -> None:
-    with pytest.raises(InputError, match="is not"):
+    with pytest.raises(InputError) as caught:
         render_target("kubernetes", orders.order(cpu, image=image))
+    assert repr(image).strip("'") in caught.value.message
 
 
 @pytest.mark.parametrize(
     "option", [{"namespace": 'x"\n'}, {"prometheus": 'http://x"\n'}, {"model_claim": "A b"}]
 )
 def test_options_that_are_not_valid_names_are_refused(option: dict[str, str]) -> None:
-    with pytest.raises(InputError, match="not a"):
+    (name,) = option
+    with pytest.raises(InputError, match=f"--{name.replace('_', '-')}"):
         orders.Options(**option)  # type: ignore[arg-type]
 
 
 def test_an_unknown_target_is_named_with_the_nearest(cpu: Plan) -> None:
     with pytest.raises(InputError) as caught:
         render_target("kubernets", orders.order(cpu))
-    assert caught.value.hint == "did you mean 'kubernetes'?"
+    assert says(caught.value.hint, "'kubernetes'")
 
 
 def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
@@ -492,7 +495,7 @@ def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
 
 
 def test_a_pod_does_not_have_this_machines_folders(cpu: Plan) -> None:
-    with pytest.raises(InputError, match=r"model\.source /srv/llama is a folder of this machine"):
+    with pytest.raises(InputError, match=r"model\.source /srv/llama"):
         render_target("kubernetes", with_model(cpu, "/srv/llama"))
     assert render_target("kubernetes", with_model(cpu, "/models/llama"))
 

@@ -89,7 +89,7 @@ def test_a_worker_process_gives_the_tokens_of_transformers() -> None:
 
 def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(EngineError, match=r"deepspeed.*not installed") as caught:
+    with pytest.raises(EngineError, match="deepspeed") as caught:
         make_engine(tiny.model_spec(), spec_of(), tiny.CPU)
     assert "pip install" in caught.value.hint
 

@@ -187,8 +187,8 @@ def test_an_overflow_does_not_reach_the_next_row(poisoned: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"kv_layout": "rows"}, "engine.kv_layout is rows"),
-        ({"joining": "shape"}, "engine.joining is shape"),
+        ({"kv_layout": "rows"}, "engine.kv_layout .*rows"),
+        ({"joining": "shape"}, "engine.joining .*shape"),
     ],
 )
 def test_what_has_no_fixed_shape_is_refused(changes: dict[str, object], why: str) -> None:

@@ -83,37 +83,27 @@ def test_a_dummy_load_with_a_config_needs_no_files() -> None:
 
 def test_a_stated_config_must_agree_with_the_stored_one(folder: Path) -> None:
     error = refusal(source=str(folder), config={"num_hidden_layers": 3})
-    assert says(error.message, "model.config.num_hidden_layers is 3", str(folder), "2")
+    assert says(error.message, "model.config.num_hidden_layers", "3", str(folder), "2")
 
 
 @pytest.mark.parametrize(
-    ("changes", "line", "hint"),
+    ("changes", "named", "remedy"),
     [
-        (
-            {"model_type": "lama"},
-            "model_type 'lama' is not a causal language model",
-            "did you mean 'llama'?",
-        ),
-        ({"model_type": "vit"}, "model_type 'vit' is not a causal language model", ""),
-        (
-            {"hidden_sise": 8},
-            "model.config.hidden_sise: a llama has no such key",
-            "did you mean 'hidden_size'?",
-        ),
-        ({"hidden_size": "x"}, "Field 'hidden_size' expected int", "config"),
-        ({"hidden_size": 33}, "not a multiple of the number of attention heads", "config"),
-        ({"vocab_size": 200}, "vocab_size is 200; the byte tokenizer has 259 tokens", "259"),
-        (
-            {"max_position_embeddings": 50},
-            "model.max_model_len is 96; the model has 50 positions",
-            "50",
-        ),
+        ({"model_type": "lama"}, ("model.config.model_type", "'lama'"), "'llama'"),
+        ({"model_type": "vit"}, ("model.config.model_type", "'vit'"), ""),
+        ({"hidden_sise": 8}, ("model.config.hidden_sise", "llama"), "'hidden_size'"),
+        ({"hidden_size": "x"}, ("'hidden_size'", "int"), "config"),
+        ({"hidden_size": 33}, ("33", "4"), "config"),
+        ({"vocab_size": 200}, ("model.config.vocab_size", "200", "259"), "259"),
+        ({"max_position_embeddings": 50}, ("model.max_model_len", "96", "50"), "50"),
     ],
 )
-def test_a_wrong_config_is_refused(changes: dict[str, object], line: str, hint: str) -> None:
+def test_a_wrong_config_is_refused(
+    changes: dict[str, object], named: tuple[str, ...], remedy: str
+) -> None:
     error = refusal(config=config(**changes))
-    assert line in error.message
-    assert hint in error.hint
+    assert says(error.message, *named)
+    assert remedy in error.hint
     assert "\n" not in error.message
 
 
@@ -121,16 +111,13 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("changes", "named"),
     [
-        ({"model_type": "mamba", **SMALL}, "'mamba' has a LinearAttentionLayer"),
-        (
-            {"model_type": "bloom", "n_head": 4, **SMALL},
-            "'bloom' cannot be served in padded batches",
-        ),
+        ({"model_type": "mamba", **SMALL}, ("'mamba'", "LinearAttentionLayer")),
+        ({"model_type": "bloom", "n_head": 4, **SMALL}, ("'bloom'", "position_ids")),
         (
             {"model_type": "falcon", "num_attention_heads": 4, "alibi": True, **SMALL},
-            "it uses ALiBi",
+            ("'falcon'", "ALiBi"),
         ),
         (
             {
@@ -140,9 +127,9 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
                 "head_dim": 8,
                 **SMALL,
             },
-            "'mistral' slides a window of 50 tokens, below model.max_model_len 96",
+            ("'mistral'", "50", "model.max_model_len", "96"),
         ),
-        ({"model_type": "jamba", "num_attention_heads": 4, **SMALL}, "'jamba'"),
+        ({"model_type": "jamba", "num_attention_heads": 4, **SMALL}, ("'jamba'",)),
         (
             {
                 "model_type": "qwen3_next",
@@ -150,14 +137,14 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300}
                 "num_key_value_heads": 2,
                 **SMALL,
             },
-            "'qwen3_next'",
+            ("'qwen3_next'",),
         ),
     ],
 )
 def test_models_with_unsupported_caches_are_refused_by_name(
-    changes: dict[str, object], line: str
+    changes: dict[str, object], named: tuple[str, ...]
 ) -> None:
-    assert line in refusal(config=changes).message
+    assert says(refusal(config=changes).message, *named)
 
 
 def test_quantized_caches_are_refused_by_name(folder: Path) -> None:
@@ -199,33 +186,35 @@ def test_a_model_that_cannot_be_found_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     error = refusal(source=str(tmp_path / "nothing"), config={})
-    assert error.message == f"model folder {tmp_path / 'nothing'} does not exist"
+    assert says(error.message, str(tmp_path / "nothing"))
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    assert "has no config.json" in refusal(source=str(tmp_path), config={}).message
+    assert says(refusal(source=str(tmp_path), config={}).message, "config.json")
 
 
 def test_weights_in_another_format_are_not_loaded(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     error = refusal(source=str(folder), config={})
-    assert error.message == f"model {folder} has no safetensors weights"
+    assert says(error.message, str(folder), "safetensors")
 
 
 def test_missing_weights_are_refused(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert says(refusal(source=str(folder), config={}).message, "1 weights", "shape")
+    assert says(refusal(source=str(folder), config={}).message, "1", "model.norm.weight")
 
 
 def test_weights_of_another_shape_are_refused(folder: Path) -> None:
     stored = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(stored | {"intermediate_size": 48}))
-    assert "shape" in refusal(source=str(folder), config={}).message
+    assert says(
+        refusal(source=str(folder), config={}).message, "model.layers.0.mlp.down_proj.weight"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_cuda_without_a_gpu_is_refused() -> None:
-    with pytest.raises(EngineError, match="torch finds no CUDA device"):
+    with pytest.raises(EngineError, match="CUDA"):
         load_model(tiny.model_spec(), tiny.CPU.model_copy(update={"device": "cuda"}))

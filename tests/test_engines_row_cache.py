@@ -67,14 +67,15 @@ def test_rows_that_do_not_fit_are_dropped_and_the_others_go_on() -> None:
 
 
 def test_shaping_needs_a_slab() -> None:
-    with pytest.raises(InputError, match="kv_layout is rows"):
+    with pytest.raises(InputError, match=r"engine\.kv_layout.*rows"):
         rebatch_engine(kv_layout="rows", joining="shape")
 
 
 def test_layers_of_different_shapes_are_refused() -> None:
     other = (torch.Size([1, 4, 1, 4]), torch.Size([1, 4, 1, 4]))
-    with pytest.raises(EngineError, match="differ in shape"):
+    with pytest.raises(EngineError) as caught:
         RowCache([SHAPE, other], torch.empty(0), ByteLedger(None))
+    assert "engine.kv_layout" in caught.value.hint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -154,14 +154,14 @@ def test_tables_are_shared_and_cannot_be_written_to():
 @pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])
 def test_segments_begin_at_one_and_ascend(starts):
     bad = tuple(FLAT.model_copy(update={"batch_size_min": start}) for start in starts)
-    with pytest.raises(InputError, match="must begin at 1 and ascend"):
+    with pytest.raises(InputError, match=r"prefill: segments.*1"):
         SegmentedLaw(bad, (FLAT,), True)
 
 
 def test_prefill_has_no_flat_part_and_decode_no_square():
-    with pytest.raises(InputError, match="no flat part"):
+    with pytest.raises(InputError, match="prefill: flat"):
         SegmentedLaw((FLAT.model_copy(update={"flat": 1.0}),), (FLAT,), True)
-    with pytest.raises(InputError, match="no square"):
+    with pytest.raises(InputError, match="decode: nll"):
         SegmentedLaw((FLAT,), (FLAT.model_copy(update={"nll": 1e-9}),), True)
 
 
@@ -193,7 +193,7 @@ def test_algorithm_2_as_the_paper_prints_it():
 
 
 def test_rules_that_do_not_descend_and_no_capacity_are_refused():
-    with pytest.raises(InputError, match="must descend"):
+    with pytest.raises(InputError, match=r"length_above \[0, 512, 1024\]"):
         RuleMemory(PAPER_DEEPSPEED_RULES[::-1])
-    with pytest.raises(InputError, match="capacity of 0 tokens"):
+    with pytest.raises(InputError, match="0 tokens"):
         ZetaMemory(0)

@@ -74,7 +74,7 @@ def test_a_form_that_the_profile_does_not_determine_is_an_error():
     other = fit.model_copy(
         update={"prefill": fit.prefill.model_copy(update={"form": "bends at 7"})}
     )
-    with pytest.raises(InputError, match="bends at 7"):
+    with pytest.raises(InputError, match="'bends at 7'"):
         resampled_fits(profile, other, 1, 0)
 
 

@@ -78,11 +78,11 @@ def test_more_work_never_takes_less_time(shape, values, more):
 @pytest.mark.parametrize("knots", [(), (1,), (0, 0), (0, 8, 4), (0, 8)])
 def test_knots_that_do_not_begin_at_0_and_ascend_are_refused(knots):
     slopes = (1.0,) * (3 if len(knots) == 2 else len(knots))
-    with pytest.raises(InputError, match="must begin at 0 and ascend"):
+    with pytest.raises(InputError, match=r"steps: knots.*0"):
         StepLaw(0.0, 0.0, 0.0, 0.0, 0.0, token_s=slopes, knots=knots)
 
 
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
 def test_a_negative_or_infinite_coefficient_is_refused(value):
-    with pytest.raises(InputError, match="finite and >= 0"):
+    with pytest.raises(InputError, match=f"steps: .*{value:g}.*>= 0"):
         StepLaw(0.0, value, 0.0, 0.0, 0.0, token_s=(1.0,))

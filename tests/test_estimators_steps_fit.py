@@ -4,6 +4,7 @@ of held-out passes.
 
 import numpy as np
 import pytest
+from said import says
 from synthetic_profiles import steps_profile
 
 from toolkit.errors import InputError
@@ -94,17 +95,18 @@ def test_errors_are_of_held_out_passes():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (lambda points: points[:5], "5 passes were measured, at least 40 are needed"),
-        (lambda points: [point for point in points if not point.prefills], "are both needed"),
+        (lambda points: points[:5], ("steps", "5 passes", "40")),
+        (lambda points: [one for one in points if not one.prefills], ("steps", "chunks")),
         (
             lambda points: [*points, points[0].model_copy(update={"seconds": [0.0]})],
-            "a pass took no time",
+            ("steps", "pass"),
         ),
     ],
 )
-def test_the_error_names_what_the_passes_lack(change, message):
+def test_the_error_names_what_the_passes_lack(change, named):
     found = measured()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError) as caught:
         fit_steps(found.model_copy(update={"points": change(found.points)}), 0)
+    assert says(caught.value.message, *named)

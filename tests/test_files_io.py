@@ -99,45 +99,45 @@ def test_folders_are_made(tmp_path: Path) -> None:
 
 def test_an_unwritable_path_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match=r"file/plan\.json"):
         write_text(tmp_path / "file" / "plan.json", "x")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match=r"file/plan\.json"):
         check_writable(tmp_path / "file" / "plan.json")
 
 
 def test_a_file_that_is_missing_names_the_command_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read_file(Fit, tmp_path / "fit.json")
-    assert "cannot be read: No such file" in caught.value.message
+    assert says(caught.value.message, "fit.json", "No such file")  # as the system says it
     assert says(caught.value.hint, "llmctl fit PROFILE")
 
 
 def test_a_file_of_another_kind_is_named(chain: dict[str, Path]) -> None:
-    with pytest.raises(InputError, match=r"fit\.json.*not a profile file"):
+    with pytest.raises(InputError, match=r"fit\.json.*\bfit\b.*\bprofile\b"):
         read_file(Profile, chain["fit"])
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"schema_version": 2}, "fit.json: schema_version: 2: should be 1"),
-        ({"workers": "2"}, "fit.json: workers: '2': should be a valid integer"),
-        ({"wrkers": 2}, "fit.json: wrkers: unknown key; did you mean 'workers'?"),
-        ({"workers": float("nan")}, "fit.json: workers: nan: should be a valid integer"),
+        ({"schema_version": 2}, ("schema_version", "2", "1")),
+        ({"workers": "2"}, ("workers", "'2'", "integer")),
+        ({"wrkers": 2}, ("wrkers", "'workers'")),
+        ({"workers": float("nan")}, ("workers", "nan", "integer")),
     ],
 )
 def test_a_damaged_file_names_the_key(
-    chain: dict[str, Path], change: dict[str, object], message: str
+    chain: dict[str, Path], change: dict[str, object], named: tuple[str, ...]
 ) -> None:
     chain["fit"].write_text(json.dumps(json.loads(chain["fit"].read_text()) | change))
     with pytest.raises(InputError) as caught:
         read_file(Fit, chain["fit"])
-    assert caught.value.message.startswith(message)
+    assert says(caught.value.message, "fit.json", *named)
 
 
 def test_half_a_file_is_not_json(chain: dict[str, Path]) -> None:
     chain["fit"].write_text(chain["fit"].read_text()[:100])
-    with pytest.raises(InputError, match=r"fit\.json: not JSON"):
+    with pytest.raises(InputError, match=r"fit\.json.*\bJSON\b"):
         read_file(Fit, chain["fit"])
 
 
@@ -186,7 +186,7 @@ def test_a_change_of_an_unmeasured_section_makes_no_fit_stale(
 def test_a_file_without_a_recorded_role_is_stale(chain: dict[str, Path], tmp_path: Path) -> None:
     alone = tmp_path / "alone.json"
     write_file(samples.fit(), alone)
-    with pytest.raises(StaleError, match="does not record"):
+    with pytest.raises(StaleError, match=r"alone\.json.*\bprofile\b"):
         read_file(Fit, alone, inputs={"profile": chain["profile"]})
 
 
@@ -249,7 +249,7 @@ def test_check_writable_leaves_nothing(tmp_path: Path) -> None:
 def test_a_file_of_another_version_is_still_recognised(chain: dict[str, Path]) -> None:
     older = json.loads(chain["fit"].read_text()) | {"gone_since": 1}
     chain["fit"].write_text(json.dumps(older))
-    with pytest.raises(InputError, match="not a profile file"):
+    with pytest.raises(InputError, match=r"fit\.json.*\bfit\b.*\bprofile\b"):
         read_file(Profile, chain["fit"])
 
 
@@ -262,18 +262,19 @@ def test_a_file_with_a_duplicate_key_is_refused(chain: dict[str, Path], role: st
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "named"),
     [
-        (b"[" * 100_000, "nested too deep"),
-        (b'{"a": ' * 50_000, "nested too deep"),
-        (b'{"name": "\xff\xfe"}', "byte 11 is not UTF-8"),
-        (b"{}{", "not JSON"),
+        (b"[" * 100_000, ()),
+        (b'{"a": ' * 50_000, ()),
+        (b'{"name": "\xff\xfe"}', ("11", "UTF-8")),
+        (b"{}{", ("JSON",)),
     ],
 )
-def test_invalid_json_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_invalid_json_is_one_line(tmp_path: Path, content: bytes, named: tuple[str, ...]) -> None:
     (tmp_path / "fit.json").write_bytes(content)
-    with pytest.raises(InputError, match=said) as raised:
+    with pytest.raises(InputError) as raised:
         read_file(Fit, tmp_path / "fit.json")
+    assert says(raised.value.message, "fit.json", *named)
     assert "\n" not in raised.value.message
 
 
@@ -283,5 +284,5 @@ def test_a_number_beyond_calculation_is_one_line(number: int, tmp_path: Path) ->
     text = (tmp_path / "fit.json").read_text()
     capacity = str(samples.fit().engine.capacity_tokens)
     (tmp_path / "fit.json").write_text(text.replace(f": {capacity}", f": {number}"))
-    with pytest.raises(InputError, match="too large a number"):
+    with pytest.raises(InputError, match=rf"fit\.json.*{str(number)[:19]}"):
         read_file(Fit, tmp_path / "fit.json")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe, recipe_path
@@ -40,54 +41,37 @@ def test_a_recipe_is_loaded_with_its_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "named"),
     [
-        ("batch_sizes:", "batch_size:", (
-            "profile.batch_size: unknown key; did you mean "
-            "'batch_sizes'?"
-        )),
-        ("sla:", "slo:", "slo: unknown key; did you mean 'sla'?"),
-        ("sla:", "max_model_len: 3\nsla:", (
-            "max_model_len: unknown key; did you mean "
-            "'model.max_model_len'?"
-        )),
-        ("sla:", "engine: {zzz: 1}\nsla:", "engine.zzz: unknown key; valid: "),
-        ("ttft_p99_s: 2", "ttft_p99_ms: 2000", (
-            "sla.ttft_p99_ms: 2000: targets are in seconds; write 'ttft_p99_s: "
-            "2'"
-        )),
-        ("ttft_p99_s", "ttft_p99", (
-            "sla.ttft_p99: 2: the unit is missing; write 'ttft_p99_s', in "
-            "seconds"
-        )),
-        ("ttft_p99_s", "tfft_p99_s", (
-            "sla.tfft_p99_s: 2: unknown target; did you mean "
-            "'ttft_p99_s'?"
-        )),
-        ("ttft_p99_s: 2", "ttft_p99_s: -2", "sla.ttft_p99_s: -2: should be greater than 0"),
-        ("ttft_p99_s: 2", "ttft_p99_s: .nan", "sla.ttft_p99_s: nan: should be a finite number"),
-        ("[1, 2]", "[1, '2']", "profile.batch_sizes[1]: '2': should be a valid integer"),
-        ("[1, 2]", "[1, true]", "profile.batch_sizes[1]: True: should be a valid integer"),
-        ("[1, 2]", "[]", "profile.batch_sizes: a list of 0: List should have at least 1 item"),
-        ("device: cpu", "device: tpu", "hardware.device: 'tpu': should be 'cpu' or 'cuda'"),
-        (", name: any", "", "hardware.name: missing"),
-        ("name: small", "name: Small One", "name: 'Small One': String should match pattern"),
-        ("source: org/model", "source: random", (
-            "model: model.source is 'random', so model.config needs "
-            "'model_type'"
-        )),
-        ("input_lengths: [8]", "input_lengths: [65]", (
-            "profile.input_lengths: 65 is too long; model.max_model_len "
-            "is"
-        )),
-        ("name: small", "name: small\nschema_version: 2", "schema_version: 2: should be 1"),
+        ("batch_sizes:", "batch_size:", ("profile.batch_size", "'batch_sizes'")),
+        ("sla:", "slo:", ("slo", "'sla'")),
+        ("sla:", "max_model_len: 3\nsla:", ("max_model_len", "'model.max_model_len'")),
+        ("sla:", "engine: {zzz: 1}\nsla:", ("engine.zzz", "kv_layout")),
+        ("ttft_p99_s: 2", "ttft_p99_ms: 2000", ("sla.ttft_p99_ms: 2000", "'ttft_p99_s: 2'")),
+        ("ttft_p99_s", "ttft_p99", ("sla.ttft_p99: 2", "'ttft_p99_s'")),
+        ("ttft_p99_s", "tfft_p99_s", ("sla.tfft_p99_s: 2", "'ttft_p99_s'")),
+        ("ttft_p99_s: 2", "ttft_p99_s: -2", ("sla.ttft_p99_s: -2", "0")),
+        ("ttft_p99_s: 2", "ttft_p99_s: .nan", ("sla.ttft_p99_s: nan",)),
+        ("[1, 2]", "[1, '2']", ("profile.batch_sizes[1]: '2'", "integer")),
+        ("[1, 2]", "[1, true]", ("profile.batch_sizes[1]: True", "integer")),
+        ("[1, 2]", "[]", ("profile.batch_sizes", "0", "1")),
+        ("device: cpu", "device: tpu", ("hardware.device: 'tpu'", "'cpu'", "'cuda'")),
+        (", name: any", "", ("hardware.name",)),
+        ("name: small", "name: Small One", ("name: 'Small One'",)),
+        ("source: org/model", "source: random", ("'random'", "model.config", "'model_type'")),
+        (
+            "input_lengths: [8]",
+            "input_lengths: [65]",
+            ("profile.input_lengths", "65", "model.max_model_len"),
+        ),
+        ("name: small", "name: small\nschema_version: 2", ("schema_version: 2", "1")),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_with_the_remedy(
-    tmp_path: Path, old: str, new: str, message: str
+    tmp_path: Path, old: str, new: str, named: tuple[str, ...]
 ) -> None:
     error = problem(tmp_path, GOOD.replace(old, new))
-    assert error.message.startswith(f"small.yaml: {message}")
+    assert says(error.message, "small.yaml", *named)
     assert "\n" not in error.message
 
 
@@ -98,12 +82,11 @@ def test_many_mistakes_are_three_lines_and_a_count(tmp_path: Path) -> None:
     assert lines[-1].endswith("(and 2 more)")
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [("", "empty, not"), ("[1]", "a list, not a mapping"), ("3", "one value, not a mapping")],
-)
-def test_a_recipe_is_a_mapping(tmp_path: Path, text: str, shown: str) -> None:
-    assert shown in problem(tmp_path, text).message
+@pytest.mark.parametrize("text", ["", "[1]", "3"])
+def test_a_recipe_is_a_mapping(tmp_path: Path, text: str) -> None:
+    error = problem(tmp_path, text)
+    assert says(error.message, "small.yaml")
+    assert says(error.hint, "`name:`", "llmctl docs reference/recipe")
 
 
 def test_a_bare_name_is_a_shipped_recipe() -> None:
@@ -117,20 +100,20 @@ def test_a_file_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("name", "message", "hint"),
+    ("name", "remedy"),
     [
-        ("tiny-lama-cpu", "tiny-lama-cpu: no such recipe", "did you mean 'tiny-llama-cpu'?"),
-        ("nowhere/tiny-llama-cpu.yaml", "no such file", "did you mean 'tiny-llama-cpu'?"),
-        ("../nowhere", "no such file", "llmctl recipes lists those that ship"),
-        ("nosuch", "nosuch: no such recipe", "llmctl recipes lists those that ship"),
-        ("..", "a folder", ""),
-        ("/dev/null", "a device or pipe", ""),
-        ("Tiny", "neither a file nor a recipe's name", "names match"),
-        ("", "neither a file nor a recipe's name", "names match"),
+        ("tiny-lama-cpu", "'tiny-llama-cpu'"),
+        ("nowhere/tiny-llama-cpu.yaml", "'tiny-llama-cpu'"),
+        ("../nowhere", "llmctl recipes"),
+        ("nosuch", "llmctl recipes"),
+        ("..", ""),
+        ("/dev/null", ""),
+        ("Tiny", "[a-z0-9]"),
+        ("", "[a-z0-9]"),
     ],
 )
-def test_a_missing_recipe_gives_a_hint(name: str, message: str, hint: str) -> None:
+def test_a_missing_recipe_gives_a_hint(name: str, remedy: str) -> None:
     with pytest.raises(InputError) as caught:
         recipe_path(name)
-    assert message in caught.value.message
-    assert hint in caught.value.hint
+    assert name in caught.value.message
+    assert remedy in caught.value.hint

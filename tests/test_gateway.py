@@ -462,7 +462,7 @@ def test_another_model_context_or_version_is_named_and_left_out():
     async def strict(front: Front, servers: list[StandIn]) -> None:
         while front.pool.refused is None:
             await asyncio.sleep(0.005)
-        assert "serves 'other'" in front.pool.refused.message
+        assert says(front.pool.refused.message, "'other'")
 
     others = [StandIn(model="other"), StandIn(max_model_len=100), StandIn(version="0.31.0")]
     run_needs = ReplicaNeeds(MODEL, 4096)
@@ -580,12 +580,12 @@ async def test_a_front_that_runs_another_router_than_the_plan_is_foreign(
         return "; ".join(said)
 
     assert await asyncio.to_thread(found, "sglang") == ""
-    for name, workers, given, message in [
-        ("by-law", 2, {}, "runs router 'sglang' before 2 replicas, the plan has router 'by-l"),
-        ("sglang", 3, {}, "the plan has router 'sglang' before 3"),
-        ("sglang", 2, {"threshold": 0.5}, "'sglang' has threshold 0.3, the plan 0.5"),
+    for name, workers, given, named in [
+        ("by-law", 2, {}, ("'sglang'", "'by-law'", "2")),
+        ("sglang", 3, {}, ("'sglang'", "2", "3")),
+        ("sglang", 2, {"threshold": 0.5}, ("'sglang'", "threshold", "0.3", "0.5")),
     ]:
-        assert message in await asyncio.to_thread(found, name, workers, **given)
+        assert says(await asyncio.to_thread(found, name, workers, **given), *named)
     older = fake_plan_of(samples.paged_fit())
     with pytest.raises(ForeignError, match=r"0\.1\.0.*0\.32\.0"):
         await asyncio.to_thread(check_server, older, target)
@@ -613,7 +613,7 @@ def test_a_replay_names_its_sessions_as_the_simulator_does():
 @behind({"token_s": 0.002}, request_timeout_s=0.1)
 async def test_a_deadline_ends_a_stream_and_a_whole_answer(front: Front, servers: list[StandIn]):
     told = await front.stream(asked(400))
-    assert "no end within 0.1 s" in told.events[-1]["error"]["message"]
+    assert says(told.events[-1]["error"]["message"], "0.1 s")
     assert told.done
     whole = await front.http.post("/v1/completions", json=asked(400))
     assert whole.status_code == 504
@@ -681,7 +681,7 @@ async def test_what_would_miss_its_target_gets_503_and_when_to_come_back(
     assert refused.status_code == 503
     error = refused.json()["error"]
     assert error["code"] == "overloaded"
-    assert "the first token would come in" in error["message"]
+    assert says(error["message"], "first token")
     assert 1 <= int(refused.headers["Retry-After"]) <= 60
     assert (await first).text == answer_of(asked(200))
     assert "llmctl_refused_total{" in (told := (await front.http.get("/metrics")).text)
@@ -903,7 +903,7 @@ async def test_an_own_replica_without_room_for_its_files_is_started_again(
         assert not own.failed.is_set()
         assert dict(front.pool.background.up())["servers"]
     assert not full
-    assert [line for line in said if "cannot be started" in line]
+    assert [line for line in said if os.strerror(errno.ENOSPC) in line]
 
 
 class Loads:
@@ -1082,7 +1082,7 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
     async def test(front: Front, servers: list[StandIn]) -> None:
         front.pool.renew([each.url for each in servers])
         await front.until("left out", 2)
-        with pytest.raises(InputError, match="there is no kind 'middle'") as caught:
+        with pytest.raises(InputError, match="'middle'") as caught:
             front.pool.renew([f"middle={servers[0].url}"])
         assert says(caught.value.hint, "fast, slow")
         assert len(front.pool.replicas) == 2
@@ -1101,6 +1101,6 @@ def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
 
 @behind()
 async def test_kinds_of_a_plan_that_is_no_fleet_are_refused(front: Front, servers: list[StandIn]):
-    with pytest.raises(InputError, match="there is no kind 'fast'") as caught:
+    with pytest.raises(InputError, match="'fast'") as caught:
         front.pool.renew([f"fast={servers[0].url}"])
-    assert caught.value.hint == "this plan is no fleet"
+    assert says(caught.value.hint, "fleet")

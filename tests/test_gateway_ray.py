@@ -82,7 +82,7 @@ def test_an_actor_killed_in_a_stream_costs_no_token_and_comes_back(tmp_path: Pat
         assert len(before & {each["url"] for each in shown(url)}) == 1
         assert server.end() == 0, server.said
     assert says(server.said, "2 servers of vllm")
-    assert "its process ended; restarting" in server.said
+    assert "restarting" in server.said
     assert processes(str(tmp_path)) == []
 
 
@@ -104,8 +104,7 @@ def test_a_machine_without_the_engine_is_named(tmp_path: Path):
     line = " ".join(said.split())
     assert says(line, "1 server of vllm")
     assert "error: on " in line
-    assert ": /no/python: cannot be run" in line
-    assert says(line, "engine.vllm.python", "LLMCTL_VLLM_PYTHON")
+    assert says(line, "/no/python", "engine.vllm.python", "LLMCTL_VLLM_PYTHON")
 
 
 def order_of(path: Path, *, accepts_foreign: bool = False) -> DistantOrder:
@@ -133,7 +132,7 @@ def test_another_version_is_refused_there_and_with_force_a_warning(tmp_path: Pat
     python = standin_vllm.install(tmp_path / "python", version="0.32.9")
     path = plan_for(tmp_path / "plan", 1, python)
     (tmp_path / "server").mkdir()
-    with pytest.raises(ForeignError, match="another engine"):
+    with pytest.raises(ForeignError, match=r"0\.32\.9"):
         start_there(order_of(path), LOOPBACK, tmp_path / "server")
     server, warnings = start_there(
         order_of(path, accepts_foreign=True), LOOPBACK, tmp_path / "server"
@@ -158,19 +157,19 @@ def test_cpus_that_a_machine_lacks_are_an_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "named"),
     [
-        (["--ray", "auto", "--replica", "http://127.0.0.1:9"], "--ray auto: the replicas of"),
-        (["--ray", "nowhere"], "'local', 'auto' or HOST:PORT"),
-        (["--ray", "auto", "--check", "3"], "does not support --check"),
+        (["--ray", "auto", "--replica", "http://127.0.0.1:9"], ("--ray auto", "--replica")),
+        (["--ray", "nowhere"], ("'local'", "'auto'", "HOST:PORT")),
+        (["--ray", "auto", "--check", "3"], ("front", "--check")),
     ],
 )
 def test_wrong_input_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: tuple[str, ...]
 ):
     path = plan_for(tmp_path, 2, "python3")
     assert llmctl("serve", path, "--port", "0", *words) == 2
-    assert expected in " ".join(capsys.readouterr().err.split())
+    assert says(capsys.readouterr().err, *named)
 
 
 @pytest.mark.slow

@@ -78,13 +78,13 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
 
     asyncio.run(follow())
     assert applied == [["http://c:3"]]
-    assert "the replicas stay as they are" in said[0]
+    assert "'ftp://c:3'" in said[0]
     assert said[-1] == "changed"
 
 
 def test_all_addresses_of_a_name():
     assert "http://127.0.0.1:8000" in read(replica_source(["dns://localhost:8000"]))
-    with pytest.raises(InputError, match="cannot be resolved"):
+    with pytest.raises(InputError, match=r"no-such-name\.invalid"):
         read(replica_source(["dns://no-such-name.invalid:8000"]))
 
 
@@ -212,7 +212,7 @@ def test_endpoints_are_watched_and_listed_again_only_where_the_version_is_gone(
 
         async with ApiServer(*answers) as server:
             source = SlicedReplicas("here", "vllm", 8000, api=server.url, account=tmp_path)
-            with pytest.raises(InputError, match="answered 500"):
+            with pytest.raises(InputError, match="500"):
                 await source.read()
             async with following(source, apply, said.append):
                 while [] not in applied:
@@ -311,15 +311,15 @@ def test_a_file_that_lists_no_replicas_is_refused(kind: str, tmp_path: Path):
         read(replica_source([str(file)]))
 
 
-@pytest.mark.parametrize("name", ["dns://a..b:80", f"dns://{'a' * 70}.b:80"])
+@pytest.mark.parametrize("name", ["a..b", f"{'a' * 70}.b"])
 def test_what_is_no_name_is_one_line(name: str):
-    with pytest.raises(InputError, match="cannot be resolved"):
-        read(replica_source([name]))
+    with pytest.raises(InputError, match=name):
+        read(replica_source([f"dns://{name}:80"]))
 
 
 @pytest.mark.parametrize(
     "url", [f"http://a:1{'0' * 400}", "http://a:99999", "http://a:-1", "http://a:0", "http://a..b"]
 )
 def test_a_port_or_a_host_that_cannot_be_is_refused(url: str):
-    with pytest.raises(InputError, match="not the URL of a server"):
+    with pytest.raises(InputError, match=f"'{url[:200]}"):
         GivenReplicas([url])

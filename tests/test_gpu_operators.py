@@ -180,11 +180,11 @@ def test_a_gpu_by_its_name_and_its_data_sheet() -> None:
 
 def test_what_was_not_measured_is_refused_by_name() -> None:
     a100 = measured_operators("a100_sxm")
-    with pytest.raises(InputError, match="GEMMs in fp8 on a100_sxm"):
+    with pytest.raises(InputError, match=r"GEMMs.*fp8.*a100_sxm"):
         a100.pass_seconds(replace(DENSE, weights="fp8"), [DECODE])
-    with pytest.raises(InputError, match="among 3 GPUs"):
+    with pytest.raises(InputError, match="3 GPUs"):
         a100.pass_seconds(DENSE, [DECODE], 3)
-    with pytest.raises(InputError, match="experts in nvfp4"):
+    with pytest.raises(InputError, match=r"experts.*nvfp4"):
         a100.pass_seconds(replace(SPARSE, expert_weights="nvfp4"), [DECODE])
 
 

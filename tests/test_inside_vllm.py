@@ -413,51 +413,41 @@ def test_releases_that_were_tried_are_taken(version):
 
 
 @pytest.mark.parametrize(
-    ("policy", "line"),
+    ("policy", "named"),  # the last one is in the hint
     [
-        ("past-futur", "there is no policy 'past-futur'"),
-        ("past-future reserv=1", "policy 'past-future' has no parameter 'reserv'"),
-        (
-            "past-future reserve=2",
-            "policy 'past-future': reserve is 2; the limit is from 0 to 0.99",
-        ),
-        ("past-future reserve", "'reserve' is not KEY=VALUE"),
-        ("slice", "policy 'slice' cannot run inside this engine: its batches are static"),
-        (
-            "baton",
-            "policy 'baton' cannot run inside this engine: it keeps its rows in one padded slab",
-        ),
-        ("srpt-oracle", "policy 'srpt-oracle' knows the true output lengths"),
-        (
-            "past-future-sla",
-            "policy 'past-future-sla' needs the times of steps, and no fit was given",
-        ),
+        ("past-futur", ("'past-futur'", "'past-future'")),
+        ("past-future reserv=1", ("'past-future'", "'reserv'", "'reserve'")),
+        ("past-future reserve=2", ("'past-future'", "reserve", "2", "0.99")),
+        ("past-future reserve", ("'reserve'", "KEY=VALUE")),
+        ("slice", ("'slice'", "llmctl docs how-to/vllm")),
+        ("baton", ("'baton'", "llmctl docs how-to/vllm")),
+        ("srpt-oracle", ("'srpt-oracle'", "llmctl docs explanation/policies")),
+        ("past-future-sla", ("'past-future-sla'", "LLMCTL_VLLM_FIT")),
     ],
 )
-def test_a_policy_that_cannot_run_inside_vllm_is_refused(make, policy, line):
+def test_a_policy_that_cannot_run_inside_vllm_is_refused(make, policy, named):
     with pytest.raises(InputError) as caught:
         make(policy)
-    assert str(caught.value).startswith(line)
-    assert len(str(caught.value)) > len(line)  # and says what to do
+    assert says(str(caught.value), *named)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("environ", "line"),
+    ("environ", "named"),
     [
-        ({"LLMCTL_VLLM_PLAN": "none.json"}, "none.json: "),
-        ({"LLMCTL_VLLM_FIT": "none.json"}, "none.json: "),
+        ({"LLMCTL_VLLM_PLAN": "none.json"}, ("none.json",)),
+        ({"LLMCTL_VLLM_FIT": "none.json"}, ("none.json",)),
         (
             {"LLMCTL_VLLM_PLAN": "a", "LLMCTL_VLLM_FIT": "b"},
-            "LLMCTL_VLLM_PLAN and LLMCTL_VLLM_FIT are both set",
+            ("LLMCTL_VLLM_PLAN", "LLMCTL_VLLM_FIT"),
         ),
-        ({"LLMCTL_VLLM_POLICE": "fcfs"}, "there is no variable LLMCTL_VLLM_POLICE"),
+        ({"LLMCTL_VLLM_POLICE": "fcfs"}, ("LLMCTL_VLLM_POLICE",)),
     ],
 )
-def test_an_invalid_setup_is_refused(environ, line):
+def test_an_invalid_setup_is_refused(environ, named):
     with pytest.raises(InputError) as caught:
         read_setup(environ)
-    assert str(caught.value).startswith(line)
+    assert says(caught.value.message, *named)
     assert caught.value.hint
 
 
@@ -468,18 +458,16 @@ def test_past_future_is_the_default():
 @pytest.mark.parametrize(
     ("shape", "what"),
     [
-        ({"speculative_config": object()}, "speculative decoding"),
-        ({"kv_transfer_config": object()}, "a KV connector"),
-        ({"kind": object()}, "a model .*cache.* does not grow with its tokens"),
-        (
-            {"kind": UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": object()})},
-            "a model .*cache.* does not",
-        ),
+        ({"speculative_config": object()}, "speculative"),
+        ({"kv_transfer_config": object()}, "KV connector"),
+        ({"kind": object()}, "cache"),
+        ({"kind": UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": object()})}, "cache"),
     ],
 )
 def test_untested_features_are_refused(make, shape, what):
-    with pytest.raises(InputError, match=f"cannot run.* {what}"):
+    with pytest.raises(InputError, match=what) as caught:
         make(**shape)
+    assert says(str(caught.value), "--scheduler-cls")
 
 
 def test_layers_of_one_kind_are_accepted(make):
@@ -487,7 +475,7 @@ def test_layers_of_one_kind_are_accepted(make):
 
 
 def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="no/such"):
         make(log=str(tmp_path / "no" / "such"))
 
 

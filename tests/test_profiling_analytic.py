@@ -117,7 +117,7 @@ def test_an_analytic_profile_can_be_fitted_and_stays_marked(
 
 def test_the_efficiency_can_be_fitted_to_a_measured_profile():
     computed = analytic_profile(recipe(), HEAD, Basis(Efficiency(0.31, 0.62, 0.004), "made up"))
-    with pytest.raises(InputError, match="analytic itself"):
+    with pytest.raises(InputError, match="analytic"):
         basis_of(computed, recipe())
     facts = computed.engine.model_copy(update={"analytic": ""})
     basis = basis_of(computed.model_copy(update={"engine": facts}), recipe())
@@ -132,7 +132,7 @@ def test_a_number_that_the_recipe_lacks_is_named(number: str):
 
 
 def test_weights_that_leave_no_cache_are_refused():
-    with pytest.raises(InputError, match=r"12\.6 GiB, leave no KV cache"):
+    with pytest.raises(InputError, match=r"12\.6 GiB.*KV"):
         analytic_profile(recipe(memory_gib=12.0), HEAD)
 
 
@@ -233,8 +233,8 @@ def test_without_graphs_a_pass_takes_its_launches():
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "MLA"),
         ({"model_type": "mistral", "sliding_window": 1024}, "sliding windows"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "int4"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "GEMMs in fp8 on a100"),
-        ({"num_experts": 64, "num_experts_per_tok": 4, "decoder_sparse_step": 2}, "only before"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"GEMMs in fp8.*a100"),
+        ({"num_experts": 64, "num_experts_per_tok": 4, "decoder_sparse_step": 2}, "dense.*experts"),
         ({"intermediate_size": None, "vocab_size": None}, "intermediate_size, .*vocab_size"),
     ],
 )
@@ -243,15 +243,20 @@ def test_what_is_not_modelled_is_refused_by_name(config: dict[str, object], what
         analytic_profile(vllm_recipe(**config), HEAD)
 
 
-@pytest.mark.parametrize("flag", ["--enable-lora", "--kv-cache-dtype=fp8"])
-def test_flags_that_change_the_laws_are_refused(flag: str):
-    with pytest.raises(InputError, match="does not know"):
+@pytest.mark.parametrize(
+    ("flag", "named"), [("--enable-lora", "LoRA"), ("--kv-cache-dtype=fp8", "KV cache")]
+)
+def test_flags_that_change_the_laws_are_refused(flag: str, named: str):
+    with pytest.raises(InputError, match=f"analytic profile.*{named}"):
         analytic_profile(vllm_recipe(vllm={"args": [flag]}), HEAD)
 
 
 def test_a_roofline_knows_neither_several_gpus_nor_experts():
     experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
-    for wanted in (vllm_recipe(2), vllm_recipe(**experts)):
+    for wanted, named in (
+        (vllm_recipe(2), "tensor_parallel_size 2"),
+        (vllm_recipe(**experts), "64 experts"),
+    ):
         engine = wanted.engine.model_copy(update={"name": "transformers"})
-        with pytest.raises(InputError, match="does not know"):
+        with pytest.raises(InputError, match=named):
             analytic_profile(wanted.model_copy(update={"engine": engine}), HEAD)

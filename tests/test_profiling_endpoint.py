@@ -123,7 +123,7 @@ def test_a_server_that_does_not_stream_has_no_decode_steps():
     with (
         sse_server() as stub,  # all of an answer in one piece
         EndpointBench(recipe_for(stub.url)) as bench,
-        pytest.raises(Unmeasurable, match="does not stream"),
+        pytest.raises(Unmeasurable, match="stream"),
     ):
         bench.time(GridPoint("decode", 1, 32), 0)
 
@@ -201,7 +201,7 @@ def test_points_fail_with_the_reason_until_the_profile_ends():
         for _ in range(4):
             with pytest.raises(Unmeasurable, match="HTTP 500: the GPU fell off"):
                 bench.time(PREFILL, 0)
-        with pytest.raises(EngineError, match="5 points failed in a row"):
+        with pytest.raises(EngineError, match=r"5 points.*HTTP 500"):
             bench.time(PREFILL, 0)
 
 

@@ -226,7 +226,7 @@ def test_an_unknown_name_of_hardware_names_the_nearest(given: object) -> None:
     ("model", "gpu", "wish", "change", "named"),
     [
         ("deepseek-v3", "h200", {}, {}, "MLA"),
-        ("qwen3-8b", "a100-80gb", {"quantization": "fp8"}, {}, "fp8 on a100"),
+        ("qwen3-8b", "a100-80gb", {"quantization": "fp8"}, {}, "fp8"),
         ("mistral-small-24b", "h200", {}, {"sliding_window": 128}, "sliding windows"),
         (
             *("mistral-small-24b", "h200", {}),

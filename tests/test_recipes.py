@@ -176,23 +176,15 @@ def test_the_schema_file_is_current() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "message"),
+    ("name", "parameters", "named"),
     [
-        ("slise", "{}", "recipe.yaml: policy: there is no policy 'slise'"),
-        (
-            "slice",
-            "{slice_token: 32}",
-            "recipe.yaml: policy: policy 'slice' has no parameter 'slice_token'",
-        ),
-        (
-            "slice",
-            "{slice_tokens: 0}",
-            "recipe.yaml: policy: policy 'slice': slice_tokens is 0; the limit is",
-        ),
+        ("slise", "{}", ("'slise'",)),
+        ("slice", "{slice_token: 32}", ("'slice'", "'slice_token'")),
+        ("slice", "{slice_tokens: 0}", ("'slice'", "slice_tokens", "0", "1")),
     ],
 )
 def test_an_unknown_policy_or_parameter_is_named(
-    tmp_path: Path, name: str, parameters: str, message: str
+    tmp_path: Path, name: str, parameters: str, named: tuple[str, ...]
 ) -> None:
     text = (shipped_recipes() / "tiny-llama-cpu.yaml").read_text()
     assert "\n  name: slice " in text
@@ -200,7 +192,7 @@ def test_an_unknown_policy_or_parameter_is_named(
     (tmp_path / "recipe.yaml").write_text(changed)
     with pytest.raises(InputError) as caught:
         open_recipe(tmp_path / "recipe.yaml")
-    assert caught.value.message.startswith(message)
+    assert says(caught.value.message, "recipe.yaml: policy", *named)
 
 
 def keys_of(model: type[BaseModel]) -> set[str]:

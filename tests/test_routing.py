@@ -166,7 +166,7 @@ def test_by_law_prefers_the_replica_on_which_rows_lose_least():
 
 def test_by_law_without_a_law_is_refused():
     front = Balancer(make_router("by-law", {}), [ReplicaTraits(100)])
-    with pytest.raises(InputError, match="by-law"):
+    with pytest.raises(InputError, match="'by-law'"):
         front.route(request("a"), 0.0)
 
 
@@ -195,7 +195,7 @@ def test_a_router_of_others_in_plain_python_reads_what_ours_read():
     assert front.route(request("a", 35, (1, 2, 3)), 0.0) == 2
     assert front.route(request("b", 35, (1, 2, 9)), 0.0) == 2
     assert seen == [[0, 0, 0], [0, 0, 2]]
-    with pytest.raises(ValueError, match=r"\b2\b.*\b3\b"):
+    with pytest.raises(ValueError, match=r"2 costs.*3 replicas"):
         front._view.least([1, 2])
 
 

@@ -237,7 +237,9 @@ def test_a_fit_with_a_link_gives_its_law_in_tokens():
     assert laws_from_fit(fit()).swap is None
 
 
-@pytest.mark.parametrize("law", [(-1.0, 1.0, 1.0), (0.0, 1.0, 0.0)])
-def test_a_link_that_cannot_be_is_refused(law):
-    with pytest.raises(InputError):
+@pytest.mark.parametrize(
+    ("law", "named"), [((-1.0, 1.0, 1.0), r"latency -1\.0 s"), ((0.0, 1.0, 0.0), r"swap: .*0\.0")]
+)
+def test_a_link_that_cannot_be_is_refused(law, named):
+    with pytest.raises(InputError, match=named):
         LinearSwap(*law)

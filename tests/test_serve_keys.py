@@ -249,40 +249,34 @@ ENTRY = f"  - name: ana\n    sha256: {DIGEST}\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
-        ("", "it holds no list of keys"),
-        ("keys: []", "at least 1 item"),
-        (
-            f"keys:\n  - name: ana\n    sha256: {ANA}\n",
-            "keys[0].sha256: should be 64 hexadecimal digits",
-        ),
+        ("", ("keys.yaml",)),
+        ("keys: []", ("keys", "1")),
+        (f"keys:\n  - name: ana\n    sha256: {ANA}\n", ("keys[0].sha256", "64")),
         (
             f"keys:\n  - name: ana\n    sha256: {hashlib.sha256(b'').hexdigest()}\n",
-            "the sha256 of empty input",
+            ("keys[0].sha256", "sha256 of empty input"),
         ),
-        (f"keys:\n  - name: Ana!\n    sha256: {DIGEST}\n", "keys[0].name: 'Ana!'"),
-        (f"keys:\n  - name: ana\n    key: {ANA}\n", "keys[0].key: unknown key"),
-        (f"keys:\n{ENTRY}{ENTRY}", "two keys are called 'ana'"),
-        (f"keys:\n{ENTRY}{ENTRY.replace('ana', 'ben')}", "'ana' and 'ben' have the same key"),
-        (
-            f"keys:\n{ENTRY}    requests_per_minute: 0\n",
-            "keys[0].requests_per_minute: 0: should be greater than 0",
-        ),
-        (f"keys:\n{ENTRY}    request_per_minute: 6\n", "did you mean 'requests_per_minute'"),
+        (f"keys:\n  - name: Ana!\n    sha256: {DIGEST}\n", ("keys[0].name: 'Ana!'",)),
+        (f"keys:\n  - name: ana\n    key: {ANA}\n", ("keys[0].key",)),
+        (f"keys:\n{ENTRY}{ENTRY}", ("'ana'",)),
+        (f"keys:\n{ENTRY}{ENTRY.replace('ana', 'ben')}", ("'ana'", "'ben'")),
+        (f"keys:\n{ENTRY}    requests_per_minute: 0\n", ("keys[0].requests_per_minute: 0",)),
+        (f"keys:\n{ENTRY}    request_per_minute: 6\n", ("'requests_per_minute'",)),
         (
             "keys:\n" + "".join(ENTRY.replace("ana", f"n{k}") for k in range(MAX_KEYS + 1)),
-            f"at most {MAX_KEYS} items",
+            ("keys", str(MAX_KEYS)),
         ),
     ],
 )
-def test_errors_of_a_keys_file_show_no_secret(tmp_path: Path, text, said):
+def test_errors_of_a_keys_file_show_no_secret(tmp_path: Path, text, named):
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
         read_keys(path)
     shown = f"{caught.value.message} {caught.value.hint}"
-    assert said in shown
+    assert says(shown, *named)
     assert ANA not in shown
 
 
@@ -291,8 +285,9 @@ def test_a_world_writable_keys_file_is_refused(tmp_path: Path):
     path.write_text(f"keys:\n{ENTRY}")
     assert [one.name for one in read_keys(path)] == ["ana"]
     path.chmod(0o666)
-    with pytest.raises(InputError, match="may write to it"):
+    with pytest.raises(InputError, match=r"keys\.yaml") as caught:
         read_keys(path)
+    assert "chmod" in caught.value.hint
 
 
 @pytest.mark.slow
@@ -305,7 +300,7 @@ def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys)
         )
         == 2
     )
-    assert "file of keys" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "--api-keys", "--api-key")
 
 
 @pytest.mark.slow
@@ -327,7 +322,7 @@ def test_openais_client_obeys_retry_after_and_should_retry(tmp_path: Path, monke
             one.completions.create(model=model, prompt="a", max_tokens=256, n=16)
         assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "tokens")
         assert waited == []
-        with pytest.raises(openai.RateLimitError, match="60 requests a minute"):
+        with pytest.raises(openai.RateLimitError, match="60"):
             ask_often(one, model)
         assert waited == [1.0]
         with pytest.raises(openai.AuthenticationError):

@@ -86,10 +86,8 @@ def test_a_signal_lets_running_streams_finish_while_ready_says_no():
             assert (await until_not_ready(http)).json() == {"status": "leaving"}
             assert (await http.get("/health")).status_code == 200
             refused = await http.post("/v1/completions", json=BODY)
-            assert (refused.status_code, refused.json()["error"]["message"]) == (
-                503,
-                "the server is draining",
-            )
+            assert refused.status_code == 503
+            assert "draining" in refused.json()["error"]["message"]
             assert refused.headers["connection"] == "close"
             with pytest.raises(httpx.ConnectError):
                 await http.get("/ready")  # the listener is closed, and no connection is left
@@ -227,7 +225,7 @@ def test_a_bug_of_the_scheduler_ends_it_with_its_error():
 def test_loopback_addresses_are_recognised(host: str, expected: bool):
     assert is_loopback(host) == expected
     if not expected:
-        with pytest.raises(InputError, match="from other machines"):
+        with pytest.raises(InputError, match=f"host {host}"):
             check_exposure(host, asks_key=False, insecure=False)
     check_exposure(host, asks_key=True, insecure=False)
     check_exposure(host, asks_key=False, insecure=True)
@@ -247,7 +245,7 @@ def test_addresses_are_shown_as_urls():
 def test_an_address_of_another_machine_is_an_input_error():
     with pytest.raises(InputError, match=r"203\.0\.113\.1.*80") as caught:
         listen("203.0.113.1", 80)
-    assert caught.value.hint == "choose another --host"
+    assert says(caught.value.hint, "--host")
 
 
 def test_a_server_that_can_load_no_worker_ends_and_says_why():
@@ -255,12 +253,12 @@ def test_a_server_that_can_load_no_worker_ends_and_says_why():
         await until_ready(http)
         async with http.stream("POST", "/v1/completions", json=BODY) as response:
             hands.crash()
-            hands.on_event(WorkersFailed(EngineError("no worker is left", "look at the device")))
+            hands.on_event(WorkersFailed(EngineError("no worker left", "look at its device")))
             error, done = events((await response.aread()).decode())
-        assert "the server is shutting down" in error["error"]["message"]
+        assert "shutting down" in error["error"]["message"]
         assert done == "[DONE]"
 
-    with pytest.raises(EngineError, match="no worker is left"):
+    with pytest.raises(EngineError, match="no worker left"):
         run(test)
 
 

@@ -238,7 +238,6 @@ def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
         async with recorder("http://127.0.0.1:9", tmp_path / "log") as (client, app):
             got = await client.post("/v1/completions", json=body())
             assert got.status_code == 502
-            assert "cannot be reached" in got.json()["error"]["message"]
             assert not app.running
 
     asyncio.run(use())
@@ -426,19 +425,19 @@ def test_the_command_records_and_ends_in_order(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("upstream", "at", "said"),
+    ("upstream", "at", "named"),
     [
-        ("ftp://x", "127.0.0.1:0", "'ftp://x' is not the URL of a server"),
-        (f"http://user:{SECRET}@x", "127.0.0.1:0", "more than its address and a path"),
-        ("http://127.0.0.1:1", "8100", "--listen '8100': not an address"),
-        ("http://127.0.0.1:1", "0.0.0.0:0", "can be reached from other machines"),
+        ("ftp://x", "127.0.0.1:0", ("'ftp://x'",)),
+        (f"http://user:{SECRET}@x", "127.0.0.1:0", ("URL",)),
+        ("http://127.0.0.1:1", "8100", ("--listen '8100'",)),
+        ("http://127.0.0.1:1", "0.0.0.0:0", ("host 0.0.0.0", "--insecure")),
     ],
 )
-def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, upstream, at, said):
+def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, upstream, at, named):
     words = ["--out", tmp_path / "log", "--upstream", upstream, "--listen", at]
     assert llmctl("trace", "record", *words) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert says(error, *named)
     assert SECRET not in error
 
 

@@ -1,6 +1,7 @@
 """Synthetic traces: the same seed gives the same trace, and the requested numbers come out."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -88,43 +89,43 @@ def test_a_distribution_prints_as_it_is_spelled(text):
     assert str(parse_lengths(text)) == text
 
 
-TOKENS = "lengths from 1 to 2147483647 tokens"
+TOKENS = ("1", "2147483647")
 
 
 @pytest.mark.parametrize(
-    ("text", "hint"),
+    ("text", "named"),
     [
-        ("lognorml:4:1", "did you mean 'lognormal'?"),
-        ("lognormal", "give lognormal:MEDIAN:SIGMA"),
-        ("lognormal:4", "give lognormal:MEDIAN:SIGMA"),
-        ("lognormal:a:b", "give lognormal:MEDIAN:SIGMA"),
-        ("lognormal:nan:1", f"lognormal:MEDIAN:SIGMA, {TOKENS}, SIGMA above 0 and up to 10"),
-        ("lognormal:4:0", f"lognormal:MEDIAN:SIGMA, {TOKENS}, SIGMA above 0 and up to 10"),
-        ("lognormal:400:1e6", f"lognormal:MEDIAN:SIGMA, {TOKENS}, SIGMA above 0 and up to 10"),
-        ("pareto:4:inf", f"pareto:LOW:ALPHA, {TOKENS}, ALPHA from 0.1 to 1000"),
-        ("pareto:20:1e-5", f"pareto:LOW:ALPHA, {TOKENS}, ALPHA from 0.1 to 1000"),
-        ("uniform:9:4", f"uniform:LOW:HIGH, {TOKENS}, LOW not above HIGH"),
-        ("uniform:1:1e30", f"uniform:LOW:HIGH, {TOKENS}, LOW not above HIGH"),
-        ("fixed:0", f"fixed:TOKENS, {TOKENS}"),
-        ("fixed:1e15", f"fixed:TOKENS, {TOKENS}"),
-        ("fixed:4:5", "give fixed:TOKENS"),
+        ("lognorml:4:1", ("'lognormal'",)),
+        ("lognormal", ("lognormal:MEDIAN:SIGMA",)),
+        ("lognormal:4", ("lognormal:MEDIAN:SIGMA",)),
+        ("lognormal:a:b", ("lognormal:MEDIAN:SIGMA",)),
+        ("lognormal:nan:1", ("lognormal:MEDIAN:SIGMA", *TOKENS, "0", "10")),
+        ("lognormal:4:0", ("lognormal:MEDIAN:SIGMA", *TOKENS, "0", "10")),
+        ("lognormal:400:1e6", ("lognormal:MEDIAN:SIGMA", *TOKENS, "0", "10")),
+        ("pareto:4:inf", ("pareto:LOW:ALPHA", *TOKENS, "0.1", "1000")),
+        ("pareto:20:1e-5", ("pareto:LOW:ALPHA", *TOKENS, "0.1", "1000")),
+        ("uniform:9:4", ("uniform:LOW:HIGH", *TOKENS)),
+        ("uniform:1:1e30", ("uniform:LOW:HIGH", *TOKENS)),
+        ("fixed:0", ("fixed:TOKENS", *TOKENS)),
+        ("fixed:1e15", ("fixed:TOKENS", *TOKENS)),
+        ("fixed:4:5", ("fixed:TOKENS",)),
     ],
 )
-def test_an_impossible_distribution_names_the_limits(text, hint):
+def test_an_impossible_distribution_names_the_limits(text, named):
     with pytest.raises(InputError) as caught:
         parse_lengths(text)
-    assert caught.value.hint == hint
+    assert says(caught.value.hint, *named)
 
 
 @pytest.mark.parametrize("rate", [0, math.nan])
 def test_an_impossible_rate_is_refused(rate):
-    with pytest.raises(InputError, match="not possible"):
+    with pytest.raises(InputError, match=f"{rate:g} requests"):
         Arrivals(rate)
 
 
 @pytest.mark.parametrize("duration_s", [0, -1, float("inf"), float("nan")])
 def test_an_impossible_duration_is_refused(duration_s):
-    with pytest.raises(InputError, match="cannot last"):
+    with pytest.raises(InputError, match=f"{duration_s:g}"):
         generate(Arrivals(1), duration_s, SCLS_PROMPT, SCLS_OUTPUT, seed=0)
 
 
@@ -162,7 +163,7 @@ def test_clipped_parts_of_sessions_are_counted():
 
 @pytest.mark.parametrize("cv", [-1.0, 1e9, 1e200, math.nan])
 def test_an_impossible_variation_of_gaps_is_refused(cv):
-    with pytest.raises(InputError, match="variation of gaps"):
+    with pytest.raises(InputError, match=re.escape(f"{cv:g}")):
         Arrivals(1.0, cv)
 
 
@@ -247,13 +248,13 @@ def test_a_generated_trace_is_read_again_as_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"templates": 2, "zipf": -1.0}, "a Zipf exponent of -1"),
+        ({"templates": 2, "zipf": -1.0}, "Zipf exponent.*-1"),
         ({"templates": -2}, "-2 templates"),
-        ({"system_tokens": -1}, "a system prompt of -1 tokens"),
-        ({"block_tokens": 0}, "blocks of 0 tokens"),
-        ({"turns": Lengths("fixed", 1_000_000)}, "requests are too many for one trace"),
-        ({"system_tokens": 2**31 - 1}, "a prompt would have 2,147,4"),
-        ({"system_tokens": 10_000_000, "block_tokens": 1}, "blocks are too many for one trace"),
+        ({"system_tokens": -1}, "system prompt.*-1 tokens"),
+        ({"block_tokens": 0}, "blocks.*0 tokens"),
+        ({"turns": Lengths("fixed", 1_000_000)}, "000 requests"),
+        ({"system_tokens": 2**31 - 1}, "2,147,4"),
+        ({"system_tokens": 10_000_000, "block_tokens": 1}, "[0-9]{3} blocks"),
     ],
 )
 def test_impossible_shared_content_is_an_error(content, said):
@@ -264,7 +265,7 @@ def test_impossible_shared_content_is_an_error(content, said):
 def test_times_are_given_in_seconds():
     assert str(parse_times("lognormal:5:1")) == "lognormal:5000:1"
     assert str(parse_times("uniform:0.5:2")) == "uniform:500:2000"
-    with pytest.raises(InputError, match="not a distribution"):
+    with pytest.raises(InputError, match="'often"):
         parse_times("often:3")
-    with pytest.raises(InputError, match="could not convert"):
+    with pytest.raises(InputError, match="soon'"):
         parse_times("fixed:soon")

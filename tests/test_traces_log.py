@@ -93,7 +93,7 @@ def test_a_file_that_is_not_a_trace_is_not_changed(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text("name: mine\n")
     with pytest.raises(InputError, match=r"recipe\.yaml"):
         TraceLog(tmp_path / "recipe.yaml")
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="nowhere/log"):
         TraceLog(tmp_path / "nowhere" / "log")
     assert (tmp_path / "recipe.yaml").read_text() == "name: mine\n"
 

@@ -134,7 +134,7 @@ def test_a_report_names_the_json_value_that_is_nan(tmp_path, array):
     with pytest.raises(InputError) as caught:
         read_trace(_file(tmp_path, "[" + ",".join(rows) + "]" if array else "\n".join(rows)))
     assert says(caught.value.message, "3 unparsable", "row 1", "nan")
-    assert caught.value.hint.startswith("correct these rows")
+    assert caught.value.hint
 
 
 def test_nanoseconds_are_not_taken_for_milliseconds(tmp_path):
@@ -228,38 +228,35 @@ def test_a_missing_column_is_named_with_those_found(tmp_path):
     with pytest.raises(InputError) as caught:
         read_trace(_file(tmp_path, "TIMESTAMP,ContextTokens,Tokens\n2023-11-16 18:15:46,5,7\n"))
     assert says(caught.value.message, "'GeneratedTokens'")
-    assert "found 'TIMESTAMP', 'ContextTokens', 'Tokens'" in caught.value.message
+    assert "'TIMESTAMP', 'ContextTokens', 'Tokens'" in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        (b"", "the trace is empty"),
-        (b"\n \n", "the trace is empty"),
-        (b",,\n", "none of the known columns"),
-        (b"a,b\n1,2\n", "none of the known columns, found 'a', 'b'"),
-        (b"\xff\xfe\x00", "not UTF-8 text"),
-        (b"a" * 200_000, "line 1: field larger than"),
-        (b"[1, 2", "not a JSON array"),
-        (b"[1, 2]", "no JSON object"),
-        (b"{\n", "no JSON object"),
-        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n", "no usable row: read 0 of 0 rows"),
-        (
-            b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,0,0\n",
-            "1 with a non-positive length",
-        ),
+        (b"", ("empty",)),
+        (b"\n \n", ("empty",)),
+        (b",,\n", ("columns", "none")),
+        (b"a,b\n1,2\n", ("'a'", "'b'")),
+        (b"\xff\xfe\x00", ("UTF-8",)),
+        (b"a" * 200_000, ("line 1", "131072")),
+        (b"[1, 2", ("JSON array",)),
+        (b"[1, 2]", ("JSON object",)),
+        (b"{\n", ("JSON object",)),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n", ("row", "0")),
+        (b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,0,0\n", ("0", "1", "length")),
         (
             b"arrived_at,num_prefill_tokens,num_decode_tokens\n0,1," + b"9" * 200_000,
-            "line 2: field larger than",
+            ("line 2", "131072"),
         ),
     ],
 )
-def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path, content, message):
+def test_a_file_that_is_no_trace_is_one_clear_error(tmp_path, content, named):
     path = tmp_path / "trace"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
         read_trace(path)
-    assert message in caught.value.message
+    assert says(caught.value.message, "trace", *named)
 
 
 def test_a_missing_file_is_an_input_error(tmp_path):

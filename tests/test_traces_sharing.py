@@ -69,7 +69,7 @@ def test_blocks_of_two_sizes_are_an_error(tmp_path):
     rows = [row(0, 20, block_tokens=16, hash_ids=[1, 2]), row(1, 20, hash_ids=[1])]
     with pytest.raises(InputError, match=r"row 2.*512.*row 1.*16"):
         read_trace(file_of(tmp_path, rows))
-    with pytest.raises(InputError, match="block_tokens is 0"):
+    with pytest.raises(InputError, match=r"block_tokens\b.*\b0\b"):
         read_trace(file_of(tmp_path, [row(0, 20, block_tokens=0, hash_ids=[1])]))
 
 
@@ -183,7 +183,7 @@ def test_a_whole_prompt_of_aiperf_is_not_added_to(tmp_path):
     assert trace.prompt_tokens.tolist() == [600, 700]
     assert blocks(trace) == [[0, 1], [0, 2]]
     assert trace.sessions.previous.tolist() == [-1, 0]
-    with pytest.raises(InputError, match="context_mode is 'other'"):
+    with pytest.raises(InputError, match=r"context_mode.*'other'"):
         read_trace(file_of(tmp_path, [aiperf("a", 6, 2, [0], timestamp=0, context_mode="other")]))
 
 
@@ -203,7 +203,7 @@ def test_turns_of_aiperfs_after_an_unusable_one_are_dropped(tmp_path):
     assert report.unshared.counts.total() == 2
     path = file_of(tmp_path, rows)
     path.write_text(path.read_text() + "no json\n")
-    with pytest.raises(InputError, match="row 7 is not a JSON object"):
+    with pytest.raises(InputError, match=r"row 7 .*JSON object"):
         read_trace(path)
 
 
@@ -258,10 +258,10 @@ def test_ids_of_two_agents_are_different_unless_they_are_global(tmp_path):
 
 
 def test_a_folder_without_sessions_is_an_error(tmp_path):
-    with pytest.raises(InputError, match=r"no \*\.json file"):
+    with pytest.raises(InputError, match=r"\*\.json"):
         read_trace(tmp_path)
     file_of(tmp_path, [row(0, 5)], "x.json")
-    with pytest.raises(InputError, match="not an agent's session"):
+    with pytest.raises(InputError, match=r"/x\.json"):
         read_trace(tmp_path)
 
 

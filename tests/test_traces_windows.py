@@ -174,9 +174,7 @@ def test_a_short_trace_says_what_would_fit():
 def test_an_empty_window_is_an_input_error():
     with pytest.raises(InputError) as caught:
         split_windows(trace_of([0, 1, 100]), 10, 2, 2, seed=0)
-    assert caught.value.message.startswith("t.csv: no request arrives in ")
-    assert "9 of 10 stretches" in caught.value.message
-    assert "3 requests" in caught.value.message
+    assert says(caught.value.message, "t.csv", "9", "10 stretches", "3 requests")
     assert says(caught.value.hint, "--window")
 
 
@@ -203,12 +201,12 @@ def test_windows_that_would_be_empty_are_made_longer():
     assert found.trace.notes == (
         "windows of 200 s instead of 2 s: t.csv has no request in most of these at 0.1 requests/s",
     )
-    with pytest.raises(InputError, match="no request arrives in"):
+    with pytest.raises(InputError, match=r"t\.csv.*4.*5 stretches.*3 requests"):
         fit_windows(trace_of([0, 1, 100]), 10, 2, 2)
 
 
 def test_requests_that_arrive_at_once_have_no_windows():
-    with pytest.raises(InputError, match="all 3 requests arrive at once") as caught:
+    with pytest.raises(InputError, match="3 requests") as caught:
         fit_windows(trace_of([0, 0, 0]), 10, 2, 2)
     assert "--draw-rate" in caught.value.hint
 
@@ -232,7 +230,7 @@ def test_every_wished_length_gives_windows_at_every_rate(gaps, rate, search, hel
     ("window_s", "search", "held_out"), [(0, 1, 1), (-5, 1, 1), (float("nan"), 1, 1), (5, 0, 0)]
 )
 def test_impossible_windows_are_refused(window_s, search, held_out):
-    with pytest.raises(InputError, match="cannot be cut"):
+    with pytest.raises(InputError, match=rf"{search} \+ {held_out} windows.*{window_s:g} s"):
         split_windows(STEADY, window_s, search, held_out)
 
 

@@ -383,18 +383,18 @@ def test_one_more_of_a_slow_kind_may_break_what_a_fast_one_keeps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usd", "changes", "message"),
+    ("usd", "changes", "named"),
     [
-        ((None, None), {"sla": {}}, "--workers auto needs latency targets"),
-        ((4.0, None), {}, "recipe 'slow' has no hardware.usd_per_hour, and 'fast' has one"),
+        ((None, None), {"sla": {}}, ("--workers auto", "targets")),
+        ((4.0, None), {}, ("'slow'", "hardware.usd_per_hour", "'fast'")),
     ],
 )
 def test_what_cannot_be_sized_is_named(
-    usd: tuple[float | None, float | None], changes: dict[str, Any], message: str
+    usd: tuple[float | None, float | None], changes: dict[str, Any], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(InputError) as caught:
         size(usd, **changes)
-    assert message in caught.value.message
+    assert says(caught.value.message, *named)
 
 
 def test_too_many_servers_at_least_are_refused() -> None:
@@ -409,7 +409,7 @@ def test_the_limit_that_no_counts_keep_is_named() -> None:
     with pytest.raises(LimitsBrokenError) as caught:
         size((None, None), most=2, sla={"ttft_p50_s": 1e-4})
     assert says(caught.value.message, "2 of fast", "2 of slow")
-    with pytest.raises(LimitsBrokenError, match="no counts"):
+    with pytest.raises(LimitsBrokenError, match="e2e_p90_s"):
         size((None, None), most=2, sla={"e2e_p90_s": 1e-3}, tune=TUNE | {"request_rate_rps": 6e3})
 
 
@@ -424,18 +424,18 @@ def servers(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "named"),
     [
-        ("workers: 1}", "workers: 1, min_workers: 0}", "fleet[0].min_workers: 0: the first kind's"),
-        ("workers: 2}", "min_workers: 3, max_workers: 2}", "min_workers: 3: max_workers is 2"),
-        ("workers: 2}", "max_workers: 0}", "max_workers: 0: should be greater than 0"),
+        ("workers: 1}", "workers: 1, min_workers: 0}", ("fleet[0].min_workers: 0",)),
+        ("workers: 2}", "min_workers: 3, max_workers: 2}", ("min_workers: 3", "max_workers", "2")),
+        ("workers: 2}", "max_workers: 0}", ("fleet[1].max_workers: 0",)),
     ],
 )
-def test_wrong_ranges_are_named(servers: Path, old: str, new: str, message: str) -> None:
+def test_wrong_ranges_are_named(servers: Path, old: str, new: str, named: tuple[str, ...]) -> None:
     servers.write_text(servers.read_text().replace(old, new))
     with pytest.raises(InputError) as caught:
         fleet_sources(servers)
-    assert message in caught.value.message
+    assert says(caught.value.message, "fleet.yaml", *named)
 
 
 @pytest.mark.slow
@@ -489,7 +489,7 @@ def test_kinds_of_which_none_is_needed_are_left_out_of_the_plan(servers: Path) -
     assert (first.recipe.name, first.workers) == ("fast", 3)
     assert [one.workers for one in sized(fleet.kinds, None)] == [1, 2]
     other = Tuning.model_construct(sizing=size_of({"fast": 3, "other": 1}))
-    with pytest.raises(InputError, match=r"not of this fleet.*fast, other"):
+    with pytest.raises(InputError, match=r"fast, other"):
         sized(fleet.kinds, other)
 
 

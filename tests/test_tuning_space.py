@@ -2,6 +2,7 @@
 
 import pytest
 import samples
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.files.recipe import PolicySpec
@@ -63,43 +64,23 @@ def test_every_policy_can_be_searched(policy):
 
 
 @pytest.mark.parametrize(
-    ("policies", "narrowed", "message"),
+    ("policies", "narrowed", "named"),
     [
-        ([], {"slice_token": [1, 2]}, "tune.space: policy 'slice' has no parameter 'slice_token'"),
-        ([], {"eager": [0, 1]}, "tune.space: eager: 0 is not one of its choices"),
-        (
-            [],
-            {"memory_reserve": [0.0, 2.0]},
-            "tune.space: memory_reserve: [0, 2] is not a range within [0, 0.99]",
-        ),
-        (
-            [],
-            {"memory_reserve": [0.1]},
-            "tune.space: memory_reserve: [0.1] is not a range within [0, 0.99]",
-        ),
-        (
-            [],
-            {"memory_reserve": ["a", True]},
-            "tune.space: memory_reserve: [a, true] is not a range within [0, 0.99]",
-        ),
-        ([], {"past-future.router": ["x"]}, "tune.space: router: x is not one of its choices"),
-        (
-            [],
-            {"slices.eager": [True]},
-            "tune.space: slices.eager: there is no policy or router 'slices'",
-        ),
-        (["slices"], {}, "tune.policies: there is no policy 'slices'"),
-        (
-            ["past-future-oracle"],
-            {},
-            "policy 'past-future-oracle' knows the true output lengths, so it exists in",
-        ),
+        ([], {"slice_token": [1, 2]}, ("tune.space", "'slice'", "'slice_token'")),
+        ([], {"eager": [0, 1]}, ("tune.space: eager", "0")),
+        ([], {"memory_reserve": [0.0, 2.0]}, ("memory_reserve", "[0, 2]", "[0, 0.99]")),
+        ([], {"memory_reserve": [0.1]}, ("memory_reserve", "[0.1]", "[0, 0.99]")),
+        ([], {"memory_reserve": ["a", True]}, ("memory_reserve", "[a, true]", "[0, 0.99]")),
+        ([], {"past-future.router": ["x"]}, ("tune.space: router", "x")),
+        ([], {"slices.eager": [True]}, ("tune.space: slices.eager", "'slices'")),
+        (["slices"], {}, ("tune.policies", "'slices'")),
+        (["past-future-oracle"], {}, ("'past-future-oracle'",)),
     ],
 )
-def test_an_impossible_search_names_the_problem(policies, narrowed, message):
+def test_an_impossible_search_names_the_problem(policies, narrowed, named):
     with pytest.raises(InputError) as caught:
         make_spaces(SLICE, policies, narrowed, 2)
-    assert caught.value.message.startswith(message)
+    assert says(caught.value.message, *named)
     assert caught.value.hint
 
 
