@@ -127,14 +127,14 @@ def test_an_older_tuning_leaves_further_kinds_their_recipes_flags(tuned, tmp_pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--fit few.fit.json", "it is of the fleet fleet.yaml"),
-        ("--fit unit-step", "--tuning tuning.json changes nothing"),
-        ("--fleet other.yaml", "tuning.json is stale: its fleet other.yaml"),
+        ("--fit few.fit.json", "fleet.yaml"),
+        ("--fit unit-step", "--tuning tuning.json"),
+        ("--fleet other.yaml", "fleet other.yaml"),
         ("--fleet fleet.yaml --workers 4", "--workers"),
-        ("fleet.yaml", "hint: write its option before it: --fleet, --fit, "),
+        ("fleet.yaml", "--fleet, --fit, "),
         ("--fleet fleet.yaml --tuning few.fit.json", "few.fit.json"),
-        ("--fleet fleet.yaml --set shrt.watermark=0.1", "'shrt' is neither"),
-        ("--fleet fleet.yaml --policy slice", "recommends policy 'vllm'"),
+        ("--fleet fleet.yaml --set shrt.watermark=0.1", "'shrt'"),
+        ("--fleet fleet.yaml --policy slice", "policy 'vllm'"),
     ],
 )
 def test_a_tuning_that_does_not_belong_is_refused(tuned, command, words, said, capsys):

@@ -213,13 +213,11 @@ def test_accelerator_types_are_ray_s_own_names(cluster, name: str) -> None:
 
 
 def test_a_kind_without_nodes_is_told_the_kinds_there_are(cluster, kinds) -> None:
-    message = (
-        r"no room for 1 worker of 1 CPU each on machines with llmctl.io/kind=huge: none of its "
-        r"4 has that; they have llmctl.io/kind=large \(1\), llmctl.io/kind=small \(1\), "
-        r"none \(2\) \(waited 0.5 s\)"
-    )
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(EngineError) as caught:
         asyncio.run(Watched(kinds=["large", "huge"], room_timeout_s=0.5).start(lambda _: None))
+    wanted = "1 worker", "1 CPU", "llmctl.io/kind=huge", "0.5 s"
+    there = "llmctl.io/kind=large (1)", "llmctl.io/kind=small (1)", "none (2)"
+    assert all(word in caught.value.message for word in (*wanted, *there))
 
 
 def test_fleet_workers_run_on_nodes_of_their_kind(cluster, kinds) -> None:
@@ -378,7 +376,7 @@ def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
         again.stop()
         until(lambda: not again.running)
         bad = servers.start(0, sleeper(["dies"]), said.append)
-        with pytest.raises(EngineError, match=r"^on [0-9.]+: it has no engine$") as caught:
+        with pytest.raises(EngineError, match=r"^on [0-9.]+: .*no engine$") as caught:
             bad.wait_until_ready()
         assert caught.value.hint == "install one"
         bad.stop()
@@ -451,6 +449,6 @@ def test_the_error_of_an_unreachable_cluster_says_what_was_tried(cluster) -> Non
 
 def test_without_ray_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match="not installed") as caught, joined("auto", 1):
+    with pytest.raises(InputError, match="ray") as caught, joined("auto", 1):
         pass
     assert says(caught.value.hint, "llmctl-toolkit[ray]")

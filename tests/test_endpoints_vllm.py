@@ -89,10 +89,10 @@ def test_a_python_without_vllm_says_where_to_name_another(tmp_path: Path):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)
-    with pytest.raises(EngineError, match="has no vLLM") as failure:
+    with pytest.raises(EngineError, match="vLLM") as failure:
         vllm_version(recipe_for(str(script)))
     assert "LLMCTL_VLLM_PYTHON" in failure.value.hint
-    with pytest.raises(EngineError, match="cannot be run"):
+    with pytest.raises(EngineError, match=str(tmp_path / "none")):
         vllm_version(recipe_for(str(tmp_path / "none")))
 
 

@@ -966,7 +966,7 @@ async def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next(
     def check(order: ServerOrder, number: int) -> None:
         started.append(order.plan.recipe.description)
         if order.plan.recipe.description == "broken":
-            raise EngineError("the model does not fit", "")
+            raise EngineError("no room", "")
 
     backend = OwnStandIns(5, check)
     said: list[str] = []
@@ -989,7 +989,7 @@ async def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next(
     old = plan.recipe.description
     assert started == [old, old, "broken", old, "better", "better"]
     (line,) = [line for line in said if "goes on" in line]
-    assert says(line, "replica 0", "the model does not fit")
+    assert says(line, "replica 0", "no room")
 
 
 def two_kinds() -> Plan:
@@ -1011,7 +1011,7 @@ async def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_fi
         is_new = order.plan is broken
         started.append((number, is_new))
         if is_new and number == 1:
-            raise EngineError("the model does not fit", "")
+            raise EngineError("no room", "")
 
     backend = OwnStandIns(6, check)
     said: list[str] = []
@@ -1026,7 +1026,7 @@ async def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_fi
     assert sorted(started[:2]) == [(0, False), (1, False)]
     assert started[2:] == [(0, True), (1, True), (1, False), (0, False)]
     (line,) = [line for line in said if "replica" in line]
-    assert says(line, "replica 1", "the model does not fit")
+    assert says(line, "replica 1", "no room")
 
 
 def unlike() -> list[LiveKind]:

@@ -178,4 +178,4 @@ def test_a_fleet_needs_a_cluster_with_machines_of_each_kind(
 ):
     path = test_gateway_serve.fleet_for(tmp_path)
     assert llmctl("serve", path, "--port", "0", "--ray", "local") == 2
-    assert says(" ".join(capsys.readouterr().err.split()), "fleet has 2")
+    assert says(" ".join(capsys.readouterr().err.split()), "--ray local", "2")

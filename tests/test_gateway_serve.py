@@ -240,7 +240,7 @@ def test_a_kind_for_another_machine_is_named_and_its_servers_may_run_there(tmp_p
 def test_wrong_kinds_end_the_front(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     refused = test_serve_vllm.refused
     said = refused(capfd, fleet_for(tmp_path), "--replica", "x=http://127.0.0.1:9")
-    assert "there is no kind 'x'" in said
+    assert says(said, "'x'")
     assert says(said, "test, slow")
     with standins(other := StandIn()):
         words = ["--replica", other.url, "--strict", "--served-model-name", MODEL]
@@ -257,17 +257,17 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--router", "least-request"], "there is no router 'least-request'"),
-        (["--router", "sglang", "--set-router", "x=1"], "has no parameter 'x'"),
-        (["--replicas", "dns://x"], "--replicas dns://x: not a list of replicas"),
-        (["--replicas", "http://x:1"], "give it as --replica"),
-        (["--replicas", "k8s://a/b:1"], "KUBERNETES_SERVICE_HOST is not set"),
-        (["--replicas", "missing.txt"], "missing.txt: cannot be read"),
-        (["--replica", "ftp://x"], "'ftp://x' is not the URL of a server"),
-        (["--router", "by-law"], "needs the law of a pass"),
+        (["--router", "least-request"], "'least-request'"),
+        (["--router", "sglang", "--set-router", "x=1"], "'x'"),
+        (["--replicas", "dns://x"], "--replicas dns://x: "),
+        (["--replicas", "http://x:1"], "--replicas http://x:1: "),
+        (["--replicas", "k8s://a/b:1"], "KUBERNETES_SERVICE_HOST"),
+        (["--replicas", "missing.txt"], "missing.txt: "),
+        (["--replica", "ftp://x"], "'ftp://x'"),
+        (["--router", "by-law"], "'by-law'"),
         (["--admission", "targets"], "--admission targets: "),
-        (["--replica", "http://a:1", "--replicas", "x"], "both --replica and --replicas"),
-        (["--vllm-metrics"], "does not support --vllm-metrics"),
+        (["--replica", "http://a:1", "--replicas", "x"], "--replica and --replicas"),
+        (["--vllm-metrics"], "--vllm-metrics"),
         (["--live", "--keep-tuned"], "start each of them with --live"),
     ],
 )

@@ -113,7 +113,7 @@ def refused(capfd: pytest.CaptureFixture[str], plan: Path, *words: str, code: in
 
 def test_a_log_of_passes_needs_their_law(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     err = refused(capfd, plan_for(tmp_path, "vllm"), "--pass-log", str(tmp_path / "log"))
-    assert "its fit has no law of passes" in err or "the fit has no law of passes" in err
+    assert says(err, "--pass-log")
 
 
 @pytest.mark.parametrize("content", [None, "", '{"a": 1}\n'])
@@ -201,20 +201,20 @@ def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--engine", "rebatch"], "--engine rebatch: this plan is for engine 'vllm'"),
+        (["--engine", "rebatch"], ("--engine rebatch", "'vllm'")),
         (
             ["--request-log", "x"],
-            "engine vllm does not support --request-log: it has a server of its own",
+            ("vllm", "--request-log"),
         ),
-        (["--host", "0.0.0.0"], "there is no API key"),
+        (["--host", "0.0.0.0"], ("0.0.0.0", "API key")),
     ],
 )
 def test_options_that_vllm_lacks_are_refused(
-    tmp_path: Path, words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, words: list[str], named: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ):
-    assert message in refused(capfd, plan_for(tmp_path), *words)
+    assert says(refused(capfd, plan_for(tmp_path), *words), *named)
 
 
 def test_a_vllm_that_lacks_something_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -138,9 +138,9 @@ def test_the_result_has_the_same_bytes_with_a_storage(
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("mysql://me:{}@host/db", "'mysql' is not a database that can be used"),
-        ("{}", "'...' is not a database that can be used"),
-        ("postgresql://me:{}@host:port/db", "it is not a URL"),
+        ("mysql://me:{}@host/db", "'mysql'"),
+        ("{}", "'...'"),
+        ("postgresql://me:{}@host:port/db", "URL"),
         (
             "postgresql://me:{}@127.0.0.1:1/db",
             "storage postgresql+psycopg://me:***@127.0.0.1:1/db: ",
@@ -205,9 +205,7 @@ def test_a_damaged_line_of_the_memo_is_said_in_one_line_and_kept(
         (damaged + b"\n" + GOOD, 1),
     ):
         path.write_bytes(content)
-        with pytest.raises(
-            InputError, match=f"memo: line {number} is damaged, or the file is no journal of tune"
-        ):
+        with pytest.raises(InputError, match=rf"memo: line {number}\b"):
             JournalFile(path, "mine")
         assert path.read_bytes() == content
 
