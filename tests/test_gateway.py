@@ -427,6 +427,21 @@ async def test_an_accepted_request_waits_for_a_replica(front: Front, servers: li
     assert told.text == answer_of(asked())
 
 
+@behind({}, {})
+async def test_while_a_replica_is_in_doubt_others_are_preferred(
+    front: Front, servers: list[StandIn]
+):
+    first = front.pool.replicas[0]
+    for _ in range(pools.FAILED_ANSWERS):
+        assert front.pool.barred() == []
+        front.pool.answered(first, 500)
+    assert front.pool.barred() == [first.index]
+    assert first.state == "up"
+    while front.pool.barred():  # until it has answered for itself
+        await asyncio.sleep(0.005)
+    assert first.state == "up"
+
+
 @behind({"status": 500}, {"status": 500})
 async def test_a_request_that_every_replica_breaks_off_ends(front: Front, servers: list[StandIn]):
     told = await front.http.post("/v1/completions", json=asked())

@@ -96,7 +96,7 @@ class LiveReplica:
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
         default_tokens: as `toolkit.gateway.attempts.Attempted`.
-        in_doubt: the next probe asks it for a token.
+        in_doubt: the next probe asks it for a token; until then others are preferred.
         doubted_s, identified_s: when that was asked last, and when the model was.
         odd_usages: usages of its answers that no server can have counted.
         attempts: the requests that are there.
@@ -323,14 +323,18 @@ class ReplicaPool:
             self._release(replica)
 
     def barred(self) -> list[int]:
-        """Indexes of replicas that came back shortly and have their share for now."""
+        """Indexes of replicas in doubt, and of others that came back shortly and have their share.
+
+        One that fails at once has the fewest requests, so most routers would send it more and more.
+        """
         now_s = time.monotonic()
         up = self.up
+        doubted = [replica.index for replica in up if replica.in_doubt]
         slow = [replica for replica in up if now_s - replica.slow_since_s < SLOW_START_S]
         if not slow:
-            return []
+            return doubted
         per_s = sum(len(replica.attempts) for replica in up) / len(up) / SLOW_START_S
-        return [
+        return doubted + [
             replica.index
             for replica in slow
             if len(replica.attempts) >= 1 + per_s * (now_s - replica.slow_since_s)
