@@ -821,14 +821,13 @@ async def own_replicas(
     backend: OwnStandIns,
     front: Front,
     said: list[str],
-    first_log: Path | None = None,
 ) -> AsyncIterator[OwnReplicas]:
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
     for each in backend.standins:
         await each.start()
     order = ServedReplicas(
         plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), kinds_of_replicas(plan),
-        own=backend, ending=Ending(0.0, 1.0, said.append), first_log=first_log,
+        own=backend, ending=Ending(0.0, 1.0, said.append),
     )  # fmt: skip
     own = OwnReplicas(order, front.pool, front.shown.append)
     own.start()
@@ -862,36 +861,6 @@ async def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again(
         assert (await front.stream(asked())).text == answer_of(asked())
     assert [each.stopped for each in backend.made] == [True, True]
     assert any(says(line, "replica 0", "0.3 s") for line in said), said
-
-
-@pytest.mark.slow
-@behind(starts=())
-async def test_the_first_of_own_replicas_writes_its_passes_and_again_when_it_is_started_again(
-    front: Front, servers: list[StandIn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(launch, "RESTART_S", 0.01)
-    plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 2})
-    log = tmp_path / "passes.jsonl"
-    logs: list[tuple[int, Path | None]] = []
-    were_there: list[bool] = []
-
-    def check(order: ServerOrder, number: int) -> None:
-        logs.append((number, order.pass_log))
-        if order.pass_log is not None:
-            were_there.append(order.pass_log.exists())
-            order.pass_log.write_text("its header")
-
-    backend = OwnStandIns(3, check)
-    async with own_replicas(plan, backend, front, [], log) as own:
-        await own.loaded()
-        first = next(one for one in backend.made if one.number == 0)
-        first.standin.kill()
-        first.running = False
-        while len(logs) < 3:
-            await asyncio.sleep(0.005)
-    assert set(logs[:2]) == {(0, log), (1, None)}
-    assert logs[2] == (0, log)
-    assert were_there == [False, False]
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.Captu
         (["--admission", "targets"], "--admission targets: "),
         (["--replica", "http://a:1", "--replicas", "x"], "--replica and --replicas"),
         (["--vllm-metrics"], "--vllm-metrics"),
-        (["--live", "--keep-tuned"], "start each of them with --live"),
+        (["--live"], "start each of them with --live"),
     ],
 )
 def test_wrong_input_is_named(
@@ -279,18 +279,6 @@ def test_wrong_input_is_named(
     )
     assert llmctl("serve", plan_for(tmp_path), "--port", "0", *given) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
-
-
-def test_what_cannot_be_kept_tuned_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    two = plan_for(tmp_path / "two", workers=2)
-    for path, words, expected in (
-        (fleet_for(tmp_path / "fleet"), ["--live", "--keep-tuned"], "several kinds"),
-        (two, ["--live", "--keep-tuned", "--ray", "127.0.0.1:9"], "--ray"),
-        (two, ["--keep-tuned"], "add --live"),
-        (two, ["--live", "--keep-apply"], "add --keep-tuned"),
-    ):
-        assert llmctl("serve", path, "--port", "0", *words) == 2
-        assert expected in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):

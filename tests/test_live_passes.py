@@ -1,6 +1,5 @@
 """A law and the traffic from a server's own log of passes."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +22,6 @@ from toolkit.estimators.part_fits import fit_steps
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import head
 from toolkit.files.shipped import load_recipe, recipe_path
-from toolkit.live.traffic import TrafficLog
 from toolkit.sched.iterations import LoggedRow
 
 SHAPES = (StepShape(1, 50), StepShape(20, 4000), StepShape(5, 600, 1, 200, 200 * 100.0))
@@ -133,76 +131,3 @@ def test_columns_that_replace_each_other_have_no_error_bound():
     errors = standard_errors(np.stack([one, other, 2.0 * one], axis=1))
     assert np.isinf(errors[[0, 2]]).all()
     assert np.isfinite(errors[1])
-
-
-def test_the_traffic_of_a_log_has_the_lengths_and_times_of_its_requests(tmp_path):
-    asked = pass_logs.requests(40, 20.0, seed=3)
-    made = pass_logs.passes(asked, noise=0.0)
-    path = tmp_path / "passes.jsonl"
-    half = len(made) // 2
-    pass_logs.write(path, made[:half])
-    log = TrafficLog(path, owned=False, horizon_s=600.0)
-    log.update(1000.0)
-    with path.open("ab") as file:
-        file.writelines(map(pass_logs.to_line, made[half:]))
-    log.update(1010.0)
-    trace, served = log.requests(1000.0)
-    assert trace.arrival_s.tolist() == pytest.approx([at_s for at_s, *_ in asked])
-    assert trace.prompt_tokens.tolist() == [prompt for _, prompt, _ in asked]
-    assert trace.output_tokens.tolist() == [output for *_, output in asked]
-    assert served.ok.all()
-    firsts = {}
-    for one in made:
-        for row in one.rows:
-            if row.computed + row.new >= row.prompt_tokens:
-                firsts.setdefault(int(row.request_id[1:]), one.end_s - 1000.0)
-    assert served.first_token_s.tolist() == pytest.approx([firsts[k] for k in range(40)])
-    assert log.found_share(1000.0) < 0.1
-
-
-@pytest.mark.slow
-def test_a_log_of_ours_is_cut_off_once_it_is_read(tmp_path, monkeypatch, mixed):
-    monkeypatch.setattr("toolkit.live.traffic.CUT_BYTES", 1000)
-    path = tmp_path / "passes.jsonl"
-    pass_logs.write(path, mixed[:50])
-    log = TrafficLog(path, owned=True, horizon_s=600.0)
-    log.update(1000.0)
-    assert path.stat().st_size == 0
-    with path.open("ab") as file:
-        file.writelines(map(pass_logs.to_line, mixed[50:80]))
-    log.update(1001.0)
-    assert len(log.passes) == 80
-
-
-def test_a_log_of_a_server_that_was_started_again_begins_again(tmp_path):
-    path = tmp_path / "passes.jsonl"
-    made = pass_logs.passes([(0.0, 40, 50), (0.0, 40, 9)])
-    pass_logs.write(path, made[:30])
-    log = TrafficLog(path, owned=True, horizon_s=600.0)
-    log.update(1001.0)
-    assert len(log.unfinished()) == 1
-    path.unlink()
-    log.update(1002.0)
-    assert log.header is None
-    again = pass_logs.passes([(0.0, 30, 5)], start_s=1005.0)
-    pass_logs.write(path, again, max_num_seqs=32)
-    log.update(1010.0)
-    assert log.header is not None
-    assert log.header.max_num_seqs == 32
-    assert not log.unfinished()
-    assert len(log.passes) == 30 + len(again)
-
-
-def test_a_request_whose_client_has_gone_is_no_traffic(tmp_path):
-    asked = [(0.0, 40, 50), (0.0, 40, 50)]
-    made = pass_logs.passes(asked)
-    lines = [json.loads(pass_logs.to_line(one)) for one in made[:10]]
-    lines.append(lines[-1] | {"rows": [], "ended": ["r0"], "arrived": [], "end_s": 1001.0})
-    path = tmp_path / "passes.jsonl"
-    body = [pass_logs.to_line(pass_logs.header()), *(json.dumps(x).encode() + b"\n" for x in lines)]
-    path.write_bytes(b"".join(body))
-    log = TrafficLog(path, owned=False, horizon_s=600.0)
-    log.update(1001.0)
-    trace, served = log.requests(1000.0)
-    assert len(trace) == 1
-    assert not served.ok.any()

@@ -34,7 +34,7 @@ from toolkit.units import counted
 
 if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, StartsReplicas
-    from toolkit.cli.serve_start import FrontToStart, Keeping, Prepared
+    from toolkit.cli.serve_start import FrontToStart, Prepared
     from toolkit.gateway.sources import ReplicaSource
     from toolkit.routing.routers import Router
     from toolkit.serve.assemble import FrontSettings
@@ -46,7 +46,6 @@ _network = partial(option, rich_help_panel="Network and access")
 _load = partial(option, rich_help_panel="Overload and shutdown")
 _watch = partial(option, rich_help_panel="Logs, metrics and checks")
 _live = partial(option, rich_help_panel="Live settings")
-FIRST_REPLICA = "0"  # the name of the server that is kept tuned before the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,23 +219,6 @@ class ServeOptions:
         "reads.",
         envvar=CONTROL_KEY_VARIABLE,
     )
-    keep_tuned: bool = _live(
-        False,
-        "With --live: look at the server's own traffic, and say which setting would serve it "
-        "better; with --keep-apply, change it.",
-    )
-    keep_apply: bool = _live(
-        False, "Change a setting where the gain is sure, watch it, and take it back if it is worse."
-    )
-    keep: list[str] | None = _live(
-        None,
-        "Change only this setting, within these bounds; again for each further one. Default: all "
-        "that --live allows.",
-        metavar="KEY=LOW:HIGH",
-    )
-    keep_minutes: float = _live(
-        15.0, "Look at the traffic of so many minutes.", min=1.0, max=24 * 60.0
-    )
     as_json: JsonOption = False
 
 
@@ -266,13 +248,10 @@ def command(args: ServeOptions) -> None:
     several = given.plan.workers > 1 or bool(given.ray)
     own = backend if isinstance(backend, StartsReplicas) and several else None
     if args.replica or args.replicas or own is not None:
-        _refuse_what_replicas_lack(args, given, own)
-        with serve_start.keeping(args, given.plan, FIRST_REPLICA) as kept:
-            serve_start.start(_before_replicas(args, given, own, kept), args, given)
+        _refuse_what_replicas_lack(args, own)
+        serve_start.start(_before_replicas(args, given, own), args, given)
     elif isinstance(backend, Serves):
-        with serve_start.keeping(args, given.plan) as kept:
-            order = _server_order(args, given, kept.log)
-            serve_start.start_server(backend, order, args, given, kept.begin)
+        serve_start.start_server(backend, _server_order(args, given), args, given)
     else:
         serve_start.start(_with_workers(args, given), args, given)
 
@@ -309,7 +288,7 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     from toolkit.serve.engine_front import OwnWorkers, engine_front
 
     plan = given.plan
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--keep-tuned")
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log")
     settings = make_settings(
         plan,
         model=args.served_model_name,
@@ -344,7 +323,7 @@ def _control_key(args: ServeOptions) -> str:
     return (args.control_key or secrets.token_urlsafe(24)) if args.live else ""
 
 
-def _server_order(args: ServeOptions, given: Prepared, log: Path | None) -> ServerOrder:
+def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     """The server of an engine that is one, with a log of its passes. `InputError` for options that
     it does not have.
     """
@@ -358,8 +337,8 @@ def _server_order(args: ServeOptions, given: Prepared, log: Path | None) -> Serv
     _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
-    if log is not None:
-        check_writable(log)
+    if args.pass_log is not None:
+        check_writable(args.pass_log)
     return ServerOrder(
         plan,
         args.served_model_name or model_name(plan),
@@ -369,14 +348,12 @@ def _server_order(args: ServeOptions, given: Prepared, log: Path | None) -> Serv
         args.insecure,
         args.event_log,
         warn if args.force else None,
-        pass_log=log,
+        pass_log=args.pass_log,
         control_key=_control_key(args),
     )
 
 
-def _refuse_what_replicas_lack(
-    args: ServeOptions, given: Prepared, own: StartsReplicas | None
-) -> None:
+def _refuse_what_replicas_lack(args: ServeOptions, own: StartsReplicas | None) -> None:
     """`InputError` for options that a front before several servers does not have."""
     _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
              "--pass-log")  # fmt: skip
@@ -385,22 +362,12 @@ def _refuse_what_replicas_lack(
             "--live is about servers that this front starts, and these run already",
             "start each of them with --live, and change it with: llmctl set --url URL",
         )
-    if args.keep_tuned and given.ray:
-        raise InputError(
-            "--keep-tuned reads the passes of the first server, which --ray starts elsewhere",
-            "serve without --ray, or change settings yourself: llmctl set",
-        )
-    if args.keep_tuned and given.plan.others:
-        raise InputError(
-            "--keep-tuned gives all servers the same settings, and this fleet has several kinds",
-            "leave it out, and change the settings of each: llmctl set --replica",
-        )
 
 
 def _before_replicas(
-    args: ServeOptions, given: Prepared, own: StartsReplicas | None, kept: Keeping
+    args: ServeOptions, given: Prepared, own: StartsReplicas | None
 ) -> FrontToStart:
-    """A front before several servers, of which the first is `kept` tuned."""
+    """A front before several servers."""
     from toolkit.backends.openai import KEY_VARIABLE
     from toolkit.gateway.launch import (
         ServedReplicas,
@@ -416,7 +383,6 @@ def _before_replicas(
     file = given.file
     source = _replica_source(args, ray)
     needs = replicas_like(plan, args.served_model_name, strict=args.strict)
-    follows_plan = file.is_file() and not args.keep_tuned
     serve = plan.recipe.serve
     settings = FrontSettings(
         model=needs.model,
@@ -435,11 +401,10 @@ def _before_replicas(
         own=None if source is not None else own,
         ray=ray,
         room_timeout_s=args.room_timeout,
-        reread=partial(_reread, args, file, plan) if follows_plan else None,
+        reread=partial(_reread, args, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
         control_key=_control_key(args),
         on_foreign=warn if args.force else None,
-        first_log=kept.log,
         ending=config.ending,
     )
 
@@ -447,7 +412,6 @@ def _before_replicas(
         page = config.settings.status_page
         router = replicas.router.name
         serve_start.announce_replicas(args.as_json, needs.model, router, url, status_page=page)
-        kept.begin(url, replicas.control_key)
 
     if replicas.own is not None:
         where = f" on Ray ({ray})" if ray else ""

@@ -7,9 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -329,64 +327,13 @@ def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
     serve_recorded(serve, front.announce, args, given, model, front.control_key)
 
 
-class Keeping(NamedTuple):
-    """Where a server writes its passes (None: nowhere), and what begins to keep it tuned: called
-    with its URL and the key of its control once it is ready.
-    """
-
-    log: Path | None
-    begin: Callable[[str, str], None]
-
-
-@contextmanager
-def keeping(args: ServeOptions, plan: Plan, replica: str = "") -> Iterator[Keeping]:
-    """What --keep-tuned needs; without that option it does nothing. Behind a front, `replica` is
-    the server that is tuned first. `InputError` for bounds that the server does not have.
-    """
-    if not args.keep_tuned:
-        if args.keep_apply or args.keep:
-            raise InputError("--keep and --keep-apply are about --keep-tuned", "add --keep-tuned")
-        yield Keeping(args.pass_log, lambda *_: None)
-        return
-    from toolkit.backends.vllm.backend import live_bounds
-    from toolkit.live.keep import KeepRules
-    from toolkit.live.kept import KeeperProcess, KeepOrder, bounds_of
-
-    if not args.live:
-        raise InputError("--keep-tuned changes live settings", "add --live")
-    bounds = bounds_of(args.keep or [], live_bounds(plan))
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="llmctl-passes-"))
-        own = args.pass_log is None
-        log = args.pass_log or Path(folder) / "passes.jsonl"
-
-        def begin(url: str, control_key: str) -> None:
-            keep = KeepOrder(
-                plan,
-                log,
-                own,
-                KeepRules(bounds),
-                dry=not args.keep_apply,
-                horizon_s=60.0 * args.keep_minutes,
-                replica=replica,
-            )
-            keeper = KeeperProcess(keep, url, control_key, note)
-            stack.callback(keeper.stop)
-            keeper.start()
-
-        yield Keeping(log, begin)
-
-
 def start_server(
     backend: Serves,
     order: ServerOrder,
     args: ServeOptions,
     given: Prepared,
-    keep: Callable[[str, str], None],
 ) -> None:
-    """Start the server of an engine that is one itself, and serve until a signal ends it. `keep` is
-    called with its URL and the key of its control once it is ready.
-    """
+    """Start the server of an engine that is one itself, and serve until a signal ends it."""
     from toolkit.sched.policies import make_any, refuse_unservable
 
     plan = order.plan
@@ -395,10 +342,7 @@ def start_server(
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
 
-    def announce(url: str) -> None:
-        announce_plan(args.as_json, plan, model, url)
-        keep(url, order.control_key)
-
+    announce = partial(announce_plan, args.as_json, plan, model)
     launch = partial(backend.launch, replace(order, beat=given.manager.beat))
     serve_recorded(launch, announce, args, given, model, order.control_key)
 

@@ -96,10 +96,6 @@ class SettingsClient:
         asked: dict[str, object] = {"set": dict(settings), "owner": self._owner, "why": why}
         return self._ask(asked | ({"replica": replica} if replica else {}))
 
-    def tell(self, word: str) -> LiveState:
-        """Leave a word, which the server shows with its settings."""
-        return self._ask({"owner": self._owner, "why": word})
-
     def hold(self, lease_s: float, settings: Mapping[str, Value] | None = None) -> LiveState:
         """Take the lease or renew it, and change settings. If it is not renewed in time, the
         settings from before it come back.

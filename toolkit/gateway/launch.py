@@ -73,7 +73,6 @@ class ServedReplicas:
         key: sent to the replicas of `source`; those of `own` are given another.
         control_key: the settings of those of `own` can be changed with it; '': they cannot.
         on_foreign: called if an own replica's engine is not the fitted one; None: it is refused.
-        first_log: where the first of `own` writes its passes; None: nowhere.
     """
 
     plan: Plan
@@ -89,7 +88,6 @@ class ServedReplicas:
     key: str = ""
     control_key: str = ""
     on_foreign: OnForeign | None = None
-    first_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
 
 
@@ -313,7 +311,6 @@ class OwnReplicas:
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
         self._own = serving.own
-        self._first_log = serving.first_log
         self._pool = pool
         self._say = serving.ending.say
         self._ending = serving.ending
@@ -475,9 +472,6 @@ class OwnReplicas:
 
     async def _run_server(self, number: int, order: ServerOrder) -> str:
         """Start a server and wait until it is over. Returns why; '' for an ordered restart."""
-        if number == 0 and self._first_log is not None:
-            self._first_log.unlink(missing_ok=True)  # its reader begins again
-            order = replace(order, pass_log=self._first_log)
         with new_folder() as name:
             starting = self._in_thread(partial(self._own.replica, order, number, Path(name)))
             try:

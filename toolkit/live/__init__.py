@@ -1,1 +1,1 @@
-"""A running vLLM, tuned without a restart, and kept tuned."""
+"""A running vLLM, tuned without a restart."""
