@@ -14,7 +14,7 @@ from benchmarks.public import llmservingsim
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.estimators.steps import StepLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
@@ -190,46 +190,6 @@ def test_a_run_that_is_not_modelled_is_refused_by_name(
     write_run(tmp_path, **kwargs)
     with pytest.raises(InputError, match=f"^{GPU} {MODEL}"):
         llmservingsim.read_case(tmp_path, folder_of(tmp_path))
-
-
-EXPERTS = llmservingsim.Experts(
-    layers=LAYERS,
-    touched=(2, 4, 8),
-    tokens=(1, 64),
-    times=np.array([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]]),
-    experts=16,
-    per_token=2,
-    exchange_s=0.5,
-    exchange_token_s=0.25,
-)
-
-
-def test_engines_exchange_tokens_and_touch_half_of_the_experts() -> None:
-    assert EXPERTS.seconds(4000) == pytest.approx(LAYERS * (4.0 + 0.5 + 0.25 * 2000))
-    touched = 8 * (1 - (1 - 2 / 16) ** 4)
-    assert 2.0 < touched < 4.0
-    assert EXPERTS.seconds(4) == pytest.approx(LAYERS * (touched / 2 + 0.5 + 0.5))
-
-
-def test_a_pass_of_two_engines_takes_what_the_slower_one_and_the_experts_take(
-    tmp_path: Path,
-) -> None:
-    write_profile(tmp_path)
-    write_run(tmp_path, data_parallel_size=2, enable_expert_parallel=True)
-    case = llmservingsim.read_case(tmp_path, folder_of(tmp_path))
-    parallel = llmservingsim.together(case, LAW, EXPERTS)
-    assert (parallel.size, parallel.graph_tokens) == (2, 2 * ROWS)
-    assert parallel.pass_s is not None
-    few = [StepShape(4, 400), StepShape(1, 0)]
-    seconds = LAW.forward_s(few[0]) + EXPERTS.seconds(8)
-    assert parallel.pass_s(few) == pytest.approx(seconds)
-    many = [StepShape(4, 400, 1, 60, 1800.0), StepShape(1, 0)]
-    seconds = LAW.forward_s(many[0]) + EXPERTS.seconds(65)
-    assert parallel.pass_s(many) == pytest.approx(seconds)
-    alone = llmservingsim.predict(case, LAW).served
-    shared = llmservingsim.predict(case, LAW, experts=EXPERTS).served
-    assert shared.finish_s.max() > alone.finish_s.max()
-    assert shared.output_tokens.tolist() == alone.output_tokens.tolist()
 
 
 def test_another_workload_than_the_run_had_is_refused(tmp_path: Path) -> None:

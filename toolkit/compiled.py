@@ -71,7 +71,6 @@ MODULES = (
     "toolkit.sim.paged",
     "toolkit.sim.paged_engine",
     "toolkit.sim.passes",
-    "toolkit.sim.ranks",
     "toolkit.sim.slab",
     "toolkit.sim.worker",
 )  # fmt: skip

@@ -20,7 +20,7 @@ import csv
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ import numpy as np
 import yaml
 
 from toolkit.errors import InputError
-from toolkit.estimators.forms import Floats
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.operators import (
@@ -44,7 +43,6 @@ from toolkit.metrics import Served, summarize
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.ranks import DataParallel, padded, sync_rule
 from toolkit.sim.world import World
 from toolkit.traces.types import SharedBlocks, Trace
 
@@ -52,10 +50,8 @@ KNOTS = (0, 64, 128, 256, 512, 1024)  # new tokens, where the cost of one more m
 BLOCK_TOKENS = 16  # vLLM's default on CUDA
 BYTES = 2  # of a number in bf16
 REDUCES = 2  # of a layer under tensor parallelism: after attention, after the MLP
-RANKS_MAX = 2  # of tensor, data and expert parallelism
+RANKS_MAX = 2  # of tensor parallelism
 EXPERTS = "moe"  # the operator that has a table of its own
-GRAPH_TOKENS = 512  # the most of a pass with CUDA graphs, or twice max_num_seqs
-RELEASE = (0, 19)  # of vLLM, in all runs
 US = 1e-6
 
 
@@ -86,11 +82,6 @@ class Case:
     def ranks(self) -> int:
         """GPUs of one engine."""
         return int(self.meta["engine_kwargs"]["tensor_parallel_size"])
-
-    @property
-    def engines(self) -> int:
-        """Data-parallel engines, which together have the experts of a layer."""
-        return int(self.meta["engine_kwargs"]["data_parallel_size"])
 
     @property
     def ahead(self) -> bool:
@@ -129,14 +120,12 @@ def read_case(data: Path, folder: Path) -> Case:
     given = meta["engine_kwargs"]
     ranks = given["tensor_parallel_size"]
     engines = given["data_parallel_size"]
-    apart = given["enable_expert_parallel"]
-    if max(ranks, engines) > RANKS_MAX:
-        raise InputError(f"{gpu} {model}: what {max(ranks, engines)} GPUs exchange is not modelled")
-    if (engines > 1) != apart or (apart and ranks > 1):
+    if ranks > RANKS_MAX:
+        raise InputError(f"{gpu} {model}: what {ranks} GPUs exchange is not modelled")
+    if engines > 1 or given["enable_expert_parallel"]:
         raise InputError(
-            f"{gpu} {model}: tensor_parallel_size {ranks}, data_parallel_size {engines}, "
-            f"enable_expert_parallel {apart}; modelled are tensor parallelism alone, and data "
-            "parallelism with expert parallelism"
+            f"{gpu} {model}: data_parallel_size {engines}, enable_expert_parallel "
+            f"{given['enable_expert_parallel']}; only tensor parallelism is modelled"
         )
     lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
     requests = [json.loads(line) for line in lines]
@@ -264,90 +253,6 @@ def link_of(data: Path, case: Case) -> tuple[float, float]:
     return 1e-9 * link["link_latency"], 1e9 * link["link_bw"]
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The experts of a model, half of each layer's on each of two GPUs, and what these exchange.
-
-    A GPU gathers the tokens of both engines with the router's logits, computes its experts for
-    them, and scatters the sums: as vLLM's `allgather_reducescatter`, over a ring. Gathering moves
-    the tokens of one engine, and scattering as many.
-
-    Attributes:
-        times: [k, n] seconds of a layer with `touched` [k] experts chosen by `tokens` [n]; of few
-            tokens with many experts, which were not measured, those of the fewest that were.
-        experts, per_token: of a layer, and chosen by a token.
-        exchange_s, exchange_token_s: of both exchanges, constant and per token of one engine.
-    """
-
-    layers: int
-    touched: tuple[int, ...]
-    tokens: tuple[int, ...]
-    times: Floats
-    experts: int
-    per_token: int
-    exchange_s: float
-    exchange_token_s: float
-
-    def seconds(self, tokens: int) -> float:
-        """Seconds of a pass in which both engines together have so many tokens."""
-        own = self.experts // 2
-        touched = own * (1.0 - (1.0 - self.per_token / self.experts) ** tokens)
-        each = tokens / 2  # tokens that would choose as many experts, all of them here
-        by_touched = [float(np.interp(each, self.tokens, row)) for row in self.times]
-        layer = float(np.interp(touched, self.touched, by_touched))
-        return self.layers * (layer + self.exchange_s + self.exchange_token_s * each)
-
-
-def read_experts(data: Path, case: Case) -> Experts | None:
-    """The experts of the case's model; None: it runs on one engine, and has none."""
-    if case.engines == 1:
-        return None
-    found: dict[int, dict[int, float]] = defaultdict(dict)
-    for row in read_rows(tables_of(data, case) / "moe.csv"):
-        found[int(row["activated_experts"])][int(row["tokens"])] = US * float(row["time_us"])
-    touched = sorted(found)
-    tokens = sorted({size for times in found.values() for size in times})
-    times = [
-        np.interp(tokens, sorted(found[k]), [found[k][n] for n in sorted(found[k])])
-        for k in touched
-    ]
-    config = model_of(data, case)
-    latency_s, bytes_per_s = link_of(data, case)
-    moved = BYTES * (2 * config["hidden_size"] + config["num_experts"])
-    return Experts(
-        layers_of(data, case),
-        tuple(touched),
-        tuple(tokens),
-        np.array(times),
-        config["num_experts"],
-        config["num_experts_per_tok"],
-        2.0 * latency_s,
-        moved / bytes_per_s,
-    )
-
-
-def together(case: Case, law: StepLaw, experts: Experts) -> DataParallel:
-    """The case's engines in lock step: a pass takes the operators of the slower engine, by `law`,
-    and the experts of both. With CUDA graphs both compute as many tokens.
-    """
-    most_graph = min(GRAPH_TOKENS, 2 * case.flags.max_num_seqs)
-
-    def pass_s(shapes: Sequence[StepShape]) -> float:
-        most = max(shape.tokens for shape in shapes)
-        run = [padded(shape, most) for shape in shapes] if most <= most_graph else shapes
-        slowest_s = max(law.forward_s(shape) for shape in run)
-        return slowest_s + experts.seconds(sum(shape.tokens for shape in run))
-
-    sync_passes, syncs_first = sync_rule(RELEASE)
-    return DataParallel(
-        case.engines,
-        sync_passes=sync_passes,
-        syncs_first=syncs_first,
-        graph_tokens=most_graph,
-        pass_s=pass_s,
-    )
-
-
 def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
     """The measured attention at those passes that the run could have: by its flags, by the lengths
     of its requests and by its cache.
@@ -395,12 +300,11 @@ def read_attention(data: Path, case: Case, *, unequal: bool) -> Attention:
     return Attention(layers_of(data, case), tuple(shapes), tuple(seconds))
 
 
-def predict(case: Case, law: StepLaw, *, experts: Experts | None = None) -> SimResult:
+def predict(case: Case, law: StepLaw) -> SimResult:
     """Serve the case's requests."""
     engine = PagedEngine(law, case.blocks, BLOCK_TOKENS, case.ahead)
     memory = ZetaMemory(engine.capacity_tokens, zeta=1.0)
-    parallel = None if experts is None else together(case, law, experts)
-    world = World(unit_step(), memory, 1, 1, paged=engine, parallel=parallel)
+    world = World(unit_step(), memory, 1, 1, paged=engine)
     return simulate(case.trace, case.flags, world)
 
 

@@ -66,12 +66,11 @@ def kaist_table(data: Path) -> str:
 def kaist_lines(data: Path, folder: Path) -> list[str]:
     """The lines of one run. `InputError` if it is not modelled."""
     case = llmservingsim.read_case(data, folder)
-    experts = llmservingsim.read_experts(data, case)
     measured = llmservingsim.metrics(case.measured)
     lines = []
     for unequal in (False, True):
         law = llmservingsim.law_of(data, case, unequal=unequal).law
-        result = llmservingsim.predict(case, law, experts=experts)
+        result = llmservingsim.predict(case, law)
         predicted = llmservingsim.metrics(result.served)
         errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in measured]
         lengths = "unequal" if unequal else "equal"

@@ -40,8 +40,8 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "diffusion": "it generates several tokens per pass, out of order",
     # what the server does
     "drafts": "drafts take part in every pass, by rules that are not modelled",
-    "data parallel": "its engines share out requests, or wait for one another (simulate knows such "
-    "a server: --set data_parallel_size)",
+    "data parallel": "its engines share out requests, or wait for one another; for a dense model "
+    "give `workers: N` in its place",
     "pipeline parallel": "several passes are under way in stages",
     "context parallel": "a block holds the tokens of several devices",
     "moving experts": "experts move between devices while it serves",

@@ -34,7 +34,6 @@ from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
-from toolkit.sim.ranks import DataParallel, serve_ranks
 from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
@@ -104,9 +103,6 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 
 def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
-    for kind in world.kinds:
-        if kind.parallel is not None:
-            _refuse_parallel(kind.parallel, policy, world)
     if isinstance(policy, VllmPolicy):
         engines = [kind.engine_of(kind.flags or policy) for kind in world.kinds]
         usable = [engine.capacity_tokens for engine in engines]
@@ -121,8 +117,7 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     check()
     gaps = TokenGaps() if world.token_gaps else None
-    places = world.size * (1 if world.parallel is None else world.parallel.size)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, places, token_gaps=gaps)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
     if isinstance(policy, VllmPolicy):
         return _served_by_engines(requests, policy, world, ledger, trace)
     assert not isinstance(policy, BuiltIn)
@@ -135,24 +130,6 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     counts = counters(ledger, len(refusals), usable[0])
     served = world.front.seen(ledger.served())
     return SimResult(served, counts, refusals, front_s=world.front.first_s)
-
-
-def _refuse_parallel(parallel: DataParallel, policy: AnyPolicy, world: World) -> None:
-    """`InputError` where the engines of one data-parallel server would not be all that serves."""
-    what = f"data_parallel_size is {parallel.size}"
-    if not isinstance(policy, VllmPolicy):
-        raise _gives_itself(what, policy)
-    if world.size > 1:
-        raise InputError(
-            f"{what}, and {world.size} servers are simulated: such a server is simulated alone",
-            "give --workers 1, and no fleet",
-        )
-    if world.routing is not None:
-        raise InputError(
-            f"{what}, and there is a router or a front before it: vLLM's own balancer deals its "
-            "requests",
-            "leave out replica_router, admission and failures of replicas",
-        )
 
 
 def _gives_itself(what: str, policy: AnyPolicy) -> InputError:
@@ -181,18 +158,12 @@ def _served_by_engines(
         kinds.append(ServedKind(kind.engine_of(flags), flags, kind.workers, book, front))
     engine = kinds[0].engine
     reuse = _reuse(trace, world)
-    parallel = world.parallel
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
     in_line = several or (world.concurrency and world.size > 1)
     routing = world.routing or (Routing.of_front(RoundRobinRouter()) if in_line else None)
-    if parallel is not None or routing is None:
+    if routing is None:
         drain = world.drain
-        if parallel is None:
-            refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=drain)
-        else:
-            refusals = serve_ranks(
-                requests, policy, engine, parallel, ledger, reuse, front=front, drain=drain
-            )
+        refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=drain)
         usual = kinds[0].usual_front
         served = usual.seen(ledger.served())
         counts = counters(ledger, len(refusals), engine.capacity_tokens)

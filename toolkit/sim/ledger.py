@@ -155,7 +155,6 @@ class Ledger:
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
-    dummy_passes: int = 0  # of data-parallel engines without rows, in lock step with others
     drafted_tokens: int = 0  # verified; `accepted_tokens` of them became tokens
     accepted_tokens: int = 0
     busy_s: list[float] = field(init=False)
@@ -253,8 +252,6 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
         metrics["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
         metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
-    if ledger.dummy_passes:
-        metrics["dummy_passes"] = float(ledger.dummy_passes)
     if ledger.drafted_tokens:
         metrics["drafted_tokens"] = float(ledger.drafted_tokens)
         metrics["accepted_tokens"] = float(ledger.accepted_tokens)

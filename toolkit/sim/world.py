@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from toolkit.catalogue.classes import of_resolved, refuse
-from toolkit.catalogue.releases import release_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
@@ -35,7 +33,6 @@ from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.groups.caches import CacheSettings, settings_of
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine, PassRange
-from toolkit.sim.ranks import FIRST_SYNC, RANKS_MAX, DataParallel, sync_rule
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
@@ -131,7 +128,6 @@ class World:
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
-    parallel: DataParallel | None = None  # `paged` is one engine of such a server; None: it is all
     # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
     # flags of the simulated policy.
     flags: VllmPolicy | None = None
@@ -290,54 +286,6 @@ def caches_of(fit: Fit) -> CacheSettings | None:
     )
 
 
-def parallel_of(fit: Fit | None, size: int = 0, servers: int = 0) -> DataParallel | None:
-    """How the engines of a vLLM server share its requests; None: it is one engine. `size` 0: as
-    many as were measured; `servers` 0: as many API servers as engines.
-
-    `InputError` where nothing is known of so many engines.
-    """
-    steps = None if fit is None else fit.steps
-    if fit is None or steps is None:
-        if size > 1:
-            raise InputError(
-                f"data_parallel_size is {size}, and there is no law of vLLM's passes to simulate "
-                "it with",
-                "give a fit of engine vllm: --fit FIT",
-            )
-        return None
-    resolved = steps.resolved
-    measured = 1 if resolved is None else resolved.dp
-    size = size or measured
-    if size != measured and (steps.experts or measured > 1):
-        raise InputError(
-            f"data_parallel_size is {size}, and the law of passes was measured with {measured}: "
-            "the engines of a mixture of experts wait for one another, and exchange tokens in "
-            "each pass",
-            f"leave it at {measured}, or give the fit of such a server",
-        )
-    if size == 1:
-        if servers > 1:
-            raise InputError(
-                f"api_servers is {servers}, and there is one engine, of which none is chosen",
-                "leave it out, or give data_parallel_size",
-            )
-        return None
-    if resolved is not None:
-        others = [one for one in of_resolved(resolved) if one.name != "data parallel"]
-        refuse(f"the server of the fit of '{fit.recipe_name}'", others)
-    release = release_of(fit.engine.engine_version)
-    sync_passes, syncs_first = sync_rule(release or FIRST_SYNC)
-    graphs = steps.pipeline.graph_sizes if steps.pipeline and steps.pipeline.graph_mode else []
-    return DataParallel(
-        size,
-        lock_step=steps.experts > 0,
-        servers=servers or size,
-        sync_passes=sync_passes,
-        syncs_first=syncs_first,
-        graph_tokens=max(graphs, default=0),
-    )
-
-
 def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
     """The world that the fits of all kinds of workers of a plan or a fleet describe together."""
     worlds = [
@@ -351,7 +299,7 @@ def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> Wo
         for kind in kinds
     ]
     worlds = [
-        replace(world, acceptance=kind.recipe.serve.acceptance, parallel=parallel_of(kind.fit))
+        replace(world, acceptance=kind.recipe.serve.acceptance)
         for world, kind in zip(worlds, kinds, strict=True)
     ]
     return flagged(fleet(worlds), kinds)
@@ -470,19 +418,6 @@ class WorldSettings:
         0.0,
         doc="tokens that a row gets from a pass of vLLM with speculative decoding, on average; 0: "
         "as the recipe's serve.acceptance says",
-    )
-    data_parallel_size: int = parameter(
-        0,
-        high=RANKS_MAX,
-        doc="engines of one vLLM server that share its requests behind vLLM's balancer; 0: as "
-        "measured. Those of a mixture of experts wait for one another, so their law must be "
-        "measured with as many",
-    )
-    api_servers: int = parameter(
-        0,
-        high=RANKS_MAX,
-        doc="API servers of such a server, each with a balancer; 0: vLLM's default, as many as "
-        "engines",
     )
     memory: str = choice(
         "engine", ("engine", *MEMORIES), doc="how rows take memory: " + ", ".join(MEMORIES)
@@ -612,7 +547,6 @@ def make_world(
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
         routing=settings.routing(of_router),
-        parallel=parallel_of(fit, settings.data_parallel_size, settings.api_servers),
         joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
         acceptance=settings.acceptance,
     )

@@ -84,10 +84,6 @@ def main(run: Callable[[str, dict[str, Any]], Any]) -> None:
 
 
 def _passes(model: str, case: dict[str, Any]) -> Any:
-    if "ranks" in case:
-        from toolkit.backends.vllm.conformance.ranked import DrivenRanks
-
-        return DrivenRanks(model, case).run()
     from toolkit.backends.vllm.conformance.driven import Driven
 
     return Driven(model, case).run()
