@@ -35,7 +35,7 @@ def kind(name: str, device: str = "cpu", workers: int = 1, **nodes: str) -> Kind
 def place(gpus: int = 0, **labels: str) -> WorkerPlacement:
     hardware = tiny.CPU.model_copy(update={"device": "cuda"}) if gpus else tiny.CPU
     engine = tiny.engine_spec("llama").model_copy(
-        update={"tensor_parallel_size": max(gpus, 1), "threads": 1}
+        update={"name": "vllm", "tensor_parallel_size": max(gpus, 1), "threads": 1}
     )
     return WorkerPlacement(tiny.recipe(tiny.model_spec("fake"), engine, hardware), labels)
 
@@ -43,7 +43,7 @@ def place(gpus: int = 0, **labels: str) -> WorkerPlacement:
 def test_a_worker_takes_its_threads_and_the_gpus_of_its_machine() -> None:
     engine = tiny.engine_spec("llama", threads=3)
     assert MachineShare.of(tiny.recipe(tiny.model_spec(), engine)).bundle == {"CPU": 3.0}
-    pair = engine.model_copy(update={"tensor_parallel_size": 2})
+    pair = engine.model_copy(update={"name": "vllm", "tensor_parallel_size": 2})
     gpus = tiny.CPU.model_copy(update={"device": "cuda"})
     share = MachineShare.of(tiny.recipe(tiny.model_spec(), pair, gpus))
     assert share.bundle == {"CPU": 6.0, "GPU": 2.0}

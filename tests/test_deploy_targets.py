@@ -482,18 +482,6 @@ def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
     assert "--scheduler-cls" not in script
 
 
-def test_workers_that_share_a_model_take_a_gpu_each(tmp_path: Path) -> None:
-    engine = {"name": "transformers", "tensor_parallel_size": 4}
-    plan = orders.plan(tmp_path, **(orders.GPU | {"engine": engine}))
-    pod = objects_of(orders.order(plan))["core/deployment.yaml"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
-    assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
-    assert (
-        "  --tensor-parallel-size 4 \\\n" in render_target("vllm", orders.order(plan))["serve.sh"]
-    )
-
-
 def test_a_pod_does_not_have_this_machines_folders(cpu: Plan) -> None:
     with pytest.raises(InputError, match=r"model\.source /srv/llama"):
         render_target("kubernetes", with_model(cpu, "/srv/llama"))

@@ -187,7 +187,6 @@ def test_an_overflow_does_not_reach_the_next_row(poisoned: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"kv_layout": "rows"}, "engine.kv_layout .*rows"),
         ({"joining": "shape"}, "engine.joining .*shape"),
     ],
 )

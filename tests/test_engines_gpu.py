@@ -84,9 +84,8 @@ def large_spec() -> ModelSpec:
         (0, {"cuda_graphs": False}),
         (0, {"joining": "shape"}),
         (9, {"cuda_graphs": True}),
-        (0, {"kv_layout": "rows"}),
     ],
-    ids=["embed", "no graphs", "shape", "chunks", "rows"],
+    ids=["embed", "no graphs", "shape", "chunks"],
 )
 def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
     chunk_tokens: int, changes: dict[str, object]
@@ -166,8 +165,8 @@ def test_slices_decode_in_captured_steps(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"cuda_graphs": False}, {"kv_layout": "rows"}],
-    ids=["graphs", "slab", "rows"],
+    [{}, {"cuda_graphs": False}],
+    ids=["graphs", "slab"],
 )
 def test_half_precision_logits_are_float32_s_but_for_rounding(
     dtype: str, changes: dict[str, object]

@@ -34,7 +34,6 @@ KINDS = [
     (0, {}),
     (9, {}),
     (0, {"joining": "shape"}),
-    (0, {"kv_layout": "rows"}),
     (0, {"cuda_graphs": True}),
 ]  # chunk_tokens, and the engine's settings
 WAYS = {  # the moves of a row in a round, by its state

@@ -33,11 +33,9 @@ def generated(kind: str) -> list[tuple[int, ...]]:
 
 WAYS: dict[str, tuple[int, dict[str, object]]] = {
     "chunks": (9, {}),
-    "rows in chunks": (9, {"kv_layout": "rows"}),
     "fixed in chunks": (9, {"cuda_graphs": True}),
     "whole": (0, {}),
     "shaped": (0, {"joining": "shape"}),
-    "rows": (0, {"kv_layout": "rows"}),
     "fixed": (0, {"cuda_graphs": True}),
 }
 
@@ -292,9 +290,7 @@ def test_rounds_run_in_half_precision(dtype: str) -> None:
     assert [len(tokens) for tokens in driver.finish()] == [12, 12, 12]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"kv_layout": "rows"}, {"cuda_graphs": True}], ids=["slab", "rows", "fixed"]
-)
+@pytest.mark.parametrize("changes", [{}, {"cuda_graphs": True}], ids=["slab", "fixed"])
 def test_bfloat16_logits_are_float32_s_but_for_rounding(
     changes: dict[str, object],
 ) -> None:

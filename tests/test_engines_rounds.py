@@ -69,7 +69,7 @@ class Both:
 
 @pytest.mark.parametrize(
     ("changes", "joining"),
-    [({}, "embed"), ({"joining": "shape"}, "shape"), ({"kv_layout": "rows"}, None)],
+    [({}, "embed"), ({"joining": "shape"}, "shape")],
 )
 def test_the_facts_say_whether_memory_is_a_slab(
     changes: dict[str, str], joining: Joining | None

@@ -44,11 +44,10 @@ ROWS = [
 CROWD = [free_row(length, 12, first=length) for length in (5, 30, 8, 40)]
 LAYOUTS: dict[str, dict[str, object]] = {
     "slab": {},
-    "rows": {"kv_layout": "rows"},
     "shape": {"joining": "shape"},
     "fixed": {"cuda_graphs": True},
 }
-CASES = [("slab", 0), ("slab", 9), ("rows", 0), ("rows", 9), ("shape", 0), ("fixed", 0)]
+CASES = [("slab", 0), ("slab", 9), ("shape", 0), ("fixed", 0)]
 
 
 @functools.cache
@@ -173,7 +172,7 @@ def test_a_step_without_room_drops_the_last_admitted_row() -> None:
     assert sorted(driver.having(RUNS)) == [0, 1]
 
 
-@pytest.mark.parametrize("layout", ["slab", "rows"])
+@pytest.mark.parametrize("layout", ["slab", "fixed"])
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_a_failing_step_is_made_in_parts(layout: str, failures: int) -> None:
     driver = RoundDriver(rebatch_engine(**LAYOUTS[layout]), CROWD)

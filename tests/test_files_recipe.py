@@ -46,7 +46,7 @@ def test_a_recipe_is_loaded_with_its_defaults(tmp_path: Path) -> None:
         ("batch_sizes:", "batch_size:", ("profile.batch_size", "'batch_sizes'")),
         ("sla:", "slo:", ("slo", "'sla'")),
         ("sla:", "max_model_len: 3\nsla:", ("max_model_len", "'model.max_model_len'")),
-        ("sla:", "engine: {zzz: 1}\nsla:", ("engine.zzz", "kv_layout")),
+        ("sla:", "engine: {zzz: 1}\nsla:", ("engine.zzz", "joining")),
         ("ttft_p99_s: 2", "ttft_p99_ms: 2000", ("sla.ttft_p99_ms: 2000", "'ttft_p99_s: 2'")),
         ("ttft_p99_s", "ttft_p99", ("sla.ttft_p99: 2", "'ttft_p99_s'")),
         ("ttft_p99_s", "tfft_p99_s", ("sla.tfft_p99_s: 2", "'ttft_p99_s'")),

@@ -37,7 +37,7 @@ import torch
 from benchmarks.common import ROOT
 from benchmarks.common.command import ended, make_parser
 from benchmarks.gpu.stages import derive, timed
-from toolkit.engines.protocol import OutOfMemory, load_engine
+from toolkit.engines.protocol import OutOfMemory, make_engine
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.files.io import environment
@@ -100,7 +100,7 @@ def _recipe(path: Path, device: str) -> Recipe:
     """The recipe with random weights on this device, and a cache that has room for the points."""
     recipe = derive(load_recipe(path), "rebatch", device, device, quick=True)
     mib = CACHE_MIB_ON_CPU if device == "cpu" else CACHE_MIB
-    engine = recipe.engine.model_copy(update={"kv_cache_memory_mib": mib, "kv_layout": "slab"})
+    engine = recipe.engine.model_copy(update={"kv_cache_memory_mib": mib})
     return recipe.model_copy(update={"engine": engine})
 
 
@@ -123,7 +123,7 @@ def probe(recipe: Recipe, on_cpu: bool, end_s: float) -> dict[str, Any]:
             continue
         # Only one engine at a time fits. Without CUDA its fixed shapes run eagerly.
         spec = recipe.engine.model_copy(update={"name": name, "cuda_graphs": fixed})
-        engine = load_engine(recipe.model, spec, recipe.hardware)
+        engine = make_engine(recipe.model, spec, recipe.hardware)
         assert isinstance(engine, TransformersEngine)
         weights = sum(each.nbytes for each in engine._model.parameters())
         found["weight_bytes"] = weights

@@ -3,10 +3,9 @@
 `attend` is registered with transformers' `AttentionInterface`, its extension point for attention
 functions, so the model itself is unchanged. What a cache returns for a layer's keys says how:
 
-    [N, kv_heads, L, head_dim]             one padded batch, with a mask where rows differ
-    one [kv_heads, L, head_dim] per row    each row by itself (`RowCache`)
-    `RowTokens`                            a decode step of fixed shape: rows are runs of tokens in
-                                           one tensor [T, kv_heads, head_dim] (`fixed_step`)
+    [N, kv_heads, L, head_dim]    one padded batch, with a mask where rows differ
+    `RowTokens`                   a decode step of fixed shape: rows are runs of tokens in one
+                                  tensor [T, kv_heads, head_dim] (`fixed_step`)
 
 Query heads that share a key become more queries of one head, so that keys are never repeated for a
 decode step: some versions of transformers repeat them, several times the traffic of the step. With
@@ -28,7 +27,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from toolkit.engines.slab import KVShape, additive
-from toolkit.errors import EngineError
 
 OUR_ATTENTION = "llmctl"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -36,7 +34,6 @@ FLASH_DIM_MAX = 256
 FLASH_TOLERANCE = 0.02  # of the plain result, which rounds elsewhere
 
 _logger = logging.getLogger(__name__)
-Views = tuple[torch.Tensor, ...]  # one per row
 
 
 class TokenRows(ABC):
@@ -163,8 +160,8 @@ class RowTokens:
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | Views | RowTokens,
-    value: torch.Tensor | Views,
+    key: torch.Tensor | RowTokens,
+    value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     **others: Any,
@@ -173,26 +170,15 @@ def attend(
     those of one padded batch.
     """
     if isinstance(key, RowTokens):
-        assert isinstance(value, torch.Tensor)
         return key.rows.attend(query[:, :, 0], key.tokens, value, scaling)[:, None], None
-    if isinstance(key, torch.Tensor):
-        assert isinstance(value, torch.Tensor)
-        mask = attention_mask
-        is_shared = mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
-        if query.shape[2] == 1 and key.shape[1] < query.shape[1] and is_shared:
-            return _packed(query, key, value, mask, scaling), None
-        padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **others
-        )
-        return padded
-    rows, heads, _, dim = query.shape
-    kv_heads = key[0].shape[0]
-    grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-    by_row = [
-        scaled_dot_product_attention(queries[None], keys[None], values[None], scale=scaling)
-        for queries, keys, values in zip(grouped, key, value, strict=True)
-    ]
-    return torch.cat(by_row).view(rows, 1, heads, dim), None
+    mask = attention_mask
+    is_shared = mask is None or (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
+    if query.shape[2] == 1 and key.shape[1] < query.shape[1] and is_shared:
+        return _packed(query, key, value, mask, scaling), None
+    padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **others
+    )
+    return padded
 
 
 def _packed(
@@ -221,16 +207,3 @@ def use_our_attention(model: PreTrainedModel) -> bool:
         AttentionMaskInterface.register(OUR_ATTENTION, sdpa_mask)
         model.set_attn_implementation(OUR_ATTENTION)
     return can
-
-
-def use_row_attention(model: PreTrainedModel) -> None:
-    """Let `model` attend row by row when its cache is a `RowCache`. Raises `EngineError` for a
-    model that does not support that.
-    """
-    if not use_our_attention(model):
-        kind = model.config.model_type
-        now = model.config._attn_implementation
-        raise EngineError(
-            f"model_type '{kind}' attends by '{now}' and cannot attend row by row",
-            "set engine.kv_layout to slab",
-        )

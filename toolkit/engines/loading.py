@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 
 from toolkit.engines.memory import is_out_of_memory
 from toolkit.engines.slab import check_caches
-from toolkit.engines.tensor_parallel import RankShare, cut
 from toolkit.engines.tokenizer import BOS, EOS, PAD, VOCAB_SIZE
 from toolkit.errors import EngineError, nearest
 from toolkit.files.recipe import HardwareSpec, ModelSpec
@@ -35,22 +34,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(
     spec: ModelSpec,
     hardware: HardwareSpec,
-    share: RankShare | None = None,
     *,
     to_run: bool = True,
 ) -> PreTrainedModel:
     """The model, in evaluation mode on its device. Raises `EngineError`, in one line, for whatever
     is wrong with it.
 
-    With a `share`, the model is loaded into host memory, cut, and then moved to the device: the
-    whole model need not fit into one device. A model that is not `to_run` here may have caches that
-    these engines do not hold.
+    A model that is not `to_run` here may have caches that these engines do not hold.
     """
-    device = _device(hardware, share)
-    if share is not None:
-        whole = load_model(spec, hardware.model_copy(update={"device": "cpu"}))
-        cut(whole, share)
-        return whole.to(device)
+    device = _device(hardware)
     # Its warnings and progress bars are for notebooks; this module raises real problems.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -140,23 +132,14 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
-def _device(hardware: HardwareSpec, share: RankShare | None) -> torch.device:
+def _device(hardware: HardwareSpec) -> torch.device:
     if hardware.device == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             "hardware.device is cuda, and torch finds no CUDA device",
             "check the driver with nvidia-smi, and that torch was installed with CUDA; or use a "
             "recipe for cpu",
         )
-    if hardware.device == "cpu" or share is None:
-        return torch.device(hardware.device)
-    if torch.cuda.device_count() < share.size:
-        raise EngineError(
-            f"engine.tensor_parallel_size is {share.size}; torch finds "
-            f"{torch.cuda.device_count()} CUDA devices",
-            "each process of a worker needs its own GPU",
-        )
-    torch.cuda.set_device(share.rank)
-    return torch.device("cuda", share.rank)
+    return torch.device(hardware.device)
 
 
 def _built_config(spec: ModelSpec) -> PreTrainedConfig:

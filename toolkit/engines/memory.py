@@ -46,13 +46,9 @@ class ByteLedger:
 
     Attributes:
         budget_bytes: the limit; None: no limit.
-        alone: False in a process that shares a model with others. Their ledgers all refuse the same
-            allocations. But only one of their devices may run out of memory, and then that process
-            must not recover alone.
     """
 
     budget_bytes: int | None
-    alone: bool = True
     used_bytes: int = 0
     peak_bytes: int = 0
 
@@ -103,7 +99,7 @@ class ByteLedger:
         try:
             return work()
         except RuntimeError as error:
-            if not is_out_of_memory(error) or not (self.alone or isinstance(error, PastBudget)):
+            if not is_out_of_memory(error):
                 raise
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -125,18 +121,17 @@ class ModelShape:
     value_bytes: int
 
     @classmethod
-    def of(cls, config: Any, dtype: torch.dtype, shares: int = 1) -> ModelShape:
-        """From a transformers config, for one of `shares` processes that share the model."""
+    def of(cls, config: Any, dtype: torch.dtype) -> ModelShape:
+        """Return the sizes of a transformers config."""
         text = config.get_text_config(decoder=True)
         heads = text.num_attention_heads
         return cls(
             hidden=text.hidden_size,
             intermediate=(
                 _first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * text.hidden_size
-            )
-            // shares,
-            heads=heads // shares,
-            kv_heads=(_first(text, "num_key_value_heads") or heads) // shares,
+            ),
+            heads=heads,
+            kv_heads=_first(text, "num_key_value_heads") or heads,
             head_dim=_first(text, "head_dim") or text.hidden_size // heads,
             vocab=text.vocab_size,
             value_bytes=dtype.itemsize,

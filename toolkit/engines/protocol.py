@@ -16,7 +16,7 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from toolkit.engines.tensor_parallel import RankShare
+    pass
 
 FinishReason = Literal["", "stop", "length"]
 
@@ -226,28 +226,14 @@ class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and t
 
 
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
-    """Load the engine, in as many processes as share its model. Only its own module is imported.
+    """Load the engine from the module of `EngineTraits.load`; no other engine's is imported.
 
     Raises `EngineError` or `InputError` if the engine cannot be loaded.
     """
-    if engine.tensor_parallel_size > 1:
-        traits_of(engine.name).require()
-        from toolkit.engines.tensor_parallel import TensorParallelEngine
-
-        return TensorParallelEngine(model, engine, hardware)
-    return load_engine(model, engine, hardware)
-
-
-def load_engine(
-    model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec, share: RankShare | None = None
-) -> Engine | RoundEngine:
-    """This process's engine, or its share of one, from the module of `EngineTraits.load`."""
     traits = traits_of(engine.name)
     traits.require()
     load = resolve_name(traits.load)
-    loaded: Engine | RoundEngine = (
-        load(model, engine, hardware, share) if share else load(model, engine, hardware)
-    )
+    loaded: Engine = load(model, engine, hardware)
     return loaded
 
 

@@ -24,7 +24,6 @@ from typing import TypeVar
 
 import torch
 
-from toolkit.engines.attention import use_row_attention
 from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, on_device
 from toolkit.engines.protocol import (
@@ -39,13 +38,10 @@ from toolkit.engines.protocol import (
     StepOutput,
 )
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.row_cache import BatchCache, RowCache
 from toolkit.engines.running import CachedRow, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.suspended import SuspendedRow, SuspendedRows
-from toolkit.engines.tensor_parallel import RankShare
 from toolkit.engines.transformers_engine import TransformersEngine
-from toolkit.errors import InputError
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.rounds import PADDING_SHARE
 
@@ -99,17 +95,9 @@ class RebatchEngine(TransformersEngine):
     name = "rebatch"
     has_arena = False  # its memory is the running batch's
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        engine: EngineSpec,
-        hardware: HardwareSpec,
-        share: RankShare | None = None,
-    ) -> None:
-        super().__init__(spec, engine, hardware, share)
-        self.facts = self.facts.model_copy(
-            update={"joining": engine.joining if engine.kv_layout == "slab" else None}
-        )
+    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
+        super().__init__(spec, engine, hardware)
+        self.facts = self.facts.model_copy(update={"joining": engine.joining})
         self._shapes_in = engine.joining == "shape"
         self.host_ledger = ByteLedger(engine.swap_bytes(hardware.device))
         cache, fixed = self._make_cache(engine)
@@ -396,20 +384,8 @@ class RebatchEngine(TransformersEngine):
         progress.count_step(step)
         progress.count_joined(numbers)
 
-    def _make_cache(self, engine: EngineSpec) -> tuple[BatchCache, FixedSteps | None]:
+    def _make_cache(self, engine: EngineSpec) -> tuple[RebatchCache, FixedSteps | None]:
         """The cache, and what makes steps of fixed shapes, if they have any."""
-        if engine.kv_layout != "slab":
-            if self._shapes_in:
-                raise InputError(
-                    "engine.joining is shape: newcomers are shaped into a padded slab, but "
-                    "engine.kv_layout is rows",
-                    "set engine.joining to embed, or engine.kv_layout to slab",
-                )
-            self._wants_fixed_shapes(
-                engine, "engine.kv_layout is rows, and steps over single rows have no fixed shape"
-            )
-            use_row_attention(self._model)
-            return RowCache(self._kv_shapes, self._like, self.ledger), None
         why_not = (
             "engine.joining is shape, and newcomers of any length join its steps"
             if self._shapes_in

@@ -23,7 +23,6 @@ from toolkit.engines.fixed_step import FixedSteps, Forward
 from toolkit.engines.memory import ByteLedger, ModelShape
 from toolkit.engines.protocol import LiveRow, Row, StepOutput, advance
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
-from toolkit.engines.row_cache import BatchCache
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import PaddedBatch
 from toolkit.sched.rounds import PrefillPass, PrefillPasses
@@ -71,7 +70,7 @@ class Prefiller:
     make_batch: Callable[[Sequence[Sequence[int]], int], PaddedBatch]
     shape: ModelShape
     ledger: ByteLedger
-    cache: BatchCache
+    cache: RebatchCache
     mixes: bool
     _group: PrefillBatch | None = None  # in prefill now
 
@@ -195,7 +194,7 @@ class RunningBatch:
     """
 
     forward: Forward
-    cache: BatchCache
+    cache: RebatchCache
     make_sampler: MakeSampler
     masks_as: torch.dtype | None
     fixed: FixedSteps | None
@@ -293,7 +292,6 @@ class RunningBatch:
         cache = self.cache
         old = len(self)
         last = self._prepared()
-        assert isinstance(cache, RebatchCache)
         tokens = [live.row.tokens for _, live in newcomers]
         lengths = [len(row) for row in tokens]
         width = max(lengths)
@@ -337,8 +335,7 @@ class RunningBatch:
     @property
     def _fixed(self) -> FixedSteps | None:
         """What makes the next steps in fixed shapes, if that is possible now."""
-        cache = self.cache
-        return self.fixed if isinstance(cache, RebatchCache) and cache.is_flat else None
+        return self.fixed if self.cache.is_flat else None
 
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         """Logits [N, V] of the tokens after `last` [N]."""

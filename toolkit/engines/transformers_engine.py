@@ -42,7 +42,6 @@ from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord
 from toolkit.engines.rebatch_cache import RebatchCache
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import Arena, PaddedBatch, values_per_token
-from toolkit.engines.tensor_parallel import RankShare
 from toolkit.errors import InputError
 from toolkit.files.io import processor
 from toolkit.files.profile import EngineFacts
@@ -68,28 +67,19 @@ class TransformersEngine:
     name = "transformers"
     has_arena = True  # if decode steps have fixed shapes
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        engine: EngineSpec,
-        hardware: HardwareSpec,
-        share: RankShare | None = None,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> None:
         if engine.threads is not None:
             torch.set_num_threads(engine.threads)
-        self._model = load_model(spec, hardware, share)
-        shares = share.size if share else 1
+        self._model = load_model(spec, hardware)
         self._version: str = transformers.__version__
         self._deepspeed = ""  # what DeepSpeed made of the model
         self._network = self._prepare(spec, engine, hardware)
         self._device = self._model.device
-        if share:
-            share.join(self._device)
         self._dtype = self._model.dtype
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         config = self._model.config.get_text_config(decoder=True)
         self._layers: int = config.num_hidden_layers
-        self._shape = ModelShape.of(config, self._dtype, shares)
+        self._shape = ModelShape.of(config, self._dtype)
         self._eos_ids = eos_token_ids(self._model)
         self._last_position = spec.max_model_len - 1
         # The type of masks that attention adds to its scores; None: the model makes its own.
@@ -101,7 +91,7 @@ class TransformersEngine:
             self._prefill_columns(probe, 0, 1)
         self._kv_shapes = probe.cache.kv_shapes()
         self._kv_bytes_per_token = self._shape.value_bytes * values_per_token(self._kv_shapes)
-        measured = shares * self._kv_bytes_per_token
+        measured = self._kv_bytes_per_token
         if spec.kv_bytes_per_token not in (None, measured):
             raise InputError(
                 f"model.kv_bytes_per_token is {spec.kv_bytes_per_token}; the loaded model caches "
@@ -109,24 +99,22 @@ class TransformersEngine:
                 f"set it to {measured}, or leave it out",
             )
         budget = kv_budget_bytes(engine, self._device)
-        if share:
-            budget = share.least(budget, self._device)
-        self.ledger = ByteLedger(budget, alone=share is None)
-        self.facts = self._facts(spec, budget, share)
+        self.ledger = ByteLedger(budget)
+        self.facts = self._facts(spec, budget)
         self._arena: Arena | None = None
         self._fixed: FixedSteps | None = None
         if self.has_arena and self._wants_fixed_shapes(engine):
             self._arena = self._make_arena(budget)
             self._fixed = self._fixed_steps(self._arena)
 
-    def _facts(self, spec: ModelSpec, budget: int, share: RankShare | None) -> EngineFacts:
+    def _facts(self, spec: ModelSpec, budget: int) -> EngineFacts:
         on_cpu = self._device.type == "cpu"
         parameters = sum(weight.numel() for weight in self._model.parameters())
         return EngineFacts(
             engine=self.name,
             engine_version=self._version,
             model_type=self._model.config.get_text_config(decoder=True).model_type,
-            parameters=share.parameters if share else parameters,
+            parameters=parameters,
             dtype=spec.dtype,
             device="cpu" if on_cpu else torch.cuda.get_device_name(self._device),
             threads=torch.get_num_threads() if on_cpu else None,
@@ -139,7 +127,6 @@ class TransformersEngine:
             torch=str(torch.__version__),
             processor=processor() if on_cpu else "",
             config_sha256=config_digest(self._model.config),
-            tensor_parallel_size=share.size if share else 1,
             deepspeed=self._deepspeed,
         )
 
@@ -305,9 +292,7 @@ class TransformersEngine:
         """
         wanted = engine.cuda_graphs
         if wanted is None:
-            # In a process that shares a model, a capture would have to fail in all or in none.
-            able = self._like.is_cuda and self.ledger.alone and not why_not
-            wanted = able and self._choose_rows() is FlashRows
+            wanted = self._like.is_cuda and not why_not and self._choose_rows() is FlashRows
         if wanted and not why_not and not use_our_attention(self._model):
             why_not = f"the model attends by '{self._model.config._attn_implementation}'"
         if engine.cuda_graphs and why_not:

@@ -336,13 +336,8 @@ class EngineSpec(Strict):
         description="rebatch: newcomers are prefilled apart and embedded, or (for comparison) "
         "within the running batch",
     )
-    kv_layout: Literal["slab", "rows"] = Field(
-        "slab",
-        description="rebatch: one padded slab for all rows, or a slab per row, which is faster on "
-        "a CPU",
-    )
     cuda_graphs: bool | None = optional(
-        "transformers, and rebatch with kv_layout slab: decode steps of fixed shapes, on a GPU "
+        "transformers and rebatch: decode steps of fixed shapes, on a GPU "
         "captured as CUDA graphs; None: on a GPU, where they can be captured"
     )
     swap_memory_mib: PositiveFloat | None = optional(

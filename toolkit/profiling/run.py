@@ -208,8 +208,7 @@ def profile(
     engine = recipe.engine
     if recipe.hardware.device == "cuda" and traits_of(engine.name).load:
         # The workers that run slices come last: too few GPUs for them are reported now.
-        sizes = [engine.tensor_parallel_size] * recipe.workers
-        share_gpus(sizes, visible_gpus(), shared=engine.share_gpus)
+        share_gpus([1] * recipe.workers, visible_gpus(), shared=engine.share_gpus)
     started_s = time.perf_counter()
     with timed(recipe) as bench:
         load_s = time.perf_counter() - started_s

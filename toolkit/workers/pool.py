@@ -482,10 +482,7 @@ class ProcessWorkers(WorkerPool):
     def __init__(self, recipes: Sequence[Recipe], patience: Patience = PATIENCE) -> None:
         super().__init__(len(recipes), patience)
         self._recipes = recipes
-        sizes = [
-            recipe.engine.tensor_parallel_size if recipe.hardware.device == "cuda" else 0
-            for recipe in recipes
-        ]
+        sizes = [int(recipe.hardware.device == "cuda") for recipe in recipes]
         visible = visible_gpus() if any(sizes) else []
         shared = all(
             recipe.engine.share_gpus for recipe, size in zip(recipes, sizes, strict=True) if size
