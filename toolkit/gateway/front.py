@@ -50,7 +50,7 @@ from toolkit.serve.forms import read_json_bytes
 from toolkit.serve.metrics import Gauges, by_label, families_of_requests, family_of, text_of
 from toolkit.serve.routes import FrontPages, Json, Written, json_page, unknown_model
 from toolkit.serve.server import RunningRequests
-from toolkit.serve.stats import Stats
+from toolkit.serve.stats import QUEUE_FULL, Stats
 from toolkit.serve.status import Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
@@ -345,7 +345,7 @@ class Gateway(FrontPages):
         if self.served and call.model and call.model != self.served:
             raise unknown_model(call.model)
         if self.waiting >= self.settings.max_waiting:
-            self.stats.refused += 1
+            self.stats.refusals[QUEUE_FULL] += 1
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
         headers = self.pool.forwarded(given.get("via", ""))
         request = PassedRequest(self, call, send, arrival_s, headers)
@@ -375,7 +375,7 @@ class Gateway(FrontPages):
             headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
             raise ApiError("the server is draining", status=503, headers=headers)
         if not self.pool.up:
-            self.stats.refused += 1
+            self.stats.refusals[NO_REPLICA] += 1
             raise overloaded(NO_REPLICA)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:

@@ -212,10 +212,11 @@ def families_of_requests(
     for attribute, text in _OF_REQUESTS.items():
         name = f"llmctl_{attribute}_seconds"
         yield histogram_family(name, text, labels, getattr(stats, attribute))
+    met = "Requests that met every target; of those that ended, and llmctl_refused_total."
     for name, text, value in (
         ("llmctl_prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens),
         ("llmctl_generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("llmctl_requests_within_targets", "Requests that met every target.", stats.within_targets),
+        ("llmctl_requests_within_targets", met, stats.within_targets),
         ("llmctl_refused", "Requests that got 503 because of overload.", stats.refused),
     ):
         yield family_of(CounterMetricFamily, name, text, labels, value)

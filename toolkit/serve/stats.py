@@ -35,6 +35,9 @@ COST_BUCKETS = (
     *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
     *(1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5),
 )
+# Why requests are refused for overload.
+QUEUE_FULL = "the queue is full"
+LATE = "they would miss their targets"
 FINE_RATIO_MAX = 1.1  # between two neighbouring bounds from which percentiles are computed
 FINE_START_RATIO = 100.0  # the first bucket's bound over the lowest of those bounds
 
@@ -167,7 +170,7 @@ class Stats:
     oom_events: int = 0
     preemptions: int = 0
     restarts: Counter[int] = field(default_factory=Counter)  # by worker
-    refused: int = 0  # for overload
+    refusals: Counter[str] = field(default_factory=Counter)  # for overload, by the reason
     # Refusals because a client had its share, by what it was a share of.
     share_refusals: Counter[str] = field(default_factory=lambda: Counter(requests=0, bytes=0))
     # Time of each call of the scheduler.
@@ -185,6 +188,11 @@ class Stats:
     @property
     def worker_restarts(self) -> int:
         return self.restarts.total()
+
+    @property
+    def refused(self) -> int:
+        """Requests that got 503 because of overload."""
+        return self.refusals.total()
 
     @property
     def batch_s(self) -> float:
