@@ -270,9 +270,13 @@ class Gateway(FrontPages):
         for name, text, value in (
             ("llmctl_requests_running", "Requests that have not ended.", len(self.running)),
             ("llmctl_requests_waiting", beyond, self.waiting),
+            ("llmctl_replicas_up", "Replicas that may be sent requests.", len(self.pool.up)),
         ):
             yield family_of(GaugeMetricFamily, name, text, labels, value)
         yield from families_of_requests(stats, labels, self.keyring.named)
+        text = "Replicas that were up and failed, each time."
+        losses = self.pool.losses
+        yield family_of(CounterMetricFamily, "llmctl_replica_losses", text, labels, losses)
         text = "Answers that a second replica continued, by how."
         yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", self.moved)
         reports = {one.url: self.balancer.replicas[one.index].report for one in replicas}

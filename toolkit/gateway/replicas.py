@@ -249,6 +249,9 @@ class ReplicaPool:
         upstreams = {url: self._upstream(url) for url in new}
         gone = [one for one in self.replicas if one.url in upstreams or one.url not in wanted]
         for replica in gone:
+            if replica.state == "up":
+                replica.lost_s = time.monotonic()
+                _logger.info("replica %s is no longer listed", replica.called)
             self.remove(replica)
         for url, upstream in upstreams.items():
             self.add(url, upstream, wanted[url])
@@ -265,6 +268,7 @@ class ReplicaPool:
         if (before := self._gone.pop(url, None)) is not None:
             for name in COUNTERS:
                 setattr(replica, name, getattr(before, name))
+            replica.lost_s = before.lost_s
         self.replicas.append(replica)
         self.by_index[replica.index] = replica
         self._tasks[replica] = self.background.start("probes", partial(self._watch, replica))
@@ -435,7 +439,8 @@ class ReplicaPool:
                     if failed >= FAILED_PROBES or replica.in_doubt:
                         self.failed(replica, problem)
                 case _ if problem:
-                    if problem != replica.problem:
+                    # Its loss was logged with the first reason; /replicas shows the latest.
+                    if problem != replica.problem and (foreign or replica.lost_s is None):
                         left_out = " is left out" if foreign else ""
                         _logger.warning("replica %s%s: %s", replica.called, left_out, problem)
                     if replica.state != "hung":

@@ -248,7 +248,11 @@ async def serve(
     """Serve on a bound `listener` until a signal ends the front. Raises what the front raises."""
     signals = Signals()
     server = HttpServer(
-        front.app, front.limits, dated=front.dated, on_share=front.stats.count_share
+        front.app,
+        front.limits,
+        dated=front.dated,
+        on_share=front.stats.count_share,
+        on_status=front.stats.count_status,
     )
     for call in front.at_start:
         call()

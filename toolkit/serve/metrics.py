@@ -224,6 +224,7 @@ def families_of_requests(
     for name, text, label, values in (
         ("llmctl_requests", "Requests that ended, and how.", "finish_reason", dict(stats.ended)),
         ("llmctl_client_limited", limited, "limit", stats.share_refusals),
+        ("llmctl_http_responses", "Answers by HTTP status.", "status", stats.statuses),
     ):
         yield by_label(CounterMetricFamily, name, text, labels, label, values)
     for name, text, attribute in (

@@ -173,6 +173,11 @@ class Stats:
     refusals: Counter[str] = field(default_factory=Counter)  # for overload, by the reason
     # Refusals because a client had its share, by what it was a share of.
     share_refusals: Counter[str] = field(default_factory=lambda: Counter(requests=0, bytes=0))
+    # Answers by HTTP status. Those of failures are there from the start: an alert on the growth of
+    # a counter does not see its first value.
+    statuses: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(("500", "502", "503", "504"), 0))
+    )
     # Time of each call of the scheduler.
     deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
     # Time between two batches on a worker, if the second was sent as soon as the first had ended.
@@ -205,6 +210,10 @@ class Stats:
     def count_share(self, limit: str) -> None:
         """Count a refusal: a client exceeded its share of `requests` or `bytes`."""
         self.share_refusals[limit] += 1
+
+    def count_status(self, status: str) -> None:
+        """Count an answer."""
+        self.statuses[status] += 1
 
     def count_tokens(
         self, tokens: int, arrival_s: float, last_token_s: float, now_s: float
