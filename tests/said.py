@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from toolkit.serve.log import TALKING
+
 
 def says(text: str, *values: str) -> bool:
     """Whether `text` has each of these names, numbers and phrases, as whole words."""
@@ -14,7 +16,7 @@ def says(text: str, *values: str) -> bool:
 
 @contextmanager
 def logged_to(lines: list[str]) -> Iterator[None]:
-    """Within the block, what the package logs from level INFO on goes to `lines`: level, text."""
+    """Within the block, what a server logs goes to `lines`: level and text."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -22,11 +24,10 @@ def logged_to(lines: list[str]) -> Iterator[None]:
 
     logger = logging.getLogger("toolkit")
     listener = Listener()
-    level = logger.level
-    logger.setLevel(logging.INFO)
+    for name in TALKING:
+        logging.getLogger(name).setLevel(logging.INFO)
     logger.addHandler(listener)
     try:
         yield
     finally:
         logger.removeHandler(listener)
-        logger.setLevel(level)

@@ -388,7 +388,7 @@ def every_rule(order: Order) -> list[AlertRule]:
 
 
 def test_every_metric_of_a_rule_exists(tmp_path: Path) -> None:
-    """The replicas are vLLM, whose names the server has on request."""
+    """Rules about replicas read vLLM's names, which our server shows on request, too."""
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=limits())
     driver.stats.ended["stop"] += 1

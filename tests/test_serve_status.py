@@ -425,7 +425,7 @@ def shows(page, selector: str, text: str | re.Pattern[str]) -> None:
     expect(page.locator(selector).first).to_have_text(text, timeout=60_000)
 
 
-SERIES = 21  # numbers above charts
+SERIES = 22  # numbers above charts
 SERVED = "#totals td:nth-child(2)"
 
 

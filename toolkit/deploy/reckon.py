@@ -99,8 +99,8 @@ def margin_percent(order: Order) -> Sourced[int]:
 def e2e_p99_s(order: Order) -> Sourced[float]:
     """The p99 of E2E in seconds: as the tuning predicted it, else as it is simulated here.
 
-    Without a tuning nobody has said how much traffic comes. So the trace is simulated at the
-    greatest rate at which this plan keeps its targets: at a greater one admission refuses requests.
+    Without a tuning the traffic is not known. Then the trace is simulated at the greatest rate at
+    which this plan keeps its targets: at a greater one admission refuses requests.
     """
     plan = order.plan
     if "e2e_p99_s" in plan.predicted:
