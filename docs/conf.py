@@ -50,6 +50,8 @@ NAVIGATION = {
         "capacity",
         "serve",
         "deploy",
+        "upgrade",
+        "alerts",
         "expose",
         "replicas",
         "fleets",

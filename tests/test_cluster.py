@@ -325,6 +325,9 @@ def sleeper(faults: Sequence[str]) -> StartServer:
             def running(self) -> bool:
                 return self.child.poll() is None
 
+            def ended_by(self) -> str:
+                return f"exit code {self.child.wait()}"
+
             def wait_until_ready(self) -> None:
                 if "dies" in faults:
                     raise EngineError("it has no engine", "install one")

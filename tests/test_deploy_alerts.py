@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rendered import check_with_promtool, needs_promtool, objects_of
 
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.monitoring import replica_rules, rules, series
+from toolkit.deploy.monitoring import replica_rules, rules, section_of, series
 from toolkit.deploy.order import Order, Sourced
 from toolkit.files.recipe import SLA_KEYS
 from toolkit.gateway.front import Gateway
@@ -29,6 +29,8 @@ OWN = {
 }
 READ = re.compile(r"\b(llmctl_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)="([^"]*)"')
+ROOT = Path(__file__).parent.parent
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 Sample = tuple[str, str | None]  # a name, and the bound of its bucket if it is one
 QUEUE: Sourced[int | None] = Sourced(7, "test")
 
@@ -159,7 +161,7 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
     sla = limits()
     gateway = SimpleNamespace(
         stats=Stats(sla=sla),
-        pool=SimpleNamespace(replicas=[SimpleNamespace(
+        pool=SimpleNamespace(up=[], losses=0, replicas=[SimpleNamespace(
             url="http://a", index=0, state="up", attempts=[], requests=0, failures=0, moved=0,
             odd_usages=0,
         )], background=SimpleNamespace(up=list, failures={})),
@@ -186,6 +188,11 @@ def one_server(job: str, **changes: str) -> dict[str, str]:
         "llmctl_requests_waiting": "0x30",
         "llmctl_refused_total": "0x30",
         "llmctl_oom_events_total": "0x30",
+        'llmctl_requests_total{finish_reason="stop"}': "0+100x30",
+        "llmctl_preemptions_total": "0+1x30",
+        "llmctl_kv_cache_usage_ratio": "0.5x30",
+        'llmctl_http_responses_total{status="500"}': "0x30",
+        'llmctl_http_responses_total{status="503"}': "0+1x30",
         "llmctl_batch_seconds_total": "0+10x30",
         "llmctl_predicted_batch_seconds_total": "0+10x30",
         "llmctl_ttft_seconds_count": "0+100x30",
@@ -206,6 +213,9 @@ BAD = {
     "llmctl_requests_waiting": "50x30",
     "llmctl_refused_total": "0+60x30",
     "llmctl_oom_events_total": "0+1x30",
+    "llmctl_preemptions_total": "0+20x30",
+    "llmctl_kv_cache_usage_ratio": "0.99x30",
+    'llmctl_http_responses_total{status="500"}': "0+1x30",
     "llmctl_batch_seconds_total": "0+20x30",
     'llmctl_ttft_seconds_bucket{le="2.0"}': "0+90x30",
 }
@@ -245,7 +255,7 @@ def test_a_failing_deployment_fires_only_its_own_alerts(tmp_path: Path) -> None:
     worlds = [
         (one_server(ours) | one_server(other, **BAD), set[str]()),
         (one_server(ours, **BAD), every - {"LlmctlDown", "LlmctlWorkerMissing"}),
-        (one_server(ours, llmctl_workers_alive="1x30"), {"LlmctlWorkerMissing"}),
+        (one_server(ours, llmctl_workers_alive="1x30"), set[str]()),  # it may load for 30 minutes
         (one_server(other), {"LlmctlDown"}),
     ]
     firing(tmp_path, found, worlds)
@@ -284,7 +294,13 @@ def one_front(broken: str = "", **changes: str) -> dict[str, str]:
         "llmctl_refused_total": "0x30",
         'llmctl_replica_up,replica="0"': "1x30",
         'llmctl_replica_up,replica="1"': "1x30",
+        "llmctl_replicas_up": "2x30",
+        "llmctl_replica_losses_total": "0x30",
+        'llmctl_http_responses_total,status="502"': "0x30",
         "vllm:num_requests_waiting": "0x30",
+        "vllm:kv_cache_usage_perc": "0.99x30",  # full, but none waits
+        "vllm:num_preemptions_total": "0x30",
+        'vllm:request_success_total,finished_reason="stop"': "0+100x30",
     } | changes
     found = measured(own, broken)
     for name, value in values.items():
@@ -316,21 +332,89 @@ def test_a_target_broken_at_a_front_fires_its_alert(tmp_path: Path) -> None:
     worlds = [(one_front(), set[str]())]
     worlds += [(one_front(key), {alert_of(key)}) for key in SLA_KEYS]
     down = {'llmctl_replica_up,replica="1"': "0x30"}
-    none = down | {'llmctl_replica_up,replica="0"': "0x30"}
     worlds += [
         (one_front(up="0x30"), {"LlmctlDown"}),
         (one_front(llmctl_refused_total="0+60x30"), {"LlmctlRefusing"}),
-        (one_front(**{"vllm:num_requests_waiting": "8x30"}), {"LlmctlReplicaQueue"}),
-        (one_front(**down), {"LlmctlReplicaDown"}),
+        (
+            one_front(**{"vllm:num_requests_waiting": "8x30"}),
+            {"LlmctlReplicaQueue", "LlmctlReplicaCacheFull"},
+        ),
+        (one_front(**{"vllm:num_preemptions_total": "0+9x30"}), {"LlmctlReplicaPreempting"}),
+        (one_front(llmctl_replica_losses_total="0 0 1 2x27"), {"LlmctlReplicasLost"}),
+        (
+            one_front(**{'llmctl_http_responses_total,status="502"': "0x18 1x12"}),
+            {"LlmctlServerErrors"},
+        ),
+        (one_front(**down), set[str]()),  # it may load for 30 minutes
+        (one_front(llmctl_replicas_up="2 2 0x28"), {"LlmctlNoReplica"}),
+        (one_front(llmctl_replicas_up="0x30"), set[str]()),  # the first load
     ]
     firing(tmp_path, found, worlds)
-    # Two replicas that are down are two alerts of one name.
-    only = [r for r in found["groups"][0]["rules"] if r["alert"] == "LlmctlNoReplica"]
-    firing(
-        tmp_path,
-        {"groups": [{"name": "x", "rules": only}]},
-        [(one_front(**none), {"LlmctlNoReplica"})],
-    )
+
+
+@pytest.mark.slow
+@needs_promtool
+def test_what_does_not_load_alerts_after_the_bound_of_its_load(tmp_path: Path) -> None:
+    """The recipe allows 15 minutes, so that 20 minutes are enough to see it."""
+    plan = orders.changed(orders.plan(tmp_path, sla={}), recipe__serve__load_timeout_s=900.0)
+    order = orders.order(plan)
+    found = rules(order, series(order, monitored=True), QUEUE)
+    server = one_server("default/llmctl-test", llmctl_workers_alive="1x30")
+    firing(tmp_path, found, [(server, {"LlmctlWorkerMissing"})])
+    found = replica_rules(order, series(order, monitored=True), [])
+    down = {'llmctl_replica_up,replica="1"': "0x30"}
+    worlds = [
+        (one_front(**down), {"LlmctlReplicaDown"}),
+        (one_front(llmctl_replicas_up="0x30"), {"LlmctlNeverReady"}),
+    ]
+    firing(tmp_path, found, worlds)
+
+
+def test_alerts_about_loading_wait_as_long_as_the_probes(tmp_path: Path) -> None:
+    plan = orders.changed(orders.plan(tmp_path), recipe__serve__load_timeout_s=7200.0)
+    order = orders.order(plan)
+    (server,) = rules(order, "", QUEUE)["groups"]
+    (front,) = replica_rules(order, "", [])["groups"]
+    waits = {rule["alert"]: rule["for"] for rule in [*server["rules"], *front["rules"]]}
+    for name in ("LlmctlWorkerMissing", "LlmctlReplicaDown", "LlmctlNeverReady"):
+        assert waits[name] == "7200s"
+
+
+def every_rule(order: Order) -> list[AlertRule]:
+    """The rules of a server, and of a front with replicas."""
+    found = [rules(order, FRONT, QUEUE), replica_rules(order, FRONT, [(BEHIND, QUEUE)])]
+    groups = [RulesFile.model_validate(each).groups for each in found]
+    return [rule for each in groups for group in each for rule in group.rules]
+
+
+def test_every_metric_of_a_rule_exists(tmp_path: Path) -> None:
+    """Rules about replicas read vLLM's names, which our server shows on request, too."""
+    driver = make_driver(HandWorkers())
+    driver.stats = Stats(sla=limits())
+    driver.stats.ended["stop"] += 1
+    registry = CollectorRegistry()
+    registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True))
+    exposed = {name for name, _ in samples_in(generate_latest(registry).decode())}
+    fronts = {"llmctl_replica_up", "llmctl_replicas_up", "llmctl_replica_losses_total"}
+    order = order_of(tmp_path, sla=limits())
+    for rule in every_rule(order):
+        read = set(re.findall(r"\b(?:llmctl_|vllm:)[a-z0-9_]+", re.sub(r'"[^"]*"', "", rule.expr)))
+        assert read - exposed <= fronts, rule.alert
+
+
+def test_every_alert_has_a_section_that_says_what_to_do(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/alerts.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    found = every_rule(order_of(tmp_path, sla=limits()))
+    anchors = {name.lower() for name in sections}
+    for rule in found:
+        base, _, anchor = rule.annotations["runbook_url"].partition("#")
+        assert anchor in anchors, rule.alert
+        assert base.endswith("/how-to/alerts.html")
+        assert base.startswith(re.findall(r'^Documentation = "(.*)"', PROJECT, re.M)[0])
+    assert anchors == {section_of(rule.alert) for rule in found}, "and no other has one"
+    for name, text in sections.items():
+        assert all(f"**{part}:**" in text for part in ("Look at", "Do")), name
 
 
 @pytest.mark.slow

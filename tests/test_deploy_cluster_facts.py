@@ -113,7 +113,7 @@ def test_without_a_claim_the_models_volume_has_a_limit(measured: Plan) -> None:
     ("options", "mode"),
     [
         ({}, "ReadWriteMany"),  # the autoscaler may start a second pod, on another node
-        ({"max_replicas": 1}, "ReadWriteOnce"),
+        ({"max_replicas": 1}, "ReadWriteMany"),  # and so may a rollout
     ],
 )
 def test_a_claim_holds_the_model_for_all_pods_that_mount_it(

@@ -31,7 +31,7 @@ from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_from
 from toolkit.deploy.order import Order
-from toolkit.deploy.reckon import startup_s, waiting_threshold
+from toolkit.deploy.reckon import drain_s, startup_s, waiting_threshold
 from toolkit.deploy.render import manifest_of, render_target
 from toolkit.deploy.replicas import Replication
 from toolkit.deploy.running import start, stop
@@ -92,7 +92,7 @@ def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -
         assert words[0] == "serve"
         given = parsed(words)
         assert given["replicas" if target == "kubernetes" else "replica"]
-        assert given["shutdown_timeout"] == 30
+        assert given["shutdown_timeout"] == drain_s(order).value > 30
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, ship
     assert "PORT=8003\nCUDA_VISIBLE_DEVICES=2\n" in files["replica-2.env"]
     unit = files[f"{NAME}-replica@.service"]
     assert "EnvironmentFile=/srv/llmctl/replica-%i.env" in unit
-    assert "TimeoutStopSec=50" in unit
+    assert f"TimeoutStopSec={drain_s(order).value + 20}\n" in unit
     assert "PrivateDevices=no" in unit
     assert "api-key" not in unit
     wide = orders.order(changed(shipped, recipe__engine__tensor_parallel_size=2), replicas=2)
@@ -324,7 +324,7 @@ def test_a_model_that_llmctl_builds_is_refused_for_containers(shipped: Plan, tar
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_value_is_explained_and_the_drain_is_long_enough(order: Order, target: str) -> None:
     explained = render_target(target, order)["EXPLAIN.md"]
-    for key in ("| replicas | 3 | --replicas |", "| replica: drain | 30 s |",
+    for key in ("| replicas | 3 | --replicas |", f"| replica: drain | {drain_s(order).value} s |",
                 "| replica: load | 1800 s |", "| front: router |"):  # fmt: skip
         assert key in explained, key
     if target != "systemd":
@@ -432,7 +432,8 @@ def test_ray_runs_the_servers_of_a_plan_behind_a_front(shipped: Plan) -> None:
     script = files["serve.sh"].replace("\\\n", " ")
     words = shlex.split(script[script.index("exec llmctl ") :].replace('"$@"', ""))
     found = parsed(words[2:])
-    assert (found["ray"], found["workers"], found["shutdown_timeout"]) == ("auto", None, 30)
+    assert (found["ray"], found["workers"]) == ("auto", None)
+    assert found["shutdown_timeout"] == drain_s(orders.order(shipped)).value
     told = files["EXPLAIN.md"]
     assert "| actors of llama-3.1-8b-h200 | 1, each with 1 CPU and 1 GPU |" in told
     assert "| LLMCTL_VLLM_PYTHON where Ray is started | on each machine |" in told

@@ -125,7 +125,7 @@ def test_a_pod_has_no_more_than_it_needs(gpu: Plan) -> None:
         if "valueFrom" in one
     }
     assert keys["LLMCTL_API_KEY"] == {"name": "llmctl-test", "key": "api-key"}
-    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     (wanted,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert wanted["preference"]["matchExpressions"][0]["values"] == ["NVIDIA-H200"]
 

@@ -532,6 +532,12 @@ SCRIPTS = RESULTS | {
             "llmctl serve plan.json --replicas": "a file, a name or a cluster of the reader's"
         },
     ),
+    "docs/how-to/upgrade.md": Script(
+        elsewhere={
+            "llmctl vllm-check": CHECKED,
+            "llmctl serve plan.json --replicas": "a file of the reader's",
+        },
+    ),
     "docs/how-to/serve.md": Script(
         prepare=planned_without_work,
         before={"llmctl serve plan.json --ssl-certfile": certificate},

@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import os
+import re
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import samples
 from aiohttp.client_proto import ResponseHandler
-from said import says
+from said import logged_to, says
 from within import Test, within
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
@@ -158,7 +159,7 @@ async def fronted(
     )
     gateway = Gateway(pool, FrontSettings(**settings), Keyring(api_key, keys))
     sweep = asyncio.create_task(pool.sweep())
-    with listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):
         server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
         await server.start(listener)
         pool.renew([each.url for each in servers] if starts is None else starts)
@@ -454,6 +455,27 @@ async def test_a_request_that_every_replica_breaks_off_ends(front: Front, server
 async def test_a_busy_replica_sends_a_request_elsewhere(front: Front, servers: list[StandIn]):
     for _ in range(4):
         assert (await front.stream(asked())).text == answer_of(asked())
+
+
+def test_a_lost_replica_and_its_return_are_logged_once_each() -> None:
+    said: list[str] = []
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        lost = servers[0]
+        said.clear()
+        lost.kill()
+        for _ in range(4):  # some of them meet it
+            assert (await front.stream(asked())).text == answer_of(asked())
+        await front.until("down", 1)
+        assert front.pool.losses == 1
+        await lost.start()
+        await front.until("up", 2)
+        about = [line for line in said if lost.url in line]
+        assert [line.split()[0] for line in about] == ["WARNING", "INFO"], said
+        assert says(about[0], "replica")
+        assert re.search(r"\b\d+\.\d s\b", about[1]), "how long it was away"
+
+    run(test, said=said, router="round-robin")
 
 
 @behind({"status": 400}, {"status": 400})
@@ -786,6 +808,9 @@ class OwnStandIn:
         self.running = True
         self.url = standin.url
 
+    def ended_by(self) -> str:
+        return "exit code 9"
+
     def wait_until_ready(self) -> None:
         pass
 
@@ -831,8 +856,9 @@ async def own_replicas(
     )  # fmt: skip
     own = OwnReplicas(order, front.pool, front.shown.append)
     own.start()
-    async with asyncio.timeout(20):
-        yield own
+    with logged_to(said):
+        async with asyncio.timeout(20):
+            yield own
     await own.stop()
     for each in backend.standins:
         each.kill()
@@ -967,7 +993,7 @@ async def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next(
         before = rows()
         assert says(own.renew(better), "2 replicas")
         await until_up(front, backend.urls(3, 4))
-        while said[-1] != "all replicas were restarted":
+        while "all replicas were restarted" not in said:
             await asyncio.sleep(0.005)
         assert (before & {3, 5}, rows()) == (set(), {5})
     old = plan.recipe.description
@@ -1009,7 +1035,7 @@ async def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_fi
         assert [each is broken for each in front.shown] == [True, False]
     assert sorted(started[:2]) == [(0, False), (1, False)]
     assert started[2:] == [(0, True), (1, True), (1, False), (0, False)]
-    (line,) = [line for line in said if "replica" in line]
+    (line,) = [line for line in said if "goes on" in line]
     assert says(line, "replica 1", "no room")
 
 

@@ -134,6 +134,19 @@ async def test_a_foreign_host_name_cannot_read_the_page(http: httpx.AsyncClient,
 
 
 @with_page()
+async def test_a_refused_request_is_not_within_all_targets(http: httpx.AsyncClient):
+    await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    http.status.history._stats.refusals["the queue is full"] += 3
+    http.status.history.sample()
+    found = await data(http)
+    assert found["attainment"] == 0.25
+    assert found["totals"]["refused"] == 3
+    point = dict(zip(found["columns"], found["points"][-1], strict=True))
+    assert point["attainment"] == 0.25
+    assert point["refused_per_s"] > 0
+
+
+@with_page()
 async def test_the_page_shows_totals_and_nothing_of_any_request(http: httpx.AsyncClient):
     asked = {
         "prompt": "a secret text",
@@ -412,7 +425,7 @@ def shows(page, selector: str, text: str | re.Pattern[str]) -> None:
     expect(page.locator(selector).first).to_have_text(text, timeout=60_000)
 
 
-SERIES = 21  # numbers above charts
+SERIES = 22  # numbers above charts
 SERVED = "#totals td:nth-child(2)"
 
 

@@ -4,6 +4,7 @@ are cancelled.
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import samples
 import tiny
 import uvloop
-from said import says
+from said import logged_to, says
 
 from toolkit.engines.protocol import (
     Round,
@@ -417,6 +418,23 @@ def test_the_pool_gives_up_when_no_worker_can_be_loaded_again() -> None:
         assert len(pool.bodies) == 1 + MAX_FAILED_LOADS
 
     with_bodies(scenario)
+
+
+def test_a_lost_worker_its_failed_loads_and_its_return_are_logged_once_each() -> None:
+    said: list[str] = []
+
+    async def scenario(pool: ManualPool, events: Events) -> None:
+        pool.bodies[1].kill()
+        await pool.fail_to_load(2)
+        pool.load(await pool.next_body(5))
+        await events.until(WorkerReady, 3)
+
+    with logged_to(said):
+        with_bodies(scenario, size=2)
+    assert [line.split()[0] for line in said] == ["WARNING", "WARNING", "WARNING", "INFO"], said
+    assert all(says(line, "worker 1") for line in said), "the end of the pool is no loss"
+    assert all(says(line, "RuntimeError") for line in said[1:3])
+    assert re.search(r"\b\d+\.\d s\b", said[3]), "how long it was away"
 
 
 def test_a_successful_load_resets_the_count_of_failed_loads() -> None:

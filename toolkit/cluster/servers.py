@@ -60,6 +60,10 @@ class HostedServer(Protocol):
         """Whether the process has not ended."""
         ...
 
+    def ended_by(self) -> str:
+        """Why it has ended, in one line."""
+        ...
+
     def wait_until_ready(self) -> None:
         """Wait until it answers. Raises `EngineError` if it ends before."""
         ...
@@ -208,6 +212,11 @@ class ActorServer:
     def running(self) -> bool:
         """Whether neither the server nor its actor has ended. It does not block."""
         return self._end is None or not self._end.done()
+
+    def ended_by(self) -> str:
+        """What Ray says of its actor."""
+        error = self._end.exception() if self._end is not None and self._end.done() else None
+        return "the server ended" if error is None else str(error).strip().splitlines()[0][:300]
 
     def wait_until_ready(self) -> None:
         """Wait until the cluster has room for it and it answers.

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from toolkit.deploy.order import Order, Sourced
+from toolkit.deploy.reckon import startup_s
 from toolkit.files.shipped import shipped_templates
 
 Names = Literal["llmctl", "vllm"]  # the metric names that a dashboard reads
@@ -34,7 +35,13 @@ VLLM_LATENCIES = {
     "e2e": "vllm:e2e_request_latency_seconds",
 }
 MIN_DRIFT_PERCENT = 15.0  # the times of a shared machine vary by about this much anyway
+MIN_AWAY_S = 900  # before one that is away alerts: others have its requests
+FULL_SHARE = 0.95  # of a KV cache
+# Preemptions of 100 requests that a plan without a prediction may have; else twice the predicted.
+USUAL_PREEMPTED_PERCENT = 5.0
 RATE = "[10m]"
+RUNBOOKS = "https://example.org/llmctl/docs/how-to/alerts.html"  # a section for each alert
+TARGET_RULE = "LlmctlTarget"  # what the names of all rules about targets begin with
 WHAT = {
     "ttft": "time to first token",
     "tpot": "time per output token",
@@ -85,7 +92,15 @@ def rules(order: Order, selector: str, threshold: Sourced[int | None]) -> RulesF
     """
     alerts = _health(order, selector)
     alerts += [_target(key, limit, selector) for key, limit in order.plan.recipe.sla.items()]
-    alerts.append(_refusing(selector))
+    waiting = f"max by (instance) (llmctl_requests_waiting{{{selector}}})"
+    used = f"llmctl_kv_cache_usage_ratio{{{selector}}}"
+    ended = _per_second("llmctl_requests_total", selector)
+    alerts += [
+        _refusing(selector),
+        _failing(selector),
+        _preempting(order, "Llmctl", _per_second("llmctl_preemptions_total", selector), ended),
+        _full("Llmctl", used, waiting),
+    ]
     if (most := threshold.value) is not None:
         queue = _rule(
             "LlmctlQueue",
@@ -122,7 +137,7 @@ def _health(order: Order, selector: str) -> list[Rule]:
         _rule(
             "LlmctlWorkerMissing",
             f"({alive} > 0) < {workers}",
-            "15m",
+            _load_time(order),
             "Only {{ $value | humanize }} of the workers are alive",
             "These serve requests; the server's log says why the others were lost or do not load.",
         ),
@@ -160,27 +175,53 @@ def replica_rules(
     The targets are checked in the front's histograms, which have the limits as bounds; the queue in
     the replicas' own metric, as the autoscaler does: each kind by its selector and its threshold.
     """
+    up = f"llmctl_replicas_up{{{front}}}"
+    lost = f"llmctl_replica_losses_total{{{front}}}"
+    recent = f"[{startup_s(order).value + 3600}s]"
     alerts = [
         _down(front, "front"),
         _rule(
             "LlmctlNoReplica",
-            f"sum by (instance) (llmctl_replica_up{{{front}}}) == 0",
+            f"{up} == 0 and max_over_time({up}{recent}) > 0",  # before the first load none is up
             "1m",
             "The front has no replica",
             "Requests get 503 until one is up again; the front's log says what is wrong with each.",
             "critical",
         ),
         _rule(
+            "LlmctlNeverReady",
+            f"{up} == 0",
+            _load_time(order),
+            "The front has had no replica for as long as one may load",
+            "Requests get 503; the front's log says what is wrong with each replica.",
+            "critical",
+        ),
+        _rule(
+            "LlmctlReplicasLost",
+            f"increase({lost}[1h]) > 1",
+            "0m",
+            "Replicas were lost {{ $value | humanize }} times in an hour",
+            "Others continued their requests; the front's log says why each was lost.",
+        ),
+        _rule(
             "LlmctlReplicaDown",
             f"llmctl_replica_up{{{front}}} == 0",
-            "15m",
+            _load_time(order),
             "Replica {{ $labels.replica }} gets no requests",
             "The others have its requests; the front's /replicas says what is wrong with it.",
         ),
         _refusing(front),
+        _failing(front),
     ]
     alerts += [_target(key, limit, front) for key, limit in order.plan.recipe.sla.items()]
     for replicas, threshold in queues:
+        preempted = _per_second("vllm:num_preemptions_total", replicas)
+        ended = _per_second("vllm:request_success_total", replicas)
+        waiting = f"max by (instance) ({WAITING}{{{replicas}}})"
+        alerts += [
+            _preempting(order, "LlmctlReplica", preempted, ended),
+            _full("LlmctlReplica", f"vllm:kv_cache_usage_perc{{{replicas}}}", waiting),
+        ]
         if threshold.value is not None:
             queue = _rule(
                 "LlmctlReplicaQueue",
@@ -220,6 +261,46 @@ def _refusing(selector: str) -> Rule:
     )
 
 
+def _failing(selector: str) -> Rule:
+    failed = f'llmctl_http_responses_total{{{selector},status=~"5..",status!="503"}}'
+    return _rule(
+        "LlmctlServerErrors",
+        f"sum by (instance, status) (increase({failed}{RATE})) > 0",
+        "0m",
+        "{{ $value | humanize }} answers with status {{ $labels.status }} in 10 minutes",
+        "Clients did not get what they asked for, and no overload explains it.",
+    )
+
+
+def _preempting(order: Order, of: str, preempted: str, ended: str) -> Rule:
+    """Many rows lose their place in the cache, and are computed again or swapped."""
+    predicted = order.plan.predicted.get("evicted_percent", 0.0)
+    most = max(2 * predicted, USUAL_PREEMPTED_PERCENT)
+    return _rule(
+        f"{of}Preempting",
+        f"100 * {preempted} / {ended} > {most:.4g}",
+        "15m",
+        "{{ $value | humanize }} preemptions of 100 requests",
+        f"The plan predicts {predicted:.3g}. More or longer requests come.",
+    )
+
+
+def _full(of: str, used: str, waiting: str) -> Rule:
+    usage = f"max by (instance) (avg_over_time({used}{RATE}))"
+    return _rule(
+        f"{of}CacheFull",
+        f"{usage} > {FULL_SHARE:g} and {waiting} > 0",
+        "5m",
+        "The KV cache is {{ $value | humanizePercentage }} full, and requests wait",
+        "No more requests fit at once: add replicas, or send less.",
+    )
+
+
+def _load_time(order: Order) -> str:
+    """How long one that is away may load before an alert, at least `MIN_AWAY_S`."""
+    return f"{max(startup_s(order).value, MIN_AWAY_S)}s"
+
+
 def _target(key: str, limit: float, selector: str) -> Rule:
     """The rule of one target, such as `ttft_p99_s`.
 
@@ -240,7 +321,7 @@ def _target(key: str, limit: float, selector: str) -> Rule:
         expression = f"1 - {kept} / {all_} > {allowed:.4g}"
         summary = f"{{{{ $value | humanizePercentage }}}} are beyond {limit:g} s: {what}"
         text = f"The recipe's target {key} is {limit:g} s; it allows {100 * allowed:.4g} % beyond."
-    return _rule(f"LlmctlTarget{key.title().replace('_', '')}", expression, "5m", summary, text)
+    return _rule(f"{TARGET_RULE}{key.title().replace('_', '')}", expression, "5m", summary, text)
 
 
 def _shipped(names: Names) -> dict[str, Any]:
@@ -267,8 +348,17 @@ def _rule(
         "expr": expression,
         "for": lasting,
         "labels": {"severity": severity},
-        "annotations": {"summary": summary, "description": description},
+        "annotations": {
+            "summary": summary,
+            "description": description,
+            "runbook_url": f"{RUNBOOKS}#{section_of(name)}",
+        },
     }
+
+
+def section_of(alert: str) -> str:
+    """The anchor of the alert's section in docs/how-to/alerts.md; all targets have one."""
+    return (TARGET_RULE if alert.startswith(TARGET_RULE) else alert).lower()
 
 
 def dashboard(

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.deploy.order import Order, Sourced
+from toolkit.deploy.order import ExplainedValue, Order, Sourced
 from toolkit.errors import InputError
+from toolkit.estimators.load import laws_from_fit
 from toolkit.files.io import digest
 from toolkit.files.plan import Kind, Plan
-from toolkit.files.recipe import DTYPE_BYTES, Recipe, TuneSpec
+from toolkit.files.recipe import DTYPE_BYTES, Recipe, ServeSpec, TuneSpec
+from toolkit.metrics import judge, latencies, statistic
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
@@ -31,7 +33,7 @@ from toolkit.sim.api import requests_of, simulate
 from toolkit.sim.world import World, fleet, world_from_fit
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
-from toolkit.traces.windows import prepare
+from toolkit.traces.windows import mean_rate, prepare, scale_rate
 from toolkit.units import GIB, MIB
 
 MIN_DRAIN_S = 30
@@ -56,20 +58,86 @@ UNKNOWN_MODELS_GIB = 1024  # the models' cache, where a size is not known
 MAX_PLAN_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold at most 1 MiB
 MODELS = "/models"  # where a pod has the volume of models
 MAX_BACKLOG = 4096  # requests: no server needs a longer queue
+STEPS = 8  # between a rate and twice it: 9 % each
+MAX_OCTAVES = 10  # a rate is tried up to 1,024 times the trace's own, and down to a 1,024th
+# Percent by which a prediction may be off: without a validation, and the least.
+USUAL_ERROR = 25
+MIN_ERROR = 10
 
 
 def drain_s(order: Order) -> Sourced[int]:
-    """Seconds that running requests get to end: the expected time of the longest request."""
+    """Seconds that running requests get to end: the longest that a request is expected to take.
+
+    That is the largest of each target for E2E, the p99 of E2E with a margin (`margin_percent`),
+    and the time of `serve.max_new_tokens` tokens in a full batch.
+    """
     targets = order.plan.recipe.sla
-    predicted = order.plan.predicted
-    times = [(targets[key], f"the target {key}") for key in targets if key.startswith("e2e_")]
-    known = [key for key in ("e2e_p99_s", "e2e_max_s") if key in predicted]
-    times += [(predicted[key], f"the predicted {key}") for key in known]
-    longest, name = max(times, key=lambda time: time[0], default=(0.0, ""))
+    times = [
+        (limit, f"the target {key} is {limit:.3g} s")
+        for key, limit in targets.items()
+        if key.startswith("e2e_")
+    ]
+    p99, margin = e2e_p99_s(order), margin_percent(order)
+    longer = p99.value * (1 + margin.value / 100)
+    times.append((longer, f"{p99.source}; {margin.value} % more: {margin.source}"))
+    times.append(_longest_request_s(order))
+    longest, source = max(times, key=lambda time: time[0])
     if longest <= MIN_DRAIN_S:
-        return Sourced(MIN_DRAIN_S, "llmctl's default; no target and no prediction needs more")
-    source = f"{name} is {longest:.3g} s, rounded up: running requests can end"
-    return Sourced(math.ceil(longest), source)
+        return Sourced(MIN_DRAIN_S, f"the least that llmctl gives; {source}")
+    return Sourced(math.ceil(longest), f"{source}; rounded up: running requests can end")
+
+
+def margin_percent(order: Order) -> Sourced[int]:
+    """Percent by which predictions of this fit may be off: at most as measured, if it was."""
+    if order.validation is None:
+        return Sourced(USUAL_ERROR, "the fit's predictions are not validated")
+    worst = max((abs(metric.worst_percent) for metric in order.validation.metrics), default=0.0)
+    why = f"the worst error of the fit's validation, at least {MIN_ERROR} %"
+    return Sourced(max(math.ceil(worst), MIN_ERROR), why)
+
+
+def e2e_p99_s(order: Order) -> Sourced[float]:
+    """The p99 of E2E in seconds: as the tuning predicted it, else as it is simulated here.
+
+    Without a tuning the traffic is not known. Then the trace is simulated at the greatest rate at
+    which this plan keeps its targets: at a greater one admission refuses requests.
+    """
+    plan = order.plan
+    if "e2e_p99_s" in plan.predicted:
+        seconds = plan.predicted["e2e_p99_s"]
+        return Sourced(seconds, f"the tuning predicts an e2e_p99 of {seconds:.3g} s")
+    trace = order.trace or read_trace(trace_path(default_trace(plan.recipe)))[0]
+    seconds, rate_rps = _busiest(plan, prepare(trace, plan.recipe))
+    at = f"at {rate_rps:.3g} requests/s, the most that keep the targets" if rate_rps else "at once"
+    name = Path(trace.source).name
+    source = f"not tuned, so simulated with {name} {at}: an e2e_p99 of {seconds:.3g} s"
+    return Sourced(seconds, source)
+
+
+def _longest_request_s(order: Order) -> tuple[float, str]:
+    """Seconds of the longest request that the recipe allows, in a full batch, and their source."""
+    plan = order.plan
+    laws = laws_from_fit(plan.fit).rounds
+    valid = plan.fit.decode.valid
+    running = min(rows(order).value, valid.batch_size_max)
+    tokens = plan.recipe.serve.max_new_tokens
+    prefill_s = laws.prefill_s(1, valid.length_max)
+    seconds = prefill_s + laws.decode_s(running, valid.length_max // 2, tokens)
+    among = f"{tokens:,} tokens (serve.max_new_tokens) among {running} requests"
+    return seconds, f"fit: {among} take {seconds:.3g} s"
+
+
+def rows(order: Order) -> Sourced[int]:
+    """The greatest number of requests that run at once."""
+    plan = order.plan
+    for name in ("max_batch_size", "max_num_seqs"):
+        named = plan.policy.parameters.get(name)
+        if isinstance(named, int) and named > 0:
+            return Sourced(named, f"plan: {name} of policy '{plan.policy.name}'")
+    if plan.fit.engine.max_rows:
+        return Sourced(plan.fit.engine.max_rows, "fit: the greatest number the engine runs")
+    largest = plan.fit.decode.valid.batch_size_max
+    return Sourced(largest, "fit: the largest measured batch; the laws extrapolate beyond it")
 
 
 def grace_s(drain: Sourced[int], notice_s: int = 0) -> Sourced[int]:
@@ -82,10 +150,13 @@ def grace_s(drain: Sourced[int], notice_s: int = 0) -> Sourced[int]:
 def startup_s(order: Order) -> Sourced[int]:
     """Seconds that the first load may take, with its download.
 
-    It rests on the time that the profiles measured, else on a bound, which is larger for models
-    above 56 GiB.
+    It is the recipe's `serve.load_timeout_s` where that is not the default. Else it rests on the
+    time that the profiles measured, else on a bound, which is larger for models above 56 GiB.
     """
     kinds = order.plan.kinds
+    given_s = order.plan.recipe.serve.load_timeout_s
+    if given_s != ServeSpec.model_fields["load_timeout_s"].default:
+        return Sourced(math.ceil(given_s), "recipe: serve.load_timeout_s")
     from_hub = order.plan.recipe.model.from_hub
     speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
     weights = max(weight_bytes(kind) or 0 for kind in kinds)
@@ -109,6 +180,24 @@ def startup_s(order: Order) -> Sourced[int]:
     sizes = f"{weights / GIB:.0f} GiB of weights at {speed}, and {LOAD_S} s"
     source = f"a bound: {sizes}; the time of loading was not measured"
     return Sourced(60 * math.ceil(bound / 60), source)
+
+
+def compile_caches(folder: str) -> dict[str, str]:
+    """Where compiled kernels are kept below `folder`, which outlives the process: variables of
+    vLLM, Triton and torch.compile. Else each start compiles again, for minutes.
+    """
+    return {
+        "VLLM_CACHE_ROOT": f"{folder}/cache/vllm",
+        "TRITON_CACHE_DIR": f"{folder}/cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache/inductor",
+    }
+
+
+def explain_caches(folder: str) -> ExplainedValue:
+    """The line of EXPLAIN.md about `compile_caches`."""
+    names = ", ".join(compile_caches(folder))
+    why = "beside the models, and kept as long: a restart does not compile kernels again"
+    return ExplainedValue(names, f"{folder}/cache", why)
 
 
 def load_s(order: Order) -> Sourced[int | None]:
@@ -317,7 +406,68 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
     return Sourced(served - at_once, source)
 
 
-_ANSWERS: dict[tuple[str, tuple[str, ...], bytes], tuple[int, int]] = {}
+_Key = tuple[str, tuple[str, ...], bytes]
+_ANSWERS: dict[_Key, tuple[int, int]] = {}
+_BUSIEST: dict[_Key, tuple[float, float]] = {}
+
+
+def _key(plan: Plan, trace: Trace) -> _Key:
+    """All that a simulation of a plan with a trace depends on."""
+    kinds = tuple(kind.model_dump_json() for kind in plan.kinds)
+    columns = trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
+    return plan.policy.model_dump_json(), kinds, b"".join(column.tobytes() for column in columns)
+
+
+def _world(plan: Plan) -> World:
+    """The plan's workers, in the simulator."""
+    limit = plan.recipe.serve.max_new_tokens
+    seed = plan.recipe.tune.seed
+    return fleet(
+        [
+            world_from_fit(kind.fit, workers=kind.workers, max_new_tokens=limit, seed=seed)
+            for kind in plan.kinds
+        ]
+    )
+
+
+def _busiest(plan: Plan, trace: Trace) -> tuple[float, float]:
+    """The p99 of E2E, in seconds, at the greatest rate at which the plan keeps its targets, and
+    that rate, within 10 %. The rate is 0 for a trace that arrives all at once, as it does here.
+
+    If no rate keeps them, it is the smallest that was tried. Answers are cached, as in
+    `_simulated`.
+    """
+    key = _key(plan, trace)
+    if key in _BUSIEST:
+        return _BUSIEST[key]
+    policy = make_any(plan.policy.name, plan.policy.parameters)
+    world = _world(plan)
+    own_rps = mean_rate(trace)
+
+    def at(step: int) -> tuple[bool, float]:
+        """Whether targets are kept at 2 ** (step / STEPS) times the own rate, and the p99."""
+        scaled = scale_rate(trace, own_rps * 2 ** (step / STEPS)) if own_rps else trace
+        served = simulate(scaled, policy, world).served
+        kept = judge(served, plan.recipe.sla) == "kept"
+        return kept, statistic(latencies(served)["e2e"], "p99")
+
+    kept, seconds = at(0)
+    step = 0
+    if own_rps:
+        stride = STEPS if kept else -STEPS
+        tried = {0: (kept, seconds)}
+        while tried[step][0] == kept and abs(step) < MAX_OCTAVES * STEPS:
+            step += stride
+            tried[step] = at(step)
+        low, high = sorted((step, step - stride))
+        while high - low > 1 and tried[low][0]:
+            middle = (low + high) // 2
+            tried[middle] = at(middle)
+            low, high = (middle, high) if tried[middle][0] else (low, middle)
+        step = low
+        seconds = tried[step][1]
+    _BUSIEST[key] = seconds, own_rps * 2 ** (step / STEPS)
+    return _BUSIEST[key]
 
 
 def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tuple[int, int]:
@@ -326,20 +476,11 @@ def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tupl
     Answers are cached by all that they depend on: each takes many simulations, and the files of one
     target need it several times.
     """
-    kinds = tuple(kind.model_dump_json() for kind in plan.kinds)
-    columns = lengths.prompt_tokens, lengths.output_tokens, lengths.max_tokens
-    key = plan.policy.model_dump_json(), kinds, b"".join(column.tobytes() for column in columns)
+    key = _key(plan, lengths)
     if key in _ANSWERS:
         return _ANSWERS[key]
     policy = make_any(plan.policy.name, plan.policy.parameters)
-    limit = plan.recipe.serve.max_new_tokens
-    seed = plan.recipe.tune.seed
-    world = fleet(
-        [
-            world_from_fit(kind.fit, workers=kind.workers, max_new_tokens=limit, seed=seed)
-            for kind in plan.kinds
-        ]
-    )
+    world = _world(plan)
 
     def keeps(count: int) -> bool:
         result = simulate(backlog(lengths, count), policy, world)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import toolkit
 from toolkit.deploy.monitoring import Names, RulesFile, dashboard, job, replica_rules, rules, series
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, inside
 from toolkit.deploy.plan import LIMITS
-from toolkit.deploy.reckon import waiting_threshold
+from toolkit.deploy.reckon import margin_percent, waiting_threshold
 from toolkit.deploy.replicas import KindReplicas, Replication
 from toolkit.deploy.targets import (
     compose,
@@ -43,9 +42,6 @@ from toolkit.traces.types import FOLDER
 
 KEPT = {True: "yes", False: "NO", None: "-"}
 SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment_percent")
-# Percent by which a replay may be off in bench.sh: without a validation, and the least.
-USUAL_ERROR = 25
-MIN_ERROR = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,18 +245,13 @@ def _bench_script(order: Order, plan_file: str, url: str) -> str:
     The server is at `url`; if that is '', where the recipe has it listen.
     """
     plan = order.plan
-    validation = order.validation
-    max_error = USUAL_ERROR
-    if validation is not None:
-        worst = max((abs(metric.worst_percent) for metric in validation.metrics), default=0.0)
-        max_error = max(math.ceil(worst), MIN_ERROR)
     return order.fill(
         "bench.sh",
         plan_file=plan_file,
         trace=shipped_trace(plan),
         rate=f"{plan.workload.request_rate_rps:g}" if plan.workload else "",
         url=url or plan.recipe.engine.url or f"http://127.0.0.1:{plan.recipe.serve.port or 8000}",
-        max_error=max_error,
+        max_error=margin_percent(order).value,
         claims=[
             f"{key}: {plan.predicted[key]:.4g} predicted" for key in SHOWN if key in plan.predicted
         ],

@@ -28,9 +28,8 @@ from toolkit.deploy.order import (
     llmctl_image,
     object_name,
 )
-from toolkit.deploy.targets.engine_flags import check_servable_elsewhere, rows
+from toolkit.deploy.targets.engine_flags import check_servable_elsewhere
 from toolkit.errors import InputError
-from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Kind
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.serve.assemble import model_name
@@ -197,19 +196,8 @@ class KindReplicas:
 
     @cached_property
     def drain(self) -> Sourced[int]:
-        """Seconds for a replica's running requests to end, by targets, predictions and laws."""
-        plan = self.own.plan
-        drain = reckon.drain_s(self.own)
-        laws = laws_from_fit(plan.fit).rounds
-        valid = plan.fit.decode.valid
-        running = min(rows(self.own).value, valid.batch_size_max)
-        tokens = plan.recipe.serve.max_new_tokens
-        middle = valid.length_max // 2
-        longest_s = laws.prefill_s(1, valid.length_max) + laws.decode_s(running, middle, tokens)
-        if longest_s <= drain.value:
-            return drain
-        among = f"{tokens:,} tokens (serve.max_new_tokens) among {running} requests"
-        return Sourced(math.ceil(longest_s), f"fit: {among} take {longest_s:.3g} s, rounded up")
+        """Seconds for a replica's running requests to end."""
+        return reckon.drain_s(self.alone)
 
     @cached_property
     def startup(self) -> Sourced[int]:

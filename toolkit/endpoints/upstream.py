@@ -11,6 +11,7 @@ import asyncio
 import errno
 import io
 import math
+import os
 import re
 import time
 from collections import deque
@@ -321,7 +322,9 @@ def _lost(error: Exception) -> UpstreamError:
         text = "the server behind this one shows a certificate that is not trusted"
         return UpstreamError(text, untrusted=untrusted)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        return UpstreamError("the server behind this one cannot be reached")
+        number = getattr(error, "errno", None)
+        why = f": {os.strerror(number).lower()}" if number and number > 0 else ""
+        return UpstreamError(f"the server behind this one cannot be reached{why}")
     if isinstance(error, TimeoutError):
         return UpstreamError("the server behind this one was silent for too long", timed_out=True)
     return UpstreamError(LOST)

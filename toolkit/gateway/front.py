@@ -50,7 +50,7 @@ from toolkit.serve.forms import read_json_bytes
 from toolkit.serve.metrics import Gauges, by_label, families_of_requests, family_of, text_of
 from toolkit.serve.routes import FrontPages, Json, Written, json_page, unknown_model
 from toolkit.serve.server import RunningRequests
-from toolkit.serve.stats import Stats
+from toolkit.serve.stats import QUEUE_FULL, Stats
 from toolkit.serve.status import Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
@@ -270,9 +270,13 @@ class Gateway(FrontPages):
         for name, text, value in (
             ("llmctl_requests_running", "Requests that have not ended.", len(self.running)),
             ("llmctl_requests_waiting", beyond, self.waiting),
+            ("llmctl_replicas_up", "Replicas that may be sent requests.", len(self.pool.up)),
         ):
             yield family_of(GaugeMetricFamily, name, text, labels, value)
         yield from families_of_requests(stats, labels, self.keyring.named)
+        text = "Replicas that were up and failed, each time."
+        losses = self.pool.losses
+        yield family_of(CounterMetricFamily, "llmctl_replica_losses", text, labels, losses)
         text = "Answers that a second replica continued, by how."
         yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", self.moved)
         reports = {one.url: self.balancer.replicas[one.index].report for one in replicas}
@@ -345,7 +349,7 @@ class Gateway(FrontPages):
         if self.served and call.model and call.model != self.served:
             raise unknown_model(call.model)
         if self.waiting >= self.settings.max_waiting:
-            self.stats.refused += 1
+            self.stats.refusals[QUEUE_FULL] += 1
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
         headers = self.pool.forwarded(given.get("via", ""))
         request = PassedRequest(self, call, send, arrival_s, headers)
@@ -375,7 +379,7 @@ class Gateway(FrontPages):
             headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
             raise ApiError("the server is draining", status=503, headers=headers)
         if not self.pool.up:
-            self.stats.refused += 1
+            self.stats.refusals[NO_REPLICA] += 1
             raise overloaded(NO_REPLICA)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:

@@ -7,9 +7,11 @@ a time, with the new plan.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -54,6 +56,7 @@ RESTART_MAX_S = 60.0  # before a replica that ended is started again
 KINDS_CHANGED = "the plan has other kinds of servers: restart llmctl serve for them"
 NO_LAW = "router 'by-law' needs the law of a pass of every replica"
 Result = TypeVar("Result")
+_logger = logging.getLogger(__name__)
 LOADED_S = 60.0  # one that ran for so long is started again at once
 
 
@@ -337,6 +340,7 @@ class OwnReplicas:
         self._kinds = serving.plan.kind_numbers
         self._servers: dict[int, HostedServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
+        self._lost_s: dict[int, float] = {}  # when a replica was lost, until it is up again
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
         self._were_ready: set[int] = set()
         self._trial = -1  # the replica that tries a plan for its kind
@@ -463,7 +467,9 @@ class OwnReplicas:
             if self._renewed[number].is_set():
                 continue
             if number != self._trial:
-                self._say(f"replica {number}: {error.message if error else why}; restarting")
+                self._lost_s.setdefault(number, time.monotonic())
+                text = "replica %d is lost: %s; it is started again"
+                _logger.warning(text, number, error.message if error else why)
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -482,10 +488,13 @@ class OwnReplicas:
                     await self._in_thread(partial(self._shared.join, str(number), server.url))
                 replica = self._pool.add(server.url, kind=self._kinds[number])
                 self._replicas[number] = replica
+                replica.name = f"{number} at {server.url}"
+                replica.lost_s = self._lost_s.pop(number, None)
                 why = "its task failed"
                 try:
                     why = await self._until_over(number, server, replica)
                 finally:
+                    self._pool.losses += bool(why) and replica.state == "up"
                     self._pool.remove(replica)
                     replica.cut_all(why or "it is restarted")
                 return why
@@ -506,7 +515,7 @@ class OwnReplicas:
         answered_s = now_s()
         while not self._renewed[number].is_set():
             if not server.running:
-                return "its process ended"
+                return f"its process ended: {server.ended_by()}"
             if replica.state == "hung":
                 return replica.problem
             if replica.state != "down":

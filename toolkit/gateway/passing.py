@@ -22,6 +22,7 @@ from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late, overloaded
 from toolkit.serve.server import disconnected, first_of
+from toolkit.serve.stats import LATE
 from toolkit.traces.write import TraceLine, ms_or_none
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class PassedRequest:
         barred = gateway.pool.barred() if self._only is None else self._others()
         choice = gateway.balancer.offer(self._routed(), gateway.now_s(), barred)
         if isinstance(choice, Overload):
-            gateway.stats.refused += 1
+            gateway.stats.refusals[LATE] += 1
             raise late(choice.predicted, choice.wait_s)
         self._first = None if choice is None else gateway.pool.by_index[choice]
 
@@ -357,7 +358,8 @@ class PassedRequest:
             if error.here:
                 raise PassFailedError(str(error)) from None
             reached = reached or "lost" in str(error)
-            why = "the connection broke off" if reached else "it cannot be reached"
+            unreached = str(error).replace("the server behind this one", "it")
+            why = "the connection broke off" if reached else unreached
             gateway.pool.failed(replica, why)
             raise PassFailedError(why, counts=reached) from None
 

@@ -13,6 +13,7 @@ reach the requests of another.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import secrets
@@ -73,6 +74,7 @@ FOREIGN = ("it serves ", "it runs ", "its kind ")  # problems with which a repli
 MAX_VIA_BYTES = 1024
 LOOP = 508  # the status for a request that went through this front before
 LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
+_logger = logging.getLogger(__name__)
 COUNTERS = ("requests", "failures", "moved", "odd_usages")  # of a replica, which only grow
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
@@ -101,6 +103,8 @@ class LiveReplica:
         odd_usages: usages of its answers that no server can have counted.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
+        lost_s: when it was lost; None while it is up, and before.
+        name: what the log calls it; '': its URL.
         requests, failures, moved: requests that it was sent, attempts that failed there, and
             answers that went on elsewhere.
         prompt_tokens, cached_tokens: of all requests, and those that the router expected in its
@@ -125,6 +129,8 @@ class LiveReplica:
     odd_usages: int = 0
     attempts: set[PassedRequest] = field(default_factory=set)
     heard_s: float = 0.0
+    lost_s: float | None = None
+    name: str = ""
     slow_since_s: float = -math.inf
     failed_answers: int = 0
     requests: int = 0
@@ -133,6 +139,11 @@ class LiveReplica:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def called(self) -> str:
+        """Its name in the log."""
+        return self.name or self.url
 
     @property
     def cached_share(self) -> float | None:
@@ -172,7 +183,7 @@ class ReplicaPool:
         needs: what a replica must be like.
         hang_s: a replica is suspect after so many seconds without a byte.
         key: sent to the replicas; '': none.
-        say: prints what happens to replicas.
+        say: prints failures of tasks.
     """
 
     def __init__(
@@ -198,11 +209,11 @@ class ReplicaPool:
         self.kinds = kinds
         self._needs = needs
         self.hang_s = hang_s
-        self._say = say
         self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
         # for each kind, indexes of the balancer: their replicas are gone
         self._free: list[list[int]] = [[] for _ in kinds]
         self.background = Background(say)
+        self.losses = 0  # of replicas that were up, each time
         self.listed: list[str] = []  # as `renew` was given them last
         self.http = HttpClient()
         self._gone: dict[str, LiveReplica] = {}  # by URL
@@ -238,6 +249,9 @@ class ReplicaPool:
         upstreams = {url: self._upstream(url) for url in new}
         gone = [one for one in self.replicas if one.url in upstreams or one.url not in wanted]
         for replica in gone:
+            if replica.state == "up":
+                replica.lost_s = time.monotonic()
+                _logger.info("replica %s is no longer listed", replica.called)
             self.remove(replica)
         for url, upstream in upstreams.items():
             self.add(url, upstream, wanted[url])
@@ -254,6 +268,7 @@ class ReplicaPool:
         if (before := self._gone.pop(url, None)) is not None:
             for name in COUNTERS:
                 setattr(replica, name, getattr(before, name))
+            replica.lost_s = before.lost_s
         self.replicas.append(replica)
         self.by_index[replica.index] = replica
         self._tasks[replica] = self.background.start("probes", partial(self._watch, replica))
@@ -289,8 +304,7 @@ class ReplicaPool:
     def failed(self, replica: LiveReplica, why: str) -> None:
         """Send a replica nothing until it answers a probe: it refused a connection or broke off."""
         if replica.state == "up":
-            self._take_out(replica, "down", why)
-            self._say(f"replica {replica.url} is down: {why}")
+            self._lose(replica, "down", f"is down: {why}", why)
         replica.wake.set()
 
     def forwarded(self, via: str) -> list[tuple[bytes, bytes]]:
@@ -394,6 +408,13 @@ class ReplicaPool:
         replica.state = state
         replica.problem = why
 
+    def _lose(self, replica: LiveReplica, state: State, text: str, why: str) -> None:
+        """Take out a replica that was up, log it and count it."""
+        self._take_out(replica, state, why)
+        replica.lost_s = time.monotonic()
+        self.losses += 1
+        _logger.warning("replica %s %s", replica.called, text)
+
     def _release(self, replica: LiveReplica) -> None:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
@@ -413,15 +434,15 @@ class ReplicaPool:
                 case "draining" | "gone":
                     pass
                 case "up" if foreign:
-                    self._take_out(replica, "left out", problem)
-                    self._say(f"replica {replica.url} is left out: {problem}")
+                    self._lose(replica, "left out", f"is left out: {problem}", problem)
                 case "up":
                     if failed >= FAILED_PROBES or replica.in_doubt:
                         self.failed(replica, problem)
                 case _ if problem:
-                    if problem != replica.problem:
+                    # Its loss was logged with the first reason; /replicas shows the latest.
+                    if problem != replica.problem and (foreign or replica.lost_s is None):
                         left_out = " is left out" if foreign else ""
-                        self._say(f"replica {replica.url}{left_out}: {problem}")
+                        _logger.warning("replica %s%s: %s", replica.called, left_out, problem)
                     if replica.state != "hung":
                         replica.state = "left out" if foreign else "down"
                     replica.problem = problem
@@ -437,7 +458,11 @@ class ReplicaPool:
                     replica.problem = ""
                     replica.failed_answers = 0
                     self.balancer.change(replica.index, is_up=True, is_fresh=not first)
-                    self._say(f"replica {replica.url} is up")
+                    away = ""
+                    if replica.lost_s is not None:
+                        away = f": it was away for {time.monotonic() - replica.lost_s:.1f} s"
+                    replica.lost_s = None
+                    _logger.info("replica %s is up%s", replica.called, away)
                     self.changed.set()
             if replica.state == "up":
                 pause_s = PROBE_UP_S if not failed else PROBE_DOWN_S
@@ -597,8 +622,7 @@ class ReplicaPool:
     async def _check_hung(self, replica: LiveReplica) -> None:
         if await self._cannot_generate(replica) and replica.state == "up":
             why = f"it was silent for {self.hang_s:g} s and generated no token when asked"
-            self._take_out(replica, "hung", why)
-            self._say(f"replica {replica.url} hangs: {why}")
+            self._lose(replica, "hung", f"hangs: {why}", why)
             replica.cut_all(why)
             replica.wake.set()
 

@@ -34,6 +34,7 @@ from toolkit.serve.forms import BodyReader, ChatForm, GenerationForm, check_room
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 from toolkit.serve.routes import unknown_model
 from toolkit.serve.server import disconnected
+from toolkit.serve.stats import LATE, QUEUE_FULL
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
@@ -82,7 +83,7 @@ class Generation:
             waiting = driver.waiting
             limit = settings.max_waiting
             text = f"{waiting} requests wait; with {choices} more it would exceed {limit}"
-            driver.stats.refused += 1
+            driver.stats.refusals[QUEUE_FULL] += 1
             wait_s = driver.forecast.predict(driver.now_s).ttft_s
             raise overloaded(text, retry_after_s(wait_s))
 
@@ -106,7 +107,7 @@ class Generation:
         predicted = driver.forecast.predict(driver.now_s)
         excess_s = driver.forecast.limits.excess_s(predicted)
         if excess_s:
-            driver.stats.refused += 1
+            driver.stats.refusals[LATE] += 1
             raise late(predicted, excess_s)
 
     def _check_ready(self) -> None:

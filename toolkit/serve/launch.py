@@ -32,6 +32,7 @@ from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.background import Background
 from toolkit.serve.http import HttpServer
 from toolkit.serve.limits import CLIENT_SHARE, WireLimits
+from toolkit.serve.log import RefusalLog, logging_to_stderr
 from toolkit.serve.server import (
     Ending,
     Followed,
@@ -201,6 +202,7 @@ def launch(
     local = is_loopback(config.host) and not asks_key
     with ExitStack() as stack:
         listener = stack.enter_context(listen(config.host, config.port))
+        stack.enter_context(logging_to_stderr())
         events = stack.enter_context(EventLog(config.event_log)) if config.event_log else None
         requests = stack.enter_context(TraceLog(config.request_log)) if config.request_log else None
         opened = OpenedFront(
@@ -216,6 +218,7 @@ def launch(
         followed, tls = followed_files(config.callers, opened.keyring.renew, config.certificate)
         followed += front.followed
         front.at_start += [
+            partial(start, "log of refusals", RefusalLog(front.stats).follow),
             partial(start, "files that change", partial(follow, followed, config.ending.say)),
             partial(
                 start,
@@ -245,7 +248,11 @@ async def serve(
     """Serve on a bound `listener` until a signal ends the front. Raises what the front raises."""
     signals = Signals()
     server = HttpServer(
-        front.app, front.limits, dated=front.dated, on_share=front.stats.count_share
+        front.app,
+        front.limits,
+        dated=front.dated,
+        on_share=front.stats.count_share,
+        on_status=front.stats.count_status,
     )
     for call in front.at_start:
         call()

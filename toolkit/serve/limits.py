@@ -101,6 +101,7 @@ class Limited:
         *,
         client_of: Callable[[str], str | None] = client_of,
         on_share: Callable[[str], None] = lambda _: None,
+        on_status: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.limits = limits
         self.requests: Counter[str] = Counter()
@@ -110,6 +111,7 @@ class Limited:
         self._most_bytes = int(limits.held_bytes * limits.client_share)
         self._client_of = client_of
         self._on_share = on_share
+        self.on_status = on_status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if wrong := self._wrong_head(scope):
@@ -214,6 +216,7 @@ class _LimitedRequest:
                         self._is_refused = True
                         await error_response(refusal)(self._scope, self._receive, self._send)
                         return
+            self._limited.on_status(str(message["status"]))
             await self._send(message)
             return
         body = message.get("body", b"")

@@ -212,10 +212,11 @@ def families_of_requests(
     for attribute, text in _OF_REQUESTS.items():
         name = f"llmctl_{attribute}_seconds"
         yield histogram_family(name, text, labels, getattr(stats, attribute))
+    met = "Requests that met every target; of those that ended, and llmctl_refused_total."
     for name, text, value in (
         ("llmctl_prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens),
         ("llmctl_generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("llmctl_requests_within_targets", "Requests that met every target.", stats.within_targets),
+        ("llmctl_requests_within_targets", met, stats.within_targets),
         ("llmctl_refused", "Requests that got 503 because of overload.", stats.refused),
     ):
         yield family_of(CounterMetricFamily, name, text, labels, value)
@@ -223,6 +224,7 @@ def families_of_requests(
     for name, text, label, values in (
         ("llmctl_requests", "Requests that ended, and how.", "finish_reason", dict(stats.ended)),
         ("llmctl_client_limited", limited, "limit", stats.share_refusals),
+        ("llmctl_http_responses", "Answers by HTTP status.", "status", stats.statuses),
     ):
         yield by_label(CounterMetricFamily, name, text, labels, label, values)
     for name, text, attribute in (

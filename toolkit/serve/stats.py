@@ -35,6 +35,9 @@ COST_BUCKETS = (
     *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
     *(1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5),
 )
+# Why requests are refused for overload.
+QUEUE_FULL = "the queue is full"
+LATE = "they would miss their targets"
 FINE_RATIO_MAX = 1.1  # between two neighbouring bounds from which percentiles are computed
 FINE_START_RATIO = 100.0  # the first bucket's bound over the lowest of those bounds
 
@@ -167,9 +170,14 @@ class Stats:
     oom_events: int = 0
     preemptions: int = 0
     restarts: Counter[int] = field(default_factory=Counter)  # by worker
-    refused: int = 0  # for overload
+    refusals: Counter[str] = field(default_factory=Counter)  # for overload, by the reason
     # Refusals because a client had its share, by what it was a share of.
     share_refusals: Counter[str] = field(default_factory=lambda: Counter(requests=0, bytes=0))
+    # Answers by HTTP status. Those of failures are there from the start: an alert on the growth of
+    # a counter does not see its first value.
+    statuses: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(("500", "502", "503", "504"), 0))
+    )
     # Time of each call of the scheduler.
     deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
     # Time between two batches on a worker, if the second was sent as soon as the first had ended.
@@ -187,6 +195,11 @@ class Stats:
         return self.restarts.total()
 
     @property
+    def refused(self) -> int:
+        """Requests that got 503 because of overload."""
+        return self.refusals.total()
+
+    @property
     def batch_s(self) -> float:
         return sum(worker.took_s for worker in self.compared.values())
 
@@ -197,6 +210,10 @@ class Stats:
     def count_share(self, limit: str) -> None:
         """Count a refusal: a client exceeded its share of `requests` or `bytes`."""
         self.share_refusals[limit] += 1
+
+    def count_status(self, status: str) -> None:
+        """Count an answer."""
+        self.statuses[status] += 1
 
     def count_tokens(
         self, tokens: int, arrival_s: float, last_token_s: float, now_s: float

@@ -63,7 +63,7 @@ COLUMNS = (
     *("time_s", "running", "waiting", "kv_share"),
     *("requests_per_s", "output_tokens_per_s", "input_tokens_per_s"),
     *LATENCY_COLUMNS,
-    *("batch_ratio", "attainment", "failed_per_s", "oom_events"),
+    *("batch_ratio", "attainment", "failed_per_s", "refused_per_s", "oom_events"),
     "worker_batch_ratios",  # a list, by worker
 )
 
@@ -261,6 +261,7 @@ class Counts(NamedTuple):
     at_s: float
     well: int
     failed: int
+    refused: int
     within: int
     output_tokens: int
     input_tokens: int
@@ -334,10 +335,12 @@ class MetricHistory:
         return quantile(self._histogram(metric).bounds, counts, PERCENTILES[statistic])
 
     def attainment(self) -> float | None:
-        """The share of requests in the last minute that met every target; None if none ended."""
+        """The share of requests in the last minute that met every target; None if none ended. One
+        that was refused or failed met none.
+        """
         old = self._window[0]
         now = self._window[-1]
-        ended = now.well + now.failed - old.well - old.failed
+        ended = now.well + now.failed + now.refused - old.well - old.failed - old.refused
         return (now.within - old.within) / ended if ended else None
 
     def _point(self, before: Counts, now: Counts) -> list[float | int | list[float | None] | None]:
@@ -359,6 +362,7 @@ class MetricHistory:
             _ratio(compared),
             self.attainment(),
             (now.failed - old.failed) / span_s,
+            (now.refused - old.refused) / span_s,
             now.oom - before.oom,
         ]
         ratios = [_ratio([worker]) for worker in compared]
@@ -374,6 +378,7 @@ class MetricHistory:
             self._now_s(),
             stats.ended["stop"] + stats.ended["length"],
             stats.ended["failed"],
+            stats.refused,
             stats.within_targets,
             stats.generation_tokens,
             stats.prompt_tokens,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -74,6 +75,8 @@ LOAD_GRACE_S = 300.0
 # When every worker has failed to load this many times in a row, the pool gives up: a process
 # manager then restarts the server, perhaps on another machine, and reports it to operators.
 MAX_FAILED_LOADS = 5
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -224,6 +227,7 @@ class _Slot:
         exits: in a row, without a batch that was served.
         failed_loads: in a row.
         kill_reason: why the supervisor killed its current body.
+        lost_s: when it was lost, on the loop's clock; None while it is ready, and before.
     """
 
     index: int
@@ -236,6 +240,7 @@ class _Slot:
     exits: int = 0
     failed_loads: int = 0
     kill_reason: str = ""
+    lost_s: float | None = None
     first_ready: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -346,6 +351,8 @@ class WorkerPool(ABC):
             self._end_batch(slot, Times(), "crashed")
             if was_ready:
                 self._emit(WorkerLost(slot.index, reason))
+            if not self._stopping.is_set():
+                self._log_end(slot, refusal.message if refusal else reason, was_ready=was_ready)
             if not slot.first_ready.done():
                 error = EngineError(
                     f"worker {slot.index} ended while it loaded its engine: {reason}"
@@ -369,6 +376,14 @@ class WorkerPool(ABC):
                 wait_s = min(BACKOFF_S * 2.0 ** (slot.exits - 2), MAX_BACKOFF_S)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), wait_s)
+
+    def _log_end(self, slot: _Slot, why: str, *, was_ready: bool) -> None:
+        """Log a lost worker, or one that could not be loaded again; the first load raises."""
+        if was_ready:
+            slot.lost_s = asyncio.get_running_loop().time()
+            _logger.warning("worker %d is lost: %s; it is loaded again", slot.index, why)
+        elif slot.lost_s is not None:
+            _logger.warning("worker %d could not be loaded again: %s", slot.index, why)
 
     async def _run_body(self, slot: _Slot) -> str:
         """Run one body of a worker from its start to its end. Returns why it ended."""
@@ -428,6 +443,10 @@ class WorkerPool(ABC):
             self._longest_load_s = max(self._longest_load_s, load_s)
             if not slot.first_ready.done():
                 slot.first_ready.set_result(None)
+            if slot.lost_s is not None:
+                away_s = asyncio.get_running_loop().time() - slot.lost_s
+                slot.lost_s = None
+                _logger.info("worker %d is back: it was away for %.1f s", index, away_s)
             self._emit(WorkerReady(index, slot.facts))
         elif isinstance(frame, Refused):
             slot.refusal = frame

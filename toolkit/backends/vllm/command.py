@@ -265,12 +265,14 @@ class VllmServer:
 
     def died(self, when: str) -> EngineError:
         """The error that says how it ended."""
+        return EngineError(f"vLLM ended {when} ({self.ended_by()})", "its own output says more")
+
+    def ended_by(self) -> str:
+        """Its exit code or signal, and its last words about an error. It must have ended."""
         code = self._child.wait()
         self._reader.join(HEALTH_TIMEOUT_S)
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return EngineError(
-            f"vLLM ended {when} ({how}): {self._error_line()}", "its own output says more"
-        )
+        return f"{how}: {self._error_line()}"
 
     def signal_end(self) -> None:
         """Send SIGTERM: it refuses new requests and drops running ones."""

@@ -23,7 +23,15 @@ from toolkit.deploy.order import (
     llmctl_image,
     proxy_file,
 )
-from toolkit.deploy.reckon import SHARED_GIB, drain_s, gpus, grace_s, startup_s
+from toolkit.deploy.reckon import (
+    SHARED_GIB,
+    compile_caches,
+    drain_s,
+    explain_caches,
+    gpus,
+    grace_s,
+    startup_s,
+)
 from toolkit.deploy.replicas import ALIVE, CHECK_S, KindReplicas, Replication, each
 from toolkit.files.strict import dump_yaml
 
@@ -41,7 +49,20 @@ KEY = ("--api-key-file", f"/run/secrets/{SECRET}")
 UNPRIVILEGED: Service = {"read_only": True, "cap_drop": ["ALL"]}
 USER = f"{USER_ID}:{USER_ID}"
 # Mounts are in the long form, where a colon has no meaning.
-MODELS: Service = {"type": "volume", "source": "models", "target": "/models", "read_only": False}
+MODELS_FOLDER = "/models"
+MODELS: Service = {
+    "type": "volume",
+    "source": "models",
+    "target": MODELS_FOLDER,
+    "read_only": False,
+}
+LOG_FILES = 5
+LOG_FILE_MB = 20
+# Docker's default driver keeps one file without a limit.
+LOGGING: Service = {
+    "driver": "json-file",
+    "options": {"max-size": f"{LOG_FILE_MB}m", "max-file": str(LOG_FILES)},
+}
 
 
 def render(order: Order) -> Rendered:
@@ -217,6 +238,7 @@ def _container(environment: Mapping[str, str]) -> Service:
         **UNPRIVILEGED,
         "security_opt": ["no-new-privileges:true"],
         "tmpfs": ["/tmp"],
+        "logging": LOGGING,
         "environment": dict(environment),
     }
 
@@ -230,7 +252,7 @@ def _reserved(which: Service) -> Service:
 def _environment(order: Order) -> dict[str, str]:
     """Writable folders, and the hub's token, which Compose takes from its own environment."""
     token = {"HF_TOKEN": "${HF_TOKEN-}"} if order.plan.recipe.model.from_hub else {}
-    return token | {"HOME": "/tmp", "HF_HOME": "/models"}
+    return token | {"HOME": "/tmp", "HF_HOME": MODELS_FOLDER, **compile_caches(MODELS_FOLDER)}
 
 
 def _mount(source: str, target: str) -> Service:
@@ -258,11 +280,14 @@ def _published(order: Order) -> str:
 
 
 def _explained(order: Order) -> list[ExplainedValue]:
-    """The lines about what only llmctl's own service has."""
+    """The lines about ports, the key, logs and caches."""
     port = "recipe: serve.port; loopback: put a proxy with TLS in front, as nginx.conf"
     key = "a file that you create; the key is in no image and in no rendered file"
+    logs = "of each container: the oldest file goes; Docker's default has no limit"
     return [
         ExplainedValue("ports", _published(order), port),
+        ExplainedValue("logging", f"{LOG_FILES} x {LOG_FILE_MB} MB", logs),
+        explain_caches(MODELS_FOLDER),
         ExplainedValue("secrets", order.key_file, key),
     ]
 

@@ -18,7 +18,7 @@ from toolkit.backends.vllm.command import draft_flags, flags_of
 from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.backends.vllm.touched import REQUIREMENT
 from toolkit.deploy.order import ExplainedValue, Order, Rendered, Sourced, explain_value
-from toolkit.deploy.reckon import drain_s, gap_target, ttft_targets, waiting_threshold
+from toolkit.deploy.reckon import drain_s, gap_target, rows, ttft_targets, waiting_threshold
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
@@ -67,19 +67,6 @@ def foreign(order: Order, engine: str) -> list[str]:
         f"the laws are of engine '{measured.engine}', not of {engine}: these values are a starting "
         f"point. Measure {engine} itself (engine 'openai' in a recipe) for its own values"
     ]
-
-
-def rows(order: Order) -> Sourced[int]:
-    """The greatest number of requests that run at once."""
-    plan = order.plan
-    for name in ("max_batch_size", "max_num_seqs"):
-        named = plan.policy.parameters.get(name)
-        if isinstance(named, int) and named > 0:
-            return Sourced(named, f"plan: {name} of policy '{plan.policy.name}'")
-    if plan.fit.engine.max_rows:
-        return Sourced(plan.fit.engine.max_rows, "fit: the greatest number the engine runs")
-    largest = plan.fit.decode.valid.batch_size_max
-    return Sourced(largest, "fit: the largest measured batch; the laws extrapolate beyond it")
 
 
 def chunk(order: Order, running: int) -> Sourced[int] | None:

@@ -28,6 +28,7 @@ from toolkit.deploy.targets.objects import Object
 from toolkit.errors import InputError
 
 NAMESPACE = "kubernetes.io/metadata.name"  # the label of a namespace with its name
+MANY = 3  # pods: of fewer, one that is away is half or more
 WEB: list[Object] = [{"protocol": "TCP", "port": "http"}]
 
 
@@ -233,9 +234,8 @@ def render(order: Order) -> Rendered:
     threshold = reckon.waiting_threshold(order.plan, order.trace)
     startup_s = reckon.startup_s(order).value
     pods = reckon.replicas(order)
-    # Replace pods first on GPUs, where a spare one is rare; add pods first on CPUs.
-    surge, unavailable = (0, 1) if reckon.gpus(order.plan.recipe).value else (1, 0)
-    strategy = common.rolling(surge, unavailable)
+    surge = _surge(order)
+    strategy = common.rolling(surge.value)
     core = {
         "deployment.yaml": common.deployment(order, _pod(order), strategy, startup_s, pods.value),
         "service.yaml": common.service(order),
@@ -255,12 +255,34 @@ def render(order: Order) -> Rendered:
         waiting = f"{WAITING}{{{own}}}"
         operated["scaledobject.yaml"] = scaling.scaled_object({"name": order.name}, waiting)
         scaled = [("Deployment", order.name)]
-    count = scaling.most.value + surge
+    count = scaling.most.value + surge.value
     why = f"up to {count} pods at once: replicas and those of a rollout"
     mounting = Sourced(count, "one pod at a time" if count == 1 else why)
     files = common.kustomized(order, core, operated, [common.plan_map(order)], mounting, scaled)
-    lines = [*_explained(order, mounting), *scaling.explained(WAITING)]
+    lines = [
+        *_explained(order, mounting),
+        ExplainedValue("rollout: maxSurge", str(surge.value), surge.source),
+        *scaling.explained(WAITING),
+    ]
     return Rendered(files, lines, common.start_commands(order, START), common.FORWARDED)
+
+
+def _surge(order: Order) -> Sourced[int]:
+    """How many pods a rollout adds: it never takes half of the pods away.
+
+    One is added before one goes. On GPUs, where a free one is rare, from `MANY` pods on they are
+    replaced one at a time.
+    """
+    pods = reckon.replicas(order).value
+    devices = reckon.gpus(order.plan.recipe).value
+    away = f"{common.AWAY} of {pods} pods is away at a time, as for the PodDisruptionBudget"
+    if devices and pods >= MANY:
+        return Sourced(0, f"{away}: no further GPU is needed")
+    source = "a new pod is ready before an old one goes"
+    if devices:
+        waits = "without them the rollout waits, and the old pods serve"
+        source += f"; it needs {devices} free GPUs: {waits}"
+    return Sourced(1, source)
 
 
 def _pod(order: Order) -> Object:
@@ -312,6 +334,7 @@ def _explained(order: Order, mounting: Sourced[int]) -> list[ExplainedValue]:
         explain_value("nvidia.com/gpu", gpus),
         *([affinity] if gpus.value else []),
         *common.explain_models(order, mounting),
+        reckon.explain_caches(reckon.MODELS),
         explain_value("cpu", reckon.cpus(order.plan.recipe)),
         explain_value("memory", reckon.memory_mib(order), MEBIBYTES),
         explain_value("memory limit", reckon.memory_limit_mib(order), MEBIBYTES),

@@ -34,6 +34,7 @@ PORT = 8000
 FORWARDED = f"http://127.0.0.1:{PORT}"  # the address under kubectl port-forward
 PROBE_S = 10
 REVISIONS = 5  # that a Deployment or a StatefulSet keeps
+AWAY = 1  # pods of one kind that may be away at once: in a rollout, and by evictions
 GPU = "nvidia.com/gpu"
 NAME = "app.kubernetes.io/name"  # the label by which pods are selected
 SECRET_KEY = "api-key"
@@ -48,7 +49,12 @@ SHARED: Object = {
 }
 SHARED_MOUNT: Object = {"name": "shm", "mountPath": "/dev/shm"}
 HTTP: Object = {"name": "http", "containerPort": PORT, "protocol": "TCP"}
-FOLDERS = {"HOME": "/tmp", "HF_HOME": "/models", "NUMBA_CACHE_DIR": "/tmp/numba"}
+FOLDERS = {
+    "HOME": "/tmp",
+    "HF_HOME": reckon.MODELS,
+    "NUMBA_CACHE_DIR": "/tmp/numba",
+    **reckon.compile_caches(reckon.MODELS),
+}
 PLAN_MOUNT: Object = {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True}
 MODELS_MOUNT: Object = {"name": "models", "mountPath": FOLDERS["HF_HOME"]}
 TMP_MOUNT: Object = {"name": "tmp", "mountPath": FOLDERS["HOME"]}
@@ -284,7 +290,11 @@ def service(order: Order, name: str = "", pods: str = "", **fields: str) -> Obje
 def disruption_budget(order: Order, name: str = "") -> Object:
     """A PodDisruptionBudget for the pods named `name`. Broken pods are evicted anyway."""
     pods = selector(order, name)
-    spec = {"maxUnavailable": 1, "selector": pods, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
+    spec = {
+        "maxUnavailable": AWAY,
+        "selector": pods,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
     return api_object("policy/v1", "PodDisruptionBudget", metadata(order, name, name), spec)
 
 
@@ -420,9 +430,11 @@ def deployment(order: Order, pod: Object, strategy: Object, startup_s: int, pods
     return api_object("apps/v1", "Deployment", metadata(order), spec)
 
 
-def rolling(surge: int, unavailable: int) -> Object:
-    """The strategy of a Deployment that replaces its pods bit by bit."""
-    bounds = {"maxSurge": surge, "maxUnavailable": unavailable}
+def rolling(surge: int) -> Object:
+    """The strategy of a Deployment: `surge` new pods are ready before an old one goes, or with 0
+    `AWAY` pods at a time are replaced.
+    """
+    bounds = {"maxSurge": surge, "maxUnavailable": 0 if surge else AWAY}
     return {"type": "RollingUpdate", "rollingUpdate": bounds}
 
 

@@ -25,6 +25,7 @@ from toolkit.deploy.order import (
     explain_value,
     products,
 )
+from toolkit.deploy.reckon import explain_caches
 from toolkit.deploy.replicas import ALIVE as ALIVE_FILE
 from toolkit.deploy.replicas import CHECK_S, KindReplicas, Replication, each
 from toolkit.deploy.targets import kubernetes
@@ -38,6 +39,9 @@ from toolkit.sched.policies.parameters import defaults
 ANY = "0.0.0.0"
 ALIVE_FOLDER = "/etc/llmctl-alive"
 FRONT_CORES = 2  # its loop, and its helper processes
+# After a replica is ready: the front finds it up within 5 s, and 10 s later gives it its full share
+# (toolkit/gateway/replicas.py).
+SETTLED_S = 15
 PICKER = "endpointpicker.yaml"
 PICKER_API = "inference.networking.x-k8s.io/v1alpha1"
 SCORERS = {  # and the parameters of llm-d's router
@@ -198,7 +202,7 @@ def _front(replicas: Replication) -> Object:
         [common.plan_volume(order), common.TMP],
         account=order.name,
     )
-    rolling = common.rolling(1, 0)
+    rolling = common.rolling(1)
     pods = order.options.fronts
     return common.deployment(order, spec, rolling, replicas.startup.value, pods)
 
@@ -208,8 +212,8 @@ def _set(replicas: KindReplicas) -> Object:
     router or other predictions does not start the replicas again.
 
     All pods start at once; a rollout replaces one after the other, from the last, each once the one
-    before is ready. Claims stay when their pod or the whole set goes: the next pod has its model at
-    once.
+    before has been ready for `SETTLED_S`. A StatefulSet cannot add a pod first. Claims stay when
+    their pod or the whole set goes: the next pod has its model at once.
     """
     order = replicas.order
     name = replicas.name
@@ -231,6 +235,7 @@ def _set(replicas: KindReplicas) -> Object:
         "podManagementPolicy": "Parallel",
         "revisionHistoryLimit": common.REVISIONS,
         "updateStrategy": {"type": "RollingUpdate"},
+        "minReadySeconds": SETTLED_S,
         **kept,
         "selector": common.selector(order, name),
         "template": {"metadata": about, "spec": _pod(replicas)},
@@ -349,6 +354,8 @@ def _explained(replicas: Replication, weights: Mapping[str, float]) -> list[Expl
         *replicas.of_kinds(_explained_pod),
         ExplainedValue("front: cpu, memory", f"{FRONT_CORES}, {reckon.FRONT_MIB} MiB", helpers),
         ExplainedValue("StatefulSet podManagementPolicy", "Parallel", parallel),
+        *replicas.of_kinds(_explained_rollout),
+        explain_caches(reckon.MODELS),
         kubernetes.explain_release(order),
         *common.explain_push(replicas.front_image, "--image"),
         *common.explain_push(kinds[0].image, "--replica-image"),
@@ -394,6 +401,21 @@ def _explained_pod(kind: KindReplicas) -> list[ExplainedValue]:
         explain_value("replica: cpu", kind.cores),
         explain_value("replica: memory", kind.memory_mib, MEBIBYTES),
     ]
+
+
+def _explained_rollout(kind: KindReplicas) -> list[ExplainedValue]:
+    """How much of the capacity a rollout takes away."""
+    pods = kind.count.value
+    source = (
+        f"one of {pods} is away at a time, as for the PodDisruptionBudget; the next one goes "
+        f"{SETTLED_S} s after it is ready (minReadySeconds)"
+    )
+    if pods < kubernetes.MANY:
+        source += (
+            f"; a StatefulSet adds no pod first, and one of {pods} is half or more: for a rollout "
+            f"render with --replicas {pods + 1}, which starts a new pod before an old one goes"
+        )
+    return [ExplainedValue("StatefulSet rollout", f"{common.AWAY} at a time", source)]
 
 
 def _explained_scaling(kind: KindReplicas) -> list[ExplainedValue]:

@@ -21,7 +21,15 @@ from toolkit.deploy.order import (
     proxy_file,
     unit_word,
 )
-from toolkit.deploy.reckon import check_plan_size, drain_s, gpus, grace_s, startup_s
+from toolkit.deploy.reckon import (
+    check_plan_size,
+    compile_caches,
+    drain_s,
+    explain_caches,
+    gpus,
+    grace_s,
+    startup_s,
+)
 from toolkit.deploy.replicas import KindReplicas, Replication, each
 from toolkit.files.io import file_text
 
@@ -63,6 +71,7 @@ def render(order: Order) -> Rendered:
         explain_value("TimeoutStopSec", grace, SECONDS),
         explain_value("TimeoutStartSec", startup, SECONDS),
         ExplainedValue("Type", "notify", waiting),
+        explain_caches(_cache(order)),
         ExplainedValue("WatchdogSec", str(WATCHDOG_S), blocked),
         ExplainedValue("KillMode", "mixed", killing),
         ExplainedValue("LoadCredential", "plan.json, api-key", secret),
@@ -132,6 +141,7 @@ def _replica(order: Order, replicas: KindReplicas) -> str:
         python=order.options.replica_python,
         user=user_name(order.name),
         model_folder=_model_folder(order),
+        caches=compile_caches(_cache(order)),
         startup_s=replicas.startup.value,
         grace_s=grace_s(drain).value,
         back_off_s=BACK_OFF_S,
@@ -172,11 +182,17 @@ def _server(
         plan_file=f"{_folder(order)}/plan.json",
         key_file=order.key_file,
         model_folder=_model_folder(order),
+        caches=compile_caches(_cache(order)),
         startup_s=startup_s(order).value,
         grace_s=grace_s(drain).value,
         watchdog_s=WATCHDOG_S,
         gpus=devices,
     )
+
+
+def _cache(order: Order) -> str:
+    """The unit's CacheDirectory."""
+    return f"/var/cache/{order.name}"
 
 
 def _command(words: Sequence[str]) -> str:
@@ -215,6 +231,7 @@ def _explained_replicas(order: Order, replicas: Replication) -> list[ExplainedVa
         ExplainedValue(f"{files}: PORT", f"{first} to {last}", source),
         explain_value("TimeoutStopSec", grace, SECONDS),
         explain_value("TimeoutStartSec", replicas.startup, SECONDS),
+        explain_caches(_cache(order)),
         ExplainedValue("Restart of a replica", restarts, "it never gives up; the front goes on"),
         ExplainedValue("replica that hangs", f"{recipe.serve.hang_s:g} s", hung),
         ExplainedValue("WatchdogSec", str(WATCHDOG_S), blocked),

@@ -1,0 +1,159 @@
+"""What an operator meets at night: drains as long as requests take, rollouts that leave the
+capacity there, loads that are given their time, caches that stay, and logs that stay small.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import orders
+import pytest
+from orders import changed
+from rendered import objects_of, services
+
+from toolkit.cli.basis import plan_from
+from toolkit.deploy.order import Order
+from toolkit.deploy.reckon import compile_caches, drain_s, e2e_p99_s, startup_s
+from toolkit.deploy.render import render_target
+from toolkit.deploy.targets.statefulset import SETTLED_S
+from toolkit.files.bench import Validation
+from toolkit.files.io import shipped_fit
+from toolkit.files.plan import Plan
+from toolkit.files.shipped import recipe_path
+from toolkit.gateway.replicas import PROBE_DOWN_MAX_S, SLOW_START_S
+from toolkit.traces.types import Trace
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """On GPUs, without a target for E2E."""
+    return orders.plan(tmp_path, **(orders.GPU | {"sla": {"ttft_p99_s": 2.0}}))
+
+
+def predicting(plan: Plan, seconds: float) -> Order:
+    return orders.order(changed(plan, predicted={"e2e_p99_s": seconds}))
+
+
+def test_the_drain_is_the_predicted_p99_and_a_quarter_more(plan: Plan) -> None:
+    found = drain_s(predicting(plan, 103.0))
+    assert found.value == 129
+    assert "103" in found.source
+    assert "25 %" in found.source
+
+
+def test_a_validated_fit_needs_less_margin_and_never_less_than_a_tenth(plan: Plan) -> None:
+    order = predicting(plan, 100.0)
+    for worst_percent, longest_s in ((-17.2, 118), (2.0, 111)):
+        metrics = [SimpleNamespace(worst_percent=worst_percent)]
+        validation = cast(Validation, SimpleNamespace(metrics=metrics))
+        assert drain_s(replace(order, validation=validation)).value == longest_s
+
+
+def test_a_longer_target_is_waited_for_too(tmp_path: Path) -> None:
+    plan = orders.plan(tmp_path, **orders.GPU)
+    assert drain_s(predicting(plan, 41.5)).value == 90, "e2e_p99_s of the recipe"
+    assert drain_s(predicting(plan, 0.1)).value == 90
+    assert drain_s(predicting(plan, 200.0)).value == 250
+
+
+def test_without_a_prediction_the_p99_is_simulated_at_the_most_that_is_served(
+    plan: Plan,
+) -> None:
+    untuned = orders.order(changed(plan, predicted={}))
+    found = e2e_p99_s(untuned)
+    assert found.value > 0.0
+    (rate,) = re.findall(r"at ([\d.e+]+) requests/s", found.source)
+    assert float(rate) > 0
+    slow = changed(plan, predicted={}, recipe__sla={"ttft_p99_s": 1e-9})
+    assert e2e_p99_s(orders.order(slow)).value > 0.0, "no rate keeps this target"
+
+
+def test_a_trace_that_comes_at_once_is_simulated_as_it_is(plan: Plan) -> None:
+    lengths = np.full(8, 16)
+    trace = Trace(np.zeros(8), lengths, lengths, lengths)
+    found = e2e_p99_s(replace(orders.order(changed(plan, predicted={})), trace=trace))
+    assert found.value > 0.0
+    assert "requests/s" not in found.source
+
+
+@pytest.mark.parametrize("target", ["systemd", "compose", "kubernetes", "vllm"])
+def test_all_targets_drain_equally_long(plan: Plan, target: str) -> None:
+    order = predicting(plan, 103.0)
+    text = "\n".join(render_target(target, order).values())
+    assert re.search(r"--shutdown-timeout[\s\"',-]+129\b", text)
+    grace = {
+        "systemd": "TimeoutStopSec=149\n",
+        "compose": 'stop_grace_period: "149s"',
+        "kubernetes": "terminationGracePeriodSeconds: 154\n",
+    }
+    assert grace.get(target, "") in text
+
+
+@pytest.mark.parametrize(("pods", "surge", "away"), [(1, 1, 0), (2, 1, 0), (3, 0, 1), (8, 0, 1)])
+def test_a_rollout_leaves_more_than_half_of_the_pods(
+    plan: Plan, pods: int, surge: int, away: int
+) -> None:
+    objects = objects_of(orders.order(plan, replicas=pods))
+    bounds = objects["core/deployment.yaml"]["spec"]["strategy"]["rollingUpdate"]
+    assert bounds == {"maxSurge": surge, "maxUnavailable": away}
+    assert 2 * bounds["maxUnavailable"] < pods
+    assert objects["core/poddisruptionbudget.yaml"]["spec"]["maxUnavailable"] == 1
+
+
+def test_a_replica_is_replaced_once_the_front_uses_the_one_before() -> None:
+    found = objects_of(replicated())["core/statefulset.yaml"]["spec"]
+    assert found["updateStrategy"] == {"type": "RollingUpdate"}, "one at a time"
+    assert found["minReadySeconds"] == SETTLED_S >= PROBE_DOWN_MAX_S + SLOW_START_S
+
+
+@pytest.mark.parametrize(("replicas", "needed"), [(1, 2), (2, 3), (3, None)])
+def test_few_replicas_are_told_how_to_roll_out(replicas: int, needed: int | None) -> None:
+    explained = render_target("kubernetes", replicated(replicas=replicas))["EXPLAIN.md"]
+    (line,) = [line for line in explained.splitlines() if line.startswith("| StatefulSet rollout")]
+    assert re.findall(r"--replicas (\d)", line) == ([] if needed is None else [str(needed)])
+
+
+def replicated(**options: object) -> Order:
+    """A plan of vLLM's own servers."""
+    name = "llama-3.1-8b-h200"
+    made = plan_from(recipe_path(name), shipped_fit(name), None)[0]
+    return orders.order(changed(made, predicted={"e2e_p99_s": 41.5}), **options)
+
+
+def test_a_recipe_says_how_long_its_model_may_load(plan: Plan) -> None:
+    slow = orders.order(changed(plan, recipe__serve__load_timeout_s=7200.0))
+    assert startup_s(slow).value == 7200
+    (container,) = objects_of(slow)["core/deployment.yaml"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 7200
+
+
+def test_compiled_kernels_are_on_the_volume() -> None:
+    caches = compile_caches("/models")
+    order = replicated()
+    (container,) = objects_of(order)["core/statefulset.yaml"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    given = {one["name"]: one.get("value") for one in container["env"]}
+    assert given.items() >= caches.items()
+    assert any(mount["mountPath"] == "/models" for mount in container["volumeMounts"])
+    replica = services(order)["replica-0"]
+    assert replica["environment"].items() >= caches.items()
+    assert any(mount["target"] == "/models" for mount in replica["volumes"])
+    name = order.name
+    unit = render_target("systemd", order)[f"{name}-replica@.service"]
+    assert f"CacheDirectory={name}\n" in unit
+    for variable, folder in compile_caches(f"/var/cache/{name}").items():
+        assert f"{variable}={folder}" in unit
+
+
+def test_the_logs_of_a_container_are_bounded() -> None:
+    staying = {name: one for name, one in services(replicated()).items() if "restart" in one}
+    assert staying.keys() == {"llmctl", "replica-0"}
+    for service in staying.values():
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}
