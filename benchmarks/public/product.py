@@ -7,10 +7,10 @@
     python -m benchmarks.public.product --aiconfigurator DIR --page docs/results/scoreboard.md \\
         --errors toolkit/estimators/elsewhere.json --json docs/results/data/product.json
 
-Takes MINUTES minutes on two cores; --journal FILE keeps every answer, and goes on from there. DIR
-is a checkout of ai-dynamo/aiconfigurator. No law and no constant is here: a row is only put into
-the words of a recipe and of options. These are its model, GPU, precision, parallelism, lengths and
-concurrency, and the flags of its protocol (`benchmarks.public.servers`). Where llmctl refuses a
+Takes twenty minutes on two shared cores; --journal FILE keeps every answer, and goes on from there.
+DIR is a checkout of ai-dynamo/aiconfigurator. No law and no constant is here: a row is only put
+into the words of a recipe and of options. These are its model, GPU, precision, parallelism, lengths
+and concurrency, and the flags of its protocol (`benchmarks.public.servers`). Where llmctl refuses a
 flag, it is asked without it, and the row says so. A row that it refuses is counted by reason.
 
 With --errors it writes the file of errors that ships and that commands quote; with --page it
@@ -341,13 +341,15 @@ def tables(answers: Sequence[Answer]) -> str:
 
 
 def lines_of(servers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """The lines of the table: all; each GPU and class; each model; eight GPUs; flags left out."""
+    """The lines of the table: all; each GPU and class; each model, and with each number of GPUs;
+    these of all dense models; what was asked without a flag.
+    """
     lines: dict[str, list[Answer]] = {"**all**": list(servers)}
     for one in sorted(servers, key=lambda one: (one.setting, one.name)):
         chip = one.gpu.partition("_")[0].upper()
         kind = "with experts" if one.experts else "dense"
-        names = [f"**{chip}, {kind}**", f"{chip}, {one.model} {one.precision}, TP {one.ranks}"]
-        for name in names:
+        model = f"{chip}, {one.model} {one.precision}"
+        for name in (f"**{chip}, {kind}**", model, f"{model}, TP {one.ranks}"):
             lines.setdefault(name, []).append(one)
     for ranks in sorted({one.ranks for one in servers}):
         group = [one for one in servers if one.ranks == ranks and not one.experts]

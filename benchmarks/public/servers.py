@@ -76,7 +76,7 @@ class Row:
         return (self.gpu, self.model, self.precision, self.version, self.ranks)
 
     @property
-    def setting(self) -> tuple[object, ...]:
+    def setting(self) -> tuple[Any, ...]:
         """What repeats of a measurement have in common."""
         ranks = (self.ranks, 1) if self.misread else (self.expert_ranks, self.data_ranks)
         return (*self.group, *ranks, self.prompt, self.output, self.concurrency)

@@ -278,7 +278,7 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
         if fit.steps and profile.steps:
             laws["steps"] = resampled_steps(fit.steps, profile.steps, rng)
         # The profiles of other numbers of drafts are not here.
-        laws["drafts"] = [_scaled_steps(other, rng) for other in fit.drafts]
+        laws["drafts"] = [_scaled_steps(other, fit.off_percent(other), rng) for other in fit.drafts]
         drawn.append(fit.model_copy(update=laws))
     return drawn
 
@@ -325,9 +325,7 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
             laws["rounds"] = fit.rounds.model_copy(update=slower)
         if fit.steps:
             laws["steps"] = _scaled_steps(fit.steps, fit.off_percent(fit.steps), rng)
-        laws["drafts"] = [
-            _scaled_steps(other, fit.off_percent(other), rng) for other in fit.drafts
-        ]
+        laws["drafts"] = [_scaled_steps(other, fit.off_percent(other), rng) for other in fit.drafts]
         drawn.append(fit.model_copy(update=laws))
     return drawn
 
