@@ -37,10 +37,10 @@ def error_words(error: AnalyticError, *, experts: bool) -> str:
     """An error of `measured_elsewhere` as commands quote it."""
     off = (
         f"TPOT {error.tpot_percent:g} % off in the median, {error.tpot_p90_percent:g} at p90, TTFT "
-        f"{error.ttft_percent:g} and {error.ttft_p90_percent:g} %, over {error.servers} measured "
-        "servers"
+        f"{error.ttft_percent:g} and {error.ttft_p90_percent:g} %, over"
     )
     kind = "models with experts" if experts else "dense models"
     if error.gpu is None:
-        return f"never compared on this GPU with {kind}; elsewhere {off}"
-    return f"{off} of this GPU with {kind}"
+        compared = f"all {error.servers} servers that were compared"
+        return f"never compared on this GPU with {kind}; {off} {compared}, none of them such"
+    return f"{off} {error.servers} measured servers of this GPU with {kind}"
