@@ -19,6 +19,7 @@ from toolkit.estimators.roofline import (
     prefill_shape,
 )
 from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
@@ -214,6 +215,22 @@ def test_an_error_is_of_the_recipes_gpu_and_class_or_of_no_gpu(name: str, compar
     assert error
     assert error.gpu == compared
     assert error == measured_elsewhere(compared or "none", experts="a3b" in name)
+
+
+@pytest.mark.slow
+def test_the_error_beside_measured_servers_counts_for_max_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert llmctl("profile", "llama-3.1-8b-h100-sxm", "--analytic") == 0
+    assert llmctl("fit", "profile.json") == 0
+    fit = read_file(Fit, Path("fit.json"))
+    forms = max(law.error.median_percent for law in (fit.prefill, fit.decode))
+    beside = max(fit.off_percent(law) for law in (fit.prefill, fit.decode))
+    assert forms < beside
+    limit = str((forms + beside) / 2)
+    assert llmctl("fit", "profile.json", "--max-error", limit) == 4
+    assert llmctl("fit", "profile.json", "--max-error", str(beside + 1)) == 0
 
 
 def test_gpus_that_share_a_model_hold_more_and_are_faster():
