@@ -11,6 +11,7 @@ from toolkit.estimators.fitting import resampled_fits, scaled_fits
 from toolkit.estimators.load import law_of_steps, laws_from_fit
 from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import Fit
+from toolkit.files.profile import AnalyticError
 
 
 def slice_s(fit: Fit) -> float:
@@ -59,6 +60,26 @@ def test_scaled_laws_have_the_held_out_error():
         for other in scaled_fits(fit, 2000, 0)
     ]
     assert np.median(errors) == pytest.approx(0.01, rel=0.1)
+
+
+def test_computed_laws_are_scaled_by_the_errors_beside_measured_servers():
+    fit = samples.fit()
+    error = AnalyticError(
+        gpu="h100_sxm",
+        servers=9,
+        tpot_percent=8.0,
+        tpot_p90_percent=28.0,
+        ttft_percent=12.0,
+        ttft_p90_percent=40.0,
+    )
+    computed = fit.engine.model_copy(update={"analytic": "sums", "analytic_error": error})
+    fit = fit.model_copy(update={"engine": computed})
+    for law, off in (("decode", 0.08), ("prefill", 0.12)):
+        before = getattr(fit, law).segments[0].n
+        factors = [
+            getattr(other, law).segments[0].n / before for other in scaled_fits(fit, 2000, 0)
+        ]
+        assert np.median(np.abs(np.log(factors))) == pytest.approx(off, rel=0.1)
 
 
 def test_a_law_is_scaled_as_a_whole():

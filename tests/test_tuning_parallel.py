@@ -66,13 +66,16 @@ def test_a_size_that_divides_neither_gpus_nor_heads_is_refused(
 def test_a_recipe_without_a_fit_is_tuned_rendered_and_reported(
     recipe: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert llmctl("tune", "recipe.yaml", *QUICK) == 0
+    assert llmctl("tune", "recipe.yaml", *QUICK, "--draws", "2") == 0
     shown = capsys.readouterr()
     assert "analytic, nothing was measured" in shown.err
     assert "analytic" in shown.out
     assert sorted(path.name for path in Path().iterdir()) == ["recipe.yaml", "tuning.json"]
     assert "fit" not in tuned().inputs
     assert tuned().analytic
+    drawn = tuned().uncertainty
+    assert drawn
+    assert drawn.method == "measured servers"
     assert llmctl("render", "recipe.yaml", "--tuning", "tuning.json") == 0
     assert "analytic, nothing was measured" in capsys.readouterr().err
     plan = read_file(Plan, "plan.json")

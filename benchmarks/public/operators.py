@@ -327,8 +327,8 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
 
 
 def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
-    """What ships. Of `kept`, the file so far, the constants of an engine and the errors of whole
-    engines stay, which `benchmarks.public.silicon` writes.
+    """What ships. Of `kept`, the file so far, the constants of an engine stay, which
+    `benchmarks.public.silicon` writes.
     """
     content = {
         "about": "Coefficients of kernels, fitted to measurements of others; no table of theirs is "
@@ -337,7 +337,6 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
         "source": f"ai-dynamo/aiconfigurator {COMMIT}, Apache-2.0, Copyright (c) 2025-2026 NVIDIA "
         "CORPORATION & AFFILIATES",
         "engine": kept["engine"],
-        "errors": kept["errors"],
         "gpus": {
             name: {
                 "bandwidth": one.bandwidth,

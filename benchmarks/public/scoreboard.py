@@ -7,13 +7,13 @@ Takes three minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kai
 FILE is what `benchmarks.public.silicon_peer` wrote. It predicts the runs of LLMServingSim
 (`benchmarks.public.llmservingsim`), our own windows (`benchmarks.engines.gpu_windows`) and the
 measured servers (`benchmarks.public.silicon`), prints their tables, and puts them with --page into
-the sections of the page, with --picture into a drawing, with --errors into the small file that
-ships, and with --extract into that of a test.
+the sections of the page, with --picture into a drawing, and with --extract into the file of a
+test. The servers are predicted by a pipeline of its own; `benchmarks.public.product` predicts them
+by llmctl's commands, and writes the errors that these quote.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -304,35 +304,7 @@ def panel(points: Sequence[tuple[float, float, bool]], left: float, name: str) -
     return "\n".join(parts)
 
 
-# ---- what ships ----
-
-
-def errors_file(board: Board) -> str:
-    """The errors of TPOT and TTFT by GPU, kind of model and version of vLLM, for users of analytic
-    predictions.
-    """
-    groups: dict[tuple[str, bool, str], list[Compared]] = {}
-    for one in board.judged:
-        key = (one.row.gpu, not is_dense(one), one.row.version)
-        groups.setdefault(key, []).append(one)
-    rows = [
-        {
-            "gpu": gpu,
-            "experts": experts,
-            "version": version,
-            "rows": len(group),
-            "tpot_percent": silicon.median_error(group, 0),
-            "ttft_percent": silicon.median_error(group, 1),
-        }
-        for (gpu, experts, version), group in sorted(groups.items())
-    ]
-    content = {
-        "about": "Median errors of analytic predictions, in percent (docs/results/scoreboard.md)",
-        "source": "ai-dynamo/aiconfigurator, silicon_sample.csv, Apache-2.0, NVIDIA",
-        "groups": rows,
-    }
-    return json.dumps(content, indent=1) + "\n"
-
+# ---- what a test predicts ----
 
 EXTRACT_ROWS = 80
 
@@ -368,7 +340,6 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, metavar="FILE", help="of silicon_peer")
     parser.add_argument("--page", type=Path, metavar="FILE", help="replace its sections")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG")
-    parser.add_argument("--errors", type=Path, metavar="FILE", help="what ships")
     parser.add_argument("--extract", type=Path, metavar="FILE", help="what a test predicts")
     options = parser.parse_args()
     peer = silicon.read_peer(options.peer)
@@ -385,8 +356,6 @@ def main() -> None:
     keep("rows", [derived(one) for one in board.judged])
     if options.picture:
         options.picture.write_text(drawing(board.judged), encoding="utf-8")
-    if options.errors:
-        options.errors.write_text(errors_file(board), encoding="utf-8")
     if options.extract:
         options.extract.write_text(extract(options.aiconfigurator, board), encoding="utf-8")
 

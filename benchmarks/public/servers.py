@@ -15,6 +15,7 @@ import csv
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -75,7 +76,7 @@ class Row:
         return (self.gpu, self.model, self.precision, self.version, self.ranks)
 
     @property
-    def setting(self) -> tuple[object, ...]:
+    def setting(self) -> tuple[Any, ...]:
         """What repeats of a measurement have in common."""
         ranks = (self.ranks, 1) if self.misread else (self.expert_ranks, self.data_ranks)
         return (*self.group, *ranks, self.prompt, self.output, self.concurrency)
@@ -172,6 +173,28 @@ def tenth_of(rows: Sequence[Row]) -> set[tuple[object, ...]]:
         order = sorted(settings, key=lambda one: hashlib.sha256(f"{SEED} {one}".encode()).digest())
         drawn |= set(order[: max(round(len(order) / ONE_IN), 1)])
     return drawn
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows that were read: those that are not modelled by reason, those that the constants were
+    set on, and the judged ones.
+    """
+
+    rows: list[Row]
+    reasons: Counter[str]
+    tenth: list[Row]
+    judged: list[Row]
+
+
+def split_rows(data: Path) -> Split:
+    """Read all rows; no row that sets constants is judged, nor is a repeat of one."""
+    rows = read_rows(data)
+    reasons = Counter(reason for row in rows if (reason := not_modelled(row)))
+    known = [row for row in rows if not not_modelled(row)]
+    drawn = tenth_of([row for row in known if not row.misread])
+    tenth = [row for row in known if row.setting in drawn]
+    return Split(rows, reasons, tenth, [row for row in known if row.setting not in drawn])
 
 
 # ---- models ----

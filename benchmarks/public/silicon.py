@@ -38,11 +38,9 @@ from benchmarks.public.servers import (
     UNEXPLAINED,
     Protocol,
     Row,
-    not_modelled,
     protocol_of,
-    read_rows,
     shapes_of,
-    tenth_of,
+    split_rows,
     trace_of,
 )
 from toolkit.catalogue.gpus import gpu_of
@@ -422,35 +420,18 @@ def read_peer(path: Path | None) -> dict[str, Any]:
 
 def board_of(data: Path, constants: Constants, peer: Mapping[str, Any]) -> Board:
     """Read and predict all rows."""
-    rows = read_rows(data)
-    reasons = Counter(reason for row in rows if (reason := not_modelled(row)))
-    known = [row for row in rows if not not_modelled(row)]
-    drawn = tenth_of([row for row in known if not row.misread])
-    tenth = [row for row in known if row.setting in drawn]
-    rest = [row for row in known if row.setting not in drawn]
-    judged = compare(data, rest, constants, peer.get("rows", {}))
-    return Board(rows, reasons, tenth, judged, peer.get("version", ""))
+    split = split_rows(data)
+    judged = compare(data, split.judged, constants, peer.get("rows", {}))
+    return Board(split.rows, split.reasons, split.tenth, judged, peer.get("version", ""))
 
 
 def write_constants(constants: Constants, board: Board) -> None:
-    """Replace the constants that ship, and beside them the errors of TPOT and TTFT of servers with
-    a protocol that is said: of the others, more than the laws may be wrong.
-    """
+    """Replace the constants that ship."""
     content = json.loads(TABLE.read_text(encoding="utf-8"))
     content["engine"] = {
         "constants": {name: asdict(one) for name, one in constants.items()},
         "source": f"{len(board.tenth)} rows of systems/silicon_sample.csv, vLLM 0.10 to 0.19",
     }
-    for kind, k in (("decode", 0), ("prompt", 1)):
-        said = [one for one in board.judged if protocol_of(one.row).said]
-        off = np.abs([one.errors()[k] for one in said])
-        median, p95 = np.percentile(off, [50, 95])
-        content["errors"][kind] = {
-            "median_percent": round(float(median), 1),
-            "p95_percent": round(float(p95), 1),
-            "worst_percent": round(float(off.max()), 1),
-            "points": len(off),
-        }
     TABLE.write_text(flat_json(content), encoding="utf-8")
 
 
@@ -462,9 +443,7 @@ def main() -> None:
     options = parser.parse_args()
     constants = shipped_constants()
     if options.calibrate:
-        rows = [row for row in read_rows(options.data) if not not_modelled(row)]
-        drawn = tenth_of([row for row in rows if not row.misread])
-        constants = calibrate(options.data, [row for row in rows if row.setting in drawn])
+        constants = calibrate(options.data, split_rows(options.data).tenth)
         print(json.dumps({name: asdict(one) for name, one in constants.items()}))
     board = board_of(options.data, constants, {})
     tpot, ttft = (median_error(board.judged, kind) for kind in (0, 1))

@@ -60,8 +60,9 @@ def drift_percent(order: Order) -> Sourced[float]:
     """
     fit = order.plan.fit
     overhead = fit.rounds.overhead if fit.rounds else fit.overhead
-    stated = max(law.error.median_percent for law in (fit.prefill, fit.decode, overhead))
-    source = f"twice the largest median held-out error of the fit's laws, {stated:.1f} %"
+    off = [fit.off_percent(law) for law in (fit.prefill, fit.decode)]
+    stated = max(*off, overhead.error.median_percent)
+    source = f"twice the largest median error of the fit's laws, {stated:.1f} %"
     if 2 * stated < MIN_DRIFT_PERCENT:
         return Sourced(MIN_DRIFT_PERCENT, f"{source}, but at least {MIN_DRIFT_PERCENT:g} %")
     return Sourced(round(2 * stated, 1), source)

@@ -1,7 +1,7 @@
-"""How far analytic predictions were off where others measured: the scoreboard in one line.
+"""How far analytic predictions were off beside servers that others measured.
 
-`elsewhere.json` has the median errors by GPU, kind of model and version of vLLM
-(`benchmarks.public.scoreboard`, docs/results/scoreboard.md).
+`elsewhere.json` has the errors of the commands themselves by GPU and class of model
+(`benchmarks.public.product`, docs/results/scoreboard.md).
 """
 
 from __future__ import annotations
@@ -11,31 +11,36 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from toolkit.files.profile import AnalyticError
+
 FILE = Path(__file__).with_name("elsewhere.json")
-CHIPS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200", "b300_sxm": "B300"}
 
 
 @cache
-def _groups() -> list[dict[str, Any]]:
+def _content() -> dict[str, Any]:
     with FILE.open(encoding="utf-8") as file:
-        found: list[dict[str, Any]] = json.load(file)["groups"]
+        found: dict[str, Any] = json.load(file)
     return found
 
 
-def measured_elsewhere(gpu: str, *, experts: bool) -> str:
-    """The errors of predictions of servers on this GPU, by its name in `measured_gpus`, with the
-    same kind of model; "": others measured none.
-
-    Of several groups it is the one with the most rows.
+def measured_elsewhere(gpu: str, *, experts: bool) -> AnalyticError:
+    """The errors of predictions of servers on this GPU, by its name in `measured_gpus`, with models
+    of the same class; those of all servers, and no GPU, where there are none.
     """
-    groups = [one for one in _groups() if (one["gpu"], one["experts"]) == (gpu, experts)]
-    if not groups:
-        return ""
-    most = max(groups, key=lambda one: int(one["rows"]))
-    kind = "with experts" if experts else "dense"
-    version = f", vLLM {most['version']}" if most["version"] else ""
-    return (
-        f"measured elsewhere: TPOT within {most['tpot_percent']:g} % and TTFT within "
-        f"{most['ttft_percent']:g} % in the median of {most['rows']} rows of {CHIPS[gpu]} "
-        f"({kind}{version})"
+    for group in _content()["groups"]:
+        if (group["gpu"], group["experts"]) == (gpu, experts):
+            return AnalyticError(**{key: group[key] for key in group if key != "experts"})
+    return AnalyticError(**_content()["all"])
+
+
+def error_words(error: AnalyticError, *, experts: bool) -> str:
+    """An error of `measured_elsewhere` as commands quote it."""
+    off = (
+        f"TPOT {error.tpot_percent:g} % off in the median, {error.tpot_p90_percent:g} at p90, TTFT "
+        f"{error.ttft_percent:g} and {error.ttft_p90_percent:g} %, over"
     )
+    kind = "models with experts" if experts else "dense models"
+    if error.gpu is None:
+        compared = f"all {error.servers} servers that were compared"
+        return f"never compared on this GPU with {kind}; {off} {compared}, none of them such"
+    return f"{off} {error.servers} measured servers of this GPU with {kind}"

@@ -10,10 +10,9 @@ the error of a fit moves a result that is computed from it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +33,6 @@ from toolkit.estimators.part_fits import (
 from toolkit.files.fit import (
     Candidate,
     Fit,
-    HeldOutError,
     LatencyFit,
     MemoryFit,
     OverheadFit,
@@ -125,9 +123,6 @@ def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -
 def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     """Fit every law to a profile; `seed` deals the points into held-out parts.
 
-    The errors of a profile that was computed have the method's own error in them
-    (`engine.analytic_error`), where that is known.
-
     Raises `InputError` that names what the profile lacks: points, lengths, batch sizes, slices,
     rounds or memory probes.
     """
@@ -137,14 +132,6 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
         tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
     )
     steps = fit_steps(profile.steps, seed) if profile.steps is not None else None
-    known = profile.engine.analytic_error
-    if known is not None:
-        decode_off = known.decode_percent, known.decode_p95_percent
-        prompt_off = known.prompt_percent, known.prompt_p95_percent
-        prefill = replace(prefill, fit=_farther_off(prefill.fit, prompt_off))
-        decode = replace(decode, fit=_farther_off(decode.fit, decode_off))
-        if steps is not None:
-            steps = _farther_off(steps, max(decode_off, prompt_off))
     return FittedProfile(
         prefill,
         decode,
@@ -153,23 +140,6 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
         *fit_rounds(profile, law, seed),
         steps,
     )
-
-
-Law = TypeVar("Law", LatencyFit, StepsFit)
-
-
-def _farther_off(law: Law, method: tuple[float, float]) -> Law:
-    """`law` with an error that has in it, beside what a form loses, how far off its points are:
-    median and p95 in percent. Both add up as independent errors do.
-    """
-    error = law.error
-    both = HeldOutError(
-        median_percent=math.hypot(error.median_percent, method[0]),
-        p95_percent=math.hypot(error.p95_percent, method[1]),
-        worst_percent=math.hypot(error.worst_percent, method[1]),
-        points=error.points,
-    )
-    return law.model_copy(update={"error": both})
 
 
 def fit_latency(name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed: int) -> FittedLaw:
@@ -308,7 +278,7 @@ def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fi
         if fit.steps and profile.steps:
             laws["steps"] = resampled_steps(fit.steps, profile.steps, rng)
         # The profiles of other numbers of drafts are not here.
-        laws["drafts"] = [_scaled_steps(other, rng) for other in fit.drafts]
+        laws["drafts"] = [_scaled_steps(other, fit.off_percent(other), rng) for other in fit.drafts]
         drawn.append(fit.model_copy(update=laws))
     return drawn
 
@@ -337,7 +307,7 @@ def _refit(
 
 def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
     """`draws` fits for use without a profile: each law as a whole times a log-normal factor. The
-    median of the factor's distance from 1 is the law's held-out median error.
+    median of the factor's distance from 1 is how far the law is off (`Fit.off_percent`).
 
     Errors that differ from point to point would partly cancel, so these draws spread wider than
     `resampled_fits`. The memory law stays: its edge is drawn in every simulation.
@@ -346,36 +316,36 @@ def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
     drawn = []
     for _ in range(draws):
         laws: dict[str, Any] = {
-            "prefill": _scaled(fit.prefill, rng),
-            "decode": _scaled(fit.decode, rng),
+            "prefill": _scaled(fit.prefill, fit.off_percent(fit.prefill), rng),
+            "decode": _scaled(fit.decode, fit.off_percent(fit.decode), rng),
             "overhead": _slower(fit.overhead, rng),
         }
         if fit.rounds:
             slower = {"overhead": _slower(fit.rounds.overhead, rng)}
             laws["rounds"] = fit.rounds.model_copy(update=slower)
         if fit.steps:
-            laws["steps"] = _scaled_steps(fit.steps, rng)
-        laws["drafts"] = [_scaled_steps(other, rng) for other in fit.drafts]
+            laws["steps"] = _scaled_steps(fit.steps, fit.off_percent(fit.steps), rng)
+        laws["drafts"] = [_scaled_steps(other, fit.off_percent(other), rng) for other in fit.drafts]
         drawn.append(fit.model_copy(update=laws))
     return drawn
 
 
-def _scaled_steps(steps: StepsFit, rng: np.random.Generator) -> StepsFit:
-    return with_step_law(steps, law_of_steps(steps).times(_factor(steps.error, rng)))
+def _scaled_steps(steps: StepsFit, off_percent: float, rng: np.random.Generator) -> StepsFit:
+    return with_step_law(steps, law_of_steps(steps).times(_factor(off_percent, rng)))
 
 
-def _factor(error: HeldOutError, rng: np.random.Generator) -> float:
-    return float(np.exp(rng.standard_normal() * error.median_percent / 100.0 / NORMAL_MEDIAN))
+def _factor(off_percent: float, rng: np.random.Generator) -> float:
+    return float(np.exp(rng.standard_normal() * off_percent / 100.0 / NORMAL_MEDIAN))
 
 
-def _scaled(law: LatencyFit, rng: np.random.Generator) -> LatencyFit:
-    factor = _factor(law.error, rng)
+def _scaled(law: LatencyFit, off_percent: float, rng: np.random.Generator) -> LatencyFit:
+    factor = _factor(off_percent, rng)
     segments = [scaled_segment(segment, factor) for segment in law.segments]
     return law.model_copy(update={"segments": segments})
 
 
 def _slower(overhead: OverheadFit, rng: np.random.Generator) -> OverheadFit:
-    factor = _factor(overhead.error, rng)
+    factor = _factor(overhead.error.median_percent, rng)
     return _with_line(overhead, (overhead.batch_s * factor, overhead.stretch * factor))
 
 

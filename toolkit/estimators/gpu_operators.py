@@ -530,16 +530,6 @@ def engine_constants(family: str) -> EngineConstants:
     return EngineConstants(**_table()["engine"]["constants"][family])
 
 
-def method_errors() -> dict[str, float]:
-    """How far whole engines were off, by the fields of `files.profile.AnalyticError`."""
-    errors = _table()["errors"]
-    found: dict[str, float] = {"points": sum(one["points"] for one in errors.values())}
-    for kind, one in errors.items():
-        found[f"{kind}_percent"] = one["median_percent"]
-        found[f"{kind}_p95_percent"] = one["p95_percent"]
-    return found
-
-
 SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU
 
 

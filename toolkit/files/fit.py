@@ -275,3 +275,19 @@ class Fit(Envelope):
     swap: SwapFit | None = optional("none: caches cannot be swapped; evicted rows are recomputed")
     steps: StepsFit | None = optional("none: the engine's passes were not measured one by one")
     drafts: list[StepsFit] = Field([], description="the same with other numbers of drafts")
+
+    def off_percent(self, law: LatencyFit | StepsFit) -> float:
+        """How far times by one of these laws are off, in the median: what its form loses on
+        held-out points, or, where nothing was measured, how far predictions were off beside
+        measured servers, if that is more. Prefills are as far off as TTFT, decodes as TPOT, and
+        passes as the larger of both.
+        """
+        held_out = law.error.median_percent
+        known = self.engine.analytic_error
+        if known is None:
+            return held_out
+        if law is self.prefill:
+            return max(held_out, known.ttft_percent)
+        if law is self.decode:
+            return max(held_out, known.tpot_percent)
+        return max(held_out, known.tpot_percent, known.ttft_percent)

@@ -224,15 +224,19 @@ class FailedPoint(Strict):
 
 
 class AnalyticError(Strict):
-    """How far passes that were computed were off, in percent of the measured ones, on models that
-    set none of the method's constants.
+    """How far `recipe new`, `profile --analytic`, `fit` and `simulate` were off beside servers that
+    others measured and that set no constant: sizes of the errors of mean times, in percent.
     """
 
-    decode_percent: float = Field(description="passes of decodes, median")
-    decode_p95_percent: float
-    prompt_percent: float = Field(description="passes with prompts, median")
-    prompt_p95_percent: float
-    points: int = Field(description="of measured servers and runs")
+    gpu: str | None = optional(
+        "of these servers, the recipe's, with models of its class: dense, or with experts; none: "
+        "no such server was compared, and the errors are of all that were"
+    )
+    servers: int = Field(description="each once")
+    tpot_percent: float = Field(description="median")
+    tpot_p90_percent: float
+    ttft_percent: float = Field(description="median")
+    ttft_p90_percent: float
 
 
 class EngineFacts(Strict):
@@ -262,7 +266,7 @@ class EngineFacts(Strict):
     )
     analytic: str = Field("", description="the assumptions, where nothing was measured")
     analytic_error: AnalyticError | None = optional(
-        "of the method, where nothing was measured; none: it is not known"
+        "of such predictions, where nothing was measured; none: it is not known"
     )
     load_s: float | None = optional(
         "seconds until the engine was loaded; none: it was not measured"

@@ -299,11 +299,15 @@ class Interval(Strict):
     high: float
 
 
+DrawMethod = Literal["profile", "held-out errors", "measured servers"]
+
+
 class Uncertainty(Strict):
     """How the fit's error moves the gain: held-out windows under laws drawn around the fit."""
 
-    method: Literal["profile", "held-out errors"] = Field(
-        description="laws refitted to resampled measurements, or scaled by their held-out errors"
+    method: DrawMethod = Field(
+        description="laws refitted to resampled measurements, or scaled by their held-out errors, "
+        "or by how far analytic predictions were off beside measured servers"
     )
     draws: int
     defaults_goodput_rps: Interval

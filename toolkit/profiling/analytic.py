@@ -4,8 +4,8 @@ It has the grid and the sections of a measured profile, so everything that reads
 too. It is marked as analytic, and its assumptions are written into it (`engine.analytic`).
 
 - A pass of vLLM on a GPU is the sum of its operators (`estimators.gpu_operators`), which others
-  measured on that GPU or on one like it. How far off that was on models that were measured is
-  written into the profile (`engine.analytic_error`), and the fit has it.
+  measured on that GPU or on one like it. How far off predictions by these laws were beside measured
+  servers of that GPU is written into the profile and the fit (`engine.analytic_error`).
 - A pass of other engines is a roofline. Its efficiency is assumed, or comes from a measured profile
   of the same engine on other hardware.
 """
@@ -25,10 +25,10 @@ from toolkit.catalogue.models import cache_parts, experts_of, not_computed, spec
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.estimators.elsewhere import measured_elsewhere
+from toolkit.estimators.elsewhere import error_words, measured_elsewhere
 from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.forms import Floats
-from toolkit.estimators.gpu_operators import method_errors, operators_of
+from toolkit.estimators.gpu_operators import operators_of
 from toolkit.estimators.part_fits import point_of
 from toolkit.estimators.roofline import (
     Efficiency,
@@ -145,13 +145,9 @@ def _operator_times(recipe: Recipe) -> ComputedPasses:
     model = shapes_of(recipe)
     ranks = recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
-    error = AnalyticError(**method_errors())
-    near = measured_elsewhere(operators.name, experts=model.experts > 0)
-    source = f"sum of {operators.source}; " + (
-        near
-        or f"of {error.points} measured servers, TPOT was {error.decode_percent:g} % off and TTFT "
-        f"{error.prompt_percent:g} % (median)"
-    )
+    experts = model.experts > 0
+    error = measured_elsewhere(operators.name, experts=experts)
+    source = f"sum of {operators.source}; {error_words(error, experts=experts)}"
     launch_s = model.layers * EAGER_LAYER_S if vllm and vllm.enforce_eager else 0.0
     if launch_s:
         source += f"; without CUDA graphs a pass takes at least {launch_s * 1e3:.0f} ms"

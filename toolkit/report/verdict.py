@@ -17,7 +17,11 @@ NOTABLE_RATE = 1.25  # a sibling that keeps the limits up to this multiple of th
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
 NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
-METHODS = {"profile": "profile resampled", "held-out errors": "laws scaled by their errors"}
+METHODS = {
+    "profile": "profile resampled",
+    "held-out errors": "laws scaled by their errors",
+    "measured servers": "laws scaled by the errors beside measured servers",
+}
 
 
 def verdict(result: Tuning) -> list[str]:

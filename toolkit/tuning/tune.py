@@ -27,6 +27,7 @@ from toolkit.files.tuning import (
     UNSERVED,
     Cost,
     DraftGain,
+    DrawMethod,
     Interval,
     JudgedPart,
     Limit,
@@ -440,7 +441,7 @@ def _uncertainty(
 
     In a draw the workers follow the drawn laws while the scheduler believes the fitted ones, as in
     a live server. The defaults and the best get the same draws. Fits are resampled from the profile
-    where it is known and was measured, else scaled by their held-out errors.
+    where it is known and was measured, else scaled by how far they are off (`Fit.off_percent`).
     """
     draws = inputs.recipe.tune.draws
     seed = inputs.recipe.tune.seed
@@ -448,8 +449,10 @@ def _uncertainty(
     if not draws:
         return None
     measured = None if inputs.fit.engine.analytic else inputs.profile
+    method: DrawMethod = "profile"
     if measured is None:
         fits = scaled_fits(inputs.fit, draws, seed)
+        method = "measured servers" if inputs.fit.engine.analytic_error else "held-out errors"
     else:
         fits = resampled_fits(measured, inputs.fit, draws, seed)
     others = [scaled_fits(kind.fit, draws, seed + k) for k, kind in enumerate(inputs.others, 1)]
@@ -464,7 +467,7 @@ def _uncertainty(
     defaults, bests = ([one.goodput_rps for one in each] for each in zip(*pairs, strict=True))
     gains = [100.0 * (b / a - 1.0) for a, b in zip(defaults, bests, strict=True) if a > 0]
     return Uncertainty(
-        method="held-out errors" if measured is None else "profile",
+        method=method,
         draws=draws,
         defaults_goodput_rps=_interval(defaults),
         best_goodput_rps=_interval(bests),

@@ -107,7 +107,7 @@ def queued_tokens(order: Order) -> Sourced[int] | None:
     key, limit = min(targets.items(), key=lambda target: target[1])
     fit = order.plan.fit
     length = fit.prefill.valid.length_max
-    error = fit.prefill.error.median_percent
+    error = fit.off_percent(fit.prefill)
     rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
     measured = f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %"
     source = f"{key} {limit:g} s x {rate:,.0f} tokens/s: {measured}"
