@@ -258,9 +258,7 @@ def _also(
     computed = has_computed_laws(one.recipe, one.found.fit)
     compute = partial(computed_fit, one.file) if computed else None
     changes = [Change.parsed(words, recipe) for words in args.also or []]
-    return [
-        changed_deployment(recipe, one.found.fit, change, compute, seen) for change in changes
-    ]
+    return [changed_deployment(recipe, one.found.fit, change, compute, seen) for change in changes]
 
 
 def _seen(args: CapacityOptions, recipes: Sequence[object]) -> ServerConditions:
@@ -482,9 +480,12 @@ def _show(result: Capacities) -> None:
     from toolkit.report.capacity import conclusion
 
     several = len(result.capacities) > 1
+    recipes = {one.recipe for one in result.capacities}
     rows: list[list[object]] = []
     for one in result.capacities:
         name = one.name if several else one.recipe
+        if one.changed and len(recipes) == 1:
+            name = f"with {one.settings}"
         rate = "none" if one.capacity_rps is None else number(one.capacity_rps)
         if one.at_least:
             rate = f">= {rate}"

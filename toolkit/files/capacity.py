@@ -82,7 +82,7 @@ class CapacityOf(Strict):
     @property
     def name(self) -> str:
         """The recipe and its settings."""
-        return f"{self.recipe}, {self.settings}"
+        return f"{self.recipe}{' with ' if self.changed else ', '}{self.settings}"
 
 
 class Capacities(Strict):

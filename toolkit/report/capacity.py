@@ -68,12 +68,12 @@ def _effect(one: CapacityOf, group: list[CapacityOf]) -> str:
         return f"{one.name}: the trace is too short to say what that changes"
     ratio = after / before
     error = max(own.error_percent, one.error_percent) / 100.0
-    times = f"{ratio:.3g} times the requests/s of {own.name}"
+    times = f"{ratio:.3g} times as many requests/s as without"
     if abs(ratio - 1.0) <= error:
-        times = f"as many requests/s as {own.name}, to {100.0 * error:.1f} %"
-    found = [other.metrics.get("hit_percent") for other in (own, one)]
-    if None not in found and found[0] != found[1]:
-        times += f"; the prefix cache has {found[1]:.3g} instead of {found[0]:.3g} % of the tokens"
+        times = f"as many requests/s as without, to {100.0 * error:.1f} %"
+    hits, hits_before = (other.metrics.get("hit_percent") for other in (one, own))
+    if hits is not None and hits_before is not None and hits != hits_before:
+        times += f"; {hits:.3g} % of the tokens of prompts are cached, {hits_before:.3g} % without"
     return f"{one.name}: {times}"
 
 

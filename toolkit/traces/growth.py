@@ -63,7 +63,9 @@ class Growth:
         if not daily:
             if self.start_h > self.end_h:
                 problem = f"--grow {self.text}: hour {self.end_h:g} is before {self.start_h:g}"
-                hint = "the trace has no dates, so hours count from its start: give the earlier first"
+                hint = (
+                    "the trace has no dates, so hours count from its start: give the earlier first"
+                )
                 raise InputError(problem, hint)
             return [(self.start_h, self.end_h)]
         if max(self.start_h, self.end_h) > DAY_H:

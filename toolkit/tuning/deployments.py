@@ -26,6 +26,7 @@ from toolkit.traces.sharing import reusable_tokens
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_rate
 from toolkit.tuning.alternatives import WORKERS_MAX
+from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
 from toolkit.tuning.changes import (
     PREFIX_CACHING,
     Change,
@@ -35,7 +36,6 @@ from toolkit.tuning.changes import (
     measured_laws,
     refuse_drafts,
 )
-from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
 from toolkit.tuning.evaluate import EvaluationSetup, make_world
 from toolkit.tuning.executor import Evaluate, keeps_limits
 from toolkit.tuning.workload import check_length, own_settings, whole_setup
@@ -182,7 +182,7 @@ def changed_deployment(
         check_laws(change, before, fit)
     check_drafts(change, changed, fit)
     [own] = deployments_of(changed, fit, conditions=conditions)
-    return replace(own, label=change.text, changed=change.values)
+    return replace(own, label=change.text.replace(",", ", "), changed=change.values)
 
 
 def check_sharing(deployment: Deployment, trace: Trace) -> None:
