@@ -17,7 +17,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.report.capacity import conclusion
 from toolkit.traces.types import SharedBlocks
-from toolkit.tuning.changes import Change, changed_recipe
+from toolkit.tuning.changes import RecipeChange, changed_recipe
 from toolkit.tuning.deployments import (
     Deployment,
     changed_deployment,
@@ -47,7 +47,7 @@ def compute(recipe: Recipe) -> Fit:
 
 
 def changed(recipe: Recipe, words: str) -> Recipe:
-    return changed_recipe(recipe, Change.parsed(words, recipe))
+    return changed_recipe(recipe, RecipeChange.parsed(words, recipe))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused_by_name(shipped: Recipe, words: str, named: s
 
 def test_laws_are_computed_for_the_changed_recipe(shipped: Recipe, own_fit: Fit) -> None:
     words = "model.quantization=fp8,engine.vllm.kv_cache_dtype=fp8"
-    found = changed_deployment(shipped, own_fit, Change.parsed(words, shipped), compute)
+    found = changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
     assert found.fit.steps is not None
     assert own_fit.steps is not None
     assert found.fit.steps.base_s < own_fit.steps.base_s
@@ -146,7 +146,7 @@ def test_laws_are_computed_for_the_changed_recipe(shipped: Recipe, own_fit: Fit)
 
 
 def test_scheduling_keeps_its_laws(shipped: Recipe, own_fit: Fit) -> None:
-    change = Change.parsed("prefix_caching=false", shipped)
+    change = RecipeChange.parsed("prefix_caching=false", shipped)
     for laws in (compute, None):
         found = changed_deployment(shipped, own_fit, change, laws)
         assert found.fit is own_fit
@@ -165,7 +165,7 @@ def test_scheduling_keeps_its_laws(shipped: Recipe, own_fit: Fit) -> None:
 )
 def test_measured_laws_answer_no_other_recipe(shipped: Recipe, own_fit: Fit, words: str) -> None:
     with pytest.raises(InputError) as error:
-        changed_deployment(shipped, own_fit, Change.parsed(words, shipped), None)
+        changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), None)
     assert words.partition("=")[0] in error.value.message
     assert "profile" in error.value.hint
 
@@ -184,7 +184,7 @@ def test_what_is_not_computed_is_refused(
     shipped: Recipe, own_fit: Fit, words: str, named: str
 ) -> None:
     with pytest.raises(InputError) as error:
-        changed_deployment(shipped, own_fit, Change.parsed(words, shipped), compute)
+        changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
     assert named in error.value.whole
 
 
@@ -193,13 +193,13 @@ def test_a_fit_that_is_not_computed_so_is_no_base(shipped: Recipe, own_fit: Fit)
     other = own_fit.model_copy(update={"engine": engine})
     with pytest.raises(InputError):
         changed_deployment(
-            shipped, other, Change.parsed("model.quantization=fp8", shipped), compute
+            shipped, other, RecipeChange.parsed("model.quantization=fp8", shipped), compute
         )
 
 
 def test_drafts_stand_beside_none_where_both_laws_were_measured() -> None:
     recipe = recipe_with()
-    drafting = Change.parsed("num_speculative_tokens=3", recipe)
+    drafting = RecipeChange.parsed("num_speculative_tokens=3", recipe)
     found = changed_deployment(recipe, fit_with((0, 3)), drafting, None)
     assert found.outcome.parameters["num_speculative_tokens"] == 3
     with pytest.raises(InputError) as error:
@@ -208,7 +208,7 @@ def test_drafts_stand_beside_none_where_both_laws_were_measured() -> None:
 
 
 def test_a_prefix_cache_needs_a_trace_that_shares(shipped: Recipe, own_fit: Fit) -> None:
-    change = Change.parsed("prefix_caching=false", shipped)
+    change = RecipeChange.parsed("prefix_caching=false", shipped)
     found = changed_deployment(shipped, own_fit, change, compute)
     plain = trace(20)
     blocks = -(-plain.prompt_tokens // 16)

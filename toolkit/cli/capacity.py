@@ -249,15 +249,15 @@ def _note_counts(found: Sequence[Measured]) -> None:
 def _also(
     args: CapacityOptions, one: Rated, recipe: Recipe, seen: ServerConditions
 ) -> list[Deployment]:
-    """The recipe with each change of --also. `InputError` as `Change.parsed` and
+    """The recipe with each change of --also. `InputError` as `RecipeChange.parsed` and
     `changed_deployment`.
     """
-    from toolkit.tuning.changes import Change
+    from toolkit.tuning.changes import RecipeChange
     from toolkit.tuning.deployments import changed_deployment
 
     computed = has_computed_laws(one.recipe, one.found.fit)
     compute = partial(computed_fit, one.file) if computed else None
-    changes = [Change.parsed(words, recipe) for words in args.also or []]
+    changes = [RecipeChange.parsed(words, recipe) for words in args.also or []]
     return [changed_deployment(recipe, one.found.fit, change, compute, seen) for change in changes]
 
 

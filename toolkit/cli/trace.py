@@ -264,8 +264,8 @@ class ConvertOptions(ReadOptions):
 def convert(args: ConvertOptions) -> None:
     """Write a trace of any known format as canonical JSONL, cut and scaled as requested.
 
-    --grow comes first: its hours are those of the file. The cut comes last, so its seconds are those
-    of the scaled trace, as in `tune` and `bench`.
+    Requests of --grow are added first, by the hours of the file. The cut comes last, so its seconds
+    are those of the scaled trace, as in `tune` and `bench`.
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.growth import Growth, grown

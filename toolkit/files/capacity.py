@@ -49,7 +49,7 @@ class CapacityOf(Strict):
 
     recipe: str = Field(description="its name")
     settings: str = Field(
-        description="'defaults', 'tuned', 'policy NAME', 'router NAME' or the words of --also; then "
+        description="'defaults', 'tuned', 'policy NAME', 'router NAME' or the words of --also, and "
         "how many workers are lost"
     )
     changed: dict[str, JsonValue] = Field(

@@ -294,8 +294,8 @@ def load_yaml(path: Path) -> object:
 
 
 def yaml_value(text: str, where: str) -> Any:
-    """The value of a key as a recipe's YAML has it, from one line of text. `InputError` says `where`
-    it is no value.
+    """Return the value that a recipe's YAML has for this text. Raises `InputError` where it has
+    none; `where` begins its message.
     """
     try:
         return _RecipeLoader(text).get_single_data()

@@ -29,6 +29,7 @@ EXAMPLE = "for example --grow 9-17=1.5"
 NUMBER = r"\d+(?:\.\d+)?"
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +55,44 @@ class Growth:
             raise InputError(problem, "requests are only added; for fewer: --rate")
         return cls(text, start_h, end_h, factor)
 
-    def stretches(self, first_h: float, last_h: float, *, daily: bool) -> list[tuple[float, float]]:
-        """When it applies between two hours, from and to, in hours on the same clock. `daily`: on
-        each day, over midnight where it ends before it begins.
+    @property
+    def hours(self) -> str:
+        """The hours, as they were typed."""
+        return self.text.partition("=")[0]
+
+    def stretch_of(self, hours: Floats, *, daily: bool) -> Ints:
+        """Return for each of these times, which rise, the number of the stretch of hours that it is
+        in; -1: none.
+
+        Args:
+            hours: on one clock.
+            daily: the hours are those of each day, over midnight where the end is the earlier one.
 
         Raises `InputError` for hours that this clock does not have.
         """
+        found = np.full(len(hours), -1)
         if not daily:
             if self.start_h > self.end_h:
                 problem = f"--grow {self.text}: hour {self.end_h:g} is before {self.start_h:g}"
-                hint = (
-                    "the trace has no dates, so hours count from its start: give the earlier first"
-                )
+                hint = "the trace has no dates: hours count from its start, the earlier first"
                 raise InputError(problem, hint)
-            return [(self.start_h, self.end_h)]
-        if max(self.start_h, self.end_h) > DAY_H:
-            later = max(self.start_h, self.end_h)
-            problem = f"--grow {self.text}: {later:g} is no hour of a day; the limit is {DAY_H:g}"
+            found[(hours >= self.start_h) & (hours < self.end_h)] = 0
+            return found
+        latest = max(self.start_h, self.end_h)
+        if latest > DAY_H:
+            problem = f"--grow {self.text}: {latest:g} is no hour of a day; the limit is {DAY_H:g}"
             raise InputError(problem, "over midnight: --grow 22-6=1.5")
         lasts_h = (self.end_h - self.start_h) % DAY_H or DAY_H
-        days = range(int(first_h // DAY_H) - 1, int(last_h // DAY_H) + 1)
-        starts = [day * DAY_H + self.start_h for day in days]
-        return [(start, start + lasts_h) for start in starts if start + lasts_h > first_h]
+        day, since_h = np.divmod(hours - self.start_h, DAY_H)
+        inside = since_h < lasts_h
+        found[inside] = (day - day[0])[inside]
+        return found
 
 
 def grown(
     trace: Trace, growths: Sequence[Growth], clock_s: float | None, seed: int
 ) -> tuple[Trace, int]:
-    """The trace with more requests in some hours, and how many were added.
+    """Return the trace with more requests in some hours, and how many were added.
 
     Args:
         clock_s: the time of the first request, in seconds since a midnight; None: it is not known,
@@ -100,52 +111,53 @@ def grown(
     first = np.arange(len(trace)) if trace.sessions is None else trace.sessions.first
     begins = np.flatnonzero(first == np.arange(len(trace)))  # of sessions, or of single requests
     hours = (trace.arrival_s[begins] + (clock_s or 0.0)) / HOUR_S
-    grown_by: dict[int, str] = {}
+    taken = np.full(len(begins), -1)  # by which growth
+    what = "requests" if trace.sessions is None else "sessions"
+    clock = "since the start" if clock_s is None else "of the day"
+    chosen = [np.empty(0, dtype=np.int64)]
+    shifts = [np.empty(0)]
     notes = []
-    chosen: list[Ints] = []
-    shifts: list[NDArray[np.float64]] = []
-    for growth in growths:
-        spans = growth.stretches(hours[0], hours[-1], daily=clock_s is not None)
-        stretch = np.full(len(begins), -1)
-        for number, (start_h, end_h) in enumerate(spans):
-            stretch[(hours >= start_h) & (hours < end_h)] = number
+    for number, growth in enumerate(growths):
+        stretch = growth.stretch_of(hours, daily=clock_s is not None)
         there = np.flatnonzero(stretch >= 0)
-        if not len(there):
-            raise InputError(
-                f"--grow {growth.text}: no request arrives in these hours",
-                f"those of {trace.source} arrive {_when(trace, clock_s)}",
-            )
-        for place in there.tolist():
-            if other := grown_by.setdefault(place, growth.text):
-                if other != growth.text:
-                    problem = f"--grow {growth.text}: these hours and those of {other} overlap"
-                    raise InputError(problem, "give each hour once")
-        extra = round((growth.factor - 1.0) * len(there))
+        _refuse_hours(growth, growths, there, taken, _when(trace, clock_s))
+        taken[there] = number
+        count = len(there)
+        extra = round((growth.factor - 1.0) * count)
         if not extra:
-            problem = f"--grow {growth.text}: it adds nothing to {len(there)} in these hours"
+            problem = f"--grow {growth.text}: it adds nothing to the {count} {what} there"
             raise InputError(problem, "give a larger factor, or more hours")
-        times = np.repeat(np.arange(len(there)), extra // len(there))
-        places = np.concatenate([times, rng.choice(len(there), extra % len(there), replace=False)])
+        rest = rng.choice(count, extra % count, replace=False)
+        places = np.concatenate([np.repeat(np.arange(count), extra // count), rest])
         arrivals_s = trace.arrival_s[begins[there]]
-        moved_s = _drawn(arrivals_s, stretch[there], places, rng)
+        shifts.append(_drawn(arrivals_s, stretch[there], places, rng) - arrivals_s[places])
         chosen.append(begins[there][places])
-        shifts.append(moved_s - arrivals_s[places])
-        what = "requests" if trace.sessions is None else "sessions"
-        notes.append((growth, extra, len(there), what))
+        notes.append(
+            f"{extra:,} {what} added to the {count:,} of hours {growth.hours} {clock}: copies of "
+            f"random ones there, at other times (seed {seed})"
+        )
     rows, copy = _rows_of(first, np.concatenate(chosen))
-    added = _copies(trace, first, rows, copy, np.concatenate(shifts))
-    said = tuple(
-        f"{extra:,} {what} added to the {count:,} of hours {growth.text.partition('=')[0]} "
-        f"({_clock(clock_s)}): copies of random ones there, at other times (seed {seed})"
-        for growth, extra, count, what in notes
-    )
-    total = f"{len(rows):,} requests added to {len(trace):,}, which are unchanged"
-    return replace(added, notes=(*trace.notes, *said, total)), len(rows)
+    more = _with_copies(trace, first, rows, copy, np.concatenate(shifts))
+    notes.append(f"{len(rows):,} requests added to {len(trace):,}, which are unchanged")
+    return replace(more, notes=(*trace.notes, *notes)), len(rows)
 
 
-def _drawn(
-    arrivals_s: NDArray[np.float64], stretch: Ints, places: Ints, rng: np.random.Generator
-) -> NDArray[np.float64]:
+def _refuse_hours(
+    growth: Growth, growths: Sequence[Growth], there: Ints, taken: Ints, when: str
+) -> None:
+    """Raise `InputError` where no request is in these hours, or some are in those of another
+    growth; `taken` has the number of the growth of each request, or -1.
+    """
+    if not len(there):
+        problem = f"--grow {growth.text}: no request arrives in these hours"
+        raise InputError(problem, f"requests arrive {when}")
+    other = int(taken[there].max())
+    if other >= 0:
+        problem = f"--grow {growth.text}: these hours and those of {growths[other].text} overlap"
+        raise InputError(problem, "give each hour once")
+
+
+def _drawn(arrivals_s: Floats, stretch: Ints, places: Ints, rng: np.random.Generator) -> Floats:
     """New times for copies of the requests at `places`: each between the arrivals of its neighbours
     in its own stretch of hours.
     """
@@ -168,9 +180,7 @@ def _rows_of(first: Ints, chosen: Ints) -> tuple[Ints, Ints]:
     return order[starts[copy] + within], copy
 
 
-def _copies(
-    trace: Trace, first: Ints, rows: Ints, copy: Ints, shift_s: NDArray[np.float64]
-) -> Trace:
+def _with_copies(trace: Trace, first: Ints, rows: Ints, copy: Ints, shift_s: Floats) -> Trace:
     """The trace with copies of `rows`, each `shift_s` later, by the number of its `copy`."""
     both = trace.take(np.concatenate([np.arange(len(trace)), rows]))
     arrival_s = np.concatenate([trace.arrival_s, trace.arrival_s[rows] + shift_s[copy]])
@@ -196,10 +206,6 @@ def _renamed(shared: SharedBlocks, both: SharedBlocks, first: Ints, copy: Ints) 
     _, fresh = np.unique(of_copy[own] * len(known) + here[own], return_inverse=True)
     added[own] = known.max() + 1 + fresh
     return replace(both, ids=ids)
-
-
-def _clock(clock_s: float | None) -> str:
-    return "since the start" if clock_s is None else "of the day"
 
 
 def _when(trace: Trace, clock_s: float | None) -> str:

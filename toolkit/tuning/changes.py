@@ -1,8 +1,8 @@
 """A recipe with some of its keys changed, to be shown beside itself: `capacity --also`.
 
-`Change.parsed` reads the words, `changed_recipe` applies them and checks the result with the
+`RecipeChange.parsed` reads the words, `changed_recipe` applies them and checks the result with the
 recipe's own model. Some keys decide how long a pass takes or how much memory there is
-(`Change.of_laws`): for these the caller needs other laws. Keys that decide neither laws nor
+(`RecipeChange.of_laws`): for these the caller needs other laws. Keys that decide neither laws nor
 scheduling nor targets are refused, and so are keys that change the requests.
 """
 
@@ -74,14 +74,14 @@ LAWS = ("engine", "prefill", "decode", "overhead", "memory", "rounds", "swap", "
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RecipeChange:
     """Keys of a recipe, by their dotted paths, and their new values. `text`: as it was typed."""
 
     text: str
     values: Mapping[str, JsonValue]
 
     @classmethod
-    def parsed(cls, text: str, recipe: Recipe) -> Change:
+    def parsed(cls, text: str, recipe: Recipe) -> RecipeChange:
         """Read `KEY=VALUE,...`: KEY is a recipe's key by its path, or a parameter of its policy.
 
         Raises `InputError` for other words, for keys that a recipe does not have, and for keys that
@@ -119,7 +119,7 @@ def under(key: str, paths: Iterable[str]) -> bool:
     return any(key == path or key.startswith(f"{path}.") for path in paths)
 
 
-def changed_recipe(recipe: Recipe, change: Change) -> Recipe:
+def changed_recipe(recipe: Recipe, change: RecipeChange) -> Recipe:
     """The recipe with the change. The bytes of weights and of the KV cache follow from the model's
     config, unless they are given.
 
@@ -131,7 +131,7 @@ def changed_recipe(recipe: Recipe, change: Change) -> Recipe:
         _put(data, key, value, change)
     changed = _checked(data, change)
     for key in change.values:
-        _refuse_key(key, recipe, changed, change)
+        _refuse_key(key, changed, change)
     if changed == recipe:
         raise change.error("the recipe has this value already", "give another value")
     changed = _with_bytes(recipe, changed, change)
@@ -142,7 +142,7 @@ def changed_recipe(recipe: Recipe, change: Change) -> Recipe:
     return changed
 
 
-def _put(data: dict[str, Any], key: str, value: JsonValue, change: Change) -> None:
+def _put(data: dict[str, Any], key: str, value: JsonValue, change: RecipeChange) -> None:
     """Set the value at a dotted path; sections that are absent or null on the way are made."""
     *sections, last = key.split(".")
     for name in sections:
@@ -155,7 +155,7 @@ def _put(data: dict[str, Any], key: str, value: JsonValue, change: Change) -> No
     data[last] = deepcopy(value)
 
 
-def _checked(data: dict[str, Any], change: Change) -> Recipe:
+def _checked(data: dict[str, Any], change: RecipeChange) -> Recipe:
     """The recipe of this content. `InputError` has the first problem in one line."""
     try:
         return Recipe.model_validate_json(json.dumps(data), strict=True)
@@ -164,7 +164,7 @@ def _checked(data: dict[str, Any], change: Change) -> Recipe:
         raise change.error(first, "see llmctl docs reference/recipe-keys") from None
 
 
-def _refuse_key(key: str, recipe: Recipe, changed: Recipe, change: Change) -> None:
+def _refuse_key(key: str, changed: Recipe, change: RecipeChange) -> None:
     """Raise `InputError` for a key that cannot change how many of these requests are served."""
     for path, remedy in INSTEAD.items():
         if under(key, [path]):
@@ -183,7 +183,7 @@ def _refuse_key(key: str, recipe: Recipe, changed: Recipe, change: Change) -> No
         raise change.error(problem, "set both: num_speculative_tokens=...,serve.acceptance...")
 
 
-def _with_bytes(recipe: Recipe, changed: Recipe, change: Change) -> Recipe:
+def _with_bytes(recipe: Recipe, changed: Recipe, change: RecipeChange) -> Recipe:
     """The changed recipe with the bytes of its weights and of a cached token, as its config gives
     them. `InputError` where the unchanged bytes are not the ones that its config gives.
     """
@@ -231,7 +231,7 @@ BYTES: dict[str, tuple[Callable[[Recipe], int], tuple[str, ...]]] = {
 }
 
 
-def measured_laws(change: Change, recipe: Recipe) -> InputError:
+def measured_laws(change: RecipeChange, recipe: Recipe) -> InputError:
     """The error for a change of keys that measured laws depend on."""
     [key, *_] = [key for key in change.values if under(key, LAW_KEYS)]
     return change.error(
@@ -241,7 +241,7 @@ def measured_laws(change: Change, recipe: Recipe) -> InputError:
     )
 
 
-def refuse_drafts(change: Change) -> None:
+def refuse_drafts(change: RecipeChange) -> None:
     """Raise `InputError` for another way of drafting: its laws are measured, never computed."""
     if any(under(key, [DRAFTS]) for key in change.values):
         raise change.error(
@@ -250,7 +250,7 @@ def refuse_drafts(change: Change) -> None:
         )
 
 
-def check_laws(change: Change, before: Fit, after: Fit) -> None:
+def check_laws(change: RecipeChange, before: Fit, after: Fit) -> None:
     """Raise `InputError` where no computed law depends on the changed keys."""
     if all(getattr(before, name) == getattr(after, name) for name in LAWS):
         keys = " and ".join(key for key in change.values if under(key, LAW_KEYS))
@@ -260,7 +260,7 @@ def check_laws(change: Change, before: Fit, after: Fit) -> None:
         )
 
 
-def check_drafts(change: Change, recipe: Recipe, fit: Fit) -> None:
+def check_drafts(change: RecipeChange, recipe: Recipe, fit: Fit) -> None:
     """Raise `InputError` for a number of drafts whose law or whose acceptance is not known."""
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     if isinstance(policy, VllmPolicy):

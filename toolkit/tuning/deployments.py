@@ -29,7 +29,7 @@ from toolkit.tuning.alternatives import WORKERS_MAX
 from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
 from toolkit.tuning.changes import (
     PREFIX_CACHING,
-    Change,
+    RecipeChange,
     changed_recipe,
     check_drafts,
     check_laws,
@@ -152,7 +152,7 @@ def deployments_of(
 def changed_deployment(
     recipe: Recipe,
     fit: Fit,
-    change: Change,
+    change: RecipeChange,
     compute: Callable[[Recipe], Fit] | None,
     conditions: ServerConditions = AS_FITTED,
 ) -> Deployment:
