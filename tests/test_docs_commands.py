@@ -503,8 +503,12 @@ SCRIPTS = RESULTS | {
     ),
     "docs/how-to/capacity.md": Script(
         codes={
-            "llmctl capacity llama-3.1-8b-h200-measured --trace chat-small --tp 2": (
-                InputError.exit_code
+            command: InputError.exit_code
+            for command in (
+                f"llmctl capacity {GPU_RECIPE}-measured --trace chat-small --tp 2",
+                f"llmctl capacity {GPU_RECIPE}-measured --trace chat-small --also",
+                f"{CAPACITY} --also prefix_caching=false",
+                f"{CAPACITY} --also num_speculative_tokens",
             )
         }
     ),

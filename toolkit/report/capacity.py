@@ -68,12 +68,12 @@ def _effect(one: CapacityOf, group: list[CapacityOf]) -> str:
         return f"{one.name}: the trace is too short to say what that changes"
     ratio = after / before
     error = max(own.error_percent, one.error_percent) / 100.0
-    times = f"{ratio:.3g} times as many requests/s as without"
+    times = f"{ratio:.3g} times the requests/s of the recipe itself"
     if abs(ratio - 1.0) <= error:
-        times = f"as many requests/s as without, to {100.0 * error:.1f} %"
+        times = f"as many requests/s as the recipe itself, to {100.0 * error:.1f} %"
     hits, hits_before = (other.metrics.get("hit_percent") for other in (one, own))
     if hits is not None and hits_before is not None and hits != hits_before:
-        times += f"; {hits:.3g} % of the tokens of prompts are cached, {hits_before:.3g} % without"
+        times += f"; the cache has {hits:.3g} % of the prompts' tokens, not {hits_before:.3g} %"
     return f"{one.name}: {times}"
 
 

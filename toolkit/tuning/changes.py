@@ -261,7 +261,7 @@ def check_laws(change: RecipeChange, before: Fit, after: Fit) -> None:
 
 
 def check_drafts(change: RecipeChange, recipe: Recipe, fit: Fit) -> None:
-    """Raise `InputError` for a number of drafts whose law or whose acceptance is not known."""
+    """Raise `InputError` where the law or the acceptance of this number of drafts is not known."""
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     if isinstance(policy, VllmPolicy):
         try:
