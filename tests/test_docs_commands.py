@@ -503,13 +503,9 @@ SCRIPTS = RESULTS | {
     ),
     "docs/how-to/capacity.md": Script(
         codes={
-            command: InputError.exit_code
-            for command in (
-                f"llmctl capacity {GPU_RECIPE}-measured --trace chat-small --tp 2",
-                f"llmctl capacity {GPU_RECIPE}-measured --trace chat-small --also",
-                f"{CAPACITY} --also prefix_caching=false",
-                f"{CAPACITY} --also num_speculative_tokens",
-            )
+            f"llmctl capacity {GPU_RECIPE}-measured --trace chat-small": InputError.exit_code,
+            f"{CAPACITY} --also prefix_caching=false": InputError.exit_code,
+            f"{CAPACITY} --also num_speculative_tokens": InputError.exit_code,
         }
     ),
     "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),

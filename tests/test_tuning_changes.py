@@ -9,10 +9,11 @@ import samples
 from test_sim_paged_commands import trace
 from test_tuning_drafts import fit_with, recipe_with
 
-from toolkit.cli.basis import computed_fit
+from toolkit.cli.basis import computed_fit, has_computed_laws
 from toolkit.errors import InputError
 from toolkit.files.capacity import Capacities, CapacityOf, Requests
 from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, shipped_fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.report.capacity import conclusion
@@ -119,6 +120,8 @@ def test_bytes_that_the_config_does_not_give_must_be_given(shipped: Recipe) -> N
         ("serve.max_new_tokens=64", "serve.max_new_tokens"),
         ("model.max_model_len=64", "model.max_model_len"),
         ("name=other", "name"),
+        ("engine={name: transformers}", "engine"),
+        ("serve={max_new_tokens: 9}", "serve"),
         ("tune.trials=3", "tune.trials"),
         ("serve.port=1", "serve.port"),
         ("profile.repeats=1", "profile.repeats"),
@@ -168,6 +171,14 @@ def test_measured_laws_answer_no_other_recipe(shipped: Recipe, own_fit: Fit, wor
         changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), None)
     assert words.partition("=")[0] in error.value.message
     assert "profile" in error.value.hint
+
+
+def test_a_roofline_answers_for_no_other_recipe() -> None:
+    recipe = load_recipe(recipe_path(f"{NAME}-transformers"))
+    fit = read_file(Fit, shipped_fit(recipe.name) or "")
+    assert not has_computed_laws(recipe, fit)
+    with pytest.raises(InputError):
+        changed_deployment(recipe, fit, RecipeChange.parsed("model.dtype=float16", recipe), None)
 
 
 @pytest.mark.parametrize(

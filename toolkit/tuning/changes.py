@@ -84,8 +84,7 @@ class RecipeChange:
     def parsed(cls, text: str, recipe: Recipe) -> RecipeChange:
         """Read `KEY=VALUE,...`: KEY is a recipe's key by its path, or a parameter of its policy.
 
-        Raises `InputError` for other words, for keys that a recipe does not have, and for keys that
-        cannot change the capacity of this recipe's requests.
+        Raises `InputError` for other words, and for a key that is nearly a parameter.
         """
         own = declared(type(make_any(recipe.policy.name, {})))
         values: dict[str, JsonValue] = {}
@@ -110,7 +109,7 @@ class RecipeChange:
         return any(under(key, LAW_KEYS) for key in self.values)
 
     def error(self, problem: str, hint: str) -> InputError:
-        """The error of this change."""
+        """Return the error of this change."""
         return InputError(f"--also {self.text}: {problem}", hint)
 
 
@@ -120,8 +119,8 @@ def under(key: str, paths: Iterable[str]) -> bool:
 
 
 def changed_recipe(recipe: Recipe, change: RecipeChange) -> Recipe:
-    """The recipe with the change. The bytes of weights and of the KV cache follow from the model's
-    config, unless they are given.
+    """Return the recipe with the change. The bytes of weights and of the KV cache follow from the
+    model's config, unless they are given.
 
     Raises `InputError` for keys and values that a recipe cannot have, for keys that cannot change
     the capacity, and for a value that the recipe has already.
@@ -169,6 +168,8 @@ def _refuse_key(key: str, changed: Recipe, change: RecipeChange) -> None:
     for path, remedy in INSTEAD.items():
         if under(key, [path]):
             raise change.error(f"{key} is not a key that --also changes", remedy)
+        if under(path, [key]):
+            raise change.error(f"{key} is a section", f"name a key in it, such as {key}.KEY=VALUE")
     if not under(key, (*LAW_KEYS, *SCHEDULING_KEYS)):
         raise change.error(f"{key} does not change the capacity", "leave it out")
     if under(key, ["replica_router"]) and router_of(changed) is None:
@@ -231,11 +232,12 @@ BYTES: dict[str, tuple[Callable[[Recipe], int], tuple[str, ...]]] = {
 }
 
 
-def measured_laws(change: RecipeChange, recipe: Recipe) -> InputError:
-    """The error for a change of keys that measured laws depend on."""
+def measured_laws(change: RecipeChange, recipe: Recipe, fit: Fit) -> InputError:
+    """Return the error for a change of keys on which laws depend that are not computed anew."""
     [key, *_] = [key for key in change.values if under(key, LAW_KEYS)]
+    basis = "are a roofline" if fit.engine.analytic else "were measured"
     return change.error(
-        f"the laws of '{recipe.name}' were measured, and {key} changes them",
+        f"{key} changes the laws, and those of '{recipe.name}' {basis}",
         "copy the recipe under a new name with that key, profile and fit it, and name both: "
         "llmctl capacity RECIPE RECIPE2 --fit fit.json --fit fit2.json",
     )

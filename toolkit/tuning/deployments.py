@@ -156,10 +156,11 @@ def changed_deployment(
     compute: Callable[[Recipe], Fit] | None,
     conditions: ServerConditions = AS_FITTED,
 ) -> Deployment:
-    """The recipe's own settings, with some of its keys changed.
+    """Return the recipe's own settings, with some of its keys changed.
 
     Args:
-        compute: gives the analytic fit of a recipe; None: the laws of `fit` were measured.
+        compute: gives the analytic fit of a recipe; None: other laws than those of `fit` are not
+            known.
 
     Raises `InputError` for a change that cannot be, for one that measured laws do not tell, and for
     one that changes nothing.
@@ -167,7 +168,7 @@ def changed_deployment(
     changed = changed_recipe(recipe, change)
     if change.of_laws:
         if compute is None:
-            raise measured_laws(change, recipe)
+            raise measured_laws(change, recipe, fit)
         refuse_drafts(change)
         before = compute(recipe)
         if before.engine != fit.engine:
@@ -202,7 +203,7 @@ def check_sharing(deployment: Deployment, trace: Trace) -> None:
 
 
 def with_lost(deployments: Sequence[Deployment], lost: int, *, sized: bool) -> list[Deployment]:
-    """Each of the deployments, and then the same with `lost` of its workers lost.
+    """Return each of the deployments, and after it the same with `lost` of its workers lost.
 
     Args:
         sized: the number of workers is not given but searched, so there may be too few: the second
