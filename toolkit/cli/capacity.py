@@ -235,15 +235,18 @@ def command(args: CapacityOptions) -> None:
 
 def _note_counts(found: Sequence[Measured]) -> None:
     """Print where workers of one machine were measured in another number: they slow each other."""
+    told = set()
     for one in found:
         deployment = one.deployment
+        name = deployment.recipe.name
         if traits_of(deployment.recipe.engine.name).server:
             continue
         counts = [deployment.left.recipe.workers]
         counts += [one.needed.left.recipe.workers] if one.needed else []
-        for count in dict.fromkeys(counts):
-            if count != deployment.fit.workers:
-                note_other_count(f"{deployment.recipe.name} was measured", deployment.fit, count)
+        for count in counts:
+            if count != deployment.fit.workers and (name, count) not in told:
+                told.add((name, count))
+                note_other_count(f"{name} was measured", deployment.fit, count)
 
 
 def _also(
