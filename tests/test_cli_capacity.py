@@ -117,3 +117,49 @@ def test_a_recipe_of_vllm_without_a_fit_gets_an_analytic_one(capsys, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text(shipped.replace(f"name: {RECIPE}", "name: mine"), encoding="utf-8")
     assert "analytic" in ran(capsys, f"capacity {TRACE} --no-at-once", mine).err
+
+
+def test_with_a_worker_lost_the_others_serve_and_sizing_counts_it(capacity):
+    whole, lost = capacity(f"{RECIPE} --workers 3 --lost 1 --rate 150 --no-at-once")
+    assert (whole["lost"], lost["lost"]) == (0, 1)
+    assert (whole["gpus"], lost["gpus"]) == (3, 3)
+    [two] = capacity(f"{RECIPE} --workers 2 --no-at-once")
+    assert lost["capacity_rps"] == two["capacity_rps"] < whole["capacity_rps"]
+    assert lost["needed"]["workers"] == whole["needed"]["workers"] + 1
+
+
+def test_fp8_stands_beside_16_bits(capacity):
+    words = "--also model.quantization=fp8 --also engine.vllm.kv_cache_dtype=fp8 --no-at-once"
+    own, weights, cache = capacity(f"{RECIPE} {words}")
+    assert weights["changed"] == {"model.quantization": "fp8"}
+    assert cache["changed"] == {"engine.vllm.kv_cache_dtype": "fp8"}
+    assert own["changed"] == {}
+    assert weights["capacity_rps"] > own["capacity_rps"]
+    assert cache["capacity_rps"] > own["capacity_rps"]
+
+
+def test_the_prefix_cache_is_judged_by_what_prompts_share(capsys, tmp_path):
+    shared = tmp_path / "shared.jsonl"
+    ran(capsys, f"trace generate --rate 10 --duration 30 --system-tokens 2000 --out {shared}")
+    words = f"capacity {RECIPE} --also prefix_caching=false --no-at-once --trace"
+    own, without = printed(capsys, words, shared)["capacities"]
+    assert own["metrics"]["hit_percent"] > 50.0
+    assert without["metrics"]["hit_percent"] == 0.0
+    assert without["capacity_rps"] < own["capacity_rps"]
+    [error, _] = refused(capsys, words, "chat-small")
+    assert "chat-small" in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--lost 1",  # of one
+        "--workers 2 --lost 2 --rate 50",
+        "--lost 0",
+        "--also max_num_seq=3",
+        "--also engine.vllm.drafts.method=ngram",
+        "--also tune.trials=3",
+    ],
+)
+def test_questions_without_an_answer_are_refused(capsys, words):
+    assert refused(capsys, f"capacity {RECIPE} {TRACE} {words}")

@@ -503,9 +503,9 @@ SCRIPTS = RESULTS | {
     ),
     "docs/how-to/capacity.md": Script(
         codes={
-            "llmctl capacity llama-3.1-8b-h200-measured --trace chat-small --tp 2": (
-                InputError.exit_code
-            )
+            f"llmctl capacity {GPU_RECIPE}-measured --trace chat-small": InputError.exit_code,
+            f"{CAPACITY} --also prefix_caching=false": InputError.exit_code,
+            f"{CAPACITY} --also num_speculative_tokens": InputError.exit_code,
         }
     ),
     "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),

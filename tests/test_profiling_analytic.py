@@ -289,6 +289,42 @@ def test_flags_that_change_the_laws_are_refused(flag: str, named: str):
         analytic_profile(vllm_recipe(vllm={"args": [flag]}), HEAD)
 
 
+def cached_in(dtype: str, gpu: str, bytes_per_token: int = 65536) -> Recipe:
+    own = load_recipe(recipe_path(f"llama-3.1-8b-{gpu}"))
+    data = own.model_dump(mode="json", exclude_unset=True)
+    data["engine"]["vllm"] = {"kv_cache_dtype": dtype}
+    data["model"]["kv_bytes_per_token"] = bytes_per_token
+    return Recipe.model_validate(data)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100-sxm", "l40s"])
+def test_a_kv_cache_of_8_bits_holds_twice_as_much_and_is_read_sooner(gpu: str):
+    own = analytic_profile(load_recipe(recipe_path(f"llama-3.1-8b-{gpu}")), HEAD)
+    narrow = analytic_profile(cached_in("fp8", gpu), HEAD)
+    assert narrow.engine.capacity_tokens == pytest.approx(2 * own.engine.capacity_tokens, abs=1)
+    assert own.steps is not None
+    assert narrow.steps is not None
+    pairs = list(zip(own.steps.points, narrow.steps.points, strict=True))
+    assert all(after.seconds <= before.seconds for before, after in pairs)
+    assert any(after.seconds < before.seconds for before, after in pairs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "size"),
+    [
+        ("fp8", "a100-80gb", 65536),  # not measured there
+        ("fp8", "rtx-4090", 65536),  # another GPU's figures
+        ("fp8_e5m2", "h200", 65536),  # another format
+        ("int8_per_token_head", "h200", 65536),
+        ("fp8", "h200", 131072),  # bytes of 16 bits
+    ],
+)
+def test_other_caches_are_refused_by_name(dtype: str, gpu: str, size: int):
+    with pytest.raises(InputError) as error:
+        analytic_profile(cached_in(dtype, gpu, size), HEAD)
+    assert dtype in error.value.message
+
+
 def test_a_roofline_knows_neither_several_gpus_nor_experts():
     experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
     for wanted, named in (

@@ -96,8 +96,20 @@ class CapacityOptions(LengthOptions):
     routers: str | None = option(
         None, "Also these routers before several replicas; 'all' means all.", metavar="NAME,..."
     )
+    also: list[str] | None = option(
+        None,
+        "Also the recipe with these keys changed, by their paths or as parameters of its policy, "
+        "such as prefix_caching=false or model.quantization=fp8; repeatable.",
+        metavar="KEY=VALUE,...",
+    )
     workers: int | None = option(
         None, "The number of workers; default: the recipe's.", min=1, callback=limit_workers
+    )
+    lost: int | None = option(
+        None,
+        "Also when so many of the workers are lost; with --rate also the fewest workers of which "
+        "so many may be lost.",
+        min=1,
     )
     tp: str | None = option(
         None,
@@ -151,11 +163,12 @@ def command(args: CapacityOptions) -> None:
 
     The arrivals of the trace are compressed until a target breaks, found to 1 %; all rates have the
     same requests and draws. With --bench, workers are as fast as they were in that bench,
-    which may be slower than they were in the profile. With a price, it says what requests and
-    tokens cost at that rate. With --rate, it says how many GPUs that rate takes. Exit code 5 means
-    that no rate keeps the limits.
+    which may be slower than they were in the profile. With --also, a recipe stands beside itself
+    with some keys changed; computed laws are computed for it, and measured ones refuse what would
+    change them. With a price, it says what requests and tokens cost at that rate. With --rate, it
+    says how many GPUs that rate takes. Exit code 5 means that no rate keeps the limits.
     """
-    from toolkit.tuning.deployments import deployments_of, measure
+    from toolkit.tuning.deployments import check_sharing, deployments_of, measure, with_lost
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
 
     if args.png:
@@ -178,7 +191,13 @@ def command(args: CapacityOptions) -> None:
             routers=names_in(args.routers) or (),
             conditions=seen,
         )
+        deployments += _also(args, one, changed, seen)
+    if args.lost:
+        sized = args.rate is not None and args.workers is None
+        deployments = with_lost(deployments, args.lost, sized=sized)
     traces = [_trace(args, deployment.recipe, deployment.fit) for deployment in deployments]
+    for deployment, trace in zip(deployments, traces, strict=True):
+        check_sharing(deployment, trace)
     note_trace(traces[0])
     found: list[Measured] = []
     total = SIMULATIONS * (1 + args.at_once) * len(deployments)
@@ -200,7 +219,8 @@ def command(args: CapacityOptions) -> None:
         capacities=[_plain(one, trace) for one, trace in zip(found, traces, strict=True)],
     )
     emit(args.as_json, result, lambda: _show(result))
-    note_found([one.found for one in rated])
+    computed = [FoundFit(one.fit, None) for one in deployments if one.changed]
+    note_found([*(one.found for one in rated), *computed])
     _note_counts(found)
     if args.png:
         draw(_panels(result), args.png)
@@ -215,15 +235,33 @@ def command(args: CapacityOptions) -> None:
 
 def _note_counts(found: Sequence[Measured]) -> None:
     """Print where workers of one machine were measured in another number: they slow each other."""
+    told = set()
     for one in found:
         deployment = one.deployment
+        name = deployment.recipe.name
         if traits_of(deployment.recipe.engine.name).server:
             continue
-        counts = [deployment.recipe.workers]
-        counts += [one.needed.recipe.workers] if one.needed else []
-        for count in dict.fromkeys(counts):
-            if count != deployment.fit.workers:
-                note_other_count(f"{deployment.recipe.name} was measured", deployment.fit, count)
+        counts = [deployment.left.recipe.workers]
+        counts += [one.needed.left.recipe.workers] if one.needed else []
+        for count in counts:
+            if count != deployment.fit.workers and (name, count) not in told:
+                told.add((name, count))
+                note_other_count(f"{name} was measured", deployment.fit, count)
+
+
+def _also(
+    args: CapacityOptions, one: Rated, recipe: Recipe, seen: ServerConditions
+) -> list[Deployment]:
+    """The recipe with each change of --also. `InputError` as `RecipeChange.parsed` and
+    `changed_deployment`.
+    """
+    from toolkit.tuning.changes import RecipeChange
+    from toolkit.tuning.deployments import changed_deployment
+
+    computed = has_computed_laws(one.recipe, one.found.fit)
+    compute = partial(computed_fit, one.file) if computed else None
+    changes = [RecipeChange.parsed(words, recipe) for words in args.also or []]
+    return [changed_deployment(recipe, one.found.fit, change, compute, seen) for change in changes]
 
 
 def _seen(args: CapacityOptions, recipes: Sequence[object]) -> ServerConditions:
@@ -380,11 +418,13 @@ def _plain(found: Measured, trace: Trace) -> CapacityOf:
     return CapacityOf(
         recipe=deployment.recipe.name,
         settings=deployment.label,
+        changed=dict(deployment.changed),
         engine=deployment.recipe.engine.name,
         policy=deployment.outcome.policy,
         parameters=dict(deployment.outcome.parameters),
         router=deployment.outcome.replica_router,
         workers=deployment.recipe.workers,
+        lost=deployment.lost,
         gpus=deployment.gpus,
         capacity_rps=rate and rate.load,
         at_least=bool(rate and rate.broken is None),
@@ -443,9 +483,12 @@ def _show(result: Capacities) -> None:
     from toolkit.report.capacity import conclusion
 
     several = len(result.capacities) > 1
+    recipes = {one.recipe for one in result.capacities}
     rows: list[list[object]] = []
     for one in result.capacities:
         name = one.name if several else one.recipe
+        if one.changed and len(recipes) == 1:
+            name = f"with {one.settings}"
         rate = "none" if one.capacity_rps is None else number(one.capacity_rps)
         if one.at_least:
             rate = f">= {rate}"

@@ -276,12 +276,14 @@ def progress(
         yield advance
 
 
-def put_trace(trace: Trace, out: Path, as_json: bool) -> None:
-    """Write a trace; say how many requests it has, and its notes."""
+def put_trace(trace: Trace, out: Path, as_json: bool, added: int | None = None) -> None:
+    """Write a trace; say how many requests it has, how many were added if any, and its notes."""
     from toolkit.traces.write import write_trace
 
     write_trace(trace, out)
     summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
+    if added is not None:
+        summary["added"] = added
     emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
     if not as_json:
         for line in trace.notes:

@@ -238,8 +238,16 @@ class ConvertOptions(ReadOptions):
     cv: float | None = option(
         None, "With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
     )
+    grow: list[str] | None = option(
+        None,
+        "Add requests in these hours, such as 9-17=1.5: of the day, or without dates since the "
+        "start; repeatable.",
+        metavar="HOURS=FACTOR",
+    )
     seed: int | None = option(
-        None, "With --draw-rate: draw from this seed; the same seed gives the same times.", min=0
+        None,
+        "With --draw-rate and --grow: draw from this seed; the same seed gives the same trace.",
+        min=0,
     )
     divide: float | None = option(
         None, "Divide all lengths by this factor; what prompts share stays shared."
@@ -256,9 +264,11 @@ class ConvertOptions(ReadOptions):
 def convert(args: ConvertOptions) -> None:
     """Write a trace of any known format as canonical JSONL, cut and scaled as requested.
 
-    The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
+    Requests of --grow are added first, by the hours of the file. The cut comes last, so its seconds
+    are those of the scaled trace, as in `tune` and `bench`.
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
+    from toolkit.traces.growth import Growth, grown
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
 
     if (args.max_model_len is None) != (args.max_new_tokens is None):
@@ -269,12 +279,17 @@ def convert(args: ConvertOptions) -> None:
         both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
     if args.draw_rate is None:
-        drawn = {"--cv": args.cv, "--seed": args.seed}
+        drawn = {"--cv": args.cv, "--seed": None if args.grow else args.seed}
         refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
-    loaded, _ = _read(args)
+    growths = [Growth.parsed(words) for words in args.grow or []]
+    loaded, report = _read(args)
+    added = None
     if args.draw_rate is not None:
         arrivals = Arrivals(args.draw_rate, 1.0 if args.cv is None else args.cv)
         loaded = draw_arrivals(loaded, arrivals, args.seed or 0)
+    if growths:
+        clock_s = report.clock_s if args.draw_rate is None else None
+        loaded, added = grown(loaded, growths, clock_s, args.seed or 0)
     if args.rate is not None:
         loaded = scale_rate(loaded, args.rate)
     if args.divide is not None:
@@ -282,7 +297,7 @@ def convert(args: ConvertOptions) -> None:
     if args.max_model_len is not None and args.max_new_tokens is not None:
         loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
     loaded = excerpt(loaded, args.start, args.duration)
-    put_trace(loaded, args.out, args.as_json)
+    put_trace(loaded, args.out, args.as_json, added)
 
 
 @dataclass(frozen=True, slots=True)

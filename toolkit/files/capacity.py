@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.strict import Strict
@@ -37,7 +37,7 @@ class CapacityPoint(Strict):
 
 
 class Needed(Strict):
-    """The fewest workers that keep all limits at the wanted rate."""
+    """The fewest workers that keep all limits at the wanted rate, with `lost` of them lost."""
 
     workers: int = Field(description="one less breaks a limit")
     gpus: int = Field(description="of all workers")
@@ -48,12 +48,19 @@ class CapacityOf(Strict):
     """The capacity of a recipe's settings."""
 
     recipe: str = Field(description="its name")
-    settings: str = Field(description="'defaults', 'tuned', 'policy NAME' or 'router NAME'")
+    settings: str = Field(
+        description="'defaults', 'tuned', 'policy NAME', 'router NAME' or the words of --also, and "
+        "how many workers are lost"
+    )
+    changed: dict[str, JsonValue] = Field(
+        default_factory=dict, description="keys of the recipe that --also changed, by their paths"
+    )
     engine: str = Field(description="its name")
     policy: str = Field(description="its name")
     parameters: dict[str, ParameterValue] = Field(description="where they are not the defaults")
     router: RouterSpec | None = Field(description="before several replicas; null elsewhere")
     workers: int = Field(description="their number")
+    lost: int = Field(0, description="so many of them are lost; the figures are of the others")
     gpus: int = Field(description="of all workers")
     capacity_rps: float | None = Field(
         description="highest rate at which every limit is kept; null: none that was tried"
@@ -75,7 +82,7 @@ class CapacityOf(Strict):
     @property
     def name(self) -> str:
         """The recipe and its settings."""
-        return f"{self.recipe}, {self.settings}"
+        return f"{self.recipe}{' with ' if self.changed else ', '}{self.settings}"
 
 
 class Capacities(Strict):

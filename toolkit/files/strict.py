@@ -98,7 +98,7 @@ class Envelope(Strict):
     )
 
 
-def _problems(error: ValidationError, model: type[BaseModel], data: object) -> list[str]:
+def problems(error: ValidationError, model: type[BaseModel], data: object) -> list[str]:
     """The first three problems of `data`, a line each with the key's path; how many others."""
     errors = error.errors(include_url=False)
     # Unknown keys first: a misspelt key explains a missing one.
@@ -213,7 +213,7 @@ def validate(
         if kind := _other_kind(model, data, kinds):
             problem = f"{file.name}: a {kind} file, not a {model.__name__.lower()} file"
             raise InputError(problem, hint) from None
-        lines = [f"{file.name}: {line}" for line in _problems(error, model, data)]
+        lines = [f"{file.name}: {line}" for line in problems(error, model, data)]
         raise InputError("\n".join(lines), hint) from None
 
 
@@ -291,6 +291,17 @@ def load_yaml(path: Path) -> object:
             problem = f"character {error.position} is not allowed in YAML: {error.reason}"
         hint = "check the indentation and quotes there"
         raise InputError(f"{path.name}: {problem}", hint) from None
+
+
+def yaml_value(text: str, where: str) -> Any:
+    """Return the value that a recipe's YAML has for this text. Raises `InputError` where it has
+    none; `where` begins its message.
+    """
+    try:
+        return _RecipeLoader(text).get_single_data()
+    except (_RefusedError, yaml.YAMLError) as error:
+        problem = str(error).partition("\n")[0]
+        raise InputError(f"{where}: not a value: {problem}", "write it as in a recipe") from None
 
 
 class _RefusedError(Exception):

@@ -21,14 +21,26 @@ import numpy as np
 
 from toolkit.catalogue.classes import HINT, refused
 from toolkit.catalogue.gpus import gpu_of
-from toolkit.catalogue.models import cache_parts, experts_of, not_computed, special_of
+from toolkit.catalogue.models import (
+    cache_parts,
+    experts_of,
+    kv_bytes_per_token,
+    not_computed,
+    special_of,
+)
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import error_words, measured_elsewhere
 from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.forms import Floats
-from toolkit.estimators.gpu_operators import operators_of
+from toolkit.estimators.gpu_operators import (
+    ACTIVATION_BYTES,
+    GpuOperators,
+    ModelShapes,
+    measured_gpus,
+    operators_of,
+)
 from toolkit.estimators.part_fits import point_of
 from toolkit.estimators.roofline import (
     Efficiency,
@@ -70,6 +82,7 @@ NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they t
     "--tensor-parallel-size": "tensor parallelism",
     "--enable-expert-parallel": "expert parallelism",
 }
+NARROW_CACHES = ("fp8", "fp8_e4m3")  # one format; its kernels were measured on some GPUs
 EAGER_LAYER_S = 0.8e-3  # launches of a layer's kernels one by one: our own H200 run, 25.5 ms of 32
 FRONT_ROWS = (1, 16, 64)  # at which the front is written down
 PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
@@ -143,6 +156,7 @@ def _operator_times(recipe: Recipe) -> ComputedPasses:
     name = gpu or recipe.hardware.name
     operators = operators_of(name, peaks.bytes_per_s, peaks.flops_per_s, link)
     model = shapes_of(recipe)
+    _refuse_cache(recipe, model, operators)
     ranks = recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
     experts = model.experts > 0
@@ -157,6 +171,26 @@ def _operator_times(recipe: Recipe) -> ComputedPasses:
 
     engine = operators.engine
     return ComputedPasses(seconds, source, error, engine.front_s, engine.front_row_s)
+
+
+def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -> None:
+    """Raise `InputError` for a KV cache of 8 bits on a GPU where its reading was not measured, or
+    was measured faster than the memory is, and for bytes of a token that are not the cache's.
+    """
+    vllm = recipe.engine.vllm
+    dtype = vllm.kv_cache_dtype if vllm else None
+    if model.cache_bytes >= ACTIVATION_BYTES or dtype is None:
+        return
+    read = operators.decode
+    measured = operators.name in measured_gpus() and read.narrow != 1.0
+    # Faster than the memory: what was measured was not read from there.
+    if not measured or read.narrow * read.bytes_per_s > operators.bandwidth:
+        _refuse([f"a KV cache in {dtype} on {operators.name}"], MEASURE)
+    found = kv_bytes_per_token(recipe.model.config, dtype)
+    claimed = recipe.model.kv_bytes_per_token
+    if found and claimed not in (None, found[0]):
+        problem = f"model.kv_bytes_per_token is {claimed}, and a cache in {dtype} has {found[0]}"
+        raise InputError(problem, found[1])
 
 
 def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
@@ -236,8 +270,9 @@ def refuse_not_computed(recipe: Recipe) -> None:
     reasons += [one.what for one in unmodelled]
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
-    if vllm and vllm.kv_cache_dtype not in (None, model.dtype):
-        reasons.append(NOT_COMPUTED_FLAGS["--kv-cache-dtype"])
+    cache = vllm.kv_cache_dtype if vllm else None
+    if cache not in (None, model.dtype) and not (cache in NARROW_CACHES and by_operators(recipe)):
+        reasons.append(f"a KV cache in {cache}")
     reasons = list(dict.fromkeys(reasons))
     if recipe.hardware.gpu and model.dtype == "float32":
         reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.catalogue.models import experts_of, integer_at, special_of, text_config
+from toolkit.catalogue.models import (
+    CACHE_BYTES,
+    experts_of,
+    integer_at,
+    special_of,
+    text_config,
+)
 from toolkit.catalogue.quantization import Scheme, scheme_of
 from toolkit.errors import InputError
-from toolkit.estimators.gpu_operators import ModelShapes
+from toolkit.estimators.gpu_operators import ACTIVATION_BYTES, ModelShapes
 from toolkit.files.recipe import ModelSpec, Recipe
 
 QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2")  # types that normalize queries and keys
@@ -37,6 +43,8 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
     hidden = integer_at(config, "hidden_size")
     intermediate = integer_at(config, "intermediate_size")
     weights, expert_weights = precisions(model)
+    vllm = recipe.engine.vllm
+    cache = vllm.kv_cache_dtype if vllm else None
     shapes = ModelShapes(
         layers=integer_at(config, "num_hidden_layers"),
         hidden=hidden,
@@ -49,6 +57,7 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
         expert_weights=expert_weights,
         qk_norm=config.get("model_type") in QK_NORM,
         norm_reduces=NORM_REDUCES.get(str(config.get("model_type")), 0),
+        cache_bytes=CACHE_BYTES.get(cache or "", ACTIVATION_BYTES),
     )
     experts, chosen = experts_of(config)
     if not experts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.files.capacity import Capacities
+from toolkit.files.capacity import Capacities, CapacityOf
 from toolkit.report.page import render_page
 from toolkit.report.parts import (
     Badge,
@@ -21,35 +21,81 @@ CURVE_RATIO = 2.0  # the used share of a limit up to which the chart goes
 
 
 def conclusion(result: Capacities) -> list[str]:
-    """The answer in a sentence or two."""
-    kept = [one for one in result.capacities if one.capacity_rps is not None]
+    """The answer in a few sentences: first with all workers, then with some of them lost; what each
+    changed key brings; and the fewest workers for the wanted rate.
+    """
+    numbers = sorted({one.lost for one in result.capacities})
+    several = len(result.capacities) > len(numbers)
     lines = []
-    if kept:
-        best = max(kept, key=lambda one: one.capacity_rps or 0.0)
-        error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
-        most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
-        which = f"{best.name}: " if len(result.capacities) > 1 else ""
-        lines.append(f"{which}all targets hold up to {most} on the whole trace")
-        if best.at_least:
-            lines.append("  at more, the trace is over before a request could miss a target")
-    if result.wanted_rps is not None:
-        able = [one for one in result.capacities if one.needed is not None]
-        wanted = f"{number(result.wanted_rps)} requests/s"
-        if not able:
-            lines.append(f"no number of workers that was tried keeps the targets at {wanted}")
-            return lines
-        fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
-        assert fewest.needed is not None
-        gpus = counted(fewest.needed.gpus, "GPU")
-        lines.append(f"the fewest for {wanted}: {gpus}, {fewest.name}")
-        prices = [
-            (one.needed.usd_per_hour, one)
-            for one in able
-            if one.needed and one.needed.usd_per_hour is not None
-        ]
-        if prices:
-            usd, cheapest = min(prices, key=lambda pair: pair[0])
-            lines.append(f"the cheapest for {wanted}: {number(usd)} USD an hour, {cheapest.name}")
+    for lost in numbers:
+        group = [one for one in result.capacities if one.lost == lost]
+        lines += _highest(group, lost, several=several)
+        lines += [_effect(one, group) for one in group if one.changed]
+    if result.wanted_rps is None:
+        return lines
+    for lost in numbers:
+        group = [one for one in result.capacities if one.lost == lost]
+        lines += _fewest(group, lost, f"{number(result.wanted_rps)} requests/s")
+    return lines
+
+
+def _highest(group: list[CapacityOf], lost: int, *, several: bool) -> list[str]:
+    """Up to which rate the best of these settings keeps the targets; nothing where none does."""
+    kept = [one for one in group if one.capacity_rps is not None]
+    if not kept:
+        return []
+    best = max(kept, key=lambda one: one.capacity_rps or 0.0)
+    error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
+    most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
+    which = f"{best.name}: " if several else ""
+    if lost and not several:
+        which = f"{lost} of {counted(best.workers, 'worker')} lost: "
+    lines = [f"{which}all targets hold up to {most} on the whole trace"]
+    if best.at_least:
+        lines.append("  at more, the trace is over before a request could miss a target")
+    return lines
+
+
+def _effect(one: CapacityOf, group: list[CapacityOf]) -> str:
+    """How much more a recipe serves with its keys changed than as it is, in a sentence."""
+    [own, *_] = [other for other in group if other.recipe == one.recipe]
+    before = own.capacity_rps
+    after = one.capacity_rps
+    if before is None or after is None:
+        kept = [other.name for other in (own, one) if other.capacity_rps is not None]
+        return f"{one.name}: {' and '.join(kept) or 'neither'} keeps the targets at some rate"
+    if own.at_least and one.at_least:
+        return f"{one.name}: the trace is too short to say what that changes"
+    ratio = after / before
+    error = max(own.error_percent, one.error_percent) / 100.0
+    times = f"{ratio:.3g} times the requests/s of the recipe itself"
+    if abs(ratio - 1.0) <= error:
+        times = f"as many requests/s as the recipe itself, to {100.0 * error:.1f} %"
+    hits, hits_before = (other.metrics.get("hit_percent") for other in (one, own))
+    if hits is not None and hits_before is not None and hits != hits_before:
+        times += f"; the cache has {hits:.3g} % of the prompts' tokens, not {hits_before:.3g} %"
+    return f"{one.name}: {times}"
+
+
+def _fewest(group: list[CapacityOf], lost: int, wanted: str) -> list[str]:
+    """The fewest GPUs, and the cheapest settings, for the wanted rate."""
+    able = [one for one in group if one.needed is not None]
+    spare = f" with {lost} lost" if lost else ""
+    if not able:
+        return [f"no number of workers that was tried keeps the targets at {wanted}{spare}"]
+    fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
+    assert fewest.needed is not None
+    gpus = counted(fewest.needed.gpus, "GPU")
+    lines = [f"the fewest for {wanted}{spare}: {gpus}, {fewest.name}"]
+    prices = [
+        (one.needed.usd_per_hour, one)
+        for one in able
+        if one.needed and one.needed.usd_per_hour is not None
+    ]
+    if prices:
+        usd, cheapest = min(prices, key=lambda pair: pair[0])
+        cost = f"{number(usd)} USD an hour, {cheapest.name}"
+        lines.append(f"the cheapest for {wanted}{spare}: {cost}")
     return lines
 
 

@@ -58,12 +58,24 @@ def date_seconds(value: object) -> float:
     """Seconds since 1970 of a date, to the microsecond: ISO 8601, also with ` UTC` behind it and
     UTC where it names no zone, or nginx's `time_local` (`16/Nov/2023:18:15:46 +0000`).
     """
+    return _date(value).timestamp()
+
+
+def zone_s(value: object) -> float:
+    """Seconds by which the zone of a date is ahead of UTC. ValueError as `date_seconds`."""
+    ahead = _date(value).utcoffset()
+    assert ahead is not None
+    return ahead.total_seconds()
+
+
+def _date(value: object) -> datetime:
+    """A date with its zone."""
     if not isinstance(value, str):
         raise ValueError(f"not a date: {value!r}")
     if value[2:3] == "/":
-        return datetime.strptime(value, "%d/%b/%Y:%H:%M:%S %z").timestamp()
+        return datetime.strptime(value, "%d/%b/%Y:%H:%M:%S %z")
     time = datetime.fromisoformat(value.removesuffix(" UTC"))
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def length(value: object) -> int:

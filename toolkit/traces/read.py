@@ -74,6 +74,9 @@ class ReadReport:
     # what a user must know about the reading, such as columns that were not used
     remarks: tuple[str, ...] = ()
     think_remark: str = ""  # the same about the times to think of sessions
+    # when the first request arrives, in seconds since 1970 by the clock of the dates' own zone;
+    # None: the times are not dates
+    clock_s: float | None = None
 
     def lines(self) -> tuple[str, ...]:
         """The report in words, one line each."""
@@ -305,6 +308,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
     linked: list[tuple[int, Record]] = []  # of the kept rows: number in the file, and record
     sharing = Sharing(form, source) if form.blocks or form.session else None
     dropped = Problems()
+    ahead_s = None  # the zone of the first date
     for row, record in enumerate(records, start=1):
         try:
             numbers = _row(record, form)
@@ -314,6 +318,8 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
                 sharing.lost(record)
         else:
             kept.append(numbers)
+            if form.dates and ahead_s is None and record:
+                ahead_s = formats.zone_s(record.get(form.arrival))
             if sharing and form.any_order:
                 linked.append((row, record))
             elif sharing and record:
@@ -336,6 +342,7 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
             problem,
             "correct these rows; llmctl docs reference/traces, 'Invalid rows', has the limits",
         )
+    report = replace(report, clock_s=_clock_s(min(row[0] for row in kept), ahead_s))
     reordered = any(later[0] < row[0] for row, later in pairwise(kept))
     if form.any_order:
         order = sorted(range(len(kept)), key=lambda place: kept[place][0])
@@ -343,6 +350,15 @@ def _collect(records: Iterator[Record], form: Format, source: str) -> tuple[Trac
         if sharing:
             _link(sharing, form, kept, [linked[place] for place in order])
     return _ordered(kept, sharing, replace(report, reordered=reordered))
+
+
+def _clock_s(first_s: float, ahead_s: float | None) -> float | None:
+    """`ReadReport.clock_s` of a first arrival, and of the dates' zone; None: they are numbers, of
+    which seconds since 1970 are dates in UTC.
+    """
+    if ahead_s is not None:
+        return first_s + ahead_s
+    return first_s if columns.EPOCH_S[0] <= first_s <= columns.EPOCH_S[1] else None
 
 
 def _link(

@@ -1,14 +1,17 @@
 """Deployments that are compared by their capacity: settings on machines, on one trace.
 
 `deployments_of` lists the settings of a recipe: its own, those that a tuning recommends, other
-policies, other routers. `measure` finds for each the highest rate and the highest concurrency that
-keep all limits, and how many workers a given rate takes.
+policies, other routers. `with_lost` adds each of them with some of its workers lost. `measure`
+finds for each the highest rate and the highest concurrency that keep all limits, and how many
+workers a given rate takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pydantic import JsonValue
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -19,10 +22,20 @@ from toolkit.routing.routers import ROUTERS, router_of
 from toolkit.sched.policies import BUILT_IN, make_any, refusal, refuse_unservable
 from toolkit.sim.api import usual_policies
 from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
+from toolkit.traces.sharing import reusable_tokens
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import scale_rate
 from toolkit.tuning.alternatives import WORKERS_MAX
 from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
+from toolkit.tuning.changes import (
+    PREFIX_CACHING,
+    RecipeChange,
+    changed_recipe,
+    check_drafts,
+    check_laws,
+    measured_laws,
+    refuse_drafts,
+)
 from toolkit.tuning.evaluate import EvaluationSetup, make_world
 from toolkit.tuning.executor import Evaluate, keeps_limits
 from toolkit.tuning.workload import check_length, own_settings, whole_setup
@@ -33,13 +46,24 @@ FIRST_CONCURRENCY = 64.0  # that is tried, of each worker
 
 @dataclass(slots=True, frozen=True)
 class Deployment:
-    """Settings on a machine: a recipe with its number of workers, its fit, policy and router."""
+    """Settings on a machine: a recipe with its number of workers, its fit, policy and router.
+
+    Attributes:
+        label: what its settings are: "defaults", "tuned", "policy NAME", "router NAME", or the
+            changed keys.
+        outcome: its metrics do not count.
+        conditions: of its machine.
+        lost: so many of its workers are gone. It has the capacity of the others.
+        changed: keys of the recipe, by their paths, that differ from the recipe's file.
+    """
 
     recipe: Recipe
     fit: Fit
-    label: str  # what its settings are: "defaults", "tuned", "policy NAME", "router NAME"
-    outcome: Outcome  # its metrics do not count
-    conditions: ServerConditions = AS_FITTED  # of its machine
+    label: str
+    outcome: Outcome
+    conditions: ServerConditions = AS_FITTED
+    lost: int = 0
+    changed: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
     def gpus(self) -> int:
@@ -61,8 +85,15 @@ class Deployment:
         outcome = self.outcome.model_copy(update={"replica_router": router})
         return replace(self, recipe=recipe, outcome=outcome)
 
+    @property
+    def left(self) -> Deployment:
+        """The same settings on the workers that are not lost."""
+        if not self.lost:
+            return self
+        return replace(self.with_workers(self.recipe.workers - self.lost), lost=0)
+
     def setup(self, trace: Trace) -> EvaluationSetup:
-        """Where its settings are judged: on the whole trace."""
+        """Where its settings are judged: on the whole trace, with all workers."""
         world = in_conditions(make_world(self.recipe, self.fit), self.conditions)
         label = f"{self.recipe.name}, {self.recipe.workers} workers"
         return whole_setup(world, trace, self.recipe, self.outcome.policy, label)
@@ -118,6 +149,89 @@ def deployments_of(
     return [replace(one, conditions=conditions) for one in found]
 
 
+def changed_deployment(
+    recipe: Recipe,
+    fit: Fit,
+    change: RecipeChange,
+    compute: Callable[[Recipe], Fit] | None,
+    conditions: ServerConditions = AS_FITTED,
+) -> Deployment:
+    """Return the recipe's own settings, with some of its keys changed.
+
+    Args:
+        compute: gives the analytic fit of a recipe; None: other laws than those of `fit` are not
+            known.
+
+    Raises `InputError` for a change that cannot be, for one that measured laws do not tell, and for
+    one that changes nothing.
+    """
+    changed = changed_recipe(recipe, change)
+    if change.of_laws:
+        if compute is None:
+            raise measured_laws(change, recipe, fit)
+        refuse_drafts(change)
+        before = compute(recipe)
+        if before.engine != fit.engine:
+            raise InputError(
+                f"the fit of '{recipe.name}' is not the one that is computed now",
+                "leave --fit out, so that the laws before and after a change are computed alike",
+            )
+        try:
+            fit = compute(changed)
+        except InputError as error:
+            raise change.error(error.message, error.hint) from None
+        check_laws(change, before, fit)
+    check_drafts(change, changed, fit)
+    [own] = deployments_of(changed, fit, conditions=conditions)
+    return replace(own, label=change.text.replace(",", ", "), changed=change.values)
+
+
+def check_sharing(deployment: Deployment, trace: Trace) -> None:
+    """Raise `InputError` for a change of the prefix cache where the trace's prompts share nothing,
+    or it does not say what they share: two equal capacities would look like an answer.
+    """
+    if PREFIX_CACHING not in deployment.changed or reusable_tokens(trace).any():
+        return
+    problem = f"no prompt of {trace.source} begins like an earlier one"
+    if trace.shared is None:
+        problem = f"{trace.source} has no hash_ids, so it does not say what its prompts share"
+    raise InputError(
+        f"--also prefix_caching: {problem}; a prefix cache would find nothing",
+        "record your traffic with llmctl trace record, or make prompts that share: "
+        "llmctl trace generate --system-tokens 800",
+    )
+
+
+def with_lost(deployments: Sequence[Deployment], lost: int, *, sized: bool) -> list[Deployment]:
+    """Return each of the deployments, and after it the same with `lost` of its workers lost.
+
+    Args:
+        sized: the number of workers is not given but searched, so there may be too few: the second
+            then has as many as are lost and one more.
+
+    Raises `InputError` where no worker would be left.
+    """
+    found = []
+    for one in deployments:
+        workers = one.recipe.workers
+        server = traits_of(one.recipe.engine.name).server
+        if server and one.outcome.policy not in BUILT_IN:
+            raise InputError(
+                f"--lost {lost}: {one.label} runs inside one server, of which none can be lost",
+                "leave --policies out",
+            )
+        if lost >= workers and not sized:
+            raise InputError(
+                f"--lost {lost}: {one.recipe.name} has {workers} worker{'s' * (workers > 1)}; the "
+                f"limit is {workers - 1}, so that one is left",
+                f"give more workers: --workers {lost + 1}, or --rate to find how many",
+            )
+        whole = one.with_workers(max(workers, lost + 1))
+        label = f"{one.label}, {lost} lost"
+        found += [one, replace(whole, label=label, lost=lost)]
+    return found
+
+
 def _unrouted(recipe: Recipe) -> Recipe:
     """One server: a policy of ours inside a server has no router before it."""
     server = traits_of(recipe.engine.name).server
@@ -159,15 +273,16 @@ def measure(
     Raises `InputError` where the trace has no rate, or is shorter than the longest target at
     `rate_rps`.
     """
-    setup = deployment.setup(trace)
+    left = deployment.left
+    setup = left.setup(trace)
     tried: list[LoadPoint] = []
-    rate = rate_capacity(setup, deployment.outcome, evaluate, tried)
+    rate = rate_capacity(setup, left.outcome, evaluate, tried)
     at_once = None
     if concurrency:
-        at_once = concurrency_capacity(setup, deployment, evaluate)
+        at_once = concurrency_capacity(setup, left, evaluate)
     needed = None
     if rate_rps is not None:
-        guess = rate_rps / rate.load * deployment.recipe.workers if rate else 1.0
+        guess = rate_rps / rate.load * left.recipe.workers + deployment.lost if rate else 1.0
         needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
     return Measured(deployment, rate, at_once, needed, lowest)
@@ -191,30 +306,34 @@ def concurrency_capacity(
 def fewest_workers(
     deployment: Deployment, trace: Trace, rate_rps: float, guess: float, evaluate: Evaluate
 ) -> Deployment | None:
-    """The deployment with the fewest workers that keep every limit at this rate: one less does not.
-    None where no number up to `WORKERS_MAX` does, or where it cannot have more workers.
+    """The deployment with the fewest workers of which those that are not lost keep every limit at
+    this rate: one less does not. None where no number up to `WORKERS_MAX` does, or where it cannot
+    have more workers.
     """
     scaled = scale_rate(trace, rate_rps)
     check_length(scaled, deployment.recipe)
 
     def keeps(count: int) -> bool:
-        sized = deployment.with_workers(count)
+        sized = deployment.with_workers(count).left
         return keeps_limits(evaluate, sized.setup(scaled), sized.outcome)
 
     server = traits_of(deployment.recipe.engine.name).server
     if server and deployment.outcome.policy not in BUILT_IN:
         return deployment.with_workers(1) if keeps(1) else None
-    count = _fewest_from(keeps, max(round(guess), 1))
+    least = deployment.lost + 1
+    count = _fewest_from(keeps, max(round(guess), least), least)
     return None if count is None else deployment.with_workers(count)
 
 
-def _fewest_from(keeps: Callable[[int], bool], guess: int) -> int | None:
-    """A number that `keeps` while the number below it does not, searched from `guess` on."""
+def _fewest_from(keeps: Callable[[int], bool], guess: int, least: int) -> int | None:
+    """A number that `keeps` while the number below it does not, searched from `guess` on; or the
+    `least`.
+    """
     count = min(guess, WORKERS_MAX)
     while not keeps(count):
         count += max(count // 8, 1)
         if count > WORKERS_MAX:
             return None
-    while count > 1 and keeps(count - 1):
+    while count > least and keeps(count - 1):
         count -= 1
     return count

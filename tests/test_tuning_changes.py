@@ -1,0 +1,328 @@
+"""`capacity --also` and `--lost`: which recipe results, which laws hold for it, what is refused."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import samples
+from test_sim_paged_commands import trace
+from test_tuning_drafts import fit_with, recipe_with
+
+from toolkit.cli.basis import computed_fit, has_computed_laws
+from toolkit.errors import InputError
+from toolkit.files.capacity import Capacities, CapacityOf, Requests
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, shipped_fit
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe, recipe_path
+from toolkit.report.capacity import conclusion
+from toolkit.traces.types import SharedBlocks
+from toolkit.tuning.changes import RecipeChange, changed_recipe
+from toolkit.tuning.deployments import (
+    Deployment,
+    changed_deployment,
+    check_sharing,
+    deployments_of,
+    fewest_workers,
+    with_lost,
+)
+from toolkit.tuning.workload import in_process
+
+NAME = "llama-3.1-8b-h200"
+FP8_BYTES = 9_081_200_640  # linear layers in 8 bits, the rest in 16: as in `recipe new`
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Recipe:
+    return load_recipe(recipe_path(NAME))
+
+
+@pytest.fixture(scope="module")
+def own_fit(shipped: Recipe) -> Fit:
+    return compute(shipped)
+
+
+def compute(recipe: Recipe) -> Fit:
+    return computed_fit(recipe_path(NAME), recipe)
+
+
+def changed(recipe: Recipe, words: str) -> Recipe:
+    return changed_recipe(recipe, RecipeChange.parsed(words, recipe))
+
+
+@pytest.mark.parametrize(
+    "words", ["prefix_caching=false", "policy.parameters.prefix_caching=false"]
+)
+def test_a_parameter_has_its_own_name_or_its_path(shipped: Recipe, words: str) -> None:
+    found = changed(shipped, words)
+    assert found.policy.parameters["prefix_caching"] is False
+    assert found.model_copy(update={"policy": shipped.policy}) == shipped
+
+
+def test_several_keys_change_together(shipped: Recipe) -> None:
+    found = changed(shipped, "max_num_seqs=64,sla.ttft_p99_s=1.5,workers=2")
+    assert found.policy.parameters["max_num_seqs"] == 64
+    assert found.sla == {**shipped.sla, "ttft_p99_s": 1.5}
+    assert found.workers == 2
+
+
+def test_values_are_those_of_yaml(shipped: Recipe) -> None:
+    found = changed(
+        shipped, "num_speculative_tokens=2,serve.acceptance={rates: [0.8, 0.5], proposed: 0.5}"
+    )
+    assert found.serve.acceptance is not None
+    assert found.serve.acceptance.rates == [0.8, 0.5]
+
+
+def test_bytes_follow_from_the_config(shipped: Recipe) -> None:
+    assert changed(shipped, "model.quantization=fp8").model.weight_bytes == FP8_BYTES
+    cache = changed(shipped, "engine.vllm.kv_cache_dtype=fp8").model
+    assert cache.kv_bytes_per_token == shipped.model.kv_bytes_per_token // 2
+    assert cache.weight_bytes == shipped.model.weight_bytes
+    given = changed(shipped, "model.quantization=fp8,model.weight_bytes=9000000000")
+    assert given.model.weight_bytes == 9_000_000_000
+    back = load_recipe(recipe_path("llama-3.3-70b-h200-fp8-tp2"))
+    assert changed(back, "model.quantization=null").model.weight_bytes == 141_107_412_992
+
+
+def test_bytes_that_the_config_does_not_give_must_be_given(shipped: Recipe) -> None:
+    odd = shipped.model_copy(
+        update={"model": shipped.model.model_copy(update={"weight_bytes": 12_345})}
+    )
+    with pytest.raises(InputError) as error:
+        changed(odd, "model.quantization=fp8")
+    assert "model.weight_bytes" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("prefix_caching", "prefix_caching"),
+        ("=3", "=3"),
+        ("prefix_cachin=false", "prefix_caching"),
+        ("kv_cache_dtype=fp8", "engine.vllm.kv_cache_dtype"),
+        ("engine.vllm.kv_cache_dtyp=fp8", "kv_cache_dtype"),
+        ("engin.name=vllm", "engine"),
+        ("policy.parameters.max_num_seq=3", "max_num_seqs"),
+        ("max_num_seqs=many", "many"),
+        ("max_num_seqs=0", "0"),
+        ("max_num_seqs=1024", "max_num_seqs"),  # the recipe's own
+        ("max_num_seqs=3,max_num_seqs=4", "max_num_seqs"),
+        ("model.quantization=int4", "int4"),
+        ("model.quantization=[fp8", "model.quantization"),
+        ("workers.count=2", "workers"),
+        ("sla.ttft=3", "ttft"),
+        ("engine.tensor_parallel_size=2", "--tp"),
+        ("policy.name=past-future", "--policies"),
+        ("hardware.usd_per_hour=3", "--price"),
+        ("hardware.memory_gib=80", "hardware"),
+        ("serve.max_new_tokens=64", "serve.max_new_tokens"),
+        ("model.max_model_len=64", "model.max_model_len"),
+        ("name=other", "name"),
+        ("engine={name: transformers}", "engine"),
+        ("serve={max_new_tokens: 9}", "serve"),
+        ("tune.trials=3", "tune.trials"),
+        ("serve.port=1", "serve.port"),
+        ("profile.repeats=1", "profile.repeats"),
+        ("replica_router.name=by-law", "--workers"),  # there is one
+        ("serve.acceptance.length=2", "num_speculative_tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(shipped: Recipe, words: str, named: str) -> None:
+    with pytest.raises(InputError) as error:
+        changed(shipped, words)
+    assert "\n" not in error.value.whole
+    assert words.partition("=")[0] in error.value.message
+    assert named in error.value.whole
+
+
+def test_laws_are_computed_for_the_changed_recipe(shipped: Recipe, own_fit: Fit) -> None:
+    words = "model.quantization=fp8,engine.vllm.kv_cache_dtype=fp8"
+    found = changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
+    assert found.fit.steps is not None
+    assert own_fit.steps is not None
+    assert found.fit.steps.base_s < own_fit.steps.base_s
+    assert found.fit.steps.cached_s < own_fit.steps.cached_s
+    assert found.fit.engine.capacity_tokens > 2 * own_fit.engine.capacity_tokens
+    assert found.recipe.model.weight_bytes == FP8_BYTES
+
+
+def test_scheduling_keeps_its_laws(shipped: Recipe, own_fit: Fit) -> None:
+    change = RecipeChange.parsed("prefix_caching=false", shipped)
+    for laws in (compute, None):
+        found = changed_deployment(shipped, own_fit, change, laws)
+        assert found.fit is own_fit
+        assert found.outcome.parameters["prefix_caching"] is False
+        assert found.changed == {"policy.parameters.prefix_caching": False}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.quantization=fp8",
+        "engine.vllm.kv_cache_dtype=fp8",
+        "engine.vllm.drafts.method=ngram",
+        "engine.gpu_memory_utilization=0.5",
+    ],
+)
+def test_measured_laws_answer_no_other_recipe(shipped: Recipe, own_fit: Fit, words: str) -> None:
+    with pytest.raises(InputError) as error:
+        changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), None)
+    assert words.partition("=")[0] in error.value.message
+    assert "profile" in error.value.hint
+
+
+def test_a_roofline_answers_for_no_other_recipe() -> None:
+    recipe = load_recipe(recipe_path(f"{NAME}-transformers"))
+    fit = read_file(Fit, shipped_fit(recipe.name) or "")
+    assert not has_computed_laws(recipe, fit)
+    with pytest.raises(InputError):
+        changed_deployment(recipe, fit, RecipeChange.parsed("model.dtype=float16", recipe), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("engine.vllm.drafts.method=ngram", "profile"),
+        ("num_speculative_tokens=3", "profile"),
+        ("engine.vllm.kv_cache_dtype=fp8_e5m2", "fp8_e5m2"),
+        ("engine.vllm.num_gpu_blocks_override=100", "num_gpu_blocks_override"),
+        ("engine.gpu_memory_utilization=0.1", "GiB"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    shipped: Recipe, own_fit: Fit, words: str, named: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
+    assert named in error.value.whole
+
+
+def test_a_fit_that_is_not_computed_so_is_no_base(shipped: Recipe, own_fit: Fit) -> None:
+    engine = own_fit.engine.model_copy(update={"analytic": "a roofline"})
+    other = own_fit.model_copy(update={"engine": engine})
+    with pytest.raises(InputError):
+        changed_deployment(
+            shipped, other, RecipeChange.parsed("model.quantization=fp8", shipped), compute
+        )
+
+
+def test_drafts_stand_beside_none_where_both_laws_were_measured() -> None:
+    recipe = recipe_with()
+    drafting = RecipeChange.parsed("num_speculative_tokens=3", recipe)
+    found = changed_deployment(recipe, fit_with((0, 3)), drafting, None)
+    assert found.outcome.parameters["num_speculative_tokens"] == 3
+    with pytest.raises(InputError) as error:
+        changed_deployment(recipe, fit_with((0, 2)), drafting, None)
+    assert "3" in error.value.message
+
+
+def test_a_prefix_cache_needs_a_trace_that_shares(shipped: Recipe, own_fit: Fit) -> None:
+    change = RecipeChange.parsed("prefix_caching=false", shipped)
+    found = changed_deployment(shipped, own_fit, change, compute)
+    plain = trace(20)
+    blocks = -(-plain.prompt_tokens // 16)
+    offsets = [0, *blocks.cumsum()]
+    apart = blocks_of(range(int(blocks.sum())), offsets)
+    for lacking in (plain, replace(plain, shared=apart)):
+        with pytest.raises(InputError) as error:
+            check_sharing(found, lacking)
+        assert plain.source in error.value.message
+    alike = blocks_of([k for count in blocks for k in range(count)], offsets)
+    check_sharing(found, replace(plain, shared=alike))
+    [own] = deployments_of(shipped, own_fit)
+    check_sharing(own, plain)
+
+
+def blocks_of(ids: Iterable[int], offsets: Iterable[int]) -> SharedBlocks:
+    return SharedBlocks(16, np.array(list(ids)), np.array(list(offsets)))
+
+
+def vllm(workers: int) -> Deployment:
+    sla = {"ttft_p99_s": 0.5}
+    one = {"engine": {"name": "vllm"}, "workers": workers, "policy": {"name": "vllm"}, "sla": sla}
+    recipe = samples.recipe(**one)
+    [own] = deployments_of(recipe, samples.paged_fit())
+    return own
+
+
+def test_lost_workers_leave_the_others() -> None:
+    whole, lost = with_lost([vllm(3)], 1, sized=False)
+    assert (whole.lost, lost.lost) == (0, 1)
+    assert (lost.recipe.workers, lost.left.recipe.workers, lost.gpus) == (3, 2, 3)
+    assert lost.left.lost == 0
+    assert lost.left.outcome.replica_router is not None
+    [_, alone] = with_lost([vllm(2)], 1, sized=False)
+    assert alone.outcome.replica_router is not None
+    assert alone.left.outcome.replica_router is None
+
+
+@pytest.mark.parametrize(("workers", "lost"), [(1, 1), (3, 3), (3, 9)])
+def test_one_worker_must_be_left(workers: int, lost: int) -> None:
+    with pytest.raises(InputError) as error:
+        with_lost([vllm(workers)], lost, sized=False)
+    assert str(lost) in error.value.message
+    assert str(workers - 1) in error.value.message
+    [_, sized] = with_lost([vllm(workers)], lost, sized=True)
+    assert sized.recipe.workers == lost + 1
+
+
+@pytest.mark.slow
+def test_the_fewest_of_which_some_may_be_lost_are_so_many_more() -> None:
+    own, lost = with_lost([vllm(1)], 2, sized=True)
+    requests = trace(200)
+    rate = 60.0
+    alone = fewest_workers(own, requests, rate, 1.0, in_process)
+    spare = fewest_workers(lost, requests, rate, 1.0, in_process)
+    assert alone is not None
+    assert spare is not None
+    assert alone.recipe.workers > 1
+    assert spare.recipe.workers == alone.recipe.workers + 2
+
+
+def capacity_of(rate: float | None, **given: object) -> CapacityOf:
+    about: dict[str, object] = {
+        "recipe": "one",
+        "settings": "defaults",
+        "engine": "vllm",
+        "policy": "vllm",
+        "parameters": {},
+        "router": None,
+        "workers": 3,
+        "gpus": 3,
+        "capacity_rps": rate,
+        "at_least": False,
+        "error_percent": 1.0,
+        "binding": None,
+        "concurrency": None,
+        "concurrency_binding": None,
+        "metrics": {},
+        "cost": None,
+        "needed": None,
+        "analytic": None,
+        "curve": [],
+        "concurrency_curve": [],
+    }
+    return CapacityOf.model_validate(about | given)
+
+
+def said(*capacities: CapacityOf) -> list[str]:
+    requests = Requests(source="t", requests=1, notes=[], scaling=None)
+    result = Capacities(trace=requests, sla={}, wanted_rps=None, capacities=list(capacities))
+    return conclusion(result)
+
+
+def test_the_conclusion_says_how_many_times_as_much() -> None:
+    key = {"changed": {"policy.parameters.prefix_caching": False}, "settings": "new"}
+    assert any("0.5 " in line for line in said(capacity_of(50.0), capacity_of(25.0, **key)))
+    same = said(capacity_of(50.0), capacity_of(50.2, **key))
+    assert not any("1 times" in line for line in same)
+    short = said(capacity_of(50.0, at_least=True), capacity_of(50.0, at_least=True, **key))
+    assert not any("times" in line or "1.0 %" in line for line in short if "new" in line)
+    assert len(said(capacity_of(None), capacity_of(9.0, **key))) == 2
+
+
+def test_the_conclusion_has_a_line_for_lost_workers() -> None:
+    lines = said(capacity_of(50.0), capacity_of(30.0, lost=1, settings="defaults, 1 lost"))
+    assert ["50" in lines[0], "30" in lines[1], len(lines)] == [True, True, 2]
