@@ -18,7 +18,7 @@ import msgspec
 from yarl import URL
 
 from toolkit.endpoints.foreign import UNREADABLE, Count
-from toolkit.endpoints.sse import EventReader, data_of
+from toolkit.endpoints.sse import EventReader, data_of, in_parts
 from toolkit.endpoints.target import Problem, Target, error_text
 from toolkit.endpoints.upstream import bounded_connector
 
@@ -225,7 +225,7 @@ class LoadClient:
                 sample.refused = response.status in OVERLOADED
                 return f"HTTP {response.status}: {error_text(await _begin_of(response))}"
             try:
-                async for piece in response.content.iter_any():
+                async for piece in in_parts(response.content.iter_any()):
                     answer.feed(piece, clock())
                     if answer.failure:
                         response.close()

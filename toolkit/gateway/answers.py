@@ -217,7 +217,7 @@ class PassingAnswer(Passing):
                 self._length += len(channel.skip)
                 channel.skip = ""
         self._most_tokens = self.counted_tokens
-        self._begin(at)
+        self._begin(at, call.max_tokens, call.choices)
         self._ended_here.clear()
         self._skip_ids = {}
         if not self.begun:
@@ -345,7 +345,7 @@ class PassingAnswer(Passing):
         event = b"\n".join(lines_of(event))
         data = data_of(event)
         if not data:
-            return event + b"\n\n"  # a comment keeps connections alive
+            return event + b"\n\n" if event else b""  # a comment keeps connections alive
         if data == b"[DONE]":
             return self._on_done()
         try:
@@ -390,6 +390,7 @@ class PassingAnswer(Passing):
         if usage is None:
             return b""  # the last line brings another
         self.usage = usage
+        self._idle_events = 0
         if not self._call.wants_usage or self._usage_sent:
             return b""
         if self.mode in ("ids", "text"):
@@ -438,9 +439,12 @@ class PassingAnswer(Passing):
                 self.failure = DIVERGED
             if self.failure:
                 return b""
-            self._note(choice, texts, ids, brought=bool(choice.texts()))
+            brought = bool(choice.texts())
+            self._note(choice, texts, ids, brought=brought)
             tools = choice.delta is not None and bytes(choice.delta.tool_calls) not in EMPTY_CALLS
             self._calls_tools |= tools
+            if brought or choice.token_ids or tools or choice.finish_reason:
+                self._idle_events = 0
             if choice.finish_reason:
                 self._ended_here.add(choice.index)
                 self._finished.add(choice.index)
