@@ -558,7 +558,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=400)
     parser.add_argument("--bodies", type=int, default=20_000)
     parser.add_argument("--answers", type=int, default=2_000)
-    parser.add_argument("--floods", type=int, default=40, metavar="N", help="requests of each")
+    parser.add_argument("--floods", type=int, default=24, metavar="N", help="requests of each")
     parser.add_argument("--flaps", type=int, default=1_000)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

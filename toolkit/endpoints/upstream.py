@@ -31,7 +31,7 @@ from toolkit.errors import InputError
 
 MAX_HELD_BYTES = 1 << 18
 MAX_LINE_BYTES = 1 << 16  # of a head
-MAX_INTERIM = 32  # answers such as 100 Continue before one
+MAX_ANSWERS = 33  # to a request: interim ones, such as 100 Continue, and the last
 HEADS_BYTES = 1 << 12  # of what comes before a body, that are read in one go
 CONNECT_S = 10.0
 IDLE_S = 4.0  # servers close theirs after five seconds or more
@@ -108,14 +108,14 @@ class BoundedConnection(ResponseHandler):
         while len(data) - at > HEADS_BYTES and (self._payload is None or self._payload.is_eof()):
             super().data_received(data[at : at + HEADS_BYTES])
             at += HEADS_BYTES
-            if self._answers > MAX_INTERIM:
+            if self._answers > MAX_ANSWERS:
                 return
         super().data_received(data[at:] if at else data)
 
     def feed_data(self, data: tuple[RawResponseMessage, Any], size: int = 0) -> None:
         """Keep the head of an answer, unless it is an interim one."""
         self._answers += 1
-        if self._answers > MAX_INTERIM:
+        if self._answers > MAX_ANSWERS:
             self.abort()
             self.set_exception(BadHttpMessage("too many answers"))
         elif data[0].code == 101 or not 100 <= data[0].code < 200:

@@ -16,7 +16,14 @@ from msgspec import Raw
 
 from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded
 from toolkit.endpoints.sse import data_of, lines_of
-from toolkit.gateway.attempts import NOT_OPENAI, Attempted, Passing
+from toolkit.gateway.attempts import (
+    BYTES_PER_TOKEN,
+    MAX_EVENT_BYTES,
+    NOT_OPENAI,
+    SPARE_EVENT_BYTES,
+    Attempted,
+    Passing,
+)
 from toolkit.gateway.calls import ClientProgress, GenerationCall, Mode
 from toolkit.serve.errors import ApiError, error_body
 
@@ -218,6 +225,9 @@ class PassingAnswer(Passing):
                 channel.skip = ""
         self._most_tokens = self.counted_tokens
         self._begin(at, call.max_tokens, call.choices)
+        if not call.has_large_events:  # reading one takes time, which others wait
+            most = SPARE_EVENT_BYTES + BYTES_PER_TOKEN * self._context
+            self._most_event_bytes = min(most, MAX_EVENT_BYTES)
         self._ended_here.clear()
         self._skip_ids = {}
         if not self.begun:
@@ -358,6 +368,9 @@ class PassingAnswer(Passing):
             return b""
         if bytes(read.error) != b"null":
             self.failure = "the server reported an error"
+            return b""
+        if len(read.choices) > self._call.choices:
+            self.failure = NOT_OPENAI
             return b""
         if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
             self.failure = "the server aborted the request"

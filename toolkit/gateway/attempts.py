@@ -11,6 +11,9 @@ from toolkit.endpoints.foreign import CountedUsage
 from toolkit.endpoints.sse import EventReader
 
 MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
+SPARE_EVENT_BYTES = 256 << 10  # of an event without log probabilities, beside its tokens
+BYTES_PER_TOKEN = 16  # of an event: as an id, or as escaped text
+MAX_EVENT_LINES = 1000
 MAX_ANSWER_BYTES = 256 << 20  # of all events of an attempt
 SPARE_EVENTS = 1000  # in a row that bring nothing, and of tokens, beside those that were asked for
 UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
@@ -61,6 +64,7 @@ class Passing(ABC):
         self._passed_bytes = 0
         self._idle_events = 0  # in a row that brought nothing
         self._most_events = SPARE_EVENTS
+        self._most_event_bytes = MAX_EVENT_BYTES
 
     @property
     def is_midway(self) -> bool:
@@ -77,7 +81,7 @@ class Passing(ABC):
         self.new_tokens = 0
         self._passed_bytes += len(piece)
         events = self._reader.feed(piece)
-        if len(self._reader.rest) > MAX_EVENT_BYTES:
+        if max(map(len, (self._reader.rest, *events))) > self._most_event_bytes:
             self.failure = "an event is too long"
         if self._passed_bytes > MAX_ANSWER_BYTES:
             self.failure = "the answer is too long"
@@ -86,6 +90,9 @@ class Passing(ABC):
         passed = []
         for event in events:
             self._idle_events += 1
+            if event.count(b"\n") + event.count(b"\r") > MAX_EVENT_LINES and event.strip(b"\r\n"):
+                self.failure = NOT_OPENAI
+                break
             out = self._event(event)
             if self._idle_events > self._most_events:
                 self.failure = self.failure or "its events bring nothing"
