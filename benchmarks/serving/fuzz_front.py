@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.fuzz_front
 
-Five parts: heads of requests with `Upgrade` that arrive in two segments, and whose bodies are
+Five parts: heads of requests with `Upgrade` that arrive in two segments, before bodies that are
 requests; bodies of requests with odd fields and torn bytes; a replica that answers requests, probes
-and readers of metrics with hostile bytes, beside a good one; one whose answers never end; and
+and readers of metrics with hostile bytes, beside a good one; one that never ends an answer; and
 replicas that end and start again under streams, each of which must be the undisturbed answer. All
 the time /health is asked. No answer may be a 5xx that is not meant or reach another client, no
 stream may differ, and at the end every task of the front must run, as its metrics say. The front
@@ -404,7 +404,7 @@ async def cut_heads(count: int) -> Found:
 
 
 async def floods(kinds: Sequence[tuple[bytes, bytes]], each: int) -> Found:
-    """Ask a front before a replica whose answers never end, and a good one."""
+    """Ask a front before a replica that never ends an answer, and a good one."""
     found = Found()
     rogue = StandIn()
     async with front_before(rogue, StandIn(), deadline_s=30.0) as front:
