@@ -418,8 +418,7 @@ async def floods(kinds: Sequence[tuple[bytes, bytes]], each: int) -> Found:
                     found.statuses[str(answer.status_code)] += 1
                     if answer.status_code not in (200, 503, 504):
                         found.complain(f"flood {number}: {answer.status_code}")
-                    async for _ in answer.aiter_bytes():
-                        pass
+                    await answer.aread()
 
             before_s = found.health_s
             await in_parallel(each, 8, ask, found, front)

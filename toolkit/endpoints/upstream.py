@@ -125,7 +125,8 @@ class BoundedConnection(ResponseHandler):
 def bounded_connector(**options: Any) -> aiohttp.TCPConnector:
     """A connector of `BoundedConnection`, with aiohttp's options."""
     connector = aiohttp.TCPConnector(**options)
-    connector._factory = partial(BoundedConnection, loop=asyncio.get_running_loop())
+    factory = partial(BoundedConnection, loop=asyncio.get_running_loop())
+    connector._factory = factory  # type: ignore[assignment]  # aiohttp has no option for it
     return connector
 
 
