@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, head, sse_server, tokens_event, usage_event, whole
 
+from toolkit.endpoints import sse
 from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer, make_request
 from toolkit.endpoints.target import Target
 
@@ -132,3 +133,45 @@ def test_an_event_that_never_happened_is_nan():
     sample = answer(whole({"error": "no"}, 503))
     assert math.isnan(sample.first_token_s)
     assert math.isnan(sample.last_token_s)
+
+
+def test_empty_lines_are_one_event_however_the_stream_is_cut():
+    stream = b"\n\n\n\r\ndata: a\n\n\n\r\n\n:\r\n\r\n\r\ndata: b\r\r\r\r\n" + b"\n" * 10_000
+    for at in range(60):
+        reader = sse.EventReader()
+        events = reader.feed(stream[:at]) + reader.feed(stream[at:])
+        assert b"".join(events) + reader.rest == stream
+        assert len(events) <= 8
+        assert [data for data in map(sse.data_of, events) if data] == [b"a", b"b"]
+
+
+def test_others_run_between_the_parts_of_a_piece():
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def pieces():
+        yield b"x" * (10 * sse.PART_BYTES)
+        yield b"y"
+
+    async def read() -> bytes:
+        counting = asyncio.create_task(count())
+        parts = [part async for part in sse.in_parts(pieces())]
+        counting.cancel()
+        assert max(map(len, parts)) <= sse.PART_BYTES
+        return b"".join(parts)
+
+    assert asyncio.run(read()) == b"x" * (10 * sse.PART_BYTES) + b"y"
+    assert turns >= 9
+
+
+@pytest.mark.slow
+def test_interim_answers_without_end_are_no_answer():
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+    good = chunked(tokens_event(), usage_event(1), DONE)
+    assert answer(interim * 32 + good).failure == ""
+    assert answer(interim * 33 + good).failure

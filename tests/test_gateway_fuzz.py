@@ -4,7 +4,15 @@ import asyncio
 
 import pytest
 
-from benchmarks.serving.fuzz_front import flaps, hostile_replicas, odd_bodies
+from benchmarks.serving.fuzz_front import (
+    EVENTS,
+    INTERIM,
+    cut_heads,
+    flaps,
+    floods,
+    hostile_replicas,
+    odd_bodies,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -14,6 +22,17 @@ def test_odd_bodies_get_no_5xx():
     assert found.complaints == []
     assert found.statuses["200"] > 50
     assert found.statuses["400"] > 50
+
+
+def test_cut_heads_with_upgrade_reach_no_other_client():
+    found = asyncio.run(cut_heads(40))
+    assert found.complaints == []
+    assert found.statuses == {"alice's own": 40}
+
+
+def test_answers_without_end_reach_no_other_request():
+    found = asyncio.run(floods((*INTERIM, *EVENTS[3:5]), 2))
+    assert found.complaints == []
 
 
 def test_hostile_replicas_reach_no_other_request():

@@ -103,6 +103,57 @@ def test_a_stop_string_that_began_before_a_failure_is_found():
     assert passing.mode == "again"
 
 
+BLANK = b'data: {"choices":[{"index":0,"text":""}]}\n\n'
+
+
+@pytest.mark.parametrize("event", [b":\n\n", b"data: {}\n\n", BLANK])
+def test_events_that_bring_nothing_end_an_attempt(event: bytes):
+    def fed(limit: int, *pieces: bytes) -> str:
+        body = {"prompt": "a", "max_tokens": limit, "stream": True}
+        passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=False))
+        passing.request(Attempted())
+        for piece in pieces:
+            passing.feed(piece)
+        return passing.failure
+
+    token = BLANK.replace(b'""', b'"x"')
+    assert fed(5, event * 1000) == ""
+    assert fed(5, event * 1000, token, event * 1000) == ""
+    assert fed(5000, event * 6000) == "", "each may be a token that is not shown"
+    assert fed(5, event * 1100)
+    assert fed(5, token * 1100), "more than were asked for"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b":\n" * 2000,
+        b"data:\n" * 2000,
+        b'data: {"choices":[{},{}]}\n',
+        b'data: {"choices":[' + b"{}," * 200_000 + b"{}]}\n",
+        b"data: {" + b",".join(b'"%d":1' % each for each in range(50_000)) + b"}\n",
+    ],
+    ids=["comments", "lines", "choices", "many choices", "fields"],
+)
+def test_an_event_that_takes_long_to_read_ends_an_attempt(event: bytes):
+    body = {"prompt": "a", "max_tokens": 5, "stream": True}
+    passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=False))
+    passing.request(Attempted(max_model_len=4096))
+    passing.feed(event + b"\n")
+    assert passing.failure
+
+
+def test_log_probabilities_of_a_prompt_may_be_long():
+    more = b'"logprobs":{"token_logprobs":[' + b"-1.5," * 100_000 + b"-1]}"
+    event = BLANK.replace(b'""', b'"x",' + more)
+    for asked_for, fits in (({}, False), ({"echo": True, "logprobs": 1}, True)):
+        body = {"prompt": "a", "max_tokens": 5, "stream": True} | asked_for
+        passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=False))
+        passing.request(Attempted(max_model_len=4096))
+        passing.feed(event)
+        assert (passing.failure == "") == fits, asked_for
+
+
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
 
 

@@ -125,6 +125,49 @@ async def test_a_prompt_of_spaces_changes_no_others_estimate(front: Front, serve
     assert gauge.tokens(prompt) > 0.8 * before
 
 
+@pytest.mark.parametrize("line", [b"100 Continue", b"102 Processing", b"103 Early\r\nlink: </a>"])
+@behind({}, {})
+async def test_interim_answers_without_end_send_the_request_elsewhere(
+    front: Front, servers: list[StandIn], line: bytes
+):
+    interim = b"HTTP/1.1 %b\r\n\r\n" % line
+    servers[0].script = lambda *_: b""
+    servers[0].flood = interim * 1000
+    while not servers[0].served[COMPLETIONS]:
+        whole = await front.http.post(COMPLETIONS, json=asked())
+        assert whole.json()["choices"][0]["text"] == answer_of(asked())
+        assert (await front.stream(asked())).text == answer_of(asked())
+    servers[1].kill()
+    choice = {"index": 0, "text": "hi", "finish_reason": "stop"}
+    servers[0].flood = b""
+    servers[0].script = lambda *_: interim * 32 + page(json.dumps({"choices": [choice]}).encode())
+    passed = await front.http.post(COMPLETIONS, json=asked())
+    assert passed.json()["choices"][0]["text"] == "hi"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b"\n", b":\n\n", b"data: {}\n\n", b'data: {"choices":[{}]}\n\n',
+     b'data: {"choices":[{"text":"x"}]}\n\n'],
+)  # fmt: skip
+@pytest.mark.slow
+@behind({}, {}, hang_s=60.0)
+async def test_events_without_end_send_the_request_elsewhere(
+    front: Front, servers: list[StandIn], event: bytes
+):
+    piece = event * (50_000 // len(event))
+    head = b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+    servers[0].script = lambda *_: head
+    servers[0].flood = piece
+    while not servers[0].served[COMPLETIONS]:
+        body = asked(200, temperature=0)
+        if b"choices" not in event:
+            assert (await front.stream(body)).text == answer_of(body)
+        else:  # the client has them
+            answer = await front.http.post(COMPLETIONS, json=body | {"stream": True})
+            assert answer.text.endswith("data: [DONE]\n\n")
+
+
 @pytest.mark.slow
 def test_long_pages_of_metrics_stop_nothing(monkeypatch: pytest.MonkeyPatch):
     """A page of 4 MB of lines that almost match: with a quadratic expression it takes minutes."""

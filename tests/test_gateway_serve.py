@@ -109,7 +109,7 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
 
 
 def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
-    """26 clients at once, idle connections to twelve replicas, and 180 descriptors."""
+    """26 clients at once, idle connections to twelve replicas, and 188 descriptors."""
     servers = [StandIn(first_s=0.05) for _ in range(12)]
 
     async def ask_all(base: str) -> list[int]:
@@ -127,7 +127,7 @@ def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
         words += ["--served-model-name", MODEL, "--router", "session-hash"]
         command = [sys.executable, "-m", "toolkit", "serve", str(plan_for(tmp_path))]
         command += ["--port", "0", "--json", *words]
-        limited = ["sh", "-c", 'ulimit -n 180; exec "$@"', "sh", *command]
+        limited = ["sh", "-c", 'ulimit -n 188; exec "$@"', "sh", *command]
         with subprocess.Popen(
             limited, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as server:

@@ -16,7 +16,7 @@ from within import within
 
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import SMALL_BYTES, WireLimits, client_of
+from toolkit.serve.limits import SMALL_BYTES, WireLimits, client_of, excess
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -270,6 +270,78 @@ async def test_a_request_to_upgrade_is_answered_in_http_1_1_with_its_body(wire: 
     assert wire.desk.bodies == [b"abc", b"last"]
 
 
+UPGRADE = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
+HIDDEN = post("/hidden", b"")
+
+
+@pytest.mark.parametrize("before", [b"", KEPT], ids=["alone", "pipelined"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+@wired()
+async def test_wherever_a_head_with_upgrade_is_cut_its_body_is_no_request(
+    wire: Wire, before: bytes, is_chunked: bool
+):
+    whole = post("/echo", HIDDEN, *UPGRADE)
+    if is_chunked:
+        lines = (b"POST /echo HTTP/1.1", b"Host: x", *UPGRADE, b"Transfer-Encoding: chunked")
+        whole = b"\r\n".join((*lines, b"", chunked(HIDDEN)))
+    end = whole.index(b"\r\n\r\n") + 4
+    wanted = [200] * (1 + bool(before)) + [401]
+    for at in range(end + 1):
+        peer = await wire.open()
+        await wire.connections(1)
+        (connection,) = wire.server.connections
+        begin = before + whole[:at]
+        for segment in (begin, whole[at:end], whole[end:], post("/early", b"", CLOSE)):
+            connection.data_received(segment)
+        assert statuses(await peer.rest()) == wanted, at
+        await wire.connections(0)
+    assert set(wire.desk.asked) == {"/echo", "/early"}
+    assert wire.desk.bodies.count(HIDDEN) == end + 1
+    assert all("upgrade" not in seen for seen in wire.desk.seen)
+
+
+@wired()
+async def test_connect_is_refused_with_what_comes_behind_it(wire: Wire):
+    received = await wire.say(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + KEPT)
+    assert statuses(received) == [405]
+    assert wire.desk.asked == []
+
+
+@wired()
+async def test_one_packet_of_many_requests_is_cut(wire: Wire):
+    peer = await wire.open(WAIT)
+    await until(lambda: wire.desk.asked == ["/wait"])
+    peer.send(KEPT * 1000)
+    assert await peer.rest() == b""
+    assert wire.desk.asked == ["/wait"]
+    peer = await wire.open(WAIT + KEPT * 64)
+    await until(lambda: wire.desk.asked == ["/wait"] * 2)
+    wire.desk.go.set()
+    for _ in range(65):
+        await peer.has(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("first", [WAIT, STREAM])
+@wired()
+async def test_a_refusal_is_no_part_of_an_answer_that_is_due_before(wire: Wire, first: bytes):
+    peer = await wire.open(first + KEPT)
+    await until(lambda: len(wire.desk.asked) == 1)
+    if first == STREAM:
+        await peer.has(b"first ")
+    peer.send(b"\x00\x01 garbage\r\n\r\n")
+    assert b"HTTP/1.1" not in (await peer.rest()).partition(b"\r\n\r\n")[2]
+    await until(lambda: wire.desk.ended == ["gone"])
+
+
+@wired()
+async def test_a_client_that_leaves_with_requests_behind_the_first_is_noticed(wire: Wire):
+    peer = await wire.open(WAIT + KEPT)
+    await until(lambda: wire.desk.asked == ["/wait"])
+    peer.writer.transport.abort()
+    await until(lambda: wire.desk.ended == ["gone"])
+    assert wire.desk.asked == ["/wait"]
+
+
 # Fields
 
 
@@ -401,16 +473,16 @@ async def test_framing_and_trailers_without_end_are_cut(wire: Wire):
     await wire.connections(0)
 
 
-@wired(connections=3)
+@wired(connections=2)
 async def test_too_many_connections_close_the_one_that_waits_longest(wire: Wire):
     peers = []
-    for _ in range(3):
+    for _ in range(2 + excess(2)):
         peers.append(await wire.open(KEPT))
         await peers[-1].has(b" bytes")
     peers[0].send(KEPT)  # so the second waits longest
     await peers[0].has(b" bytes")
-    fourth = await wire.open(STREAM)
-    await fourth.has(b"first ")
+    another = await wire.open(STREAM)
+    await another.has(b"first ")
     assert await peers[1].rest() == b""
     await wire.connections(3)
     peers[2].send(KEPT)
@@ -428,6 +500,35 @@ async def test_a_connection_too_many_gets_503_if_all_have_requests(wire: Wire):
     wire.desk.go.set()
     for stream in streams:
         await stream.has(b"last")
+
+
+@wired(connections=8)
+async def test_of_many_at_once_each_too_many_gets_503_and_the_others_their_answers(wire: Wire):
+    peers = [await wire.open() for _ in range(8 + excess(8))]  # all are there before any asks
+    await wire.connections(8 + excess(8))
+    for peer in peers:
+        peer.send(STREAM)
+    for peer in peers[:8]:
+        await peer.has(b"first ")
+    for peer in peers[8:]:
+        received = await peer.rest()
+        assert statuses(received) == [503]
+        assert b"connection: close\r\n" in received
+        peer.close()
+    await wire.connections(8)
+    wire.desk.go.set()
+    for peer in peers[:8]:
+        await peer.has(b"last")
+    assert statuses(await wire.say(post("/early", b"", CLOSE))) == [401]
+
+
+@wired(connections=2, linger_timeout_s=30)
+async def test_refused_connections_that_stay_give_way(wire: Wire):
+    for _ in range(2 + excess(2)):
+        peer = await wire.open(b"\0\r\n\r\n")
+        await peer.has(b"HTTP/1.1 400")
+    received = await wire.say(post("/early", b"", CLOSE))
+    assert statuses(received) == [401]
 
 
 # Shares of clients
@@ -491,7 +592,9 @@ def test_a_client_is_an_address_or_a_network_of_ipv6_and_never_this_machine(
     assert client_of(address) == client
 
 
-@pytest.mark.parametrize("sent", [STREAM, KEPT, b"\0\r\n\r\n"])
+@pytest.mark.parametrize(
+    "sent", [STREAM, KEPT, b"\0\r\n\r\n", post("/echo", b"abc", *UPGRADE), STREAM + KEPT]
+)
 @wired()
 async def test_a_closed_connection_leaves_nothing_to_the_garbage_collector(wire: Wire, sent: bytes):
     peer = await wire.open()

@@ -23,6 +23,7 @@ Script = Callable[[str, dict[str, Any]], "bytes | None"]
 MODEL = "standin"
 MASK = (1 << 61) - 1
 MAX_MODEL_LEN = 4096
+FLOOD_BYTES = 1 << 20  # that wait to be sent
 END_ONE_IN = 64  # tokens end an answer, unless it ignores that
 
 
@@ -149,6 +150,7 @@ class StandIn:
         cut_at: bytes of a streamed body after which the answer ends; -1: it does not.
         pages: whole HTTP answers to GETs by path, in place of its own.
         script: makes a whole HTTP answer to a POST with JSON; None: its own.
+        flood: behind what `script` made, these bytes come again and again until the client closes.
     """
 
     token_s: float = 0.0
@@ -172,6 +174,7 @@ class StandIn:
     cut_at: int = -1
     pages: dict[str, bytes] = field(default_factory=dict)
     script: Script | None = None
+    flood: bytes = b""
     served: Counter[str] = field(default_factory=Counter)
     asked: Counter[str] = field(default_factory=Counter)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -344,6 +347,8 @@ class StandInConnection(asyncio.Protocol):
         if scripted is not None:
             server.served[path] += 1
             self._write(scripted)
+            if server.flood:
+                self.task = asyncio.ensure_future(self._flood(server.flood))
             return
         if path == "/v1/embeddings":
             tokens = sum(map(len, prompts_of({"prompt": body["input"]}, chat=False)))
@@ -456,6 +461,12 @@ class StandInConnection(asyncio.Protocol):
         event("response.output_text.done", text=row.text, item_id="msg_1")
         event("response.completed", response=whole)
         self._write(b"0\r\n\r\n")
+
+    async def _flood(self, data: bytes) -> None:
+        while self.transport is not None and not self.transport.is_closing():
+            if self.transport.get_write_buffer_size() < FLOOD_BYTES:
+                self._write(data)
+            await asyncio.sleep(0)
 
     def _context(self) -> int:
         return self.server.max_model_len or MAX_MODEL_LEN

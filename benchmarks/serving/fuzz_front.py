@@ -2,14 +2,15 @@
 
     python -m benchmarks.serving.fuzz_front
 
-Three parts: bodies of requests with odd fields and torn bytes; a replica that answers requests,
-probes and readers of metrics with hostile bytes, beside a good one; and replicas that end and start
-again under streams, each of which must be the undisturbed answer. All the time /health is asked. No
-answer may be a 5xx that is not meant, no stream may differ, and at the end every task of the front
-must run, as its metrics say. The front has a process of its own, and so has what asks /health;
-clients and replicas share one.
+Five parts: heads of requests with `Upgrade` that arrive in two segments, before bodies that are
+requests; bodies of requests with odd fields and torn bytes; a replica that answers requests, probes
+and readers of metrics with hostile bytes, beside a good one; one that never ends an answer; and
+replicas that end and start again under streams, each of which must be the undisturbed answer. All
+the time /health is asked. No answer may be a 5xx that is not meant or reach another client, no
+stream may differ, and at the end every task of the front must run, as its metrics say. The front
+has a process of its own, and so has what asks /health; clients and replicas share one.
 
-Takes five minutes on one core. Needs no model and no GPU.
+Takes eight minutes on one core. Needs no model and no GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import multiprocessing
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -43,6 +44,7 @@ from toolkit.serve.server import url
 HUGE = 10**400
 HEALTH_EVERY_S = 0.02
 BEAT_S = 0.002
+SEGMENT_S = 0.005  # between two, so that they arrive apart
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -126,6 +128,10 @@ def hostile(rng: random.Random) -> bytes:
     return rng.randbytes(rng.randrange(200))
 
 
+JSON_BODY = b"content-type: application/json"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 WIRE = (
     b"",
     b"HTTP/1.1 200 X\r\n\r\n",
@@ -140,6 +146,23 @@ WIRE = (
     b"HTTP/1.1 200 X\r\nx: " + b"y" * 400_000 + b"\r\n\r\n",
     b"HTTP/1.1 200 X\r\nconnection: close\r\n\r\n" + b"data: " + b"a" * 2_000_000,
 )
+
+
+# Of answers that never end: what comes first, and what then comes again and again.
+INTERIM = tuple(
+    (b"", b"HTTP/1.1 %b\r\n\r\n" % line * 1000)
+    for line in (b"100 Continue", b"102 Processing", b"103 X\r\nlink: </a>")
+)
+EVENTS = tuple(
+    (STREAM_HEAD, b"%x\r\n%b\r\n" % (len(piece), piece))
+    for piece in (
+        *(b"\n" * (1 << 16), b"\r" * (1 << 16), b"\r\n" * (1 << 15), b":\n\n" * 20_000),
+        *(b"data:\n\n" * 10_000, b"event: ping\n\n" * 5_000),
+        b'data: {"choices":[]}\n\n' * 3_000,
+        b'data: {"choices":[{"text":""}]}\n\n' * 2_000,
+        b'data: {"choices":[{"text":"x"}]}\n\n' * 2_000,
+    )
+) + tuple((STREAM_HEAD, b"%x\r\n%b\r\n" % (len(one), one) * 5_000) for one in (b"\n", b":\n\n"))
 
 
 def torn(rng: random.Random, content: bytes) -> bytes:
@@ -181,6 +204,7 @@ class Found:
     complaints: list[str] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
+    slowest_s: list[float] = field(default_factory=list)  # /health's, by kind of flood
     memory_mib: int = 0  # of the front's process, at the end
 
     def complain(self, text: str) -> None:
@@ -329,6 +353,88 @@ async def check_tasks(front: Front, found: Found) -> None:
     found.memory_mib = front.process.memory_info().rss >> 20
 
 
+def posted(path: str, body: bytes, *lines: bytes) -> tuple[bytes, bytes]:
+    """The head and the body of a request."""
+    lines = (b"POST %b HTTP/1.1" % path.encode(), b"host: localhost", JSON_BODY, *lines)
+    return b"\r\n".join((*lines, b"content-length: %d" % len(body), b"", b"")), body
+
+
+async def cut_heads(count: int) -> Found:
+    """Cut heads with `Upgrade` at every position. Their bodies are requests of mallory; on the same
+    connection alice asks next, as behind a proxy that uses it again.
+    """
+    found = Found()
+    bodies = {name: good_body(COMPLETIONS) | {"prompt": name} for name in ("mallory", "alice")}
+    texts = {name: answer_of(body).encode() for name, body in bodies.items()}
+    hidden, alice = (json.dumps(body).encode() for body in bodies.values())
+    inner = b"".join(posted(COMPLETIONS, hidden))
+    asked = b"".join(posted(COMPLETIONS, alice, b"connection: close"))
+    wish = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
+    plain = posted("/tokenize", inner, *wish)
+    head = b"POST /tokenize HTTP/1.1", b"host: localhost", JSON_BODY, *wish
+    framed = (
+        b"\r\n".join((*head, b"transfer-encoding: chunked", b"", b"")),
+        b"%x\r\n%b\r\n0\r\n\r\n" % (len(inner), inner),
+    )
+    health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    kinds = [(before, *request) for before in (b"", health) for request in (plain, framed)]
+    async with front_before(StandIn(), StandIn()) as front:
+        base_url = front.http.base_url
+
+        async def ask(number: int) -> None:
+            before, head, body = kinds[number % len(kinds)]
+            at = number * len(head) // count
+            reader, writer = await asyncio.open_connection(base_url.host, base_url.port)
+            for segment in (before + head[:at], head[at:], body, asked):
+                writer.write(segment)
+                await asyncio.sleep(SEGMENT_S)
+            received = b""
+            with suppress(ConnectionError):
+                received = await reader.read(-1)
+            writer.close()
+            answers = received.split(b"HTTP/1.1 ")[1:]
+            own = answers[-1] if len(answers) == 2 + bool(before) else b""
+            found.statuses["alice's own" if texts["alice"] in own else "closed"] += 1
+            if texts["mallory"] in received or len(answers) > 2 + bool(before):
+                found.complain(f"cut at {at} of {head!r}: {received[-300:]!r}")
+
+        await in_parallel(count, 8, ask, found, front)
+        await check_tasks(front, found)
+    return found
+
+
+async def floods(kinds: Sequence[tuple[bytes, bytes]], each: int) -> Found:
+    """Ask a front before a replica that never ends an answer, and a good one."""
+    found = Found()
+    rogue = StandIn()
+    async with front_before(rogue, StandIn(), deadline_s=30.0) as front:
+        for number, (first, flood) in enumerate(kinds):
+            rogue.script = lambda *_, first=first: first
+            rogue.flood = flood
+
+            async def ask(_: int, number: int = number) -> None:
+                body = good_body(COMPLETIONS) | {"stream": True}
+                async with front.http.stream("POST", COMPLETIONS, json=body) as answer:
+                    found.statuses[str(answer.status_code)] += 1
+                    if answer.status_code not in (200, 503, 504):
+                        found.complain(f"flood {number}: {answer.status_code}")
+                    await answer.aread()
+
+            before_s = found.health_s
+            await in_parallel(each, 8, ask, found, front)
+            found.slowest_s.append(max(found.health_s, default=0.0))
+            found.health_s = before_s + found.health_s
+        rogue.script = None
+        await front.until_up(2)
+        wanted = answer_of(good_body(COMPLETIONS))
+        for _ in range(10):
+            answer = await front.http.post(COMPLETIONS, json=good_body(COMPLETIONS))
+            if answer.json()["choices"][0]["text"] != wanted:
+                found.complain(f"another answer: {answer.text[:200]}")
+        await check_tasks(front, found)
+    return found
+
+
 async def odd_bodies(count: int, seed: int) -> Found:
     """Send odd bodies to a front before good replicas."""
     found = Found()
@@ -448,8 +554,10 @@ def quantiles(times_s: list[float]) -> str:
 
 def main() -> None:
     parser = make_parser(__doc__)
+    parser.add_argument("--heads", type=int, default=400)
     parser.add_argument("--bodies", type=int, default=20_000)
     parser.add_argument("--answers", type=int, default=2_000)
+    parser.add_argument("--floods", type=int, default=24, metavar="N", help="requests of each")
     parser.add_argument("--flaps", type=int, default=1_000)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
@@ -462,8 +570,11 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     seed = options.seed
     parts = (
+        (f"{options.heads:,} cut heads", cut_heads(options.heads)),
         (f"{options.bodies:,} odd bodies", odd_bodies(options.bodies, seed)),
         (f"{options.answers:,} hostile", hostile_replicas(options.answers, seed)),
+        ("interim floods", floods(INTERIM, options.floods)),
+        ("event floods", floods(EVENTS, options.floods)),
         (f"{options.flaps:,} flaps", flaps(options.flaps, options.streams, seed)),
     )
     for name, work in parts:

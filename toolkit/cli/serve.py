@@ -230,7 +230,7 @@ def command(args: ServeOptions) -> None:
     Prints one line when all workers have loaded and a few points of the fit were measured again,
     and notifies systemd where it started the server. SIGTERM or Ctrl-C shuts the server down:
     /ready turns 503, and running requests get --shutdown-timeout seconds; a second signal ends it
-    at once. Files of keys and certificates are read again when they change.
+    at once. Files of keys are read again when they change.
 
     With --replica or --replicas the server is a front before replicas that run already; with
     engine vllm and several workers, or --ray, it starts them. SIGHUP restarts its own one at a
@@ -264,6 +264,8 @@ def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> Fro
 
     callers, watched_keys = given.access
     host, port = _address(args, given.plan)
+    if args.ssl_certfile is None and args.ssl_keyfile is not None:
+        raise InputError("--ssl-keyfile without a certificate", "give --ssl-certfile as well")
     page = is_loopback(host) if args.status_page is None else args.status_page
     return FrontConfig(
         settings=replace(settings, open_metrics=args.open_metrics, status_page=page),
@@ -276,7 +278,8 @@ def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> Fro
         request_log=args.request_log,
         ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
         callers=watched_keys,
-        certificate=serve_start.find_certificate(args.ssl_certfile, args.ssl_keyfile),
+        certificate=args.ssl_certfile,
+        certificate_key=args.ssl_keyfile,
         manager=given.manager,
     )
 

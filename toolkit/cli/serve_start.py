@@ -1,5 +1,5 @@
-"""The steps of `llmctl serve`: where to serve, the plan, keys and certificates, and running a
-server with a record for `llmctl status` and `llmctl stop`.
+"""The steps of `llmctl serve`: where to serve, the plan, keys, and running a server with a record
+for `llmctl status` and `llmctl stop`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from toolkit.units import counted
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from ssl import SSLContext
 
     from toolkit.backends import ServerOrder, Serves
     from toolkit.cli.serve import ServeOptions
@@ -262,17 +261,6 @@ def find_keys(key: str, file: Path | None, keys: Path | None) -> Access:
     else:
         return (read_key(key, file), ()), None
     return source.value, source
-
-
-def find_certificate(certificate: Path | None, key: Path | None) -> WatchedFiles[SSLContext] | None:
-    """The certificate for TLS, if any. `InputError` for a key alone, and for unusable files."""
-    from toolkit.serve.server import certificate_source
-
-    if certificate is None:
-        if key is not None:
-            raise InputError("--ssl-keyfile without a certificate", "give --ssl-certfile as well")
-        return None
-    return certificate_source(certificate, key)
 
 
 def forget_variable(name: str) -> None:

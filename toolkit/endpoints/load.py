@@ -18,8 +18,9 @@ import msgspec
 from yarl import URL
 
 from toolkit.endpoints.foreign import UNREADABLE, Count
-from toolkit.endpoints.sse import EventReader, data_of
+from toolkit.endpoints.sse import EventReader, data_of, in_parts
 from toolkit.endpoints.target import Problem, Target, error_text
+from toolkit.endpoints.upstream import bounded_connector
 
 MAX_EVENT_BYTES = 16 << 20
 MAX_ERROR_BYTES = 1 << 16
@@ -178,7 +179,7 @@ class LoadClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=bounded_connector(limit=0, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept-encoding", "user-agent"),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -224,7 +225,7 @@ class LoadClient:
                 sample.refused = response.status in OVERLOADED
                 return f"HTTP {response.status}: {error_text(await _begin_of(response))}"
             try:
-                async for piece in response.content.iter_any():
+                async for piece in in_parts(response.content.iter_any()):
                     answer.feed(piece, clock())
                     if answer.failure:
                         response.close()

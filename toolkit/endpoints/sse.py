@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncIterable, AsyncIterator
 
-_END = re.compile(rb"\r\n\r\n|\n\r?\n|\r\r")
+PART_BYTES = 1 << 11  # of a stream, which others need not wait for: at most 700 events
+_END = re.compile(rb"(?:\r\n\r\n|\n\r?\n|\r\r)[\r\n]*")  # with the empty lines behind it
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -19,7 +22,7 @@ class EventReader:
         self.rest = bytearray()
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The events that are whole now, each with the empty line that ends it."""
+        """The events that are whole now, each with the empty lines behind it."""
         rest = self.rest
         seen = max(len(rest) - 3, 0)  # no event ends before; the end of one may be cut
         rest += piece
@@ -28,6 +31,17 @@ class EventReader:
         events = [bytes(rest[begin:end]) for begin, end in zip(begins, ends, strict=False)]
         del rest[: begins[-1]]
         return events
+
+
+async def in_parts(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """A stream of events in small parts. Between two parts of a piece the event loop runs others: a
+    piece may hold ten thousand events.
+    """
+    async for piece in pieces:
+        yield piece[:PART_BYTES]
+        for at in range(PART_BYTES, len(piece), PART_BYTES):
+            await asyncio.sleep(0)
+            yield piece[at : at + PART_BYTES]
 
 
 def lines_of(event: bytes) -> list[bytes]:

@@ -17,10 +17,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import RawResponseMessage
+from aiohttp.http_exceptions import BadHttpMessage
 from yarl import URL
 
 from toolkit.endpoints.target import distrusted, server_url, trust
@@ -28,6 +32,8 @@ from toolkit.errors import InputError
 
 MAX_HELD_BYTES = 1 << 18
 MAX_LINE_BYTES = 1 << 16  # of a head
+MAX_ANSWERS = 33  # to a request: interim ones, such as 100 Continue, and the last
+HEADS_BYTES = 1 << 12  # of what comes before a body, that are read in one go
 CONNECT_S = 10.0
 IDLE_S = 4.0  # servers close theirs after five seconds or more
 LARGE_BYTES = 1 << 20  # a body that is written in pieces
@@ -81,6 +87,50 @@ async def _note_kept(_session: aiohttp.ClientSession, trace: Any, _params: objec
     trace.trace_request_ctx.kept = True
 
 
+class BoundedConnection(ResponseHandler):
+    """aiohttp's connection, on which a request gets a bounded number of answers.
+
+    aiohttp waits for the final one behind any number of interim ones, and keeps those that no
+    request waits for.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._answers = 0
+
+    def set_response_params(self, **options: Any) -> None:
+        """A request begins."""
+        self._answers = 0
+        super().set_response_params(**options)
+
+    def data_received(self, data: bytes) -> None:
+        """Heads are read in small parts: a packet may hold ten thousand of them."""
+        at = 0
+        while len(data) - at > HEADS_BYTES and (self._payload is None or self._payload.is_eof()):
+            super().data_received(data[at : at + HEADS_BYTES])
+            at += HEADS_BYTES
+            if self._answers > MAX_ANSWERS:
+                return
+        super().data_received(data[at:] if at else data)
+
+    def feed_data(self, data: tuple[RawResponseMessage, Any], size: int = 0) -> None:
+        """Keep the head of an answer, unless it is an interim one."""
+        self._answers += 1
+        if self._answers > MAX_ANSWERS:
+            self.abort()
+            self.set_exception(BadHttpMessage("too many answers"))
+        elif data[0].code == 101 or not 100 <= data[0].code < 200:
+            super().feed_data(data, size)
+
+
+def bounded_connector(**options: Any) -> aiohttp.TCPConnector:
+    """A connector of `BoundedConnection`, with aiohttp's options."""
+    connector = aiohttp.TCPConnector(**options)
+    factory = partial(BoundedConnection, loop=asyncio.get_running_loop())
+    connector._factory = factory  # type: ignore[assignment]  # aiohttp has no option for it
+    return connector
+
+
 class HttpClient:
     """The connections to other servers, opened in the event loop of the first request.
 
@@ -118,7 +168,7 @@ class HttpClient:
             trace.on_connection_reuseconn.append(_note_kept)
             self._session = aiohttp.ClientSession(
                 trace_configs=[trace],
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
+                connector=bounded_connector(limit=0, keepalive_timeout=IDLE_S),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=NOT_ADDED,

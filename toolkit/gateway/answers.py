@@ -16,7 +16,14 @@ from msgspec import Raw
 
 from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded
 from toolkit.endpoints.sse import data_of, lines_of
-from toolkit.gateway.attempts import NOT_OPENAI, Attempted, Passing
+from toolkit.gateway.attempts import (
+    BYTES_PER_TOKEN,
+    MAX_EVENT_BYTES,
+    NOT_OPENAI,
+    SPARE_EVENT_BYTES,
+    Attempted,
+    Passing,
+)
 from toolkit.gateway.calls import ClientProgress, GenerationCall, Mode
 from toolkit.serve.errors import ApiError, error_body
 
@@ -217,7 +224,10 @@ class PassingAnswer(Passing):
                 self._length += len(channel.skip)
                 channel.skip = ""
         self._most_tokens = self.counted_tokens
-        self._begin(at)
+        self._begin(at, call.max_tokens, call.choices)
+        if not call.has_large_events:  # reading one takes time, which others wait
+            most = SPARE_EVENT_BYTES + BYTES_PER_TOKEN * self._context
+            self._most_event_bytes = min(most, MAX_EVENT_BYTES)
         self._ended_here.clear()
         self._skip_ids = {}
         if not self.begun:
@@ -345,7 +355,7 @@ class PassingAnswer(Passing):
         event = b"\n".join(lines_of(event))
         data = data_of(event)
         if not data:
-            return event + b"\n\n"  # a comment keeps connections alive
+            return event + b"\n\n" if event else b""  # a comment keeps connections alive
         if data == b"[DONE]":
             return self._on_done()
         try:
@@ -358,6 +368,9 @@ class PassingAnswer(Passing):
             return b""
         if bytes(read.error) != b"null":
             self.failure = "the server reported an error"
+            return b""
+        if len(read.choices) > self._call.choices:
+            self.failure = NOT_OPENAI
             return b""
         if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
             self.failure = "the server aborted the request"
@@ -390,6 +403,7 @@ class PassingAnswer(Passing):
         if usage is None:
             return b""  # the last line brings another
         self.usage = usage
+        self._idle_events = 0
         if not self._call.wants_usage or self._usage_sent:
             return b""
         if self.mode in ("ids", "text"):
@@ -438,9 +452,12 @@ class PassingAnswer(Passing):
                 self.failure = DIVERGED
             if self.failure:
                 return b""
-            self._note(choice, texts, ids, brought=bool(choice.texts()))
+            brought = bool(choice.texts())
+            self._note(choice, texts, ids, brought=brought)
             tools = choice.delta is not None and bytes(choice.delta.tool_calls) not in EMPTY_CALLS
             self._calls_tools |= tools
+            if brought or choice.token_ids or tools or choice.finish_reason:
+                self._idle_events = 0
             if choice.finish_reason:
                 self._ended_here.add(choice.index)
                 self._finished.add(choice.index)

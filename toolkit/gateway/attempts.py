@@ -11,7 +11,11 @@ from toolkit.endpoints.foreign import CountedUsage
 from toolkit.endpoints.sse import EventReader
 
 MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
+SPARE_EVENT_BYTES = 256 << 10  # of an event without log probabilities, beside its tokens
+BYTES_PER_TOKEN = 16  # of an event: as an id, or as escaped text
+MAX_EVENT_LINES = 1000
 MAX_ANSWER_BYTES = 256 << 20  # of all events of an attempt
+SPARE_EVENTS = 1000  # in a row that bring nothing, and of tokens, beside those that were asked for
 UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
 NOT_OPENAI = "an event is not OpenAI's"
 
@@ -58,6 +62,9 @@ class Passing(ABC):
         self._context = UNKNOWN_CONTEXT
         self._reader = EventReader()
         self._passed_bytes = 0
+        self._idle_events = 0  # in a row that brought nothing
+        self._most_events = SPARE_EVENTS
+        self._most_event_bytes = MAX_EVENT_BYTES
 
     @property
     def is_midway(self) -> bool:
@@ -74,7 +81,7 @@ class Passing(ABC):
         self.new_tokens = 0
         self._passed_bytes += len(piece)
         events = self._reader.feed(piece)
-        if len(self._reader.rest) > MAX_EVENT_BYTES:
+        if max(map(len, (self._reader.rest, *events))) > self._most_event_bytes:
             self.failure = "an event is too long"
         if self._passed_bytes > MAX_ANSWER_BYTES:
             self.failure = "the answer is too long"
@@ -82,7 +89,15 @@ class Passing(ABC):
             return b""
         passed = []
         for event in events:
+            self._idle_events += 1
+            if event.count(b"\n") + event.count(b"\r") > MAX_EVENT_LINES and event.strip(b"\r\n"):
+                self.failure = NOT_OPENAI
+                break
             out = self._event(event)
+            if self._idle_events > self._most_events:
+                self.failure = self.failure or "its events bring nothing"
+            if self.tokens > self._most_events:
+                self.failure = self.failure or "it brings more tokens than were asked for"
             if self.failure:
                 break
             passed.append(out)
@@ -98,11 +113,13 @@ class Passing(ABC):
         self.odd_usages += usage is None
         return usage
 
-    def _begin(self, at: Attempted) -> None:
-        """An attempt begins."""
+    def _begin(self, at: Attempted, limit: int | None, choices: int) -> None:
+        """An attempt begins, at an answer of so many choices with at most `limit` tokens each."""
         self._context = at.max_model_len or UNKNOWN_CONTEXT
         self._reader = EventReader()
-        self._passed_bytes = 0
+        self._passed_bytes = self._idle_events = 0
+        # A token may have an event without text, as one of a thought that is not shown.
+        self._most_events = SPARE_EVENTS + choices * self._longest(limit)
         self.failure = ""
 
     def _longest(self, limit: int | None) -> int:
@@ -111,7 +128,9 @@ class Passing(ABC):
 
     @abstractmethod
     def _event(self, event: bytes) -> bytes:
-        """Read one event; returns what of it passes on."""
+        """Read one event; returns what of it passes on. Sets `_idle_events` to 0 if it brings a
+        token, whether the client has it or not, or anything else of the answer.
+        """
 
     @abstractmethod
     def _counted(self, given: Raw) -> CountedUsage | None:

@@ -42,6 +42,7 @@ STATEFUL = (
     "prompt_embeds", "truncate_prompt_tokens", "continue_final_message", "include_reasoning",
     "thinking_token_budget", "repetition_detection",
 )  # fmt: skip
+LARGE = ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "echo")
 # Fields of a chat that /v1/completions has, too; those from `cache_salt` on change no token.
 SHARED = (
     "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
@@ -127,6 +128,7 @@ class GenerationCall:
         choices: of the answer, of all prompts together.
         rows: that run at once; with `best_of` more than choices.
         max_tokens: of a choice; None: the server's default.
+        has_large_events: an event may have the log probabilities of a whole prompt.
         held_back: characters that a server keeps until it knows that no stop string begins there.
         reread: characters to generate again where an answer goes on, since a stop string may begin
             in them.
@@ -155,6 +157,7 @@ class GenerationCall:
         self.priority = asked.priority or 0
         self.greedy = asked.temperature == 0
         self._min_tokens = asked.min_tokens or 0
+        self.has_large_events = any(self._has(name) for name in LARGE)
         stops = [asked.stop or ""] if isinstance(asked.stop, str | None) else asked.stop
         begun = max((len(stop) - 1 for stop in stops), default=0)  # most of a stop string
         begun = max(begun, 0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Send
 
+from toolkit.endpoints.sse import in_parts
 from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
 from toolkit.gateway.answers import DIVERGED, PassingAnswer
 from toolkit.gateway.attempts import Attempted
@@ -407,7 +408,7 @@ class PassedRequest:
             headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._head_sent = True
-        async for piece in answer.body():
+        async for piece in in_parts(answer.body()):
             out = passing.feed(piece)
             self.midway = passing.is_midway
             at_s = self.heard_s = replica.heard_s = now_s()

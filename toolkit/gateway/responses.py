@@ -215,7 +215,7 @@ class PassingResponse(Passing):
         """The path and the body of the next attempt; None if there can be none."""
         if self.begun:
             return None
-        self._begin(at)
+        self._begin(at, self._call.max_tokens, self._call.turns)
         return RESPONSES.encode(), msgspec.json.encode(self._call.fields)
 
     def falls_back(self) -> bool:
@@ -277,6 +277,7 @@ class PassingResponse(Passing):
             self._delta_bytes += _length(read.delta)
             self.tokens += 1
             self.new_tokens += 1
+            self._idle_events = 0
         else:
             self._done_bytes += _length(read.text) + _length(read.arguments)
         self.text_bytes = max(self._delta_bytes, self._done_bytes)

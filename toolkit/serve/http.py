@@ -1,39 +1,47 @@
 """uvicorn serves HTTP/1.1; what it leaves without a bound on a connection is bounded here.
 
-That is the bytes and the time of a head, the time until a client reads on, and the number of
-connections, of which those without a request give way. Errors have OpenAI's format. Requests are
-bounded in `toolkit.serve.limits`.
+That is the bytes and the time of a head, the time until a client reads on, the requests that wait
+behind another one, and the number of connections, of which those without a request give way. A
+request too many gets 503. Errors have OpenAI's format. Requests are bounded in
+`toolkit.serve.limits`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
-import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, cast
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
+from toolkit.errors import InputError
 from toolkit.serve.errors import ApiError, error_body, overloaded
 from toolkit.serve.limits import (
     DEFAULT_LIMITS,
     Limited,
     WireLimits,
+    excess,
     head_too_large,
     possible_connections,
 )
 
+PEM_HINT = (
+    "--ssl-certfile and --ssl-keyfile are PEM files; "
+    "the certificate comes before those of its authorities"
+)
 BACKLOG = 2048  # connections that wait to be accepted
 POLL_S = 0.01
-UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-NO_UPGRADE = b"\r\nproxy-connection:"  # has no meaning here
+HANDSHAKE_S = 5.0  # of TLS, and of its end
+MAX_PIPELINED = 64  # requests of a connection that wait behind the one that is answered
 MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 
 
@@ -42,10 +50,15 @@ class HttpServer:
 
     Attributes:
         waiting: connections without a request, the longest waiting first.
+        refused: connections of which nothing more is read, the longest refused first.
 
     Args:
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
+        certificate: a PEM file; with it the server speaks TLS.
+        key: the file of its key; None: the certificate's.
         options: those of `Limited`.
+
+    Raises `InputError` for a certificate or a key that cannot be used.
     """
 
     def __init__(
@@ -54,15 +67,18 @@ class HttpServer:
         limits: WireLimits = DEFAULT_LIMITS,
         *,
         dated: bool = True,
+        certificate: Path | None = None,
+        key: Path | None = None,
         **options: Callable[[str], Any],
     ) -> None:
         self.limits = limits
         self.waiting: dict[BoundedConnection, None] = {}
+        self.refused: dict[BoundedConnection, None] = {}
         self._most_connections = possible_connections(limits)
         self.app = Limited(app, limits, self._most_connections, **options)
         self._config = uvicorn.Config(
             self.app,
-            http=cast(type[asyncio.Protocol], partial(BoundedConnection, self)),
+            http="httptools",
             ws="none",
             lifespan="off",
             log_config=None,
@@ -71,9 +87,16 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             date_header=dated,
-            backlog=BACKLOG,
             timeout_keep_alive=limits.idle_timeout_s,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
         )
+        try:
+            self._config.load()
+        except OSError as error:  # OpenSSL's, which names no file, is one as well
+            files = " and ".join(str(file) for file in (certificate, key) if file)
+            raise InputError(f"{files}: {error.strerror or error}", PEM_HINT) from None
+        self._listening: asyncio.Server | None = None
         self._server = uvicorn.Server(self._config)
         self._dating: asyncio.Task[None] | None = None  # keeps the Date
 
@@ -82,28 +105,47 @@ class HttpServer:
         return cast(set[BoundedConnection], self._server.server_state.connections)
 
     def enter(self, new: BoundedConnection) -> ApiError | None:
-        """Make room for a new connection: those that wait give way. An error if none does."""
-        while len(self.connections) > self._most_connections:
-            if not self.waiting:
-                text = f"the server has {self._most_connections} connections, as many as it takes"
-                return overloaded(f"{text}; try again later")
-            next(iter(self.waiting)).abort()
+        """Make room for a new connection: those that wait give way. An error if none does.
+
+        Some more are open than may have a request, so that those too many get an answer.
+        """
+        while len(self.connections) > self._most_connections + excess(self._most_connections):
+            if not (self.refused or self.waiting):
+                return self._full()
+            next(iter(self.refused or self.waiting)).abort()
         self.waiting[new] = None
         return None
 
-    async def start(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
-        """Accept connections from a bound `listener`, with TLS if `tls` is given."""
-        self._config.load()
-        self._config.ssl = tls
+    def take(self) -> ApiError | None:
+        """The error for a request of a connection that waits, if no more may have one now."""
+        busy = len(self.connections) - len(self.waiting) - len(self.refused)
+        return self._full() if busy >= self._most_connections else None
+
+    def _full(self) -> ApiError:
+        text = f"the server has {self._most_connections} connections, as many as it takes"
+        return overloaded(f"{text}; try again later")
+
+    async def start(self, listener: socket.socket) -> None:
+        """Accept connections from a bound `listener`."""
         self._server.lifespan = self._config.lifespan_class(self._config)
         await self._server.on_tick(0)
-        await self._server.startup(sockets=[listener])
+        # uvicorn's own call leaves a minute for a handshake: a silent client has a descriptor.
+        tls: dict[str, Any] = {}
+        if self._config.ssl:
+            tls = {"ssl": self._config.ssl, "ssl_handshake_timeout": HANDSHAKE_S}
+            tls["ssl_shutdown_timeout"] = HANDSHAKE_S
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: BoundedConnection(self, self._config, self._server.server_state),
+            sock=listener,
+            backlog=BACKLOG,
+            **tls,
+        )
         self._dating = asyncio.create_task(self._server.main_loop())
 
     def close_listener(self) -> None:
         """Accept no more connections. Existing ones continue."""
-        for server in self._server.servers if self._server.started else ():
-            server.close()
+        if self._listening is not None:
+            self._listening.close()
 
     async def stop(self, timeout_s: float) -> None:
         """Close idle connections, wait `timeout_s` for running responses, and abort the rest."""
@@ -125,13 +167,13 @@ class HttpServer:
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection, with bounds."""
 
-    def __init__(self, server: HttpServer, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, server: HttpServer, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config, state, app_state={})
         self._limits = server.limits
         self._server = server
         self._in_head = False
-        self._is_refused = False  # what still comes is dropped, so that its answer arrives
         self._received = 0  # bytes since the packet in which the request began
+        self._running: RequestResponseCycle | None = None  # the last that the application got
         # "head": of a head, or of a body that nothing waits for; "read": of the client's reading.
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -143,22 +185,28 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._end_requests()
         super().connection_lost(exc)
         self._server.waiting.pop(self, None)
+        self._server.refused.pop(self, None)
+        self.cycle = self._running = None  # type: ignore[assignment]
         self._unset_keepalive_if_required()
         self._stop("head", "read")
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self in self._server.refused:  # dropped, so that its answer arrives
             return
-        if b"pgrade" in data and self in self._server.waiting:
-            # Java's client asks for h2c with each request, and uvicorn would lose the body.
-            head, end, rest = data.partition(b"\r\n\r\n")
-            data = UPGRADE.sub(NO_UPGRADE, head) + end + rest
+        self._unset_keepalive_if_required()
         self._received += len(data)
-        super().data_received(data)
+        try:
+            self._parse(memoryview(data))
+        except httptools.HttpParserError as error:
+            refusal = error.__context__  # what a callback raised
+            invalid = ApiError("the request is not valid HTTP/1.1")
+            self._refuse(refusal if isinstance(refusal, ApiError) else invalid)
+            return
         limits = self._limits
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self in self._server.refused:
             return
         if self._in_head and self._received > limits.head_bytes:
             self._refuse(head_too_large(limits))
@@ -167,7 +215,30 @@ class BoundedConnection(HttpToolsProtocol):
         elif self in self._server.waiting and "head" not in self._timers:
             self._start("head", limits.head_timeout_s, self._late)
 
+    def _parse(self, data: memoryview) -> None:
+        """Feed the parser. Raises its errors; an `ApiError` of a callback is their context.
+
+        Nothing but HTTP/1.1 is spoken, so `Upgrade` has no effect (RFC 9110, 7.8; Java's client
+        sends it with its first request). Behind a head with it the parser would read the body as
+        the next request. So another parser gets this head without it, and then the body.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as behind:
+                data = data[behind.args[0] :]
+            before = self.parser
+            first = b"%b %b HTTP/%b" % (
+                *(before.get_method(), self.url, before.get_http_version().encode()),
+            )
+            lines = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(b"\r\n".join([first, *lines, b"", b""]))
+
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ApiError(f"more than {MAX_PIPELINED} requests wait on this connection")
         super().on_message_begin()
         self._in_head = True
         self._received = 0
@@ -177,18 +248,25 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ApiError("CONNECT is not served here", status=405)
+            return  # the head comes again, to another parser
+        if self in self._server.waiting and (full := self._server.take()):
+            raise full
         self._in_head = False
         super().on_headers_complete()
         self._stop("head")
         self._server.waiting.pop(self, None)
 
+    def on_message_complete(self) -> None:
+        if not self._in_head:
+            super().on_message_complete()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not (self.transport.is_closing() or self.pipeline):
             self._server.waiting[self] = None
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError("the request is not valid HTTP/1.1"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -202,7 +280,12 @@ class BoundedConnection(HttpToolsProtocol):
         """Close at once. Unsent bytes are lost."""
         self.connections.discard(self)
         self._server.waiting.pop(self, None)
+        self._server.refused.pop(self, None)
         self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _late(self) -> None:
         """A head, or the rest of a body that nothing waits for, did not come in time."""
@@ -213,25 +296,41 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer in place of the application, unless its response has begun; and close."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
+        """Answer in place of the application, and close. Nothing is sent where the client would
+        take it for a part of another answer, which has begun or is due first.
+        """
+        running = self._running
+        if running is None:
+            is_due = True
+        elif running is self.cycle and running.more_body and not self._in_head:  # of its body
+            is_due = not running.response_started
+        else:
+            is_due = running.response_complete
+        if is_due:
             body = error_body(error)
             headers = {"content-type": "application/json", "content-length": str(len(body))}
             headers |= {"connection": "close", **error.headers}
             lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
             self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
-        if cycle is not None:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        self.pipeline.clear()
-        self._is_refused = True
+        self._end_requests()
+        self._server.waiting.pop(self, None)
+        self._server.refused[self] = None
         self._start("head", self._limits.linger_timeout_s, self.transport.close)
         if self.transport.can_write_eof() and not self.transport.is_closing():
             self.transport.write_eof()
         else:
             self.transport.close()
+
+    def _end_requests(self) -> None:
+        """Tell the application that the client is gone. uvicorn tells the last request alone, which
+        may wait behind the one that runs.
+        """
+        for cycle in (self._running, self.cycle):
+            if cycle is not None:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
 
     def _start(self, name: str, seconds: float, then: Callable[[], None]) -> None:
         self._stop(name)

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import os
 import socket
-import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -41,7 +40,6 @@ from toolkit.serve.server import (
     check_exposure,
     first_of,
     follow,
-    followed_files,
     is_loopback,
     leave,
     listen,
@@ -115,7 +113,8 @@ class FrontConfig:
     ending: Ending = field(default_factory=Ending)
     # The file of the keys, if it may change while the server runs.
     callers: WatchedFiles[Callers] | None = None
-    certificate: WatchedFiles[ssl.SSLContext] | None = None  # None: no TLS
+    certificate: Path | None = None  # with it the server speaks TLS
+    certificate_key: Path | None = None  # None: in the certificate's file
     manager: Manager = field(default_factory=Manager)  # gets health reports
 
 
@@ -215,7 +214,8 @@ def launch(
         )
         front = stack.enter_context(make(opened))
         start = front.background.start
-        followed, tls = followed_files(config.callers, opened.keyring.renew, config.certificate)
+        keys = config.callers
+        followed = [Followed(keys, opened.keyring.renew)] if keys else []
         followed += front.followed
         front.at_start += [
             partial(start, "log of refusals", RefusalLog(front.stats).follow),
@@ -231,9 +231,10 @@ def launch(
         gc.collect()
         # Imported objects stay: no later collection should pause all streams to walk over them.
         gc.freeze()
-        address = url(listener, tls=tls is not None)
+        address = url(listener, tls=config.certificate is not None)
+        tls = config.certificate, config.certificate_key
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            serving = serve(front, listener, config.ending, lambda: on_ready(address), tls)
+            serving = serve(front, listener, config.ending, lambda: on_ready(address), *tls)
             runner.run(serving)
         return dict(front.stats.ended)
 
@@ -243,23 +244,26 @@ async def serve(
     listener: socket.socket,
     ending: Ending,
     on_ready: Callable[[], None],
-    tls: ssl.SSLContext | None = None,
+    certificate: Path | None = None,
+    certificate_key: Path | None = None,
 ) -> None:
     """Serve on a bound `listener` until a signal ends the front. Raises what the front raises."""
-    signals = Signals()
     server = HttpServer(
         front.app,
         front.limits,
         dated=front.dated,
+        certificate=certificate,
+        key=certificate_key,
         on_share=front.stats.count_share,
         on_status=front.stats.count_status,
     )
+    signals = Signals()
     for call in front.at_start:
         call()
     starting: asyncio.Task[None] | None = None
     breaking: asyncio.Task[None] | None = None
     try:
-        await server.start(listener, tls)
+        await server.start(listener)
         starting = asyncio.create_task(front.start())
         await first_of(starting, signals.first.wait())
         if not signals.first.is_set():

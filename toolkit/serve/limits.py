@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import resource
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ CLIENT_SHARE = 0.5  # of requests at once and of held bytes, for one client
 SMALL_BYTES = 1 << 16  # a body or an answer up to this size is taken however much is held
 ALL = ""  # all clients
 FRAMING = (b"content-length", b"transfer-encoding")  # of requests with a body
+EXCESS_ONE_IN = 4
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 
 
@@ -35,7 +37,7 @@ SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
 class WireLimits:
     """What clients may use. Times are in seconds."""
 
-    connections: int = 4096  # with or without a request
+    connections: int = 4096  # with a request; some more may be open (`excess`)
     descriptors_each: int = 1  # file descriptors per connection: 2 with one to an upstream server
     head_bytes: int = 1 << 16  # of the request line and all headers
     body_bytes: int = MAX_BODY_BYTES
@@ -53,15 +55,21 @@ DEFAULT_LIMITS = WireLimits()
 
 def possible_connections(limits: WireLimits) -> int:
     """Ask for enough file descriptors. Returns how many connections they are enough for."""
-    wanted = limits.connections * limits.descriptors_each + SPARE_DESCRIPTORS
+    each = limits.descriptors_each + 1 / EXCESS_ONE_IN
+    wanted = math.ceil(limits.connections * each) + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return limits.connections
     possible = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft < possible:
         resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
-    enough_for = (max(soft, possible) - SPARE_DESCRIPTORS) // limits.descriptors_each
+    enough_for = int((max(soft, possible) - SPARE_DESCRIPTORS) / each)
     return max(min(limits.connections, enough_for), 1)
+
+
+def excess(connections: int) -> int:
+    """How many connections may be open beside those that may have a request."""
+    return max(connections // EXCESS_ONE_IN, 1)
 
 
 @lru_cache(4096)

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from toolkit.endpoints.foreign import Count, CountedUsage, Number, decoded
-from toolkit.endpoints.sse import EventReader, data_of
+from toolkit.endpoints.sse import EventReader, data_of, in_parts
 from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
@@ -282,7 +282,7 @@ class TraceRecorder(FrontServer):
         if isinstance(reader, StreamReader):  # it may remove an event
             headers = _without(headers, b"content-length")
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        async for piece in answer.body():
+        async for piece in in_parts(answer.body()) if reader else answer.body():
             passed = reader.feed(piece) if reader else piece
             if recorded and reader and reader.has_tokens:
                 recorded.last_token_s = time.monotonic()

@@ -1,5 +1,5 @@
 """The process of the server: listen, load, serve, and end in order at a signal; and the files that
-it reads again when they change, the keys and the TLS certificate.
+it reads again when they change, those of keys and of replicas.
 
 At a signal /ready turns 503 first, while requests are still accepted (`Ending.notice_s`). Then the
 listener closes and running requests may finish (`Ending.timeout_s`). Requests that are still left
@@ -18,7 +18,6 @@ import errno
 import ipaddress
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -35,10 +34,6 @@ from toolkit.serve.http import BACKLOG, HttpServer
 ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
 CHECK_EVERY_S = 1.0  # the files that are read again
 ValueT = TypeVar("ValueT")
-PEM_HINT = (
-    "--ssl-certfile and --ssl-keyfile are PEM files; "
-    "the certificate comes before those of its authorities"
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -255,34 +250,6 @@ class Followed(Generic[ValueT]):
         return "" if value is None else self.apply(value)
 
 
-def followed_files(
-    keys: WatchedFiles[ValueT] | None,
-    renew_keys: Callable[[ValueT], str],
-    certificate: WatchedFiles[ssl.SSLContext] | None,
-) -> tuple[list[Followed[Any]], ssl.SSLContext | None]:
-    """What is read again while a server runs, its keys and its certificate; and its TLS context.
-
-    Connections made after the certificate was read again get the new one. A pair of files of which
-    only one is new fails to load, so it is not used.
-    """
-    followed: list[Followed[Any]] = [Followed(keys, renew_keys)] if keys else []
-    if certificate is None:
-        return followed, None
-    listening = current = certificate.value
-
-    def on_handshake(connection: ssl.SSLObject, *_: object) -> None:
-        """OpenSSL calls this in every handshake, whether or not the client names a host."""
-        connection.context = current
-
-    def renew(context: ssl.SSLContext) -> str:
-        nonlocal current
-        current = context
-        return "the certificate was read again"
-
-    listening.sni_callback = on_handshake
-    return [*followed, Followed(certificate, renew)], listening
-
-
 async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]) -> None:
     """Check all files again and again, and at once at SIGHUP. Returns only if there are none.
 
@@ -306,38 +273,3 @@ async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]
     finally:
         if rereads_at_hangup:
             loop.remove_signal_handler(signal.SIGHUP)
-
-
-def certificate_source(certificate: Path, key: Path | None) -> WatchedFiles[ssl.SSLContext]:
-    """The two files as a context for a listener. Without `key`, the certificate's file has the key.
-
-    Raises `InputError` if they cannot be read, do not match, or the key has a passphrase.
-    """
-    files = [certificate, key] if key else [certificate]
-    return WatchedFiles(files, lambda: _read_certificate(certificate, key))
-
-
-def _read_certificate(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_alpn_protocols(["http/1.1"])
-    for file in (certificate, key or certificate):
-        try:
-            file.open("rb").close()  # OpenSSL does not name the file that it cannot read
-        except OSError as error:
-            raise InputError(f"{file}: cannot be read: {error.strerror}", PEM_HINT) from None
-
-    def refuse_passphrase() -> str:
-        raise InputError(
-            f"{key or certificate}: the key has a passphrase",
-            "remove it with: openssl pkey -in KEY -out PLAIN",
-        )
-
-    try:
-        context.load_cert_chain(certificate, key, refuse_passphrase)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            reason = f"not the key of the certificate {certificate}"
-            raise InputError(f"{key or certificate}: {reason}", PEM_HINT) from None
-        where = certificate if key is None else f"{certificate} and {key}"
-        raise InputError(f"{where}: not a certificate with its key", PEM_HINT) from None
-    return context
