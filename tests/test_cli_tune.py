@@ -163,7 +163,6 @@ def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(whole
     assert all(one.kept == (one.predicted <= one.limit) for one in result.limits)
     assert result.binding_sla == "ttft_p99_s"
     assert result.binding_ratio > 1
-    assert not result.alternatives.feasible
     assert result.capacity.recommended_rps is None
     said = " ".join(out.split())
     assert says(said, "ttft_p99_s")
@@ -201,13 +200,13 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files, capsys):
 
 
 @pytest.mark.slow
-def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, capsys):
-    result = tuned("--draws 0 --trials 1", BROKEN)
-    assert not result.alternatives.feasible
-    assert [one.policy for one in result.alternatives.policies] == ["slice"]
+def test_own_names_no_policy_that_was_not_searched(whole, capsys):
+    result = tuned("--draws 0 --trials 1 --policies own", BROKEN)
+    assert [one.policy for one in result.policies] == ["sequence"]
+    assert result.alternatives.best_of_all is None
     assert result.capacity.recommended_rps < result.request_rate_rps
     said = " ".join(capsys.readouterr().out.split())
-    assert says(said, "'transformers'", "--policies slice")
+    assert not says(said, "slice")
     assert "fewer requests: at most " in said
 
 

@@ -316,6 +316,10 @@ class Task:
                 break
         return self.sum_up(results)
 
+    def requests(self, evaluation: Evaluation) -> int:
+        """How many requests were simulated for this evaluation of the task."""
+        return sum(map(len, self.setup.windows[: evaluation.stopped_after]))
+
     @property
     def _world(self) -> World:
         return reflagged(self.setup.world, self.kind_parameters)
