@@ -21,7 +21,7 @@ def main() -> None:
             sys.exit(interrupts.EXIT_CODE)
         if isinstance(error, SystemExit) or not interrupts.caused(error):
             raise
-        print("\ninterrupted", file=sys.stderr)
+        interrupts.tell()
         sys.exit(interrupts.EXIT_CODE)
     finally:
         interrupts.done()
