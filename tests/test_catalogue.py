@@ -146,7 +146,7 @@ def test_vllm_quantizes_to_fp8_while_it_loads() -> None:
 @pytest.mark.parametrize(
     ("change", "quantization", "named"),
     [
-        ({"model_type": "lama"}, "", "'llama'"),
+        ({"model_type": "lama"}, "", "kv_bytes_per_token"),
         ({"model_type": None}, "", "model_type"),
         ({"vocab_size": None}, "", "vocab_size"),
         ({"torch_dtype": "int3"}, "", "int3"),

@@ -19,6 +19,7 @@ from toolkit.cli.arguments import (
     ApiKeyOption,
     JsonOption,
     RecipeArgument,
+    SlaOption,
     as_typed,
     command_of,
     keep_inputs,
@@ -26,6 +27,7 @@ from toolkit.cli.arguments import (
     names_in,
     open_recipe,
     option,
+    parse_sla,
     refuse_useless,
 )
 from toolkit.cli.basis import (
@@ -147,6 +149,7 @@ class TuneOptions(LengthOptions):
     window: float | None = _traffic(
         None, "Seconds of each window, if the trace is long enough.", min=0.1
     )
+    sla: SlaOption = None
     workers: str | None = _traffic(
         None,
         "The number of workers; 'auto' finds the fewest that keep all limits, in a fleet of "
@@ -357,7 +360,7 @@ def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
             "add --rate REQUESTS_PER_S, --load SHARE or --concurrency REQUESTS",
         )
     tune = recipe.tune.model_copy(update=changed)
-    return recipe.model_copy(update={"tune": tune})
+    return recipe.model_copy(update={"tune": tune, "sla": parse_sla(args.sla) or recipe.sla})
 
 
 def _sizes(args: TuneOptions, recipe: Recipe) -> list[int]:

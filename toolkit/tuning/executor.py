@@ -196,7 +196,7 @@ class ProcessPool:
 
 
 def _kill_late(children: Iterable[BaseProcess]) -> None:
-    """Kill the processes that have not ended `ENDING_S` after they were told to: one that starts, or
+    """Kill those that have not ended `ENDING_S` after they were told to: a process that starts, or
     has half sent a result, lets no signal in.
     """
     left = {child.sentinel: child for child in children}

@@ -202,6 +202,10 @@ def reported(
     judged = judge_candidates(found, settings, inputs.judge, evaluate)
     best = _best_served(judged, settings)
     chosen, space, in_turn = _settle_router(inputs, evaluate, best, settings.spaces)
+    own = settings.spaces[0]
+    able = own.key in settings.served or chosen.outcome.key not in settings.served
+    if able and judged.default.rank(judged.limits) > chosen.rank(judged.limits):
+        chosen, space = judged.default, own  # without its router the best is worse than these
     # The front has goodput and the target nearest to its limit, where that is a metric.
     ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
     latency = max(ratios, key=lambda key: ratios[key], default=LATENCY)
