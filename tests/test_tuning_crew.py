@@ -115,12 +115,13 @@ def test_a_process_that_lets_no_signal_in_is_killed_at_ctrl_c(bench: EvaluationS
     """It starts, say, or it has half sent a result."""
     monkeypatch.setattr(BaseProcess, "terminate", lambda child: None)
     monkeypatch.setattr(executor, "ENDING_S", 0.0)
-    children: list[BaseProcess] = []
+    others = set(multiprocessing.active_children())
+    children: set[BaseProcess] = set()
 
     def interrupted() -> None:
         with ProcessPool(1) as crew:
             collect(crew, [Task(bench, "slice")])
-            children.extend(multiprocessing.active_children())
+            children.update(set(multiprocessing.active_children()) - others)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -12,6 +12,14 @@ def main() -> None:
     """Run `llmctl`; never returns."""
     interrupts.catch()
     try:
+        _run()
+    except SystemExit as ended:
+        interrupts.leave(ended.code)
+        raise
+
+
+def _run() -> None:
+    try:
         from toolkit.cli.main import run
 
         run()

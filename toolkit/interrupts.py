@@ -10,7 +10,7 @@ exception is safe. The work may be compiled or plain; threads other than the mai
 signal.
 
 A simulation writes nothing. Where one does not reach a place to check within a second, a thread
-ends the process; so does the end of Python, where other threads keep it waiting.
+ends the process (`held`). After Ctrl-C Python's own end is left out (`leave`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXIT_CODE = 130  # as shells have it: 128 + SIGINT
 AGAIN_S = 0.02
 PATIENCE_S = 1.0
 MOST_HELD_S = 1.0  # a simulation ends, at the latest, so long after the signal
-MOST_ENDING_S = 0.5  # as the end of Python does after the command's
+MOST_ENDING_S = 0.5  # as what libraries do at the process's end
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar has hidden it
 IMPORTS = "<frozen importlib._bootstrap>"
 END_OF_IMPORT = "cb"  # the callback there, which forgets a module's lock
@@ -200,17 +200,28 @@ def end_now() -> None:
 
 
 def done() -> None:
-    """The command has ended: a Ctrl-C from now on ends the process at once. After one before, what
-    remains has `MOST_ENDING_S`: Python waits for all threads, and one may wait for a lost process.
-    """
+    """The command has ended: a Ctrl-C from now on ends the process at once."""
     _command_line.done = True
-    if _command_line.came:
 
-        def end_late() -> None:
-            time.sleep(MOST_ENDING_S)
-            os._exit(EXIT_CODE)
 
-        _thread.start_new_thread(end_late, ())
+def leave(code: object) -> None:
+    """End the process where Ctrl-C has ended the command: within `MOST_ENDING_S`, and without
+    Python's own end, which waits for all threads and frees what the system frees faster.
+    """
+    if not _command_line.came:
+        return
+    number = code if isinstance(code, int) else EXIT_CODE
+
+    def end_late() -> None:
+        time.sleep(MOST_ENDING_S)
+        os._exit(number)
+
+    _thread.start_new_thread(end_late, ())
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(number)
 
 
 def note() -> None:
