@@ -151,4 +151,4 @@ def test_a_recipe_without_a_policy_has_the_engine_s(
     again = Recipe.model_validate(recipe.model_dump(exclude_unset=True))
     assert again == recipe
     named = "name" in policy.replace("parameters", "")
-    assert ("name" in recipe.policy.model_fields_set) == named  # a plan says that nobody named it
+    assert ("name" in recipe.policy.model_fields_set) == named  # a plan says whether it was named

@@ -371,7 +371,7 @@ __main__.main()
 @pytest.mark.parametrize(
     "work",
     [
-        # a thread that never ends, as of a pool whose process was killed
+        # a thread that never ends, as of a pool after the kill of its process
         "threading.Thread(target=threading.Event().wait).start(); "
         "signal.raise_signal(signal.SIGINT)",
         # a simulation that never looks

@@ -583,7 +583,7 @@ class Recipe(Strict):
         """The policy that the engine has built in, where none is named."""
         usual = traits_of(self.engine.name).policy
         if "name" not in self.policy.model_fields_set and self.policy.name != usual:
-            given = self.policy.model_fields_set  # the name stays one that nobody gave
+            given = self.policy.model_fields_set  # the name still counts as not given
             named = self.policy.model_copy(update={"name": usual})
             named.__pydantic_fields_set__.intersection_update(given)
             self.__dict__["policy"] = named
