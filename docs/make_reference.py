@@ -487,7 +487,8 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
         "of the server, and the less the longer a run is. Where the queue grows with the trace "
         "(`behind_percent` above 5), and where arrivals have no rate (one request, all at once, a "
         "closed loop), they are the makespan, from the first arrival to the last end, as `vllm "
-        "bench serve` has it. [Why](../decisions/tuning.md#throughput-and-goodput-share-their-time).",
+        "bench serve` has it. [Why]"
+        "(../decisions/tuning.md#throughput-and-goodput-share-their-time).",
         metrics,
     ),
     "exit-codes": (
