@@ -478,7 +478,17 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
         "the server's registry",
         "Metrics",
         "What `/metrics` has. Every series has the label `model_name`. "
-        "[Which one to watch](../how-to/serve.md#watch-it).",
+        "[Which one to watch](../how-to/serve.md#watch-it). The metrics of simulations and of "
+        "replays are in [simulation](simulation.md); how two of them are counted:\n\n"
+        "## Throughput and goodput\n\n"
+        "`throughput_rps` counts requests that ended well, `goodput_rps` those that met every "
+        "target, and both are divided by the same seconds. These are the window in which the "
+        "requests arrive, where the server keeps up: how long the last requests take says nothing "
+        "of the server, and the less the longer a run is. Where the queue grows with the trace "
+        "(`behind_percent` above 5), and where arrivals have no rate (one request, all at once, a "
+        "closed loop), they are the makespan, from the first arrival to the last end, as `vllm "
+        "bench serve` has it. [Why]"
+        "(../decisions/tuning.md#throughput-and-goodput-share-their-time).",
         metrics,
     ),
     "exit-codes": (

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from toolkit.catalogue.caches import groups_of_config
+from toolkit.catalogue.classes import of_config
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN, known_model
 from toolkit.catalogue.models import cache_parts, facts_of, not_computed, special_of
@@ -146,7 +148,7 @@ def test_vllm_quantizes_to_fp8_while_it_loads() -> None:
 @pytest.mark.parametrize(
     ("change", "quantization", "named"),
     [
-        ({"model_type": "lama"}, "", "'llama'"),
+        ({"model_type": "lama"}, "", "kv_bytes_per_token"),
         ({"model_type": None}, "", "model_type"),
         ({"vocab_size": None}, "", "vocab_size"),
         ({"torch_dtype": "int3"}, "", "int3"),
@@ -195,8 +197,30 @@ def test_what_is_not_known_is_named(change: dict[str, Any], quantization: str, n
     ],
 )
 def test_sliding_windows_are_seen(change: dict[str, Any], windows: tuple[int, int]) -> None:
-    special = special_of({**TINY, **change})
+    special = special_of({**TINY, "max_position_embeddings": 8192, **change})
     assert special.windows == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "longest", "slides"),
+    [
+        ({"model_type": "phi3", "sliding_window": 262144}, 0, False),  # Phi-4-mini
+        ({"model_type": "mistral", "sliding_window": 131072}, 0, False),
+        ({"model_type": "mistral", "sliding_window": 32768}, 0, True),
+        ({"model_type": "mistral", "sliding_window": 32768}, 32768, False),
+        ({"model_type": "mistral", "sliding_window": 32768}, 32769, True),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, 64, False),
+    ],
+)
+def test_a_window_that_no_request_passes_is_none(
+    change: dict[str, Any], longest: int, slides: bool
+) -> None:
+    config = {**TINY, "max_position_embeddings": 131072, **change}
+    assert bool(special_of(config, longest).windows[0]) == slides
+    assert bool(of_config(config, longest)) == slides
+    groups = groups_of_config(config, "bfloat16", longest=longest)
+    assert groups is not None
+    assert any(group.kind == "window" for group in groups) == slides
 
 
 def test_the_cache_of_mla_is_whole_on_every_gpu() -> None:

@@ -163,7 +163,6 @@ def test_no_settings_within_the_limits_name_the_binding_limit_and_a_remedy(whole
     assert all(one.kept == (one.predicted <= one.limit) for one in result.limits)
     assert result.binding_sla == "ttft_p99_s"
     assert result.binding_ratio > 1
-    assert not result.alternatives.feasible
     assert result.capacity.recommended_rps is None
     said = " ".join(out.split())
     assert says(said, "ttft_p99_s")
@@ -201,13 +200,27 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files, capsys):
 
 
 @pytest.mark.slow
-def test_a_policy_that_was_not_searched_and_keeps_the_limits_is_named(whole, capsys):
-    result = tuned("--draws 0 --trials 1", BROKEN)
-    assert not result.alternatives.feasible
-    assert [one.policy for one in result.alternatives.policies] == ["slice"]
+def test_targets_of_the_command_line_replace_the_recipe_s(files, capsys):
+    result = tuned("--draws 0 --trials 2 --policies slice --sla ttft_p99_s=3 --sla tpot_mean_s=1")
+    wanted = {"ttft_p99_s": 3.0, "tpot_mean_s": 1.0}
+    assert result.sla == wanted
+    assert wanted.keys() <= {one.name for one in result.limits}
+    assert "e2e_p95_s" not in {one.name for one in result.limits}
+    words = "--fit fit.json --tuning tuning.json --allow-broken-limits"
+    assert llmctl(f"render recipe.yaml {words}") == 0
+    assert read_file(Plan, "plan.json").recipe.sla == wanted
+    capsys.readouterr()
+    refused(capsys, "tune recipe.yaml --trace trace.jsonl --sla ttft=1")
+
+
+@pytest.mark.slow
+def test_own_names_no_policy_that_was_not_searched(whole, capsys):
+    result = tuned("--draws 0 --trials 1 --policies own", BROKEN)
+    assert [one.policy for one in result.policies] == ["sequence"]
+    assert result.alternatives.best_of_all is None
     assert result.capacity.recommended_rps < result.request_rate_rps
     said = " ".join(capsys.readouterr().out.split())
-    assert says(said, "'transformers'", "--policies slice")
+    assert not says(said, "slice")
     assert "fewer requests: at most " in said
 
 

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import llmctl
-from said import says
 
 from toolkit import extras
 from toolkit.deploy.doctor import check_engine, check_machine
@@ -17,7 +15,7 @@ from toolkit.engines.devices import CudaDevice, find_devices
 from toolkit.engines.tokenizer import FileTokenizer
 from toolkit.errors import EngineError
 
-ABSENT = ("torch", "transformers", "tokenizers", "safetensors", "numba", "deepspeed")
+ABSENT = ("torch", "transformers", "tokenizers", "safetensors", "deepspeed")
 FIT = "llama-3.1-8b-h200-rebatch"
 SMALL = ("--trials", 1, "--draws", 0, "--jobs", 1, "--policies", "own")
 SIMULATE = ("simulate", "--fit", FIT, "--trace", "t.jsonl", "--policy", "past-future", "--json")
@@ -87,24 +85,6 @@ def test_the_core_works_without_the_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plain_kernels_decide_as_compiled_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert llmctl("trace", "generate", "--out", "t.jsonl", "--duration", 10, "--rate", 40) == 0
-    slices = tuple("slice" if word == "past-future" else word for word in SIMULATE)
-    compiled = []
-    capsys.readouterr()
-    for words in (SIMULATE, slices):
-        assert llmctl(*words) == 0
-        compiled.append(json.loads(capsys.readouterr().out))
-    plain = [json.loads(out) for _, out, _ in run_without(tmp_path, SIMULATE, slices)]
-    for one in (*compiled, *plain):
-        one.pop("wall_s", None)
-    assert plain == compiled
-
-
-@pytest.mark.slow
 def test_what_needs_an_engine_says_how_to_install_it(tmp_path: Path) -> None:
     of_deepspeed = "pip install 'llmctl-toolkit[deepspeed]'"
     wanted: dict[tuple[object, ...], str] = {
@@ -160,7 +140,7 @@ def test_doctor_notes_what_is_absent_and_is_content(
         for each in [*check_machine(devices, tmp_path), *check_engine(None, devices)]
     }
     assert {each.status for each in checks.values()} <= {"ok", "note"}
-    assert says(checks["numba"].remedy, "llmctl-toolkit[fast]")
+    assert checks["numba"].status == "ok"
     assert checks["engines"].remedy == ENGINES_COMMAND
 
 

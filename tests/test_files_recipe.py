@@ -6,6 +6,7 @@ import pytest
 from said import says
 
 from toolkit.errors import InputError
+from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 
 GOOD = """\
@@ -117,3 +118,37 @@ def test_a_missing_recipe_gives_a_hint(name: str, remedy: str) -> None:
         recipe_path(name)
     assert name in caught.value.message
     assert remedy in caught.value.hint
+
+
+PLAIN = """
+name: plain
+model: {source: org/model, max_model_len: 512, kv_bytes_per_token: 4096, dtype: bfloat16}
+hardware: h200
+engine: {name: ENGINE}
+profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy", "name"),
+    [
+        ("vllm", "", "vllm"),
+        ("vllm", "policy: {parameters: {max_num_seqs: 64}}", "vllm"),
+        ("vllm", "policy: {name: past-future}", "past-future"),
+        ("vllm", "policy: {name: slice}", "slice"),
+        ("rebatch", "", "slice"),
+        ("transformers", "", "slice"),
+    ],
+)
+def test_a_recipe_without_a_policy_has_the_engine_s(
+    tmp_path: Path, engine: str, policy: str, name: str
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(PLAIN.replace("ENGINE", engine) + policy)
+    recipe = load_recipe(file)
+    assert recipe.policy.name == name
+    assert recipe.policy.parameters == ({"max_num_seqs": 64} if "seqs" in policy else {})
+    again = Recipe.model_validate(recipe.model_dump(exclude_unset=True))
+    assert again == recipe
+    named = "name" in policy.replace("parameters", "")
+    assert ("name" in recipe.policy.model_fields_set) == named  # a plan says whether it was named

@@ -287,3 +287,100 @@ def test_a_server_that_ctrl_c_has_drained_ends_with_130(monkeypatch, handler, en
     with pytest.raises(SystemExit) as ended:
         entry_point()
     assert ended.value.code == code
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], threading.Event]:
+    """The exit codes with which the process would have ended at once, and that one has come."""
+    codes: list[int] = []
+    came = threading.Event()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        came.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(interrupts, "MOST_HELD_S", 0.0)
+    return codes, came
+
+
+def test_a_simulation_that_does_not_look_for_the_signal_ends_nevertheless(
+    handler, monkeypatch, capsys, ended
+):
+    codes, came = ended
+    monkeypatch.setattr(interrupts, "_command_line", handler())
+    interrupts.leaves("trials are kept")
+
+    def work() -> None:
+        with held(writes=False):
+            press()
+            assert came.wait(60)
+            assert codes == [EXIT_CODE]
+            assert capsys.readouterr().err == "\ninterrupted; trials are kept\n"
+
+    with pytest.raises(interrupts.InterruptedByUserError):  # `_exit` is not the real one
+        work()
+
+
+def test_a_second_signal_ends_a_simulation_at_once(handler, ended, monkeypatch):
+    codes, _ = ended
+    monkeypatch.setattr(interrupts, "MOST_HELD_S", 60.0)
+    handler()
+
+    def work() -> None:
+        with held(writes=False):
+            press()
+            assert codes == []
+            press()
+            assert codes == [EXIT_CODE]
+
+    with pytest.raises(interrupts.InterruptedByUserError):
+        work()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_writes_reaches_its_end(handler, ended, inside):
+    """Also where it simulates: what it has by then is written."""
+    codes, came = ended
+    handler()
+
+    def work() -> None:
+        with held(), held(writes=not inside):
+            press()
+            press()
+            assert not came.wait(0.1)
+
+    with pytest.raises(interrupts.InterruptedByUserError):
+        work()
+    assert codes == []
+
+
+STUCK = """
+import signal, sys, threading
+from toolkit import __main__, interrupts
+from toolkit.cli import main
+def run():
+    {work}
+main.run = run
+interrupts.leaves("nothing is kept")
+__main__.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "work",
+    [
+        # a thread that never ends, as of a pool after the kill of its process
+        "threading.Thread(target=threading.Event().wait).start(); "
+        "signal.raise_signal(signal.SIGINT)",
+        # a simulation that never looks
+        "interrupts.held(writes=False).__enter__(); signal.raise_signal(signal.SIGINT)\n"
+        "    while True: pass",
+    ],
+)
+def test_a_process_that_would_not_end_does(work):
+    line = [sys.executable, "-c", STUCK.format(work=work)]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert done.returncode == EXIT_CODE
+    assert done.stderr == "\ninterrupted; nothing is kept\n"

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from toolkit.metrics import (
     Served,
     latencies,
+    makespan_s,
     meets_sla,
-    pooled_goodput_rps,
+    pooled_rates,
     sla_ratios,
     statistic,
     summarize,
-    window_rate_rps,
+    window_s,
 )
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate
@@ -52,11 +53,11 @@ def test_statistics_by_name(name, expected):
     assert statistic(np.array([1.0, 2.0, 3.0, 4.0]), name) == expected
 
 
-def test_throughput_is_over_the_makespan():
+def test_throughput_is_over_the_window_of_arrivals():
     summary = summarize(TWO, {"e2e_p99_s": 9.0})
     assert summary["makespan_s"] == 4
-    assert summary["throughput_rps"] == 0.5
-    assert summary["output_tokens_per_s"] == 11 / 4
+    assert summary["throughput_rps"] == 1.0
+    assert summary["output_tokens_per_s"] == 11 / 2
     assert (summary["requests"], summary["failed"]) == (2, 0)
     assert summary["sla_attainment_percent"] == 100
 
@@ -77,9 +78,22 @@ def test_with_all_targets_kept_goodput_is_the_arrival_rate():
         ended = arrival_s + 1.0 + drain_s * (np.arange(997) == 996)
         rows = served(*zip(arrival_s, arrival_s + 0.5, ended, none + 9, none + 0.1, strict=True))
         found = summarize(rows, {"ttft_p99_s": 1.0})
-        assert found["goodput_rps"] == rate
-        assert found["throughput_rps"] == pytest.approx(997 / found["makespan_s"])
-    assert found["throughput_rps"] < found["goodput_rps"] / 10
+        assert found["goodput_rps"] == found["throughput_rps"] == pytest.approx(rate, rel=1e-12)
+    assert makespan_s(rows) > 10 * window_s(rows)
+
+
+@pytest.mark.parametrize("share", [1.25, 2.0, 5.0])
+def test_where_the_queue_grows_both_are_over_the_makespan(share):
+    """Ten arrive each second, and `share` times fewer are served: throughput is what is served."""
+    count = 1000
+    arrival_s = np.arange(count) / 10
+    first_s = arrival_s * share + 0.5
+    none = np.zeros(count, np.int64)
+    rows = served(*zip(arrival_s, first_s, first_s + 0.5, none + 9, none + 0.1, strict=True))
+    found = summarize(rows, {"ttft_p99_s": 25.0})
+    assert found["throughput_rps"] == pytest.approx(10 / share, rel=0.02)
+    good = found["sla_attainment_percent"] / 100
+    assert found["goodput_rps"] == pytest.approx(good * found["throughput_rps"])
 
 
 @pytest.mark.parametrize(
@@ -93,9 +107,9 @@ def test_with_all_targets_kept_goodput_is_the_arrival_rate():
 )
 def test_without_a_rate_of_arrivals_the_window_is_the_makespan(arrivals, closed, rate):
     rows = served(*((at, at + 0.5, 6.0, 3, 1.0) for at in arrivals))
-    assert window_rate_rps(rows, closed=closed) == pytest.approx(rate)
-    good = summarize(rows, {"ttft_p99_s": 1.0}, closed=closed)["goodput_rps"]
-    assert good == pytest.approx(rate)
+    assert len(rows) / window_s(rows, closed=closed) == pytest.approx(rate)
+    found = summarize(rows, {"ttft_p99_s": 1.0}, closed=closed)
+    assert found["goodput_rps"] == found["throughput_rps"] == pytest.approx(rate)
 
 
 def test_windows_are_pooled_by_their_lengths():
@@ -103,9 +117,13 @@ def test_windows_are_pooled_by_their_lengths():
     slow = served((0, 0.5, 1, 2, 1), (1, 1.5, 2, 2, 1))
     dense = served((0, 9, 9, 2, 1), (0.5, 9, 9, 2, 1), (1, 9, 9, 2, 1), (1.5, 1.6, 9, 2, 1))
     targets = {"ttft_p99_s": 1.0}
-    assert pooled_goodput_rps([slow, dense], targets) == pytest.approx(3 / 4)
-    assert pooled_goodput_rps([slow], targets) == summarize(slow, targets)["goodput_rps"]
-    assert pooled_goodput_rps([served((0, np.nan, np.nan, 0, 0), ok=[False])], targets) == 0.0
+    found = pooled_rates([slow, dense], targets)
+    assert found["goodput_rps"] == pytest.approx(3 / 4)
+    assert found["throughput_rps"] == pytest.approx(6 / 4)
+    one = pooled_rates([slow], targets)
+    assert one.items() <= summarize(slow, targets).items()
+    unserved = pooled_rates([served((0, np.nan, np.nan, 0, 0), ok=[False])], targets)
+    assert set(unserved.values()) == {0.0}
 
 
 def test_a_failed_request_meets_no_target_and_stays_in_the_count():
@@ -161,4 +179,4 @@ def test_goodput_is_bounded_and_monotone_in_targets(rows, limit):
         *((at, at + wait, at + wait + rest, n, gap) for at, wait, rest, n, gap in rows)
     )
     tight, loose = (summarize(requests, {"e2e_p99_s": value}) for value in (limit, 2 * limit))
-    assert tight["goodput_rps"] <= loose["goodput_rps"] <= window_rate_rps(requests)
+    assert tight["goodput_rps"] <= loose["goodput_rps"] <= loose["throughput_rps"]

@@ -12,7 +12,7 @@ from commands import llmctl
 from orders import changed
 
 from benchmarks.engines.recipe_sizes import GPU_NAMES, MODELS, ask_vllm, compare
-from toolkit.catalogue.gpus import GPUS
+from toolkit.catalogue.gpus import GPUS, gpu_of, gpu_words
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
 from toolkit.cli.arguments import open_recipe
@@ -295,3 +295,106 @@ def test_the_sizes_are_those_of_vllm() -> None:
     shares = [abs(share) for one in compared for share in one.differences()]
     assert len(shares) == 3 * sum(not one.refused for one in compared)
     assert max(shares) < 1.0
+
+
+@pytest.mark.parametrize(("window", "computed"), [(262144, True), (8192, True), (4096, False)])
+def test_a_window_that_never_slides_is_computed(
+    tmp_path: Path, window: int, computed: bool
+) -> None:
+    """As those of Phi-4-mini and of Mistral-7B; the recipe's longest request is of 8,192 tokens."""
+    config = {**KNOWN["qwen3-8b"].config, "model_type": "phi3", "sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = made(tmp_path, str(tmp_path), "h100-sxm")
+    assert recipe.model.config["sliding_window"] == window
+    if computed:
+        assert analytic_profile(recipe, samples.HEAD).engine.analytic
+    else:
+        with pytest.raises(InputError):
+            analytic_profile(recipe, samples.HEAD)
+
+
+SMI_NAMES = {
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA GeForce RTX 4090": "rtx-4090",
+    "NVIDIA GeForce RTX 5090": "rtx-5090",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000",
+    "AMD Instinct MI300X": "mi300x",
+}
+
+
+@pytest.mark.parametrize(("name", "gpu"), SMI_NAMES.items())
+def test_the_driver_s_name_of_a_gpu_is_understood(tmp_path: Path, name: str, gpu: str) -> None:
+    recipe = samples.recipe(hardware={"gpu": name})
+    assert recipe.hardware.gpu == gpu
+    assert gpu_of(name.lower()) is GPUS[gpu]
+
+
+def test_recipe_new_takes_the_driver_s_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe", "new", "qwen3-8b", "--gpu", "NVIDIA H100 80GB HBM3", "--json"]
+    assert llmctl(*words) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"]["hardware"]["gpu"] == "h100-sxm"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H200 NVL"),
+        *("NVIDIA L40", "NVIDIA H20-3e", "NVIDIA A100-PCIE-40GB", "NVIDIA GH200 144G HBM3e"),
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 3090", "NVIDIA", ""),
+    ],
+)
+def test_another_card_is_not_taken_for_one_that_is_known(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        gpu_of(name)
+    assert caught.value.hint
+
+
+def test_every_gpu_has_a_name_of_its_own() -> None:
+    assert len({gpu_words(gpu.device) for gpu in GPUS.values()}) == len(GPUS)
+
+
+@pytest.mark.parametrize("given", ["", "adapter_config.json"])
+def test_the_folder_of_an_adapter_names_the_base_model(tmp_path: Path, given: str) -> None:
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base-8b"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(InputError) as caught:
+        find_model.find_model(str(tmp_path / given))
+    assert "org/base-8b" in caught.value.message
+    assert "llmctl recipe new org/base-8b" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"base_model_name_or_path": 3}'])
+def test_an_adapter_without_a_base_model(tmp_path: Path, content: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(InputError) as caught:
+        find_model.find_model(str(tmp_path))
+    assert "base model" in caught.value.hint
+
+
+def test_a_model_with_an_adapter_s_file_beside_its_config_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-8b"].config))
+    assert find_model.find_model(str(tmp_path)).config["model_type"] == "qwen3"
+
+
+def test_an_unknown_type_says_what_to_do_and_not_to_rename_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**KNOWN["qwen3-8b"].config, "model_type": "qwen4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert llmctl("recipe", "new", tmp_path, "--gpu", "h200") == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "qwen4" in error
+    assert "did you mean" not in hint
+    assert all(key in hint for key in ("kv_bytes_per_token", "weight_bytes", "llmctl profile"))

@@ -1,6 +1,6 @@
 """The recommended settings of shipped recipes keep their targets on their own trace, by the shipped
 fit, at half of the capacity of the recipe's settings. One recipe of each engine and law stands for
-its siblings.
+the others.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from lean import verdict_only
 
 from toolkit.cli.arguments import open_recipe
 from toolkit.files.fit import Fit
-from toolkit.files.io import fit_path, read_file, shipped_siblings
+from toolkit.files.io import fit_path, read_file
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning
 from toolkit.traces.read import read_trace
@@ -31,17 +31,13 @@ NAMES = (
 QUICKLY = {"trials": 4, "draws": 0, "policies": ["own"], "window_s": None}
 
 
-def tuned(name: str, *, beside: bool = False, **changes: object) -> Tuning:
-    """The shipped recipe, tuned by its shipped fit on its own trace, with a few trials. `beside`:
-    the recipes for other engines are tried, too.
-    """
+def tuned(name: str, **changes: object) -> Tuning:
+    """The shipped recipe, tuned by its shipped fit on its own trace, with a few trials."""
     recipe = open_recipe(recipe_path(name))
     recipe = recipe.model_copy(update={"tune": recipe.tune.model_copy(update=QUICKLY | changes)})
     fit = read_file(Fit, fit_path(name))
     workload = make_workload(recipe, fit, read_trace(trace_path(recipe.tune.trace))[0])
-    siblings = tuple(shipped_siblings(recipe)) if beside else ()
-    inputs = Inputs(recipe, fit, workload, siblings=siblings)
-    return tune(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
+    return tune(Inputs(recipe, fit, workload), InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,24 +46,7 @@ def test_a_shipped_recipe_s_settings_keep_its_targets(name: str) -> None:
         result = tuned(name, load=0.5)
     assert result.keeps_limits
     assert result.keeps_up
-    assert result.alternatives is not None
-    assert result.alternatives.feasible
     for key, limit in result.sla.items():
         assert result.recommended.metrics[key] <= limit
     assert result.recommended.metrics["sla_attainment_percent"] >= 100.0 - len(result.sla)
     assert all(one.refusal is None for one in result.policies)
-
-
-def test_overloaded_static_batches_point_to_vllm() -> None:
-    result = tuned("llama-3.1-8b-h200-transformers", beside=True, request_rate_rps=8.0)
-    found = result.alternatives
-    assert found is not None
-    assert not found.feasible
-    kept = {one.recipe: one for one in found.siblings if one.feasible}
-    assert kept["llama-3.1-8b-h200"].workers == 1
-    assert kept["llama-3.1-8b-h200"].outcome.policy == "vllm"
-    assert (kept["llama-3.1-8b-h200"].up_to_rps or 0.0) > 16.0
-    assert found.workers is None  # no more GPUs, where one suffices
-    assert result.capacity is not None
-    assert result.capacity.recommended_rps is not None
-    assert result.capacity.recommended_rps < 8.0

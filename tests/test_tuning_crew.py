@@ -8,6 +8,8 @@ import subprocess
 import sys
 from concurrent.futures import wait
 from dataclasses import replace
+from multiprocessing.connection import wait as wait_for_ends
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 import samples
 from test_tuning import trace
 
-from toolkit.errors import InputError
+from toolkit.errors import InputError, LlmctlError
 from toolkit.tuning import executor
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, ProcessPool, collect
@@ -103,8 +105,29 @@ class EndsItsProcess(dict[str, int]):
 
 
 def test_a_process_that_dies_is_an_error_instead_of_an_endless_wait(bench: EvaluationSetup):
-    with ProcessPool(1) as crew, pytest.raises(RuntimeError, match="died"):
+    with ProcessPool(1) as crew, pytest.raises(LlmctlError) as caught:
         collect(crew, [Task(bench, "slice"), Task(bench, "slice", EndsItsProcess())])
+    assert caught.value.exit_code == 1
+    assert "--jobs" in caught.value.hint
+
+
+def test_a_process_that_lets_no_signal_in_is_killed_at_ctrl_c(bench: EvaluationSetup, monkeypatch):
+    """It starts, say, or it has half sent a result."""
+    monkeypatch.setattr(BaseProcess, "terminate", lambda child: None)
+    monkeypatch.setattr(executor, "ENDING_S", 0.0)
+    others = set(multiprocessing.active_children())
+    children: set[BaseProcess] = set()
+
+    def interrupted() -> None:
+        with ProcessPool(1) as crew:
+            collect(crew, [Task(bench, "slice")])
+            children.update(set(multiprocessing.active_children()) - others)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    [child] = children
+    assert wait_for_ends([child.sentinel], 60)
 
 
 def test_a_bug_in_a_child_is_raised_with_its_traceback(bench: EvaluationSetup):

@@ -12,6 +12,14 @@ def main() -> None:
     """Run `llmctl`; never returns."""
     interrupts.catch()
     try:
+        _run()
+    except SystemExit as ended:
+        interrupts.leave(ended.code)
+        raise
+
+
+def _run() -> None:
+    try:
         from toolkit.cli.main import run
 
         run()
@@ -21,7 +29,7 @@ def main() -> None:
             sys.exit(interrupts.EXIT_CODE)
         if isinstance(error, SystemExit) or not interrupts.caused(error):
             raise
-        print("\ninterrupted", file=sys.stderr)
+        interrupts.tell()
         sys.exit(interrupts.EXIT_CODE)
     finally:
         interrupts.done()

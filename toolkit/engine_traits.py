@@ -34,6 +34,7 @@ class EngineTraits:
     loads_model: bool = True  # a model is loaded on this machine's device
     shares_model: bool = False  # `tensor_parallel_size` may be above 1
     quantizes: bool = False  # `model.quantization` may be given
+    policy: str = "slice"  # that serves where a recipe names none
     for_tests: bool = False  # tables of what can serve leave it out
     settings: tuple[str, ...] = ()  # keys of the recipe's `engine` that not all engines take
     extra: str = ""  # the extra of this package that installs it
@@ -60,6 +61,7 @@ ENGINES: dict[str, EngineTraits] = {
             timed_by_pass=True,
             shares_model=True,
             quantizes=True,
+            policy="vllm",
             settings=("vllm",),
             extra="vllm",
             metrics="vllm",

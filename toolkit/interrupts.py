@@ -8,13 +8,19 @@ there. Compiled code holds such a product for an operation that cannot fail, and
 So the handler waits while `held` work runs. Loops of long work call `check` at places where an
 exception is safe. The work may be compiled or plain; threads other than the main one never get the
 signal.
+
+A simulation writes nothing. Where one does not reach a place to check within a second, a thread
+ends the process (`held`). After Ctrl-C Python's own end is left out (`leave`).
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +30,9 @@ from types import FrameType
 EXIT_CODE = 130  # as shells have it: 128 + SIGINT
 AGAIN_S = 0.02
 PATIENCE_S = 1.0
+MOST_HELD_S = 1.0  # a simulation ends, at the latest, so long after the signal
+MOST_ENDING_S = 0.5  # as what libraries do at the process's end
+SHOW_CURSOR = "\x1b[?25h"  # a progress bar has hidden it
 IMPORTS = "<frozen importlib._bootstrap>"
 END_OF_IMPORT = "cb"  # the callback there, which forgets a module's lock
 
@@ -39,14 +48,29 @@ class InterruptedReplayError(Exception):
 
 
 class _Waiting:
-    """The handler of SIGINT during `held` work: it remembers the signal for the one before it."""
+    """The handler of SIGINT during `held` work: it remembers the signal for the one before it.
 
-    def __init__(self, handler: Callable[[int, None], object]) -> None:
+    `writes`: the work must reach its end. Else the process ends `MOST_HELD_S` after the signal, or
+    at the second signal.
+    """
+
+    def __init__(self, handler: Callable[[int, None], object], *, writes: bool) -> None:
         self._handler = handler
+        self._writes = writes
         self._came = False
 
     def __call__(self, *_: object) -> None:
+        if not self._writes and isinstance(self._handler, _CommandLine):
+            if self._came:
+                end_now()
+            # Not `threading.Thread`: the signal may have come while this thread holds its lock.
+            _thread.start_new_thread(self._end_late, ())
         self._came = True
+
+    def _end_late(self) -> None:
+        time.sleep(MOST_HELD_S)
+        if self._came:
+            end_now()
 
     def deliver(self) -> None:
         if self._came and threading.current_thread() is threading.main_thread():
@@ -58,11 +82,14 @@ _waiting: _Waiting | None = None
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def held(*, writes: bool = True) -> Iterator[None]:
     """Until the block ends, the handler of SIGINT runs in `check` and at the end alone.
 
     A block within another one hands the signal to the outer one. Without effect in other threads,
     and where SIGINT is ignored or ends the process without Python.
+
+    `writes`: the block must reach its end, as where it writes a file. Without, a command ends
+    `MOST_HELD_S` after the signal, wherever the block is then.
     """
     global _waiting
     outer = _waiting
@@ -71,7 +98,7 @@ def held() -> Iterator[None]:
     if not main or not callable(handler):
         yield
         return
-    waiting = _Waiting(handler)
+    waiting = _Waiting(handler, writes=writes)
     _waiting = waiting
     signal.signal(signal.SIGINT, waiting)
     try:
@@ -100,6 +127,7 @@ class _CommandLine:
     """
 
     def __init__(self) -> None:
+        self.leaves = ""  # what the command leaves behind
         self.came = False
         self.noted = False  # it came to a handler of the command's own
         self.done = False  # the command has ended, and what remains is Python's end
@@ -151,9 +179,49 @@ def catch() -> None:
         atexit.register(signal.signal, signal.SIGALRM, signal.SIG_IGN)
 
 
+def leaves(what: str) -> None:
+    """Say what the command that begins now leaves behind where Ctrl-C ends it."""
+    _command_line.leaves = what
+
+
+def tell() -> None:
+    """Print that the command was interrupted, and what it leaves behind."""
+    left = _command_line.leaves
+    print(f"\ninterrupted{'; ' if left else ''}{left}", file=sys.stderr, flush=True)
+
+
+def end_now() -> None:
+    """End the process at once, and say so: the signal has come, and cannot be raised in time."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            sys.stderr.write(SHOW_CURSOR)
+        tell()
+    os._exit(EXIT_CODE)
+
+
 def done() -> None:
     """The command has ended: a Ctrl-C from now on ends the process at once."""
     _command_line.done = True
+
+
+def leave(code: object) -> None:
+    """End the process where Ctrl-C has ended the command: within `MOST_ENDING_S`, and without
+    Python's own end, which waits for all threads and frees what the system frees faster.
+    """
+    if not _command_line.came:
+        return
+    number = code if isinstance(code, int) else EXIT_CODE
+
+    def end_late() -> None:
+        time.sleep(MOST_ENDING_S)
+        os._exit(number)
+
+    _thread.start_new_thread(end_late, ())
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(number)
 
 
 def note() -> None:

@@ -3,20 +3,19 @@
 TPOT = (E2E - TTFT) / (output tokens - 1). ITL is each gap between tokens. MTPOT is the largest gap
 within a request.
 
-Throughput is the successful requests over the makespan, from the first arrival to the last
-completion, as in `vllm bench serve`.
+Throughput is the successful requests, and goodput those within every latency target, both over the
+same time (`window_s`): so goodput is at most throughput. Where the server keeps up, that is the
+window in which the requests arrive; the drain, the time after the last arrival, does not count. For
+it says nothing of the server: the shorter a benchmark, the more of its makespan is drain, and one
+long request at the end may double it. Where all requests keep their targets, goodput is the rate of
+arrivals, as in DistServe (OSDI 2024, section 1): the greatest rate at which a given share of the
+requests keeps the targets.
 
-Goodput is the requests of a window that meet every latency target, over the length of the window:
-the rate of arrivals times the share of good requests. DistServe (OSDI 2024, section 1) calls
-goodput the greatest request rate at which a given share of the requests keeps the targets; where
-all keep them, the rate of arrivals is such a rate. `request_goodput` of `vllm bench serve` counts
-the same requests, but divides by the whole duration of the benchmark. That includes the drain: the
-time after the last arrival, in which a server that keeps up only finishes. So the same server has
-the less of that goodput the shorter the benchmark is. Here the drain counts only where arrivals
-have no rate of their own: one request, all at once (a backlog), or each when another one has ended.
-
-So goodput may be above throughput, which has the drain. In an overload of a window that is short
-beside the latencies, it may even be above what the server sustains: good requests end after it.
+Where the queue grows with the trace, the server takes longer for the requests than they took to
+arrive, and the window of arrivals would show the rate of arrivals in place of the server's. There,
+and where arrivals have no rate of their own (one request, all at once, or each when another one has
+ended), the time is the makespan, from the first arrival to the last completion, as `vllm bench
+serve` has it for both.
 """
 
 from __future__ import annotations
@@ -107,30 +106,37 @@ def makespan_s(served: Served) -> float:
     return max(float(served.finish_s[served.ok].max() - served.arrival_s.min()), SHORTEST_S)
 
 
-def window_rate_rps(served: Served, *, closed: bool = False) -> float:
-    """All requests over the length of their window, per second.
+def window_s(served: Served, *, closed: bool = False) -> float:
+    """The seconds that throughput and goodput are over; 0 where nothing was served in a makespan.
+
+    It is the window of arrivals: all requests over their mean rate. It is the makespan where the
+    queue grows with the trace (`behind_percent`), and where there is no rate.
 
     Args:
         closed: whether requests arrive when others have ended (a closed loop of fixed concurrency).
-            Then, and where all arrive at once, the window is the makespan, and the rate is 0 where
-            no request succeeded; else this is the mean rate of arrivals.
     """
-    span_s = float(served.arrival_s.max() - served.arrival_s.min())
-    if span_s >= SHORTEST_S and not closed:
-        return (len(served) - 1) / span_s
-    return len(served) / makespan_s(served) if served.ok.any() else 0.0
+    arrivals_s = float(served.arrival_s.max() - served.arrival_s.min())
+    if closed or arrivals_s < SHORTEST_S or behind_percent(served) > MOST_BEHIND_PERCENT:
+        return makespan_s(served)
+    return arrivals_s * len(served) / (len(served) - 1)
 
 
-def pooled_goodput_rps(
+def pooled_rates(
     windows: Sequence[Served], sla: Mapping[str, float], *, closed: bool = False
-) -> float:
-    """The good requests of all windows over the length of all windows, per second; 0 where no
-    window has a length. `closed`: see `window_rate_rps`.
+) -> dict[str, float]:
+    """Throughput, output tokens per second and, with targets, goodput: of all windows together,
+    over the length of all (`window_s`); 0 where no window has a length.
     """
-    good = sum(int(meets_sla(window, sla).sum()) for window in windows)
-    rates = [(len(window), window_rate_rps(window, closed=closed)) for window in windows]
-    total_s = sum(count / rate_rps for count, rate_rps in rates if rate_rps)
-    return good / total_s if total_s else 0.0
+    seconds = sum(window_s(window, closed=closed) for window in windows)
+    counts = {
+        "throughput_rps": sum(int(window.ok.sum()) for window in windows),
+        "output_tokens_per_s": sum(
+            int(window.output_tokens[window.ok].sum()) for window in windows
+        ),
+    }
+    if sla:
+        counts["goodput_rps"] = sum(int(meets_sla(window, sla).sum()) for window in windows)
+    return {name: count / seconds if seconds else 0.0 for name, count in counts.items()}
 
 
 def summarize(
@@ -141,24 +147,21 @@ def summarize(
 
     Args:
         sla: target name to its limit in seconds.
-        closed: see `window_rate_rps`.
+        closed: see `window_s`.
     """
     ok = served.ok
     if not ok.any():
         count = float(len(served))
         unserved = {"requests": count, "failed": count, "throughput_rps": 0.0}
         return unserved | ({"goodput_rps": 0.0, "sla_attainment_percent": 0.0} if sla else {})
-    span_s = makespan_s(served)
     summary = {
         "requests": float(len(served)),
         "failed": float((~ok).sum()),
-        "makespan_s": span_s,
-        "throughput_rps": float(ok.sum()) / span_s,
-        "output_tokens_per_s": float(served.output_tokens[ok].sum()) / span_s,
+        "makespan_s": makespan_s(served),
+        **pooled_rates([served], sla, closed=closed),
     }
     if sla:
         share = float(meets_sla(served, sla).sum()) / len(served)
-        summary["goodput_rps"] = window_rate_rps(served, closed=closed) * share
         summary["sla_attainment_percent"] = 100.0 * share
     for name, values in latencies(served).items():
         for stat in ("mean", "p50", "p95", "p99"):

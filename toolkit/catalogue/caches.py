@@ -87,7 +87,7 @@ def bytes_per_block(groups: Sequence[CacheGroup]) -> int:
 
 
 def groups_of_config(
-    config: Config, dtype: str, block: int = 16, gpus: int = 1
+    config: Config, dtype: str, block: int = 16, gpus: int = 1, longest: int = 0
 ) -> list[CacheGroup] | None:
     """The groups that vLLM makes of a model's layers; None: its layers' caches are not all known,
     or have several sizes.
@@ -97,9 +97,10 @@ def groups_of_config(
         dtype: of the cache.
         block: tokens of a block as vLLM's flags have it.
         gpus: that share the model (tensor parallelism).
+        longest: see `special_of`.
     """
     config = text_config(config)
-    kinds = _layer_kinds(config)
+    kinds = _layer_kinds(config, longest)
     _, kv_heads, head_dim = heads_of(config)
     if kinds is None or not kv_heads or not head_dim or special_of(config).latent:
         return None
@@ -132,19 +133,20 @@ def row_bytes(config: Config, dtype: str, longest: int, gpus: int = 1) -> int | 
     """Bytes on each GPU of the cache of one request of `longest` tokens, of a model with several
     groups of caches; None: it has one cache of full attention, or is not known.
     """
-    groups = groups_of_config(config, dtype, gpus=gpus)
+    groups = groups_of_config(config, dtype, gpus=gpus, longest=longest)
     if groups is None or is_plain(groups):
         return None
     return longest_blocks(groups, longest, IN_FLIGHT) * bytes_per_block(groups)
 
 
-def _layer_kinds(config: Config) -> list[str] | None:
+def _layer_kinds(config: Config, longest: int) -> list[str] | None:
     """The kind of each layer's cache; None: some is not known."""
     count = integer_at(config, "num_hidden_layers")
-    special = special_of(config)
+    special = special_of(config, longest)
     given = config.get("layer_types")
     if isinstance(given, list):
-        named = [LAYER_KINDS.get(str(one), "") for one in given[:count]]
+        known = LAYER_KINDS if special.windows[0] else LAYER_KINDS | {SLIDING: "full"}
+        named = [known.get(str(one), "") for one in given[:count]]
         return named if named and all(named) else None
     if every := integer_at(config, "full_attention_interval"):
         return ["full" if (k + 1) % every == 0 else "state" for k in range(count)]

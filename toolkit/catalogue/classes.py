@@ -93,18 +93,18 @@ def refuse(subject: str, found: Iterable[ClassFound]) -> None:
         raise InputError(f"{subject} has what llmctl does not model: {why}", HINT)
 
 
-def of_recipe(config: Config, words: Sequence[str]) -> list[ClassFound]:
-    """The classes of a model with flags on vLLM's command line."""
-    found = [*of_config(config), *of_flags(words)]
+def of_recipe(config: Config, words: Sequence[str], longest: int = 0) -> list[ClassFound]:
+    """The classes of a model with flags on vLLM's command line; `longest`: see `special_of`."""
+    found = [*of_config(config, longest), *of_flags(words)]
     if TEXT_ONLY in _flags(words):
         found = [one for one in found if one.name != "media"]
     return found
 
 
-def of_config(config: Config) -> list[ClassFound]:
-    """The classes of a model, from the dict of its config.json."""
+def of_config(config: Config, longest: int = 0) -> list[ClassFound]:
+    """The classes of a model, from the dict of its config.json; `longest`: see `special_of`."""
     found = []
-    special = special_of(config)
+    special = special_of(config, longest)
     text = text_config(config)
     layers, window = special.windows
     whole = integer_at(text, "num_hidden_layers")

@@ -7,6 +7,7 @@ told on such a GPU.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,8 +25,8 @@ class Gpu:
 
     Attributes:
         name: as recipes name it.
-        device: words that the driver's name of this GPU has, such as 'NVIDIA H100 80GB HBM3';
-            `llmctl doctor` compares them.
+        device: the words that the driver's name of this GPU has, such as 'NVIDIA H100 80GB HBM3',
+            but for those of `PLAIN`; `llmctl doctor` compares them.
         memory_gib: what a process gets, which is less than the label says; vLLM takes its share
             (`gpu_memory_utilization`) of this.
         memory_source: where `memory_gib` is from.
@@ -70,6 +71,7 @@ _ALL = (
         SHEET,
         "NVLink 3",
         300,
+        note="SXM; the PCIe card has no NVLink",
     ),
     Gpu(
         "a100-80gb",
@@ -83,7 +85,18 @@ _ALL = (
         300,
         2.16,
         RUNPOD,
-        "SXM; the PCIe card has 1,935 GB/s and no NVLink",
+        "SXM; the PCIe card is a100-80gb-pcie",
+    ),
+    Gpu(
+        "a100-80gb-pcie",
+        "A100-80GB-PCIe",
+        79.1,
+        "as the SXM module: nvidia-smi shows 81,920 MiB on both",
+        1935,
+        {"bf16": 312, "int8": 624},
+        SHEET,
+        "PCIe 4",
+        32,
     ),
     Gpu(
         "h100-sxm",
@@ -134,6 +147,18 @@ _ALL = (
         450,
         4.46,
         RUNPOD,
+    ),
+    Gpu(
+        "gh200",
+        "GH200-480GB",
+        95.0,
+        "nvidia-smi shows 97,871 MiB; less what an H100 keeps for itself",
+        4000,
+        {"bf16": 990, "fp8": 1979, "int8": 1979},
+        SHEET,
+        "NVLink 4",
+        450,
+        note="the superchip with 96 GB of HBM3; the one with 144 GB has other figures",
     ),
     Gpu(
         "h20",
@@ -293,10 +318,34 @@ _ALL = (
 GPUS = {gpu.name: gpu for gpu in _ALL}
 
 
+# Words of a driver's name that say nothing about the figures here.
+PLAIN = {
+    *("nvidia", "amd", "geforce", "tesla", "instinct", "blackwell"),
+    *("sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam", "ac"),
+    *("server", "workstation", "edition"),
+}
+
+
+def gpu_words(name: str) -> frozenset[str]:
+    """The words of a GPU's name that tell it from others, such as h100, 80gb and hbm3."""
+    return frozenset(re.findall(r"[a-z0-9]+", name.lower())) - PLAIN
+
+
 def gpu_of(name: str) -> Gpu:
-    """The GPU that a recipe names. `InputError` names the nearest for one that is not known."""
+    """The GPU of this name: the catalogue's, or the driver's, as nvidia-smi prints it.
+
+    A driver's name must have the words of `Gpu.device` and no other: an 'RTX 4090 Laptop GPU' and
+    an 'H200 NVL' are other cards. `InputError` names the nearest for one that is not known.
+    """
     found = GPUS.get(name.lower())
     if found is None:
+        words = gpu_words(name)
+        found = next((gpu for gpu in _ALL if words == gpu_words(gpu.device)), None)
+    if found is None:
+        near = [gpu.name for gpu in _ALL if words & set(gpu.name.split("-")) - {"rtx", "pcie"}]
+        if near and words != {name.lower()}:
+            hint = f"llmctl recipe gpus has {', '.join(near)}; other cards have other figures"
+            raise InputError(f"there is no GPU '{name}' in the catalogue", hint)
         starts = [known for known in GPUS if known.startswith(name.lower())]
         hint = f"one of: {', '.join(starts)}" if name and starts else nearest(name.lower(), GPUS)
         raise InputError(f"there is no GPU '{name}' in the catalogue", hint)

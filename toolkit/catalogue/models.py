@@ -29,6 +29,10 @@ WINDOW_PATTERNS = {  # where the config has no pattern: the last of so many laye
 DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen3_moe")
 KNOWN_TYPES = (*DENSE, *EXPERTS)
+BY_HAND = (
+    "write its recipe by hand, with model.kv_bytes_per_token and model.weight_bytes (llmctl docs "
+    f"reference/recipe), and measure it: llmctl profile; known are {', '.join(KNOWN_TYPES)}"
+)
 NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("vocab_size", "max_position_embeddings"),
@@ -139,13 +143,18 @@ class Special:
     states: str = ""
 
 
-def special_of(config: Config) -> Special:
-    """What is special about a config. Keys that are absent count as not there."""
+def special_of(config: Config, longest: int = 0) -> Special:
+    """What is special about a config. Keys that are absent count as not there.
+
+    Args:
+        longest: tokens of the longest request (`max_model_len`); 0: the config's context. A window
+            that is no shorter never slides, and is none.
+    """
     config = text_config(config)
     latent = integer_at(config, "kv_lora_rank")
     if latent:
         latent += integer_at(config, "qk_rope_head_dim")
-    return Special(experts_of(config)[0], _windows(config), latent, _states(config))
+    return Special(experts_of(config)[0], _windows(config, longest), latent, _states(config))
 
 
 def text_config(config: Config) -> Config:
@@ -217,8 +226,7 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     if not isinstance(kind, str) or not kind:
         raise InputError("the config has no model_type", "give transformers' config.json")
     if kind not in KNOWN_TYPES:
-        problem = f"model_type '{kind}': its sizes are not known"
-        raise InputError(problem, nearest(kind, KNOWN_TYPES))
+        raise InputError(f"model_type '{kind}': its sizes are not known", BY_HAND)
     if states := _states(config):
         problem = f"the model has {states}: its weights and its states are not counted"
         raise InputError(problem, "measure a server that runs it")
@@ -277,8 +285,8 @@ def experts_of(config: Config) -> tuple[int, int]:
     return (count, chosen) if count > 1 else (0, 0)
 
 
-def _windows(config: Config) -> tuple[int, int]:
-    """How many layers have a sliding window, and the window."""
+def _windows(config: Config, longest: int) -> tuple[int, int]:
+    """How many layers have a sliding window that some request passes, and the window."""
     kind = str(config.get("model_type"))
     layers = integer_at(config, "num_hidden_layers")
     window = integer_at(config, "sliding_window")
@@ -286,7 +294,8 @@ def _windows(config: Config) -> tuple[int, int]:
         window = 4096  # transformers' default for that type
     if kind.startswith("qwen") and not config.get("use_sliding_window"):
         return 0, 0
-    if not window:
+    longest = longest or integer_at(config, "max_position_embeddings")
+    if not window or window >= longest > 0:
         return 0, 0
     kinds = config.get("layer_types")
     if isinstance(kinds, list):

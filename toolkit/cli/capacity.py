@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.catalogue.gpus import gpu_words
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     JsonOption,
@@ -177,6 +178,7 @@ def command(args: CapacityOptions) -> None:
         check_writable(args.html)
     targets = parse_sla(args.sla)
     rated = _recipes(args)
+    _refuse_other_prices(args.price or [], [one.recipe for one in rated])
     tuning = read_tuning(args.tuning)
     seen = _seen(args, rated)
     deployments: list[Deployment] = []
@@ -375,18 +377,43 @@ def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -
 
 
 def _price(recipe: Recipe, prices: Sequence[str]) -> float | None:
-    """USD an hour of one worker, by the first price with a name that is in hardware.name."""
+    """USD an hour of one worker, by the first price of its GPU."""
     for word in prices:
-        name, sign, text = word.partition("=")
-        try:
-            usd = float(text)
-        except ValueError:
-            usd = 0.0
-        if not sign or not 0.0 < usd < float("inf"):
-            raise InputError(f"--price {word}: it is GPU=USD an hour", "for example H200=3.60")
-        if name.lower() in f"{recipe.hardware.name} {recipe.name}".lower():
+        usd = _usd(word)
+        if _is_of(word, recipe):
             return usd * recipe.engine.tensor_parallel_size
     return None
+
+
+def _usd(word: str) -> float:
+    """The USD of GPU=USD. `InputError` for other words."""
+    _, sign, text = word.partition("=")
+    try:
+        usd = float(text)
+    except ValueError:
+        usd = 0.0
+    if not sign or not 0.0 < usd < float("inf"):
+        raise InputError(f"--price {word}: it is GPU=USD an hour", "for example H200=3.60")
+    return usd
+
+
+def _is_of(word: str, recipe: Recipe) -> bool:
+    """Whether the words of a price's GPU are among those of the recipe's hardware and name."""
+    words = gpu_words(word.partition("=")[0])
+    hardware = recipe.hardware
+    return bool(words) and words <= gpu_words(f"{hardware.name} {hardware.gpu} {recipe.name}")
+
+
+def _refuse_other_prices(prices: Sequence[str], recipes: Sequence[Recipe]) -> None:
+    """`InputError` for a price of a GPU that no recipe is for."""
+    for word in prices:
+        _usd(word)
+        if not any(_is_of(word, recipe) for recipe in recipes):
+            names = dict.fromkeys(recipe.hardware.name for recipe in recipes)
+            raise InputError(
+                f"--price {word}: no recipe here is for a GPU of that name",
+                f"they are for {', '.join(names)}",
+            )
 
 
 def _trace(args: CapacityOptions, recipe: Recipe, fit: Fit) -> Trace:

@@ -51,7 +51,7 @@ COMMANDS = {
     "fit": CommandEntry("Fit the laws of time and memory to a profile.", module="profile"),
     "tune": CommandEntry(
         "Search the scheduler's settings on a trace, with the simulator.",
-        "finished trials are kept; the same command resumes",
+        "finished trials are kept beside the result; the same command resumes",
     ),
     "render": CommandEntry("Write the plan that `serve` starts, and explain every value."),
     "serve": CommandEntry(
@@ -75,7 +75,8 @@ COMMANDS = {
     "report": CommandEntry("Write an offline HTML page: fit, tuning, validation, plan."),
     "simulate": CommandEntry("Simulate a trace under a policy with fitted laws, without a model."),
     "capacity": CommandEntry(
-        "Find the highest rate at which all targets hold, what it costs, how many GPUs."
+        "Find the highest rate at which all targets hold, what it costs, how many GPUs.",
+        "nothing is kept; the same command begins anew",
     ),
     "compare": CommandEntry("Compare policies on one trace: a table, and plots."),
     "trace": CommandEntry("Inspect, convert, generate and record traces."),
@@ -111,6 +112,7 @@ class LazyGroup(TyperGroup):
         if args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise InputError(f"there is no command '{args[0]}'", nearest(args[0], known))
         name, listed, rest = super().resolve_command(ctx, args)
+        interrupts.leaves(COMMANDS[str(name)].interrupted if name in COMMANDS else "")
         return name, listed and _load(str(name)), rest
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
@@ -129,8 +131,7 @@ class LazyGroup(TyperGroup):
         except BaseException as error:  # libraries turn Ctrl-C into errors of their own
             if not interrupts.caused(error):
                 raise
-            entry = COMMANDS.get(ctx.invoked_subcommand or "", CommandEntry(""))
-            print(f"\ninterrupted; {entry.interrupted}", file=sys.stderr)
+            interrupts.tell()
             raise typer.Exit(interrupts.EXIT_CODE) from None
 
 

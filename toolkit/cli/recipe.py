@@ -47,7 +47,7 @@ class NewOptions:
     )
     gpu: str = option(
         "",
-        "The GPU, a name from `llmctl recipe gpus`; required.",
+        "The GPU, a name from `llmctl recipe gpus` or the one that nvidia-smi prints; required.",
         autocompletion=completing(lambda: GPUS),
     )
     gpus: int | None = option(

@@ -25,6 +25,7 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import (
     FoundFit,
+    find_fit,
     note_found,
     note_scaling,
     open_fleet,
@@ -37,11 +38,11 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.fleet import sized
-from toolkit.files.io import find_recipe, fit_path, read_file, shipped_fits
+from toolkit.files.io import FIT, find_recipe, fit_path, read_file, shipped_fit, shipped_fits
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
-from toolkit.files.shipped import load_recipe
+from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
 from toolkit.files.tuning import REFUSED, Outcome, Tuning
 from toolkit.units import counted, words
 
@@ -57,9 +58,11 @@ if TYPE_CHECKING:
 class StageOptions(TrafficOptions):
     """The options of a command that simulates a trace."""
 
-    fit: str = option(
-        "fit.json",
-        "fit.json, the name of a recipe that has a shipped fit, or 'unit-step' (a clock of steps).",
+    fit: str | None = option(
+        None,
+        "A fit.json, the name of a shipped recipe, or 'unit-step' (a clock of steps). Default: "
+        "fit.json in this folder; with --recipe else the shipped one, else for vLLM on a GPU laws "
+        "that are computed from measured operators.",
         autocompletion=arguments.fits_and_clock,
     )
     recipe: Path | None = option(
@@ -366,23 +369,19 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         kinds = sized(fleet.kinds, tuning)
         spec = kinds[0].recipe
         fitted = kinds[0].fit
-    elif args.fit == UNIT_STEP and not Path(args.fit).exists():
+    elif args.fit == UNIT_STEP and not Path(UNIT_STEP).exists():
         refuse_useless({"--recipe": args.recipe}, f"--fit {UNIT_STEP} has none")
         refuse_useless({"--tuning": args.tuning}, f"--fit {UNIT_STEP} has no settings to tune")
     else:
-        path = _existing_fit(args.fit)
-        fitted = read_file(Fit, path)
-        spec = _recipe_of(fitted, path, args.recipe, needed=args.max_new_tokens is None)
-        if spec is not None:
-            refuse_recipe(spec)
-        made_from = {"fit": path} | ({"recipe": args.recipe} if args.recipe else {})
+        one, spec, made_from = _of_files(args)
+        fitted = one.fit
         tuning = read_tuning(args.tuning, made_from)
         if tuning and "fleet" in tuning.inputs:
             raise InputError(
                 f"{args.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
                 "name the fleet with --fleet in place of --fit",
             )
-        found = [FoundFit(fitted, path)]
+        found = [one]
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
     requests = traffic.trace
     if traffic.path is None:
@@ -438,13 +437,36 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     )
 
 
+def _of_files(args: StageOptions) -> tuple[FoundFit, Recipe | None, dict[str, Path]]:
+    """The fit of --fit and its recipe; or the recipe of --recipe and its fit, as `find_fit` finds
+    or computes it. Last, the files that a tuning of them names, by role.
+    """
+    file = args.recipe
+    fit = args.fit
+    if fit in shipped_names() and shipped_fit(fit) is None and not Path(fit).exists():
+        refuse_useless({"--recipe": file}, f"--fit {fit} is a recipe without a fit of its own")
+        file = recipe_path(fit)
+        fit = None
+    if fit is None and file is not None:
+        recipe = load_recipe(file)
+        one = find_fit(file, recipe, None)
+        return one, recipe, one.inputs(file)
+    path = _existing_fit(fit or FIT)
+    fitted = read_file(Fit, path)
+    spec = _recipe_of(fitted, path, file, needed=args.max_new_tokens is None)
+    if spec is not None:
+        refuse_recipe(spec)
+    made_from = {"fit": path} | ({"recipe": file} if file else {})
+    return FoundFit(fitted, path), spec, made_from
+
+
 def _existing_fit(fit: str) -> Path:
     """The file of --fit. `InputError` where there is none."""
     from toolkit.sim.world import UNIT_STEP
 
     path = fit_path(fit)
     if not path.exists():
-        made = "make it with: llmctl fit PROFILE; or name one that ships with --fit"
+        made = "make it with: llmctl fit PROFILE; or name a recipe (--recipe), or a shipped fit"
         raise InputError(
             f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
         )

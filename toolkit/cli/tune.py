@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from toolkit.cli.arguments import (
     ApiKeyOption,
     JsonOption,
     RecipeArgument,
+    SlaOption,
     as_typed,
     command_of,
     keep_inputs,
@@ -27,6 +27,7 @@ from toolkit.cli.arguments import (
     names_in,
     open_recipe,
     option,
+    parse_sla,
     refuse_useless,
 )
 from toolkit.cli.basis import (
@@ -57,7 +58,6 @@ from toolkit.files.io import (
     digest,
     head,
     read_file,
-    shipped_siblings,
     usable_cpus,
     write_file,
 )
@@ -149,6 +149,7 @@ class TuneOptions(LengthOptions):
     window: float | None = _traffic(
         None, "Seconds of each window, if the trace is long enough.", min=0.1
     )
+    sla: SlaOption = None
     workers: str | None = _traffic(
         None,
         "The number of workers; 'auto' finds the fewest that keep all limits, in a fleet of "
@@ -231,11 +232,11 @@ def command(args: TuneOptions) -> None:
     the whole trace.
 
     The trace is taken at its own rate, or at --rate or --load. The recommendation is the best that
-    the recipe's engine can run; beside it stand the best of all policies, and what the recipes for
-    other engines would give. Trial 0 is the recipe's own policy. The verdict is the gain over it,
-    with its certainty, or the advice to keep it. The same command resumes an interrupted search;
-    --jobs and --executor change only the time. Exit code 5 means that the recommendation breaks a
-    limit; the result is written and printed nevertheless.
+    the recipe's engine can run; beside it stands the best of all searched policies. Trial 0 is the
+    recipe's own policy. The verdict is the gain over it, with its certainty, or the advice to keep
+    it. The same command resumes an interrupted search; --jobs and --executor change only the time.
+    Exit code 5 means that the recommendation breaks a limit; the result is written and printed
+    nevertheless.
 
     With --live the settings are tried on a running server, in short bursts of the trace, without a
     restart. It ends with the best ones if their gain is sure, else, and after Ctrl-C, with those of
@@ -359,7 +360,7 @@ def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
             "add --rate REQUESTS_PER_S, --load SHARE or --concurrency REQUESTS",
         )
     tune = recipe.tune.model_copy(update=changed)
-    return recipe.model_copy(update={"tune": tune})
+    return recipe.model_copy(update={"tune": tune, "sla": parse_sla(args.sla) or recipe.sla})
 
 
 def _sizes(args: TuneOptions, recipe: Recipe) -> list[int]:
@@ -383,8 +384,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Arrangement], dic
     sizes = _sizes(args, recipe)
     if not sizes:
         recipe = recipe.model_copy(update={"workers": workers or recipe.workers})
-        siblings = () if opened.others else tuple(shipped_siblings(recipe))
-        return [Arrangement(recipe, opened.fit, siblings)], {}
+        return [Arrangement(recipe, opened.fit)], {}
     if args.workers is not None:
         refuse_useless({"--gpus": args.gpus}, "--workers says how many workers there are")
     gpus = args.gpus or max((workers or recipe.workers) * own, *sizes)
@@ -404,7 +404,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Arrangement], dic
             fit = opened.fit
             if opened.file is None:
                 fit = computed_fit(args.recipe, sized)
-            machines.append(Arrangement(sized, fit, tuple(shipped_siblings(sized))))
+            machines.append(Arrangement(sized, fit))
         except InputError as error:
             if args.tp is not None or recipe.tune.tensor_parallel_sizes or sizes == [own]:
                 raise
@@ -440,17 +440,17 @@ class Searches:
         from toolkit.tuning.executor import Remembering
 
         searches = [self._inputs(machine) for machine in self.machines]
-        totals = [self._noted(inputs) for inputs in searches]
+        plan = [requests for inputs in searches for requests in self._noted(inputs)]
         self.stores = [self._store(inputs) for inputs in searches]
         tunings: list[Tuning] = []
         able: list[Arrangement] = []
         failed: LimitsBrokenError | None = None
-        with _runner(self.args) as (runner, jobs), progress("tuning", sum(totals)) as advance:
-            rememberings = [Remembering(runner, store) for store in self.stores]
+        with _runner(self.args) as (runner, jobs), progress("tuning", len(plan)) as advance:
+            watch = TuneProgress(advance, plan, jobs)
+            rememberings = [Remembering(runner, one, watch.simulated) for one in self.stores]
             remembered = sum(one.remembered for one in rememberings)
             if remembered:
                 note(f"{remembered:,} of them are kept from an earlier run")
-            watch = TuneProgress(advance, sum(totals), remembered, jobs)
             search = self._search(watch)
             for machine, inputs, remembering in zip(
                 self.machines, searches, rememberings, strict=True
@@ -497,17 +497,17 @@ class Searches:
         beside = self.opened.file or self.opened.inputs.get("fit")
         profile = _profile_of(machine.fit, beside) if beside and not others else None
         recipe = machine.recipe
-        return Inputs(recipe, machine.fit, self.workload, profile, others, machine.siblings)
+        return Inputs(recipe, machine.fit, self.workload, profile, others)
 
-    def _noted(self, inputs: Inputs) -> int:
-        """Print what is searched. Returns about how many simulations that takes; `TuneProgress`
-        prints the seconds.
+    def _noted(self, inputs: Inputs) -> list[int]:
+        """Print what is searched. Returns the requests of each simulation;
+        `TuneProgress` prints the seconds.
         """
-        from toolkit.tuning.tune import evaluations
+        from toolkit.tuning.tune import planned
 
         settings = inputs.settings
         recipe = inputs.recipe
-        total = evaluations(settings, recipe.tune.draws, inputs.siblings)
+        plan = planned(inputs)
         if len(self.machines) > 1:
             workers = counted(recipe.workers, "worker")
             if self.args.workers == AUTO:
@@ -523,7 +523,7 @@ class Searches:
         elif count > 1:
             policies = f"{count} policies, {len(settings.served)} of which this engine can run"
         hint = f"; --{kind} own searches the recipe's alone" if count > 1 else ""
-        note(f"{settings.trials} trials of {policies}; about {total} simulations in all{hint}")
+        note(f"{settings.trials} trials of {policies}; about {len(plan)} simulations in all{hint}")
         if settings.trials < count:
             left = ", ".join(space.key for space in settings.spaces[settings.trials :])
             note(f"warning: with {settings.trials} trials these are not tried: {left}")
@@ -532,7 +532,7 @@ class Searches:
         if inputs.others and routed:
             kinds = ", ".join(other.recipe.name for other in inputs.others)
             note(f"flags are searched for {recipe.name} and, each its own, for {kinds}")
-        return total
+        return plan
 
     def _store(self, inputs: Inputs) -> EvaluationStore:
         """The store of evaluations: a database, or a file beside the result. It forgets those
@@ -542,12 +542,10 @@ class Searches:
 
         recipe = inputs.recipe
         digests = "".join(source.sha256 for source in self.made_from["inputs"].values())
-        siblings = "".join(one.model_dump_json() for one in inputs.siblings)
-        others = sha256(siblings.encode()).hexdigest()
         with_profile = inputs.profile is not None
         version = self.made_from["tool_version"]
         files = f"{digests} {with_profile} {version}"
-        fingerprint = f"{files} {recipe.model_dump_json()} {others}{self.traffic}"
+        fingerprint = f"{files} {recipe.model_dump_json()} {self.traffic}"
         storage = self.args.storage
         if storage:
             from toolkit.tuning.studies import Studies

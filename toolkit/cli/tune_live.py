@@ -60,6 +60,7 @@ def tune_live(args: TuneOptions) -> None:
             "--policies": args.policies, "--routers": args.routers, "--trials": args.trials,
             "--draws": args.draws, "--workers": args.workers, "--gpus": args.gpus, "--tp": args.tp,
             "--load": args.load, "--concurrency": args.concurrency,
+            "--sla": args.sla[0] if args.sla else None,
         },
         why,
     )  # fmt: skip

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from toolkit.cli.output import PlotPoint, note, paragraph, scatter, table
 from toolkit.files.tuning import Outcome, Sizing, SizingRow, Tuning, share_used
 from toolkit.report.rows import change_rows, parallel_rows, policy_rows, settings_of
 from toolkit.units import number, seconds, word
 
-ESTIMATE_AFTER = 16  # evaluations that are timed before the first estimate: two batches
-RECENT = 24  # evaluations by which the rest is estimated: three batches
+ESTIMATE_AFTER = 16  # simulations that are timed before the first estimate: two batches
+RECENT = 24  # simulations by which the rest is estimated: three batches
 DRIFT = 1.5  # ratio of the remaining time to what was printed last
 MIN_ESTIMATE_S = 10.0  # a shorter estimate, or a smaller change of it, is not printed
 NOTED_MORE = 20  # simulations of a fleet's counts that are announced
@@ -35,49 +35,57 @@ METRICS = (
 
 
 class TuneProgress:
-    """Moves the progress bar, and prints the remaining time at the rate of the last evaluations.
+    """Moves the progress bar, and prints the remaining time: the requests of the evaluations to
+    come, at the speed of the last simulations in requests per second.
 
-    Evaluations differ in cost: overloaded settings take longer, and each part of a tuning simulates
-    others. So the time is printed again when it differs by `DRIFT` from what was printed.
+    So an evaluation on the whole trace counts for more than one on windows. Requests differ in
+    cost, too: overloaded settings take longer. So the time is printed again when it differs by
+    `DRIFT` from what was printed.
 
     Args:
-        total: about how many evaluations there are.
-        remembered: how many of them are kept from an earlier run, and come at once.
-        jobs: processes; the first evaluation of each includes its start, and is not timed.
+        planned: the requests of each evaluation to come, in their order.
+        jobs: processes; the first simulation of each includes its start, and is not timed.
         clock: returns the time in seconds.
     """
 
     def __init__(
         self,
         advance: Callable[..., None],
-        total: int,
-        remembered: int,
+        planned: Sequence[int],
         jobs: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._advance = advance
-        self._total = total
+        self._left = list(reversed(planned))
+        self._total = len(planned)
         self._jobs = jobs
         self._clock = clock
-        self._untimed = remembered + jobs - 1
-        self._done = 0
-        self._recent_s: deque[float] = deque(maxlen=RECENT + 1)  # when the last ones were done
+        self._untimed = jobs - 1
+        self._requests = 0  # simulated so far
+        # of the last simulations: when each was done, and the requests up to then
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)
         self._end_s: float | None = None  # as it was printed last
 
+    def simulated(self, requests: int) -> None:
+        """A simulation of so many requests is done; an evaluation that is kept has none."""
+        self._requests += requests
+        if self._untimed:
+            self._untimed -= 1
+        else:
+            self._recent.append((self._clock(), self._requests))
+
     def __call__(self, best: float) -> None:
-        self._done += 1
+        """An evaluation is done."""
+        if self._left:
+            self._left.pop()
         self._advance(text=f"best {number(best)} good requests/s" if best else "")
-        if self._done <= self._untimed:
-            return
-        now_s = self._clock()
-        recent_s = self._recent_s
-        recent_s.append(now_s)
-        timed = len(recent_s) - 1
-        left = self._total - self._done
+        timed = len(self._recent) - 1
         if timed < ESTIMATE_AFTER:
             return
-        left_s = (now_s - recent_s[0]) / timed * left
-        what = f"for {left} more simulations, {self._jobs} at a time"
+        began_s, began = self._recent[0]
+        now_s = self._recent[-1][0]
+        left_s = (now_s - began_s) / max(self._requests - began, 1) * sum(self._left)
+        what = f"for {len(self._left)} more simulations, {self._jobs} at a time"
         if self._end_s is None and left_s > MIN_ESTIMATE_S:
             note(f"about {seconds(left_s)} {what}")
             self._end_s = now_s + left_s
@@ -90,9 +98,11 @@ class TuneProgress:
                 self._end_s = now_s + left_s
 
     def expect(self, more: int) -> None:
-        """Expect at most `more` further simulations; negative: fewer. Many are announced, with a
-        new estimate of the time.
+        """Expect at most `more` further simulations of the whole trace; negative: fewer. Many are
+        announced, with a new estimate of the time.
         """
+        whole = max(self._left, default=0)
+        self._left = [*self._left, *[whole] * more] if more > 0 else self._left[:more]
         self._total += more
         self._advance(0, total=self._total)
         if more >= NOTED_MORE:

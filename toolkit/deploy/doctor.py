@@ -108,11 +108,11 @@ def _check_packages() -> Check:
 
 def _check_kernels() -> Check:
     """Whether numba compiles the arithmetic of the policies."""
-    if absent(["numba"]):
-        found = "not installed: the same results; some policies take longer to simulate"
-        return Check("numba", "note", found, install("fast"))
     try:
         import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
+    except ImportError as error:
+        remedy = f"install it again: pip install {DISTRIBUTION}, or in a checkout: make setup"
+        return Check("numba", "missing", str(error).splitlines()[0], remedy)
     except RuntimeError as error:
         remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
         return Check("numba", "missing", str(error).splitlines()[0], remedy)

@@ -99,6 +99,8 @@ def make_plan(
     """
     server = traits_of(recipe.engine.name).server
     _check_same(recipe, fit)
+    if tuning is not None:  # its targets may be those of `tune --sla`
+        recipe = recipe.model_copy(update={"sla": dict(tuning.sla)})
     if tuning is not None and server and not others:  # as many replicas as it was tuned for
         recipe = recipe.model_copy(update={"workers": tuning.workers})
     for kind in others:

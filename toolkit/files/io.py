@@ -29,7 +29,7 @@ from pydantic import BaseModel
 import toolkit
 from toolkit.errors import InputError, StaleError
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Kind, Plan
+from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import NAME_PATTERN, Recipe
 from toolkit.files.shipped import (
@@ -38,7 +38,6 @@ from toolkit.files.shipped import (
     nearest_shipped,
     shipped_profiles,
     shipped_recipes,
-    siblings,
 )
 from toolkit.files.strict import Envelope, Environment, Input, read_bytes, validate
 from toolkit.files.tuning import Tuning
@@ -363,16 +362,6 @@ def find_recipe(fit: Fit, path: Path) -> Recipe | None:
                 check_input(fit, path, "recipe", candidate)
                 return load_recipe(candidate)
     return None
-
-
-def shipped_siblings(recipe: Recipe) -> list[Kind]:
-    """The shipped recipes for `recipe`'s model and GPU with another engine, with shipped fits."""
-    kinds = []
-    for path in siblings(recipe, shipped_fits()):
-        sibling = load_recipe(path)
-        laws = read_file(Fit, shipped_profiles() / path.stem / FIT, {"recipe": path})
-        kinds.append(Kind(recipe=sibling, fit=laws, workers=sibling.workers))
-    return kinds
 
 
 # A log of whole lines that never stops the process that writes it.

@@ -15,7 +15,8 @@ def classes_of(recipe: Recipe) -> list[ClassFound]:
     if not traits_of(recipe.engine.name).started:
         return []
     vllm = recipe.engine.vllm
-    return of_recipe(recipe.model.config, vllm.args if vllm else ())
+    model = recipe.model
+    return of_recipe(model.config, vllm.args if vllm else (), model.max_model_len)
 
 
 def refuse_recipe(recipe: Recipe) -> None:

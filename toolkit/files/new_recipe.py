@@ -23,6 +23,8 @@ from toolkit.catalogue.models import (
     facts_of,
     integer_at,
     not_computed,
+    special_of,
+    text_config,
 )
 from toolkit.catalogue.quantization import ONLINE, Config
 from toolkit.engine_traits import traits_of
@@ -145,7 +147,9 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     if wish.engine not in POLICIES:
         problem = f"--engine {wish.engine}: no recipe is made for it"
         raise InputError(problem, nearest(wish.engine, POLICIES))
-    refuse(found.name, of_config(found.config))
+    context = integer_at(text_config(found.config), "max_position_embeddings")
+    longest = wish.max_model_len or min(context, MODEL_LEN)
+    refuse(found.name, of_config(found.config, longest))
     facts = facts_of(found.config, wish.quantization)
     if facts.scheme and not traits_of(wish.engine).quantizes:
         problem = f"--engine {wish.engine}: it does not run {facts.scheme.name} weights"
@@ -153,7 +157,6 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     if wish.lora and not traits_of(wish.engine).quantizes:
         problem = f"--lora: engine '{wish.engine}' serves no adapters"
         raise InputError(problem, "leave --engine out: vLLM serves them")
-    longest = wish.max_model_len or min(facts.context, MODEL_LEN)
     if longest > facts.context:
         problem = f"--max-model-len {longest}: the model's limit is {facts.context:,}"
         raise InputError(problem, "give a smaller one")
@@ -280,7 +283,7 @@ def _notes(
             "LoRA: the memory of adapters is not counted, and neither computed nor measured laws "
             "know their work; measure a server that runs one, as engine openai"
         )
-    elif reasons := not_computed(facts.special, scheme.name if scheme else ""):
+    elif reasons := not_computed(special_of(facts.config, longest), scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
     elif traits_of(wish.engine).timed_by_pass:
         notes.append("next: llmctl capacity or llmctl tune, with recipe.yaml --trace TRACE")

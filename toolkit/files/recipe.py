@@ -426,7 +426,9 @@ class ProfileSpec(Strict):
 class PolicySpec(Strict):
     """The policy that serves without a tuning. It is trial 0 of `llmctl tune`."""
 
-    name: str = Field("slice", description="a policy that the engine runs")
+    name: str = Field(
+        "slice", description="a policy that the engine runs; of engine vllm, 'vllm' by default"
+    )
     parameters: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
         description="values of the policy's parameters; the policy's defaults for the others",
@@ -570,6 +572,17 @@ class Recipe(Strict):
     policy: PolicySpec = PolicySpec()
     tune: TuneSpec = TuneSpec()
     serve: ServeSpec = ServeSpec()
+
+    @model_validator(mode="after")
+    def _name_policy(self) -> Recipe:
+        """The policy that the engine has built in, where none is named."""
+        usual = traits_of(self.engine.name).policy
+        if "name" not in self.policy.model_fields_set and self.policy.name != usual:
+            given = self.policy.model_fields_set  # the name still counts as not given
+            named = self.policy.model_copy(update={"name": usual})
+            named.__pydantic_fields_set__.intersection_update(given)
+            self.__dict__["policy"] = named
+        return self
 
     @model_validator(mode="after")
     def _check_sections_together(self) -> Recipe:

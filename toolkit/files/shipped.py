@@ -109,10 +109,9 @@ def nearest_shipped(name: str, known: Collection[str]) -> str:
 MEASURED = "-measured"  # the end of the name of a recipe that is as it was measured on a GPU
 
 
-def siblings(recipe: Recipe, among: Collection[str] | None = None) -> list[Path]:
+def siblings(recipe: Recipe) -> list[Path]:
     """The shipped recipes that serve `recipe`'s model on its GPU with another engine, by name. One
-    of a measured server is not among them: its sibling without `-measured` is. `among`: only these
-    names.
+    of a measured server is not among them: its sibling without `-measured` is.
 
     Empty for a CPU, because a recipe does not say whether two CPUs are the same hardware.
     """
@@ -131,8 +130,7 @@ def siblings(recipe: Recipe, among: Collection[str] | None = None) -> list[Path]
             return False
         return longer and key(other) == key(recipe)
 
-    names = shipped_names() if among is None else among
-    paths = sorted(shipped_recipes() / f"{name}.yaml" for name in names)
+    paths = sorted(shipped_recipes() / f"{name}.yaml" for name in shipped_names())
     return [path for path in paths if is_sibling(load_recipe(path))]
 
 

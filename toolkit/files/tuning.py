@@ -366,40 +366,14 @@ class Sizing(Strict):
         return "cheapest" if any(kind.usd_per_hour for kind in self.kinds) else "fewest"
 
 
-class Sibling(Strict):
-    """A shipped recipe for the same model and GPU with another engine, simulated with its fit.
-
-    The simulation uses the whole trace, the same rate, and its own policy and parameters.
-    """
-
-    recipe: str
-    engine: str
-    analytic: bool = Field(description="its fit was computed, not measured")
-    workers: int = Field(description="as many as the tuned recipe has; 1 for a server")
-    outcome: Outcome
-    usage: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
-    feasible: bool
-    up_to_rps: float | None = Field(
-        description="a rate that keeps all limits, within 20 % of the highest; None: no such rate"
-    )
-    usd_per_hour: float | None = optional(
-        "of all its workers, at its recipe's price or the tuned one's"
-    )
-
-
 class Alternatives(Strict):
-    """Other ways to serve this traffic, besides the recommended one. All were simulated."""
+    """What else would serve this traffic, besides the recommended settings; all simulated."""
 
-    feasible: bool = Field(description="whether the recommended settings keep all limits")
     best_of_all: str | None = Field(
         description="the best searched policy, if the engine cannot run it; None: nothing is better"
     )
-    policies: list[Outcome] = Field(
-        description="where limits are broken: policies of this engine, not searched, that keep them"
-    )
-    siblings: list[Sibling]
     workers: int | None = Field(
-        description="where limits are broken, also by siblings: how many workers keep them"
+        description="where limits are broken: how many workers keep them with these settings"
     )
 
 

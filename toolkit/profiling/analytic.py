@@ -266,7 +266,7 @@ def refuse_not_computed(recipe: Recipe) -> None:
     model = recipe.model
     vllm = recipe.engine.vllm
     unmodelled = refused(classes_of(recipe))
-    reasons = not_computed(special_of(model.config), _scheme(recipe))
+    reasons = not_computed(special_of(model.config, model.max_model_len), _scheme(recipe))
     reasons += [one.what for one in unmodelled]
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]

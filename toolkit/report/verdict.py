@@ -1,7 +1,7 @@
 """The conclusion of a tuning in words, a line each, for the terminal and for the page.
 
-First the verdict itself (warnings, workers, the binding target, the gain, how sure it is), then the
-alternatives: changes that keep the limits or serve clearly more.
+First the verdict itself (warnings, workers, the binding target, the gain, how sure it is), then
+what else would keep the limits.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import BEHIND, Interval, ParallelSize, Sibling, Tuning, share_used
+from toolkit.files.tuning import BEHIND, Interval, ParallelSize, Tuning, share_used
 from toolkit.sched.policies import BUILT_IN
 from toolkit.units import counted, number, percent
 
-NOTABLE_RATE = 1.25  # a sibling that keeps the limits up to this multiple of the rate is named
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
 NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
@@ -196,20 +195,10 @@ def _cost_lines(result: Tuning) -> list[str]:
     }
     each = [f"{number(price)} {name}" for name, price in prices.items() if price is not None]
     tokens = f", USD per million tokens: {', '.join(each)}" if each else ""
-    lines = [
+    return [
         f"cost: {number(cost.usd_per_hour)} USD an hour, "
         f"{number(cost.usd_per_million_requests)} USD per million requests{tokens}"
     ]
-    siblings = result.alternatives.siblings if result.alternatives else []
-    priced = [(one.usd_per_hour, one) for one in siblings if one.feasible and one.usd_per_hour]
-    if not priced or result.sizing is None:
-        return lines
-    usd, cheapest = min(priced, key=lambda pair: pair[0])
-    if usd < cost.usd_per_hour or not result.keeps_limits:
-        lines.append(f"cheaper: {_sibling(cheapest)}, {number(usd)} USD an hour")
-    else:
-        lines.append(f"no shipped recipe for this model and GPU is cheaper: {number(usd)} USD/h")
-    return lines
 
 
 def _how_sure(result: Tuning) -> list[str]:
@@ -266,18 +255,10 @@ def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
 
 
 def size_lines(result: Tuning) -> list[str]:
-    """How many workers, or servers of each kind, suffice, and what one more of them does; before
-    that the recipes that need fewer workers.
-    """
+    """How many workers, or servers of each kind, suffice, and what one more of them does."""
     sizing = result.sizing
-    others = result.alternatives
     if sizing is None:
         return []
-    lines = [
-        f"before you add workers: {_sibling(sibling)}"
-        for sibling in (others.siblings if others else [])
-        if sibling.feasible and sibling.workers < sizing.workers
-    ]
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
     if sizing.kinds:
         counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
@@ -291,7 +272,7 @@ def size_lines(result: Tuning) -> list[str]:
             none = "no cheaper counts keep all limits"
             order = "of equal cost: fewer servers, then more of the kinds named first"
         simulated = f"{tried} were simulated with these settings"
-        lines += [
+        lines = [
             f"servers needed: {counts}{price}, with {settings}",
             f"  {none}: {simulated}, {sizing.excluded} cannot do the work by the laws",
             f"  {order}",
@@ -302,8 +283,8 @@ def size_lines(result: Tuning) -> list[str]:
         return lines
     needed = f"workers needed: {sizing.workers}, with {settings}"
     if sizing.one_more_keeps is None:
-        return [*lines, f"{needed}; a server is one worker"]
-    lines.append(needed)
+        return [f"{needed}; a server is one worker"]
+    lines = [needed]
     if not sizing.one_more_keeps:
         lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
     if not (result.engines and traits_of(result.engines[0]).server):
@@ -314,7 +295,7 @@ def size_lines(result: Tuning) -> list[str]:
 
 
 def _alternative_lines(result: Tuning) -> list[str]:
-    """The alternatives to the recommended settings, the cheapest change first; may be empty."""
+    """What else would serve this traffic, the cheapest change first; may be empty."""
     found = result.alternatives
     if found is None:
         return []
@@ -327,33 +308,9 @@ def _alternative_lines(result: Tuning) -> list[str]:
             f"best of all policies: {best.policy}, which needs engine {' or '.join(best.engines)}; "
             f"by this engine's laws it {state}, {goodput}"
         ]
-    if found.feasible:
-        kept = [sibling for sibling in found.siblings if sibling.feasible]
-        top = max(kept, key=lambda sibling: sibling.up_to_rps or 0.0, default=None)
-        own_rps = (result.capacity and result.capacity.recommended_rps) or 0.0
-        if top is not None and (top.up_to_rps or 0.0) >= NOTABLE_RATE * own_rps:
-            workers = counted(top.workers, "worker")
-            up_to = f"up to {number(top.up_to_rps or 0.0)} requests/s on {workers}"
-            lines.append(
-                f"recipe {top.recipe} (engine {top.engine}) keeps all limits {up_to}, "
-                f"this one up to {number(own_rps)}{_fit_kind(top)}"
-            )
+    if result.keeps_limits:
         return lines
-    kept = [option for option in found.siblings if option.feasible]
     lines.append(f"changes that keep all limits at {result.load}, simulated:")
-    lines += [
-        f"  another policy on engine '{result.engines[0]}': --policies {option.policy}"
-        for option in found.policies
-    ]
-    lines += [f"  another engine: {_sibling(option)}" for option in kept]
-    for option in found.siblings:
-        if not option.feasible:
-            worst = max(option.usage, key=lambda key: option.usage[key])
-            at = f"{worst} is {share_used(option.usage[worst])}"
-            if option.up_to_rps:
-                at += f"; it keeps all up to {number(option.up_to_rps)} requests/s"
-            recipe = f"with recipe {option.recipe} (engine {option.engine})"
-            lines.append(f"  not another engine: {recipe} {at}")
     if found.workers is not None:
         lines.append(f"  more workers: {found.workers} with the best settings")
     most_rps = result.capacity and result.capacity.recommended_rps
@@ -362,23 +319,6 @@ def _alternative_lines(result: Tuning) -> list[str]:
     policy = result.recommended.policy
     if traits_of(result.engines[0]).server and policy not in BUILT_IN:
         lines.append(f"  not more workers: '{policy}' inside a server is simulated for one server")
-    if not (kept or found.policies or found.workers or most_rps):
+    if not (found.workers or most_rps):
         lines.append("  a looser target in the recipe's sla")
     return lines
-
-
-def _sibling(sibling: Sibling) -> str:
-    metrics = sibling.outcome.metrics
-    workers = counted(sibling.workers, "worker")
-    up_to = f"{number(sibling.up_to_rps or 0.0)} requests/s"
-    most = f", and all limits up to {up_to}" if sibling.up_to_rps else ""
-    return (
-        f"recipe {sibling.recipe} (engine {sibling.engine}) keeps the targets on "
-        f"{workers}: {number(metrics.get('goodput_rps', 0.0))} good requests/s, "
-        f"{number(metrics.get('sla_attainment_percent', 0.0))} % within targets{most}"
-        f"{_fit_kind(sibling)}"
-    )
-
-
-def _fit_kind(sibling: Sibling) -> str:
-    return " (by its shipped analytic fit)" if sibling.analytic else " (by its shipped fit)"

@@ -1,7 +1,5 @@
-"""The hot arithmetic of the policies: plain arrays in, plain arrays out.
-
-numba compiles it where it is installed (the extra `fast`). Without it the same code runs as plain
-Python, with the same results, more slowly.
+"""The hot arithmetic of the policies: plain arrays in, plain arrays out. numba compiles it at its
+first use, and keeps what it compiled beside this file, or in NUMBA_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -22,13 +20,9 @@ if TYPE_CHECKING:
     def njit(function: Callable[P, R]) -> Callable[P, R]: ...
 
 else:
-    try:
-        from numba import njit as numba_njit
-    except ImportError:
-        # The random numbers of `_uniform` wrap around, as numba's integers do.
-        njit = np.errstate(over="ignore")
-    else:
-        njit = numba_njit(cache=True, nogil=True)
+    from numba import njit as numba_njit
+
+    njit = numba_njit(cache=True, nogil=True)
 
 
 @njit

@@ -84,7 +84,7 @@ def requests_of(
     return requests, outputs
 
 
-@held()
+@held(writes=False)
 @collector_off()  # what reference cycles there are live as long as the caches
 def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.

@@ -27,7 +27,6 @@ from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import Evaluate
 
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
-ROUGHLY = 0.2  # the tolerance of a rate that is only compared with others
 BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
 ABOVE = 1.05  # times the capacity: must be broken
 BEYOND = 1.2  # times the capacity, for the curve
@@ -82,7 +81,6 @@ class LoadSearch:
         evaluate: runs tasks.
         most: the greatest load that can be judged; beyond it, the trace says nothing.
         whole: loads are whole numbers.
-        tolerance: of the load, as `TOLERANCE`.
     """
 
     at: Callable[[float], EvaluationSetup]
@@ -90,7 +88,6 @@ class LoadSearch:
     evaluate: Evaluate
     most: float = math.inf
     whole: bool = False
-    tolerance: float = TOLERANCE
     points: dict[float, LoadPoint] = field(default_factory=dict)
 
     def tried(self, loads: Sequence[float]) -> list[LoadPoint]:
@@ -104,11 +101,6 @@ class LoadSearch:
             kept = evaluation.feasible(setup.limits)
             self.points[load] = LoadPoint(load, evaluation, kept, usage)
         return [self.points[load] for load in loads]
-
-    def rough(self, guess: float) -> float | None:
-        """A load that is kept, within the tolerance, without the checks of `found`."""
-        low, high = self._bracket(guess)
-        return None if low is None else self._narrowed(low, high)[0]
 
     def found(self, guess: float) -> Capacity | None:
         """The capacity, searched from `guess` on; None where no load was found that is kept."""
@@ -180,11 +172,11 @@ class LoadSearch:
         bracket, they split it into thirds.
         """
         interpolates = True
-        while high is not None and high > low * (1.0 + self.tolerance):
+        while high is not None and high > low * (1.0 + TOLERANCE):
             width = math.log(high / low)
             if interpolates:
                 middle = self._crossing(low, high)
-                around = math.exp(0.45 * math.log1p(self.tolerance))
+                around = math.exp(0.45 * math.log1p(TOLERANCE))
                 inner = [middle / around, middle * around]
             else:
                 inner = [low * math.exp(width / 3), low * math.exp(2 * width / 3)]
@@ -274,7 +266,7 @@ def rate_capacity(
     The only window of `setup` is the trace to be judged. `tried` gets every rate that was tried.
     Raises `InputError` where the trace has no rate.
     """
-    search = _rate_search(setup, outcome, evaluate, TOLERANCE)
+    search = _rate_search(setup, outcome, evaluate)
     backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
     found = search.found(backlog_rps) if backlog_rps else None
     if tried is not None:
@@ -282,16 +274,7 @@ def rate_capacity(
     return found
 
 
-def rough_rate_rps(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float | None:
-    """A rate near the capacity, to `ROUGHLY`, by fewer simulations; None where none was found."""
-    search = _rate_search(setup, outcome, evaluate, ROUGHLY)
-    backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
-    return search.rough(backlog_rps) if backlog_rps else None
-
-
-def _rate_search(
-    setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate, tolerance: float
-) -> LoadSearch:
+def _rate_search(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> LoadSearch:
     """A search among rates. `InputError` where the trace has no rate that could be changed."""
     [trace] = setup.windows
     if mean_rate(trace) == 0.0:
@@ -304,4 +287,4 @@ def _rate_search(
     def at(rate_rps: float) -> EvaluationSetup:
         return at_rate(setup, rate_rps)
 
-    return LoadSearch(at, outcome, evaluate, most_rps, tolerance=tolerance)
+    return LoadSearch(at, outcome, evaluate, most_rps)

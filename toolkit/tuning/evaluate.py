@@ -36,7 +36,7 @@ from toolkit.files.tuning import (
     ParameterValue,
     searched_key,
 )
-from toolkit.metrics import Served, meets_sla, pooled_goodput_rps, sla_ratios
+from toolkit.metrics import Served, meets_sla, pooled_rates, sla_ratios
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import make_any
@@ -273,8 +273,9 @@ class Task:
         """The evaluation of all windows, or of the first ones for a task that was stopped there.
 
         Metrics are means over windows. Targets are judged on the requests of all windows together,
-        and so are goodput and attainment: a mean of the windows' rates would weigh a window with
-        few requests as much as one with many. Without targets the throughput is the goodput.
+        and so are throughput, goodput and attainment: a mean of the windows' rates would weigh a
+        window with few requests as much as one with many. Without targets the throughput is the
+        goodput.
         """
         sla = self.setup.sla
         metrics = {
@@ -285,11 +286,12 @@ class Task:
         parts = [result.served for result in results]
         good = [meets_sla(part, sla) for part in parts]
         metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
-        if sla and len(parts) > 1:
+        if len(parts) > 1:
             closed = self.setup.world.concurrency > 0
-            metrics["goodput_rps"] = pooled_goodput_rps(parts, sla, closed=closed)
-            metrics[ATTAINMENT] = 100.0 * float(np.concatenate(good).mean())
-        elif not sla:
+            metrics |= pooled_rates(parts, sla, closed=closed)
+            if sla:
+                metrics[ATTAINMENT] = 100.0 * float(np.concatenate(good).mean())
+        if not sla:
             metrics["goodput_rps"] = metrics["throughput_rps"]
         if self.setup.world.refuses:
             requests = sum(map(len, self.setup.windows[: len(results)]))
@@ -315,6 +317,10 @@ class Task:
             if self.hopeless(results):
                 break
         return self.sum_up(results)
+
+    def requests(self, evaluation: Evaluation) -> int:
+        """How many requests were simulated for this evaluation of the task."""
+        return sum(map(len, self.setup.windows[: evaluation.stopped_after]))
 
     @property
     def _world(self) -> World:

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -22,6 +23,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.connection import wait as wait_for_ends
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any, Protocol
@@ -35,6 +38,7 @@ from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, SimulatedWindow
 
 ENDING = {signal.SIGINT, signal.SIGTERM}  # signals that end a child process
 POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
+ENDING_S = 0.5  # as a process may take to end where it is told to
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
 
@@ -137,7 +141,7 @@ class Pieces:
 class ProcessPool:
     """Runs tasks in `jobs` processes, started when tasks need them. Its `with` block ends them.
 
-    An error in a task is raised here. `RuntimeError` is raised where a process dies.
+    An error in a task is raised here. `LlmctlError` is raised where a process dies.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -148,11 +152,15 @@ class ProcessPool:
     def __enter__(self) -> ProcessPool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            for child in set(multiprocessing.active_children()) - self._others:
-                child.terminate()  # also in the middle of a window, which may take minutes
-            self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._pool is None:
+            return
+        children = set(multiprocessing.active_children()) - self._others
+        for child in children:
+            child.terminate()  # also in the middle of a window, which may take minutes
+        self._pool.shutdown(wait=error is None, cancel_futures=True)
+        if error is not None:
+            _kill_late(children)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         pieces = Pieces(tasks)
@@ -177,11 +185,27 @@ class ProcessPool:
                     submit(1)
                     yield from pieces.add(piece, result)
         except BrokenProcessPool:
-            raise RuntimeError("a process of the search died") from None
+            raise LlmctlError(
+                "a process that simulates was killed",
+                "repeat the command, with fewer --jobs where memory is short; `tune` continues",
+            ) from None
         finally:
             with held():
                 for future in running:
                     future.cancel()
+
+
+def _kill_late(children: Iterable[BaseProcess]) -> None:
+    """Kill those that have not ended `ENDING_S` after they were told to: a process that starts, or
+    has half sent a result, lets no signal in.
+    """
+    left = {child.sentinel: child for child in children}
+    last_s = time.monotonic() + ENDING_S
+    while left and (rest_s := last_s - time.monotonic()) > 0.0:
+        for sentinel in wait_for_ends(list(left), rest_s):
+            del left[sentinel]  # type: ignore[arg-type]  # they are numbers, as they were given
+    for child in left.values():
+        child.kill()
 
 
 def _ended(running: Iterable[Future[Any]]) -> list[Future[Any]]:
@@ -329,11 +353,19 @@ class Remembering:
     A task that may stop early has a key of its own, so that its evaluation is never taken for one
     of all windows. It gets the evaluation of all windows where this run already has that. One that
     an earlier run kept does not count, since then a resumed search would differ.
+
+    `simulated`: called after each task that was run, with the number of its requests.
     """
 
-    def __init__(self, runner: Runner, store: EvaluationStore) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        store: EvaluationStore,
+        simulated: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._runner = runner
         self._store = store
+        self._simulated = simulated
         self._known = dict(store.known)
         self._whole: dict[str, Evaluation] = {}  # of this run, by the key without an early end
         self.remembered = len(self._known)
@@ -352,6 +384,7 @@ class Remembering:
         fresh = [tasks[wanted[key][0]] for key in new]
         for number, evaluation in self._runner.run(fresh):
             self._store.keep(new[number], fresh[number], evaluation)
+            self._simulated(fresh[number].requests(evaluation))
             self._known[new[number]] = evaluation
             yield from self._done(evaluation, tasks, wanted[new[number]])
 

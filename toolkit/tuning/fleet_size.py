@@ -265,7 +265,7 @@ def tune_fleet_to_size(
         counts = behind
         expect(inputs.recipe.tune.trials)
     sizing = _sizing(sizes, chosen, counts)
-    result = reported(here, found, runner, head, progress, [])
+    result = reported(here, found, runner, head, progress)
     return result.model_copy(update={"sizing": sizing})
 
 

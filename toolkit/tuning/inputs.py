@@ -38,7 +38,6 @@ class Inputs:
     workload: Workload
     profile: Profile | None = None  # that the fit was made from, for resampling it
     others: tuple[Kind, ...] = ()  # of a fleet: its further kinds of workers
-    siblings: tuple[Kind, ...] = ()  # shipped recipes for the same model and GPU, with fits
 
     @property
     def kinds(self) -> list[Kind]:

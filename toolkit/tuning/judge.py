@@ -50,7 +50,9 @@ def judge_candidates(
     tasks = [start, *(Task.of(found.setup, trial.outcome) for trial in trials.values())]
     limits = judge(start).setup.limits
     default, *done = evaluate(list(map(judge, tasks)))
-    result = JudgedCandidates(limits, default, dict(zip(trials, done, strict=True)))
+    of_trials = dict(zip(trials, done, strict=True))
+    result = JudgedCandidates(limits, default, dict(of_trials))
+    _take_better(result, default)  # windows may have shown as better what is worse on the whole
     served = [key for key in trials if key in settings.served] or list(trials)
 
     def shortfall() -> float:
@@ -60,7 +62,7 @@ def judge_candidates(
 
     if shortfall() <= 1.0:
         return result
-    numbers = {found.evaluations.index(trials[key]): result.of_space[key] for key in served}
+    numbers = {found.evaluations.index(trials[key]): of_trials[key] for key in served}
     others = _next_trials(found, served, set(numbers))
     tasks = [Task.of(found.setup, found.evaluations[number].outcome) for number in others]
     done = evaluate(list(map(judge, tasks)))
@@ -99,10 +101,15 @@ def _add(result: JudgedCandidates, evaluations: list[Evaluation]) -> None:
     """Note further candidates; a better one becomes the best of its space."""
     result.further += evaluations
     for evaluation in evaluations:
-        key = evaluation.outcome.key
-        before = result.of_space.get(key)
-        if before is None or evaluation.rank(result.limits) > before.rank(result.limits):
-            result.of_space[key] = evaluation
+        _take_better(result, evaluation)
+
+
+def _take_better(result: JudgedCandidates, evaluation: Evaluation) -> None:
+    """Make an evaluation the best of its space, if it is better."""
+    key = evaluation.outcome.key
+    before = result.of_space.get(key)
+    if before is None or evaluation.rank(result.limits) > before.rank(result.limits):
+        result.of_space[key] = evaluation
 
 
 def is_better(best: Evaluation, default: Evaluation, limits: CandidateLimits) -> bool:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ParallelSize, Tuning
 
@@ -27,7 +26,6 @@ class Arrangement:
 
     recipe: Recipe
     fit: Fit
-    siblings: tuple[Kind, ...] = ()  # shipped recipes of other engines on the same GPUs
 
     @property
     def size(self) -> int:

@@ -19,7 +19,6 @@ from toolkit.estimators.fitting import resampled_fits, scaled_fits
 from toolkit.estimators.load import law_of_steps, laws_from_fit
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
-from toolkit.files.plan import Kind
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import (
     BEHIND,
@@ -33,7 +32,6 @@ from toolkit.files.tuning import (
     Limit,
     Outcome,
     PolicyResult,
-    Sibling,
     TunedCapacity,
     Tuning,
     TuningWindow,
@@ -55,7 +53,6 @@ from toolkit.tuning.alternatives import (
     answer,
     fewest,
     nothing_suffices,
-    try_siblings,
 )
 from toolkit.tuning.capacity import Capacity, rate_capacity
 from toolkit.tuning.costs import cost_of, served_rps
@@ -91,12 +88,21 @@ USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
 PERCENTILES = (5, 50, 95)  # of the draws
 
 
-def evaluations(settings: SearchSettings, draws: int, siblings: Sequence[Kind] = ()) -> int:
-    """About the greatest number of evaluations that a tuning takes."""
+def planned(inputs: Inputs) -> list[int]:
+    """The requests of each evaluation that a tuning takes, in their order; about the most."""
+    settings = inputs.settings
+    cut = inputs.workload.windows
+    searched, held_out = (
+        sum(len(window.trace) for window in windows) for windows in (cut.search, cut.held_out)
+    )
+    whole = len(inputs.workload.trace)
     sweep = max(len(sweeps(space, {})) for space in settings.spaces)
-    verdict = 1 + len(settings.spaces) + 2 * draws
-    capacities = (2 + len(siblings)) * RATES
-    return settings.trials + verdict + sweep + len(siblings) + capacities
+    return [
+        *[searched] * settings.trials,
+        *[whole] * (1 + len(settings.spaces) + 2 * RATES),
+        *[searched] * sweep,
+        *[held_out] * (2 * inputs.recipe.tune.draws),
+    ]
 
 
 def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progress) -> Tuning:
@@ -140,10 +146,9 @@ def tune_to_size(
         if not sizes.keeps(name, result.best, 1):
             return result
         return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
-    siblings = try_siblings(inputs, evaluate, sized=True)
     workers = fewest(partial(sizes.keeps, name, chosen))
     if workers is None:
-        raise nothing_suffices(sizes, siblings)
+        raise nothing_suffices(sizes)
     while True:
         inputs = replace(inputs, recipe=inputs.recipe.model_copy(update={"workers": workers}))
         found = search_of(inputs, runner, progress)
@@ -168,7 +173,7 @@ def tune_to_size(
             break
         workers = fewer
     sizing = answer(sizes, name, workers, sizes.keeps(name, chosen, workers + 1))
-    result = reported(inputs, found, runner, head, progress, siblings)
+    result = reported(inputs, found, runner, head, progress)
     return result.model_copy(update={"sizing": sizing})
 
 
@@ -185,16 +190,11 @@ def search_of(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
 
 
 def reported(
-    inputs: Inputs,
-    found: Found,
-    runner: Runner,
-    head: EnvelopeFields,
-    progress: Progress,
-    siblings: Sequence[Sibling] | None = None,
+    inputs: Inputs, found: Found, runner: Runner, head: EnvelopeFields, progress: Progress
 ) -> Tuning:
     """The verdict on the best of `found`, and everything else that tuning.json holds.
 
-    The best is one that the recipe's engine can run. `siblings`: their results, if tried already.
+    The best is one that the recipe's engine can run.
     """
     recipe = inputs.recipe
     settings = inputs.settings
@@ -203,6 +203,10 @@ def reported(
     judged = judge_candidates(found, settings, inputs.judge, evaluate)
     best = _best_served(judged, settings)
     chosen, space, in_turn = _settle_router(inputs, evaluate, best, settings.spaces)
+    own = settings.spaces[0]
+    able = own.key in settings.served or chosen.outcome.key not in settings.served
+    if able and judged.default.rank(judged.limits) > chosen.rank(judged.limits):
+        chosen, space = judged.default, own  # without its router the best is worse than these
     # The front has goodput and the target nearest to its limit, where that is a metric.
     ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
     latency = max(ratios, key=lambda key: ratios[key], default=LATENCY)
@@ -213,10 +217,7 @@ def reported(
     others = None
     capacity = None
     if not inputs.others:
-        if siblings is None:
-            siblings = try_siblings(inputs, evaluate)
-        searched = [*judged.of_space.values()]
-        others = alternatives(inputs, evaluate, recommended, searched, siblings)
+        others = alternatives(inputs, evaluate, recommended, [*judged.of_space.values()])
         capacity = _capacity(inputs, evaluate, judged.default, recommended)
     return Tuning.model_validate(
         {
