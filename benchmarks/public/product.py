@@ -48,6 +48,7 @@ from benchmarks.public.servers import (
     trace_of,
 )
 from benchmarks.public.silicon import percent
+from toolkit.catalogue.models import kv_bytes_per_token
 from toolkit.cli.profile import fit as fit_laws
 from toolkit.cli.profile import profile as measure
 from toolkit.cli.recipe import new as new_recipe
@@ -115,6 +116,9 @@ def write_recipe(
     recipe["serve"]["max_new_tokens"] = row.output
     if flags:
         recipe["engine"]["vllm"] = dict(flags)
+    if dtype := flags.get("kv_cache_dtype"):  # `recipe new` writes the bytes of 16 bits
+        found = kv_bytes_per_token(recipe["model"]["config"], dtype)
+        recipe["model"]["kv_bytes_per_token"] = found[0] if found else None
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return path
