@@ -17,11 +17,13 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from toolkit.endpoints.foreign import UNREADABLE, Count
+from toolkit.endpoints.ask import PLAIN
+from toolkit.endpoints.foreign import UNREADABLE, Count, plain
 from toolkit.endpoints.sse import EventReader, data_of
 from toolkit.endpoints.target import Problem, Target, error_text
 
 MAX_EVENT_BYTES = 16 << 20
+MAX_STREAM_BYTES = 256 << 20  # of all events of an answer
 MAX_ERROR_BYTES = 1 << 16
 OVERLOADED = (429, 503)  # statuses of a server that refuses load
 
@@ -89,6 +91,7 @@ class StreamedAnswer:
         self.failure = ""
         self._sample = sample
         self._reader = EventReader()
+        self._passed_bytes = 0
         self._counted = False  # the server has told how many tokens it generated
 
     @property
@@ -103,8 +106,11 @@ class StreamedAnswer:
             data = data_of(event)
             if data and data != b"[DONE]":
                 self._on_event(data, now_s)
+        self._passed_bytes += len(piece)
         if len(self._reader.rest) > MAX_EVENT_BYTES:
             self._fail("an event is too long")
+        if self._passed_bytes > MAX_STREAM_BYTES:
+            self._fail("the answer is too long")
 
     def _on_event(self, data: bytes, now_s: float) -> None:
         try:
@@ -163,7 +169,11 @@ def make_request(
     target: Target, fields: dict[str, object], session: str = "", name: str = ""
 ) -> LoadRequest:
     """A request with these fields; `session` names its conversation, `name` the request itself."""
-    headers = {"content-type": "application/json", "accept": "text/event-stream"}
+    headers = {
+        "content-type": "application/json",
+        "accept": "text/event-stream",
+        "accept-encoding": "identity",
+    }
     headers |= target.headers
     if session:
         headers["x-session-id"] = session
@@ -182,6 +192,7 @@ class LoadClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept-encoding", "user-agent"),
             timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,  # a few KiB of it may stand for gigabytes
         )
         return self
 
@@ -223,6 +234,9 @@ class LoadClient:
             if response.status != 200:
                 sample.refused = response.status in OVERLOADED
                 return f"HTTP {response.status}: {error_text(await _begin_of(response))}"
+            encoding = response.headers.get("content-encoding", "").strip().lower()
+            if encoding not in PLAIN:
+                return f"its answer is compressed ({plain(encoding, 40)})"
             try:
                 async for piece in response.content.iter_any():
                     answer.feed(piece, clock())
