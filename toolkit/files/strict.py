@@ -182,15 +182,15 @@ def _model_in(annotation: object) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
 
 
-def read_bytes(file: Path, hint: str = "") -> bytes:
-    """Read a whole file. `InputError` where it cannot be read or is larger than 256 MiB."""
+def read_bytes(file: Path, hint: str = "", most_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Read a whole file. `InputError` where it cannot be read or is larger than `most_bytes`."""
     try:
         with file.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
+            content = stream.read(most_bytes + 1)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}", hint) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise InputError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB", hint)
+    if len(content) > most_bytes:
+        raise InputError(f"{file}: larger than {most_bytes >> 20} MiB", hint)
     return content
 
 
