@@ -6,6 +6,7 @@ Every command that reads a server's pages does so here. Only event streams of to
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import threading
@@ -49,7 +50,11 @@ def ask(
     """
     if not (key.isascii() and key.isprintable()):
         raise InputError("the key is not printable ASCII text", "give the key as it was issued")
-    headers = {"accept-encoding": "identity"}
+    try:
+        content = None if fields is None else json.dumps(fields, allow_nan=False).encode()
+    except ValueError:  # NaN, infinity
+        raise InputError(f"{url}: NaN and infinities are not sent", "give a number") from None
+    headers = {"accept-encoding": "identity", "content-type": "application/json"}
     if key:
         headers["authorization"] = f"Bearer {key}"
     end = _End(timeout_s)
@@ -61,7 +66,7 @@ def ask(
             client.stream(
                 "GET" if fields is None else "POST",
                 url,
-                json=fields,
+                content=content,
                 headers=headers,
                 extensions={"trace": end.note},
             ) as response,

@@ -154,5 +154,7 @@ def _parsed(file: Path) -> object:
             for inner in (one.values() if isinstance(one, dict) else one)
         ]
     if level:
-        raise InputError(f"{file.name}: nested more than {MAX_CONFIG_DEPTH} deep", "a config.json is flat")
+        raise InputError(
+            f"{file.name}: nested more than {MAX_CONFIG_DEPTH} deep", "a config.json is flat"
+        )
     return data

@@ -121,7 +121,7 @@ def from_words(words: Iterable[str]) -> dict[str, Value]:
 
 def check(owner: str, name: str, kind: type, value: Value, limits: Parameter) -> None:
     """`InputError`, naming `owner`, if a value has the wrong type or is not within its limits."""
-    where = f"{owner}: {name} is {value!r}"
+    where = f"{owner}: {name} is {repr(value)[:80]}"
     if limits.choices:
         if value not in limits.choices:
             raise InputError(f"{where}; it is one of {', '.join(limits.choices)}", limits.doc)
@@ -130,7 +130,8 @@ def check(owner: str, name: str, kind: type, value: Value, limits: Parameter) ->
         if not isinstance(value, bool):
             raise InputError(f"{where}; it is true or false", limits.doc)
         return
-    if isinstance(value, (bool, str)) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise InputError(f"{where}; it is a number", limits.doc)
     if kind is int and not isinstance(value, int):
         raise InputError(f"{where}; it is a whole number", limits.doc)
