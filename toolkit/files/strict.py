@@ -162,8 +162,9 @@ def _suggest(key: str, parents: Location, model: type[BaseModel]) -> str:
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
     for part in parents:
-        inner = None if isinstance(part, int) else _model_in(model.model_fields[part].annotation)
-        model = inner or model
+        # a part may also be a place in a list or a key of a mapping
+        inner = model.model_fields.get(str(part))
+        model = (_model_in(inner.annotation) if inner else None) or model
     return nearest(key, model.model_fields)
 
 
