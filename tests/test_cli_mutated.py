@@ -1,4 +1,4 @@
-"""Damaged files: a command that reads one ends in one line with its exit code, never a traceback."""
+"""Damaged files: a command that reads one ends in one line with its exit code, no traceback."""
 
 import contextlib
 import io

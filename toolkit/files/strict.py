@@ -30,6 +30,7 @@ from toolkit.errors import InputError, nearest
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+LONG_KEY = 80  # characters of a key in a message
 MAX_LINES = 3  # of problems in one error
 MAX_FILE_BYTES = 1 << 28  # of JSON
 # The share of equal keys above which a file is taken for another kind. A fit and a profile, the
@@ -141,7 +142,7 @@ def _shown(value: object) -> str:
 
 
 def _path(where: Location) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part[:LONG_KEY]}" for part in where)
     return "".join(parts).lstrip(".")
 
 
