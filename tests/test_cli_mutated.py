@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import test_report
-from commands import llmctl
+from commands import llmctl, refused
 from mutations import mutated
 
 from toolkit.catalogue.known import KNOWN
@@ -43,7 +43,7 @@ TRACE = [
 ]
 LOG = [
     {"started": f"2026-01-01T00:00:{k:02}Z", "usage": {"prompt_tokens": 9 + k, "completion": 4}}
-    for k in range(30)
+    for k in range(40)
 ]
 
 
@@ -84,9 +84,26 @@ def tracebacks(base: dict[str, bytes], folder: Path, name: str, seeds: range) ->
             yield f"{name} {seed}: {command}: exit code {code}"
 
 
+@pytest.mark.parametrize("first", range(0, 40, 4))
 @pytest.mark.parametrize("name", READS)
 def test_a_damaged_file_ends_in_one_line(
-    base: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    base: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, first: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert list(tracebacks(base, tmp_path, name, range(30))) == []
+    assert list(tracebacks(base, tmp_path, name, range(first, first + 4))) == []
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**53, 10**9])
+def test_a_profile_of_an_impossible_batch_is_refused_by_name(
+    base: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    size: int,
+) -> None:
+    """A law has a table of all sizes up to it: of 2^53, one of 128 PiB."""
+    monkeypatch.chdir(tmp_path)
+    profile = json.loads(base["profile.json"])
+    profile["slices"][0]["batch_size"] = size
+    Path("profile.json").write_text(json.dumps(profile))
+    assert "slices[0].batch_size" in refused(capsys, "fit profile.json --out fitted.json")[0]
