@@ -40,10 +40,10 @@ class KeptModules:
     """Modules that keep 16 bits: names, patterns with wildcards, and regular expressions behind
     `re:`, as a config.json lists them.
 
-    Whoever made the file wrote them, so a match takes time linear in the name's length: Rust's
+    They come with a model of a stranger, so a match takes time linear in the name's length: Rust's
     regular expressions do not backtrack, and fnmatch's do not backtrack over a wildcard. Raises
     `InputError` for more or longer ones than a checkpoint has, and for expressions with lookarounds
-    or back-references, which that rules out.
+    or back-references, which Rust's do not have.
     """
 
     __slots__ = ("_expressions", "_names", "_patterns")
