@@ -24,7 +24,7 @@ PLAIN = ("", "identity")  # values of content-encoding
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 
 
-class Reply(NamedTuple):
+class PlainAnswer(NamedTuple):
     """A whole answer, with any status."""
 
     status: int
@@ -38,7 +38,7 @@ def ask(
     key: str = "",
     timeout_s: float,
     trusted: ssl.SSLContext | bool = False,
-) -> Reply:
+) -> PlainAnswer:
     """Return the answer to a POST of `fields` as JSON, or to a GET without any.
 
     No redirect is followed, and no proxy is used. `timeout_s` bounds the whole answer, however
@@ -88,7 +88,7 @@ def ask(
             raise
     if end.passed:  # an answer without a length looks whole where its connection was ended
         raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s")
-    return Reply(status, bytes(body))
+    return PlainAnswer(status, bytes(body))
 
 
 class _End:

@@ -21,7 +21,7 @@ import numpy as np
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from toolkit.endpoints.ask import Reply, ask
+from toolkit.endpoints.ask import PlainAnswer, ask
 from toolkit.endpoints.foreign import UNREADABLE, Count, decoded, plain
 from toolkit.errors import InputError
 
@@ -253,7 +253,7 @@ def _answer(
     path: str,
     fields: dict[str, object] | None = None,
     certificate: Path | None = None,
-) -> Reply:
+) -> PlainAnswer:
     """The answer to a POST of `fields`, or to a GET without any."""
     url = target.url + path
     try:
