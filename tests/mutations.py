@@ -1,5 +1,6 @@
 """Seeded damage to files: values deleted, replaced and retyped, bytes cut, and odd encodings."""
 
+import copy
 import json
 from collections.abc import Iterator
 from random import Random
@@ -16,11 +17,12 @@ NUMBERS = (0, -1, 1e308, -1e308, 1e-300, 2**53, 10**18, 0.5)
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path to each value in a document."""
+    if not isinstance(value, dict | list):
+        return
     inner = value.items() if isinstance(value, dict) else enumerate(value)
     for key, one in inner:
         yield (*path, key)
-        if isinstance(one, dict | list):
-            yield from places(one, (*path, key))
+        yield from places(one, (*path, key))
 
 
 def damaged(document: Any, rng: Random) -> Any:
@@ -50,7 +52,7 @@ def damaged(document: Any, rng: Random) -> Any:
                 other = other[one] if isinstance(other, dict | list) and _has(other, one) else other
             at[key] = json.loads(json.dumps(other))
         else:
-            at[key] = rng.choice(VALUES)
+            at[key] = copy.deepcopy(rng.choice(VALUES))
     return document
 
 

@@ -14,6 +14,10 @@ from commands import llmctl, refused
 from mutations import mutated
 
 from toolkit.catalogue.known import KNOWN
+from toolkit.cli.arguments import open_recipe
+from toolkit.errors import InputError
+from toolkit.files.strict import dump_yaml
+from toolkit.serve.access import read_keys
 
 REPORT = "report plan.json --out page.html"
 READS = {  # a file, and the commands that read it
@@ -107,3 +111,25 @@ def test_a_profile_of_an_impossible_batch_is_refused_by_name(
     profile["slices"][0]["batch_size"] = size
     Path("profile.json").write_text(json.dumps(profile))
     assert "slices[0].batch_size" in refused(capsys, "fit profile.json --out fitted.json")[0]
+
+
+@pytest.mark.parametrize("first", range(0, 120, 20))
+def test_damaged_yaml_is_refused_or_read(
+    base: dict[str, bytes], tmp_path: Path, first: int
+) -> None:
+    file = tmp_path / "file.yaml"
+    keys = {"keys": [{"name": "a", "sha256": "0" * 64, "tokens_per_minute": 100}]}
+    recipe = json.loads(base["recipe.json"])
+    for seed in range(first, first + 20):
+        rng = Random(seed)
+        for document, read in ((recipe, open_recipe), (keys, read_keys)):
+            file.write_text(dump_yaml(document, ""))
+            content = mutated(file.read_bytes() if seed % 2 else json.dumps(document).encode(), rng)
+            file.write_bytes(content)
+            with contextlib.suppress(InputError):
+                read(file)
+
+
+def test_a_long_value_does_not_fill_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("simulate --fit unit-step --trace chat-small --policy", "x" * 50_000)
+    assert all(len(line) < 1100 for line in refused(capsys, *words))
