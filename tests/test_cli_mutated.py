@@ -130,6 +130,21 @@ def test_damaged_yaml_is_refused_or_read(
                 read(file)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-320, 1e308])
+def test_a_profile_of_an_impossible_time_is_refused_by_name(
+    base: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: float,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = json.loads(base["profile.json"])
+    profile["decode"][0]["seconds"][0] = seconds
+    Path("profile.json").write_text(json.dumps(profile))
+    assert "decode" in refused(capsys, "fit profile.json --out fitted.json")[0]
+
+
 def test_a_long_value_does_not_fill_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("simulate --fit unit-step --trace chat-small --policy", "x" * 50_000)
     assert all(len(line) < 1100 for line in refused(capsys, *words))

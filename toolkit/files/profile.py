@@ -29,6 +29,7 @@ OnForeign = Callable[[str], None]
 # Laws have a table of all batch sizes up to the largest.
 Rows = Annotated[int, Field(ge=1, le=1 << 16)]
 Length = Annotated[int, Field(ge=0, lt=1 << 31)]
+Measured = Annotated[float, Field(le=1e6)]  # seconds; a fit refuses those that are not above 0
 
 
 class PrefillPoint(Strict):
@@ -36,7 +37,7 @@ class PrefillPoint(Strict):
 
     batch_size: Rows
     input_length: Length
-    seconds: list[float]
+    seconds: list[Measured]
 
 
 class DecodePoint(Strict):
@@ -44,7 +45,7 @@ class DecodePoint(Strict):
 
     batch_size: Rows
     cached_length: Length
-    seconds: list[float]
+    seconds: list[Measured]
 
 
 class SlicePoint(Strict):
@@ -56,7 +57,7 @@ class SlicePoint(Strict):
     batch_size: Rows
     input_length: Length
     steps: Length
-    seconds: float
+    seconds: Measured
 
 
 class MemoryPoint(Strict):
