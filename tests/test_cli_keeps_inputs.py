@@ -78,6 +78,34 @@ def test_an_output_that_is_an_input_is_refused(command, stage, capsys):
     assert contents(stage) == before
 
 
+@pytest.mark.parametrize("out", ["pipe", "link to a pipe", "loop"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "trace convert log.csv",
+        "trace generate --rate 5 --duration 3 --out",
+        "trace record --upstream http://127.0.0.1:9 --out",
+        "fit profile.json --out",
+        "profile recipe.yaml --out",
+        "tune recipe.yaml --fit fit.json --trace log.csv --out",
+        "render recipe.yaml --fit fit.json --out",
+        "report plan.json --out",
+        "compare --fit fit.json --trace log.csv --png",
+        "bench --trace log.csv --out",
+        "bench --trace log.csv --save-requests",
+        "serve plan.json --request-log",
+    ],
+)
+def test_a_named_pipe_or_a_link_to_itself_is_no_output(command, out, stage, capsys):
+    os.mkfifo("pipe")
+    Path("link to a pipe").symlink_to("pipe")
+    Path("loop").symlink_to("loop")
+    before = contents(stage)
+    refused(capsys, command, out)
+    assert Path("pipe").is_fifo()
+    assert contents(stage) == before
+
+
 def test_a_session_in_the_folder_that_is_read_is_kept(stage, capsys):
     folder = stage / "sessions"
     folder.mkdir()

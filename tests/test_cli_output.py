@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import samples
 
-from toolkit.cli.output import emit, note, progress, show_any_text, table
+from toolkit.cli.output import emit, note, paragraph, progress, show_any_text, table
 from toolkit.files.fit import Fit
 from toolkit.units import counted, number, percent, seconds, size
 
@@ -195,3 +196,25 @@ def test_a_note_moves_no_cursor_and_forges_no_line(capsys):
     note("replica \x1b[2Jx\r\u202eup\u2028error: forged", "second")
     said = capsys.readouterr().err
     assert said.splitlines() == [r"replica \x1b[2Jx\r\u202eup\u2028error: forged", "second"]
+
+
+NAME = "a\x1b[2J\x1b]0;title\x07b\u202e\r.csv"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_others_named_moves_no_cursor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: terminal, raising=False)
+
+    def show() -> None:
+        print(f"trace {NAME}\n\tof 3 rows")
+        table([NAME, "<what"], [[NAME, 1], ["b", NAME]], NAME)
+        paragraph(NAME)
+
+    emit(False, {}, show)
+    out = capsys.readouterr().out
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out) if terminal else out  # styles of tables
+    assert "".join(plain.split()).isprintable()
+    assert "\n\tof 3 rows" in out
+    assert r"\x1b[2J" in plain

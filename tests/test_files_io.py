@@ -2,7 +2,7 @@
 
 import json
 import os
-import threading
+import socket
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from toolkit.files.io import (
 from toolkit.files.profile import PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Tuning
+from toolkit.traces.write import TraceLog
 
 RECIPE = """\
 name: small  # a comment
@@ -214,16 +215,44 @@ def test_a_folder_cannot_be_written_as_a_file(
             check_writable(place)
 
 
-def test_a_device_or_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    heard: list[str] = []
-    reader = threading.Thread(target=lambda: heard.append(pipe.read_text()), daemon=True)
-    reader.start()
-    write_text(pipe, "text")
-    reader.join(timeout=10)
-    assert heard == ["text"]
-    assert pipe.is_fifo()
+@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd"])
+def test_an_open_pipe_is_written_to(folder: str) -> None:
+    read_end, write_end = os.pipe()
+    check_writable(f"{folder}/{write_end}")
+    write_text(f"{folder}/{write_end}", "text")
+    os.close(write_end)
+    with open(read_end) as pipe:
+        assert pipe.read() == "text"
+    check_writable("/dev/null")
+    write_text("/dev/null", "text")
+
+
+def test_a_named_pipe_and_a_socket_are_refused_and_stay(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        for name in ("pipe", "link", "socket"):
+            with pytest.raises(InputError):
+                check_writable(tmp_path / name)
+            with pytest.raises(InputError):
+                write_text(tmp_path / name, "text")
+            with pytest.raises(InputError):
+                TraceLog(tmp_path / name)
+        assert (tmp_path / "pipe").is_fifo()
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "socket").is_socket()
+
+
+def test_a_link_to_itself_is_refused_and_one_to_nothing_makes_its_file(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for refuse in (check_writable, lambda path: write_text(path, "text"), digest):
+        with pytest.raises(InputError):
+            refuse(tmp_path / "loop")
+    (tmp_path / "far").symlink_to("folder/file")
+    write_text(tmp_path / "far", "text")
+    assert (tmp_path / "far").is_symlink()
+    assert (tmp_path / "folder" / "file").read_text() == "text"
 
 
 def test_a_full_disk_is_an_input_error(tmp_path: Path) -> None:

@@ -713,3 +713,72 @@ async def test_an_answer_that_stops_in_the_middle_goes_on_elsewhere(
     assert answer.status_code == 200
     assert sum(each.served.total() for each in servers) >= 2
     assert not begun
+
+
+@pytest.mark.parametrize("status", [0, 600, 999, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_status_that_is_none_is_no_answer(status: int, stream: bool):
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        servers[0].script = lambda path, body: page(b"{}", status)
+        answer = await front.http.post(COMPLETIONS, json=asked(stream=stream))
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "replicas"
+        relayed = await front.http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
+        assert relayed.status_code in (502, 503)
+        assert relayed.json()["error"]["message"]
+
+    run(test, StandIn(), wait_up_s=0.05)
+
+
+@pytest.mark.parametrize("roles", [[True, False], [True, True]])
+def test_the_role_of_each_choice_comes_once_also_after_a_failure(roles: list[bool]):
+    """The first replica has told the role of the first choice only, when it breaks off."""
+
+    def event(index: int, end: bool = False, **delta: str) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": "stop" if end else None}
+        return {"id": "first", "created": 1, "model": MODEL, "choices": [choice]}
+
+    begun = [event(k, role="assistant", content="") for k in (0, 1) if roles[k]]
+    begun.append(event(0, content="a"))
+    broken = streamed(*begun, done=False).replace(b"content-length: ", b"content-length: 9")
+    both = [event(k, role="assistant", content="") for k in (0, 1)]
+    texts = [event(0, content="ab"), event(1, content="c"), event(0, end=True), event(1, end=True)]
+    whole = streamed(*both, *texts)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        answers = [broken, whole, whole]
+        for each in servers:
+            each.script = lambda path, body: answers.pop(0)
+        told = await front.stream(chatted(n=2, temperature=0), chat=True)
+        deltas: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+        for choice in (one for each in told.events for one in each["choices"]):
+            deltas[choice["index"]].append(choice["delta"])
+        for index, text in ((0, "ab"), (1, "c")):
+            assert [each["role"] for each in deltas[index] if "role" in each] == ["assistant"]
+            assert "role" in deltas[index][0]
+            assert "".join(each.get("content", "") for each in deltas[index]) == text
+
+    run(test, StandIn(), StandIn(), hang_s=0.1)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("wants", [False, True])
+@behind({"speaks_ids": False})
+async def test_a_lone_server_without_token_ids_is_counted_by_its_usage(
+    front: Front, servers: list[StandIn], wants: bool, chat: bool
+):
+    """Its events have several tokens each."""
+    usage = {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}
+
+    def event(text: str, end: str | None = None) -> dict[str, Any]:
+        said = {"delta": {"content": text}} if chat else {"text": text}
+        return {"id": "a", "choices": [{"index": 0, "finish_reason": end, **said}]}
+
+    last = {"id": "a", "choices": [], "usage": usage}
+    servers[0].script = lambda path, body: streamed(event("abc"), event("def", "stop"), last)
+    body = (chatted if chat else asked)(20, **(USAGE if wants else {}))
+    told = await front.stream(body, chat=chat)
+    shown = [each["usage"] for each in told.events if each.get("usage")]
+    assert shown == ([usage] if wants else [])
+    assert await metric(front, "llmctl_generation_tokens_total") == 9
+    assert await metric(front, "llmctl_prompt_tokens_total") == 7

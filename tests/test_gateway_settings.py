@@ -95,16 +95,20 @@ def test_a_server_that_starts_again_gets_what_all_have_and_no_trial(servers, sha
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "status"),
     [
-        {"set": {"max_num_seqs": 4}, "replica": "7"},
-        {"set": 4},
-        {"owner": "a tuner", "lease_s": 60},
-        {"replica": 0},
+        ({"set": {"max_num_seqs": 4}, "replica": "7"}, 422),
+        ({"set": 4}, 400),
+        ({"set": None}, 400),
+        ({"set": {"max_num_seqs": None}}, 400),
+        ({"set": {"max_num_seqs": [4]}}, 400),
+        ({"why": None}, 400),
+        ({"owner": "a tuner", "lease_s": 60}, 400),
+        ({"replica": 0}, 400),
     ],
 )
-def test_what_a_front_does_not_take_is_refused(servers, shared, fields):
-    assert ask(shared, **fields)["status"] == 422
+def test_what_a_front_does_not_take_is_refused(servers, shared, fields, status):
+    assert ask(shared, **fields)["status"] == status
     assert servers.rows == {"http://a": 8, "http://b": 8}
 
 

@@ -323,3 +323,23 @@ def test_what_is_no_name_is_one_line(name: str):
 def test_a_port_or_a_host_that_cannot_be_is_refused(url: str):
     with pytest.raises(InputError, match=f"'{url[:200]}"):
         GivenReplicas([url])
+
+
+SPELLINGS = ("http://127.0.0.1:8001", "http://localhost:8001/", "HTTP://127.0.0.1:8001/v1")
+
+
+def test_three_spellings_are_one_replica(tmp_path: Path):
+    file = tmp_path / "replicas.txt"
+    file.write_text("\n".join(SPELLINGS))
+    for source in (GivenReplicas(SPELLINGS), replica_source([str(file)])):
+        assert read(source) == [SPELLINGS[0]]
+    assert read(GivenReplicas(SPELLINGS[::-1])) == [SPELLINGS[0]]
+    assert read(GivenReplicas(["http://A.example:80/v1/", "http://a.EXAMPLE"])) == [
+        "http://a.example"
+    ]
+
+
+def test_what_is_not_the_same_server_is_not_one():
+    several = ["http://a:1", "http://a:2", "https://a:1", "http://a:1/b", "http://b:1"]
+    several += ["http://localhost.a:1", "http://localhost:8001", "http://[::1]:8001"]
+    assert read(GivenReplicas(several)) == several

@@ -210,15 +210,23 @@ ATTACKS = {
     "deep JSON": ({"body": b"[" * 9000}, 400),
     "a long body": ({"body": b" " * (MAX_BODY_BYTES + 1)}, 400),
     "a long body in pieces": ({"pieces": [b" " * 1000] * 100}, 400),
-    "a list": ({"body": b"[1]"}, 422),
-    "unknown fields": ({"body": b'{"set": {"max_num_seqs": 2}, "eval": "1"}'}, 422),
-    "a list of settings": ({"body": b'{"set": [["max_num_seqs", 2]]}'}, 422),
+    "a list": ({"body": b"[1]"}, 400),
+    "unknown fields": ({"body": b'{"set": {"max_num_seqs": 2}, "eval": "1"}'}, 400),
+    "a list of settings": ({"body": b'{"set": [["max_num_seqs", 2]]}'}, 400),
     "beyond a bound": ({"body": b'{"set": {"max_num_seqs": 999999999999999999999}}'}, 422),
     "not a number": ({"body": b'{"set": {"watermark": NaN}}'}, 422),
     "one of two is wrong": ({"body": b'{"set": {"max_num_seqs": 2, "watermark": -1}}'}, 422),
     "an attribute of the scheduler": ({"body": b'{"set": {"running": 0}}'}, 422),
-    "a lease for ever": ({"body": b'{"owner": "x", "lease_s": 1e9}'}, 422),
-    "a lease without an owner": ({"body": b'{"lease_s": 9}'}, 422),
+    "null for a value": ({"body": b'{"set": {"max_num_seqs": null}}'}, 400),
+    "a list for a value": ({"body": b'{"set": {"watermark": [0.1]}}'}, 400),
+    "an object for a value": ({"body": b'{"set": {"policy": {"a": 1}}}'}, 400),
+    "null for all": ({"body": b'{"set": null}'}, 400),
+    "null alone": ({"body": b"null"}, 400),
+    "null for an owner": ({"body": b'{"owner": null, "lease_s": 1}'}, 400),
+    "a number of 4,000 digits": ({"body": b'{"set": {"watermark": %s}}' % (b"9" * 4000)}, 422),
+    "half a surrogate pair": ({"body": b'{"set": {"\\ud800": 1}}'}, 422),
+    "a lease for ever": ({"body": b'{"owner": "x", "lease_s": 1e9}'}, 400),
+    "a lease without an owner": ({"body": b'{"lease_s": 9}'}, 400),
     "another method": ({"method": "DELETE"}, 405),
 }
 
@@ -234,8 +242,16 @@ def test_an_attack_changes_nothing(monkeypatch, name):
     assert answer["error"]
     assert server.engine._live.values() == before
     assert server.engine._lease is None
-    if expected in (400, 401, 405):
+    if expected in (401, 405):
         assert server.calls == 0
+
+
+def test_what_a_tuner_says_moves_no_cursor(monkeypatch):
+    server = Server(monkeypatch)
+    fields = {"set": {"max_num_seqs": 2}, "owner": "a\x1b[2J", "why": "b\x1b]0;c\x07", "lease_s": 9}
+    status, answer = server.ask(body=json.dumps(fields).encode())
+    assert status == 200
+    assert (answer["word"] + answer["lease"]["owner"]).isprintable()
 
 
 def test_a_flood_with_the_key_waits_in_turn_and_the_rest_is_refused(monkeypatch):

@@ -126,11 +126,13 @@ def test_a_row_is_put_into_the_words_of_a_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_flag_that_is_refused_is_left_out_and_named() -> None:
-    asked = product.ask(ROW, QWEN, Protocol(requests=2, cache_bytes=1))
+    asked = product.ask(ROW, QWEN, Protocol(requests=2, whole_experts=True))
     assert (asked.refused, asked.experts) == ("", False)
-    assert "kv_cache_dtype" in asked.without
+    assert asked.without == product.EXPERT_PARALLEL
     plain = product.ask(ROW, QWEN, Protocol(requests=2))
     assert replace(asked, without="") == plain
+    narrow = product.ask(ROW, QWEN, Protocol(requests=2, cache_bytes=1))
+    assert (narrow.refused, narrow.without) == ("", "")
     assert product.ask(replace(ROW, ranks=3), QWEN, Protocol()).refused
 
 

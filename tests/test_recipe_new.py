@@ -8,13 +8,14 @@ import huggingface_hub
 import pytest
 import real_vllm
 import samples
-from commands import llmctl
+from commands import llmctl, refused
 from orders import changed
 
 from benchmarks.engines.recipe_sizes import GPU_NAMES, MODELS, ask_vllm, compare
 from toolkit.catalogue.gpus import GPUS, gpu_of, gpu_words
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
+from toolkit.catalogue.quantization import KeptModules
 from toolkit.cli.arguments import open_recipe
 from toolkit.deploy.doctor import check_kv_bytes, check_sizes
 from toolkit.errors import InputError
@@ -398,3 +399,88 @@ def test_an_unknown_type_says_what_to_do_and_not_to_rename_it(
     assert "qwen4" in error
     assert "did you mean" not in hint
     assert all(key in hint for key in ("kv_bytes_per_token", "weight_bytes", "llmctl profile"))
+
+
+LLAMA = KNOWN["llama-3.1-8b"].config
+
+
+def kept_by(*listed: str) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": [*listed]}}
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {  # what it has, and the word that the error names
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    "huge": ({"hidden_size": 10**18}, "hidden_size"),
+    "more than 64 bits": ({"hidden_size": 10**40}, "config.json"),
+    "kinds of layers": ({"layer_types": ["full_attention"] * 100_000}, "layer_types"),
+    "dense layers": ({"mlp_only_layers": [0] * 100_000, "num_experts": 8}, "mlp_only_layers"),
+    "long value": ({"qk_nope_head_dim": [None] * 100_000}, "qk_nope_head_dim"),
+    "names": (kept_by(*(f"a{k}" for k in range(100_000))), "names"),
+    "wildcards": (kept_by(*(f"*{k}*" for k in range(2_000))), "wildcards"),
+    "long name": (kept_by("*a" * 100_000), "200,000"),
+    "lookaround": (kept_by(r"re:(?!x).*"), "re:(?!x).*"),
+    "counts": (kept_by(r"re:\w{1000}"), "re:\\w{1000}"),
+    "large expression": (kept_by(r"re:((\w{9}){9}){9}"), "re:((\\w{9}){9}){9}"),
+    "no expression": (kept_by("re:("), "re:("),
+    "not a number": ({"num_experts_per_tok": float("nan")}, "num_experts_per_tok"),
+    "infinite": ({"attention_bias": float("-inf")}, "attention_bias"),
+    "lists in a list": ({"compress_ratios": [[], {}]}, "compressed"),
+}
+
+
+@pytest.mark.parametrize(("odd", "named"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_config_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: dict[str, Any], named: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, **odd}))
+    error, *_ = refused(capsys, "recipe new", file, "--gpu", "h200")
+    assert named in error
+    assert len(error) < 400
+
+
+def test_a_config_that_is_nested_deep_or_long_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    for inner in (
+        "[" * 500 + "]" * 500,
+        "[" * 100_000 + "]" * 100_000,
+        '"' + "x" * 9_000_000 + '"',
+    ):
+        file.write_text(f'{{"model_type": "llama", "a": {inner}}}')
+        refused(capsys, "recipe new", file, "--gpu", "h200")
+    file.write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_text("[1]")
+    assert llmctl("recipe new", file, "--gpu", "h200") == 0
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    assert "hf_quant_config.json" in refused(capsys, "recipe new", file, "--gpu", "h200")[0]
+
+
+@pytest.mark.parametrize("expression", ["re:(a+)+$", "re:(.*)*x", r"re:(\w+\.?)+$!", "re:(.|.)*!"])
+def test_an_expression_that_would_backtrack_without_end_has_one(
+    tmp_path: Path, expression: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, **kept_by(expression)}))
+    new_recipe(find_model.find_model(str(file)), Wish(GPUS["h200"]))
+
+
+@pytest.mark.parametrize(
+    ("listed", "kept"),
+    [
+        ("lm_head", {"lm_head"}),
+        ("model.layers.0", {"model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj"}),
+        ("gate", {"model.layers.0.mlp.gate"}),
+        ("model.*.q_proj", {"model.layers.0.self_attn.q_proj"}),
+        ("model.layers.[1-9]", set()),
+        (r"re:.*mlp\.gate$", {"model.layers.0.mlp.gate"}),
+        (r"re:mlp\.gate$", set()),
+        (r"re:.*self_attn\.(q|k)_proj", {"model.layers.0.self_attn.q_proj"}),
+    ],
+)
+def test_which_modules_keep_their_precision(listed: str, kept: set[str]) -> None:
+    names = ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj")
+    assert {name for name in names if name in KeptModules([listed])} == kept
+    assert {name for name in names if name in KeptModules(["nothing", listed, "re:x"])} == kept

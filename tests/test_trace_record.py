@@ -233,6 +233,14 @@ def test_a_bad_request_is_refused_by_the_server_in_its_own_words(tmp_path: Path)
     through(tmp_path / "log", use, lambda _: whole({"error": {"message": "max_tokens"}}, 400))
 
 
+@pytest.mark.parametrize("status", [0, 600, 999, 1000])
+def test_a_status_that_is_none_is_a_502(tmp_path: Path, status: int):
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+        assert (await client.post("/v1/completions", json=body())).status_code == 502
+
+    through(tmp_path / "log", use, lambda _: whole({}, status))
+
+
 def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
     async def use() -> None:
         async with recorder("http://127.0.0.1:9", tmp_path / "log") as (client, app):

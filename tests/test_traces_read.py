@@ -1,5 +1,6 @@
 """Each format by a tiny literal file; impossible rows are counted by reason."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from said import says
 
 from toolkit.errors import InputError
+from toolkit.traces import read
 from toolkit.traces.read import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -268,3 +270,54 @@ def _file(folder: Path, text: str) -> Path:
     path = folder / "trace"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def test_a_file_that_unpacks_to_far_more_than_a_trace_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    row = b'{"timestamp": 1, "input_length": 2, "output_length": 3}\n'
+    for content in (bytes(8 << 20), row * 200_000, b"[" + bytes(8 << 20)):
+        path.write_bytes(gzip.compress(content))
+        monkeypatch.setattr(read, "MAX_UNPACKED", 1 << 20)
+        with pytest.raises(InputError) as refused:
+            read_trace(path)
+        assert says(refused.value.message, "100")
+    monkeypatch.undo()
+    path.write_bytes(gzip.compress(row * 20_000))
+    assert len(read_trace(path)[0]) == 20_000
+
+
+def test_a_line_or_a_value_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "MAX_LINE", 1000)
+    monkeypatch.setattr(read, "MAX_WHOLE", 2000)
+    path = tmp_path / "trace"
+    row = '{"timestamp": 1, "input_length": 2, "output_length": 3}\n'
+    long = " " * 1000
+    for content in (row + long, "a,b\n" + long, "[" + 3 * long + "]", "{\n" + 3 * row + 3 * long):
+        path.write_text(content)
+        with pytest.raises(InputError) as refused:
+            read_trace(path)
+        assert "1,000" in refused.value.message or "2,000" in refused.value.message
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "rows", "nested"])
+def test_more_columns_than_a_log_has_are_refused_by_their_number(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "trace"
+    names = [f"c{k}" for k in range(100_000)]
+    path.write_text(
+        {
+            "csv": ",".join(names) + "\n" + ",".join(["1"] * 100_000),
+            "json": json.dumps([dict.fromkeys(names, 1)]),
+            # the first thousand rows are looked at
+            "rows": "\n".join(
+                json.dumps(dict.fromkeys(names[k : k + 9], 1)) for k in range(0, 100_000, 9)
+            ),
+            "nested": json.dumps({"in": dict.fromkeys(names, 1)}),
+        }[kind]
+    )
+    with pytest.raises(InputError) as refused:
+        read_trace(path)
+    assert says(refused.value.message, "9,000" if kind == "rows" else "100,000", "4,096")

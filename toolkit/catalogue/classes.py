@@ -109,7 +109,7 @@ def of_config(config: Config, longest: int = 0) -> list[ClassFound]:
     layers, window = special.windows
     whole = integer_at(text, "num_hidden_layers")
     if ratios := text.get("compress_ratios"):
-        count = len(set(ratios)) if isinstance(ratios, list) else 1
+        count = len(set(map(str, ratios))) if isinstance(ratios, list) else 1
         found.append(ClassFound("compressed caches", f"compressed caches of {count} ratios"))
     if special.states:
         found.append(ClassFound("states", f"{special.states} beside attention"))

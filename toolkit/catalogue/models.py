@@ -8,7 +8,7 @@ transformers is imported. `benchmarks/engines/recipe_sizes.py` compares the sums
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from toolkit.catalogue.quantization import Config, Scheme, scheme_of
@@ -37,6 +37,10 @@ NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("vocab_size", "max_position_embeddings"),
 )
+MOST_LAYERS = 1024  # the deepest published model has some 126
+MOST = {"num_hidden_layers": MOST_LAYERS}
+MOST_ITEMS = 1 << 31  # of any other size
+BY_LAYER = ("layer_types", "mlp_only_layers", "compress_ratios")  # lists of one value for each
 SENSES = ("vision_config", "audio_config")  # parts of a model that sees or hears
 
 
@@ -121,7 +125,7 @@ class ModelFacts:
 
     def _bytes(self, module: Module) -> float:
         scheme = self.scheme
-        if scheme is None or not module.quantizable or scheme.keeps(module.name):
+        if scheme is None or not module.quantizable:
             return module.parameters * DTYPE_BYTES[self.dtype]
         return module.parameters * scheme.weight_bytes
 
@@ -144,13 +148,20 @@ class Special:
 
 
 def special_of(config: Config, longest: int = 0) -> Special:
-    """What is special about a config. Keys that are absent count as not there.
+    """Return what is special about a config. Keys that are absent count as not there.
+
+    Raises `InputError` for more layers than any model has.
 
     Args:
         longest: tokens of the longest request (`max_model_len`); 0: the config's context. A window
             that is no shorter never slides, and is none.
     """
     config = text_config(config)
+    for key in BY_LAYER:
+        listed = config.get(key)
+        if isinstance(listed, list) and len(listed) > MOST_LAYERS:
+            problem = f"the config's {key} has {len(listed):,} items"
+            raise InputError(problem, f"llmctl reads models of at most {MOST_LAYERS:,} layers")
     latent = integer_at(config, "kv_lora_rank")
     if latent:
         latent += integer_at(config, "qk_rope_head_dim")
@@ -225,6 +236,7 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise InputError("the config has no model_type", "give transformers' config.json")
+    kind = kind[:80]
     if kind not in KNOWN_TYPES:
         raise InputError(f"model_type '{kind}': its sizes are not known", BY_HAND)
     if states := _states(config):
@@ -236,7 +248,7 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     if missing := [key for key in NEEDED if not integer_at(config, key)]:
         raise InputError(f"the config lacks {', '.join(missing)}", "give the whole config.json")
     dtype = str(config.get("torch_dtype", config.get("dtype")) or "bfloat16").removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
+    if (dtype := dtype[:80]) not in DTYPE_BYTES:
         raise InputError(f"the config's dtype '{dtype}' is not known", nearest(dtype, DTYPE_BYTES))
     found = kv_bytes_per_token(config, dtype)
     if found is None:  # the keys that it needs are there
@@ -254,7 +266,7 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
         context=integer_at(config, "max_position_embeddings"),
         experts=experts,
         experts_per_token=chosen,
-        modules=tuple(_modules(config)),
+        modules=tuple(_kept(module, scheme) for module in _modules(config)),
         scheme=scheme,
         special=special_of(config),
         kv_bytes_per_token=found[0],
@@ -262,10 +274,21 @@ def facts_of(config: Config, quantization: str = "") -> ModelFacts:
     )
 
 
+def _kept(module: Module, scheme: Scheme | None) -> Module:
+    """The module; not to be quantized where the scheme keeps its 16 bits."""
+    keeps = scheme is not None and module.quantizable and scheme.keeps(module.name)
+    return replace(module, quantizable=False) if keeps else module
+
+
 def integer_at(config: Config, key: str) -> int:
-    """A size; 0 where it is absent or another value."""
+    """A size; 0 where it is absent or another value. `InputError` for one that no model has."""
     value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    if not 0 <= value <= MOST.get(key, MOST_ITEMS):
+        problem = f"the config's {key} is {str(value)[:40]}"
+        raise InputError(problem, f"llmctl reads sizes from 0 to {MOST.get(key, MOST_ITEMS):,}")
+    return value
 
 
 def heads_of(config: Config) -> tuple[int, int, int]:
@@ -329,7 +352,7 @@ def _states(config: Config) -> str:
     if isinstance(kinds, list):
         other = [str(kind) for kind in kinds if kind not in (FULL, SLIDING, CHUNKED)]
         if other:
-            return other[0].replace("_", " ")
+            return other[0][:80].replace("_", " ")
     return next((name for key, name in STATE_KEYS.items() if config.get(key)), "")
 
 
@@ -340,13 +363,11 @@ def _modules(config: Config) -> Iterator[Module]:
     yield Module("model.embed_tokens", vocabulary * hidden, quantizable=False)
     if not config.get("tie_word_embeddings"):
         yield Module("lm_head", vocabulary * hidden, quantizable=False)
+    attention = _latent_attention if special_of(config).latent else _attention
     for layer in range(integer_at(config, "num_hidden_layers")):
         place = f"model.layers.{layer}"
         yield Module(f"{place}.norms", 2 * hidden, quantizable=False, replicated=True)
-        if special_of(config).latent:
-            yield from _latent_attention(config, f"{place}.self_attn")
-        else:
-            yield from _attention(config, f"{place}.self_attn")
+        yield from attention(config, f"{place}.self_attn")
         if _has_experts(config, layer):
             yield from _expert_layer(config, f"{place}.mlp")
         else:

@@ -8,10 +8,12 @@ A scheme says how many bytes a weight takes, scales and zero points included, an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
 from typing import cast
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from toolkit.errors import InputError, nearest
 
@@ -25,6 +27,76 @@ _BLOCK = 128  # the sides of a block of fp8 weights with one scale
 _INPUTS = 4096  # of a layer with one scale per output: a scale is a thousandth of its weights
 _NVFP4_GROUP = 16  # weights per scale of one byte
 _MXFP4_GROUP = 32
+# Of the names of modules that keep 16 bits: checkpoints list some hundred.
+MOST_NAMES = 8192
+MOST_PATTERNS = 1024  # with wildcards
+MOST_REGULAR = 64  # behind `re:`
+LONGEST_NAME = 256  # characters
+_WILD = re.compile(r"[*?\[]")
+_COUNTED = re.compile(r"\{[0-9]*,?[0-9]{2,}")  # such repetitions make a program of megabytes
+
+
+class KeptModules:
+    """Modules that keep 16 bits: names, patterns with wildcards, and regular expressions behind
+    `re:`, as a config.json lists them.
+
+    They come with a model of a stranger, so a match takes time linear in the name's length: Rust's
+    regular expressions do not backtrack, and fnmatch's do not backtrack over a wildcard. Raises
+    `InputError` for more or longer ones than a checkpoint has, and for expressions with lookarounds
+    or back-references, which Rust's do not have.
+    """
+
+    __slots__ = ("_expressions", "_names", "_patterns")
+
+    def __init__(self, listed: Sequence[str] = ()) -> None:
+        expressions = [one[3:] for one in listed if one.startswith("re:")]
+        others = [one for one in listed if not one.startswith("re:")]
+        patterns = [one for one in others if _WILD.search(one)]
+        for found, most, what in (
+            (listed, MOST_NAMES, "names"),
+            (patterns, MOST_PATTERNS, "names with wildcards"),
+            (expressions, MOST_REGULAR, "regular expressions"),
+        ):
+            if len(found) > most:
+                problem = f"quantization_config: {len(found):,} {what} of modules that keep 16 bits"
+                raise InputError(problem, f"at most {most:,} are read")
+        if longest := max((one for one in listed if len(one) > LONGEST_NAME), key=len, default=""):
+            problem = f"quantization_config: '{longest[:40]}...' has {len(longest):,} characters"
+            raise InputError(problem, f"a name of modules has at most {LONGEST_NAME}")
+        self._names = frozenset(others)
+        self._patterns = re.compile(
+            "|".join(translate(one + end) for one in patterns for end in ("", ".*")) or r"(?!)"
+        )
+        self._expressions = _linear(expressions)
+
+    def __contains__(self, module: str) -> bool:
+        """Whether a module, such as 'model.layers.3.self_attn.q_proj', keeps 16 bits."""
+        parts = module.split(".")
+        begins = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        if parts[-1] in self._names or any(begin in self._names for begin in begins):
+            return True
+        if self._patterns.match(module):
+            return True
+        return self._expressions is not None and self._expressions.isinstance_python(module)
+
+
+def _linear(expressions: Sequence[str]) -> SchemaValidator | None:
+    """One expression for all of them, which match from a name's begin; None: there are none."""
+    if not expressions:
+        return None
+    known = "lookarounds and back-references are not known, and counts have one digit"
+    if counted := next((one for one in expressions if _COUNTED.search(one)), ""):
+        raise InputError(f"quantization_config: 're:{counted[:80]}' counts too far", known)
+    either = "|".join(f"(?:{one})" for one in expressions)
+    try:
+        return SchemaValidator(
+            core_schema.str_schema(pattern=f"^(?:{either})", regex_engine="rust-regex")
+        )
+    except SchemaError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        shown = ", ".join(f"'re:{one[:40]}'" for one in expressions[:3])
+        problem = f"quantization_config: cannot read {shown}: {reason[:120]}"
+        raise InputError(problem, known) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +107,19 @@ class Scheme:
         name: fp8, int8, int4, nvfp4 or mxfp4.
         weight_bytes: of one quantized weight, its share of the scales included.
         words: the same for readers, such as '8 bits and a scale per 128 x 128'.
-        kept: patterns of modules that keep 16 bits, as config.json lists them.
+        kept: the modules that keep 16 bits.
         block: the sides of a block with one scale; 0: no blocks. It must divide each GPU's part.
     """
 
     name: str
     weight_bytes: float
     words: str
-    kept: tuple[str, ...] = ()
+    kept: KeptModules = field(default_factory=KeptModules, compare=False)
     block: int = 0
 
     def keeps(self, module: str) -> bool:
         """Whether a module, such as 'model.layers.3.self_attn.q_proj', keeps 16 bits."""
-        return any(_matches(module, pattern) for pattern in self.kept)
-
-
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    whole = pattern in (module, module.rpartition(".")[2])
-    return whole or fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+        return module in self.kept
 
 
 def scheme_of(config: Config, wanted: str = "") -> Scheme | None:
@@ -88,7 +153,7 @@ def scheme_of(config: Config, wanted: str = "") -> Scheme | None:
 
 def _stored(given: Config) -> Scheme:
     """The scheme of a quantized checkpoint."""
-    method = str(given.get("quant_method", "")).lower()
+    method = str(given.get("quant_method", ""))[:40].lower()
     if given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme"):
         problem = "quantization_config: the checkpoint quantizes its KV cache too"
         raise InputError(problem, "llmctl counts caches in the model's dtype; take another one")
@@ -97,7 +162,7 @@ def _stored(given: Config) -> Scheme:
         listed = given.get(key)
         if isinstance(listed, list):
             kept += [str(one) for one in listed]
-    modules = tuple(kept)
+    modules = KeptModules(kept)
     if method == "fp8":
         return _fp8(given.get("weight_block_size"), modules)
     if method == "mxfp4":
@@ -112,7 +177,7 @@ def _stored(given: Config) -> Scheme:
         if algorithm == "NVFP4":
             return _four_bits("nvfp4", _NVFP4_GROUP, modules)
         raise InputError(
-            f"quantization_config: modelopt's {algorithm or 'unnamed'} scheme is not known",
+            f"quantization_config: modelopt's {algorithm[:40] or 'unnamed'} scheme is not known",
             "known: FP8, NVFP4",
         )
     if method == "compressed-tensors":
@@ -121,7 +186,7 @@ def _stored(given: Config) -> Scheme:
     raise InputError(f"quantization_config: there is no method '{method}'", hint)
 
 
-def _compressed(given: Config, kept: tuple[str, ...]) -> Scheme:
+def _compressed(given: Config, kept: KeptModules) -> Scheme:
     """The scheme of llm-compressor's checkpoints: one group of layers with one kind of weight."""
     groups = given.get("config_groups")
     kinds = []
@@ -130,8 +195,11 @@ def _compressed(given: Config, kept: tuple[str, ...]) -> Scheme:
             weights = group.get("weights") if isinstance(group, Mapping) else None
             if isinstance(weights, Mapping) and weights not in kinds:
                 kinds.append(weights)
+            if len(kinds) > 1:
+                break
     if len(kinds) != 1:
-        problem = f"quantization_config: {len(kinds)} kinds of weights in compressed-tensors"
+        count = "several" if kinds else "no"
+        problem = f"quantization_config: {count} kinds of weights in compressed-tensors"
         raise InputError(problem, "one kind for all layers is known")
     bits = kinds[0].get("num_bits")
     group_size = kinds[0].get("group_size")
@@ -145,24 +213,26 @@ def _compressed(given: Config, kept: tuple[str, ...]) -> Scheme:
     return _integers(bits, group_size, kept, "compressed-tensors")
 
 
-def _fp8(block: object, kept: tuple[str, ...]) -> Scheme:
+def _fp8(block: object, kept: KeptModules) -> Scheme:
     if isinstance(block, list) and block:
         if block != [_BLOCK, _BLOCK]:
-            problem = f"quantization_config: blocks of {block} are not known"
+            problem = f"quantization_config: blocks of {str(block)[:40]} are not known"
             raise InputError(problem, "fp8 with blocks of 128 x 128, or without blocks")
         words = "8 bits, and a scale of 32 bits per 128 x 128"
         return Scheme("fp8", 1 + 4 / _BLOCK**2, words, kept, block=_BLOCK)
     return Scheme("fp8", 1 + 4 / _INPUTS, "8 bits, and a scale per output", kept)
 
 
-def _four_bits(name: str, group: int, kept: tuple[str, ...]) -> Scheme:
+def _four_bits(name: str, group: int, kept: KeptModules) -> Scheme:
     words = f"4 bits, and a scale of 8 bits per {group} weights"
     return Scheme(name, 0.5 + 1 / group, words, kept)
 
 
-def _integers(bits: object, group_size: object, kept: tuple[str, ...], method: str) -> Scheme:
+def _integers(bits: object, group_size: object, kept: KeptModules, method: str) -> Scheme:
     if bits not in (4, 8):
-        raise InputError(f"quantization_config: {method} with {bits} bits is not known", "4, or 8")
+        raise InputError(
+            f"quantization_config: {method} with {str(bits)[:40]} bits is not known", "4, or 8"
+        )
     count = 4 if bits == 4 else 8
     if not isinstance(group_size, int) or group_size <= 0:
         words = f"{count} bits, and a scale per output ({method})"

@@ -134,16 +134,12 @@ def _drawn(args: FromMetricsOptions) -> Trace:
 
 def _saved(args: FromMetricsOptions) -> ScrapedTraffic:
     """The requests that a saved page counts, or those between two pages."""
-    from toolkit.endpoints.target import parsed_metrics
+    from toolkit.endpoints.target import page_metrics
+    from toolkit.files.strict import read_bytes
     from toolkit.traces.histograms import traffic_of
 
     def page(path: Path, at_s: float) -> ScrapedTraffic:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-            raise InputError(f"{path}: cannot be read: {reason}", "save it with curl") from None
-        metrics = parsed_metrics(text)
+        metrics = page_metrics(read_bytes(path, "save it with curl"), path.name)
         _note_acceptance(metrics, at_s)
         return traffic_of(metrics, args.model, path.name, at_s)
 
@@ -245,14 +241,15 @@ def _histograms(
     buckets: dict[str, dict[float, float]], sums: dict[float, float]
 ) -> dict[float, LengthHistogram]:
     """The histogram at each time at which every bucket and the sum are known."""
-    from toolkit.traces.histograms import LengthHistogram
+    from toolkit.traces.histograms import LengthHistogram, bound_of
 
     known = set(sums)
     for points in buckets.values():
         known &= points.keys()
     if "+Inf" not in buckets:
         return {}
+    bounds = {le: bound_of(le, "Prometheus") for le in buckets}
     return {
-        at_s: LengthHistogram.of({float(le): buckets[le][at_s] for le in buckets}, sums[at_s])
+        at_s: LengthHistogram.of({bounds[le]: buckets[le][at_s] for le in buckets}, sums[at_s])
         for at_s in known
     }

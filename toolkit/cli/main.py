@@ -24,6 +24,7 @@ from toolkit.cli.output import note, show_any_text
 from toolkit.errors import InputError, LlmctlError, nearest
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+LONGEST_LINE = 1000  # characters of an error
 # often given as arguments by mistake
 NAMED_BY_OPTION = ("fleet", "fit", "policy", "policies", "trace", "url")
 
@@ -241,6 +242,8 @@ def run(args: Sequence[str] | None = None) -> None:
 
 def _report(message: str, hint: str, code: int) -> int:
     for line in message.splitlines():
+        if len(line) > LONGEST_LINE:  # a value in it may be a whole file; the limit stands behind
+            line = f"{line[: LONGEST_LINE // 2]}...{line[-LONGEST_LINE // 2 :]}"
         note(f"error: {line}")
     if hint:
         print(f"hint: {hint}", file=sys.stderr)

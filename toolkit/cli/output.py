@@ -14,14 +14,14 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
 from textwrap import TextWrapper, fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from toolkit.endpoints.foreign import escaped
 from toolkit.errors import InputError
@@ -84,12 +84,52 @@ def emit(
     from pydantic_core import to_jsonable_python
 
     if not as_json:
-        render()
+        shown = _Shown(sys.stdout)
+        try:
+            with redirect_stdout(shown):
+                render()
+        finally:
+            sys.stdout.write(shown.getvalue())
         sys.stdout.flush()
         return
     # the fallback is for numpy's numbers and arrays
     plain = to_jsonable_python(result, by_alias=False, fallback=lambda value: value.tolist())
     print(json.dumps(plain, ensure_ascii=not shows_unicode(), allow_nan=False), flush=True)
+
+
+class _Shown(io.StringIO):
+    """What a command prints for people. Names of files, models and columns are whatever others made
+    them: here they can move no cursor and set no title of the terminal.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out = out
+
+    def isatty(self) -> bool:
+        return self._out.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # of the place where it is shown
+        return self._out.encoding
+
+    def write(self, text: str) -> int:
+        return super().write(_plain(text))
+
+    def write_styled(self, text: str) -> int:
+        """Write what is plain already, with the terminal's codes."""
+        return super().write(text)
+
+
+def _plain(text: str) -> str:
+    """A text without control characters but the ends of its lines, and tabs. Bytes of file names
+    that are not UTF-8 stay: stdout shows them as it can.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one in "\n\t" or "\ud800" <= one <= "\udfff" else escaped(one) for one in text
+    )
 
 
 def note(*texts: str) -> None:
@@ -126,8 +166,18 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
     console = Console(highlight=False, soft_wrap=False)
     if not sys.stdout.isatty():
         console.width = WIDTH
-    if title:  # printed separately, since rich wraps a table's title to the table's width
-        console.print(Text(f"\n{title}", style="bold"))
+    with console.capture() as captured:
+        if title:  # printed separately, since rich wraps a table's title to the table's width
+            console.print(Text(f"\n{_plain(title)}", style="bold"))
+        _print_groups(console, columns, rows)
+    write = getattr(sys.stdout, "write_styled", sys.stdout.write)
+    write(captured.get())
+
+
+def _print_groups(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    """Print the columns in as many tables as their width needs."""
     unbounded = console.options.update(width=sys.maxsize)
     groups: list[list[int]] = [[0]]
     for index in range(1, len(columns)):
@@ -176,7 +226,7 @@ def _view(
         align = name[0] if name[:1] in JUSTIFY else "><"[not right]
         texts.append([])
         for cell in cells:
-            text = number(cell) if isinstance(cell, int | float) else str(cell)
+            text = number(cell) if isinstance(cell, int | float) else _plain(str(cell))
             if isinstance(cell, bool) or cell is None:
                 text = {True: "yes", False: "no", None: "-"}[cell]
             texts[-1].append(text)
@@ -187,7 +237,7 @@ def _view(
                     texts[-1][place] = f"{owner}.\n  {last}"
         longest = max((len(line) for text in texts[-1] for line in text.split("\n")), default=0)
         whole = longest <= WIDTH // 2 if index == 0 else align == ">" and longest <= TEXT_ROOM
-        heading = name.lstrip("<>^")
+        heading = _plain(name.lstrip("<>^"))
         view.add_column(
             "\n".join(heading.split()) if whole and narrow else heading,
             justify=JUSTIFY[align],  # type: ignore[arg-type]

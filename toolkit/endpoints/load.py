@@ -17,12 +17,14 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from toolkit.endpoints.foreign import UNREADABLE, Count
+from toolkit.endpoints.ask import PLAIN
+from toolkit.endpoints.foreign import UNREADABLE, Count, plain
 from toolkit.endpoints.sse import EventReader, data_of, in_parts
 from toolkit.endpoints.target import Problem, Target, error_text
 from toolkit.endpoints.upstream import bounded_connector
 
 MAX_EVENT_BYTES = 16 << 20
+MAX_STREAM_BYTES = 256 << 20  # of all events of an answer
 MAX_ERROR_BYTES = 1 << 16
 OVERLOADED = (429, 503)  # statuses of a server that refuses load
 
@@ -90,6 +92,7 @@ class StreamedAnswer:
         self.failure = ""
         self._sample = sample
         self._reader = EventReader()
+        self._passed_bytes = 0
         self._counted = False  # the server has told how many tokens it generated
 
     @property
@@ -104,8 +107,11 @@ class StreamedAnswer:
             data = data_of(event)
             if data and data != b"[DONE]":
                 self._on_event(data, now_s)
+        self._passed_bytes += len(piece)
         if len(self._reader.rest) > MAX_EVENT_BYTES:
             self._fail("an event is too long")
+        if self._passed_bytes > MAX_STREAM_BYTES:
+            self._fail("the answer is too long")
 
     def _on_event(self, data: bytes, now_s: float) -> None:
         try:
@@ -164,7 +170,11 @@ def make_request(
     target: Target, fields: dict[str, object], session: str = "", name: str = ""
 ) -> LoadRequest:
     """A request with these fields; `session` names its conversation, `name` the request itself."""
-    headers = {"content-type": "application/json", "accept": "text/event-stream"}
+    headers = {
+        "content-type": "application/json",
+        "accept": "text/event-stream",
+        "accept-encoding": "identity",
+    }
     headers |= target.headers
     if session:
         headers["x-session-id"] = session
@@ -183,6 +193,7 @@ class LoadClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept-encoding", "user-agent"),
             timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,  # a few KiB of it may stand for gigabytes
         )
         return self
 
@@ -224,6 +235,9 @@ class LoadClient:
             if response.status != 200:
                 sample.refused = response.status in OVERLOADED
                 return f"HTTP {response.status}: {error_text(await _begin_of(response))}"
+            encoding = response.headers.get("content-encoding", "").strip().lower()
+            if encoding not in PLAIN:
+                return f"its answer is compressed ({plain(encoding, 40)})"
             try:
                 async for piece in in_parts(response.content.iter_any()):
                     answer.feed(piece, clock())

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from toolkit.endpoints.foreign import UNREADABLE
-from toolkit.endpoints.target import Metric, Target, base_url, get, parsed_metrics
+from toolkit.endpoints.target import Metric, Target, base_url, get, page_metrics
 from toolkit.errors import InputError
 
 MAX_POINTS = 11_000  # Prometheus' limit on the points of a series
@@ -21,7 +21,9 @@ class Series(msgspec.Struct):
     values: list[tuple[float, str]] = []
 
     def points(self) -> list[tuple[float, float]]:
-        """Its finite values, each with its time in seconds since 1970."""
+        """Its finite values, each with its time in seconds since 1970. Raises `ValueError` for a
+        value that is no number.
+        """
         pairs = ((time_s, float(value)) for time_s, value in self.values)
         return [(time_s, value) for time_s, value in pairs if math.isfinite(value)]
 
@@ -43,7 +45,7 @@ def metrics_page(url: str, api_key: str = "") -> list[Metric]:
     base = base_url(url)
     page = "" if "/metrics" in base else "/metrics"
     body = get(Target(base, api_key, "", None, own=False), page)
-    metrics = parsed_metrics(body.decode("utf-8", "replace"))
+    metrics = page_metrics(body, f"{base}{page}")
     if not metrics:
         raise InputError(f"{base}{page}: no metrics in it", "name a server of vLLM")
     return metrics
@@ -73,7 +75,10 @@ def query_range(
         Target(base, api_key, "", None, own=False), f"/api/v1/query_range?{urlencode(words)}"
     )
     try:
-        return msgspec.json.decode(body, type=_Answer).data.result
+        found = msgspec.json.decode(body, type=_Answer).data.result
+        for series in found:
+            series.points()
+        return found
     except UNREADABLE as error:
         raise InputError(
             f"{base}: its answer is not Prometheus': {error}",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import httpx
 import msgspec
 
+from toolkit.endpoints.ask import ask
 from toolkit.endpoints.foreign import UNREADABLE
 from toolkit.endpoints.target import base_url, error_text, verify
 from toolkit.errors import InputError
@@ -110,34 +111,28 @@ class SettingsClient:
     def _ask(self, fields: Mapping[str, object] | None) -> LiveState:
         where = self.url + ROUTE
         try:
-            answer = httpx.request(
-                "GET" if fields is None else "POST",
-                where,
-                json=fields,
-                headers={"authorization": f"Bearer {self._key}"} if self._key else {},
-                timeout=TIMEOUT_S,
-                verify=verify(self.url),
-                trust_env=False,
+            answer = ask(
+                where, fields, key=self._key, timeout_s=TIMEOUT_S, trusted=verify(self.url)
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             text = str(error) or type(error).__name__
             raise InputError(f"{where}: no answer: {text}", "is the server running?") from None
-        if answer.status_code == 200:
+        if answer.status == 200:
             try:
-                return msgspec.json.decode(answer.content, type=LiveState)
+                return msgspec.json.decode(answer.body, type=LiveState)
             except UNREADABLE as error:
                 raise InputError(f"{where} is no control of llmctl's: {error}", START) from None
-        if answer.status_code == 404:
+        if answer.status == 404:
             raise InputError(f"{self.url} has no live settings", START)
-        if answer.status_code == 401:
+        if answer.status == 401:
             raise InputError(
                 f"{where}: the control's key is missing or wrong",
                 f"give it in {CONTROL_KEY_VARIABLE}; llmctl serve --live takes it from there, too",
             )
         try:
-            problem = msgspec.json.decode(answer.content, type=_Problem)
+            problem = msgspec.json.decode(answer.body, type=_Problem)
         except UNREADABLE:
             problem = _Problem()
-        text = problem.error or f"HTTP {answer.status_code}: {error_text(answer.content)}"
-        kind = LeaseHeldError if answer.status_code == 409 else InputError
+        text = problem.error or f"HTTP {answer.status}: {error_text(answer.body)}"
+        kind = LeaseHeldError if answer.status == 409 else InputError
         raise kind(text, problem.hint)

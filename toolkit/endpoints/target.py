@@ -21,6 +21,7 @@ import numpy as np
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+from toolkit.endpoints.ask import PlainAnswer, ask
 from toolkit.endpoints.foreign import UNREADABLE, Count, decoded, plain
 from toolkit.errors import InputError
 
@@ -34,6 +35,7 @@ KEY_VARIABLE = "LLMCTL_API_KEY"
 REPLICA_METRICS = "/replicas/metrics"  # of all replicas of a front, with their URLs as a label
 # A first answer may take this long. A server that loads its model refuses connections meanwhile.
 ANSWER_TIMEOUT_S = 60.0
+MAX_METRIC_LINES = 250_000  # of a page of metrics: some six seconds; a server of vLLM has 1,000
 
 
 def trust(authorities: Path | None = None) -> ssl.SSLContext:
@@ -226,16 +228,15 @@ def base_url(url: str) -> str:
 
 def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:
     """Status and body of the answer, with any status. Raises `InputError` if there is no answer."""
-    answer = _answer(target, path, fields)
-    return answer.status_code, answer.content
+    return _answer(target, path, fields)
 
 
 def get(target: Target, path: str) -> bytes:
     """The body of the answer. Raises `InputError` if there is none, or its status is not 200."""
-    answer = _answer(target, path)
-    if answer.status_code != OK:
-        raise refusal(target, path, answer.status_code, answer.content)
-    return answer.content
+    status, body = _answer(target, path)
+    if status != OK:
+        raise refusal(target, path, status, body)
+    return body
 
 
 def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "") -> InputError:
@@ -252,18 +253,16 @@ def _answer(
     path: str,
     fields: dict[str, object] | None = None,
     certificate: Path | None = None,
-) -> httpx.Response:
+) -> PlainAnswer:
     """The answer to a POST of `fields`, or to a GET without any."""
     url = target.url + path
     try:
-        return httpx.request(
-            "GET" if fields is None else "POST",
+        return ask(
             url,
-            headers=target.headers,
-            json=fields,
-            timeout=ANSWER_TIMEOUT_S,
-            trust_env=False,
-            verify=verify(url, certificate),
+            fields,
+            key=target.api_key,
+            timeout_s=ANSWER_TIMEOUT_S,
+            trusted=verify(url, certificate),
         )
     except httpx.HTTPError as error:
         if untrusted := distrusted(error):
@@ -473,8 +472,8 @@ def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
     """
     # The engines' metrics: of a front, those of its replicas.
     path = REPLICA_METRICS if target.front else "/metrics"
-    answer = _answer(target, path, certificate=certificate)
-    return parsed_metrics(answer.text) if answer.status_code == OK else []
+    status, body = _answer(target, path, certificate=certificate)
+    return page_metrics(body, target.url + path) if status == OK else []
 
 
 def total(metrics: Sequence[Metric], *names: str) -> float | None:
@@ -509,6 +508,17 @@ def parsed_metrics(text: str) -> list[Metric]:
         for family in families_in(text)
         for sample in family.samples
     ]
+
+
+def page_metrics(page: bytes, source: str) -> list[Metric]:
+    """The metrics of a page that `source` gave, which may be anything; none where it is not in
+    Prometheus' text format. Raises `InputError` for a page of more lines than are read in seconds.
+    """
+    lines = page.count(b"\n")
+    if lines > MAX_METRIC_LINES:
+        problem = f"{source}: {lines:,} lines; at most {MAX_METRIC_LINES:,} are read"
+        raise InputError(problem, "name the /metrics of one server")
+    return parsed_metrics(page.decode("utf-8", "replace"))
 
 
 LOOK_TIMEOUT_S = 5.0
@@ -552,18 +562,21 @@ def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
     """
     try:
         trusted = verify(url, certificate)
+    except InputError:  # the certificate's file is missing
+        return Look("not trusted", answered=False)
+    try:
         status = _status(f"{url}/health", trusted)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Look("not trusted" if distrusted(error) else "no answer", answered=False)
-    except InputError:  # the certificate's file is missing
-        return Look("not trusted", answered=False)
+    except InputError:
+        return Look("unreadable", answered=False)
     try:
         metrics = scrape(Target(url, api_key, "", None, own=True), certificate)
     except InputError:  # it stopped in between
         metrics = []
     try:
         ready = _status(f"{url}/ready", trusted)
-    except httpx.HTTPError:
+    except (httpx.HTTPError, InputError):
         ready = None
     # Loading and draining look alike from outside: both are healthy and not ready.
     state = "ready" if ready in (OK, NOT_FOUND) else "not ready"
@@ -571,4 +584,4 @@ def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
 
 
 def _status(url: str, trusted: ssl.SSLContext | bool) -> int:
-    return httpx.get(url, timeout=LOOK_TIMEOUT_S, trust_env=False, verify=trusted).status_code
+    return ask(url, timeout_s=LOOK_TIMEOUT_S, trusted=trusted).status

@@ -311,7 +311,8 @@ class Upstream:
                     if not connection.kept:
                         raise
                     response = await self._ask(method, url, passed, body, connection)
-            if response.status < 200:  # another protocol, which nothing here speaks
+            # below: another protocol, which nothing here speaks; above: no status of HTTP
+            if not 200 <= response.status < 600:
                 response.close()
                 raise UpstreamError(LOST)
         except BaseException as error:  # also where it is cancelled

@@ -48,6 +48,7 @@ from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
 Name = Literal["prefill", "decode"]  # of a law
 
 POINTS_MIN = 8
+LEAST_S = 1e-9  # of a sample: no clock measures less, and a relative error has no bound there
 WORST_POINTS = 3  # named in a fit
 
 
@@ -239,7 +240,7 @@ def points_of(name: Name, measured: Sequence[PrefillPoint | DecodePoint]) -> Poi
     sizes = [point.batch_size for point in measured]
     lengths = [p.input_length if isinstance(p, PrefillPoint) else p.cached_length for p in measured]
     for point, size, length in zip(measured, sizes, lengths, strict=True):
-        if not point.seconds or min(point.seconds) <= 0.0:
+        if not point.seconds or min(point.seconds) < LEAST_S:
             problem = f"a sample of {min(point.seconds)} s" if point.seconds else "no samples"
             raise InputError(
                 f"{name} at N={size}, L={length}: {problem}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from toolkit.files.strict import parse_json, read_bytes
 
 HUB_ID = r"[\w.-]+/[\w.-]+"
 ADAPTER = "adapter_config.json"  # of peft, in the folder of a LoRA adapter
+MAX_CONFIG_BYTES = 8 << 20
+MAX_CONFIG_DEPTH = 12  # a recipe has it at depth 3, and at most 16
 HUB_S = 5.0  # the hub answers within this, or there is no network
 
 
@@ -140,7 +141,7 @@ def _hub_answers() -> bool:
 
 def _read(file: Path) -> Config:
     """The content of a config.json, with the quantization that ModelOpt writes beside it."""
-    data = parse_json(read_bytes(file), file)
+    data = _parsed(file)
     if not isinstance(data, dict):
         raise InputError(f"{file.name}: not a model's config.json", "it is a JSON object")
     if "model" in data and "hardware" in data:
@@ -150,7 +151,27 @@ def _read(file: Path) -> Config:
         raise InputError(f"{file.name}: not a model's config.json", hint)
     beside = file.with_name("hf_quant_config.json")
     if "quantization_config" not in data and beside.is_file():
-        given = json.loads(beside.read_bytes()).get("quantization")
+        beside_it = _parsed(beside)
+        given = beside_it.get("quantization") if isinstance(beside_it, dict) else None
         if isinstance(given, dict):
             data["quantization_config"] = {"quant_method": "modelopt", **given}
+    return data
+
+
+def _parsed(file: Path) -> object:
+    """The JSON in a file that came with a model. `InputError` for what is larger than any."""
+    content = read_bytes(file, most_bytes=MAX_CONFIG_BYTES)
+    data = parse_json(content, file)
+    level: list[object] = [data]
+    for _ in range(MAX_CONFIG_DEPTH):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise InputError(
+            f"{file.name}: nested more than {MAX_CONFIG_DEPTH} deep", "a config.json is flat"
+        )
     return data

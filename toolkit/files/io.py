@@ -212,16 +212,16 @@ def write_text(path: AnyPath, text: str) -> None:
 def write_bytes(path: AnyPath, content: bytes) -> None:
     """Replace a file atomically: readers see the old or the new content, also after a crash.
 
-    Missing folders are made. Behind a link, the file that the link names is replaced. A path that
-    is not a regular file (/dev/stdout, a pipe) is written to, since a file must never replace a
-    device. Raises `InputError` where the path cannot be written.
+    Missing folders are made. Behind a link, the file that the link names is replaced. A stream
+    (`is_stream`) is written to, since a file must never replace a device. Raises `InputError` where
+    the path cannot be written.
     """
-    target = Path(path).resolve()
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
-        if target.exists() and not target.is_file():
-            target.write_bytes(content)
+        target = target_of(path)
+        if is_stream(path):
+            Path(path).write_bytes(content)
             return
+        temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
         target.parent.mkdir(parents=True, exist_ok=True)
         with held():  # Ctrl-C leaves no temporary file
             try:
@@ -244,16 +244,49 @@ def write_bytes(path: AnyPath, content: bytes) -> None:
         raise _unwritable(path, error) from None
 
 
+def is_stream(path: AnyPath) -> bool:
+    """Whether the path is a character device, such as /dev/null, or an open descriptor of this
+    process that is no file: /dev/stdout, or the shell's `>(COMMAND)`.
+    """
+    place = Path(path)
+    return place.is_char_device() or (_is_descriptor(place) and place.exists() and _is_odd(place))
+
+
+def _is_descriptor(place: Path) -> bool:
+    named = str(place) in ("/dev/stdout", "/dev/stderr")
+    return named or str(place.parent) in ("/dev/fd", "/proc/self/fd")
+
+
+def _is_odd(place: Path) -> bool:
+    return not (place.is_file() or place.is_dir())
+
+
+def target_of(path: AnyPath) -> Path:
+    """The file that is written for `path`: behind a link, the one that it names.
+
+    Raises `OSError` for a folder, for a link that leads to itself, and for what no result is
+    written to: a named pipe waits until something reads it, and a disk would be overwritten.
+    """
+    place = Path(path)
+    try:
+        target = place.resolve()
+    except RuntimeError:  # Python up to 3.12 raises it for a loop of links
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if target.exists() and _is_odd(target) and not is_stream(place):
+        raise OSError(errno.ENOTSUP, "it is a named pipe, a socket or a device")
+    return target
+
+
 def check_writable(path: AnyPath) -> None:
     """Raise `InputError` where no file can be written at `path`.
 
     Called before long work, so that its result cannot be lost. It leaves nothing but the folder.
     """
-    target = Path(path).resolve()
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not target.exists() or target.is_file():
+        target = target_of(path)
+        if not is_stream(path):
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=target.parent):
                 pass

@@ -65,6 +65,7 @@ KEPT = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     "quantization_config",
 )
+LONGEST = 1 << 16  # characters of a key's value: a recipe is a page or two of text
 LONG = 8  # items: a longer list in quantization_config is left out of the recipe
 
 
@@ -341,8 +342,10 @@ def _line(pair: str, reason: str) -> list[str]:
 
 def _comment(text: str, indent: int = 0) -> list[str]:
     start = f"{' ' * indent}# "
+    # a folder's name may hold what YAML takes for the end of a line
+    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
     return wrap(
-        text,
+        shown,
         COLUMNS,
         initial_indent=start,
         subsequent_indent=start,
@@ -469,7 +472,7 @@ def _kept(config: Config) -> dict[str, object]:
     if "sliding_window" in merged:  # without the key, transformers gives some types a window
         kept["sliding_window"] = merged["sliding_window"]
     kinds = merged.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) != {FULL}:
+    if isinstance(kinds, list) and any(kind != FULL for kind in kinds):
         kept["layer_types"] = kinds
     given = kept.get("quantization_config")
     if isinstance(given, Mapping):
@@ -478,6 +481,15 @@ def _kept(config: Config) -> dict[str, object]:
             for key, value in given.items()
             if not isinstance(value, list) or len(value) <= LONG
         }
+    for key, value in kept.items():
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except ValueError:
+            problem = f"the config's {key} is or has NaN or an infinity"
+            raise InputError(problem, "give a finite number") from None
+        if len(text) > LONGEST:
+            problem = f"the config's {key} has {len(text):,} characters"
+            raise InputError(problem, f"a recipe takes {LONGEST:,} of it")
     return kept
 
 

@@ -9,7 +9,7 @@ hardware is only a claim, a foreign server reports little, and older files hold 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,20 +26,26 @@ Identity = Mapping[str, str]  # property to value; an absent property is not kno
 OnForeign = Callable[[str], None]
 
 
+# Laws have a table of all batch sizes up to the largest.
+Rows = Annotated[int, Field(ge=1, le=1 << 16)]
+Length = Annotated[int, Field(ge=0, lt=1 << 31)]
+Measured = Annotated[float, Field(le=1e6)]  # seconds; a fit refuses those that are not above 0
+
+
 class PrefillPoint(Strict):
     """T_prefill(N, L), every repeat."""
 
-    batch_size: int
-    input_length: int
-    seconds: list[float]
+    batch_size: Rows
+    input_length: Length
+    seconds: list[Measured]
 
 
 class DecodePoint(Strict):
     """One decode iteration at cached length l: tau(l, N), every repeat."""
 
-    batch_size: int
-    cached_length: int
-    seconds: list[float]
+    batch_size: Rows
+    cached_length: Length
+    seconds: list[Measured]
 
 
 class SlicePoint(Strict):
@@ -48,10 +54,10 @@ class SlicePoint(Strict):
     Wall time from dispatch to result, whatever the profile's clock is.
     """
 
-    batch_size: int
-    input_length: int
-    steps: int
-    seconds: float
+    batch_size: Rows
+    input_length: Length
+    steps: Length
+    seconds: Measured
 
 
 class MemoryPoint(Strict):

@@ -30,6 +30,7 @@ from toolkit.errors import InputError, nearest
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+LONG_KEY = 80  # characters of a key in a message
 MAX_LINES = 3  # of problems in one error
 MAX_FILE_BYTES = 1 << 28  # of JSON
 # The share of equal keys above which a file is taken for another kind. A fit and a profile, the
@@ -141,7 +142,7 @@ def _shown(value: object) -> str:
 
 
 def _path(where: Location) -> str:
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part[:LONG_KEY]}" for part in where)
     return "".join(parts).lstrip(".")
 
 
@@ -162,8 +163,9 @@ def _suggest(key: str, parents: Location, model: type[BaseModel]) -> str:
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
     for part in parents:
-        inner = None if isinstance(part, int) else _model_in(model.model_fields[part].annotation)
-        model = inner or model
+        # a part may also be a place in a list or a key of a mapping
+        inner = model.model_fields.get(str(part))
+        model = (_model_in(inner.annotation) if inner else None) or model
     return nearest(key, model.model_fields)
 
 
@@ -182,15 +184,15 @@ def _model_in(annotation: object) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := _model_in(part))), None)
 
 
-def read_bytes(file: Path, hint: str = "") -> bytes:
-    """Read a whole file. `InputError` where it cannot be read or is larger than 256 MiB."""
+def read_bytes(file: Path, hint: str = "", most_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Read a whole file. `InputError` where it cannot be read or is larger than `most_bytes`."""
     try:
         with file.open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
+            content = stream.read(most_bytes + 1)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}", hint) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise InputError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB", hint)
+    if len(content) > most_bytes:
+        raise InputError(f"{file}: larger than {most_bytes >> 20} MiB", hint)
     return content
 
 

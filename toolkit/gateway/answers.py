@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import msgspec
@@ -123,6 +124,7 @@ class PassingAnswer(Passing):
         self._call = call
         self._about: dict[str, Raw] = {}  # what all events of the answer say of it
         self._channels: dict[tuple[int, str], _Channel] = {}
+        self._roles: set[int] = set()  # choices of which the client has the role
         self._finished: set[int] = set()  # choices of which the client has the end
         self._ended_here: set[int] = set()  # choices that ended in this attempt
         self._usage_sent = False
@@ -465,7 +467,9 @@ class PassingAnswer(Passing):
             if ended_before:  # the client has its end: nothing of it is new
                 remade = True
                 continue
-            passes |= bool(texts or tools or choice.finish_reason or ids)
+            role = choice.delta is not None and bool(choice.delta.role)
+            role &= choice.index not in self._roles
+            passes |= bool(texts or tools or choice.finish_reason or ids or role)
             remade |= cut
             made += [
                 self._made(choice, name, text, ids if number == 0 else [])
@@ -476,7 +480,9 @@ class PassingAnswer(Passing):
         if not passes or (remade and not made):
             return b""
         self.begun = True
-        return b"".join(made) if remade else self._renamed(event, fields, usage)
+        out = b"".join(made) if remade else self._renamed(event, fields, usage)
+        self._roles |= {one.index for one in read.choices if one.delta and one.delta.role}
+        return out
 
     def _new(self, choice: _Choice) -> tuple[list[tuple[str, str]], list[int] | None, bool]:
         """What of a choice is new for the client: its texts and ids; and whether anything is not.
@@ -573,7 +579,7 @@ class PassingAnswer(Passing):
             if usage is not None:
                 named["usage"] = _counts(usage)
             if b'"role"' in event:
-                named["choices"] = _without_roles(fields["choices"])
+                named["choices"] = _without_roles(fields["choices"], self._roles)
             event = _PROMPT_IDS.sub(b"", b"data: " + _encode(named))
         if b'token_ids"' in event and not self._call.wants_ids:
             event = _IDS.sub(b"", event)
@@ -585,6 +591,8 @@ class PassingAnswer(Passing):
         if self._call.chat:
             name = "content" if channel in ("", TEXT) else channel
             choice["delta"] = {name: text} if text else {}
+            if read.delta is not None and read.delta.role and read.index not in self._roles:
+                choice["delta"]["role"] = read.delta.role
         else:
             choice["text"] = text
         choice |= {"logprobs": None, "finish_reason": read.finish_reason}
@@ -612,10 +620,12 @@ def _counts(usage: CountedUsage) -> dict[str, int]:
     }
 
 
-def _without_roles(choices: Raw) -> list[dict[str, Any]]:
-    """Choices of an event without roles in their deltas: the client was told it before."""
+def _without_roles(choices: Raw, told: Container[int]) -> list[dict[str, Any]]:
+    """Choices of an event without the roles in their deltas of which the client was `told`."""
     listed: list[dict[str, Any]] = [*msgspec.json.decode(choices, type=list[dict[str, Raw]])]
     for choice in listed:
+        if decoded(choice.get("index", Raw(b"0")), int) not in told:
+            continue
         delta = decoded(choice.get("delta", Raw(b"null")), dict[str, Raw])
         if delta is not None:
             delta.pop("role", None)

@@ -120,6 +120,7 @@ class PassedRequest:
         self._cut = ""
         self._first_s = self._last_s = math.nan
         self._max_gap_s = 0.0
+        self._seen_tokens = 0  # that the statistics have, as they came
         self._head_sent = False
         self._excluded: set[int] = set()
         self._outgrown = 0  # the longest context that it did not fit into
@@ -421,6 +422,7 @@ class PassedRequest:
                     self.streaming = True
                     gateway.balancer.first_token(self._id, at_s)
                 gateway.stats.count_tokens(passing.new_tokens, self.arrival_s, self._last_s, at_s)
+                self._seen_tokens += passing.new_tokens
                 self._last_s = at_s
             if out:
                 self.waiting = False
@@ -491,6 +493,8 @@ class PassedRequest:
             targets = (limit for key, limit in stats.sla.items() if key.startswith("e2e_"))
             stats.within_targets += all(e2e_s <= limit for limit in targets)
         else:
+            if self._passing.usage is not None:  # without ids an event may have several tokens
+                stats.generation_tokens += max(tokens - self._seen_tokens, 0)
             times = self.arrival_s, self._first_s, self._last_s
             stats.count_end(self._status, *times, tokens, self._max_gap_s)
         if gateway.log is not None:

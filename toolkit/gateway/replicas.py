@@ -32,7 +32,7 @@ from toolkit.endpoints.target import Models, Version, error_text, parsed_metrics
 from toolkit.endpoints.upstream import HttpClient, Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.gateway.calls import CHAT, COMPLETIONS
-from toolkit.gateway.sources import split_kind
+from toolkit.gateway.sources import once, spelled, split_kind
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 from toolkit.serve.background import Background
@@ -237,13 +237,15 @@ class ReplicaPool:
         names = [kind.traits.kind for kind in self.kinds]
         unnamed = None if names[1:] else 0  # None: the kind is to be read
         wanted: dict[str, int | None] = {}
-        for text in listed:
-            name, url = split_kind(text.rstrip("/"))
+        for name, text in map(split_kind, listed):
+            url = spelled(text)
             if name and name not in names:
                 several = f"kinds of this plan: {', '.join(names)}"
                 hint = several if names[1:] else "this plan is no fleet"
                 raise InputError(f"replica {text}: there is no kind '{name}'", hint)
             wanted[url] = names.index(name) if name else unnamed
+        same = set(once(wanted))
+        wanted = {url: kind for url, kind in wanted.items() if url in same}
         known = {one.url: one.kind if one.kind_listed else None for one in self.replicas}
         new = [url for url, kind in wanted.items() if url not in known or known[url] != kind]
         upstreams = {url: self._upstream(url) for url in new}

@@ -18,7 +18,14 @@ from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import Value
 from toolkit.serve.control import Scope
 
-FIELDS = {"set", "why", "owner", "replica"}
+
+class ReplicaRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a client asks a front for; `owner` is of no effect, as it gives no lease."""
+
+    settings: dict[str, bool | int | float | str] = msgspec.field(name="set", default_factory=dict)
+    why: str = ""
+    owner: str = ""
+    replica: str = ""
 
 
 class ReplicaSettings:
@@ -48,22 +55,22 @@ class ReplicaSettings:
     async def ask(self, _: Scope, fields: object) -> dict[str, Any]:
         """Answer a request, as `toolkit.serve.control` passes it."""
         try:
+            request = msgspec.convert(fields, ReplicaRequest)
+        except msgspec.ValidationError as error:
+            return {
+                "error": "a front before several servers takes set, replica and why alone: "
+                f"{str(error)[:200]}",
+                "hint": "it gives no lease: tune one server alone, and set its values here",
+                "status": 400,
+            }
+        try:
             async with self._lock:
-                return await self._answer(fields)
+                return await self._answer(request)
         except InputError as error:
             return {"error": error.message, "hint": error.hint, "status": 422}
 
-    async def _answer(self, fields: object) -> dict[str, Any]:
-        if not isinstance(fields, dict) or not fields.keys() <= FIELDS:
-            raise InputError(
-                "a front before several servers takes set, replica and why alone",
-                "it gives no lease: tune one server alone, and set its values here",
-            )
-        settings = fields.get("set", {})
-        why = fields.get("why", "")
-        name = fields.get("replica", "")
-        if not (isinstance(settings, dict) and isinstance(why, str) and isinstance(name, str)):
-            raise InputError("set is an object of settings, replica and why are text", "")
+    async def _answer(self, request: ReplicaRequest) -> dict[str, Any]:
+        settings, why, name = request.settings, request.why, request.replica
         if not self._clients:
             raise InputError("no replica is ready", "wait until one is")
         if name and name not in self._clients:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from toolkit.endpoints.foreign import UNREADABLE, decoded
+from toolkit.endpoints.target import server_url
 from toolkit.endpoints.upstream import Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
@@ -54,7 +55,7 @@ class GivenReplicas(ReplicaSource):
     """URLs of the command line."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        self._urls = list(dict.fromkeys(map(_checked, urls)))
+        self._urls = once(map(_checked, urls))
 
     async def wait(self) -> bool:
         return False
@@ -121,7 +122,7 @@ class ListedReplicas(ReplicaSource):
             why = error.strerror if isinstance(error, OSError) else "not text"
             raise InputError(f"{self._path}: cannot be read: {why}", HINT) from None
         texts = [line.partition("#")[0].strip() for line in lines]
-        urls = list(dict.fromkeys(_checked(text) for text in texts if text))
+        urls = once(_checked(text) for text in texts if text)
         if not urls:  # it may be about to be written
             raise InputError(f"{self._path}: it lists no replica", HINT)
         if len(urls) > MAX_REPLICAS:
@@ -357,10 +358,31 @@ async def follow_source(
 
 
 def _checked(text: str) -> str:
-    text = text.rstrip("/")
-    url = split_kind(text)[1]
-    Upstream(url if not url.startswith("https") else "http" + url[5:], ANSWER_S)
-    return text
+    """The replica in its one spelling. Raises `InputError` for what no request can be sent to."""
+    kind, url = split_kind(text)
+    Upstream(url if not url.lower().startswith("https") else "http" + url[5:], ANSWER_S)
+    return f"{kind}={spelled(url)}" if kind else spelled(url)
+
+
+def spelled(url: str) -> str:
+    """A replica's URL in one spelling: scheme and host in lower case, without the default port, a
+    last slash and /v1. Raises `InputError` where it is no URL of a server.
+    """
+    return str(server_url(url)).rstrip("/").removesuffix("/v1")
+
+
+def once(urls: Iterable[str]) -> list[str]:
+    """These replicas without those that are the same server, in the first spelling of each.
+
+    `localhost` is 127.0.0.1 here, and is still asked by its name: a certificate may have only that.
+    No other name is resolved: what it stands for may change, and two names may lead to several
+    servers behind one address.
+    """
+    found: dict[tuple[str, str], str] = {}
+    for text in urls:
+        kind, url = split_kind(text)
+        found.setdefault((kind, re.sub(r"(?<=://)localhost(?=[:/]|$)", "127.0.0.1", url)), text)
+    return list(found.values())
 
 
 def _port(text: str, source: str) -> int:

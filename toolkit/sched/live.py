@@ -155,7 +155,7 @@ class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         why: for the log, in one line; without settings it is a word that `llmctl set` shows.
     """
 
-    settings: dict[str, Any] = msgspec.field(name="set", default_factory=dict)
+    settings: dict[str, bool | int | float | str] = msgspec.field(name="set", default_factory=dict)
     owner: str = ""
     lease_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_S)] | None = None
     why: str = ""
@@ -171,8 +171,13 @@ def request_of(fields: object) -> ControlRequest:
         ) from None
     if request.lease_s is not None and not request.owner:
         raise InputError("a lease has an owner", "send one with lease_s")
-    why = " ".join(request.why.split())[:200]
-    return msgspec.structs.replace(request, owner=request.owner[:MAX_NAME], why=why)
+    owner, why = _plain(request.owner)[:MAX_NAME], _plain(request.why)[:200]
+    return msgspec.structs.replace(request, owner=owner, why=why)
+
+
+def _plain(text: str) -> str:
+    """A text for logs and terminals: one line, with '?' for what is no character to be seen."""
+    return "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +241,9 @@ class SettingsControl:
         self.expire()
         try:
             request = request_of(fields)
+        except InputError as error:
+            return {"error": error.message, "hint": error.hint, "status": 400}
+        try:
             lease = self._lease
             wants = bool(request.settings or request.why) or request.lease_s is not None
             if lease is not None and wants and request.owner != lease.owner:

@@ -34,6 +34,8 @@ LOG = "log"  # the name of the format of all such files
 
 SAMPLE = 1000  # rows from which columns and units are found
 SHOWN = 12  # columns in a message
+LONG_NAME = 60  # characters of a column's name in a message
+MAX_COLUMNS = 4096  # names of columns, those of nested objects included
 NAMED = 6  # columns in the note about what was not used
 # A mean gap above this many seconds is taken as a sign of another unit.
 SLOW_S = 10.0
@@ -151,6 +153,15 @@ def parse_columns(text: str) -> dict[str, NamedColumn]:
     return chosen
 
 
+def refuse_many(count: int, source: str) -> None:
+    """Raise `InputError` for more columns than a log has."""
+    if count > MAX_COLUMNS:
+        raise InputError(
+            f"{source}: {count:,} columns in its first rows; at most {MAX_COLUMNS:,} are read",
+            "cut it to the columns of times and lengths",
+        )
+
+
 def squeezed(name: str) -> str:
     """A name without its case and its spelling: 'Prompt Tokens' and `promptTokens` are equal."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
@@ -252,6 +263,7 @@ class _Finder:
         self._source = source
         # in the order in which they come; those of nested objects, too
         self.paths = list(dict.fromkeys(path for row in self._rows for path in _leaves(row, ())))
+        refuse_many(len(self.paths), source)
         self.taken: dict[str, _Column] = {}
         for role in sorted(ROLES, key=lambda role: role not in chosen):
             path = self._named(chosen[role]) if role in chosen else self._usual(role)
@@ -397,7 +409,7 @@ def not_used(names: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str], most: int = SHOWN) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:most])
+    shown = ", ".join(f"'{name[:LONG_NAME]}'" for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -419,7 +419,8 @@ def unknown(found: Collection[str], lacking: InputError, source: str) -> InputEr
     those found. It is `lacking` where less than two columns are those of one format.
     """
     nearest = max(FORMATS, key=lambda candidate: len(set(candidate.required) & set(found)))
-    columns = ", ".join(f"'{column}'" for column in found)
+    listed = [f"'{column[:60]}'" for column in found]
+    columns = ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if listed[12:] else "")
     missing = [column for column in nearest.required if column not in found]
     if len(nearest.required) - len(missing) == 1:
         return lacking

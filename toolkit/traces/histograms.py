@@ -126,13 +126,27 @@ def choose_model(models: Iterable[str], model: str | None, source: str) -> str:
     return model if model is not None else known[0]
 
 
+def bound_of(text: str, source: str) -> float:
+    """The greatest length of a bucket, from its label `le`. `InputError` for what is no bound."""
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = math.nan
+    if not bound >= 0:
+        raise InputError(f"{source}: a bucket's le is '{text[:40]}'", "it is a number of tokens")
+    return bound
+
+
 def _histogram(samples: Sequence[Sample], name: str, source: str) -> LengthHistogram:
     """One histogram, summed over all engines."""
     cumulative: dict[float, float] = {}
     total = 0.0
     for sample, labels, value in samples:
+        if sample.startswith(name) and not 0 <= value < ABOVE:
+            problem = f"{source}: {sample} is {value:g}"
+            raise InputError(problem, "counters are finite and not below 0")
         if sample == f"{name}_bucket":
-            bound = float(labels["le"])
+            bound = bound_of(labels.get("le", ""), source)
             cumulative[bound] = cumulative.get(bound, 0.0) + value
         elif sample == f"{name}_sum":
             total += value

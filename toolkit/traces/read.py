@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import math
 import zlib
@@ -39,6 +40,10 @@ from toolkit.traces.sharing import Problems, Sharing
 from toolkit.traces.types import Trace
 
 SHOWN = 40  # characters of a value in a message
+MAX_LINE = 64 << 20  # characters of a line; a row with the blocks of its prompt has some thousand
+MAX_WHOLE = 1 << 30  # characters of a file that is one value of JSON
+MAX_UNPACKED = 1 << 28  # bytes of a gzip file, and beyond: so many times its size on disk
+MAX_RATIO = 100
 GZIP = b"\x1f\x8b"  # the first bytes of a file that is packed with gzip
 SEPARATORS = ",;\t"  # of CSV: the first of the most frequent ones in the header
 
@@ -140,6 +145,8 @@ def read_trace(
         with _open(path) as file:
             names, records = _open_records(file, path.name)
             sample = list(islice(records, columns.SAMPLE))
+            keys = {key for record in sample for key in record or ()}
+            columns.refuse_many(len(keys), path.name)
             form = _format_of(names, sample, path.name, chosen or {}, counter)
             records = chain(sample, records)
             whole = form.whole(records, path.name) if form.whole else records
@@ -157,8 +164,46 @@ def _open(path: Path) -> TextIO:
     with path.open("rb") as file:
         packed = file.read(len(GZIP)) == GZIP
     if packed:
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+        return io.TextIOWrapper(_BoundedGzip(path), encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")
+
+
+class _BoundedGzip(gzip.GzipFile):
+    """A gzip file. Raises `InputError` where it unpacks to far more than traces do, which packed
+    have a third to a thirtieth of their size.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+        self._path = path
+        self._most = max(MAX_UNPACKED, MAX_RATIO * path.stat().st_size)
+
+    def read1(self, size: int = -1) -> bytes:
+        if self.tell() > self._most:
+            raise InputError(
+                f"{self._path}: unpacks to more than {self._most:,} bytes, {MAX_RATIO} times its "
+                "size",
+                "unpack it first, and look at it",
+            )
+        return super().read1(size)
+
+
+def _lines(file: TextIO, source: str) -> Iterator[str]:
+    """The lines of a file. Raises `InputError` for one that is longer than any row."""
+    while line := file.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
+            problem = f"{source}: a line of {MAX_LINE:,} characters or more"
+            raise InputError(problem, formats.KNOWN)
+        yield line
+
+
+def _whole(file: TextIO, source: str) -> str:
+    """All of a file. Raises `InputError` for one that is too long to be one value of JSON."""
+    text = file.read(MAX_WHOLE + 1)
+    if len(text) > MAX_WHOLE:
+        problem = f"{source}: one value of JSON with more than {MAX_WHOLE:,} characters"
+        raise InputError(problem, "write a row per line: jq -c .[] FILE")
+    return text
 
 
 def _format_of(
@@ -238,7 +283,7 @@ def _read_folder(folder: Path) -> tuple[Trace, ReadReport]:
 def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record]]:
     """The column names and the rows of CSV or JSON: the file's first character decides."""
     head = ""
-    while not head and (line := file.readline()):
+    while not head and (line := file.readline(MAX_LINE)):
         head = line.strip()
     file.seek(0)
     if head == "":
@@ -247,16 +292,17 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
         lines = _csv_lines(file, source, max(SEPARATORS, key=head.count))
         cells = next((line for line in lines if "".join(line).strip()), [])
         names = [name.strip() for name in cells]
+        columns.refuse_many(len(names), source)
         # A short row has None for missing columns. Values beyond the columns of a row are ignored.
         return names, (dict(zip_longest(names, line[: len(names)])) for line in lines if line)
     values: Iterable[object]
     if head[0] == "[":
         values = _json_array(file, source)
-    elif _lenient(head) is None and (whole := _lenient(file.read())):
+    elif _lenient(head) is None and (whole := _lenient(_whole(file, source))):
         values = [whole]  # an object over several lines
     else:
         file.seek(0)
-        values = _json_lines(file)
+        values = _json_lines(file, source)
     records = (value if isinstance(value, dict) else None for value in values)
     for skipped, record in enumerate(records):
         if record is not None:
@@ -265,15 +311,15 @@ def _open_records(file: TextIO, source: str) -> tuple[list[str], Iterator[Record
 
 
 def _csv_lines(file: TextIO, source: str, separator: str) -> Iterator[list[str]]:
-    reader = csv.reader(file, delimiter=separator)
+    reader = csv.reader(_lines(file, source), delimiter=separator)
     try:
         yield from reader
     except csv.Error as error:
         raise InputError(f"{source}: line {reader.line_num}: {error}") from error
 
 
-def _json_lines(file: TextIO) -> Iterator[object]:
-    for line in file:
+def _json_lines(file: TextIO, source: str) -> Iterator[object]:
+    for line in _lines(file, source):
         if line.strip():
             try:
                 yield msgspec.json.decode(line)
@@ -292,7 +338,7 @@ def _lenient(text: str) -> object:
 
 
 def _json_array(file: TextIO, source: str) -> list[object]:
-    text = file.read()
+    text = _whole(file, source)
     try:
         values: object = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.files.io import write_text
+from toolkit.files.io import target_of, write_text
 from toolkit.traces.formats import MOONCAKE_BLOCK
 from toolkit.traces.types import Sessions, Trace
 
@@ -118,11 +118,11 @@ class TraceLog:
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self.lines = 0  # written lines
         self.lost = 0  # lines that could not be written
-        self._path = path.resolve()
         self._max_bytes = max_bytes
         self._offset_s = time.time() - time.monotonic()
         self._torn = False  # the last line has no line end
         try:
+            self._path = target_of(path)
             if self._path.is_file():
                 with self._path.open("rb") as file:
                     first = file.readline(1 << 12)

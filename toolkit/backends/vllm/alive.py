@@ -25,6 +25,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 PAGE_S = 5.0  # for /metrics
+MOST_BYTES = 32 << 20  # of an answer
 NEVER = 1
 HANGS = 3  # exit codes
 # What vLLM's engine reports with each pass; vLLM's API server changes none of it by itself.
@@ -38,7 +39,9 @@ _FIGURES = re.compile(
 def metrics(url: str) -> str:
     """The server's page of metrics; '' without an answer."""
     try:
-        page: bytes = build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=PAGE_S).read()
+        page: bytes = (
+            build_opener(ProxyHandler({})).open(f"{url}/metrics", timeout=PAGE_S).read(MOST_BYTES)
+        )
     except (OSError, HTTPException):
         return ""
     return page.decode(errors="replace")
@@ -63,7 +66,7 @@ def generates(url: str, model: str, limit_s: float, key: str = "") -> bool:
         headers["Authorization"] = f"Bearer {key}"
     request = Request(f"{url}/v1/completions", json.dumps(fields).encode(), headers)
     try:
-        build_opener(ProxyHandler({})).open(request, timeout=limit_s).read()
+        build_opener(ProxyHandler({})).open(request, timeout=limit_s).read(MOST_BYTES)
     except HTTPError as error:
         return error.code < 500
     except (OSError, HTTPException):

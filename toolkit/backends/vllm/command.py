@@ -245,11 +245,12 @@ class VllmServer:
         """Whether /health answers 200 now."""
         import httpx  # here: code inside vLLM imports this module, and does not need httpx
 
+        from toolkit.endpoints.ask import ask
+
         try:
-            page = httpx.get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_S, trust_env=False)
-        except httpx.HTTPError:
+            return ask(f"{self.url}/health", timeout_s=HEALTH_TIMEOUT_S).status == 200
+        except (httpx.HTTPError, InputError):
             return False
-        return page.status_code == 200
 
     @property
     def running(self) -> bool:

@@ -119,9 +119,16 @@ def from_words(words: Iterable[str]) -> dict[str, Value]:
     return {key: value(text) for key, text in (split(word, "slice_tokens=64") for word in words)}
 
 
+def _is_finite(value: Any) -> bool:
+    """Whether a client's value is a finite number: it may be a list or nothing, too, or an integer
+    beyond any float.
+    """
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
 def check(owner: str, name: str, kind: type, value: Value, limits: Parameter) -> None:
     """`InputError`, naming `owner`, if a value has the wrong type or is not within its limits."""
-    where = f"{owner}: {name} is {value!r}"
+    where = f"{owner}: {name} is {repr(value)[:80]}"
     if limits.choices:
         if value not in limits.choices:
             raise InputError(f"{where}; it is one of {', '.join(limits.choices)}", limits.doc)
@@ -130,7 +137,7 @@ def check(owner: str, name: str, kind: type, value: Value, limits: Parameter) ->
         if not isinstance(value, bool):
             raise InputError(f"{where}; it is true or false", limits.doc)
         return
-    if isinstance(value, (bool, str)) or not math.isfinite(value):
+    if isinstance(value, (bool, str)) or not _is_finite(value):
         raise InputError(f"{where}; it is a number", limits.doc)
     if kind is int and not isinstance(value, int):
         raise InputError(f"{where}; it is a whole number", limits.doc)
