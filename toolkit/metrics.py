@@ -33,6 +33,7 @@ from toolkit.files.tuning import UNSERVED
 Floats = NDArray[np.float64]
 MOST_BEHIND_PERCENT = 5.0  # a server that is further behind does not keep up
 FRONT = "front_mean_s"  # the part of the front in the mean time to first token
+SERVED = "served_rps"  # of sessions in a closed loop (`sessions_rate_rps`)
 SHORTEST_S = 1e-12  # of a makespan, and of a window: a shorter one has no rate
 
 
@@ -119,6 +120,28 @@ def window_rate_rps(served: Served, *, closed: bool = False) -> float:
     if span_s >= SHORTEST_S and not closed:
         return (len(served) - 1) / span_s
     return len(served) / makespan_s(served) if served.ok.any() else 0.0
+
+
+def sessions_rate_rps(served: Served, first: NDArray[np.int64]) -> float:
+    """Requests of sessions that are served, per second, while sessions keep starting; 0 where they
+    start at once.
+
+    Turns follow the answers before, so arrivals have no rate of their own, and a trace begins and
+    ends with few sessions under way. So this counts from when most of the first ones have ended
+    (the 95th percentile of their lengths, at most half of the time) to the last start. `first`: the
+    row of the first turn of each row's session.
+    """
+    heads = first == np.arange(len(served))
+    last_s = float(served.arrival_s[heads].max())
+    begin_s = float(served.arrival_s.min())
+    ends_s = np.zeros(len(served))
+    np.maximum.at(ends_s, first, served.finish_s)
+    lengths_s = (ends_s - served.arrival_s)[heads]
+    begin_s += min(float(np.percentile(lengths_s, 95.0)), 0.5 * (last_s - begin_s))
+    if last_s - begin_s < SHORTEST_S:
+        return 0.0
+    ended = served.ok & (served.finish_s > begin_s) & (served.finish_s <= last_s)
+    return float(ended.sum()) / (last_s - begin_s)
 
 
 def pooled_goodput_rps(

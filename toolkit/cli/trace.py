@@ -239,7 +239,9 @@ class ConvertOptions(ReadOptions):
         None, "With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
     )
     seed: int | None = option(
-        None, "With --draw-rate: draw from this seed; the same seed gives the same times.", min=0
+        None,
+        "With --draw-rate or --repeat: draw from this seed; the same seed gives the same times.",
+        min=0,
     )
     divide: float | None = option(
         None, "Divide all lengths by this factor; what prompts share stays shared."
@@ -248,6 +250,12 @@ class ConvertOptions(ReadOptions):
         None, "Scale lengths to this context, in tokens; needs --max-new-tokens."
     )
     max_new_tokens: int | None = option(None, "Scale outputs to this many tokens.")
+    repeat: int = option(
+        1,
+        "Repeat the trace so often, end to end, as `capacity` does with a short one: with other "
+        "requests at its own times, and with sessions and contents of their own.",
+        min=1,
+    )
     as_json: JsonOption = False
 
 
@@ -259,6 +267,7 @@ def convert(args: ConvertOptions) -> None:
     The cut comes last, so its seconds are those of the scaled trace, as in `tune` and `bench`.
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
+    from toolkit.traces.repeat import repeated
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
 
     if (args.max_model_len is None) != (args.max_new_tokens is None):
@@ -269,8 +278,10 @@ def convert(args: ConvertOptions) -> None:
         both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
     if args.draw_rate is None:
-        drawn = {"--cv": args.cv, "--seed": args.seed}
-        refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
+        why = "without --draw-rate nothing is drawn"
+        refuse_useless({"--cv": args.cv}, why, "add --draw-rate")
+        if args.repeat == 1:
+            refuse_useless({"--seed": args.seed}, why, "add --draw-rate")
     loaded, _ = _read(args)
     if args.draw_rate is not None:
         arrivals = Arrivals(args.draw_rate, 1.0 if args.cv is None else args.cv)
@@ -281,6 +292,7 @@ def convert(args: ConvertOptions) -> None:
         loaded = divide_lengths(loaded, args.divide)
     if args.max_model_len is not None and args.max_new_tokens is not None:
         loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
+    loaded = repeated(loaded, args.repeat, args.seed or 0)
     loaded = excerpt(loaded, args.start, args.duration)
     put_trace(loaded, args.out, args.as_json)
 

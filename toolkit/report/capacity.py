@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.files.capacity import Capacities
+from toolkit.files.tuning import changes_in_words
 from toolkit.report.page import render_page
 from toolkit.report.parts import (
     Badge,
@@ -15,9 +16,20 @@ from toolkit.report.parts import (
     chart,
     metric_name,
 )
-from toolkit.units import counted, number
+from toolkit.units import bracketed, counted, number
 
 CURVE_RATIO = 2.0  # the used share of a limit up to which the chart goes
+
+
+def changes_of(result: Capacities, *, repeats: bool = True) -> str:
+    """What makes the requests other ones than the trace's, where that is the same for all rows;
+    else where it stands. Without `repeats` it leaves out that the trace is repeated, which depends
+    on the rate.
+    """
+    each = [one.changes if repeats else changes_in_words(one.scaling) for one in result.capacities]
+    if len(set(each)) > 1:
+        return "changed as said below"
+    return each[0] if each else ""
 
 
 def conclusion(result: Capacities) -> list[str]:
@@ -29,9 +41,11 @@ def conclusion(result: Capacities) -> list[str]:
         error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
         most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
         which = f"{best.name}: " if len(result.capacities) > 1 else ""
-        lines.append(f"{which}all targets hold up to {most} on the whole trace")
+        lines.append(f"{which}all targets hold up to {most} on {best.traffic}")
         if best.at_least:
-            lines.append("  at more, the trace is over before a request could miss a target")
+            lines.append("  at more, the trace is over before its queue could grow")
+        if len({one.traffic for one in kept}) > 1:
+            lines += [f"  {one.name}: on {one.traffic}" for one in kept if one is not best]
     if result.wanted_rps is not None:
         able = [one for one in result.capacities if one.needed is not None]
         wanted = f"{number(result.wanted_rps)} requests/s"
@@ -41,7 +55,8 @@ def conclusion(result: Capacities) -> list[str]:
         fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
         assert fewest.needed is not None
         gpus = counted(fewest.needed.gpus, "GPU")
-        lines.append(f"the fewest for {wanted}: {gpus}, {fewest.name}")
+        about = bracketed(changes_in_words(fewest.scaling))
+        lines.append(f"the fewest for {wanted}{about}: {gpus}, {fewest.name}")
         prices = [
             (one.needed.usd_per_hour, one)
             for one in able
@@ -57,7 +72,8 @@ def capacity_page(result: Capacities) -> str:
     """The page as HTML. The same result gives the same text."""
     names = list(dict.fromkeys(one.recipe for one in result.capacities))
     title = f"Capacity of {' and '.join(names)}"
-    traffic = f"{result.trace.requests:,} requests of {result.trace.source}"
+    about = bracketed(result.trace.changes)
+    traffic = f"{result.trace.requests:,} requests of {result.trace.source}{about}"
     return render_page(title, f"For {traffic}.", [_answer(result), _curves(result)])
 
 

@@ -7,8 +7,9 @@ keep all limits, and how many workers a given rate takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -20,12 +21,21 @@ from toolkit.sched.policies import BUILT_IN, make_any, refusal, refuse_unservabl
 from toolkit.sim.api import usual_policies
 from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import scale_rate
+from toolkit.traces.windows import check_rate
 from toolkit.tuning.alternatives import WORKERS_MAX
-from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
+from toolkit.tuning.capacity import (
+    MOST_REPEATED,
+    ROUNDS_AT_ONCE,
+    Capacity,
+    LoadPoint,
+    LoadSearch,
+    at_concurrency,
+    at_rate,
+    rate_capacity,
+)
 from toolkit.tuning.evaluate import EvaluationSetup, make_world
 from toolkit.tuning.executor import Evaluate, keeps_limits
-from toolkit.tuning.workload import check_length, own_settings, whole_setup
+from toolkit.tuning.workload import own_settings, whole_setup
 
 ALL = "all"
 FIRST_CONCURRENCY = 64.0  # that is tried, of each worker
@@ -156,50 +166,67 @@ def measure(
 ) -> Measured:
     """The capacity of a deployment, and how many workers `rate_rps` takes.
 
-    Raises `InputError` where the trace has no rate, or is shorter than the longest target at
-    `rate_rps`.
+    Raises `InputError` where the trace has no rate, or is too short for `rate_rps`, however often
+    it is repeated.
     """
     setup = deployment.setup(trace)
     tried: list[LoadPoint] = []
     rate = rate_capacity(setup, deployment.outcome, evaluate, tried)
     at_once = None
     if concurrency:
-        at_once = concurrency_capacity(setup, deployment, evaluate)
+        at_once = concurrency_capacity(setup, deployment, evaluate, rate.load if rate else 0.0)
     needed = None
     if rate_rps is not None:
         guess = rate_rps / rate.load * deployment.recipe.workers if rate else 1.0
-        needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate)
+        known = {deployment.recipe.workers: False} if _breaks(tried, rate_rps) else {}
+        needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate, known)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
     return Measured(deployment, rate, at_once, needed, lowest)
 
 
+def _breaks(tried: Sequence[LoadPoint], rate_rps: float) -> bool:
+    """Whether this rate, or a lower one, was tried and breaks a limit: more load is worse."""
+    return any(point.load <= rate_rps and not point.kept for point in tried)
+
+
 def concurrency_capacity(
-    setup: EvaluationSetup, deployment: Deployment, evaluate: Evaluate
+    setup: EvaluationSetup, deployment: Deployment, evaluate: Evaluate, served_rps: float
 ) -> Capacity | None:
-    """The most requests at once that keep every limit; None where not even one does."""
+    """The most requests at once that keep every limit; None where not even one does.
+
+    `served_rps`: the most that is served, by which the trace is repeated.
+    """
     [trace] = setup.windows
     search = LoadSearch(
-        lambda count: at_concurrency(setup, int(count)),
+        lambda count: at_concurrency(setup, int(count), served_rps),
         deployment.outcome,
         evaluate,
-        most=float(len(trace)),
+        most=float(max(len(trace), MOST_REPEATED) // ROUNDS_AT_ONCE),
         whole=True,
     )
     return search.found(FIRST_CONCURRENCY * deployment.recipe.workers)
 
 
 def fewest_workers(
-    deployment: Deployment, trace: Trace, rate_rps: float, guess: float, evaluate: Evaluate
+    deployment: Deployment,
+    trace: Trace,
+    rate_rps: float,
+    guess: float,
+    evaluate: Evaluate,
+    known: Mapping[int, bool] = MappingProxyType({}),
 ) -> Deployment | None:
     """The deployment with the fewest workers that keep every limit at this rate: one less does not.
     None where no number up to `WORKERS_MAX` does, or where it cannot have more workers.
+
+    `known`: numbers of which it is known whether they keep the limits.
     """
-    scaled = scale_rate(trace, rate_rps)
-    check_length(scaled, deployment.recipe)
+    check_rate(rate_rps)
 
     def keeps(count: int) -> bool:
+        if count in known:
+            return known[count]
         sized = deployment.with_workers(count)
-        return keeps_limits(evaluate, sized.setup(scaled), sized.outcome)
+        return keeps_limits(evaluate, at_rate(sized.setup(trace), rate_rps), sized.outcome)
 
     server = traits_of(deployment.recipe.engine.name).server
     if server and deployment.outcome.policy not in BUILT_IN:
