@@ -153,12 +153,12 @@ def command(args: CapacityOptions) -> None:
     """Find the highest rate, and the most requests at once, at which a recipe keeps all targets on
     a whole trace; for several recipes, policies and routers side by side.
 
-    The arrivals of the trace are compressed until a target breaks, found to 1 %; all rates have the
-    same requests and draws. A trace that would be over before a queue could grow is repeated. A
-    rate is the mean over the whole trace; of sessions it is the rate that was served. With --bench, workers are as fast as they were in that bench,
-    which may be slower than they were in the profile. With a price, it says what requests and
-    tokens cost at that rate. With --rate, it says how many GPUs that rate takes. Exit code 5 means
-    that no rate keeps the limits.
+    The arrivals of the trace are compressed until a target breaks, found to 1 %, to 2 % for a very
+    long trace; all rates have the same requests and draws. A trace that would be over before a
+    queue could grow is repeated. Rates are the mean over the whole trace, of sessions as they were
+    served. With --bench, workers are as fast as they were in that bench, which may be slower than
+    they were in the profile. With a price, it says what requests and tokens cost at that rate. With
+    --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps the limits.
     """
     from toolkit.tuning.deployments import deployments_of, measure
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect

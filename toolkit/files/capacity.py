@@ -60,10 +60,8 @@ class CapacityOf(Strict):
     workers: int = Field(description="their number")
     gpus: int = Field(description="of all workers")
     judged_requests: int = Field(description="of the trace, which the figures are about")
-    of_requests: int = Field(
-        description="of the trace; more than these: its busiest part is judged"
-    )
-    repeats: int = Field(description="how often these are repeated at the capacity, to last enough")
+    of_requests: int = Field(description="of the trace; if more, its busiest part was judged")
+    repeats: int = Field(description="how often they are repeated at the capacity, to last enough")
     scaling: Scaling | None = Field(
         description="how the requests were fitted to the model's context; null: as they are"
     )
@@ -71,8 +69,8 @@ class CapacityOf(Strict):
         description="what makes the requests other ones than the trace's, in words; empty: nothing"
     )
     capacity_rps: float | None = Field(
-        description="highest rate at which every limit is kept, the trace's mean, of sessions as it "
-        "was served; null: none that was tried"
+        description="highest rate at which every limit is kept, the trace's mean, of sessions as "
+        "it was served; null: none that was tried"
     )
     at_least: bool = Field(description="the trace cannot be repeated enough for a higher rate")
     error_percent: float = Field(description="the lowest broken rate is this much higher")

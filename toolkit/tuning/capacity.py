@@ -38,6 +38,8 @@ from toolkit.tuning.executor import Evaluate
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
 ROUGHLY = 0.2  # the tolerance of a rate that is only compared with others
 BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
+BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
+TOLERANCE_LONG = 0.02
 ABOVE = 1.05  # times the capacity: must be broken
 BEYOND = 1.2  # times the capacity, for the curve
 STEPS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.03, 0.01, 0.001)  # shares of a guess, while none is kept
@@ -109,6 +111,8 @@ class LoadSearch:
         most: the greatest load that can be judged; beyond it, the trace says nothing.
         whole: loads are whole numbers.
         tolerance: of the load, as `TOLERANCE`.
+        below: shares of the answer that must be kept.
+        above: shares that are tried too; the first must be broken.
     """
 
     at: Callable[[float], EvaluationSetup]
@@ -117,6 +121,8 @@ class LoadSearch:
     most: float = math.inf
     whole: bool = False
     tolerance: float = TOLERANCE
+    below: Sequence[float] = BELOW
+    above: Sequence[float] = (ABOVE, BEYOND)
     points: dict[float, LoadPoint] = field(default_factory=dict)
 
     def tried(self, loads: Sequence[float]) -> list[LoadPoint]:
@@ -147,7 +153,7 @@ class LoadSearch:
         cap = math.inf  # a broken load below which the capacity is sought
         for _ in range(ROUNDS):
             low, high = self._narrowed(low, high)
-            shares = BELOW if high is None else (*BELOW, ABOVE, BEYOND)
+            shares = self.below if high is None else (*self.below, *self.above)
             checked = self.tried([share * low for share in shares])
             if broken := [point.load for point in checked if not point.kept and point.load < low]:
                 high = cap = min(broken)
@@ -158,7 +164,7 @@ class LoadSearch:
                 continue
             if high is None or ABOVE * low >= cap:
                 break
-            above = checked[len(BELOW)]
+            above = checked[len(self.below)]
             if not above.kept or above.load <= low:
                 break
             low, high = (above.load, cap) if cap < math.inf else self._bracket(above.load)
@@ -368,6 +374,9 @@ def rate_capacity(
         found = search.found(backlog_rps) if backlog_rps else None
     else:
         guess_rps = rough_rate_rps(part, outcome, evaluate, TOLERANCE)
+        search.tolerance = TOLERANCE_LONG
+        search.below = BELOW_LONG
+        search.above = (ABOVE,)
         found = search.found(guess_rps, NEAR) if guess_rps else None
     if tried is not None:
         tried += search.points.values()
