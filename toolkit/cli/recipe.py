@@ -27,7 +27,7 @@ from toolkit.cli.output import emit, note, table
 from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
-from toolkit.files.new_recipe import MOST_GPUS, Traffic, Wish, new_recipe
+from toolkit.files.new_recipe import MOST_GPUS, TraceLengths, Wish, new_recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.units import GIB, size
 
@@ -122,7 +122,7 @@ def new(args: NewOptions) -> None:
     emit(args.as_json, result, lambda: print(made.text, end=""))
 
 
-def _traffic(name: str | None) -> Traffic | None:
+def _traffic(name: str | None) -> TraceLengths | None:
     """The lengths of the trace of --trace."""
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
@@ -132,7 +132,7 @@ def _traffic(name: str | None) -> Traffic | None:
     trace, _ = read_trace(trace_path(name))
     totals = sorted((trace.prompt_tokens + trace.output_tokens).tolist())
     longest = int(trace.prompt_tokens.max()), int(trace.output_tokens.max())
-    return Traffic(name, totals, *longest)
+    return TraceLengths(name, totals, *longest)
 
 
 @app.command("gpus")

@@ -70,7 +70,7 @@ LONG = 8  # items: a longer list in quantization_config is left out of the recip
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TraceLengths:
     """The lengths of a trace, in tokens.
 
     Attributes:
@@ -121,7 +121,7 @@ class Wish:
     max_model_len: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)
     lora: bool = False
-    traffic: Traffic | None = None
+    traffic: TraceLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +426,7 @@ def _model_lines(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int)
     return lines + _line(f"  weight_bytes: {facts.weight_bytes}", _weight_reason(facts))
 
 
-def _longest_words(traffic: Traffic, longest: int) -> str:
+def _longest_words(traffic: TraceLengths, longest: int) -> str:
     """How a limit of prompt + output compares with the trace, in words."""
     words = f"the longest request of {traffic.file} has {traffic.longest:,} tokens"
     if longer := traffic.longer_than(longest):

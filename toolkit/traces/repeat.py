@@ -51,7 +51,7 @@ def repeated(trace: Trace, times: int, seed: int = 0) -> Trace:
     if times == 1:
         return trace
     count = len(trace)
-    span_s = float(trace.arrival_s[-1])
+    span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
     if span_s <= 0.0:
         raise InputError(
             f"{trace.source}: its requests arrive at once, so it has no length to repeat",
@@ -111,7 +111,8 @@ def _redrawn(trace: Trace, rng: np.random.Generator) -> Floats:
     first = np.arange(len(trace)) if trace.sessions is None else trace.sessions.first
     heads = np.flatnonzero(first == np.arange(len(trace)))  # first turns, by arrival
     places_s = arrival_s[heads]
-    stretch = np.floor(places_s * (STRETCHES / float(arrival_s[-1])))
+    since_s = places_s - arrival_s[0]
+    stretch = np.floor(since_s * (STRETCHES / float(arrival_s[-1] - arrival_s[0])))
     taken = np.lexsort((rng.random(len(heads)), stretch))  # the head that takes each place
     start_s = np.zeros(len(trace))
     start_s[heads[taken]] = places_s
@@ -160,7 +161,7 @@ def _common(trace: Trace, places: Ints, count: int) -> NDArray[np.bool_]:
     last_s = np.full(count, -np.inf)
     np.minimum.at(first_s, block, trace.arrival_s[who])
     np.maximum.at(last_s, block, trace.arrival_s[who])
-    far = last_s - first_s >= COMMON_SPAN * float(trace.arrival_s[-1])
+    far = last_s - first_s >= COMMON_SPAN * float(trace.arrival_s[-1] - trace.arrival_s[0])
     return (users >= COMMON_USERS) & far
 
 
