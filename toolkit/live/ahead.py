@@ -47,7 +47,7 @@ def ahead(
     engine = world.engine_of(policy)
     first = len(unfinished)
     outputs = [one.left for one in unfinished]
-    outputs += np.minimum(traffic.output_tokens, world.max_new_tokens).tolist()
+    outputs += traffic.output_tokens.tolist()
     arrival_s = [0.0] * first + traffic.arrival_s.tolist()
     ledger = Ledger(arrival_s, outputs, 1)
     run = PagedRun(0, engine, policy, ledger, shares=False, tells=False)

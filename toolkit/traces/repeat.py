@@ -143,7 +143,7 @@ def _common(trace: Trace, places: Ints, count: int) -> NDArray[np.bool_]:
     """Which of `count` ids are in steady use. `places`: the number of each block's id.
 
     Each conversation counts once: a session, or, where the trace names none, its longest prompt.
-    A block before a common one is common, since whoever has the later block has the earlier too.
+    A block before a common one is common, since a prompt with the later block has the earlier too.
     """
     shared = trace.shared
     assert shared is not None
@@ -166,7 +166,7 @@ def _common(trace: Trace, places: Ints, count: int) -> NDArray[np.bool_]:
 
 
 def _continued(trace: Trace, places: Ints, count: int) -> NDArray[np.bool_]:
-    """The rows whose last whole block stands in a longer prompt too: turns that another follows."""
+    """The rows with a last whole block that stands in a longer prompt too: another turn follows."""
     shared = trace.shared
     assert shared is not None
     longest = np.zeros(count, dtype=np.int64)  # the most blocks of a prompt with this id
