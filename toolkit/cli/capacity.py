@@ -456,7 +456,7 @@ def _none_keeps(found: Measured) -> LimitsBrokenError:
 
 
 def _show(result: Capacities) -> None:
-    from toolkit.report.capacity import changes_of, conclusion
+    from toolkit.report.capacity import conclusion
 
     several = len(result.capacities) > 1
     rows: list[list[object]] = []
@@ -467,7 +467,7 @@ def _show(result: Capacities) -> None:
             rate = f">= {rate}"
         rows.append([name, one.gpus, rate, one.binding, one.concurrency])
     columns = ["", ">GPUs", ">requests/s", "then breaks", ">at once"]
-    about = bracketed(changes_of(result))
+    about = _add_changes(result, columns, rows, result.capacities)
     table(columns, rows, f"capacity of {result.trace.source}{about}: all targets hold up to")
     _show_costs(result)
     _show_needed(result)
@@ -477,11 +477,28 @@ def _show(result: Capacities) -> None:
         paragraph(line)
 
 
-def _show_costs(result: Capacities) -> None:
-    from toolkit.report.capacity import changes_of
+def _add_changes(
+    result: Capacities,
+    columns: list[str],
+    rows: list[list[object]],
+    shown: Sequence[CapacityOf],
+) -> str:
+    """What was done to the trace, for a table's title; where the rows differ in it, as a column."""
+    from toolkit.report.capacity import shared_changes
 
+    about = shared_changes(result)
+    if about is not None:
+        return bracketed(about)
+    columns.append("<the trace")
+    for row, one in zip(rows, shown, strict=True):
+        row.append(one.changes or "as it is")
+    return ""
+
+
+def _show_costs(result: Capacities) -> None:
     rows: list[list[object]] = []
-    for one in result.capacities:
+    shown = [one for one in result.capacities if one.cost is not None]
+    for one in shown:
         cost = one.cost
         if cost is not None:
             usd_of_tokens = (cost.usd_per_million_in, cost.usd_per_million_out)
@@ -489,24 +506,25 @@ def _show_costs(result: Capacities) -> None:
             rows.append([one.name, *usd])
     if rows:
         columns = ["", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
-        table(columns, rows, f"USD, at capacity{bracketed(changes_of(result))}")
+        about = _add_changes(result, columns, rows, shown)
+        table(columns, rows, f"USD, at capacity{about}")
 
 
 def _show_needed(result: Capacities) -> None:
-    from toolkit.report.capacity import changes_of
-
     if result.wanted_rps is None:
         return
     rows: list[list[object]] = []
     for one in result.capacities:
         needed = one.needed
+        fitted = changes_in_words(one.scaling) or "as it is"
         if needed is None:
-            rows.append([one.name, "none keeps", None, None])
+            rows.append([one.name, "none keeps", None, None, fitted])
         else:
-            rows.append([one.name, needed.workers, needed.gpus, needed.usd_per_hour])
-    about = bracketed(changes_of(result, repeats=False))
-    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s{about}"
-    table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)
+            rows.append([one.name, needed.workers, needed.gpus, needed.usd_per_hour, fitted])
+    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s"
+    columns = ["", ">workers", ">GPUs", ">USD an hour", "<the trace"]
+    changed = any(one.scaling and one.scaling.changes() for one in result.capacities)
+    table(columns if changed else columns[:-1], rows, title)
 
 
 def _panels(result: Capacities) -> list[FigurePanel]:

@@ -21,15 +21,12 @@ from toolkit.units import bracketed, counted, number
 CURVE_RATIO = 2.0  # the used share of a limit up to which the chart goes
 
 
-def changes_of(result: Capacities, *, repeats: bool = True) -> str:
-    """What makes the requests other ones than the trace's, where that is the same for all rows;
-    else where it stands. Without `repeats` it leaves out that the trace is repeated, which depends
-    on the rate.
+def shared_changes(result: Capacities) -> str | None:
+    """What makes the requests of all rows other ones than the trace's, in words; None where rows
+    differ in it.
     """
-    each = [one.changes if repeats else changes_in_words(one.scaling) for one in result.capacities]
-    if len(set(each)) > 1:
-        return "changed as said below"
-    return each[0] if each else ""
+    each = {one.changes for one in result.capacities}
+    return each.pop() if len(each) == 1 else None
 
 
 def conclusion(result: Capacities) -> list[str]:

@@ -7,6 +7,7 @@ keep all limits, and how many workers a given rate takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -33,8 +34,8 @@ from toolkit.tuning.capacity import (
     at_rate,
     rate_capacity,
 )
-from toolkit.tuning.evaluate import EvaluationSetup, make_world
-from toolkit.tuning.executor import Evaluate, keeps_limits
+from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import Evaluate
 from toolkit.tuning.workload import own_settings, whole_setup
 
 ALL = "all"
@@ -221,17 +222,26 @@ def fewest_workers(
     `known`: numbers of which it is known whether they keep the limits.
     """
     check_rate(rate_rps)
+    found = dict(known)
+
+    def judge(counts: Sequence[int]) -> None:
+        new = [count for count in counts if count not in found]
+        sized = [deployment.with_workers(count) for count in new]
+        setups = [at_rate(one.setup(trace), rate_rps) for one in sized]
+        tasks = [Task.of(setup, one.outcome) for setup, one in zip(setups, sized, strict=True)]
+        for count, setup, done in zip(new, setups, evaluate(tasks), strict=True):
+            found[count] = done.feasible(setup.limits)
 
     def keeps(count: int) -> bool:
-        if count in known:
-            return known[count]
-        sized = deployment.with_workers(count)
-        return keeps_limits(evaluate, at_rate(sized.setup(trace), rate_rps), sized.outcome)
+        judge([count])
+        return found[count]
 
     server = traits_of(deployment.recipe.engine.name).server
     if server and deployment.outcome.policy not in BUILT_IN:
         return deployment.with_workers(1) if keeps(1) else None
-    count = _fewest_from(keeps, max(round(guess), 1))
+    first = max(math.ceil(guess), 1)
+    judge([count for count in (first - 1, first) if 1 <= count <= WORKERS_MAX])  # two at a time
+    count = _fewest_from(keeps, first)
     return None if count is None else deployment.with_workers(count)
 
 
