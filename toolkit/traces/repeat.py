@@ -162,7 +162,8 @@ def _common(trace: Trace, places: Ints, count: int) -> NDArray[np.bool_]:
     np.minimum.at(first_s, block, trace.arrival_s[who])
     np.maximum.at(last_s, block, trace.arrival_s[who])
     far = last_s - first_s >= COMMON_SPAN * float(trace.arrival_s[-1] - trace.arrival_s[0])
-    return (users >= COMMON_USERS) & far
+    common: NDArray[np.bool_] = (users >= COMMON_USERS) & far
+    return common
 
 
 def _continued(trace: Trace, places: Ints, count: int) -> NDArray[np.bool_]:
