@@ -127,17 +127,15 @@ def sessions_rate_rps(served: Served, first: NDArray[np.int64]) -> float:
     start at once.
 
     Turns follow the answers before, so arrivals have no rate of their own, and a trace begins and
-    ends with few sessions under way. So this counts from when most of the first ones have ended
-    (the 95th percentile of their lengths, at most half of the time) to the last start. `first`: the
-    row of the first turn of each row's session.
+    ends with few sessions under way. So this counts from when the first sessions are as good as
+    over (99 of 100 requests end that soon after the start of their session; at most half of the
+    time) to the last start. `first`: the row of the first turn of each row's session.
     """
-    heads = first == np.arange(len(served))
-    last_s = float(served.arrival_s[heads].max())
-    begin_s = float(served.arrival_s.min())
-    ends_s = np.zeros(len(served))
-    np.maximum.at(ends_s, first, served.finish_s)
-    lengths_s = (ends_s - served.arrival_s)[heads]
-    begin_s += min(float(np.percentile(lengths_s, 95.0)), 0.5 * (last_s - begin_s))
+    starts_s = served.arrival_s[first]
+    begin_s = float(starts_s.min())
+    last_s = float(starts_s.max())
+    usual_s = float(np.percentile(served.finish_s - starts_s, 99.0))
+    begin_s += min(usual_s, 0.5 * (last_s - begin_s))
     if last_s - begin_s < SHORTEST_S:
         return 0.0
     ended = served.ok & (served.finish_s > begin_s) & (served.finish_s <= last_s)

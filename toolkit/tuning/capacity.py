@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Outcome
+from toolkit.files.tuning import BEHIND, Outcome
 from toolkit.metrics import SERVED
 from toolkit.routing.admission import UNLIMITED
 from toolkit.traces.repeat import most_repeats, repeated
@@ -49,7 +49,8 @@ ROUNDS = 6  # times that the answer is checked and mended, at most
 WAITS = ("ttft", "e2e")  # metrics that waiting in a queue adds to
 LASTING = 50.0  # times the longest target on waiting that a trace lasts where it is judged
 USUAL_WAIT_S = 10.0  # in place of a target on waiting, where there is none
-SESSIONS = 10.0  # times the mean length of a session that a trace of them lasts
+SESSIONS = 20.0  # times the mean length of a session that a trace of them lasts
+MOST_LACKING = 0.03  # of the rate at which sessions start: that much less is served at most
 MOST_REPEATED = 1_000_000  # requests that a trace is repeated to, at most
 LONG = 100_000  # requests: a longer trace is searched on its busiest part first
 PART = 50_000  # requests of that part
@@ -133,7 +134,11 @@ class LoadSearch:
         done = self.evaluate([Task.of(setup, self.outcome) for setup in setups])
         for load, setup, evaluation in zip(new, setups, done, strict=True):
             usage = evaluation.usage(setup.limits)
-            kept = evaluation.feasible(setup.limits)
+            served_rps = evaluation.outcome.metrics.get(SERVED)
+            if served_rps is not None and not self.whole:  # turns wait, and so do not pile up
+                lacking = (1.0 - served_rps / load) / MOST_LACKING
+                usage[BEHIND] = max(usage.get(BEHIND, 0.0), lacking)
+            kept = all(share <= 1.0 for share in usage.values())
             self.points[load] = LoadPoint(load, evaluation, kept, usage)
         return [self.points[load] for load in loads]
 
