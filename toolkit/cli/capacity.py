@@ -456,7 +456,7 @@ def _none_keeps(found: Measured) -> LimitsBrokenError:
 
 
 def _show(result: Capacities) -> None:
-    from toolkit.report.capacity import conclusion
+    from toolkit.report.capacity import conclusion, shared_changes
 
     several = len(result.capacities) > 1
     rows: list[list[object]] = []
@@ -467,8 +467,12 @@ def _show(result: Capacities) -> None:
             rate = f">= {rate}"
         rows.append([name, one.gpus, rate, one.binding, one.concurrency])
     columns = ["", ">GPUs", ">requests/s", "then breaks", ">at once"]
-    about = _add_changes(result, columns, rows, result.capacities)
-    table(columns, rows, f"capacity of {result.trace.source}{about}: all targets hold up to")
+    if len({one.repeats for one in result.capacities}) > 1:
+        columns.append(">repeats")
+        rows = [[*row, one.repeats] for row, one in zip(rows, result.capacities, strict=True)]
+    about = bracketed(shared_changes(result))
+    title = f"capacity of {result.trace.source}{about}: all targets hold up to"
+    table(columns, rows, title)
     _show_costs(result)
     _show_needed(result)
     show_panels(_panels(result))
@@ -477,28 +481,11 @@ def _show(result: Capacities) -> None:
         paragraph(line)
 
 
-def _add_changes(
-    result: Capacities,
-    columns: list[str],
-    rows: list[list[object]],
-    shown: Sequence[CapacityOf],
-) -> str:
-    """What was done to the trace, for a table's title; where the rows differ in it, as a column."""
+def _show_costs(result: Capacities) -> None:
     from toolkit.report.capacity import shared_changes
 
-    about = shared_changes(result)
-    if about is not None:
-        return bracketed(about)
-    columns.append("<the trace")
-    for row, one in zip(rows, shown, strict=True):
-        row.append(one.changes or "as it is")
-    return ""
-
-
-def _show_costs(result: Capacities) -> None:
     rows: list[list[object]] = []
-    shown = [one for one in result.capacities if one.cost is not None]
-    for one in shown:
+    for one in result.capacities:
         cost = one.cost
         if cost is not None:
             usd_of_tokens = (cost.usd_per_million_in, cost.usd_per_million_out)
@@ -506,8 +493,7 @@ def _show_costs(result: Capacities) -> None:
             rows.append([one.name, *usd])
     if rows:
         columns = ["", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
-        about = _add_changes(result, columns, rows, shown)
-        table(columns, rows, f"USD, at capacity{about}")
+        table(columns, rows, f"USD, at capacity{bracketed(shared_changes(result))}")
 
 
 def _show_needed(result: Capacities) -> None:
@@ -516,15 +502,14 @@ def _show_needed(result: Capacities) -> None:
     rows: list[list[object]] = []
     for one in result.capacities:
         needed = one.needed
-        fitted = changes_in_words(one.scaling) or "as it is"
         if needed is None:
-            rows.append([one.name, "none keeps", None, None, fitted])
+            rows.append([one.name, "none keeps", None, None])
         else:
-            rows.append([one.name, needed.workers, needed.gpus, needed.usd_per_hour, fitted])
-    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s"
-    columns = ["", ">workers", ">GPUs", ">USD an hour", "<the trace"]
-    changed = any(one.scaling and one.scaling.changes() for one in result.capacities)
-    table(columns if changed else columns[:-1], rows, title)
+            rows.append([one.name, needed.workers, needed.gpus, needed.usd_per_hour])
+    fitted = {changes_in_words(one.scaling) for one in result.capacities}
+    about = bracketed(fitted.pop()) if len(fitted) == 1 else ""
+    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s{about}"
+    table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)
 
 
 def _panels(result: Capacities) -> list[FigurePanel]:

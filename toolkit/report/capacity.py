@@ -21,12 +21,17 @@ from toolkit.units import bracketed, counted, number
 CURVE_RATIO = 2.0  # the used share of a limit up to which the chart goes
 
 
-def shared_changes(result: Capacities) -> str | None:
-    """What makes the requests of all rows other ones than the trace's, in words; None where rows
-    differ in it.
+def shared_changes(result: Capacities) -> str:
+    """What makes the requests of all rows other ones than the trace's, in words: repeats too, where
+    they are the same. '' where rows differ in more.
     """
-    each = {one.changes for one in result.capacities}
-    return each.pop() if len(each) == 1 else None
+    for each in (
+        {one.changes for one in result.capacities},
+        {changes_in_words(one.scaling) for one in result.capacities},
+    ):
+        if len(each) == 1:
+            return each.pop()
+    return ""
 
 
 def conclusion(result: Capacities) -> list[str]:
