@@ -7,6 +7,7 @@ is judged on its busiest part (`busiest`); rates are those of the whole trace ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from toolkit.files.tuning import Outcome
 from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import World
+from toolkit.traces.repeat import repeated
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import (
     TraceWindow,
@@ -28,7 +30,7 @@ from toolkit.traces.windows import (
     prepare,
     scale_rate,
 )
-from toolkit.tuning.capacity import backlog_rate_rps, longest_wait_s, rate_capacity
+from toolkit.tuning.capacity import LASTING, backlog_rate_rps, longest_wait_s, rate_capacity
 from toolkit.tuning.evaluate import (
     CandidateLimits,
     Evaluation,
@@ -82,6 +84,12 @@ def make_workload(
     rate_rps = spec.request_rate_rps
     if rate_rps is None and spec.load is not None:
         rate_rps = load_rate_rps(recipe, fit, fitted, spec.load, others)
+        wait_s, _ = longest_wait_s(recipe.sla)
+        if (
+            len(fitted) - 1
+        ) / rate_rps < wait_s:  # the rate follows from the load, so the trace does too
+            times = math.ceil(LASTING * wait_s * rate_rps / len(fitted))
+            fitted = repeated(fitted, times, spec.seed)
     if rate_rps is not None:
         fitted = scale_rate(fitted, rate_rps)
     if spec.concurrency is None:
