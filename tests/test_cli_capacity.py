@@ -1,5 +1,6 @@
 """`llmctl capacity`: how much a recipe serves within its targets, its cost, how many GPUs."""
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,8 @@ from toolkit.files.shipped import recipe_path
 
 RECIPE = "llama-3.1-8b-h200"
 OTHER = "llama-3.1-8b-a100-80gb"
-TRACE = "--trace chat-small"
+# A short wait, so that the trace need not be repeated for long
+TRACE = "--trace chat-small --sla ttft_p99_s=1"
 
 pytestmark = pytest.mark.slow
 
@@ -92,9 +94,66 @@ def test_wrong_words_are_one_line_and_a_hint(capsys, words):
     assert [line.split(":")[0] for line in said] == ["error", "hint"]
 
 
-def test_where_the_trace_is_too_short_for_more_the_capacity_is_at_least(capacity):
+def test_a_trace_that_is_over_too_soon_is_repeated(capacity):
     [found] = capacity(f"{RECIPE} --trace bursty-small --no-at-once")
-    assert found["at_least"]
+    assert not found["at_least"]
+    assert found["repeats"] > 1
+    assert str(found["repeats"]) in found["changes"]
+
+
+@pytest.fixture
+def sessions(tmp_path) -> str:
+    """200 sessions of three turns, 30 s apart: over in no time where their starts are pushed
+    together, while few of them are served per second.
+    """
+    rows = [
+        {
+            "timestamp": 10_000 * session + 30_000 * turn,
+            "session_id": f"s{session}",
+            "input_length": 300 + 300 * turn,
+            "output_length": 200,
+            "delay": 30_000 * (turn > 0),
+        }
+        for session in range(200)
+        for turn in range(3)
+    ]
+    file = tmp_path / "sessions.jsonl"
+    rows.sort(key=lambda row: row["timestamp"])
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_the_rate_of_sessions_is_the_one_that_is_served(capacity, capsys, sessions, tmp_path):
+    [found] = capacity(f"{RECIPE} --trace {sessions} --no-at-once")
+    rate = found["capacity_rps"]
+    assert found["metrics"]["served_rps"] == rate
+    nearest = min(found["curve"], key=lambda point: abs(point["load"] / rate - 1.0))
+    assert nearest["load"] == pytest.approx(rate, rel=0.05), "what starts is what is served"
+    long = tmp_path / "long.jsonl"
+    ran(capsys, f"trace convert {sessions} {long} --repeat {found['repeats']}")
+    words = f"simulate --fit {RECIPE} --trace {long} --sla ttft_p99_s=1 --rate"
+    assert printed(capsys, f"{words} {0.95 * rate:.9g}")["verdict"] == "kept"
+    assert printed(capsys, f"{words} {1.1 * rate:.9g}")["verdict"] != "kept"
+
+
+def test_long_outputs_stay_long_and_what_does_not_fit_is_counted(capacity, capsys, tmp_path):
+    rows = [
+        {"timestamp": 200 * k, "input_length": 400, "output_length": 2000 + 10 * k}
+        for k in range(600)
+    ]
+    file = tmp_path / "long.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    too_long = sum(row["output_length"] + 400 > 7500 for row in rows)
+    recipe = tmp_path / f"{RECIPE}.yaml"
+    text = recipe_path(RECIPE).read_text(encoding="utf-8")
+    recipe.write_text(text.replace("max_model_len: 8192", "max_model_len: 7500"))
+    result = printed(capsys, f"capacity {recipe} --force --no-at-once --trace", file)
+    [found] = result["capacities"]
+    assert too_long > 0
+    assert found["scaling"]["left_out"] == too_long
+    assert found["scaling"]["outputs"]["divisor"] == 1.0
+    assert str(too_long) in found["changes"]
+    assert result["trace"]["requests"] == 600 - too_long
 
 
 def test_targets_that_no_rate_keeps_are_named(capsys):

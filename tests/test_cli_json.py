@@ -62,6 +62,9 @@ def test_every_documented_metric_is_printed(capsys, tmp_path):
     assert llmctl("trace generate --backlog 20 --system-tokens 64 --out", shared) == 0
     words = "--fit llama-3.1-8b-h200-measured --policy vllm"
     names |= printed(capsys, f"simulate {words} --trace", shared)
+    sessions = tmp_path / "sessions.jsonl"
+    assert llmctl("trace generate --duration 10 --rate 2 --turns fixed:2 --out", sessions) == 0
+    names |= printed(capsys, f"simulate {words} --trace", sessions)
     documented = {key.replace("worker_K", "worker_0") for key in keys_under("metric")}
     expected = {
         key.replace("*", one) for key in documented for one in (STATISTICS if "*" in key else [""])

@@ -11,6 +11,7 @@ from toolkit.metrics import (
     makespan_s,
     meets_sla,
     pooled_rates,
+    sessions_rate_rps,
     sla_ratios,
     statistic,
     summarize,
@@ -180,3 +181,19 @@ def test_goodput_is_bounded_and_monotone_in_targets(rows, limit):
     )
     tight, loose = (summarize(requests, {"e2e_p99_s": value}) for value in (limit, 2 * limit))
     assert tight["goodput_rps"] <= loose["goodput_rps"] <= loose["throughput_rps"]
+
+
+def test_sessions_are_counted_between_the_first_ends_and_the_last_start():
+    """A session starts each second for 100 s; its second turn comes 10 s later and ends at once."""
+    rows = [(k, k, k, 1, 0) for k in range(100)] + [
+        (k + 10, k + 10, k + 10, 1, 0) for k in range(100)
+    ]
+    first = np.array([*range(100), *range(100)])
+    assert sessions_rate_rps(served(*rows), first) == pytest.approx(2.0)
+    makespan_s = 109.0
+    assert 200 / makespan_s < 1.9, "the beginning and the end have fewer sessions under way"
+
+
+def test_sessions_that_start_at_once_have_no_rate():
+    rows = [(0, 1, 2, 1, 0), (0, 1, 2, 1, 0)]
+    assert sessions_rate_rps(served(*rows), np.arange(2)) == 0.0

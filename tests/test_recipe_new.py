@@ -20,7 +20,7 @@ from toolkit.cli.arguments import open_recipe
 from toolkit.deploy.doctor import check_kv_bytes, check_sizes
 from toolkit.errors import InputError
 from toolkit.files import find_model
-from toolkit.files.new_recipe import Wish, new_recipe
+from toolkit.files.new_recipe import TraceLengths, Wish, new_recipe
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.analytic import analytic_profile
 
@@ -484,3 +484,38 @@ def test_which_modules_keep_their_precision(listed: str, kept: set[str]) -> None
     names = ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj")
     assert {name for name in names if name in KeptModules([listed])} == kept
     assert {name for name in names if name in KeptModules(["nothing", listed, "re:x"])} == kept
+
+
+LONG = TraceLengths("folder/long.jsonl", [500, 9_000, 20_000], 12_000, 9_500)
+
+
+@pytest.mark.parametrize(
+    ("wish", "longest", "output"),
+    [
+        ({}, 20_480, 9_500),  # in steps of 1,024
+        ({"max_model_len": 4096}, 4096, 4095),
+        ({"engine": "rebatch"}, 21_504, 9_500),  # the longest prompt and output together
+    ],
+)
+def test_the_limits_follow_from_a_trace(
+    tmp_path: Path, wish: dict[str, Any], longest: int, output: int
+) -> None:
+    recipe = made(tmp_path, "llama-3.1-8b", "h200", traffic=LONG, **wish)
+    assert recipe.model.max_model_len == longest
+    assert recipe.serve.max_new_tokens == output
+    assert recipe.tune.trace == LONG.name
+
+
+def test_a_trace_beyond_the_model_s_limit_is_counted() -> None:
+    beyond = TraceLengths("t.jsonl", [500, 200_000, 300_000], 200_000, 9_500)
+    found = find_model.find_model("llama-3.1-8b")
+    recipe = new_recipe(found, Wish(GPUS["h200"], traffic=beyond))
+    assert any("2 of 3" in note for note in recipe.notes)
+
+
+def test_the_command_reads_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe", "new", "llama-3.1-8b", "--gpu", "h200", "--trace", "chat-small", "--json"]
+    assert llmctl(*words) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    assert recipe["tune"]["trace"] == "chat-small"
+    assert recipe["model"]["max_model_len"] == 8192

@@ -8,7 +8,13 @@ from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import mean_rate, scale_lengths, scale_rate
+from toolkit.traces.windows import (
+    fit_lengths,
+    leave_out_longer,
+    mean_rate,
+    scale_lengths,
+    scale_rate,
+)
 
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 200_000), st.integers(1, 200_000)), min_size=1, max_size=60
@@ -89,3 +95,32 @@ def test_limits_of_clients_never_cut_their_outputs():
 def test_a_context_without_room_for_prompts_is_refused(max_model_len, max_new_tokens):
     with pytest.raises(InputError, match=f"max_new_tokens {max_new_tokens} .*{max_model_len}"):
         scale_lengths(trace_of([1], [1]), max_model_len, max_new_tokens)
+
+
+@given(lengths=LENGTHS, context=st.integers(2, 300_000), limit=st.integers(1, 5000))
+def test_a_server_s_requests_keep_their_lengths_or_are_left_out(lengths, context, limit):
+    prompts, outputs = (np.array(column) for column in zip(*lengths, strict=True))
+    fits = prompts + outputs <= context
+    trace = trace_of(prompts, outputs)
+    if not fits.any():
+        with pytest.raises(InputError) as caught:
+            leave_out_longer(trace, context, limit)
+        assert "max_model_len" in caught.value.hint
+        return
+    kept = leave_out_longer(trace, context, limit)
+    assert kept.prompt_tokens.tolist() == prompts[fits].tolist()
+    assert kept.output_tokens.tolist() == outputs[fits].tolist()
+    assert kept.scaling.left_out == (~fits).sum()
+    assert bool(kept.changes) == (not fits.all())
+    assert kept.arrival_s[0] == 0.0
+    cut = np.where(kept.max_tokens == 0, limit, kept.max_tokens) < kept.output_tokens
+    assert not cut.any(), "no limit cuts an output"
+    assert (kept.prompt_tokens + kept.max_tokens <= context).all()
+
+
+def test_only_our_own_engines_get_other_lengths():
+    trace = trace_of([100] * 50, [3000] * 50)
+    assert fit_lengths(trace, "vllm", 8192, 1024).output_tokens.tolist() == [3000] * 50
+    scaled = fit_lengths(trace, "rebatch", 8192, 1024)
+    assert scaled.output_tokens.max() == 1024
+    assert scaled.changes

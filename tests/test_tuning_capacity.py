@@ -1,5 +1,7 @@
 """The capacity: the highest load that keeps every limit, on the whole trace."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import samples
@@ -9,18 +11,27 @@ from test_tuning import trace
 
 from toolkit.errors import InputError
 from toolkit.files.tuning import Outcome
-from toolkit.traces.types import Trace
+from toolkit.traces.types import Sessions, Trace
+from toolkit.traces.windows import busiest, mean_rate
 from toolkit.tuning.capacity import (
     ABOVE,
     BELOW,
+    LASTING,
+    LONG,
+    MOST_REPEATED,
+    SESSIONS,
     TOLERANCE,
     LoadSearch,
+    at_concurrency,
     at_rate,
+    busiest_part,
+    judged_s,
     most_rate_rps,
+    own_rate_rps,
     rate_capacity,
 )
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, make_world
-from toolkit.tuning.workload import in_process, judged_part, own_settings, whole_setup
+from toolkit.tuning.workload import in_process, most_requests, own_settings, whole_setup
 
 LOADS = st.floats(0.01, 1000.0)
 OWN = Outcome(policy="slice", parameters={}, metrics={})
@@ -109,9 +120,58 @@ def test_requests_that_arrive_at_once_have_no_rate_to_search():
         rate_capacity(where, own_settings(samples.recipe()), in_process)
 
 
-def test_no_rate_is_judged_at_which_the_trace_is_over_before_a_target_can_be_missed():
+def test_a_short_trace_is_repeated_until_it_lasts_many_times_the_longest_wait():
     where = setup({"ttft_p99_s": 2.0, "mtpot_p99_s": 60.0}, trace(1001))
-    assert most_rate_rps(where) == pytest.approx(500.0)
+    for rate, repeats in ((5.0, 1), (50.0, 5), (500.0, 50)):
+        [judged] = at_rate(where, rate).windows
+        assert judged.repeats == repeats
+        assert mean_rate(judged) == pytest.approx(rate)
+        assert judged.arrival_s[-1] >= LASTING * 2.0 * 0.99
+
+
+def test_a_rate_that_takes_too_many_repeats_is_refused():
+    where = setup({"ttft_p99_s": 2.0}, trace(1001))
+    most_rps = most_rate_rps(where)
+    assert most_rps == pytest.approx(MOST_REPEATED / (LASTING * 2.0))
+    with pytest.raises(InputError):
+        at_rate(where, 1.01 * most_rps)
+
+
+def test_a_trace_of_sessions_lasts_many_times_as_long_as_one():
+    requests = trace(400)
+    previous = np.where(np.arange(400) % 2, np.arange(400) - 1, -1)
+    think_s = np.where(previous < 0, 0.0, 60.0)
+    where = setup({"ttft_p99_s": 2.0}, replace(requests, sessions=Sessions(previous, think_s)))
+    assert judged_s(where) == pytest.approx(SESSIONS * 60.0)
+    assert judged_s(setup({"ttft_p99_s": 2.0}, requests)) == pytest.approx(LASTING * 2.0)
+
+
+def test_requests_at_once_are_more_than_there_are_places():
+    [judged] = at_concurrency(setup({"ttft_p99_s": 2.0}, trace(100)), 50).windows
+    assert len(judged) >= 500
+
+
+def test_the_rate_of_a_busiest_part_is_the_whole_trace_s():
+    gaps_s = np.concatenate([np.full(LONG, 1.0), np.full(LONG // 5, 0.1)])
+    ones = np.ones(len(gaps_s), dtype=np.int64)
+    whole = Trace(np.cumsum(gaps_s) - 1.0, ones, ones, 0 * ones)
+    where = setup({"ttft_p99_s": 2.0}, whole)
+    part = busiest_part(replace(where, windows=[whole], own_rps=0.0))
+    assert part is not None
+    assert own_rate_rps(part) == pytest.approx(mean_rate(whole))
+    [before] = part.windows
+    assert mean_rate(before) > 1.2 * mean_rate(whole)
+    [judged] = at_rate(part, 2.0 * mean_rate(whole)).windows
+    assert mean_rate(judged) == pytest.approx(2.0 * mean_rate(before)), "twice the trace's rate"
+
+
+def test_all_of_a_day_is_judged_under_vllm_and_the_part_of_others_has_the_trace_s_rate():
+    ones = np.ones(300_000, dtype=np.int64)
+    day = Trace(np.cumsum(np.linspace(0.1, 0.5, 300_000)) - 0.1, ones, ones, 0 * ones)
+    assert most_requests("vllm") >= 1_000_000
+    where = setup({"ttft_p99_s": 2.0}, day)
+    assert len(where.windows[0]) < len(day)
+    assert own_rate_rps(where) == pytest.approx(mean_rate(day))
 
 
 def test_a_trace_that_is_too_long_is_judged_on_its_busiest_part():
@@ -121,11 +181,11 @@ def test_a_trace_that_is_too_long_is_judged_on_its_busiest_part():
     arrival_s = np.concatenate([calm, burst, after])
     ones = np.ones(len(arrival_s), dtype=np.int64)
     long = Trace(arrival_s, ones, ones, 0 * ones)
-    part = judged_part(long, 500)
+    part = busiest(long, 500)
     assert len(part.trace) == 500
     assert part.start_s < 1000
     assert part.end_s > 1010
-    whole = judged_part(long, 5000)
+    whole = busiest(long, 5000)
     assert whole.trace is long
 
 

@@ -23,7 +23,7 @@ from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.world import UNIT_STEP, World, make_world, policy_for
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
-from toolkit.traces.windows import prepare, scale_lengths, scale_rate
+from toolkit.traces.windows import fit_lengths, prepare, scale_rate
 
 __all__ = [
     "ContinuousPolicy",
@@ -79,9 +79,10 @@ def open_experiment(
     """Read a trace and a fit, each a file or the name of one that ships.
 
     `fit` may be "unit-step", a clock that counts decode steps. `rate_rps`: scale arrivals to this
-    mean rate. `workers`, `max_new_tokens`: 0 takes those of the fit and of its recipe. Lengths are
-    scaled to the recipe's limits as in `llmctl tune`; `trace.notes` say how. `settings` are those
-    of the simulated world, such as `capacity_tokens`. `InputError` for a file that cannot be used.
+    mean rate. `workers`, `max_new_tokens`: 0 takes those of the fit and of its recipe. Requests are
+    fitted to the recipe's limits as in `llmctl tune`; `trace.changes` says how. `settings` are
+    those of the simulated world, such as `capacity_tokens`. `InputError` for a file that cannot be
+    used.
     """
     requests, _ = read_trace(trace_path(os.fspath(trace)))
     fitted: Fit | None = None
@@ -93,7 +94,8 @@ def open_experiment(
             max_new_tokens = max_new_tokens or recipe.serve.max_new_tokens
             requests = prepare(requests, recipe, max_new_tokens=max_new_tokens)
         elif max_new_tokens:
-            requests = scale_lengths(requests, fitted.engine.max_model_len, max_new_tokens)
+            engine = fitted.engine
+            requests = fit_lengths(requests, engine.engine, engine.max_model_len, max_new_tokens)
         else:
             raise InputError(
                 f"{path}: its recipe, which limits the outputs, is not found",

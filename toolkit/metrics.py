@@ -32,6 +32,7 @@ from toolkit.files.tuning import UNSERVED
 Floats = NDArray[np.float64]
 MOST_BEHIND_PERCENT = 5.0  # a server that is further behind does not keep up
 FRONT = "front_mean_s"  # the part of the front in the mean time to first token
+SERVED = "served_rps"  # of sessions in a closed loop (`sessions_rate_rps`)
 SHORTEST_S = 1e-12  # of a makespan, and of a window: a shorter one has no rate
 
 
@@ -119,6 +120,26 @@ def window_s(served: Served, *, closed: bool = False) -> float:
     if closed or arrivals_s < SHORTEST_S or behind_percent(served) > MOST_BEHIND_PERCENT:
         return makespan_s(served)
     return arrivals_s * len(served) / (len(served) - 1)
+
+
+def sessions_rate_rps(served: Served, first: NDArray[np.int64]) -> float:
+    """Requests of sessions that are served, per second, while sessions keep starting; 0 where they
+    start at once.
+
+    Turns follow the answers before, so arrivals have no rate of their own, and a trace begins and
+    ends with few sessions under way. So this counts from when the first sessions are as good as
+    over (99 of 100 requests end that soon after the start of their session; at most half of the
+    time) to the last start. `first`: the row of the first turn of each row's session.
+    """
+    starts_s = served.arrival_s[first]
+    begin_s = float(starts_s.min())
+    last_s = float(starts_s.max())
+    usual_s = float(np.percentile(served.finish_s - starts_s, 99.0))
+    begin_s += min(usual_s, 0.5 * (last_s - begin_s))
+    if last_s - begin_s < SHORTEST_S:
+        return 0.0
+    ended = served.ok & (served.finish_s > begin_s) & (served.finish_s <= last_s)
+    return float(ended.sum()) / (last_s - begin_s)
 
 
 def pooled_rates(

@@ -29,6 +29,11 @@ def words(values: Mapping[str, bool | int | float | str]) -> str:
     return ", ".join(f"{name} {word(value)}" for name, value in values.items())
 
 
+def bracketed(text: str) -> str:
+    """The end of a sentence: ' (text)'; '' for ''."""
+    return f" ({text})" if text else ""
+
+
 def counted(count: int, noun: str) -> str:
     """A number with its noun: 1 worker, 2 workers."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

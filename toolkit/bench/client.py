@@ -34,12 +34,13 @@ from toolkit.endpoints.load import (
     make_request,
 )
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
+from toolkit.engine_traits import traits_of
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
 from toolkit.interrupts import InterruptedReplayError, cancelling
 from toolkit.metrics import Served
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import scale_lengths, scale_rate
+from toolkit.traces.windows import leave_out_longer, scale_lengths, scale_rate
 
 Hashes = NDArray[np.uint64]
 
@@ -187,11 +188,16 @@ def probe_dialect(
 
 
 class LengthLimits(NamedTuple):
-    """Limits of requests, in tokens."""
+    """Limits of requests, in tokens.
+
+    `own`: the server runs one of our engines, which has a limit of outputs. Others, such as vLLM,
+    have none but the context.
+    """
 
     context: int | None  # prompt + output; None: the server does not say
     output: int
     vocabulary: int
+    own: bool = True
 
 
 def limits_of(
@@ -204,18 +210,20 @@ def limits_of(
         engine = plan.fit.engine
         output = output or serve.max_new_tokens
         vocabulary = vocabulary or engine.vocab_size
-        return LengthLimits(model.max_model_len, output, vocabulary)
+        own = not traits_of(plan.recipe.engine.name).server
+        return LengthLimits(model.max_model_len, output, vocabulary, own)
     context = target.max_model_len
     usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
-    return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY)
+    return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY, target.own)
 
 
 def fitted(trace: Trace, limits: LengthLimits, rate: float | None, *, scaled: bool = True) -> Trace:
-    """The trace at the given rate in requests per second; if `scaled`, with lengths that the server
-    accepts.
+    """The trace at the given rate in requests per second; if `scaled`, with requests that the
+    server accepts: of our own engines' with scaled lengths, of another's without longer ones.
     """
     if scaled and limits.context is not None:
-        trace = scale_lengths(trace, limits.context, limits.output)
+        fit = scale_lengths if limits.own else leave_out_longer
+        trace = fit(trace, limits.context, limits.output)
     return trace if rate is None else scale_rate(trace, rate)
 
 

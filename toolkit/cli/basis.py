@@ -331,9 +331,9 @@ def note_trace(trace: Trace) -> None:
 
 
 def note_scaling(trace: Trace) -> None:
-    """Print how the lengths were scaled, in one line; nothing where they are as read."""
+    """Print how the requests were fitted, in one line; nothing where they are as read."""
     if trace.scaling is not None:
-        mark = "warning: " if trace.scaling.notable else ""
+        mark = "warning: " if trace.scaling.warnings() else ""
         note(f"{mark}trace: {trace.scaling.summary()}")
 
 
@@ -348,4 +348,10 @@ def note_rest(trace: Trace) -> None:
 def plain(trace: Trace) -> Requests:
     """The trace as `--json` shows it."""
     notes = list(trace.notes)
-    return Requests(source=trace.source, requests=len(trace), notes=notes, scaling=trace.scaling)
+    return Requests(
+        source=trace.source,
+        requests=len(trace),
+        notes=notes,
+        scaling=trace.scaling,
+        changes=trace.changes,
+    )

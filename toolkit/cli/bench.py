@@ -37,7 +37,7 @@ from toolkit.files.io import check_writable, read_file, write_file, write_text
 from toolkit.files.plan import Plan
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
 from toolkit.report.rows import compared_rows, mean_rows, request_rows
-from toolkit.units import percent, seconds
+from toolkit.units import bracketed, percent, seconds
 
 if TYPE_CHECKING:
     from toolkit.bench.session import ReplaySetup, RequestSettings
@@ -207,7 +207,8 @@ def _show(result: BenchReport) -> None:
     predicted = bool(result.predicted)
     warm = predicted and result.warmup is not None
     columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
-    table(columns[: 2 + 2 * predicted + 2 * warm], compared_rows(result))
+    title = f"{result.answered:,} requests{bracketed(result.changes)}"
+    table(columns[: 2 + 2 * predicted + 2 * warm], compared_rows(result), title)
     if not result.targets:
         return
     words = {True: "yes", False: "NO", None: None}
@@ -366,7 +367,7 @@ def validate(args: ValidateOptions) -> None:
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
     columns = ["metric", ">measured", ">predicted", ">its error", ">worst window"]
-    table(columns, mean_rows(result), "means over the windows")
+    table(columns, mean_rows(result), f"means over the windows{bracketed(result.changes)}")
     columns = ["request by request", ">median error", ">median size of it", ">requests"]
     table(columns, request_rows(result))
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)

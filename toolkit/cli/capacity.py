@@ -53,9 +53,9 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.files.tuning import share_used
+from toolkit.files.tuning import changes_in_words, share_used
 from toolkit.tuning.parallel import ONE_SIZE, on_gpus
-from toolkit.units import number
+from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
     from toolkit.sim.conditions import ServerConditions
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 REQUESTS_BY_NUMBERS = 2000  # so many last longer than usual targets at a capacity
 SIMULATIONS = 14  # of each capacity, about
 LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
+MOST_AT_ONCE = 200_000  # requests: of more, requests at once are searched only if asked for
 CURVE_RATIO = 1.5  # the used share of a limit up to which the chart goes
 
 
@@ -118,8 +119,11 @@ class CapacityOptions(LengthOptions):
         "workers as the same GPUs make; of measured recipes only those measured so.",
         metavar="N,...",
     )
-    at_once: bool = option(
-        True, "Also find the most requests at once that keep the limits.", "--at-once/--no-at-once"
+    at_once: bool | None = option(
+        None,
+        "Also find the most requests at once that keep the limits; default: of traces up to "
+        f"{MOST_AT_ONCE:,} requests.",
+        "--at-once/--no-at-once",
     )
     sla: SlaOption = None
     price: list[str] | None = option(
@@ -162,12 +166,14 @@ def command(args: CapacityOptions) -> None:
     """Find the highest rate, and the most requests at once, at which a recipe keeps all targets on
     a whole trace; for several recipes, policies and routers side by side.
 
-    The arrivals of the trace are compressed until a target breaks, found to 1 %; all rates have the
-    same requests and draws. With --bench, workers are as fast as they were in that bench,
-    which may be slower than they were in the profile. With --also, a recipe stands beside itself
-    with some keys changed; computed laws are computed for it, and measured ones refuse what would
-    change them. With a price, it says what requests and tokens cost at that rate. With --rate, it
-    says how many GPUs that rate takes. Exit code 5 means that no rate keeps the limits.
+    The arrivals of the trace are compressed until a target breaks, found to 1 %, to 2 % for a very
+    long trace; all rates have the same requests and draws. A trace that would be over before a
+    queue could grow is repeated. Rates are the mean over the whole trace, of sessions as they were
+    served. With --bench, workers are as fast as they were in that bench, which may be slower than
+    they were in the profile. With --also, a recipe stands beside itself with some keys changed;
+    computed laws are computed for it, and measured ones refuse what would change them. With a
+    price, it says what requests and tokens cost at that rate. With --rate, it says how many GPUs
+    that rate takes. Exit code 5 means that no rate keeps the limits.
     """
     from toolkit.tuning.deployments import check_sharing, deployments_of, measure, with_lost
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
@@ -202,8 +208,11 @@ def command(args: CapacityOptions) -> None:
         check_sharing(deployment, trace)
     note_trace(traces[0])
     found: list[Measured] = []
-    total = SIMULATIONS * (1 + args.at_once) * len(deployments)
     longest = max(len(trace) for trace in traces)
+    at_once = longest <= MOST_AT_ONCE if args.at_once is None else args.at_once
+    if args.at_once is None and not at_once:
+        note(f"requests at once: not searched with {longest:,} requests; --at-once does it")
+    total = SIMULATIONS * (1 + at_once) * len(deployments)
     usual_jobs = min(2, usable_cpus()) if longest >= LONG_TRACE else 1  # loads are tried in pairs
     jobs = args.jobs or usual_jobs
     with ProcessPool(jobs) as pool, progress("capacity", total) as advance:
@@ -212,7 +221,7 @@ def command(args: CapacityOptions) -> None:
             told = f"{deployment.recipe.name}, {deployment.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
             found.append(
-                measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.at_once)
+                measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=at_once)
             )
     result = Capacities(
         trace=plain(traces[0]),
@@ -433,6 +442,7 @@ def _trace(args: CapacityOptions, recipe: Recipe, fit: Fit) -> Trace:
 def _plain(found: Measured, trace: Trace) -> CapacityOf:
     """What was found of a deployment, as `--json` prints it."""
     from toolkit.tuning.costs import cost_of
+    from toolkit.tuning.workload import most_requests
 
     deployment = found.deployment
     rate = found.rate
@@ -440,8 +450,10 @@ def _plain(found: Measured, trace: Trace) -> CapacityOf:
     metrics = rate.at_capacity.evaluation.outcome.metrics if rate else {}
     cost = None
     if rate and deployment.usd_per_hour is not None:
-        cost = cost_of(deployment.usd_per_hour, rate.load, metrics, deployment.fit.steps, trace)
+        rps = rate.served_rps
+        cost = cost_of(deployment.usd_per_hour, rps, metrics, deployment.fit.steps, trace)
     needed = found.needed
+    repeats = rate.repeats if rate else 1
     return CapacityOf(
         recipe=deployment.recipe.name,
         settings=deployment.label,
@@ -453,7 +465,12 @@ def _plain(found: Measured, trace: Trace) -> CapacityOf:
         workers=deployment.recipe.workers,
         lost=deployment.lost,
         gpus=deployment.gpus,
-        capacity_rps=rate and rate.load,
+        judged_requests=min(len(trace), most_requests(deployment.outcome.policy)),
+        of_requests=len(trace),
+        repeats=repeats,
+        scaling=trace.scaling,
+        changes=changes_in_words(trace.scaling, repeats),
+        capacity_rps=rate and rate.served_rps,
         at_least=bool(rate and rate.broken is None),
         error_percent=rate.error_percent if rate else 0.0,
         binding=rate.binding if rate else _binding(found),
@@ -507,7 +524,7 @@ def _none_keeps(found: Measured) -> LimitsBrokenError:
 
 
 def _show(result: Capacities) -> None:
-    from toolkit.report.capacity import conclusion
+    from toolkit.report.capacity import conclusion, shared_changes
 
     several = len(result.capacities) > 1
     recipes = {one.recipe for one in result.capacities}
@@ -521,7 +538,12 @@ def _show(result: Capacities) -> None:
             rate = f">= {rate}"
         rows.append([name, one.gpus, rate, one.binding, one.concurrency])
     columns = ["", ">GPUs", ">requests/s", "then breaks", ">at once"]
-    table(columns, rows, f"capacity of {result.trace.source}: all targets hold up to")
+    if len({one.repeats for one in result.capacities}) > 1:
+        columns.append(">repeats")
+        rows = [[*row, one.repeats] for row, one in zip(rows, result.capacities, strict=True)]
+    about = bracketed(shared_changes(result))
+    title = f"capacity of {result.trace.source}{about}: all targets hold up to"
+    table(columns, rows, title)
     _show_costs(result)
     _show_needed(result)
     show_panels(_panels(result))
@@ -531,6 +553,8 @@ def _show(result: Capacities) -> None:
 
 
 def _show_costs(result: Capacities) -> None:
+    from toolkit.report.capacity import shared_changes
+
     rows: list[list[object]] = []
     for one in result.capacities:
         cost = one.cost
@@ -540,7 +564,7 @@ def _show_costs(result: Capacities) -> None:
             rows.append([one.name, *usd])
     if rows:
         columns = ["", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
-        table(columns, rows, "USD, at capacity")
+        table(columns, rows, f"USD, at capacity{bracketed(shared_changes(result))}")
 
 
 def _show_needed(result: Capacities) -> None:
@@ -553,7 +577,9 @@ def _show_needed(result: Capacities) -> None:
             rows.append([one.name, "none keeps", None, None])
         else:
             rows.append([one.name, needed.workers, needed.gpus, needed.usd_per_hour])
-    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s"
+    fitted = {changes_in_words(one.scaling) for one in result.capacities}
+    about = bracketed(fitted.pop()) if len(fitted) == 1 else ""
+    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s{about}"
     table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)
 
 

@@ -95,7 +95,7 @@ def command(args: CompareOptions) -> None:
             concurrency=world.concurrency,
             runs=[_of_run(run, stage.engines) for run in runs],
         )
-        emit(args.as_json, result, lambda: _show(runs, shown, stage.engines))
+        emit(args.as_json, result, lambda: _show(runs, shown, stage.engines, stage.trace.changes))
         if args.png:
             draw(_panels(runs), args.png)
     if interrupted:
@@ -205,7 +205,9 @@ def _several_rates(runs: Sequence[PolicyRun]) -> bool:
     return len({run.rate_rps for run in runs}) > 1
 
 
-def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str]) -> None:
+def _show(
+    runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str], title: str
+) -> None:
     from toolkit.sched.policies import footnote, marked
 
     many = _several_rates(runs)
@@ -215,7 +217,7 @@ def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[s
         cells += [round(run.rate_rps, 3)] * many
         rows.append([*cells, *(run.metrics.get(name) for name in columns)])
     heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
-    table(["policy", *[">rate"] * many, *heads], rows)
+    table(["policy", *[">rate"] * many, *heads], rows, title)
     remark = footnote([run.policy for run in runs], engines)
     if remark:
         paragraph(remark)

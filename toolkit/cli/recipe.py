@@ -21,12 +21,13 @@ from toolkit.cli.arguments import (
     completing,
     option,
     parse_sla,
+    traces,
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
-from toolkit.files.new_recipe import MOST_GPUS, Wish, new_recipe
+from toolkit.files.new_recipe import MOST_GPUS, TraceLengths, Wish, new_recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.units import GIB, size
 
@@ -66,7 +67,15 @@ class NewOptions:
     lora: bool = option(False, "Serve LoRA adapters beside the model: vLLM's --enable-lora.")
     engine: str = option("vllm", "The engine: vllm, rebatch or transformers.")
     max_model_len: int | None = option(
-        None, "The longest prompt + output in tokens; default: 8192, or the model's limit.", min=16
+        None,
+        "The longest prompt + output in tokens; default: 8192, or the longest of --trace, within "
+        "the model's limit.",
+        min=16,
+    )
+    trace: str | None = option(
+        None,
+        "Set the limits of lengths by this trace, a file or a shipped one, and tune for it.",
+        autocompletion=traces,
     )
     target: list[str] | None = option(
         None,
@@ -98,6 +107,7 @@ def new(args: NewOptions) -> None:
         max_model_len=args.max_model_len,
         targets=parse_sla(args.target, "--target"),
         lora=args.lora,
+        traffic=_traffic(args.trace),
     )
     made = new_recipe(found, wish)
     with tempfile.TemporaryDirectory() as folder:
@@ -110,6 +120,19 @@ def new(args: NewOptions) -> None:
             note(f"doctor: {check.name}: {check.found}; {check.remedy}")
     result = {"text": made.text, "recipe": recipe, "notes": made.notes}
     emit(args.as_json, result, lambda: print(made.text, end=""))
+
+
+def _traffic(name: str | None) -> TraceLengths | None:
+    """The lengths of the trace of --trace."""
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+
+    if name is None:
+        return None
+    trace, _ = read_trace(trace_path(name))
+    totals = sorted((trace.prompt_tokens + trace.output_tokens).tolist())
+    longest = int(trace.prompt_tokens.max()), int(trace.output_tokens.max())
+    return TraceLengths(name, totals, *longest)
 
 
 @app.command("gpus")

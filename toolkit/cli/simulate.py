@@ -19,8 +19,14 @@ from toolkit.cli.installed import (
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
-from toolkit.cli.stage import StageOptions, open_stage, result_notes, sharing_notes
-from toolkit.units import number
+from toolkit.cli.stage import (
+    StageOptions,
+    open_stage,
+    result_notes,
+    sharing_notes,
+    short_notes,
+)
+from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
     from toolkit.sched.protocols import AnyPolicy
@@ -124,6 +130,7 @@ def command(args: SimulateOptions) -> None:
     metrics = result.metrics(targets)
     note(*_failure_notes(requests, chosen, world, result, targets))
     note(*result_notes(result.refusals, metrics, world.range_of(policy)))
+    note(*short_notes(requests, targets, world))
     note(*filter(None, [footnote([policy], stage.engines)]))
     of_kinds = {  # of a fleet's servers
         kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
@@ -149,7 +156,7 @@ def command(args: SimulateOptions) -> None:
         table(
             ["metric", "value"],
             list(metrics.items()),
-            title=f"policy '{marked(policy, stage.engines)}'",
+            title=f"policy '{marked(policy, stage.engines)}'{bracketed(requests.changes)}",
         )
         _show_targets(found, result.sla_ratios(targets))
         if of_kinds:
@@ -173,4 +180,5 @@ def _show_targets(found: Simulation, ratios: Mapping[str, float]) -> None:
         "broken": "not every target is kept",
         "overloaded": "overloaded: the queue grows with the trace",
     }
-    table(["target", ">limit", ">simulated", "kept"], rows, titles[found.verdict])
+    title = f"{titles[found.verdict]}{bracketed(found.trace.changes)}"
+    table(["target", ">limit", ">simulated", "kept"], rows, title)

@@ -44,7 +44,7 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
 from toolkit.files.tuning import REFUSED, Outcome, Tuning
-from toolkit.units import counted, words
+from toolkit.units import counted, number, words
 
 if TYPE_CHECKING:
     from toolkit.sched.policies.parameters import Value
@@ -93,7 +93,11 @@ class StageOptions(TrafficOptions):
         "unit-step.",
         min=1,
     )
-    fit_lengths: bool = option(True, "Scale the lengths to the model's context.")
+    fit_lengths: bool = option(
+        True,
+        "Fit the requests to the model's context: vLLM's keep their lengths, and longer ones are "
+        "left out; those of our own engines are scaled.",
+    )
     seed: int | None = option(
         None,
         "Draw the memory limits and the policies' samples from this seed; default: the tuning's, "
@@ -341,16 +345,16 @@ def _of_recipe(world: World, recipe: Recipe) -> World:
 
 
 def open_stage(args: StageOptions, rate: object = None) -> Stage:
-    """Read the trace, and the fit or the fleet; print how lengths were scaled, and what the fit
-    rests on. `rate` is the command's.
+    """Read the trace, and the fit or the fleet; print what was done to the requests, and what the
+    fit rests on. `rate` is the command's.
 
-    Lengths of a trace are scaled as in `tune`, by the limits of the recipe that the fit was made
-    from; `max_new_tokens` replaces the recipe's. `InputError` for words that cannot be parsed, for
-    files that are missing or of another kind, and where that recipe is not found; without a fit it
-    names those that ship. `StaleError` for a tuning of another fit or fleet.
+    Requests are fitted to the engine as in `tune`, by the limits of the recipe that the fit was
+    made from; `max_new_tokens` replaces the recipe's. `InputError` for words that cannot be parsed,
+    for files that are missing or of another kind, and where that recipe is not found; without a fit
+    it names those that ship. `StaleError` for a tuning of another fit or fleet.
     """
     from toolkit.sim.world import UNIT_STEP
-    from toolkit.traces.windows import prepare, scale_lengths
+    from toolkit.traces.windows import fit_lengths, prepare, with_long_limits
 
     given = parse_settings(args.settings)
     targets = parse_sla(args.sla)
@@ -391,7 +395,10 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     elif args.fit_lengths and spec:
         requests = prepare(requests, spec, max_new_tokens=limit)
     elif args.fit_lengths and fitted:
-        requests = scale_lengths(requests, fitted.engine.max_model_len, limit)
+        engine = fitted.engine
+        requests = fit_lengths(requests, engine.engine, engine.max_model_len, limit)
+    elif fitted and traits_of(fitted.engine.engine).server:
+        requests = with_long_limits(requests, limit, fitted.engine.max_model_len)
     note_scaling(requests)
     if fleet:
         fleet.note_bases(tuning)
@@ -520,6 +527,23 @@ def result_notes(
         unfinished = f"{metrics['unfinished']:,.0f} had not ended"
         lines.append(f"stopped when the last request was admitted; {unfinished}")
     return lines
+
+
+def short_notes(trace: Trace, targets: Mapping[str, float], world: World) -> list[str]:
+    """A line where the trace is over before a queue could break a target; else none."""
+    from toolkit.traces.windows import mean_rate
+    from toolkit.tuning.capacity import lasts_long_enough, longest_wait_s
+
+    rate_rps = mean_rate(trace)
+    wait_s, name = longest_wait_s(targets)
+    if world.concurrency or not rate_rps or not wait_s or lasts_long_enough(trace, wait_s):
+        return []
+    times = float(trace.arrival_s[-1]) / wait_s
+    return [
+        f"the trace lasts {number(times)} times the target {name}, too short to tell whether "
+        f"{number(rate_rps)} requests/s can be served for long: `llmctl capacity` repeats it, and "
+        "so does `llmctl trace convert --repeat N`"
+    ]
 
 
 def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:

@@ -246,7 +246,8 @@ class ConvertOptions(ReadOptions):
     )
     seed: int | None = option(
         None,
-        "With --draw-rate and --grow: draw from this seed; the same seed gives the same trace.",
+        "With --draw-rate, --grow and --repeat: draw from this seed; the same seed gives the same "
+        "trace.",
         min=0,
     )
     divide: float | None = option(
@@ -256,6 +257,12 @@ class ConvertOptions(ReadOptions):
         None, "Scale lengths to this context, in tokens; needs --max-new-tokens."
     )
     max_new_tokens: int | None = option(None, "Scale outputs to this many tokens.")
+    repeat: int = option(
+        1,
+        "Repeat the trace so often, end to end, as `capacity` does with a short one: with other "
+        "requests at its own times, and with sessions and contents of their own.",
+        min=1,
+    )
     as_json: JsonOption = False
 
 
@@ -269,6 +276,7 @@ def convert(args: ConvertOptions) -> None:
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.growth import Growth, grown
+    from toolkit.traces.repeat import repeated
     from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
 
     if (args.max_model_len is None) != (args.max_new_tokens is None):
@@ -279,8 +287,10 @@ def convert(args: ConvertOptions) -> None:
         both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
     if args.draw_rate is None:
-        drawn = {"--cv": args.cv, "--seed": None if args.grow else args.seed}
-        refuse_useless(drawn, "without --draw-rate nothing is drawn", "add --draw-rate")
+        why = "without --draw-rate nothing is drawn"
+        refuse_useless({"--cv": args.cv}, why, "add --draw-rate")
+        if args.repeat == 1 and not args.grow:
+            refuse_useless({"--seed": args.seed}, why, "add --draw-rate")
     growths = [Growth.parsed(words) for words in args.grow or []]
     loaded, report = _read(args)
     added = None
@@ -296,6 +306,7 @@ def convert(args: ConvertOptions) -> None:
         loaded = divide_lengths(loaded, args.divide)
     if args.max_model_len is not None and args.max_new_tokens is not None:
         loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
+    loaded = repeated(loaded, args.repeat, args.seed or 0)
     loaded = excerpt(loaded, args.start, args.duration)
     put_trace(loaded, args.out, args.as_json, added)
 

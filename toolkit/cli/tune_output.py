@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from toolkit.cli.output import PlotPoint, note, paragraph, scatter, table
 from toolkit.files.tuning import Outcome, Sizing, SizingRow, Tuning, share_used
 from toolkit.report.rows import change_rows, parallel_rows, policy_rows, settings_of
-from toolkit.units import number, seconds, word
+from toolkit.units import bracketed, number, seconds, word
 
 ESTIMATE_AFTER = 16  # simulations that are timed before the first estimate: two batches
 RECENT = 24  # simulations by which the rest is estimated: three batches
@@ -138,6 +138,7 @@ def show(result: Tuning) -> None:
     if not same:
         names = [f"{_short(before)}, default", f"{_short(after)}, best"]
     title = f"predicted on {result.judged.requests:,} requests of the trace"
+    title += bracketed(result.changes)
     columns = ["metric", *(f">{name}" for name in names), ">change"]
     table(columns, change_rows(result, METRICS), title=title)
     limits = [(one.name, one.allowed(), one.prediction(), one.kept) for one in result.limits]

@@ -36,6 +36,7 @@ from toolkit.sched.policies.parameters import Value, defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.world import flags_of, settings_of_kinds
+from toolkit.units import bracketed
 
 Explained = dict[str, Explanation]
 Pairs = dict[str, tuple[object, object]]  # what a file and the recipe say, by key
@@ -160,12 +161,12 @@ def _choice(given: PlannedPolicy | None, kinds: Sequence[Kind], tuning: Tuning |
 
 def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
     """The requests that the predictions of `tuning` are about: how they differ from the trace's
-    own, where they do much, and the trace and its rate, if it is recorded.
+    own, if they do, and the trace and its rate, if it is recorded.
     """
     explained: Explained = {}
-    if tuning.scaling is not None and tuning.scaling.notable:
-        warnings = "; ".join(tuning.scaling.warnings())
-        explained["requests"] = _explanation(tuning.scaling.divided(), warnings)
+    if tuning.scaling is not None and tuning.changes:
+        why = tuning.scaling.warnings() or ["tuning: so they fit the recipe's limits"]
+        explained["requests"] = _explanation(tuning.changes, "; ".join(why))
     trace = tuning.inputs.get("trace")
     if trace is None or tuning.concurrency is not None:
         return explained, None
@@ -340,9 +341,8 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
         if gain in ("+0.0 % goodput", "-0.0 % goodput"):
             gain = "the same goodput, other latencies"
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}"
-    scaled = "scaled " if tuning.scaling and tuning.scaling.notable else ""
     part = "whole" if tuning.judged.whole else "busiest part of the"
-    windows = f"simulated with the fit on the {part} {scaled}trace"
+    windows = f"simulated with the fit on the {part} trace{bracketed(tuning.changes)}"
     workers_source = "tuning: simulated with this number"
     if tuning.sizing:
         windows += f", with {tuning.workers} workers in all"

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from toolkit.files.strict import Envelope, Strict, optional
+from toolkit.units import bracketed
 
 SUMMARY_METRICS = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # of a validation, in one line
 SAME_RATE = 0.02  # request rates that differ by a smaller share are equal: people round them
@@ -167,6 +168,9 @@ class BenchReport(Envelope):
         "with real traffic; the prediction simulates the same"
     )
     trace_notes: list[str]
+    changes: str = Field(
+        "", description="what makes the requests other ones than the trace's; empty: nothing"
+    )
     interrupted: bool
     requests: int = Field(description="in the replayed part of the trace")
     answered: int = Field(description="served or failed; the metrics are about these")
@@ -276,6 +280,9 @@ class Validation(Envelope):
     notes: list[str] = Field(
         description="changes to the trace, and whether requests gave their output lengths"
     )
+    changes: str = Field(
+        "", description="what makes the requests other ones than the trace's; empty: nothing"
+    )
     windows: list[WindowResult]
     metrics: list[MetricError]
     requests: list[RequestError]
@@ -284,5 +291,5 @@ class Validation(Envelope):
         """One line to show with a prediction."""
         found = {metric.metric: metric.error_percent for metric in self.metrics}
         errors = [f"{name} {found[name]:+.1f} %" for name in SUMMARY_METRICS if name in found]
-        windows = f"validated on {len(self.windows)} windows"
+        windows = f"validated on {len(self.windows)} windows{bracketed(self.changes)}"
         return f"{windows}, the prediction's errors: {', '.join(errors)}"

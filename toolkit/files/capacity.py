@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.strict import Strict
 from toolkit.files.tuning import Cost, ParameterValue, Scaling
+from toolkit.units import bracketed
 
 
 class Requests(Strict):
@@ -22,7 +23,10 @@ class Requests(Strict):
     requests: int = Field(description="how many")
     notes: list[str] = Field(description="what was done to them since they were read")
     scaling: Scaling | None = Field(
-        description="how their lengths were scaled; null: they are the trace's own"
+        description="how they were fitted to the model's context; null: they are the trace's own"
+    )
+    changes: str = Field(
+        "", description="what makes them other ones than the trace's, in words; empty: nothing"
     )
 
 
@@ -62,10 +66,20 @@ class CapacityOf(Strict):
     workers: int = Field(description="their number")
     lost: int = Field(0, description="so many of them are lost; the figures are of the others")
     gpus: int = Field(description="of all workers")
-    capacity_rps: float | None = Field(
-        description="highest rate at which every limit is kept; null: none that was tried"
+    judged_requests: int = Field(description="of the trace, which the figures are about")
+    of_requests: int = Field(description="of the trace; if more, its busiest part was judged")
+    repeats: int = Field(description="how often they are repeated at the capacity, to last enough")
+    scaling: Scaling | None = Field(
+        description="how the requests were fitted to the model's context; null: as they are"
     )
-    at_least: bool = Field(description="the trace is too short to judge a higher rate")
+    changes: str = Field(
+        description="what makes the requests other ones than the trace's, in words; empty: nothing"
+    )
+    capacity_rps: float | None = Field(
+        description="highest rate at which every limit is kept, the trace's mean, of sessions as "
+        "it was served; null: none that was tried"
+    )
+    at_least: bool = Field(description="the trace cannot be repeated enough for a higher rate")
     error_percent: float = Field(description="the lowest broken rate is this much higher")
     binding: str | None = Field(description="the limit that breaks above it")
     concurrency: int | None = Field(
@@ -83,6 +97,15 @@ class CapacityOf(Strict):
     def name(self) -> str:
         """The recipe and its settings."""
         return f"{self.recipe}{' with ' if self.changed else ', '}{self.settings}"
+
+    @property
+    def traffic(self) -> str:
+        """What the figures are about: the whole trace, or which part, and what was changed."""
+        part = "the whole trace"
+        if self.judged_requests < self.of_requests:
+            part = f"the busiest {self.judged_requests:,} of its {self.of_requests:,} requests"
+            part += ", at the rate of the whole trace"
+        return f"{part}{bracketed(self.changes)}"
 
 
 class Capacities(Strict):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
 
@@ -42,6 +43,8 @@ WORKSPACE_BYTES = 21_113 * 131_072
 # it, where there are more.
 GOOD_ROWS = 4
 MODEL_LEN = 8192
+LENGTH_STEP = 1024  # a limit that follows from a trace is a multiple of it
+OUTPUT = 1024  # the limit of outputs without a trace
 TARGETS = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096)
@@ -70,6 +73,37 @@ LONG = 8  # items: a longer list in quantization_config is left out of the recip
 
 
 @dataclass(frozen=True, slots=True)
+class TraceLengths:
+    """The lengths of a trace, in tokens.
+
+    Attributes:
+        name: its file, or its name; a recipe repeats it.
+        totals: prompt and output of each request, in rising order.
+        longest_prompt: of all requests.
+        longest_output: of all requests.
+    """
+
+    name: str
+    totals: Sequence[int]
+    longest_prompt: int
+    longest_output: int
+
+    @property
+    def file(self) -> str:
+        """Its name without a folder."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def longest(self) -> int:
+        """The longest request: prompt and output."""
+        return self.totals[-1]
+
+    def longer_than(self, tokens: int) -> int:
+        """How many requests are longer."""
+        return len(self.totals) - bisect_right(self.totals, tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """What the user asks for. None: llmctl chooses.
 
@@ -79,6 +113,7 @@ class Wish:
         quantization: '': as the checkpoint is.
         targets: of latency, in seconds.
         lora: adapters are served beside the model.
+        traffic: what the limits of lengths follow from.
     """
 
     gpu: Gpu
@@ -89,6 +124,7 @@ class Wish:
     max_model_len: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)
     lora: bool = False
+    traffic: TraceLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +194,8 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     if wish.lora and not traits_of(wish.engine).quantizes:
         problem = f"--lora: engine '{wish.engine}' serves no adapters"
         raise InputError(problem, "leave --engine out: vLLM serves them")
+    longest = wish.max_model_len or _length(facts, wish)
+    refuse(found.name, of_config(found.config, longest))
     if longest > facts.context:
         problem = f"--max-model-len {longest}: the model's limit is {facts.context:,}"
         raise InputError(problem, "give a smaller one")
@@ -165,6 +203,22 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     workers = max((wish.gpus or room.gpus) // room.gpus, 1)
     notes = _notes(facts, wish, room, workers, longest)
     return NewRecipe(_text(found, facts, wish, room, workers, longest), facts, room, workers, notes)
+
+
+def _length(facts: ModelFacts, wish: Wish) -> int:
+    """The longest prompt + output of a recipe: what the trace needs, and `MODEL_LEN` at least; at
+    most the model's limit.
+
+    Our own engines need room for the longest prompt and the longest output together.
+    """
+    traffic = wish.traffic
+    if traffic is None:
+        return min(facts.context, MODEL_LEN)
+    needed = traffic.longest
+    if not traits_of(wish.engine).server:
+        needed = traffic.longest_prompt + traffic.longest_output
+    stepped = -(-needed // LENGTH_STEP) * LENGTH_STEP
+    return min(facts.context, max(MODEL_LEN, stepped))
 
 
 def parallel_problem(facts: ModelFacts, gpus: int) -> str:
@@ -287,7 +341,12 @@ def _notes(
     elif reasons := not_computed(special_of(facts.config, longest), scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
     elif traits_of(wish.engine).timed_by_pass:
-        notes.append("next: llmctl capacity or llmctl tune, with recipe.yaml --trace TRACE")
+        which = "" if wish.traffic else " --trace TRACE"
+        notes.append(f"next: llmctl capacity or llmctl tune, with recipe.yaml{which}")
+    if wish.traffic is not None and (longer := wish.traffic.longer_than(longest)):
+        count = f"{longer:,} of {len(wish.traffic.totals):,} requests of {wish.traffic.file}"
+        what = "are left out" if traits_of(wish.engine).server else "do not fit as they are"
+        notes.append(f"{count} {what}: longer than max_model_len, {longest:,}")
     if gpu.note:
         notes.append(f"{gpu.name}: {gpu.note}")
     return notes
@@ -328,7 +387,7 @@ def _text(
     else:
         lines.append("workers: 1")
     lines += ["", *_profile_lines(longest), "", *_target_lines(wish), "", *_policy_lines(wish)]
-    lines += ["", "serve:", f"  max_new_tokens: {min(1024, max(longest // 2, 1))}"]
+    lines += _traffic_lines(wish, longest)
     return "\n".join(lines) + "\n"
 
 
@@ -368,9 +427,39 @@ def _model_lines(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int)
     if wish.quantization and "quantization_config" not in found.config:
         lines += _line(f"  quantization: {wish.quantization}", "vLLM does it while it loads")
     limit = f"of the model's {facts.context:,}: raise it for longer prompts and outputs"
+    if wish.traffic is not None and not wish.max_model_len:
+        limit = f"of the model's {facts.context:,}: {_longest_words(wish.traffic, longest)}"
     lines += _line(f"  max_model_len: {longest}", limit)
     lines += _line(f"  kv_bytes_per_token: {facts.kv_bytes_per_token}", _cache_reason(facts))
     return lines + _line(f"  weight_bytes: {facts.weight_bytes}", _weight_reason(facts))
+
+
+def _longest_words(traffic: TraceLengths, longest: int) -> str:
+    """How a limit of prompt + output compares with the trace, in words."""
+    words = f"the longest request of {traffic.file} has {traffic.longest:,} tokens"
+    if longer := traffic.longer_than(longest):
+        words += f", and {longer:,} of {len(traffic.totals):,} requests are longer than this"
+    return words
+
+
+def _traffic_lines(wish: Wish, longest: int) -> list[str]:
+    """The limit of outputs, and the trace to tune for."""
+    traffic = wish.traffic
+    if traffic is None:
+        return ["", "serve:", f"  max_new_tokens: {min(OUTPUT, max(longest // 2, 1))}"]
+    room = longest - 1 if traits_of(wish.engine).server else longest // 2
+    output = min(traffic.longest_output, max(room, 1))
+    reason = f"the longest output of {traffic.file}"
+    if output < traffic.longest_output:
+        reason += f" has {traffic.longest_output:,}; max_model_len leaves this"
+    return [
+        "",
+        *_line("tune:", "the traffic that `tune` and `capacity` take without --trace"),
+        f"  trace: {_quoted(traffic.name)}",
+        "",
+        "serve:",
+        *_line(f"  max_new_tokens: {output}", reason),
+    ]
 
 
 def _cache_reason(facts: ModelFacts) -> str:

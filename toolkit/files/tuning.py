@@ -116,18 +116,20 @@ class ScaledLengths(Strict):
 
 
 class Scaling(Strict):
-    """How the lengths of a trace were scaled so that prompt + output fit a context.
+    """What was done to the requests of a trace so that prompt + output fit a context: for a server
+    such as vLLM, longer ones are left out; for our own engines, lengths are divided and cut.
 
     Commands write these numbers into their files and their `--json`. They print the words of
-    `summary` and `warnings` with every result that rests on such requests.
+    `changes` and `warnings` with every result that rests on such requests.
     """
 
-    requests: int
+    requests: int = Field(description="in the trace")
     max_model_len: int
     max_new_tokens: int
     model_context: int | None = optional("the model's max_position_embeddings; none: not known")
     prompts: ScaledLengths
     outputs: ScaledLengths
+    left_out: int = Field(0, description="requests longer than `max_model_len`: not simulated")
 
     @property
     def notable(self) -> bool:
@@ -148,7 +150,24 @@ class Scaling(Strict):
                 share = f"{lengths.clipped:,} of {self.requests:,}, {percent:.1f} %"
                 parts.append(f"clipped to {limit} tokens ({share})")
             changes.append(f"{name} {', '.join(parts) or f'unchanged: all within {limit} tokens'}")
-        return "; ".join(changes)
+        return "; ".join([*changes, *self._left_out()])
+
+    def changes(self) -> str:
+        """All changes in words, for the sentence of a result: 'prompts divided by 3, 12 outputs cut
+        to 384 tokens', or '12 of 6,000 requests left out, longer than 8,192 tokens'; '' for none.
+        """
+        cut = [
+            f"{lengths.clipped:,} {name} cut to {lengths.limit_tokens:,} tokens"
+            for name, lengths in self._both()
+            if lengths.clipped
+        ]
+        return ", ".join([*filter(None, [self.divided()]), *cut, *self._left_out()])
+
+    def _left_out(self) -> list[str]:
+        if not self.left_out:
+            return []
+        which = f"{self.left_out:,} of {self.requests:,} requests left out"
+        return [f"{which}, longer than {self.max_model_len:,} tokens"]
 
     def divided(self) -> str:
         """The divisors in words: 'prompts divided by 11.91'; '' where nothing was divided."""
@@ -159,21 +178,34 @@ class Scaling(Strict):
         )
 
     def warnings(self) -> list[str]:
-        """What a reader of a result must know, a sentence each; empty where not `notable`."""
+        """What a reader of a result must know, a sentence each: of lengths that are divided by much
+        (`notable`), and of requests that are left out.
+        """
+        lines = self._why_left_out()
         if not self.notable:
-            return []
+            return lines
         divided = ", ".join(
             f"{name} are divided by {lengths.divisor:.4g}"
             f" (mean {lengths.mean_tokens:,.0f} -> {lengths.scaled_mean_tokens:,.0f} tokens)"
             for name, lengths in self._both()
             if lengths.divisor > NOTABLE_DIVISOR
         )
-        lines = [f"not the trace's own requests: {divided}"]
+        lines.append(f"not the trace's own requests: {divided}")
         if self.prompts.divisor > NOTABLE_DIVISOR:
             lines.append(self._what_limits_prompts())
         if self.outputs.divisor > NOTABLE_DIVISOR:
             lines.append(f"max_new_tokens: {self.max_new_tokens} limits the outputs")
         return lines
+
+    def _why_left_out(self) -> list[str]:
+        context = self.model_context
+        if not self.left_out:
+            return []
+        remedy = "the model takes no more"
+        if context is None or context > self.max_model_len:
+            takes = f"up to {context:,}" if context else "where the model takes more"
+            remedy = f"raise model.max_model_len, {takes}"
+        return [f"{self._left_out()[0]} (max_model_len): {remedy}"]
 
     def _both(self) -> tuple[tuple[str, ScaledLengths], ...]:
         return ("prompts", self.prompts), ("outputs", self.outputs)
@@ -197,6 +229,14 @@ class Scaling(Strict):
             f"the model takes {context:,} tokens; {now} in the recipe limits the prompts:"
             f" with {context} they would be divided by {divisor:.4g}"
         )
+
+
+def changes_in_words(scaling: Scaling | None, repeats: int = 1) -> str:
+    """What makes requests other ones than the trace's, for the sentence of a result; '' for none.
+    Every command's words come from here.
+    """
+    again = f"repeated {repeats} times" if repeats > 1 else ""
+    return "; ".join(filter(None, [again, scaling.changes() if scaling else ""]))
 
 
 class Outcome(Strict):
@@ -442,6 +482,9 @@ class TunedCapacity(Strict):
     recommended_rps: float | None
     binding: str | None = Field(description="the limit that breaks above the recommended rate")
     error_percent: float
+    repeats: int = Field(
+        1, description="how often the trace is repeated there, to last long enough"
+    )
 
     @property
     def most_rps(self) -> float | None:
@@ -524,7 +567,10 @@ class Tuning(Envelope):
         "requests at once, whatever the trace's times; None: at the rate"
     )
     trace_notes: list[str] = Field(description="changes to the trace")
-    scaling: Scaling | None = optional("how its lengths were scaled")
+    scaling: Scaling | None = optional("how its requests were fitted to the model's context")
+    changes: str = Field(
+        "", description="what makes the requests other ones than the trace's; empty: nothing"
+    )
     window_length: WindowLength | None = None
     search_windows: list[TuningWindow]
     held_out_windows: list[TuningWindow]

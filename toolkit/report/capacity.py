@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.files.capacity import Capacities, CapacityOf
+from toolkit.files.tuning import changes_in_words
 from toolkit.report.page import render_page
 from toolkit.report.parts import (
     Badge,
@@ -15,9 +16,22 @@ from toolkit.report.parts import (
     chart,
     metric_name,
 )
-from toolkit.units import counted, number
+from toolkit.units import bracketed, counted, number
 
 CURVE_RATIO = 2.0  # the used share of a limit up to which the chart goes
+
+
+def shared_changes(result: Capacities) -> str:
+    """What makes the requests of all rows other ones than the trace's, in words: repeats too, where
+    they are the same. '' where rows differ in more.
+    """
+    for each in (
+        {one.changes for one in result.capacities},
+        {changes_in_words(one.scaling) for one in result.capacities},
+    ):
+        if len(each) == 1:
+            return each.pop()
+    return ""
 
 
 def conclusion(result: Capacities) -> list[str]:
@@ -50,9 +64,11 @@ def _highest(group: list[CapacityOf], lost: int, *, several: bool) -> list[str]:
     which = f"{best.name}: " if several else ""
     if lost and not several:
         which = f"{lost} of {counted(best.workers, 'worker')} lost: "
-    lines = [f"{which}all targets hold up to {most} on the whole trace"]
+    lines = [f"{which}all targets hold up to {most} on {best.traffic}"]
     if best.at_least:
-        lines.append("  at more, the trace is over before a request could miss a target")
+        lines.append("  at more, the trace is over before its queue could grow")
+    if len({one.traffic for one in kept}) > 1:
+        lines += [f"  {one.name}: on {one.traffic}" for one in kept if one is not best]
     return lines
 
 
@@ -86,7 +102,8 @@ def _fewest(group: list[CapacityOf], lost: int, wanted: str) -> list[str]:
     fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
     assert fewest.needed is not None
     gpus = counted(fewest.needed.gpus, "GPU")
-    lines = [f"the fewest for {wanted}{spare}: {gpus}, {fewest.name}"]
+    about = bracketed(changes_in_words(fewest.scaling))
+    lines = [f"the fewest for {wanted}{spare}{about}: {gpus}, {fewest.name}"]
     prices = [
         (one.needed.usd_per_hour, one)
         for one in able
@@ -103,7 +120,8 @@ def capacity_page(result: Capacities) -> str:
     """The page as HTML. The same result gives the same text."""
     names = list(dict.fromkeys(one.recipe for one in result.capacities))
     title = f"Capacity of {' and '.join(names)}"
-    traffic = f"{result.trace.requests:,} requests of {result.trace.source}"
+    about = bracketed(result.trace.changes)
+    traffic = f"{result.trace.requests:,} requests of {result.trace.source}{about}"
     return render_page(title, f"For {traffic}.", [_answer(result), _curves(result)])
 
 

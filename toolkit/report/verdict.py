@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import BEHIND, Interval, ParallelSize, Tuning, share_used
+from toolkit.files.tuning import (
+    BEHIND,
+    Interval,
+    ParallelSize,
+    Tuning,
+    changes_in_words,
+    share_used,
+)
 from toolkit.sched.policies import BUILT_IN
-from toolkit.units import counted, number, percent
+from toolkit.units import bracketed, counted, number, percent
 
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
+KEPT_SHARE = 0.97  # of the tuned rate: a capacity below it contradicts that this rate is kept
 NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
 METHODS = {
@@ -63,7 +71,7 @@ def _judged_lines(result: Tuning) -> list[str]:
     if not part.whole:
         span = f"{number(part.start_s)} to {number(part.end_s)} s"
         about = f"{part.requests:,} of {part.of_requests:,} requests, the busiest part, {span}"
-    lines = [f"judged on {about}, at {result.load}"]
+    lines = [f"judged on {about}{bracketed(result.changes)}, at {result.load}"]
     which = "the recipe's settings" if result.keep_defaults else "the best settings"
     behind = next((limit for limit in result.limits if limit.name == BEHIND), None)
     if not result.keeps_up and behind is not None and behind.predicted is not None:
@@ -127,9 +135,14 @@ def _capacity_lines(result: Tuning) -> list[str]:
     if not result.keep_defaults:
         own = capacity.defaults_rps
         line += f", with the defaults {f'up to {number(own)}' if own else 'at no rate'}"
+    line += bracketed(changes_in_words(result.scaling, capacity.repeats))
     if capacity.binding:
         line += f"; then {capacity.binding} breaks"
-    return [line]
+    lines = [line]
+    if result.keeps_limits and capacity.recommended_rps < KEPT_SHARE * result.request_rate_rps:
+        short = f"at {result.load} it is over before its queue could grow"
+        lines.append(f"  warning: the trace keeps the limits only since {short}")
+    return lines
 
 
 def _parallel_lines(result: Tuning) -> list[str]:
@@ -198,6 +211,7 @@ def _cost_lines(result: Tuning) -> list[str]:
     return [
         f"cost: {number(cost.usd_per_hour)} USD an hour, "
         f"{number(cost.usd_per_million_requests)} USD per million requests{tokens}"
+        f"{bracketed(result.changes)}"
     ]
 
 

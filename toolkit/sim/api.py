@@ -20,7 +20,17 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.tuning import BEHIND
 from toolkit.interrupts import check, held
-from toolkit.metrics import FRONT, Floats, Served, behind_percent, latencies, sla_ratios, summarize
+from toolkit.metrics import (
+    FRONT,
+    SERVED,
+    Floats,
+    Served,
+    behind_percent,
+    latencies,
+    sessions_rate_rps,
+    sla_ratios,
+    summarize,
+)
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.base import Policy
@@ -99,6 +109,9 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if world.concurrency:  # the trace gives only the order
         trace = replace(trace, sessions=None)
     result = replace(_simulate_all(trace, policy, world), concurrency=world.concurrency)
+    if trace.sessions is not None and world.closed_loop and not trace.warmup:
+        rate_rps = sessions_rate_rps(result.served, trace.sessions.first)
+        result = replace(result, counters={SERVED: rate_rps, **result.counters})
     return replace(result, served=result.served.after(trace.warmup)) if trace.warmup else result
 
 

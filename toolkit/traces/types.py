@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import NAME_PATTERN
-from toolkit.files.tuning import Scaling
+from toolkit.files.tuning import Scaling, changes_in_words
 
 FOLDER = Path(__file__).parent / "data"  # of the shipped traces
 
@@ -116,6 +116,7 @@ class Trace:
     shared: SharedBlocks | None = None  # what prompts share; None: not known, taken as nothing
     sessions: Sessions | None = None  # None: requests are independent
     warmup: int = 0  # so many first requests are served, so that the rest finds a warm system
+    repeats: int = 1  # the requests of the file stand here so many times (`repeated`)
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -124,6 +125,13 @@ class Trace:
     def counted(self) -> int:
         """The number of requests after the warm-up: results are about these."""
         return len(self) - self.warmup
+
+    @property
+    def changes(self) -> str:
+        """What makes these other requests than the file's, in words; '' where nothing does. Each
+        command prints it in one sentence with its result.
+        """
+        return changes_in_words(self.scaling, self.repeats)
 
     @property
     def priorities(self) -> list[int]:

@@ -1,8 +1,9 @@
 """Fitting a trace to a recipe, cutting it into windows, and describing it in numbers.
 
-In this order: scaling (the rate to a machine, the lengths to a model's context), cutting into
-windows (some to search on, others, which the search never sees, for the verdict), and the numbers
-that `llmctl trace inspect` prints. Each change to a trace leaves a note in it.
+In this order: scaling (the rate to a machine, the lengths to a model's context; a server's requests
+keep their lengths, and longer ones are left out), cutting into windows (some to search on, others,
+which the search never sees, for the verdict), and the numbers that `llmctl trace inspect` prints.
+Each change to a trace leaves a note in it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ScaledLengths, Scaling
@@ -39,15 +41,20 @@ def mean_rate(trace: Trace) -> float:
     return (len(trace) - 1) / span_s if span_s > 0 else 0.0
 
 
+def check_rate(rate_rps: float) -> None:
+    """`InputError` for a rate outside `MIN_RATE_RPS` to `MAX_RATE_RPS`."""
+    if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
+        hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
+        raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
+
+
 def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     """Stretch or compress the arrival times to a mean rate; burstiness and order stay.
 
     Raises `InputError` for a rate outside `MIN_RATE_RPS` to `MAX_RATE_RPS`, and for a trace that
     has no rate: one request, or all at once.
     """
-    if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
-        hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
-        raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
+    check_rate(rate_rps)
     old_rps = mean_rate(trace)
     if old_rps == 0 and len(trace) == 1:
         raise InputError(
@@ -107,6 +114,82 @@ def scale_lengths(
         scaling=scaling,
     )
     return _divided(fitted, prompts, outputs, of_prompts.divisor)
+
+
+def leave_out_longer(
+    trace: Trace, max_model_len: int, max_new_tokens: int, model_context: int | None = None
+) -> Trace:
+    """The requests that fit into a context, prompt and output together, with their own lengths:
+    what a server such as vLLM takes. The result's `scaling` counts those that are left out.
+
+    Where an output is longer than `max_new_tokens`, the limit of requests that have none becomes
+    the longest output, or what their prompt leaves of the context: a server sets no lower one, and
+    nothing tells a scheduler which outputs are long.
+
+    Raises `InputError` where no request fits.
+    """
+    longest = trace.prompt_tokens + trace.output_tokens
+    fits = longest <= max_model_len
+    if not fits.any():
+        raise InputError(
+            f"{trace.source}: each of its {len(trace):,} requests is longer than {max_model_len:,} "
+            f"tokens, prompt and output together: the shortest has {int(longest.min()):,}",
+            "raise model.max_model_len in the recipe, or take another model",
+        )
+    left_out = int(len(trace) - fits.sum())
+    kept = trace.take(np.flatnonzero(fits)) if left_out else trace
+    scaling = Scaling(
+        requests=len(trace),
+        max_model_len=max_model_len,
+        max_new_tokens=max_new_tokens,
+        model_context=model_context,
+        prompts=_as_they_are(trace.prompt_tokens, kept.prompt_tokens, max_model_len),
+        outputs=_as_they_are(trace.output_tokens, kept.output_tokens, max_model_len),
+        left_out=left_out,
+    )
+    kept = replace(
+        kept,
+        arrival_s=kept.arrival_s - kept.arrival_s[0],
+        notes=(*trace.notes, scaling.summary()),
+        scaling=scaling,
+    )
+    return with_long_limits(kept, max_new_tokens, max_model_len)
+
+
+def with_long_limits(trace: Trace, max_new_tokens: int, max_model_len: int) -> Trace:
+    """The trace with limits of outputs that cut none of them; see `leave_out_longer`."""
+    most = int(trace.output_tokens.max())
+    if most <= max_new_tokens:
+        return trace
+    room = np.maximum(max_model_len - trace.prompt_tokens, trace.output_tokens)
+    limits = np.where(trace.max_tokens == 0, np.minimum(room, most), trace.max_tokens)
+    return replace(trace, max_tokens=limits)
+
+
+def _as_they_are(lengths: Tokens, kept: Tokens, limit: int) -> ScaledLengths:
+    return ScaledLengths(
+        limit_tokens=limit,
+        percentile_99_tokens=_edge(lengths),
+        longest_tokens=int(lengths.max()),
+        mean_tokens=float(lengths.mean()),
+        divisor=1.0,
+        clipped=0,
+        scaled_mean_tokens=float(kept.mean()),
+    )
+
+
+def fit_lengths(
+    trace: Trace,
+    engine: str,
+    max_model_len: int,
+    max_new_tokens: int,
+    model_context: int | None = None,
+) -> Trace:
+    """The trace for an engine: of a server the requests that fit (`leave_out_longer`), of our own
+    engines all of them, scaled (`scale_lengths`).
+    """
+    fit = leave_out_longer if traits_of(engine).server else scale_lengths
+    return fit(trace, max_model_len, max_new_tokens, model_context)
 
 
 def divide_lengths(trace: Trace, divisor: float) -> Trace:
@@ -171,14 +254,14 @@ def _fit(lengths: Tokens, limit: int, least: float) -> tuple[Tokens, ScaledLengt
 def prepare(
     trace: Trace, recipe: Recipe, rate_rps: float | None = None, max_new_tokens: int | None = None
 ) -> Trace:
-    """The trace with lengths within the recipe's limits, or another limit of outputs, and, where
-    given, a mean rate.
+    """The trace within the recipe's limits, or another limit of outputs, and, where given, with a
+    mean rate.
     """
     model = recipe.model
     context = model.config.get("max_position_embeddings")
     known = context if isinstance(context, int) else None
     longest = max_new_tokens or recipe.serve.max_new_tokens
-    fitted = scale_lengths(trace, model.max_model_len, longest, known)
+    fitted = fit_lengths(trace, recipe.engine.name, model.max_model_len, longest, known)
     return fitted if rate_rps is None else scale_rate(fitted, rate_rps)
 
 
@@ -251,6 +334,22 @@ def cut(trace: Trace, start_s: float, end_s: float, *, warm_s: float = 0.0) -> T
         notes=(*trace.notes, *notes),
         warmup=warmup,
     )
+
+
+def busiest(trace: Trace, most: int) -> TraceWindow:
+    """The whole trace if it has at most `most` requests; else so many, the busiest of the trace
+    among them: their middle is the middle of the busiest tenth of that number.
+    """
+    last_s = float(trace.arrival_s[-1])
+    if len(trace) <= most:
+        return TraceWindow(0.0, last_s, trace)
+    burst = max(most // 10, 1)
+    spans = trace.arrival_s[burst:] - trace.arrival_s[:-burst]
+    middle = int(np.argmin(spans)) + burst // 2
+    first = min(max(middle - most // 2, 0), len(trace) - most)
+    start_s = float(trace.arrival_s[first])
+    end_s = float(trace.arrival_s[first + most]) if first + most < len(trace) else np.inf
+    return TraceWindow(start_s, min(end_s, last_s), cut(trace, start_s, end_s))
 
 
 def _span(start_s: float, end_s: float) -> str:

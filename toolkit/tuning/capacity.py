@@ -5,6 +5,12 @@ requests at once). All loads have the same requests and the same random draws, s
 differ by the load alone. A load is kept if every limit is kept; that the queue does not grow with
 the trace is one of them (`CandidateLimits.max_behind_percent`).
 
+A trace that is over before a queue can grow says nothing of a rate. So at each rate a short one is
+repeated (`toolkit.traces.repeat`) until it lasts `LASTING` times the longest target on waiting, and
+`SESSIONS` times as long as a session; and what counts of sessions is the rate that was served.
+
+A very long trace is searched on its busiest part first; then few simulations of all of it suffice.
+
 More load is worse, but a simulation is not smooth: a load may be kept although a slightly lower one
 is not. So the answer is made monotone: loads at fixed shares of it are tried too, and it is lowered
 below any of them that is broken, or raised above any higher one that is kept.
@@ -20,14 +26,19 @@ from itertools import pairwise
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Outcome
+from toolkit.files.tuning import BEHIND, Outcome
+from toolkit.metrics import SERVED
 from toolkit.routing.admission import UNLIMITED
-from toolkit.traces.windows import MAX_RATE_RPS, mean_rate
+from toolkit.traces.repeat import most_repeats, repeated
+from toolkit.traces.types import Trace
+from toolkit.traces.windows import MAX_RATE_RPS, busiest, mean_rate
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
 from toolkit.tuning.executor import Evaluate
 
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
 BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
+BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
+TOLERANCE_LONG = 0.02
 ABOVE = 1.05  # times the capacity: must be broken
 BEYOND = 1.2  # times the capacity, for the curve
 STEPS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.03, 0.01, 0.001)  # shares of a guess, while none is kept
@@ -35,6 +46,15 @@ GROWTH = (1.25, 2.5)  # of a load that is kept, at least and at most
 SHRINKS = 0.5  # of the bracket, at most, by an interpolation; else it is split next
 ROUNDS = 6  # times that the answer is checked and mended, at most
 WAITS = ("ttft", "e2e")  # metrics that waiting in a queue adds to
+LASTING = 50.0  # times the longest target on waiting that a trace lasts where it is judged
+USUAL_WAIT_S = 10.0  # in place of a target on waiting, where there is none
+SESSIONS = 20.0  # times the mean length of a session that a trace of them lasts
+MOST_LACKING = 0.03  # of the rate at which sessions start: that much less is served at most
+MOST_REPEATED = 1_000_000  # requests that a trace is repeated to, at most
+LONG = 100_000  # requests: a longer trace is searched on its busiest part first
+PART = 50_000  # requests of that part
+ROUNDS_AT_ONCE = 10  # requests for each place, where so many are served at once
+NEAR = 0.04  # how far from the part's capacity the whole trace's is sought first
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,13 +72,22 @@ class Capacity:
     """The highest load that keeps every limit, and every load that was tried, in order.
 
     `broken` is the lowest load above it that was tried; None where the trace is too short to say
-    more than "at least". `binding` is the limit that breaks there.
+    more than "at least". `binding` is the limit that breaks there. `repeats`: how many times the
+    trace was repeated at `load`.
     """
 
     load: float
     broken: float | None
     binding: str
     points: list[LoadPoint] = field(repr=False)
+    repeats: int = 1
+
+    @property
+    def served_rps(self) -> float:
+        """The rate that is served at the capacity. Of sessions it is what was counted: their starts
+        come at `load`, and their turns when their clients have thought.
+        """
+        return self.at_capacity.evaluation.outcome.metrics.get(SERVED, self.load)
 
     @property
     def error_percent(self) -> float:
@@ -81,6 +110,9 @@ class LoadSearch:
         evaluate: runs tasks.
         most: the greatest load that can be judged; beyond it, the trace says nothing.
         whole: loads are whole numbers.
+        tolerance: of the load, as `TOLERANCE`.
+        below: shares of the answer that must be kept.
+        above: shares that are tried too; the first must be broken.
     """
 
     at: Callable[[float], EvaluationSetup]
@@ -88,6 +120,9 @@ class LoadSearch:
     evaluate: Evaluate
     most: float = math.inf
     whole: bool = False
+    tolerance: float = TOLERANCE
+    below: Sequence[float] = BELOW
+    above: Sequence[float] = (ABOVE, BEYOND)
     points: dict[float, LoadPoint] = field(default_factory=dict)
 
     def tried(self, loads: Sequence[float]) -> list[LoadPoint]:
@@ -98,19 +133,31 @@ class LoadSearch:
         done = self.evaluate([Task.of(setup, self.outcome) for setup in setups])
         for load, setup, evaluation in zip(new, setups, done, strict=True):
             usage = evaluation.usage(setup.limits)
-            kept = evaluation.feasible(setup.limits)
+            served_rps = evaluation.outcome.metrics.get(SERVED)
+            if served_rps is not None and not self.whole:  # turns wait, and so do not pile up
+                lacking = (1.0 - served_rps / load) / MOST_LACKING
+                usage[BEHIND] = max(usage.get(BEHIND, 0.0), lacking)
+            kept = all(share <= 1.0 for share in usage.values())
             self.points[load] = LoadPoint(load, evaluation, kept, usage)
         return [self.points[load] for load in loads]
 
-    def found(self, guess: float) -> Capacity | None:
-        """The capacity, searched from `guess` on; None where no load was found that is kept."""
+    def rough(self, guess: float) -> float | None:
+        """A load that is kept, within the tolerance, without the checks of `found`."""
         low, high = self._bracket(guess)
+        return None if low is None else self._narrowed(low, high)[0]
+
+    def found(self, guess: float, near: float = 0.0) -> Capacity | None:
+        """The capacity, searched from `guess` on; None where no load was found that is kept.
+
+        `near`: a share of the guess, within which the capacity is expected on both sides.
+        """
+        low, high = self._around(guess, near) if near else self._bracket(guess)
         if low is None:
             return None
         cap = math.inf  # a broken load below which the capacity is sought
         for _ in range(ROUNDS):
             low, high = self._narrowed(low, high)
-            shares = BELOW if high is None else (*BELOW, ABOVE, BEYOND)
+            shares = self.below if high is None else (*self.below, *self.above)
             checked = self.tried([share * low for share in shares])
             if broken := [point.load for point in checked if not point.kept and point.load < low]:
                 high = cap = min(broken)
@@ -121,7 +168,7 @@ class LoadSearch:
                 continue
             if high is None or ABOVE * low >= cap:
                 break
-            above = checked[len(BELOW)]
+            above = checked[len(self.below)]
             if not above.kept or above.load <= low:
                 break
             low, high = (above.load, cap) if cap < math.inf else self._bracket(above.load)
@@ -134,7 +181,16 @@ class LoadSearch:
         above = [point for point in points if point.load > low and not point.kept]
         nearest = above[0].usage if above else self.points[low].usage
         binding = max(nearest, key=lambda name: nearest[name])
-        return Capacity(low, above[0].load if above else None, binding, points)
+        [*windows] = self.at(low).windows
+        repeats = windows[0].repeats if windows else 1
+        return Capacity(low, above[0].load if above else None, binding, points, repeats)
+
+    def _around(self, guess: float, near: float) -> tuple[float | None, float | None]:
+        """As `_bracket`, from the two loads that are `near` the guess on."""
+        below, above = self.tried([guess * (1.0 - near), guess * (1.0 + near)])
+        if below.kept and not above.kept:
+            return below.load, above.load
+        return self._bracket(above.load if below.kept else below.load)
 
     def _bracket(self, guess: float) -> tuple[float | None, float | None]:
         """A load that is kept and a higher one that is not. The first is None where none was found,
@@ -172,11 +228,11 @@ class LoadSearch:
         bracket, they split it into thirds.
         """
         interpolates = True
-        while high is not None and high > low * (1.0 + TOLERANCE):
+        while high is not None and high > low * (1.0 + self.tolerance):
             width = math.log(high / low)
             if interpolates:
                 middle = self._crossing(low, high)
-                around = math.exp(0.45 * math.log1p(TOLERANCE))
+                around = math.exp(0.45 * math.log1p(self.tolerance))
                 inner = [middle / around, middle * around]
             else:
                 inner = [low * math.exp(width / 3), low * math.exp(2 * width / 3)]
@@ -211,19 +267,68 @@ class LoadSearch:
 
 
 def at_rate(setup: EvaluationSetup, rate_rps: float) -> EvaluationSetup:
-    """The setup with its only window's arrivals at this mean rate."""
+    """The setup with its only window's arrivals at this mean rate, repeated as often as it takes to
+    last long enough.
+
+    Raises `InputError` where that takes more than `MOST_REPEATED` requests.
+    """
     [trace] = setup.windows
-    stretch = mean_rate(trace) / rate_rps
-    scaled = replace(trace, arrival_s=trace.arrival_s * stretch)
-    return replace(setup, windows=[scaled], label=f"{setup.label}, {rate_rps:.9g} requests/s")
+    most_rps = most_rate_rps(setup)
+    if rate_rps > most_rps:
+        raise InputError(
+            f"{trace.source}: at {rate_rps:g} requests/s it would have to be repeated to more than "
+            f"{MOST_REPEATED:,} requests to last {judged_s(setup):,.4g} s",
+            f"give a rate of at most {most_rps:.4g} requests/s, or shorter targets",
+        )
+    stretch = own_rate_rps(setup) / rate_rps
+    again = repeated_to(setup, math.ceil(rate_rps * judged_s(setup)))
+    scaled = replace(again, arrival_s=again.arrival_s * stretch)
+    return replace(
+        setup, windows=[scaled], own_rps=0.0, label=f"{setup.label}, {rate_rps:.9g} requests/s"
+    )
 
 
-def at_concurrency(setup: EvaluationSetup, count: int) -> EvaluationSetup:
-    """The setup with so many requests at once: the next one starts when one ends."""
+def own_rate_rps(setup: EvaluationSetup) -> float:
+    """The mean rate of the trace that the only window is, or is a part of."""
+    [trace] = setup.windows
+    return setup.own_rps or mean_rate(trace)
+
+
+def judged_s(setup: EvaluationSetup) -> float:
+    """How long a trace lasts at least where a rate is judged, in seconds."""
+    [trace] = setup.windows
+    wait_s, _ = longest_wait_s(setup.sla)
+    least_s = LASTING * (wait_s or USUAL_WAIT_S)
+    if trace.sessions is None or not setup.world.closed_loop or setup.world.concurrency:
+        return least_s
+    sessions = trace.sessions
+    length_s = float(sessions.think_s.sum()) / int((sessions.previous < 0).sum())
+    return max(least_s, SESSIONS * length_s)
+
+
+def lasts_long_enough(trace: Trace, wait_s: float) -> bool:
+    """Whether a trace lasts long enough to be judged by a target on waiting."""
+    return float(trace.arrival_s[-1]) >= LASTING * wait_s * (1.0 - 1.0 / len(trace))
+
+
+def repeated_to(setup: EvaluationSetup, requests: int) -> Trace:
+    """The only window, repeated until it has so many requests, or as often as is possible."""
+    [trace] = setup.windows
+    times = min(math.ceil(requests / len(trace)), most_repeats(trace))
+    return repeated(trace, max(times, 1), setup.world.seed)
+
+
+def at_concurrency(setup: EvaluationSetup, count: int, served_rps: float = 0.0) -> EvaluationSetup:
+    """The setup with so many requests at once: the next one starts when one ends. The trace is
+    repeated until each place has `ROUNDS_AT_ONCE` of them and, at the rate that is served at most,
+    it lasts as long as where a rate is judged.
+    """
     world = replace(setup.world, concurrency=count)
     limits = replace(setup.limits, max_behind_percent=None)  # requests start as others end
     label = f"{setup.label}, {count} at once"
-    return replace(setup, world=world, limits=limits, label=label)
+    requests = max(ROUNDS_AT_ONCE * count, math.ceil(served_rps * judged_s(setup)))
+    windows = [repeated_to(setup, min(requests, MOST_REPEATED))]
+    return replace(setup, world=world, windows=windows, limits=limits, label=label)
 
 
 def longest_wait_s(sla: Mapping[str, float]) -> tuple[float, str]:
@@ -233,12 +338,12 @@ def longest_wait_s(sla: Mapping[str, float]) -> tuple[float, str]:
 
 
 def most_rate_rps(setup: EvaluationSetup) -> float:
-    """The greatest rate at which the trace can be judged: beyond it, the trace lasts less than the
-    longest target on waiting, which no request could then miss.
+    """The greatest rate at which the trace can be judged: at more, it would have to be repeated to
+    more than `MOST_REPEATED` requests.
     """
     [trace] = setup.windows
-    wait_s, _ = longest_wait_s(setup.sla)
-    return min((len(trace) - 1) / wait_s, MAX_RATE_RPS) if wait_s else MAX_RATE_RPS
+    most = max(len(trace), min(MOST_REPEATED, len(trace) * most_repeats(trace)))
+    return min(most / judged_s(setup), MAX_RATE_RPS)
 
 
 def backlog_rate_rps(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float:
@@ -267,11 +372,36 @@ def rate_capacity(
     Raises `InputError` where the trace has no rate.
     """
     search = _rate_search(setup, outcome, evaluate)
-    backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
-    found = search.found(backlog_rps) if backlog_rps else None
+    part = busiest_part(setup)
+    if part is None:
+        backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
+        found = search.found(backlog_rps) if backlog_rps else None
+    else:
+        guess_rps = _part_rate_rps(part, outcome, evaluate)
+        search.tolerance = TOLERANCE_LONG
+        search.below = BELOW_LONG
+        search.above = (ABOVE,)
+        found = search.found(guess_rps, NEAR) if guess_rps else None
     if tried is not None:
         tried += search.points.values()
     return found
+
+
+def busiest_part(setup: EvaluationSetup) -> EvaluationSetup | None:
+    """The busiest part of a long trace, with the whole trace's rates; None of a shorter one."""
+    [trace] = setup.windows
+    if len(trace) <= LONG or mean_rate(trace) == 0.0:
+        return None
+    window = busiest(trace, PART)
+    label = f"{setup.label}, the busiest {PART:,}"
+    return replace(setup, windows=[window.trace], label=label, own_rps=own_rate_rps(setup))
+
+
+def _part_rate_rps(part: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float | None:
+    """A rate near the capacity of a part of the trace; None where none was found."""
+    search = _rate_search(part, outcome, evaluate)
+    backlog_rps = backlog_rate_rps(part, outcome, evaluate)
+    return search.rough(backlog_rps) if backlog_rps else None
 
 
 def _rate_search(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> LoadSearch:

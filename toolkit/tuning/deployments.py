@@ -8,8 +8,10 @@ workers a given rate takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from pydantic import JsonValue
 
@@ -24,9 +26,18 @@ from toolkit.sim.api import usual_policies
 from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
 from toolkit.traces.sharing import reusable_tokens
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import scale_rate
+from toolkit.traces.windows import check_rate
 from toolkit.tuning.alternatives import WORKERS_MAX
-from toolkit.tuning.capacity import Capacity, LoadPoint, LoadSearch, at_concurrency, rate_capacity
+from toolkit.tuning.capacity import (
+    MOST_REPEATED,
+    ROUNDS_AT_ONCE,
+    Capacity,
+    LoadPoint,
+    LoadSearch,
+    at_concurrency,
+    at_rate,
+    rate_capacity,
+)
 from toolkit.tuning.changes import (
     PREFIX_CACHING,
     RecipeChange,
@@ -36,9 +47,9 @@ from toolkit.tuning.changes import (
     measured_laws,
     refuse_drafts,
 )
-from toolkit.tuning.evaluate import EvaluationSetup, make_world
-from toolkit.tuning.executor import Evaluate, keeps_limits
-from toolkit.tuning.workload import check_length, own_settings, whole_setup
+from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import Evaluate
+from toolkit.tuning.workload import own_settings, whole_setup
 
 ALL = "all"
 FIRST_CONCURRENCY = 64.0  # that is tried, of each worker
@@ -270,8 +281,8 @@ def measure(
 ) -> Measured:
     """The capacity of a deployment, and how many workers `rate_rps` takes.
 
-    Raises `InputError` where the trace has no rate, or is shorter than the longest target at
-    `rate_rps`.
+    Raises `InputError` where the trace has no rate, or is too short for `rate_rps`, however often
+    it is repeated.
     """
     left = deployment.left
     setup = left.setup(trace)
@@ -279,49 +290,75 @@ def measure(
     rate = rate_capacity(setup, left.outcome, evaluate, tried)
     at_once = None
     if concurrency:
-        at_once = concurrency_capacity(setup, left, evaluate)
+        at_once = concurrency_capacity(setup, left, evaluate, rate.load if rate else 0.0)
     needed = None
     if rate_rps is not None:
         guess = rate_rps / rate.load * left.recipe.workers + deployment.lost if rate else 1.0
-        needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate)
+        known = {deployment.recipe.workers: False} if _breaks(tried, rate_rps) else {}
+        needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate, known)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
     return Measured(deployment, rate, at_once, needed, lowest)
 
 
+def _breaks(tried: Sequence[LoadPoint], rate_rps: float) -> bool:
+    """Whether this rate, or a lower one, was tried and breaks a limit: more load is worse."""
+    return any(point.load <= rate_rps and not point.kept for point in tried)
+
+
 def concurrency_capacity(
-    setup: EvaluationSetup, deployment: Deployment, evaluate: Evaluate
+    setup: EvaluationSetup, deployment: Deployment, evaluate: Evaluate, served_rps: float
 ) -> Capacity | None:
-    """The most requests at once that keep every limit; None where not even one does."""
+    """The most requests at once that keep every limit; None where not even one does.
+
+    `served_rps`: the most that is served, by which the trace is repeated.
+    """
     [trace] = setup.windows
     search = LoadSearch(
-        lambda count: at_concurrency(setup, int(count)),
+        lambda count: at_concurrency(setup, int(count), served_rps),
         deployment.outcome,
         evaluate,
-        most=float(len(trace)),
+        most=float(max(len(trace), MOST_REPEATED) // ROUNDS_AT_ONCE),
         whole=True,
     )
     return search.found(FIRST_CONCURRENCY * deployment.recipe.workers)
 
 
 def fewest_workers(
-    deployment: Deployment, trace: Trace, rate_rps: float, guess: float, evaluate: Evaluate
+    deployment: Deployment,
+    trace: Trace,
+    rate_rps: float,
+    guess: float,
+    evaluate: Evaluate,
+    known: Mapping[int, bool] = MappingProxyType({}),
 ) -> Deployment | None:
     """The deployment with the fewest workers of which those that are not lost keep every limit at
     this rate: one less does not. None where no number up to `WORKERS_MAX` does, or where it cannot
     have more workers.
+
+    `known`: numbers of workers of which it is known whether they keep the limits.
     """
-    scaled = scale_rate(trace, rate_rps)
-    check_length(scaled, deployment.recipe)
+    check_rate(rate_rps)
+    found = dict(known)
+
+    def judge(counts: Sequence[int]) -> None:
+        new = [count for count in counts if count not in found]
+        sized = [deployment.with_workers(count).left for count in new]
+        setups = [at_rate(one.setup(trace), rate_rps) for one in sized]
+        tasks = [Task.of(setup, one.outcome) for setup, one in zip(setups, sized, strict=True)]
+        for count, setup, done in zip(new, setups, evaluate(tasks), strict=True):
+            found[count] = done.feasible(setup.limits)
 
     def keeps(count: int) -> bool:
-        sized = deployment.with_workers(count).left
-        return keeps_limits(evaluate, sized.setup(scaled), sized.outcome)
+        judge([count])
+        return found[count]
 
     server = traits_of(deployment.recipe.engine.name).server
     if server and deployment.outcome.policy not in BUILT_IN:
         return deployment.with_workers(1) if keeps(1) else None
     least = deployment.lost + 1
-    count = _fewest_from(keeps, max(round(guess), least), least)
+    first = max(math.ceil(guess), least)
+    judge([count for count in (first - 1, first) if least <= count <= WORKERS_MAX])  # two at a time
+    count = _fewest_from(keeps, first, least)
     return None if count is None else deployment.with_workers(count)
 
 

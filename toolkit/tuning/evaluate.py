@@ -173,7 +173,8 @@ class Evaluation:
 class EvaluationSetup:
     """Where candidates are tried: machine, windows, latency targets (`sla`) and further limits.
 
-    `label` is unique in a tuning.
+    `label` is unique in a tuning. `own_rps`: the mean rate of the trace of which the only window is
+    the busiest part; 0: the window's own. Rates are always the trace's mean.
     """
 
     world: World
@@ -181,6 +182,7 @@ class EvaluationSetup:
     sla: Mapping[str, float]
     label: str = "search"
     limits: CandidateLimits = CandidateLimits()
+    own_rps: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)

@@ -232,6 +232,7 @@ def reported(
             "concurrency": recipe.tune.concurrency,
             "trace_notes": list(cut.trace.notes),
             "scaling": cut.trace.scaling,
+            "changes": cut.trace.changes,
             "window_length": _window_length(inputs.workload),
             "search_windows": _window_specs(cut.search),
             "held_out_windows": _window_specs(cut.held_out),
@@ -298,10 +299,11 @@ def _capacity(
     if not recommended.outcome.same_settings(default.outcome):
         found = capacity(recommended.outcome)
     return TunedCapacity(
-        defaults_rps=own and own.load,
-        recommended_rps=found and found.load,
+        defaults_rps=own and own.served_rps,
+        recommended_rps=found and found.served_rps,
         binding=found and found.binding,
         error_percent=found.error_percent if found else 0.0,
+        repeats=found.repeats if found else 1,
     )
 
 

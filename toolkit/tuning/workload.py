@@ -2,15 +2,14 @@
 
 The verdict is about the whole trace, at the rate that was asked for. Windows serve the search, and
 the certainty of the gain. A trace that is longer than a policy can be judged on in reasonable time
-is judged on its busiest part (`judged_part`).
+is judged on its busiest part (`busiest`); rates are those of the whole trace even so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.fit import Fit
@@ -18,18 +17,20 @@ from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome
 from toolkit.metrics import MOST_BEHIND_PERCENT
+from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import World
+from toolkit.traces.repeat import repeated
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import (
     TraceWindow,
     Windows,
-    cut,
+    busiest,
     fit_windows,
     mean_rate,
     prepare,
     scale_rate,
 )
-from toolkit.tuning.capacity import backlog_rate_rps, longest_wait_s, rate_capacity
+from toolkit.tuning.capacity import LASTING, backlog_rate_rps, longest_wait_s, rate_capacity
 from toolkit.tuning.evaluate import (
     CandidateLimits,
     Evaluation,
@@ -42,8 +43,9 @@ from toolkit.tuning.executor import InProcessRunner, collect
 # Requests that are judged at most: some ten seconds of simulation for most policies. It is a number
 # of requests and not of seconds, so that every machine gives the same verdict.
 JUDGED_REQUESTS = 200_000
-# Of policies that look at every waiting request: to simulate an overloaded server takes minutes.
-JUDGED_REQUESTS_BY_POLICY = {"mlfq": 1_000}
+# vLLM's scheduler takes some ten seconds for a million. Of policies that look at every waiting
+# request: to simulate an overloaded server takes minutes.
+JUDGED_REQUESTS_BY_POLICY = {VllmPolicy.name: 2_000_000, "mlfq": 1_000}
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +58,7 @@ class Workload:
 
     def judged(self, policy: str) -> TraceWindow:
         """What the verdict on a policy is about: the whole trace, or its busiest part."""
-        return judged_part(self.trace, most_requests(policy))
+        return busiest(self.trace, most_requests(policy))
 
 
 def make_workload(
@@ -82,6 +84,12 @@ def make_workload(
     rate_rps = spec.request_rate_rps
     if rate_rps is None and spec.load is not None:
         rate_rps = load_rate_rps(recipe, fit, fitted, spec.load, others)
+        wait_s, _ = longest_wait_s(recipe.sla)
+        if (
+            len(fitted) - 1
+        ) / rate_rps < wait_s:  # the rate follows from the load, so the trace does too
+            times = math.ceil(LASTING * wait_s * rate_rps / len(fitted))
+            fitted = repeated(fitted, times, spec.seed)
     if rate_rps is not None:
         fitted = scale_rate(fitted, rate_rps)
     if spec.concurrency is None:
@@ -116,7 +124,7 @@ def load_rate_rps(
             f"a load of {load:g} has no rate: the recipe's settings keep its limits at none",
             "give a rate with --rate, or looser targets in the recipe's sla",
         )
-    return round(load * found.load, 3)
+    return round(load * found.served_rps, 3)
 
 
 def backlog_rps(recipe: Recipe, fit: Fit, trace: Trace) -> float:
@@ -135,33 +143,19 @@ def in_process(tasks: Sequence[Task]) -> list[Evaluation]:
     return collect(InProcessRunner(), tasks)
 
 
-def judged_part(trace: Trace, most: int) -> TraceWindow:
-    """The whole trace if it has at most `most` requests; else so many, the busiest of the trace
-    among them: their middle is the middle of the busiest tenth of that number.
-    """
-    last_s = float(trace.arrival_s[-1])
-    if len(trace) <= most:
-        return TraceWindow(0.0, last_s, trace)
-    burst = max(most // 10, 1)
-    spans = trace.arrival_s[burst:] - trace.arrival_s[:-burst]
-    middle = int(np.argmin(spans)) + burst // 2
-    first = min(max(middle - most // 2, 0), len(trace) - most)
-    start_s = float(trace.arrival_s[first])
-    end_s = float(trace.arrival_s[first + most]) if first + most < len(trace) else np.inf
-    return TraceWindow(start_s, min(end_s, last_s), cut(trace, start_s, end_s))
-
-
 def whole_setup(
     world: World, trace: Trace, recipe: Recipe, policy: str, label: str = "whole trace"
 ) -> EvaluationSetup:
     """Where a policy is judged: on the whole trace, or its busiest part, on this machine."""
-    part = judged_part(trace, most_requests(policy)).trace
+    part = busiest(trace, most_requests(policy)).trace
+    own_rps = 0.0
     if len(part) < len(trace):
         label += f", its busiest {len(part)} requests"
+        own_rps = mean_rate(trace)
     limits = CandidateLimits.of(recipe)
     if not world.concurrency:  # else requests start as others end, and no queue grows
         limits = replace(limits, max_behind_percent=MOST_BEHIND_PERCENT)
-    return EvaluationSetup(world, [part], recipe.sla, label, limits)
+    return EvaluationSetup(world, [part], recipe.sla, label, limits, own_rps)
 
 
 def most_requests(policy: str) -> int:
