@@ -64,7 +64,7 @@ def folder(tmp_path) -> Path:
     fit = of_files(samples.fit(), recipe=paths["recipe"], profile=paths["profile"])
     write_file(fit, paths["fit"])
     made_from = {"recipe": paths["recipe"], "fit": paths["fit"]}
-    tuned = tuning(made_from)
+    tuned = tuning(made_from, sla=recipe.sla)
     write_file(tuned, paths["tuning"])
     plan = make_plan(recipe, fit, tuned, made_from | {"tuning": paths["tuning"]})
     write_file(plan, paths["plan"])

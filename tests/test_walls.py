@@ -48,7 +48,7 @@ ONLY_IN = {
     "fastapi": "serve/", "starlette": ("serve/", "gateway/"), "uvicorn": "serve/",
     "prometheus_client": ("serve/", "gateway/", "endpoints/", "backends/vllm/"),
     "httpx": ("endpoints/", "backends/"), "aiohttp": "endpoints/", "yarl": "endpoints/",
-    "httptools": "endpoints/",
+    "httptools": ("endpoints/", "serve/"),
     "yaml": "files/",
     "typer": "cli/",
     "matplotlib": "cli/output.py",

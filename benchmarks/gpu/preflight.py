@@ -110,7 +110,7 @@ def _requirements() -> Iterator[tuple[str, str]]:
     with (ROOT / "pyproject.toml").open("rb") as stream:
         project = tomllib.load(stream)["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["engines"], *extras["fast"]]
+    lines = [*project["dependencies"], *extras["engines"]]
     ranges = {}
     for line in lines:
         name, wanted = re.match(r"([A-Za-z0-9_.-]+)([^;]*)", line).groups()  # type: ignore[union-attr]

@@ -101,7 +101,7 @@ class CapacityOptions(LengthOptions):
     also: list[str] | None = option(
         None,
         "Also the recipe with these keys changed, by their paths or as parameters of its policy, "
-        "such as prefix_caching=false or model.quantization=fp8; repeatable.",
+        "such as prefix_caching=false; repeatable.",
         metavar="KEY=VALUE,...",
     )
     workers: int | None = option(

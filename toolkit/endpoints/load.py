@@ -19,7 +19,7 @@ from yarl import URL
 
 from toolkit.endpoints.ask import PLAIN
 from toolkit.endpoints.foreign import UNREADABLE, Count, plain
-from toolkit.endpoints.sse import EventReader, data_of, in_parts
+from toolkit.endpoints.sse import EventReader, data_of
 from toolkit.endpoints.target import Problem, Target, error_text
 from toolkit.endpoints.upstream import bounded_connector
 
@@ -239,7 +239,7 @@ class LoadClient:
             if encoding not in PLAIN:
                 return f"its answer is compressed ({plain(encoding, 40)})"
             try:
-                async for piece in in_parts(response.content.iter_any()):
+                async for piece in response.content.iter_any():
                     answer.feed(piece, clock())
                     if answer.failure:
                         response.close()

@@ -87,7 +87,7 @@ async def _note_kept(_session: aiohttp.ClientSession, trace: Any, _params: objec
     trace.trace_request_ctx.kept = True
 
 
-class BoundedConnection(ResponseHandler):
+class UpstreamConnection(ResponseHandler):
     """aiohttp's connection, on which a request gets a bounded number of answers.
 
     aiohttp waits for the final one behind any number of interim ones, and keeps those that no
@@ -124,9 +124,9 @@ class BoundedConnection(ResponseHandler):
 
 
 def bounded_connector(**options: Any) -> aiohttp.TCPConnector:
-    """A connector of `BoundedConnection`, with aiohttp's options."""
+    """A connector of `UpstreamConnection`, with aiohttp's options."""
     connector = aiohttp.TCPConnector(**options)
-    factory = partial(BoundedConnection, loop=asyncio.get_running_loop())
+    factory = partial(UpstreamConnection, loop=asyncio.get_running_loop())
     connector._factory = factory  # type: ignore[assignment]  # aiohttp has no option for it
     return connector
 
