@@ -473,10 +473,9 @@ def _existing_fit(fit: str) -> Path:
 
     path = fit_path(fit)
     if not path.exists():
-        made = "make it with: llmctl fit PROFILE; or name a recipe (--recipe), or a shipped fit with --fit"
-        raise InputError(
-            f"{path}: no such file", f"{made}: {', '.join([UNIT_STEP, *shipped_fits()])}"
-        )
+        made = "make it with: llmctl fit PROFILE; or name a recipe (--recipe), or a shipped fit"
+        names = ", ".join([UNIT_STEP, *shipped_fits()])
+        raise InputError(f"{path}: no such file", f"{made} with --fit: {names}")
     return path
 
 
