@@ -153,8 +153,8 @@ class Contest:
     def replay(self, trace: Trace) -> np.ndarray:
         """Which requests kept all targets."""
         load = replace(self.load, seed=unused_seed(), timeout_s=self.part_s)
-        samples = run_whole(self.target, trace, load, lambda: None)
-        good: np.ndarray = meets_sla(served(samples), self.sla)
+        whole = run_whole(self.target, trace, load, lambda: None)
+        good: np.ndarray = meets_sla(served(whole.samples), self.sla)
         return good
 
     def whole(self) -> list[float]:

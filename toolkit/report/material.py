@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from toolkit.errors import InputError
-from toolkit.files.bench import SAME_RATE, BenchReport, Validation
+from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport, Validation
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, read_file
 from toolkit.files.plan import Plan
@@ -123,6 +123,9 @@ def gather(source: str, folder: Path | None = None) -> Material:
         files.profile = _take(files, Profile, folder / "profile.json", sha256=profile_sha256)
     files.tuning = _take(files, Tuning, folder / "tuning.json", basis)
     files.validation = _take(files, Validation, folder / "validation.json", basis)
+    if files.validation and files.validation.late:
+        files.why["validation"] = f"validation.json is {NOT_SERVERS}: {files.validation.late}"
+        files.validation = None
     _take_benches(files, folder, basis)
     return files
 
@@ -151,6 +154,8 @@ def _take_benches(files: Material, folder: Path, basis: Basis) -> None:
             plan = content.inputs["plan"].name
             other = f"another {basis[0]} ({plan}), not the one that is shown here"
             files.why[path.name] = f"{path.name} is about {other}"
+        elif content.late:
+            files.why[path.name] = f"{path.name} is {NOT_SERVERS}: {content.late}"
         else:
             bench = BenchResult(path.name, content, files.is_of_plan(content))
             taken.append((bench, _source("bench", path)))
