@@ -245,14 +245,16 @@ class EndpointBench(ServerBench):
         endpoint = Endpoint(recipe)
         super().__init__(endpoint, endpoint.target.url)
         self._extra_tokens: dict[GridPoint, list[int]] = {}
-        try:
-            rows = self._measure_row_limit(4 * max(recipe.profile.batch_sizes))
-            self.facts = facts_of(recipe, endpoint.target, endpoint.dialect, rows)
-        except Unmeasurable as reason:
-            self.stop()
-            raise EngineError(
-                f"{endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
-            ) from None
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.stop)
+            try:
+                rows = self._measure_row_limit(4 * max(recipe.profile.batch_sizes))
+                self.facts = facts_of(recipe, endpoint.target, endpoint.dialect, rows)
+            except Unmeasurable as reason:
+                raise EngineError(
+                    f"{endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
+                ) from None
+            failed.pop_all()
         endpoint.vocab_size = self.facts.vocab_size
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:

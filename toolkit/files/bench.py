@@ -37,7 +37,7 @@ class ClientTimes(Strict):
     )
     connect_late_p99_s: float = Field(
         description="the same beyond the fastest connection, which is the network's own time; 0 "
-        "with TLS, whose handshake is partly the server's"
+        "with TLS: the server has a part in the handshake"
     )
     limit_s: float = Field(
         description="10 % of the mean TTFT, or of the mean MTPOT if that is less and has a target; "
