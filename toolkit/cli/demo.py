@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Annotated, TextIO
 
 import typer
@@ -26,22 +25,21 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.output import emit, paragraph, table
 from toolkit.engine_traits import traits_of
-from toolkit.errors import LimitsBrokenError
-from toolkit.files.bench import BenchReport
+from toolkit.errors import LateClientError, LimitsBrokenError
+from toolkit.files.bench import NOT_SERVERS, BenchReport
+from toolkit.files.capacity import Capacities
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.files.profile import Profile
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.interrupts import held
 from toolkit.units import seconds
 
-LOAD = 1.0  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
-STEADY = 1.1  # a machine that was at most this much slower for a while has no margin
-SHARE_SLOWEST = 0.1  # of the profile's time: how slow the machine was then is its spread
-POINTS_MIN = 8  # of a moment of the profile that says how fast the machine was
+LOAD = 0.8  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
+SURE = 0.8  # rate of the first replay, as a multiple of what the plan keeps at the speed just seen
+SPEED_S = 10.0  # of the replay that shows how fast the machine is
 OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
@@ -70,16 +68,19 @@ def command(
     """Profile, fit, tune, serve and check a model on this machine, then compare it with
     sequence-level scheduling.
 
-    First the tuned server gets the tuned rate, and is compared with the promise of `tune`; then
-    both schedulers get more requests than they can serve. Last, vLLM is simulated on prompts that
-    share a beginning, with its prefix cache and without. Each step is one command, shown before it
-    runs; its files stay in the output folder.
+    First the tuned server shows how fast the machine is now, and gets the tuned rate, or less if
+    the plan keeps less at that speed; it is compared with the promise of `tune`. Then both
+    schedulers get more requests than they can serve. Last, vLLM is simulated on prompts that share
+    a beginning, with its prefix cache and without. Each step is one command, shown before it runs;
+    its files stay in the output folder.
     """
     traits_of(load_recipe(recipe).engine.name).require()
     out.mkdir(parents=True, exist_ok=True)
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES
     )
+    speed = out / "speed" / "bench.json"  # no bench of the plan, which the report would show
+    speed.parent.mkdir(exist_ok=True)
     start = time.monotonic()
     named = as_typed(recipe)
     stage = Stages(sys.stderr if as_json else sys.stdout)
@@ -88,26 +89,18 @@ def command(
     stage.title("2/7  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
     stage.title("3/7  search the scheduler's parameters on the trace")
-    slower = spread(read_file(Profile, profile))
-    load = LOAD
-    if slower > STEADY:
-        load = round(LOAD / slower, 2)
-        stage.say(
-            f"While it was profiled, this machine was at times {slower:.2f} times slower: other "
-            f"programs run here. So the demo tunes for {load:g} of what the fit keeps."
-        )
-    given = ["--fit", fit, "--trace", trace, "--load", load]
+    given = ["--fit", fit, "--trace", trace, "--load", LOAD]
     allowed = stage.tune(named, *given, "--out", tuning)
     promised = read_file(Tuning, tuning)
-    stage.title("4/7  serve what was found, at the rate that it was tuned for")
+    stage.title("4/7  serve what was found, at a rate that it keeps as fast as the machine is now")
     stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
-    excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
-        window = promised.held_out_windows[0]
-        rate = promised.request_rate_rps
-        first = f"--start {window.start_s:.3f} --duration {window.end_s - window.start_s:.3f}"
-        stage.bench(url, plan, trace, f"--rate {rate:.6g} {first}".split(), bench_tuned)
+        first = f"--rate {promised.request_rate_rps:.6g} --duration {SPEED_S:g}".split()
+        stage.bench(url, plan, trace, first, speed)
+        seen = _speed(stage, promised, speed, ["capacity", named, *given[:4], "--tuning", tuning])
+        stage.bench(url, plan, trace, _same_window(promised, seen.rate_rps), bench_tuned)
         stage.title("5/7  the same server at an overload")
+        excerpt = overload(open_recipe(recipe), plan, trace, seen.slowdown)
         stage.bench(url, plan, trace, excerpt, bench)
     stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
@@ -117,33 +110,65 @@ def command(
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
-    held = _held(promised, read_file(BenchReport, bench_tuned))
+    held = _held(promised, read_file(BenchReport, bench_tuned), at_tuned=seen.at_tuned)
     scls, sls = (read_file(BenchReport, path).measured for path in (bench, bench_sls))
     both = [key for key in COMPARED if key in sls and key in scls]  # goodput only with targets
     compared = {key: {"sls": sls[key], "scls": scls[key]} for key in both}
     took_s = time.monotonic() - start
-    result = Achieved(promised.request_rate_rps, held, compared, str(page), took_s, sharing)
+    late = [path.name for path in (bench_tuned, bench, bench_sls) if _late(path)]
+    result = Achieved(
+        seen.rate_rps, promised.request_rate_rps, seen.slowdown, held, compared, str(page), took_s,
+        sharing, late,
+    )  # fmt: skip
     emit(as_json, result, lambda: _show(result, out))
 
 
-def spread(profile: Profile) -> float:
-    """How many times slower than usual the machine was in the slowest tenth of the profile.
+@dataclass(slots=True, frozen=True)
+class Speed:
+    """How fast the machine is now, and the rate of the first replay.
 
-    Every visit of the profile goes round the whole grid, so the k-th samples of all points are of
-    one moment. The ratio to each point's median, in the median over the points, is how slow the
-    machine was then. At least 1.
+    `slowdown` is the measured over the fitted time of a batch. `at_tuned`: the rate is the tuned
+    one, since the plan keeps its targets there with a margin.
     """
-    points = [point.seconds for point in profile.prefill]
-    points += [point.seconds for point in profile.decode]
-    moments = []
-    for k in range(max((len(one) for one in points), default=0)):
-        ratios = [one[k] / median(one) for one in points if len(one) > k and median(one) > 0.0]
-        if len(ratios) >= POINTS_MIN:
-            moments.append(median(ratios))
-    if not moments:
-        return 1.0
-    slow = sorted(moments)[-max(round(SHARE_SLOWEST * len(moments)), 1)]
-    return max(slow, 1.0)
+
+    slowdown: float
+    rate_rps: float
+    at_tuned: bool
+
+
+def _speed(stage: Stages, promised: Tuning, bench: Path, words: Sequence[object]) -> Speed:
+    """The speed that `bench` saw, and the rate that the tuned settings keep at that speed with a
+    margin (`SURE`), at most the tuned one.
+
+    Args:
+        words: `llmctl capacity` of these settings. Where no rate keeps the targets, the rate is the
+            tuned one, slowed as the batches are.
+    """
+    report = read_file(BenchReport, bench)
+    slowdown = report.replay_slowdown or 1.0
+    tuned_rps = promised.request_rate_rps
+    found = stage.capacity(*words, "--bench", bench)
+    keeps_rps = SURE * (found or tuned_rps / max(slowdown, 1.0))
+    at_tuned = keeps_rps >= tuned_rps
+    rate_rps = tuned_rps if at_tuned else round(keeps_rps, 3)
+    gets = f"the tuned {rate_rps:.3g} requests/s"
+    if not at_tuned:
+        gets = f"{rate_rps:.3g} requests/s, in place of the tuned {tuned_rps:.3g}"
+    stage.say(f"Batches now take {slowdown:.2f} times as long as fitted. The server gets {gets}.")
+    return Speed(slowdown, rate_rps, at_tuned)
+
+
+def _same_window(promised: Tuning, rate_rps: float) -> list[str]:
+    """Options of `bench`: the first window that `tune` held out, with its requests at this rate."""
+    window = promised.held_out_windows[0]
+    slower = promised.request_rate_rps / rate_rps
+    start_s, end_s = (slower * at_s for at_s in (window.start_s, window.end_s))
+    return f"--rate {rate_rps:.6g} --start {start_s:.3f} --duration {end_s - start_s:.3f}".split()
+
+
+def _late(bench: Path) -> bool:
+    """Whether this replay does not count as measured."""
+    return bool(read_file(BenchReport, bench).late)
 
 
 @dataclass(slots=True, frozen=True)
@@ -163,20 +188,31 @@ class Held:
 
 @dataclass(slots=True, frozen=True)
 class Achieved:
-    """The result of the demo: at the tuned rate, under overload by metric and scheduler, and by
-    metric what was simulated with a prefix cache and without.
+    """The result of the demo: at the rate that the machine's speed allows, under overload by metric
+    and scheduler, and by metric what was simulated with a prefix cache and without.
+
+    `slowdown` is the measured over the fitted time of a batch before the replays; `late` the files
+    of replays that do not count, as the client was late.
     """
 
     request_rate_rps: float
+    tuned_rate_rps: float
+    slowdown: float
     promise: list[Held]
     overload: dict[str, dict[str, float]]
     report: str
     took_s: float
     sharing: dict[str, dict[str, float]] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
+
+    @property
+    def at_tuned(self) -> bool:
+        """Whether the judged rate is the tuned one."""
+        return self.request_rate_rps == self.tuned_rate_rps
 
     @property
     def text(self) -> str:
-        """The result in one sentence."""
+        """The result in a few sentences."""
         targets = [one for one in self.promise if one.limit is not None]
         broken = [one.metric for one in targets if not one.kept]
         goodputs = [one for one in self.promise if one.metric == "goodput_rps"]
@@ -189,10 +225,18 @@ class Achieved:
             tuned = f"{kept} (goodput {one.measured:.3g}/s{beside})"
         sls, scls = (self.overload["throughput_rps"][name] for name in ("sls", "scls"))
         more = f"{scls / sls:.2f} times the throughput of SLS" if sls else "more than SLS"
-        return (
+        text = (
             f"At {self.request_rate_rps:.3g} requests/s the tuned server {tuned}, "
             f"and under overload it served {more}."
         )
+        if not self.at_tuned:
+            text += (
+                f" Batches took {self.slowdown:.2f} times as long as in the fit, by which the plan "
+                f"was tuned for {self.tuned_rate_rps:.3g} requests/s."
+            )
+        if self.late:
+            text += f" {NOT_SERVERS.capitalize()}, as the client was late: {', '.join(self.late)}."
+        return text
 
 
 @dataclass(slots=True, frozen=True)
@@ -214,6 +258,14 @@ class Stages:
         if code not in (0, survives):
             raise typer.Exit(code)
         return code
+
+    def capacity(self, *words: object) -> float | None:
+        """Run `llmctl capacity`; the rate that the tuned settings keep, None if there is none."""
+        with self._start([*words, "--no-at-once", "--json"], out=subprocess.PIPE) as process:
+            text, _ = process.communicate()
+        if process.returncode not in (0, LimitsBrokenError.exit_code):
+            raise typer.Exit(process.returncode)
+        return Capacities.model_validate_json(text).capacities[-1].capacity_rps
 
     def metrics(self, *words: object) -> dict[str, float]:
         """Run one command with `--json`; the numbers that it prints, by name."""
@@ -237,7 +289,8 @@ class Stages:
     def bench(self, url: str, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
         """Replay an excerpt of the trace against the server of a plan."""
         options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
-        self.llmctl("bench", "--url", url, *options, "--out", report)
+        words = ["bench", "--url", url, *options, "--out", report]
+        self.llmctl(*words, survives=LateClientError.exit_code)
 
     @contextmanager
     def _start(
@@ -284,11 +337,12 @@ class Stages:
                 server.wait()
 
 
-def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
+def _held(tuning: Tuning, tuned: BenchReport, *, at_tuned: bool) -> list[Held]:
     """The targets, then goodput, throughput and attainment, which have no limit; without targets
-    throughput alone.
+    throughput alone. What `tune` promised is known `at_tuned` rate alone.
     """
-    served = {target for target, share in tuning.usage.items() if share < UNSERVED}
+    usage = tuning.usage if at_tuned else {}
+    served = {target for target, share in usage.items() if share < UNSERVED}
     targets = [
         Held(
             metric=one.target,
@@ -300,7 +354,7 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
         )
         for one in tuned.targets
     ]
-    promised = tuning.recommended.metrics
+    promised = tuning.recommended.metrics if at_tuned else {}
     for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
         if name != "throughput_rps" and not tuned.sla:
             continue
@@ -310,8 +364,10 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     return targets
 
 
-def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
-    """Options of `bench`: a part of the trace, above the predicted capacity of the tuned policy."""
+def overload(recipe: Recipe, planned: Path, trace: str, slowdown: float) -> list[str]:
+    """Options of `bench`: a part of the trace, above the predicted capacity of the tuned policy at
+    this speed.
+    """
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare
@@ -321,7 +377,7 @@ def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     policy = PolicySpec(name=plan.policy.name, parameters=plan.policy.parameters)
     tuned = recipe.model_copy(update={"policy": policy})
     fitted = prepare(read_trace(trace_path(trace))[0], recipe)
-    capacity = backlog_rps(tuned, plan.fit, fitted)
+    capacity = backlog_rps(tuned, plan.fit, fitted) / slowdown
     return ["--rate", f"{OVERLOAD * capacity:.1f}", "--duration", f"{REPLAY_S / OVERLOAD:.1f}"]
 
 
@@ -353,8 +409,14 @@ def _show(result: Achieved, folder: Path) -> None:
         [one.metric, one.limit, one.promised, one.predicted, one.measured, words[one.kept]]
         for one in result.promise
     ]
-    title = f"what tune promised, at the tuned rate: {result.request_rate_rps:.4g} requests/s"
-    table(["", ">limit", ">tune said", ">predicted", ">measured", "kept"], rows, title)
+    rate = f"{result.request_rate_rps:.4g} requests/s"
+    title = f"what tune promised, at the tuned rate: {rate}"
+    columns = ["", ">limit", ">tune said", ">predicted", ">measured", "kept"]
+    if not result.at_tuned:  # `tune` said nothing of this rate
+        title = f"what tune promised, at the speed of now: {rate}"
+        columns.pop(2)
+        rows = [[*row[:2], *row[3:]] for row in rows]
+    table(columns, rows, title)
     ratios: list[list[object]] = []
     for key, both in result.overload.items():
         sls = both["sls"]

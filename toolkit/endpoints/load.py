@@ -171,11 +171,13 @@ def heartbeat() -> Iterator[list[float]]:
             due_s += BEAT_S
         return due_s - now_s
 
+    timer: asyncio.TimerHandle
+
     def beat() -> None:
         nonlocal timer
         timer = loop.call_later(note(), beat)
 
-    timer = loop.call_later(BEAT_S, beat)
+    beat()
     try:
         yield late_s
     finally:
