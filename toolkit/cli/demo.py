@@ -110,7 +110,7 @@ def command(
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
-    held = _held(promised, read_file(BenchReport, bench_tuned), at_tuned=seen.at_tuned)
+    held = _held(promised, read_file(BenchReport, bench_tuned), seen)
     scls, sls = (read_file(BenchReport, path).measured for path in (bench, bench_sls))
     both = [key for key in COMPARED if key in sls and key in scls]  # goodput only with targets
     compared = {key: {"sls": sls[key], "scls": scls[key]} for key in both}
@@ -337,11 +337,11 @@ class Stages:
                 server.wait()
 
 
-def _held(tuning: Tuning, tuned: BenchReport, *, at_tuned: bool) -> list[Held]:
+def _held(tuning: Tuning, tuned: BenchReport, seen: Speed) -> list[Held]:
     """The targets, then goodput, throughput and attainment, which have no limit; without targets
-    throughput alone. What `tune` promised is known `at_tuned` rate alone.
+    throughput alone. `tune` promised nothing for another rate than the tuned one.
     """
-    usage = tuning.usage if at_tuned else {}
+    usage = tuning.usage if seen.at_tuned else {}
     served = {target for target, share in usage.items() if share < UNSERVED}
     targets = [
         Held(
@@ -354,7 +354,7 @@ def _held(tuning: Tuning, tuned: BenchReport, *, at_tuned: bool) -> list[Held]:
         )
         for one in tuned.targets
     ]
-    promised = tuning.recommended.metrics if at_tuned else {}
+    promised = tuning.recommended.metrics if seen.at_tuned else {}
     for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
         if name != "throughput_rps" and not tuned.sla:
             continue
