@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ from said import says
 from samples import computes_nothing
 
 from toolkit.cli import demo
-from toolkit.cli.demo import Achieved, Held, as_typed
+from toolkit.cli.demo import Achieved, Held, as_typed, find_rate
 from toolkit.errors import LimitsBrokenError
-from toolkit.files.bench import BenchReport
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning, TuningWindow
 from toolkit.traces.write import TraceLine, write_lines
@@ -45,7 +43,6 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
     )
     # a part of the rate that the recipe's own settings just keep their targets at
     assert found["tuned_rate_rps"] == tuning["request_rate_rps"] != 20
-    assert found["request_rate_rps"] <= found["tuned_rate_rps"]
     assert bench["request_rate_rps"] == pytest.approx(found["request_rate_rps"], rel=1e-3)
     assert (out / "speed" / "bench.json").is_file()
     window = tuning["held_out_windows"][0]
@@ -81,45 +78,50 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
     assert Path(found["report"]).is_file()
 
 
-@dataclass
-class Told:
-    """What `_speed` is told: by a bench its slowdown, by `llmctl capacity` a rate."""
+class Machine:
+    """A machine on which a plan keeps so many requests per second, by the rate that it gets."""
 
-    slowdown: float
-    capacity_rps: float | None
-    words: list[object] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    def __init__(self, *keeps_rps: float | None, slowdown: float = 1.0) -> None:
+        self.keeps_rps = list(keeps_rps)
+        self.slowdown = slowdown
+        self.tried: list[float] = []
 
-    def capacity(self, *words: object) -> float | None:
-        self.words += words
-        return self.capacity_rps
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def rate(self, monkeypatch: pytest.MonkeyPatch, tuned_rps: float) -> demo.Speed:
-        promised = Tuning.model_construct(request_rate_rps=tuned_rps)
-        report = BenchReport.model_construct(replay_slowdown=self.slowdown)
-        monkeypatch.setattr(demo, "read_file", lambda *_: report)
-        return demo._speed(self, promised, Path("speed.json"), ["capacity", "tiny"])
+    def keeps(self, rate_rps: float) -> tuple[float, float | None]:
+        self.tried.append(rate_rps)
+        left = len(self.keeps_rps) > 1
+        return self.slowdown, self.keeps_rps.pop(0) if left else self.keeps_rps[0]
 
 
-def test_a_fast_machine_gets_the_tuned_rate(monkeypatch):
-    told = Told(slowdown=1.05, capacity_rps=40.0)
-    assert told.rate(monkeypatch, 30.0) == demo.Speed(1.05, 30.0, True)
-    assert told.words == ["capacity", "tiny", "--bench", Path("speed.json")]
+def test_a_machine_as_fast_as_in_the_fit_gets_the_tuned_rate():
+    machine = Machine(40.0, slowdown=1.05)
+    seen = find_rate(30.0, machine.keeps)
+    assert (seen.rate_rps, seen.at_tuned, seen.slowdown) == (30.0, True, 1.05)
+    assert machine.tried == [30.0]
 
 
-def test_a_slow_machine_gets_what_the_plan_keeps_at_its_speed_with_a_margin(monkeypatch):
-    told = Told(slowdown=2.5, capacity_rps=10.0)
-    seen = told.rate(monkeypatch, 30.0)
-    assert seen == demo.Speed(2.5, demo.SURE * 10.0, False)
-    assert says(told.said[0], "2.50", "8", "30")
+@pytest.mark.parametrize("keeps_rps", [10.0, 200.0])
+def test_another_speed_gets_what_the_plan_keeps_then_with_a_margin(keeps_rps):
+    machine = Machine(keeps_rps)
+    seen = find_rate(30.0, machine.keeps)
+    assert (seen.rate_rps, seen.at_tuned) == (pytest.approx(demo.SURE * keeps_rps), False)
+    assert machine.tried == [30.0, pytest.approx(demo.SURE * keeps_rps)]
+    assert says(seen.text, "1.00", f"{demo.SURE * keeps_rps:g}", "30")
 
 
-def test_where_no_rate_is_kept_at_that_speed_the_rate_is_slowed_as_the_batches_are(monkeypatch):
-    seen = Told(slowdown=2.0, capacity_rps=None).rate(monkeypatch, 30.0)
-    assert seen == demo.Speed(2.0, demo.SURE * 15.0, False)
+def test_a_machine_that_is_slower_under_load_is_measured_at_the_rate_that_it_gets():
+    machine = Machine(200.0, 60.0, 50.0)
+    assert find_rate(10.0, machine.keeps).rate_rps == pytest.approx(demo.SURE * 50.0)
+    assert machine.tried == pytest.approx([10.0, 160.0, 48.0])
+
+
+def test_a_speed_that_never_settles_ends_the_tries():
+    machine = Machine(5.0, 80.0, 5.0, 80.0, 5.0)
+    find_rate(30.0, machine.keeps)
+    assert len(machine.tried) == demo.TRIES
+
+
+def test_where_no_rate_is_kept_at_that_speed_the_rate_is_slowed_as_the_batches_are():
+    assert find_rate(30.0, Machine(None, slowdown=2.0).keeps).rate_rps == demo.SURE * 15.0
 
 
 @pytest.mark.parametrize(("rate", "span"), [(30.0, (10.0, 30.0)), (10.0, (30.0, 90.0))])

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,11 @@ from toolkit.units import seconds
 
 LOAD = 0.8  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
 SURE = 0.8  # rate of the first replay, as a multiple of what the plan keeps at the speed just seen
-SPEED_S = 10.0  # of the replay that shows how fast the machine is
+LEAST = 0.5  # the tuned rate is replayed if it is between this multiple and the other one
+SPEED_S = 10.0  # of a replay that shows how fast the machine is, after a warm-up of half of it
+ALIKE = 1.4  # times: a machine is as fast at rates that are no further apart
+LONGEST_S = 90.0  # of the first replay
+TRIES = 4  # of such replays, each at the rate that the one before allows
 OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
@@ -68,8 +72,8 @@ def command(
     """Profile, fit, tune, serve and check a model on this machine, then compare it with
     sequence-level scheduling.
 
-    First the tuned server shows how fast the machine is now, and gets the tuned rate, or less if
-    the plan keeps less at that speed; it is compared with the promise of `tune`. Then both
+    First the tuned server shows how fast the machine is now, and gets the tuned rate, or another
+    one if the plan keeps less or far more at that speed; it is compared with the promise. Then both
     schedulers get more requests than they can serve. Last, vLLM is simulated on prompts that share
     a beginning, with its prefix cache and without. Each step is one command, shown before it runs;
     its files stay in the output folder.
@@ -95,9 +99,16 @@ def command(
     stage.title("4/7  serve what was found, at a rate that it keeps as fast as the machine is now")
     stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
     with stage.server(plan, *allowed) as url:
-        first = f"--rate {promised.request_rate_rps:.6g} --duration {SPEED_S:g}".split()
-        stage.bench(url, plan, trace, first, speed)
-        seen = _speed(stage, promised, speed, ["capacity", named, *given[:4], "--tuning", tuning])
+        capacity = ["capacity", named, *given[:4], "--tuning", tuning]
+
+        def keeps(rate_rps: float) -> tuple[float, float | None]:
+            part = f"--rate {rate_rps:.6g} --duration {SPEED_S:g}".split()
+            stage.bench(url, plan, trace, part, speed, SPEED_S / 2)
+            slowdown = read_file(BenchReport, speed).replay_slowdown or 1.0
+            return slowdown, stage.capacity(*capacity, "--bench", speed)
+
+        seen = find_rate(promised.request_rate_rps, keeps)
+        stage.say(seen.text)
         stage.bench(url, plan, trace, _same_window(promised, seen.rate_rps), bench_tuned)
         stage.title("5/7  the same server at an overload")
         excerpt = overload(open_recipe(recipe), plan, trace, seen.slowdown)
@@ -127,43 +138,63 @@ def command(
 class Speed:
     """How fast the machine is now, and the rate of the first replay.
 
-    `slowdown` is the measured over the fitted time of a batch. `at_tuned`: the rate is the tuned
-    one, since the plan keeps its targets there with a margin.
+    `slowdown` is the measured over the fitted time of a batch.
     """
 
     slowdown: float
     rate_rps: float
-    at_tuned: bool
+    tuned_rps: float
+
+    @property
+    def at_tuned(self) -> bool:
+        """Whether the rate is the tuned one."""
+        return self.rate_rps == self.tuned_rps
+
+    @property
+    def text(self) -> str:
+        """The speed and the rate in two sentences."""
+        gets = f"the tuned {self.rate_rps:.3g} requests/s"
+        if not self.at_tuned:
+            gets = f"{self.rate_rps:.3g} requests/s, in place of the tuned {self.tuned_rps:.3g}"
+        took = f"Batches now take {self.slowdown:.2f} times as long as fitted"
+        return f"{took}. The server gets {gets}."
 
 
-def _speed(stage: Stages, promised: Tuning, bench: Path, words: Sequence[object]) -> Speed:
-    """The speed that `bench` saw, and the rate that the tuned settings keep at that speed with a
-    margin (`SURE`), at most the tuned one.
+def find_rate(tuned_rps: float, keeps: Callable[[float], tuple[float, float | None]]) -> Speed:
+    """The rate that the plan keeps with a margin (`SURE`) at the machine's present speed; the tuned
+    one if it is no larger, and no less than `LEAST` of what the plan keeps.
+
+    A machine that others use is slower under load. So the speed is measured again until that was
+    about at the rate that it allows.
 
     Args:
-        words: `llmctl capacity` of these settings. Where no rate keeps the targets, the rate is the
-            tuned one, slowed as the batches are.
+        keeps: the slowdown that a replay at this rate shows, and the rate that the plan keeps at
+            that speed; None: no rate. Then the rate is slowed as the batches are.
     """
-    report = read_file(BenchReport, bench)
-    slowdown = report.replay_slowdown or 1.0
-    tuned_rps = promised.request_rate_rps
-    found = stage.capacity(*words, "--bench", bench)
-    keeps_rps = SURE * (found or tuned_rps / max(slowdown, 1.0))
-    at_tuned = keeps_rps >= tuned_rps
-    rate_rps = tuned_rps if at_tuned else round(keeps_rps, 3)
-    gets = f"the tuned {rate_rps:.3g} requests/s"
-    if not at_tuned:
-        gets = f"{rate_rps:.3g} requests/s, in place of the tuned {tuned_rps:.3g}"
-    stage.say(f"Batches now take {slowdown:.2f} times as long as fitted. The server gets {gets}.")
-    return Speed(slowdown, rate_rps, at_tuned)
+    rate_rps = tuned_rps
+    for _ in range(TRIES):
+        tried_rps = rate_rps
+        slowdown, found_rps = keeps(tried_rps)
+        capacity_rps = found_rps or tuned_rps / max(slowdown, 1.0)
+        rate_rps = SURE * capacity_rps
+        if LEAST * capacity_rps <= tuned_rps <= rate_rps:
+            rate_rps = tuned_rps
+        if 1.0 / ALIKE <= rate_rps / tried_rps <= ALIKE:
+            break
+    if rate_rps != tuned_rps:
+        rate_rps = round(rate_rps, 3)
+    return Speed(slowdown, rate_rps, tuned_rps)
 
 
 def _same_window(promised: Tuning, rate_rps: float) -> list[str]:
-    """Options of `bench`: the first window that `tune` held out, with its requests at this rate."""
+    """Options of `bench`: the first window that `tune` held out, with its requests at this rate; of
+    a slow rate the first `LONGEST_S`.
+    """
     window = promised.held_out_windows[0]
     slower = promised.request_rate_rps / rate_rps
     start_s, end_s = (slower * at_s for at_s in (window.start_s, window.end_s))
-    return f"--rate {rate_rps:.6g} --start {start_s:.3f} --duration {end_s - start_s:.3f}".split()
+    lasts_s = min(end_s - start_s, LONGEST_S)
+    return f"--rate {rate_rps:.6g} --start {start_s:.3f} --duration {lasts_s:.3f}".split()
 
 
 def _late(bench: Path) -> bool:
@@ -286,9 +317,20 @@ class Stages:
         )
         return [ALLOW_BROKEN]
 
-    def bench(self, url: str, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
-        """Replay an excerpt of the trace against the server of a plan."""
-        options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
+    def bench(
+        self,
+        url: str,
+        plan: Path,
+        trace: str,
+        excerpt: Sequence[str],
+        report: Path,
+        warmup_s: float | None = None,
+    ) -> None:
+        """Replay an excerpt of the trace against the server of a plan, after some seconds
+        (`WARMUP_S`) of other requests.
+        """
+        warmup_s = WARMUP_S if warmup_s is None else warmup_s
+        options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{warmup_s:g}"]
         words = ["bench", "--url", url, *options, "--out", report]
         self.llmctl(*words, survives=LateClientError.exit_code)
 
