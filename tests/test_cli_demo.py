@@ -93,7 +93,7 @@ class Machine:
 
 
 def test_a_machine_as_fast_as_in_the_fit_gets_the_tuned_rate():
-    machine = Machine(40.0, slowdown=1.05)
+    machine = Machine(31.0 / demo.SURE, slowdown=1.05)
     seen = find_rate(30.0, machine.keeps)
     assert (seen.rate_rps, seen.at_tuned, seen.slowdown) == (30.0, True, 1.05)
     assert machine.tried == [30.0]
@@ -111,7 +111,7 @@ def test_another_speed_gets_what_the_plan_keeps_then_with_a_margin(keeps_rps):
 def test_a_machine_that_is_slower_under_load_is_measured_at_the_rate_that_it_gets():
     machine = Machine(200.0, 60.0, 50.0)
     assert find_rate(10.0, machine.keeps).rate_rps == pytest.approx(demo.SURE * 50.0)
-    assert machine.tried == pytest.approx([10.0, 160.0, 48.0])
+    assert machine.tried == pytest.approx([10.0, demo.SURE * 200.0, demo.SURE * 60.0])
 
 
 def test_a_speed_that_never_settles_ends_the_tries():

@@ -37,8 +37,8 @@ from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.interrupts import held
 from toolkit.units import seconds
 
-LOAD = 0.8  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
-SURE = 0.8  # rate of the first replay, as a multiple of what the plan keeps at the speed just seen
+LOAD = 0.7  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
+SURE = 0.7  # rate of the first replay, as a multiple of what the plan keeps at the speed just seen
 LEAST = 0.5  # the tuned rate is replayed if it is between this multiple and the other one
 SPEED_S = 10.0  # of a replay that shows how fast the machine is, after a warm-up of half of it
 ALIKE = 1.4  # times: a machine is as fast at rates that are no further apart
