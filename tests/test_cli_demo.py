@@ -114,10 +114,11 @@ def test_a_machine_that_is_slower_under_load_is_measured_at_the_rate_that_it_get
     assert machine.tried == pytest.approx([10.0, demo.SURE * 200.0, demo.SURE * 60.0])
 
 
-def test_a_speed_that_never_settles_ends_the_tries():
-    machine = Machine(5.0, 80.0, 5.0, 80.0, 5.0)
-    find_rate(30.0, machine.keeps)
+def test_where_the_speed_never_settles_the_slowest_decides():
+    machine = Machine(80.0, 5.0, 80.0, 5.5, 80.0)
+    seen = find_rate(30.0, machine.keeps)
     assert len(machine.tried) == demo.TRIES
+    assert seen.rate_rps == pytest.approx(demo.SURE * 5.0)
 
 
 def test_where_no_rate_is_kept_at_that_speed_the_rate_is_slowed_as_the_batches_are():

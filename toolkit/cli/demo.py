@@ -165,13 +165,15 @@ def find_rate(tuned_rps: float, keeps: Callable[[float], tuple[float, float | No
     one if it is no larger, and no less than `LEAST` of what the plan keeps.
 
     A machine that others use is slower under load. So the speed is measured again until that was
-    about at the rate that it allows.
+    about at the rate that it allows. Where others come and go, so that this does not settle, the
+    slowest speed decides.
 
     Args:
         keeps: the slowdown that a replay at this rate shows, and the rate that the plan keeps at
             that speed; None: no rate. Then the rate is slowed as the batches are.
     """
     rate_rps = tuned_rps
+    seen: list[tuple[float, float]] = []  # allowed rates with their slowdowns
     for _ in range(TRIES):
         tried_rps = rate_rps
         slowdown, found_rps = keeps(tried_rps)
@@ -179,8 +181,11 @@ def find_rate(tuned_rps: float, keeps: Callable[[float], tuple[float, float | No
         rate_rps = SURE * capacity_rps
         if LEAST * capacity_rps <= tuned_rps <= rate_rps:
             rate_rps = tuned_rps
+        seen.append((rate_rps, slowdown))
         if 1.0 / ALIKE <= rate_rps / tried_rps <= ALIKE:
             break
+    else:
+        rate_rps, slowdown = min(seen)
     if rate_rps != tuned_rps:
         rate_rps = round(rate_rps, 3)
     return Speed(slowdown, rate_rps, tuned_rps)
