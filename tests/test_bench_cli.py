@@ -10,9 +10,12 @@ import samples
 from said import says
 from sse_server import serve_request, sse_server, whole
 
+from toolkit.bench.predict import conditions_of
 from toolkit.bench.session import GIVEN
 from toolkit.deploy.plan import make_plan
-from toolkit.files.io import write_file
+from toolkit.errors import InputError, LateClientError
+from toolkit.files.bench import NOT_SERVERS, BenchReport
+from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import PlannedWorkload
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLine, write_lines
@@ -290,6 +293,42 @@ def test_every_target_has_its_row(capsys, trace, plan):
     assert [line[0] for line in lines if "NO" in line] == ["e2e_p95_s"]
     within = next(line for line in out.splitlines() if line.startswith(" requests within all "))
     assert within.count("%") == 2
+
+
+@pytest.fixture
+def late_client(monkeypatch):
+    """Whatever the client does counts as late from now on."""
+    for name, value in {"LEAST_LATE_S": -1.0, "LATE_SHARE": -1.0, "BEATS_MIN": 0}.items():
+        monkeypatch.setattr(f"toolkit.bench.client.{name}", value)
+
+
+def test_a_late_client_s_report_is_written_and_does_not_count(
+    capsys, tmp_path, trace, plan, request
+):
+    out = tmp_path / "bench.json"
+    with sse_server() as server:
+        request.getfixturevalue("late_client")  # after the server, which lets none be late
+        options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--out", out]
+        code, printed, err = llmctl(capsys, "--url", server.url, *options, "--max-error", 1)
+    assert code == LateClientError.exit_code == 6
+    assert NOT_SERVERS in printed
+    assert NOT_SERVERS in err
+    report = read_file(BenchReport, out)
+    assert report.client.late
+    assert report.late
+    assert report.measured["requests"] == 5
+    with pytest.raises(InputError, match="measured"):
+        conditions_of(report)
+
+
+def test_a_client_in_time_is_recorded_too(capsys, trace):
+    with sse_server() as server:
+        code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, "--json")
+    client = json.loads(printed)["client"]
+    assert code == 0
+    assert not client["late"]
+    assert client["beats"] > 0
+    assert client["connect_p99_s"] >= client["connect_late_p99_s"]
 
 
 def test_a_rate_other_than_the_tuned_one_is_noted(capsys, tmp_path, trace):

@@ -4,14 +4,19 @@ import asyncio
 import math
 import os
 import signal
+import socket
+import threading
+import time
 
 import numpy as np
 import pytest
 from sse_server import chunked, event, serve_request, sse_server, tokens_event, usage_event, whole
 
-from toolkit.bench.client import LoadSpec, before_others, replay, run, send_lag_s
+from toolkit.bench.client import LoadSpec, Replay, before_others, client_times, replay, run
+from toolkit.endpoints.load import BEAT_S, Sample, addresses_of, heartbeat
 from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError
+from toolkit.files.bench import LEAST_LATE_S
 from toolkit.traces.types import Trace
 
 
@@ -21,12 +26,136 @@ def trace_of(*rows: tuple[float, int, int], max_tokens: int = 0) -> Trace:
 
 
 THREE = trace_of((0, 5, 3), (0.01, 7, 1), (0.02, 9, 4))
-CLOCK_TICK_S = 0.002  # uvloop's timers count whole milliseconds, and may fire that much early
 HIDDEN = LoadSpec("hidden", max_new_tokens=64, vocab_size=50)
 
 
 def play(server, trace=THREE, load=HIDDEN):
     return run(find_target(server.url), trace, load, lambda: None)
+
+
+def test_the_client_waits_for_no_other_thread():
+    """A thread has the priority of ordinary programs, and one that polls may hold it up."""
+    before = set(threading.enumerate())
+    during = []
+
+    def note() -> None:
+        during.append((type(asyncio.get_running_loop()), set(threading.enumerate())))
+
+    with sse_server() as server:
+        url = server.url.replace("127.0.0.1", "localhost")
+        with_server = set(threading.enumerate())
+        result = run(find_target(url), THREE, HIDDEN, note)
+    assert [sample.failure for sample in result.samples] == ["", "", ""]
+    assert [kind.__module__.partition(".")[0] for kind, _ in during] == ["asyncio"] * 3
+    assert [threads for _, threads in during] == [with_server] * 3
+    assert len(with_server) == len(before) + 1
+
+
+def test_a_name_is_resolved_once_before_the_first_request(monkeypatch):
+    asked = []
+    real = socket.getaddrinfo
+
+    def note(host, *rest, **more):
+        asked.append((host, threading.current_thread() is threading.main_thread()))
+        return real(host, *rest, **more)
+
+    addresses_of.cache_clear()
+    with sse_server() as server:
+        target = find_target(server.url.replace("127.0.0.1", "localhost"))
+        monkeypatch.setattr(socket, "getaddrinfo", note)
+        for _ in range(2):
+            run(target, THREE, HIDDEN, lambda: None)
+        [one] = addresses_of("localhost", int(server.url.rpartition(":")[2]))
+    assert asked[0] == ("localhost", True)
+    assert "localhost" not in [host for host, _ in asked[1:]]
+    assert one["host"] == "127.0.0.1"
+
+
+def test_a_name_that_nobody_knows_is_a_failure_of_each_request(monkeypatch):
+    def refuse(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "not known")
+
+    addresses_of.cache_clear()
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    target = Target("http://server.invalid:8000", "", "tiny", None, own=True)
+    result = run(target, THREE, HIDDEN, lambda: None)
+    assert {one.failure.partition(":")[0] for one in result.samples} == {"cannot connect"}
+
+
+def test_a_loop_that_stands_still_misses_every_beat_meanwhile(monkeypatch):
+    """The clock jumps by a second between two beats: a hundred events would have been late."""
+    jump_s = 0.0
+    real = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: real() + jump_s)
+
+    async def main() -> list[float]:
+        nonlocal jump_s
+        with heartbeat() as late_s:
+            await asyncio.sleep(0)
+            jump_s = 1.0
+        return late_s
+
+    late_s = asyncio.run(main())
+    assert len(late_s) >= 1.0 / BEAT_S - 1
+    assert late_s == sorted(late_s, reverse=True)
+    assert late_s[0] >= 1.0 - BEAT_S
+
+
+def replayed(
+    ttft_s: float = 0.1,
+    beats_late_s: float = 0.0,
+    sent_late_s: float = 0.0,
+    connected_after_s: float = 0.001,
+    count: int = 300,
+    tls: bool = False,
+) -> Replay:
+    """Twenty requests; the given times are those of every tenth, or of three in a hundred beats."""
+    samples = []
+    for k in range(20):
+        slow = k % 10 == 9
+        sent_s = k + (sent_late_s if slow else 0.0)
+        connected_s = k + (connected_after_s if slow else 0.001)
+        sample = Sample(float(k), 5, 9, sent_s, k + ttft_s, k + ttft_s + 1.0, 0.02, 9, "")
+        sample.connected_s = max(connected_s, sent_s)
+        samples.append(sample)
+    beats = [beats_late_s if k % 100 >= 97 else 0.0 for k in range(count)]
+    return Replay(samples, False, beats_late_s=beats, tls=tls)
+
+
+LATE_BY_S = 0.02  # beyond a tenth of the usual time to first token here
+
+
+@pytest.mark.parametrize("what", ["beats_late_s", "sent_late_s", "connected_after_s"])
+def test_a_client_is_late_beyond_a_tenth_of_what_it_measures(what):
+    late = client_times(replayed(**{what: LATE_BY_S}), {})
+    slower_server = client_times(replayed(ttft_s=0.5, **{what: LATE_BY_S}), {})
+    assert (late.late, late.limit_s) == (True, pytest.approx(0.01))
+    assert (slower_server.late, slower_server.limit_s) == (False, pytest.approx(0.05))
+
+
+def test_what_a_target_is_about_is_measured_too():
+    """The largest gaps between tokens are 20 ms."""
+    times = replayed(ttft_s=0.5, beats_late_s=LATE_BY_S)
+    assert client_times(times, {"mtpot_p99_s": 0.05}).late
+    assert client_times(times, {"mtpot_p99_s": 0.05}).limit_s == LEAST_LATE_S
+    assert not client_times(times, {"e2e_p99_s": 9.0}).late
+
+
+def test_the_network_and_a_handshake_are_not_the_client_s():
+    far = replayed()
+    for sample in far.samples:
+        sample.connected_s = sample.scheduled_s + 0.08
+    assert not client_times(far, {}).late
+    assert client_times(far, {}).connect_p99_s == pytest.approx(0.08)
+    assert not client_times(replayed(connected_after_s=LATE_BY_S, tls=True), {}).late
+
+
+def test_a_short_replay_and_one_that_served_nothing_are_not_judged():
+    assert not client_times(replayed(beats_late_s=LATE_BY_S, count=99), {}).late
+    nothing = replayed()
+    for sample in nothing.samples:
+        sample.failure = "HTTP 503: busy"
+    assert client_times(nothing, {}) is None
 
 
 USUAL = (0, "usual")  # a policy and its parameters
@@ -162,8 +291,8 @@ def test_times_count_from_the_scheduled_arrival():
         result = play(server)
     for sample, at in zip(result.samples, THREE.arrival_s.tolist(), strict=True):
         assert sample.scheduled_s == at
-        assert at - CLOCK_TICK_S <= sample.sent_s <= sample.first_token_s <= sample.last_token_s
-    assert send_lag_s(result.samples) >= 0
+        times = (at, sample.sent_s, sample.connected_s, sample.first_token_s, sample.last_token_s)
+        assert list(times) == sorted(times)
 
 
 def test_failures_have_reasons_and_do_not_stop_the_others():

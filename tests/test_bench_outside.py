@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import samples
 
+from toolkit.bench.client import Replay
 from toolkit.bench.predict import predicted, seen_by_clients
 from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.load import Sample
@@ -25,7 +26,7 @@ def busy(count: int = 60, output: int = 12) -> Trace:
     return Trace(k * 0.02, 10 + k % 40, np.full(count, output), np.zeros(count, dtype=np.int64))
 
 
-def as_seen(trace: Trace, served: Served) -> list[Sample]:
+def as_seen(trace: Trace, served: Served) -> Replay:
     columns = (
         trace.arrival_s,
         trace.prompt_tokens,
@@ -33,10 +34,11 @@ def as_seen(trace: Trace, served: Served) -> list[Sample]:
         served.finish_s,
         served.output_tokens,
     )
-    return [
+    seen = [
         Sample(at_s, int(prompt), int(tokens), at_s, first_s, last_s, 0.0, int(tokens), "")
         for at_s, prompt, first_s, last_s, tokens in zip(*columns, strict=True)
     ]
+    return Replay(seen, False)
 
 
 @pytest.mark.parametrize("slowdown", [0.7, 1.0, 1.8])
@@ -51,7 +53,7 @@ def test_the_speed_and_the_delay_of_a_server_are_found_again(slowdown: float):
 def test_failed_requests_show_nothing():
     trace = busy()
     seen = as_seen(trace, predicted(plan(), trace).served)
-    for sample in seen[::3]:
+    for sample in seen.samples[::3]:
         sample.failure = "the connection was lost"
         sample.last_token_s = sample.last_token_s + 9.0
     assert seen_by_clients(plan(), trace, seen, ()).slowdown == pytest.approx(1.0, rel=0.03)
@@ -61,7 +63,7 @@ def test_a_fast_server_has_no_negative_delay():
     trace = busy()
     served = predicted(plan(), trace).served
     seen = as_seen(trace, served)
-    for sample in seen:
+    for sample in seen.samples:
         wait_s = sample.first_token_s - sample.scheduled_s
         sample.first_token_s -= 0.9 * wait_s
         sample.last_token_s -= 0.9 * wait_s

@@ -14,10 +14,11 @@ from sse_server import serve_request, sse_server, whole
 
 from toolkit.bench import session
 from toolkit.bench.session import Pair, hold, metric_errors, request_errors
+from toolkit.cli.basis import find_validation
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
-from toolkit.errors import TargetMissedError
-from toolkit.files.bench import Validation, WindowResult
+from toolkit.errors import LateClientError, TargetMissedError
+from toolkit.files.bench import NOT_SERVERS, Validation, WindowResult
 from toolkit.files.io import read_file, record_inputs, write_file
 from toolkit.metrics import Served
 
@@ -227,6 +228,26 @@ def test_a_plan_of_another_engine_is_refused_unless_forced(
         assert server.bodies == []
         assert validate(plan, server.url, "--warmup", "0", "--force") == 0
     assert "another engine" in capsys.readouterr().err
+
+
+def test_a_validation_by_a_late_client_is_marked_and_not_used(
+    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    written = plan.with_name("validation.json")
+    with sse_server() as server:
+        for name, value in {"LEAST_LATE_S": -1.0, "LATE_SHARE": -1.0, "BEATS_MIN": 0}.items():
+            monkeypatch.setattr(f"toolkit.bench.client.{name}", value)
+        assert validate(plan, server.url, "--warmup", "0") == LateClientError.exit_code
+    assert NOT_SERVERS in capsys.readouterr().out
+    found = read_file(Validation, written)
+    assert [window.client.late for window in found.windows] == [True, True]
+    assert find_validation(plan, found.inputs["fit"].sha256) is None
+    punctual = [
+        window.model_copy(update={"client": window.client.model_copy(update={"late": False})})
+        for window in found.windows
+    ]
+    write_file(found.model_copy(update={"windows": punctual}), written)
+    assert find_validation(plan, found.inputs["fit"].sha256) is not None
 
 
 @pytest.mark.slow

@@ -28,8 +28,9 @@ def answer(data: bytes | None, timeout_s: float = 30.0) -> Sample:
     sample = Sample(0.25, 10, 3)
 
     async def send(url: str) -> None:
-        request = make_request(Target(url, "", "m", None, own=False), {"prompt": [1]})
-        async with LoadClient() as client:
+        target = Target(url, "", "m", None, own=False)
+        request = make_request(target, {"prompt": [1]})
+        async with LoadClient(target) as client:
             await client.send(request, sample, lambda: 0.5, timeout_s)
 
     with sse_server(lambda _: data) as server:
@@ -122,7 +123,7 @@ def test_a_server_that_is_gone_is_a_failure_too():
     target = Target("http://127.0.0.1:1", "", "m", None, own=False)
 
     async def send() -> None:
-        async with LoadClient() as client:
+        async with LoadClient(target) as client:
             await client.send(make_request(target, {}), sample, lambda: 0.0, 5.0)
 
     asyncio.run(send())

@@ -377,7 +377,8 @@ def test_the_demo_continues_where_no_settings_keep_the_limits(
         "_safe_rows": 4,
         "_held": held,
         "simulate_sharing": {},
-        "spread": 1.0,
+        "find_rate": demo.Speed(1.0, 30.0, 30.0),
+        "_late": False,
     }.items():
         monkeypatch.setattr(demo, name, lambda *_, value=value: value)
     monkeypatch.setattr(demo.Stages, "_start", start)

@@ -1,9 +1,11 @@
 """`llmctl report`: one whole offline page, for any set of a recipe's files and any names."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
+from datetime import UTC, datetime
 from html import unescape
 from pathlib import Path
 
@@ -20,7 +22,14 @@ from toolkit.bench.report import Prediction
 from toolkit.bench.report import report as bench_report
 from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.load import Sample
-from toolkit.files.bench import MetricError, RequestError, Validation, WindowResult
+from toolkit.files.bench import (
+    BenchReport,
+    ClientTimes,
+    MetricError,
+    RequestError,
+    Validation,
+    WindowResult,
+)
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
@@ -37,7 +46,12 @@ from toolkit.files.tuning import (
 from toolkit.report.material import EnvelopeT, Material, gather
 from toolkit.report.page import report, summary_section
 from toolkit.report.parts import ChartSeries, Judged, bars, chart
-from toolkit.report.sections import fit_section, tuning_section
+from toolkit.report.sections import (
+    bench_section,
+    fit_section,
+    tuning_section,
+    validation_section,
+)
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
 
@@ -291,6 +305,58 @@ def test_benches_are_found_and_the_plan_s_come_first(folder):
     assert says(text, "a.json", "other-plan.json", "'slice'", "3", "requests/s")
     assert "Measured, side by side" in text
     assert "Left out: torn.json" in text
+
+
+LATE = ClientTimes(
+    beats=500,
+    beat_late_p99_s=0.4,
+    beat_late_max_s=0.9,
+    send_late_p99_s=0.4,
+    connect_p99_s=0.4,
+    connect_late_p99_s=0.4,
+    limit_s=0.1,
+    late=True,
+)
+
+
+def test_measurements_of_a_late_client_are_named_and_left_out(folder):
+    make_bench(folder, "mine.json", 3.0)
+    late = read_file(BenchReport, folder / "mine.json").model_copy(update={"client": LATE})
+    write_file(late, folder / "late.json")
+    old = read_file(Validation, folder / "validation.json")
+    window = old.windows[0].model_copy(update={"warmup_client": LATE})
+    write_file(old.model_copy(update={"windows": [window]}), folder / "validation.json")
+    found = material(folder)
+    assert [one.name for one in found.benches] == ["mine.json"]
+    assert found.validation is None
+    assert {"late.json", "validation"} == found.why.keys()
+    assert not [one for one in found.sources if one.role == "validation"]
+
+
+def test_the_page_begins_with_its_date_and_its_machine(folder):
+    day = datetime(2026, 11, 28, 12, tzinfo=UTC).timestamp()
+    for path in folder.iterdir():
+        os.utime(path, (day, day))
+    found = material(folder)
+    header = text_of(report(found).partition("<nav")[0])
+    assert "2026-11-28" in header
+    assert found.plan.environment.processor in header
+    assert {one.date for one in found.sources} == {"2026-11-28"}
+
+
+def test_a_large_error_is_red_and_says_so():
+    drawn = {size: str(bars({"throughput": size}, " %", large=15.0)) for size in (14.0, -43.0)}
+    assert 's0"' in drawn[14.0]
+    assert "large" not in drawn[14.0]
+    assert 's2"' in drawn[-43.0]
+    assert "large" in drawn[-43.0]
+
+
+def test_the_errors_of_benches_and_of_a_validation_are_drawn_so(folder):
+    make_bench(folder, "mine.json", 3.0)
+    found = material(folder)
+    for section in (bench_section(found), validation_section(found)):
+        assert any("large" in figure.svg for figure in section.figures)
 
 
 def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder):

@@ -79,7 +79,10 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
     assert "INFO: ready" in server.said
 
 
-def test_the_passes_of_each_window_are_kept_where_the_server_logs_them(tmp_path: Path):
+def test_the_passes_of_each_window_are_kept_where_the_server_logs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("toolkit.bench.client.LEAST_LATE_S", 3600.0)  # however busy the machine is
     path = plan_for(tmp_path, "vllm")
     log = tmp_path / "passes.jsonl"
     plan = read_file(Plan, path)

@@ -68,6 +68,12 @@ class LimitsBrokenError(LlmctlError):
     exit_code = 5
 
 
+class LateClientError(LlmctlError):
+    """The load generator was late itself: what it wrote is marked as not the server's figures."""
+
+    exit_code = 6
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint with the nearest of `choices`, or with all of them if none is near."""
     known = sorted(choices)

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from toolkit.endpoints.load import LoadClient, LoadRequest, Sample, loop_factory, make_request
+from toolkit.endpoints.load import LoadClient, LoadRequest, Sample, make_request
 from toolkit.endpoints.target import (
     Dialect,
     Metric,
@@ -166,6 +166,7 @@ class Endpoint:
             )
             for sample, prompt, name in zip(samples, prompts, names, strict=True)
         ]
+        client = LoadClient(self.target)
         zero_s = time.perf_counter() if start_s is None else start_s
 
         def clock() -> float:
@@ -176,7 +177,7 @@ class Endpoint:
                 await asyncio.sleep(sample.scheduled_s - clock())
             await client.send(request, sample, clock, GROUP_TIMEOUT_S)
 
-        async with LoadClient() as client:
+        async with client:
             await asyncio.gather(*[send(*pair) for pair in zip(requests, samples, strict=True)])
         for sample in samples:
             if sample.failure:
@@ -194,7 +195,7 @@ class ServerBench(ProfileBench):
 
     def __init__(self, endpoint: Endpoint, name: str) -> None:
         self._endpoint = endpoint
-        self._runner = asyncio.Runner(loop_factory=loop_factory())
+        self._runner = asyncio.Runner()  # of asyncio's own loop: see `toolkit.endpoints.load`
         self._name = name
         self._failures = 0
 
@@ -244,14 +245,16 @@ class EndpointBench(ServerBench):
         endpoint = Endpoint(recipe)
         super().__init__(endpoint, endpoint.target.url)
         self._extra_tokens: dict[GridPoint, list[int]] = {}
-        try:
-            rows = self._measure_row_limit(4 * max(recipe.profile.batch_sizes))
-            self.facts = facts_of(recipe, endpoint.target, endpoint.dialect, rows)
-        except Unmeasurable as reason:
-            self.stop()
-            raise EngineError(
-                f"{endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
-            ) from None
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.stop)
+            try:
+                rows = self._measure_row_limit(4 * max(recipe.profile.batch_sizes))
+                self.facts = facts_of(recipe, endpoint.target, endpoint.dialect, rows)
+            except Unmeasurable as reason:
+                raise EngineError(
+                    f"{endpoint.target.url} does not serve: {reason}", "try it with: llmctl bench"
+                ) from None
+            failed.pop_all()
         endpoint.vocab_size = self.facts.vocab_size
 
     def time(self, point: GridPoint, warmups: int) -> list[float]:

@@ -12,13 +12,12 @@ trace is sent when any one has ended, and its latency counts from then. `probe_d
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,15 +29,16 @@ from toolkit.endpoints.load import (
     LoadClient,
     LoadRequest,
     Sample,
-    loop_factory,
+    heartbeat,
     make_request,
 )
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
 from toolkit.engine_traits import traits_of
+from toolkit.files.bench import LATE_SHARE, LEAST_LATE_S, ClientTimes
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
 from toolkit.interrupts import InterruptedReplayError, cancelling
-from toolkit.metrics import Served
+from toolkit.metrics import Served, latencies
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import leave_out_longer, scale_lengths, scale_rate
 
@@ -158,11 +158,16 @@ class LoadSpec:
 class Replay:
     """The outcome of each request, in the trace's order, and whether the replay was interrupted.
     Times count from `start_s` of the performance counter.
+
+    `beats_late_s` is how late the client came to its timers (`heartbeat`). With `tls`, connections
+    have a handshake.
     """
 
     samples: list[Sample]
     interrupted: bool
     start_s: float = 0.0
+    beats_late_s: list[float] = field(default_factory=list)
+    tls: bool = False
 
 
 def probe_dialect(
@@ -232,18 +237,16 @@ def run(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None
 
     Ctrl-C ends it early: an unanswered request then has the failure 'interrupted' or 'not sent'.
     """
-    with cancelling(), asyncio.Runner(loop_factory=loop_factory()) as runner:
+    with cancelling(), asyncio.Runner() as runner:  # asyncio's own loop: `toolkit.endpoints.load`
         return runner.run(replay(target, trace, load, on_done))
 
 
-def run_whole(
-    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
-) -> list[Sample]:
+def run_whole(target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]) -> Replay:
     """As `run`; raises `InterruptedReplayError` where Ctrl-C ended it early."""
     whole = run(target, trace, load, on_done)
     if whole.interrupted:
         raise InterruptedReplayError
-    return whole.samples
+    return whole
 
 
 def served(samples: Sequence[Sample]) -> Served:
@@ -285,15 +288,16 @@ async def replay(
     """`run` on the caller's event loop; cancelling the task interrupts it."""
     samples = [Sample(at_s, prompt, output) for at_s, prompt, output, _, _ in trace.rows()]
     interrupted = False
-    async with LoadClient() as client:
+    async with LoadClient(target) as client:
         sender = _Sender(client, target, trace, load, samples, on_done)
-        with before_others():
+        with before_others(), heartbeat() as beats_late_s:
             try:
                 await sender.send_all()
             except asyncio.CancelledError:
                 interrupted = True
                 await sender.cancel()
-    return Replay(samples, interrupted, sender.start_s)
+    tls = target.url.startswith("https:")
+    return Replay(samples, interrupted, sender.start_s, beats_late_s, tls)
 
 
 NOT_CONTINUED = "the turn before failed"
@@ -436,7 +440,44 @@ class _Sender:
             await asyncio.sleep(sample.scheduled_s - self.clock())
 
 
-def send_lag_s(samples: list[Sample]) -> float:
-    """The 99th percentile of how late requests left the client; large where it lacked CPU."""
-    lags = [one.sent_s - one.scheduled_s for one in samples if not math.isnan(one.sent_s)]
-    return float(np.percentile(lags, 99)) if lags else 0.0
+BEATS_MIN = 100  # in a shorter replay the 99th percentile is one moment's
+
+
+def client_times(replay: Replay, sla: Mapping[str, float]) -> ClientTimes | None:
+    """How late the client itself was, and whether that is too much beside what it measured.
+
+    A replay of less than `BEATS_MIN` beats is too short to be judged. None where no request was
+    served: there is nothing to compare with.
+    """
+    seconds = latencies(served(replay.samples))
+    if not len(seconds["ttft"]):
+        return None
+    means_s = [float(seconds["ttft"].mean())]
+    if any(target.startswith(("mtpot", "itl")) for target in sla):
+        means_s.append(float(seconds["mtpot"].mean()))
+    limit_s = max(LATE_SHARE * min(means_s), LEAST_LATE_S)
+    connects_s = np.array([one.connected_s - one.scheduled_s for one in replay.samples])
+    connects_s = connects_s[~np.isnan(connects_s)]
+    fastest_s = float(connects_s.min()) if len(connects_s) else 0.0
+    beat_s = _p99(replay.beats_late_s)
+    send_s = _p99([one.sent_s - one.scheduled_s for one in replay.samples])
+    connect_s = _p99(connects_s)
+    connect_late_s = 0.0 if replay.tls else connect_s - fastest_s
+    enough = len(replay.beats_late_s) >= BEATS_MIN
+    return ClientTimes(
+        beats=len(replay.beats_late_s),
+        beat_late_p99_s=beat_s,
+        beat_late_max_s=max(replay.beats_late_s, default=0.0),
+        send_late_p99_s=send_s,
+        connect_p99_s=connect_s,
+        connect_late_p99_s=connect_late_s,
+        limit_s=limit_s,
+        late=enough and max(beat_s, send_s, connect_late_s) > limit_s,
+    )
+
+
+def _p99(values_s: Sequence[float] | NDArray[np.float64]) -> float:
+    """The 99th percentile without NaN; 0 of nothing."""
+    known = np.asarray(values_s)
+    known = known[~np.isnan(known)]
+    return float(np.percentile(known, 99)) if len(known) else 0.0

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.bench.client import LoadSpec, run_whole, served
+from toolkit.bench.client import LoadSpec, Replay, client_times, run_whole, served
 from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import Target, front_state, scrape, version
 from toolkit.engine_traits import traits_of
@@ -96,9 +96,9 @@ HALVINGS = 12
 
 
 def seen_by_clients(
-    plan: Plan, trace: Trace, samples: Sequence[Sample], finished: Sequence[int]
+    plan: Plan, trace: Trace, replay: Replay, finished: Sequence[int]
 ) -> Warmup | None:
-    """What `samples`, the requests of `trace` as they were served, show of a server under `plan`.
+    """What a `replay` of `trace` shows of a server under `plan`.
 
     At the slowdown, the simulated requests take as long in total from their first to their last
     tokens (steps, and the prefills of other requests between them) as the measured ones. The
@@ -107,7 +107,7 @@ def seen_by_clients(
 
     `finished` are the output lengths of earlier requests. None where no request had two tokens.
     """
-    measured = served(samples)
+    measured = served(replay.samples)
     simulated = predicted(plan, trace, ServerConditions(finished=tuple(finished))).served
     both = measured.ok & simulated.ok
     seconds = _streamed_s(measured, both)
@@ -129,11 +129,12 @@ def seen_by_clients(
     )
     left_s = max(first_s - simulated_s, 0.0)
     return Warmup(
-        requests=len(samples),
+        requests=len(trace),
         batch_s=seconds,
         predicted_batch_s=expected,
         slowdown=slowdown,
         front=Front(first_s=left_s, last_s=left_s),
+        client=client_times(replay, plan.recipe.sla),
     )
 
 
@@ -387,8 +388,8 @@ def warm_up(
     counts_of_times(target)  # a server without counters is named before the load
     trace = settle(target, trace, load, on_done)
     before = counts_of_times(target)
-    samples = run_whole(target, trace, replace(load, seed=load.seed + 1), on_done)
-    times = times_between(before, counts_of_times(target), samples)
+    replay = run_whole(target, trace, replace(load, seed=load.seed + 1), on_done)
+    times = times_between(before, counts_of_times(target), replay.samples)
     times = times and times.at(load)
     if times is None or times.slowdown is None:
         return None
@@ -400,13 +401,20 @@ def warm_up(
         launch_slowdown=times.launch_slowdown,
         arrival_cost_s=times.arrivals.cost_s,
         front=times.front,
+        client=client_times(replay, {}),
     )
 
 
 def conditions_of(report: BenchReport) -> ServerConditions:
     """The conditions that a replay showed, which has more requests than its warm-up; without the
-    server's counters of the replay, those of the warm-up. `InputError` without either.
+    server's counters of the replay, those of the warm-up. `InputError` without either, and where
+    the client was late.
     """
+    if report.late:
+        raise InputError(
+            f"the bench does not count as measured: {report.late}",
+            "run it again on a quieter machine, or from another one",
+        )
     if report.replay_slowdown:
         return conditions(
             report.replay_slowdown,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.bench.client import Lengths, Replay, send_lag_s, served
+from toolkit.bench.client import Lengths, Replay, client_times, served
 from toolkit.bench.predict import ServerTimes
 from toolkit.endpoints.load import INTERRUPTED, Sample
 from toolkit.endpoints.target import CacheCounts
@@ -83,7 +83,7 @@ def report(
         wrong_length=sum(
             not one.failure and one.output_tokens != one.wanted_tokens for one in answered
         ),
-        send_lag_p99_s=send_lag_s(replay.samples),
+        client=client_times(replay, sla),
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=times.slowdown if times else None,

@@ -23,6 +23,7 @@ from toolkit.bench.client import (
     LoadSpec,
     Progress,
     Replay,
+    client_times,
     fitted,
     limits_of,
     probe_dialect,
@@ -50,9 +51,11 @@ from toolkit.bench.predict import (
 )
 from toolkit.bench.report import Prediction, cache_use, report, values_of
 from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
-from toolkit.errors import InputError, TargetMissedError
+from toolkit.errors import InputError, LateClientError, TargetMissedError
 from toolkit.files.bench import (
+    NOT_SERVERS,
     BenchReport,
+    ClientTimes,
     MetricError,
     RequestError,
     Validation,
@@ -359,6 +362,7 @@ class Session:
         self.results: list[WindowResult] = []
         self.lines: list[str] = []
         self._pairs: list[Pair] = []
+        self._warmup_client: ClientTimes | None = None  # of the last warm-up
         self._finished: list[int] = []  # output lengths that the server's scheduler has seen
 
     def run(self, windows: Sequence[TraceWindow]) -> bool:
@@ -387,6 +391,7 @@ class Session:
 
     def _warm_up(self, number: int, window: TraceWindow) -> ServerConditions:
         """The server's conditions now, as other requests show them."""
+        self._warmup_client = None
         count = round(self._warmup_s * predict(self._plan, window.trace, {})["throughput_rps"])
         if not count:
             return self._unwarmed()
@@ -399,6 +404,7 @@ class Session:
         self._finished += trace.output_tokens.tolist()
         if warm is None:
             return self._unwarmed()
+        self._warmup_client = warm.client
         return seen_by(warm, self._finished)
 
     def _unwarmed(self) -> ServerConditions:
@@ -411,9 +417,10 @@ class Session:
         load = self._load_of(number)
         trace = settle(self._target, trace, load, advance)
         expected = predicted(self._plan, trace, self._unwarmed()).served
-        samples = run_whole(self._target, trace, replace(load, seed=load.seed + 1), advance)
-        self.lines += request_lines(number, "warm-up", trace, Pair(served(samples), expected))
-        return seen_by_clients(self._plan, trace, samples, self._finished)
+        replay = run_whole(self._target, trace, replace(load, seed=load.seed + 1), advance)
+        pair = Pair(served(replay.samples), expected)
+        self.lines += request_lines(number, "warm-up", trace, pair)
+        return seen_by_clients(self._plan, trace, replay, self._finished)
 
     def _replay(
         self, number: int, count: int, window: TraceWindow, current: ServerConditions
@@ -461,6 +468,8 @@ class Session:
                 passes=logs.file(number).name if logs is not None else "",
                 front_by_passes_s=front_s,
                 cache=cache_use(samples, trace, counted.cached, simulated.metrics({})),
+                client=client_times(counted.replay, sla),
+                warmup_client=self._warmup_client,
                 predicted_in_hindsight=in_hindsight(
                     self._plan, trace, sla, times, current.finished
                 ),
@@ -565,6 +574,15 @@ def request_lines(number: int, part: str, trace: Trace, pair: Pair) -> list[str]
         encode(RequestLine(number, part, to_ms(arrival_s), *rest)).decode() + "\n"
         for arrival_s, *rest in zip(*columns, strict=True)
     ]
+
+
+def refuse_late(result: BenchReport | Validation) -> None:
+    """Raise `LateClientError` where the result does not count as measured."""
+    if result.late:
+        raise LateClientError(
+            f"{NOT_SERVERS}: {result.late}",
+            "run it again on a quieter machine, as root, or from another machine",
+        )
 
 
 def hold(errors: Iterable[tuple[str, float | None]], limit_percent: float) -> None:

@@ -321,6 +321,9 @@ def find_validation(near: Path, fit_sha256: str) -> Validation | None:
     if about is None or about.sha256 != fit_sha256:
         note(f"{beside.name} is not used: it is about another fit")
         return None
+    if validation.late:
+        note(f"{beside.name} is not used: {validation.late}")
+        return None
     return validation
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +33,7 @@ from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
 from toolkit.engine_traits import traits_of
 from toolkit.errors import LlmctlError
-from toolkit.files.bench import SAME_RATE, BenchReport, Validation, took_text
+from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport, Validation, took_text
 from toolkit.files.io import check_writable, read_file, write_file, write_text
 from toolkit.files.plan import Plan
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from toolkit.traces.types import Trace
 
 LOCAL = "http://127.0.0.1:8000"
-LATE_S = 0.05  # a larger delay in the client itself is worth a warning
+# No thread draws it beside the replay: one that holds Python's lock would stop the client.
+alone = partial(progress, alone=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +107,11 @@ def bench(args: BenchOptions) -> None:
 
     Requests are sent at the trace's times, whatever the server does, and latencies count from these
     times. With --concurrency the next one is sent when any one ends. Ctrl-C ends the replay early
-    and reports the requests that were answered.
+    and reports the requests that were answered. The client also measures how late it is itself;
+    beyond 10 % of what it measures the report is marked, and the exit code is 6.
     """
     from toolkit.bench.report import request_lines
-    from toolkit.bench.session import Measurement, RequestSettings, hold, unused_seed
+    from toolkit.bench.session import Measurement, RequestSettings, hold, refuse_late, unused_seed
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
@@ -135,7 +138,7 @@ def bench(args: BenchOptions) -> None:
     note(*setup.notes)
     if not traffic.concurrency:
         note(*_rate_notes(planned, setup.trace))
-    measurement = Measurement(setup, part, planned, targets, note, progress)
+    measurement = Measurement(setup, part, planned, targets, note, alone)
     try:
         measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1]))
     except InterruptedReplayError:
@@ -157,6 +160,7 @@ def bench(args: BenchOptions) -> None:
         raise LlmctlError(
             f"none of {result.requests:,} requests was served", "the reasons are above"
         )
+    refuse_late(result)
     if args.max_error is not None:
         hold(((row.metric, row.error_percent) for row in result.compared), args.max_error)
 
@@ -198,7 +202,7 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 
 
 def _show(result: BenchReport) -> None:
-    """Print the metrics, and the targets where there are any."""
+    """Print the metrics, and the targets where there are any; first whether they count."""
 
     def attained(metrics: Mapping[str, float]) -> str | None:
         share = metrics.get("sla_attainment_percent")
@@ -207,7 +211,8 @@ def _show(result: BenchReport) -> None:
     predicted = bool(result.predicted)
     warm = predicted and result.warmup is not None
     columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
-    title = f"{result.answered:,} requests{bracketed(result.changes)}"
+    heading = _heading(result, f"{result.answered:,} requests")
+    title = f"{heading}{bracketed(result.changes)}"
     table(columns[: 2 + 2 * predicted + 2 * warm], compared_rows(result), title)
     if not result.targets:
         return
@@ -220,6 +225,11 @@ def _show(result: BenchReport) -> None:
     rows.append(["requests within all", None, shares[0], None, shares[1], None])
     columns = ["target", ">limit", ">measured", "kept", ">predicted", "kept"]
     table(columns[: 4 + 2 * predicted], rows)
+
+
+def _heading(result: BenchReport | Validation, otherwise: str = "") -> str:
+    """The heading of a table of measurements: `otherwise`, unless the client was late."""
+    return f"{NOT_SERVERS}: the client was late" if result.late else otherwise
 
 
 def _print_notes(result: BenchReport) -> None:
@@ -258,9 +268,8 @@ def _print_notes(result: BenchReport) -> None:
         note(f"{refused}{missed}{prediction}")
     if result.wrong_length:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
-    if result.send_lag_p99_s > LATE_S:
-        late = f"requests left up to {seconds(result.send_lag_p99_s)} late (p99)"
-        note(f"the client was short of CPU: {late}")
+    if result.client:
+        note(result.client.text())
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,10 +325,11 @@ def validate(args: ValidateOptions) -> None:
 
     Windows of a trace are replayed, each after some other requests that show how fast the machine
     is now. The result is written beside the plan; `tune` and `render` show it if it is about their
-    fit. Ctrl-C ends the command early; the windows that were replayed are reported.
+    fit. Ctrl-C ends the command early; the windows that were replayed are reported. Where the
+    client itself was late in one of them, the file is marked and not used, and the exit code is 6.
     """
     from toolkit.bench.passes import PassLogs
-    from toolkit.bench.session import RequestSettings, Session, hold, unused_seed
+    from toolkit.bench.session import RequestSettings, Session, hold, refuse_late, unused_seed
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import TraceWindow, cut, fit_windows
@@ -344,7 +354,7 @@ def validate(args: ValidateOptions) -> None:
         chosen = windows.search
     note_trace(setup.trace)
     note(*setup.notes)
-    session = Session(setup, planned, args.warmup, progress, logs)
+    session = Session(setup, planned, args.warmup, alone, logs)
     interrupted = session.run(chosen)
     if not session.results:
         note("interrupted before a window was replayed to its end: nothing was written")
@@ -360,6 +370,7 @@ def validate(args: ValidateOptions) -> None:
         done = f"{len(session.results)} of {len(chosen)} windows are replayed and reported"
         note(f"interrupted: {done}")
         raise typer.Exit(EXIT_CODE)
+    refuse_late(result)
     if args.max_error is not None:
         hold(((row.metric, row.error_percent) for row in result.metrics), args.max_error)
 
@@ -367,7 +378,8 @@ def validate(args: ValidateOptions) -> None:
 def _show_validation(result: Validation) -> None:
     """Print the errors for people."""
     columns = ["metric", ">measured", ">predicted", ">its error", ">worst window"]
-    table(columns, mean_rows(result), f"means over the windows{bracketed(result.changes)}")
+    title = f"{_heading(result, 'means over the windows')}{bracketed(result.changes)}"
+    table(columns, mean_rows(result), title)
     columns = ["request by request", ">median error", ">median size of it", ">requests"]
     table(columns, request_rows(result))
     slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)

@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Annotated, TextIO
 
 import typer
@@ -26,22 +25,25 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.output import emit, paragraph, table
 from toolkit.engine_traits import traits_of
-from toolkit.errors import LimitsBrokenError
-from toolkit.files.bench import BenchReport
+from toolkit.errors import LateClientError, LimitsBrokenError
+from toolkit.files.bench import NOT_SERVERS, BenchReport
+from toolkit.files.capacity import Capacities
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan
-from toolkit.files.profile import Profile
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.tuning import UNSERVED, Tuning
 from toolkit.interrupts import held
 from toolkit.units import seconds
 
-LOAD = 1.0  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
-STEADY = 1.1  # a machine that was at most this much slower for a while has no margin
-SHARE_SLOWEST = 0.1  # of the profile's time: how slow the machine was then is its spread
-POINTS_MIN = 8  # of a moment of the profile that says how fast the machine was
+LOAD = 0.7  # rate that is tuned for, as a multiple of what the recipe keeps its targets at
+SURE = 0.7  # rate of the first replay, as a multiple of what the plan keeps at the speed just seen
+LEAST = 0.5  # the tuned rate is replayed if it is between this multiple and the other one
+SPEED_S = 10.0  # of a replay that shows how fast the machine is, after a warm-up of half of it
+ALIKE = 1.4  # times: a machine is as fast at rates that are no further apart
+LONGEST_S = 90.0  # of the first replay
+TRIES = 4  # of such replays, each at the rate that the one before allows
 OVERLOAD = 2.5  # rate of arrivals, as a multiple of the tuned policy's predicted capacity
 REPLAY_S = 24.0  # about the time that the tuned policy needs for the replayed requests
 WARMUP_S = 12.0  # of other requests before each replay
@@ -70,16 +72,19 @@ def command(
     """Profile, fit, tune, serve and check a model on this machine, then compare it with
     sequence-level scheduling.
 
-    First the tuned server gets the tuned rate, and is compared with the promise of `tune`; then
-    both schedulers get more requests than they can serve. Last, vLLM is simulated on prompts that
-    share a beginning, with its prefix cache and without. Each step is one command, shown before it
-    runs; its files stay in the output folder.
+    First the tuned server shows how fast the machine is now, and gets the tuned rate, or another
+    one if the plan keeps less or far more at that speed; it is compared with the promise. Then both
+    schedulers get more requests than they can serve. Last, vLLM is simulated on prompts that share
+    a beginning, with its prefix cache and without. Each step is one command, shown before it runs;
+    its files stay in the output folder.
     """
     traits_of(load_recipe(recipe).engine.name).require()
     out.mkdir(parents=True, exist_ok=True)
     profile, fit, tuning, plan, plan_sls, bench_tuned, bench, bench_sls = (
         out / f"{name}.json" for name in FILES
     )
+    speed = out / "speed" / "bench.json"  # no bench of the plan, which the report would show
+    speed.parent.mkdir(exist_ok=True)
     start = time.monotonic()
     named = as_typed(recipe)
     stage = Stages(sys.stderr if as_json else sys.stdout)
@@ -88,26 +93,25 @@ def command(
     stage.title("2/7  fit how time and memory behave")
     stage.llmctl("fit", profile, "--out", fit)
     stage.title("3/7  search the scheduler's parameters on the trace")
-    slower = spread(read_file(Profile, profile))
-    load = LOAD
-    if slower > STEADY:
-        load = round(LOAD / slower, 2)
-        stage.say(
-            f"While it was profiled, this machine was at times {slower:.2f} times slower: other "
-            f"programs run here. So the demo tunes for {load:g} of what the fit keeps."
-        )
-    given = ["--fit", fit, "--trace", trace, "--load", load]
+    given = ["--fit", fit, "--trace", trace, "--load", LOAD]
     allowed = stage.tune(named, *given, "--out", tuning)
     promised = read_file(Tuning, tuning)
-    stage.title("4/7  serve what was found, at the rate that it was tuned for")
+    stage.title("4/7  serve what was found, at a rate that it keeps as fast as the machine is now")
     stage.llmctl("render", named, "--fit", fit, "--tuning", tuning, "--out", plan, *allowed)
-    excerpt = overload(open_recipe(recipe), plan, trace)
     with stage.server(plan, *allowed) as url:
-        window = promised.held_out_windows[0]
-        rate = promised.request_rate_rps
-        first = f"--start {window.start_s:.3f} --duration {window.end_s - window.start_s:.3f}"
-        stage.bench(url, plan, trace, f"--rate {rate:.6g} {first}".split(), bench_tuned)
+        capacity = ["capacity", named, *given[:4], "--tuning", tuning]
+
+        def keeps(rate_rps: float) -> tuple[float, float | None]:
+            part = f"--rate {rate_rps:.6g} --duration {SPEED_S:g}".split()
+            stage.bench(url, plan, trace, part, speed, SPEED_S / 2)
+            slowdown = read_file(BenchReport, speed).replay_slowdown or 1.0
+            return slowdown, stage.capacity(*capacity, "--bench", speed)
+
+        seen = find_rate(promised.request_rate_rps, keeps)
+        stage.say(seen.text)
+        stage.bench(url, plan, trace, _same_window(promised, seen.rate_rps), bench_tuned)
         stage.title("5/7  the same server at an overload")
+        excerpt = overload(open_recipe(recipe), plan, trace, seen.slowdown)
         stage.bench(url, plan, trace, excerpt, bench)
     stage.title("6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={_safe_rows(fit)}"]
@@ -117,33 +121,90 @@ def command(
     sharing = simulate_sharing(stage, out)
     page = out / "report.html"
     stage.llmctl("report", plan, "--out", page)
-    held = _held(promised, read_file(BenchReport, bench_tuned))
+    held = _held(promised, read_file(BenchReport, bench_tuned), seen)
     scls, sls = (read_file(BenchReport, path).measured for path in (bench, bench_sls))
     both = [key for key in COMPARED if key in sls and key in scls]  # goodput only with targets
     compared = {key: {"sls": sls[key], "scls": scls[key]} for key in both}
     took_s = time.monotonic() - start
-    result = Achieved(promised.request_rate_rps, held, compared, str(page), took_s, sharing)
+    late = [path.name for path in (bench_tuned, bench, bench_sls) if _late(path)]
+    result = Achieved(
+        seen.rate_rps, promised.request_rate_rps, seen.slowdown, held, compared, str(page), took_s,
+        sharing, late,
+    )  # fmt: skip
     emit(as_json, result, lambda: _show(result, out))
 
 
-def spread(profile: Profile) -> float:
-    """How many times slower than usual the machine was in the slowest tenth of the profile.
+@dataclass(slots=True, frozen=True)
+class Speed:
+    """How fast the machine is now, and the rate of the first replay.
 
-    Every visit of the profile goes round the whole grid, so the k-th samples of all points are of
-    one moment. The ratio to each point's median, in the median over the points, is how slow the
-    machine was then. At least 1.
+    `slowdown` is the measured over the fitted time of a batch.
     """
-    points = [point.seconds for point in profile.prefill]
-    points += [point.seconds for point in profile.decode]
-    moments = []
-    for k in range(max((len(one) for one in points), default=0)):
-        ratios = [one[k] / median(one) for one in points if len(one) > k and median(one) > 0.0]
-        if len(ratios) >= POINTS_MIN:
-            moments.append(median(ratios))
-    if not moments:
-        return 1.0
-    slow = sorted(moments)[-max(round(SHARE_SLOWEST * len(moments)), 1)]
-    return max(slow, 1.0)
+
+    slowdown: float
+    rate_rps: float
+    tuned_rps: float
+
+    @property
+    def at_tuned(self) -> bool:
+        """Whether the rate is the tuned one."""
+        return self.rate_rps == self.tuned_rps
+
+    @property
+    def text(self) -> str:
+        """The speed and the rate in two sentences."""
+        gets = f"the tuned {self.rate_rps:.3g} requests/s"
+        if not self.at_tuned:
+            gets = f"{self.rate_rps:.3g} requests/s, in place of the tuned {self.tuned_rps:.3g}"
+        took = f"Batches now take {self.slowdown:.2f} times as long as fitted"
+        return f"{took}. The server gets {gets}."
+
+
+def find_rate(tuned_rps: float, keeps: Callable[[float], tuple[float, float | None]]) -> Speed:
+    """The rate that the plan keeps with a margin (`SURE`) at the machine's present speed; the tuned
+    one if it is no larger, and no less than `LEAST` of what the plan keeps.
+
+    A machine that others use is slower under load. So the speed is measured again until that was
+    about at the rate that it allows. Where others come and go, so that this does not settle, the
+    slowest speed decides.
+
+    Args:
+        keeps: the slowdown that a replay at this rate shows, and the rate that the plan keeps at
+            that speed; None: no rate. Then the rate is slowed as the batches are.
+    """
+    rate_rps = tuned_rps
+    seen: list[tuple[float, float]] = []  # allowed rates with their slowdowns
+    for _ in range(TRIES):
+        tried_rps = rate_rps
+        slowdown, found_rps = keeps(tried_rps)
+        capacity_rps = found_rps or tuned_rps / max(slowdown, 1.0)
+        rate_rps = SURE * capacity_rps
+        if LEAST * capacity_rps <= tuned_rps <= rate_rps:
+            rate_rps = tuned_rps
+        seen.append((rate_rps, slowdown))
+        if 1.0 / ALIKE <= rate_rps / tried_rps <= ALIKE:
+            break
+    else:
+        rate_rps, slowdown = min(seen)
+    if rate_rps != tuned_rps:
+        rate_rps = round(rate_rps, 3)
+    return Speed(slowdown, rate_rps, tuned_rps)
+
+
+def _same_window(promised: Tuning, rate_rps: float) -> list[str]:
+    """Options of `bench`: the first window that `tune` held out, with its requests at this rate; of
+    a slow rate the first `LONGEST_S`.
+    """
+    window = promised.held_out_windows[0]
+    slower = promised.request_rate_rps / rate_rps
+    start_s, end_s = (slower * at_s for at_s in (window.start_s, window.end_s))
+    lasts_s = min(end_s - start_s, LONGEST_S)
+    return f"--rate {rate_rps:.6g} --start {start_s:.3f} --duration {lasts_s:.3f}".split()
+
+
+def _late(bench: Path) -> bool:
+    """Whether this replay does not count as measured."""
+    return bool(read_file(BenchReport, bench).late)
 
 
 @dataclass(slots=True, frozen=True)
@@ -163,20 +224,31 @@ class Held:
 
 @dataclass(slots=True, frozen=True)
 class Achieved:
-    """The result of the demo: at the tuned rate, under overload by metric and scheduler, and by
-    metric what was simulated with a prefix cache and without.
+    """The result of the demo: at the rate that the machine's speed allows, under overload by metric
+    and scheduler, and by metric what was simulated with a prefix cache and without.
+
+    `slowdown` is the measured over the fitted time of a batch before the replays; `late` the files
+    of replays that do not count, as the client was late.
     """
 
     request_rate_rps: float
+    tuned_rate_rps: float
+    slowdown: float
     promise: list[Held]
     overload: dict[str, dict[str, float]]
     report: str
     took_s: float
     sharing: dict[str, dict[str, float]] = field(default_factory=dict)
+    late: list[str] = field(default_factory=list)
+
+    @property
+    def at_tuned(self) -> bool:
+        """Whether the judged rate is the tuned one."""
+        return self.request_rate_rps == self.tuned_rate_rps
 
     @property
     def text(self) -> str:
-        """The result in one sentence."""
+        """The result in a few sentences."""
         targets = [one for one in self.promise if one.limit is not None]
         broken = [one.metric for one in targets if not one.kept]
         goodputs = [one for one in self.promise if one.metric == "goodput_rps"]
@@ -189,10 +261,18 @@ class Achieved:
             tuned = f"{kept} (goodput {one.measured:.3g}/s{beside})"
         sls, scls = (self.overload["throughput_rps"][name] for name in ("sls", "scls"))
         more = f"{scls / sls:.2f} times the throughput of SLS" if sls else "more than SLS"
-        return (
+        text = (
             f"At {self.request_rate_rps:.3g} requests/s the tuned server {tuned}, "
             f"and under overload it served {more}."
         )
+        if not self.at_tuned:
+            text += (
+                f" Batches took {self.slowdown:.2f} times as long as in the fit, by which the plan "
+                f"was tuned for {self.tuned_rate_rps:.3g} requests/s."
+            )
+        if self.late:
+            text += f" {NOT_SERVERS.capitalize()}, as the client was late: {', '.join(self.late)}."
+        return text
 
 
 @dataclass(slots=True, frozen=True)
@@ -215,6 +295,14 @@ class Stages:
             raise typer.Exit(code)
         return code
 
+    def capacity(self, *words: object) -> float | None:
+        """Run `llmctl capacity`; the rate that the tuned settings keep, None if there is none."""
+        with self._start([*words, "--no-at-once", "--json"], out=subprocess.PIPE) as process:
+            text, _ = process.communicate()
+        if process.returncode not in (0, LimitsBrokenError.exit_code):
+            raise typer.Exit(process.returncode)
+        return Capacities.model_validate_json(text).capacities[-1].capacity_rps
+
     def metrics(self, *words: object) -> dict[str, float]:
         """Run one command with `--json`; the numbers that it prints, by name."""
         with self._start([*words, "--json"], out=subprocess.PIPE) as process:
@@ -234,10 +322,22 @@ class Stages:
         )
         return [ALLOW_BROKEN]
 
-    def bench(self, url: str, plan: Path, trace: str, excerpt: Sequence[str], report: Path) -> None:
-        """Replay an excerpt of the trace against the server of a plan."""
-        options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{WARMUP_S:g}"]
-        self.llmctl("bench", "--url", url, *options, "--out", report)
+    def bench(
+        self,
+        url: str,
+        plan: Path,
+        trace: str,
+        excerpt: Sequence[str],
+        report: Path,
+        warmup_s: float | None = None,
+    ) -> None:
+        """Replay an excerpt of the trace against the server of a plan, after some seconds
+        (`WARMUP_S`) of other requests.
+        """
+        warmup_s = WARMUP_S if warmup_s is None else warmup_s
+        options = ["--plan", plan, "--trace", trace, *excerpt, "--warmup", f"{warmup_s:g}"]
+        words = ["bench", "--url", url, *options, "--out", report]
+        self.llmctl(*words, survives=LateClientError.exit_code)
 
     @contextmanager
     def _start(
@@ -284,11 +384,12 @@ class Stages:
                 server.wait()
 
 
-def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
+def _held(tuning: Tuning, tuned: BenchReport, seen: Speed) -> list[Held]:
     """The targets, then goodput, throughput and attainment, which have no limit; without targets
-    throughput alone.
+    throughput alone. `tune` promised nothing for another rate than the tuned one.
     """
-    served = {target for target, share in tuning.usage.items() if share < UNSERVED}
+    usage = tuning.usage if seen.at_tuned else {}
+    served = {target for target, share in usage.items() if share < UNSERVED}
     targets = [
         Held(
             metric=one.target,
@@ -300,7 +401,7 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
         )
         for one in tuned.targets
     ]
-    promised = tuning.recommended.metrics
+    promised = tuning.recommended.metrics if seen.at_tuned else {}
     for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
         if name != "throughput_rps" and not tuned.sla:
             continue
@@ -310,8 +411,10 @@ def _held(tuning: Tuning, tuned: BenchReport) -> list[Held]:
     return targets
 
 
-def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
-    """Options of `bench`: a part of the trace, above the predicted capacity of the tuned policy."""
+def overload(recipe: Recipe, planned: Path, trace: str, slowdown: float) -> list[str]:
+    """Options of `bench`: a part of the trace, above the predicted capacity of the tuned policy at
+    this speed.
+    """
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare
@@ -321,7 +424,7 @@ def overload(recipe: Recipe, planned: Path, trace: str) -> list[str]:
     policy = PolicySpec(name=plan.policy.name, parameters=plan.policy.parameters)
     tuned = recipe.model_copy(update={"policy": policy})
     fitted = prepare(read_trace(trace_path(trace))[0], recipe)
-    capacity = backlog_rps(tuned, plan.fit, fitted)
+    capacity = backlog_rps(tuned, plan.fit, fitted) / slowdown
     return ["--rate", f"{OVERLOAD * capacity:.1f}", "--duration", f"{REPLAY_S / OVERLOAD:.1f}"]
 
 
@@ -353,8 +456,14 @@ def _show(result: Achieved, folder: Path) -> None:
         [one.metric, one.limit, one.promised, one.predicted, one.measured, words[one.kept]]
         for one in result.promise
     ]
-    title = f"what tune promised, at the tuned rate: {result.request_rate_rps:.4g} requests/s"
-    table(["", ">limit", ">tune said", ">predicted", ">measured", "kept"], rows, title)
+    rate = f"{result.request_rate_rps:.4g} requests/s"
+    title = f"what tune promised, at the tuned rate: {rate}"
+    columns = ["", ">limit", ">tune said", ">predicted", ">measured", "kept"]
+    if not result.at_tuned:  # `tune` said nothing of this rate
+        title = f"what tune promised, at the speed of now: {rate}"
+        columns.pop(2)
+        rows = [[*row[:2], *row[3:]] for row in rows]
+    table(columns, rows, title)
     ratios: list[list[object]] = []
     for key, both in result.overload.items():
         sls = both["sls"]

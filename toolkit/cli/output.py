@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -269,9 +270,12 @@ def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
+DRAWN_S = 0.5  # between two drawings of a bar without a thread
+
+
 @contextmanager
 def progress(
-    description: str, total: int, about_s: float | None = None
+    description: str, total: int, about_s: float | None = None, *, alone: bool = False
 ) -> Iterator[Callable[..., None]]:
     """A progress bar on stderr; yields `advance(steps=1, text=None, total=None, about_s=None)`,
     where `total` is another number of steps in all. Silent where stderr is not a terminal.
@@ -279,6 +283,8 @@ def progress(
     `about_s`: how long all of it is expected to take, in seconds. The bar then shows that beside
     the time so far, and `advance` may correct it. Without it the bar shows the time that is left if
     all steps take equally long.
+
+    `alone`: without a thread that draws the bar; `advance` draws it, at most every `DRAWN_S`.
 
     with progress("measuring", len(points)) as advance:
         for point in points:
@@ -308,7 +314,10 @@ def progress(
         TextColumn("{task.fields[text]}", markup=False),
     )
     silent = not console.is_terminal
-    with Progress(*columns, console=console, disable=silent, transient=True) as bar:
+    drawn_s = time.monotonic()
+    with Progress(
+        *columns, console=console, disable=silent, transient=True, auto_refresh=not alone
+    ) as bar:
         task = bar.add_task(description, total=total, text="", about=_clock(about_s or 0.0))
 
         def advance(
@@ -322,6 +331,10 @@ def progress(
             if about_s is not None:
                 bar.update(task, about=_clock(about_s))
             bar.update(task, advance=steps, total=total)
+            nonlocal drawn_s
+            if alone and time.monotonic() - drawn_s >= DRAWN_S:
+                drawn_s = time.monotonic()
+                bar.refresh()
 
         yield advance
 

@@ -1,20 +1,27 @@
 """The load generator's HTTP client: one streaming request, with the time of each token.
 
 It reads OpenAI's event streams only: no redirects, no cookies, no keep-alive. It shares the machine
-with the server that it measures; docs/decisions/server.md has what that costs.
+with the server that it measures; docs/decisions/server.md has what that costs. It runs on asyncio's
+own loop, and nothing in it waits for a thread: names are resolved before the first request. uvloop
+opens connections by other threads, which wait for hundreds of milliseconds where a server polls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from contextlib import suppress
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple, Self
 
 import aiohttp
 import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from toolkit.endpoints.ask import PLAIN
@@ -79,6 +86,7 @@ class Sample:
     keeps_answer: bool = False  # its text and its token ids
     answer_text: list[str] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
+    connected_s: float = math.nan  # with TLS: after its handshake
 
 
 class StreamedAnswer:
@@ -148,14 +156,40 @@ INTERRUPTED = "interrupted"
 LOST = "the connection was lost"
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's loop if it is installed: the client shares the machine with its server."""
+BEAT_S = 0.01
+
+
+@contextmanager
+def heartbeat() -> Iterator[list[float]]:
+    """Note every `BEAT_S` how late the running loop comes to a timer, in seconds.
+
+    A beat that passes while the loop does something else counts as well, so that the noted times
+    are the delays of events at random moments.
+    """
+    loop = asyncio.get_running_loop()
+    late_s: list[float] = []
+    due_s = time.perf_counter() + BEAT_S
+
+    def note() -> float:
+        nonlocal due_s
+        now_s = time.perf_counter()
+        while due_s <= now_s:
+            late_s.append(now_s - due_s)
+            due_s += BEAT_S
+        return due_s - now_s
+
+    timer: asyncio.TimerHandle
+
+    def beat() -> None:
+        nonlocal timer
+        timer = loop.call_later(note(), beat)
+
+    beat()
     try:
-        import uvloop
-    except ImportError:  # Windows
-        return asyncio.new_event_loop
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+        yield late_s
+    finally:
+        timer.cancel()
+        note()
 
 
 class LoadRequest(NamedTuple):
@@ -184,16 +218,70 @@ def make_request(
     return LoadRequest(url, headers, msgspec.json.encode(fields))
 
 
+REACH_S = 1.0  # an address of several that does not answer within this time is not used
+
+
+@cache
+def addresses_of(host: str, port: int) -> tuple[ResolveResult, ...]:
+    """The addresses of a host, looked up once in the life of the process. Of several, the first
+    that takes a connection; all of them if none does. Empty for a name that is not known.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    every = tuple(
+        ResolveResult(
+            hostname=host, host=str(at[0]), port=port, family=family, proto=proto, flags=flags
+        )
+        for family, _, proto, _, at in found
+    )
+    for one in every if len(every) > 1 else ():
+        with suppress(OSError), socket.create_connection((one["host"], port), REACH_S):
+            return (one,)
+    return every
+
+
+class _KnownAddresses(AbstractResolver):
+    """The resolver of a client that has looked its server up already."""
+
+    def __init__(self, addresses: tuple[ResolveResult, ...]) -> None:
+        self._addresses = addresses
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        if not self._addresses:
+            raise OSError(f"no address of {host} is known")
+        return list(self._addresses)
+
+    async def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
 class LoadClient:
-    """Sends streaming requests within `async with`, each on a connection of its own."""
+    """Sends streaming requests to `target` within `async with`, each on a connection of its own.
+
+    The target's name is resolved here, so that requests need no other thread.
+    """
+
+    def __init__(self, target: Target) -> None:
+        url = URL(target.url)
+        self._resolver = _KnownAddresses(addresses_of(url.raw_host or "", url.port or 0))
 
     async def __aenter__(self) -> Self:
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_create_end.append(_note_connected)
         self._session = aiohttp.ClientSession(
-            connector=bounded_connector(limit=0, force_close=True),
+            connector=bounded_connector(
+                limit=0, force_close=True, resolver=self._resolver, use_dns_cache=False
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept-encoding", "user-agent"),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,  # a few KiB of it may stand for gigabytes
+            trace_configs=[tracing],
         )
         return self
 
@@ -230,7 +318,11 @@ class LoadClient:
         answer = StreamedAnswer(sample)
         ended = "the stream ended without tokens or their usage"
         async with self._session.post(
-            request.url, data=request.body, headers=request.headers, allow_redirects=False
+            request.url,
+            data=request.body,
+            headers=request.headers,
+            allow_redirects=False,
+            trace_request_ctx=(sample, clock),
         ) as response:
             if response.status != 200:
                 sample.refused = response.status in OVERLOADED
@@ -247,6 +339,15 @@ class LoadClient:
             except (aiohttp.ClientError, OSError):
                 ended = LOST
         return "" if answer.complete else ended
+
+
+async def _note_connected(
+    _: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    __: aiohttp.TraceConnectionCreateEndParams,
+) -> None:
+    sample, clock = context.trace_request_ctx
+    sample.connected_s = clock()
 
 
 async def _begin_of(response: aiohttp.ClientResponse) -> bytes:

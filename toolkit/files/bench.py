@@ -11,10 +11,50 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from toolkit.files.strict import Envelope, Strict, optional
-from toolkit.units import bracketed
+from toolkit.units import bracketed, seconds
 
 SUMMARY_METRICS = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # of a validation, in one line
 SAME_RATE = 0.02  # request rates that differ by a smaller share are equal: people round them
+
+
+LATE_SHARE = 0.1  # of the measured mean latency that the client's own delay may reach
+LEAST_LATE_S = 0.005  # a smaller delay is never too much: a busy loop of Python has it
+NOT_SERVERS = "not the server's figures"
+
+
+class ClientTimes(Strict):
+    """How late the load generator itself was, in seconds.
+
+    What it measures is the server's only while its own delays are small beside it.
+    """
+
+    beats: int = Field(description="timers that the client set itself, one every 10 ms")
+    beat_late_p99_s: float = Field(description="how late it came to a timer")
+    beat_late_max_s: float
+    send_late_p99_s: float = Field(description="how late requests left")
+    connect_p99_s: float = Field(
+        description="from the time that a request was due until it had its connection"
+    )
+    connect_late_p99_s: float = Field(
+        description="the same beyond the fastest connection, which is the network's own time; 0 "
+        "with TLS: the server has a part in the handshake"
+    )
+    limit_s: float = Field(
+        description="10 % of the mean TTFT, or of the mean MTPOT if that is less and has a target; "
+        "at least 5 ms"
+    )
+    late: bool = Field(
+        description="whether a p99 of timers, requests or connections was late beyond the limit: "
+        "the figures are then not the server's. Never in a replay of less than a second"
+    )
+
+    def text(self) -> str:
+        """One line for a person."""
+        return (
+            f"the client's own delays at p99: timers {seconds(self.beat_late_p99_s)} late (worst "
+            f"{seconds(self.beat_late_max_s)}), requests {seconds(self.send_late_p99_s)}, "
+            f"connections {seconds(self.connect_late_p99_s)}; the limit is {seconds(self.limit_s)}"
+        )
 
 
 class Front(Strict):
@@ -49,6 +89,7 @@ class Warmup(Strict):
         0.0, description="what each arriving request adds to every slice that runs then"
     )
     front: Front | None = optional("added to every predicted latency; none: it had other clients")
+    client: ClientTimes | None = optional("none: nothing was served")
 
 
 class Compared(Strict):
@@ -185,7 +226,7 @@ class BenchReport(Envelope):
     wrong_length: int = Field(
         description="requests served with another number of tokens than the trace has"
     )
-    send_lag_p99_s: float = Field(description="how late the client sent requests")
+    client: ClientTimes | None = optional("none: nothing was served")
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(
@@ -208,6 +249,15 @@ class BenchReport(Envelope):
     targets: list[TargetResult] = Field(
         [], description="each target of `sla`; none where nothing was served"
     )
+
+    @property
+    def late(self) -> str:
+        """Why this does not count as measured, in words; '' if it does."""
+        if self.client and self.client.late:
+            return self.client.text()
+        if self.warmup and self.warmup.client and self.warmup.client.late:
+            return f"in the warm-up {self.warmup.client.text()}"
+        return ""
 
 
 class WindowResult(Strict):
@@ -245,6 +295,8 @@ class WindowResult(Strict):
         "mean time before a first token that no pass explains, by that file; none: not kept"
     )
     cache: CacheUse | None = optional("as in bench.json")
+    client: ClientTimes | None = optional("as in bench.json")
+    warmup_client: ClientTimes | None = optional("of the warm-up just before; none: there was none")
     predicted_in_hindsight: dict[str, float] = Field(
         {}, description="with that and the window's own front, so the rest is the laws' error"
     )
@@ -286,6 +338,16 @@ class Validation(Envelope):
     windows: list[WindowResult]
     metrics: list[MetricError]
     requests: list[RequestError]
+
+    @property
+    def late(self) -> str:
+        """Why this does not count as measured, in words; '' if it does."""
+        for number, window in enumerate(self.windows, start=1):
+            if window.client and window.client.late:
+                return f"window {number}: {window.client.text()}"
+            if window.warmup_client and window.warmup_client.late:
+                return f"in the warm-up of window {number} {window.warmup_client.text()}"
+        return ""
 
     def summary(self) -> str:
         """One line to show with a prediction."""

@@ -72,9 +72,8 @@ class Bursts:
         limit_s = max(LONGEST * self.window_s, LEAST_TIMEOUT_S)
         load = replace(self.load, seed=unused_seed(), timeout_s=limit_s)
         trace = self.windows[window].trace
-        return figures(
-            served(run_whole(self.target, trace, load, on_done)), self.sla, self.window_s
-        )
+        whole = run_whole(self.target, trace, load, on_done)
+        return figures(served(whole.samples), self.sla, self.window_s)
 
     def predict(self, window: int, policy: VllmPolicy, world: World) -> BurstFigures:
         """The same burst in a simulation."""

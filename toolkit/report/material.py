@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 from toolkit.errors import InputError
-from toolkit.files.bench import SAME_RATE, BenchReport, Validation
+from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport, Validation
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, read_file
 from toolkit.files.plan import Plan
@@ -24,7 +25,7 @@ from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
 from toolkit.report.parts import Cell, Section, Table
-from toolkit.units import number
+from toolkit.units import counted, number
 
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
@@ -37,11 +38,12 @@ FACTS = ("Python", "system", "processor", "CPUs", "device", "packages")
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that the page shows."""
+    """A file that the page shows; `date` is the day (UTC) when it was written."""
 
     role: str
     name: str
     sha256: str
+    date: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,23 @@ class Material:
         shown = {source.sha256 for source in self.sources if source.role == "plan"}
         return _sha256_of(content, "plan") in shown
 
+    @property
+    def made(self) -> str:
+        """When the newest file was written, and the machine: of the benches, else of the plan, the
+        tuning, the profile or the fit. '' where there is none of these.
+        """
+        files = [bench.content for bench in self.benches]
+        others = (self.plan, self.tuning, self.profile, self.fit)
+        machines = {
+            f"{one.processor}, {counted(one.cpu_count, 'processor')}"
+            + (f", device {one.device}" if one.device != "cpu" else "")
+            for one in (file.environment for file in files or [one for one in others if one][:1])
+        }
+        if not machines:
+            return ""
+        newest = max(source.date for source in self.sources)
+        return f"Files of {newest}, made on {'; '.join(sorted(machines))}."
+
     def file_name(self, role: str) -> str:
         """The name of the shown file of a role; without one, the commands' default name."""
         return next((source.name for source in self.sources if source.role == role), f"{role}.json")
@@ -123,6 +142,10 @@ def gather(source: str, folder: Path | None = None) -> Material:
         files.profile = _take(files, Profile, folder / "profile.json", sha256=profile_sha256)
     files.tuning = _take(files, Tuning, folder / "tuning.json", basis)
     files.validation = _take(files, Validation, folder / "validation.json", basis)
+    if files.validation and files.validation.late:
+        files.why["validation"] = f"validation.json is {NOT_SERVERS}: {files.validation.late}"
+        files.validation = None
+        files.sources.pop()
     _take_benches(files, folder, basis)
     return files
 
@@ -151,6 +174,8 @@ def _take_benches(files: Material, folder: Path, basis: Basis) -> None:
             plan = content.inputs["plan"].name
             other = f"another {basis[0]} ({plan}), not the one that is shown here"
             files.why[path.name] = f"{path.name} is about {other}"
+        elif content.late:
+            files.why[path.name] = f"{path.name} is {NOT_SERVERS}: {content.late}"
         else:
             bench = BenchResult(path.name, content, files.is_of_plan(content))
             taken.append((bench, _source("bench", path)))
@@ -203,14 +228,17 @@ def _sha256_of(content: Envelope, role: str) -> str:
 
 def _source(role: str, path: Path) -> SourceFile:
     source = digest(path)
-    return SourceFile(role, source.name, source.sha256)
+    day = datetime.fromtimestamp(path.stat().st_mtime, UTC).date()
+    return SourceFile(role, source.name, source.sha256, day.isoformat())
 
 
 def environment_section(files: Material) -> Section:
     """Where the numbers come from: files with their digests, targets, machines and versions."""
     section = Section("origin", "Made from these files; another digest is another file.")
-    rows: list[tuple[Cell, ...]] = [(file.role, file.name, file.sha256) for file in files.sources]
-    section.tables.append(Table("Files", ["role", "name", "sha256"], rows))
+    rows: list[tuple[Cell, ...]] = [
+        (file.role, file.name, file.date, file.sha256) for file in files.sources
+    ]
+    section.tables.append(Table("Files", ["role", "name", "date", "sha256"], rows))
     of_roles = (files.profile, files.fit, files.tuning, files.plan, files.validation)
     by_role: dict[str, Envelope | None] = dict(zip(ROLES[1:], of_roles, strict=True))
     contents = {role: content for role, content in by_role.items() if content is not None}

@@ -335,14 +335,15 @@ def report(files: Material) -> str:
         plan_section(files),
         environment_section(files),
     ]
-    return render_page(files.recipe.name, files.recipe.description, sections)
+    return render_page(files.recipe.name, files.recipe.description, sections, files.made)
 
 
-def render_page(title: str, description: str, sections: list[Section]) -> str:
-    """A page of these sections as HTML."""
+def render_page(title: str, description: str, sections: list[Section], made: str = "") -> str:
+    """A page of these sections as HTML; `made` says when and on which machine."""
     page = {
         "title": title,
         "description": description,
+        "made": made,
         "version": toolkit.__version__,
         "sections": sections,
     }

@@ -255,12 +255,14 @@ def bars(
     unit: str = "",
     *,
     limit: float | None = None,
+    large: float | None = None,
     titles: Mapping[str, str] | None = None,
 ) -> Markup:
     """Draw a bar for each value; bars of negative values go to the left of a common line.
 
-    A `limit` adds a dashed line, and each bar says whether it is kept. `titles` describe bars; a
-    bar without a title shows its name and value.
+    A `limit` adds a dashed line, and each bar says whether it is kept. A bar of more than `large`
+    to either side is red, and says so. `titles` describe bars; a bar without a title shows its name
+    and value.
     """
     if not values:
         return Markup()
@@ -268,7 +270,7 @@ def bars(
     marks = [0.0] if limit is None else [0.0, limit]
     low = min(*values.values(), *marks)
     high = max(*values.values(), *marks)
-    room = WIDTH - left - (64 if limit is None else 104)  # without the text behind a bar
+    room = WIDTH - left - (64 if limit is None and large is None else 104)  # without the texts
     span = (high - low) or 1.0
     zero = left + (-low / span) * room
     listed = ", ".join(f"{name} {number(value)}{unit}" for name, value in values.items())
@@ -279,6 +281,9 @@ def bars(
         state = ""
         if limit is not None:
             state = ", kept" if kept else ", broken"
+        if large is not None and abs(value) > large:
+            kept = False
+            state = ", large"
         text = f"{number(value)}{unit}{state}"
         short = name if len(name) <= NAME_CHARS else name[: NAME_CHARS - 1] + "…"
         _add(root, "text", x=left - 6, y=top + 14, text=short, anchor="end")

@@ -46,6 +46,8 @@ from toolkit.sched.policies import footnote
 from toolkit.units import counted, number, percent, seconds, word, words
 
 Point = tuple[int, int, float]  # batch size, length, seconds
+LARGE_PERCENT = 15.0  # a larger error of a prediction is red: the aim for latencies
+LARGE = f"red beyond {LARGE_PERCENT:g} %"
 
 
 def _missing(files: Material, key: str, lead: str, command: str) -> Section:
@@ -82,8 +84,9 @@ def bench_section(files: Material) -> Section:
                 values = [quantity(row.metric, value) for value in (row.predicted, row.measured)]
                 text = f"predicted {values[0]}, measured {values[1]}"
                 titles[row.metric] = f"{metric_name(row.metric)}: {text}"
-        svg = bars(errors, " %", titles=titles)
-        section.figures.append(Figure(svg, f"{_title(bench)}: the prediction's error"))
+        svg = bars(errors, " %", large=LARGE_PERCENT, titles=titles)
+        caption = f"{_title(bench)}: the prediction's error; {LARGE}"
+        section.figures.append(Figure(svg, caption))
         columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
         shown = columns if warm else columns[:4]
         section.tables.append(Table(_title(bench), shown, compared_rows(bench.content)))
@@ -413,8 +416,8 @@ def validation_section(files: Material) -> Section:
     )
     section = Section("validation", lead, lines=[validation.summary()])
     errors = {row.metric: row.error_percent for row in validation.metrics}
-    caption = "the prediction's error, of the means over the windows"
-    section.figures.append(Figure(bars(errors, " %"), caption))
+    caption = f"the prediction's error, of the means over the windows; {LARGE}"
+    section.figures.append(Figure(bars(errors, " %", large=LARGE_PERCENT), caption))
     columns = ["metric", "measured", "predicted", "its error", "worst window"]
     section.tables.append(Table("Means over the windows", columns, mean_rows(validation)))
     columns = ["latency", "median error", "median absolute error", "requests"]

@@ -1,0 +1,167 @@
+"""`llmctl bench` beside a plain client: the same requests to the same server, in turns.
+
+    python -m benchmarks.serving.plain_client --url URL [--trace chat-small] [--rate 10]
+        [--seconds 20] [--turns 3] [--spinning 0] [--json FILE]
+
+Takes three minutes with three turns. Needs a server that runs already, and an otherwise idle
+machine; `--spinning 2` starts two processes that only compute beside it.
+
+The plain client is the thirty lines of `plain`: aiohttp on asyncio, at real-time priority where
+that is allowed, with nothing of llmctl's load generator. Both get the same part of the trace, and
+tell the server the output lengths. The time to first token counts from the scheduled arrival. The
+goal: mean, p95 and p99 agree within 10 % in every turn, or `bench` says that it was late itself.
+With `--turns 0` only the plain client runs, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from benchmarks.common.command import ended, llmctl, make_parser
+from benchmarks.common.results_file import markdown
+from toolkit.bench.client import fitted, limits_of
+from toolkit.endpoints.target import Target, find_target
+from toolkit.errors import LateClientError
+from toolkit.files.bench import BenchReport
+from toolkit.files.io import read_file
+from toolkit.traces.read import read_trace
+from toolkit.traces.types import Trace, trace_path
+from toolkit.traces.windows import excerpt
+
+STATISTICS = ("mean", "p95", "p99")
+AGREE = 0.1
+WARMUP = 50  # requests before the first turn, which no figure has
+SPIN = "while True: pass"
+
+
+def plain(url: str, model: str, rows: Sequence[tuple[float, int, int]]) -> list[float]:
+    """The time to first token of each request, in seconds from its scheduled arrival.
+
+    Args:
+        rows: arrival in seconds, prompt tokens and output tokens of each request.
+    """
+    rng = np.random.default_rng()
+    fields = {"model": model, "temperature": 0, "ignore_eos": True, "stream": True}
+    prompts = [rng.integers(0, 256, prompt).tolist() for _, prompt, _ in rows]
+
+    async def send(
+        session: aiohttp.ClientSession, prompt: list[int], at_s: float, output: int
+    ) -> float:
+        await asyncio.sleep(at_s - time.perf_counter())
+        first_s = float("nan")
+        body = fields | {"prompt": prompt, "max_tokens": output}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                found = line.startswith(b"data: {") and json.loads(line[6:])["choices"]
+                if found and first_s != first_s:
+                    first_s = time.perf_counter()
+        return first_s - at_s
+
+    async def every() -> list[float]:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            start_s = time.perf_counter() + 0.1
+            sent = [
+                send(session, prompt, start_s + at_s, output)
+                for prompt, (at_s, _, output) in zip(prompts, rows, strict=True)
+            ]
+            return await asyncio.gather(*sent)
+
+    with suppress(AttributeError, PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    try:
+        return asyncio.run(every())
+    finally:
+        with suppress(AttributeError, PermissionError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def by_plain(target: Target, trace: Trace) -> list[float]:
+    """Mean, p95 and p99 of the time to first token in ms, as the plain client sees them."""
+    rows = [(at_s, prompt, output) for at_s, prompt, output, _, _ in trace.rows()]
+    ttft_ms = 1e3 * np.array(plain(target.url, target.model, rows))
+    return [float(ttft_ms.mean()), *map(float, np.percentile(ttft_ms, [95, 99]))]
+
+
+def by_bench(words: Sequence[str]) -> tuple[list[float], BenchReport]:
+    """The same as `llmctl bench` reports it, and its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "bench.json")
+        llmctl("bench", *words, "--out", str(out), codes=(0, LateClientError.exit_code))
+        report = read_file(BenchReport, out)
+    return [1e3 * report.measured[f"ttft_{name}_s"] for name in STATISTICS], report
+
+
+@contextmanager
+def spinning(count: int) -> Iterator[None]:
+    """So many processes that compute, until the block ends."""
+    others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def compare() -> None:
+    """Let both measure in turns, and print a row for each turn."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--trace", default="chat-small")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each replay")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--spinning", type=int, default=0, help="processes that compute beside it")
+    given = parser.parse_args()
+    target = find_target(given.url)
+    path = trace_path(given.trace)
+    whole = fitted(read_trace(path)[0], limits_of(None, target), given.rate)
+    trace = excerpt(whole, 0.0, given.seconds)
+    words = ["--url", given.url, "--trace", str(path), "--rate", str(given.rate)]
+    words += ["--duration", str(given.seconds), "--lengths", "given"]
+    by_plain(target, trace.take(np.arange(min(WARMUP, len(trace)))))
+    table = []
+    wrong = 0
+    with spinning(given.spinning):
+        if not given.turns:
+            print("plain client, ms:", by_plain(target, trace))
+            return
+        for turn in range(given.turns):
+            if turn % 2:  # neither is always the first
+                second, report = by_bench(words)
+                first = by_plain(target, trace)
+            else:
+                first = by_plain(target, trace)
+                second, report = by_bench(words)
+            ratios = [bench / simple for bench, simple in zip(second, first, strict=True)]
+            agrees = all(abs(ratio - 1.0) <= AGREE for ratio in ratios)
+            wrong += not agrees and not report.late
+            said = "late" if report.late else "not late"
+            for name, *figures in zip(STATISTICS, first, second, ratios, strict=True):
+                table.append([str(turn + 1), name, *(f"{one:.3g}" for one in figures), said])
+            if report.client:
+                print(f"turn {turn + 1}: {report.client.text()}", flush=True)
+    columns = ("turn", "TTFT", "plain, ms", "bench, ms", "ratio", "bench says")
+    print(markdown(columns, table))
+    whole_turns = f"{given.turns - wrong} of {given.turns} turns"
+    print(f"{whole_turns} agree within {100 * AGREE:.0f} %, or bench said that it was late")
+    if wrong:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(ended(compare))
