@@ -537,10 +537,9 @@ def _show(result: Capacities) -> None:
         if one.at_least:
             rate = f">= {rate}"
         rows.append([name, one.gpus, rate, one.binding, one.concurrency])
-    columns = ["", ">GPUs", ">requests/s", "then breaks", ">at once"]
-    if len({one.repeats for one in result.capacities}) > 1:
-        columns.append(">repeats")
-        rows = [[*row, one.repeats] for row, one in zip(rows, result.capacities, strict=True)]
+    columns = ["", ">GPUs", ">requests/s", "then breaks"]
+    if any(one.concurrency for one in result.capacities):
+        columns.append(">at once")
     about = bracketed(shared_changes(result))
     title = f"capacity of {result.trace.source}{about}: all targets hold up to"
     table(columns, rows, title)
