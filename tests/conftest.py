@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["lanes", "reword"]
 END = "-----END CERTIFICATE-----"
+BRIEF = 5.0  # times the longest target on waiting that a trace lasts where it is judged
 STATE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -62,3 +63,13 @@ def short_chat(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     lines = (short / "chat-small.jsonl").read_text().splitlines(keepends=True)
     (short / "chat-small.jsonl").write_text("".join(lines[:600]))
     monkeypatch.setattr("toolkit.traces.types.FOLDER", short)
+
+
+@pytest.fixture(autouse=True)
+def brief_traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate is judged on a tenth of the time that a verdict takes: plain Python is slow. Tests of
+    how long that is are marked `whole_traces`.
+    """
+    if request.node.get_closest_marker("whole_traces") is None:
+        monkeypatch.setattr("toolkit.tuning.capacity.LASTING", BRIEF)
+        monkeypatch.setattr("toolkit.tuning.workload.LASTING", BRIEF)

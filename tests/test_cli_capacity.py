@@ -94,6 +94,7 @@ def test_wrong_words_are_one_line_and_a_hint(capsys, words):
     assert [line.split(":")[0] for line in said] == ["error", "hint"]
 
 
+@pytest.mark.whole_traces
 def test_a_trace_that_is_over_too_soon_is_repeated(capacity):
     [found] = capacity(f"{RECIPE} --trace bursty-small --no-at-once")
     assert not found["at_least"]

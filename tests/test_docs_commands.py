@@ -133,15 +133,18 @@ FORKS = """
 import gc, json, os, sys
 import optuna, rich.console, rich.table
 import toolkit.api, toolkit.estimators.fitting, toolkit.report.capacity, toolkit.tuning.tune
+import toolkit.tuning.capacity, toolkit.tuning.workload
 from toolkit import __main__ as llmctl
 from toolkit.cli import main
 for name in main.COMMANDS:
     main._load(name)
 gc.freeze()
 for line in sys.stdin:
-    folder, streams, environment, sys.argv[1:] = json.loads(line)
+    folder, streams, environment, whole, sys.argv[1:] = json.loads(line)
     child = os.fork()
     if not child:
+        if not whole:
+            toolkit.tuning.capacity.LASTING = toolkit.tuning.workload.LASTING = 5.0
         os.chdir(folder)
         os.environ.update(environment)
         for number, path in enumerate(streams):
@@ -180,7 +183,7 @@ class Folder:
         out = self.path.with_name("stdout")
         err = self.path.with_name("stderr")
         streams = [os.devnull, str(out), str(err)]
-        job = [str(self.path), streams, self.environment, self._words(command)]
+        job = [str(self.path), streams, self.environment, self.whole, self._words(command)]
         forks = self.installed.forks
         assert forks.stdin is not None
         assert forks.stdout is not None

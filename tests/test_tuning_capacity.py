@@ -33,6 +33,7 @@ from toolkit.tuning.capacity import (
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, make_world
 from toolkit.tuning.workload import in_process, most_requests, own_settings, whole_setup
 
+pytestmark = pytest.mark.whole_traces
 LOADS = st.floats(0.01, 1000.0)
 OWN = Outcome(policy="slice", parameters={}, metrics={})
 
