@@ -46,7 +46,7 @@ def test_the_demo_compares_the_tuned_server_with_the_promise_and_prints_the_resu
     assert bench["request_rate_rps"] == pytest.approx(found["request_rate_rps"], rel=1e-3)
     assert (out / "speed" / "bench.json").is_file()
     window = tuning["held_out_windows"][0]
-    assert bench["requests"] == window["requests"]  # the window that tune held out, at its rate
+    assert 0 < bench["requests"] <= window["requests"]  # of the window that tune held out
     assert bench["lengths"] == "hidden"
     at_tuned = found["request_rate_rps"] == found["tuned_rate_rps"]
     held = {one["metric"]: one for one in found["promise"]}

@@ -33,7 +33,7 @@ def tuned_folder(tmp_path_factory) -> Path:
         facts = passes(*times).model_copy(update={"recipe_name": name, **made})
         write_file(facts, here / f"{name}.fit.json")
     write_fleet(here, ("few", 1), ("short", 2))
-    lengths = parse_lengths("fixed:400"), parse_lengths("fixed:12")
+    lengths = parse_lengths("fixed:384"), parse_lengths("fixed:12")
     write_trace(generate(Arrivals(15.0), 30.0, *lengths, 0), here / "trace.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)

@@ -140,8 +140,9 @@ def test_a_key_that_no_header_holds_is_one_line(key: str):
 def test_a_compressed_stream_is_a_failure_of_its_request():
     async def sent(url: str) -> str:
         sample = Sample(0.0, 1, 1)
-        request = make_request(Target(url, "", "m", None, own=False), {})
-        async with LoadClient() as client:
+        target = Target(url, "", "m", None, own=False)
+        request = make_request(target, {})
+        async with LoadClient(target) as client:
             await client.send(request, sample, time.perf_counter, 10.0)
         return sample.failure
 

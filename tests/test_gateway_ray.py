@@ -82,7 +82,7 @@ def test_an_actor_killed_in_a_stream_costs_no_token_and_comes_back(tmp_path: Pat
         assert len(before & {each["url"] for each in shown(url)}) == 1
         assert server.end() == 0, server.said
     assert says(server.said, "2 servers of vllm")
-    assert "restarting" in server.said
+    assert "is started again" in server.said
     assert processes(str(tmp_path)) == []
 
 

@@ -69,7 +69,7 @@ def unlike(**changes: Any) -> Inputs:
     few = kind("few", FEW, **changes)
     short = kind("short", SHORT, 2, tune=NARROW)
     arrivals = Arrivals(16.0)
-    trace = generate(arrivals, 60.0, parse_lengths("fixed:400"), parse_lengths("fixed:12"), 0)
+    trace = generate(arrivals, 60.0, parse_lengths("fixed:384"), parse_lengths("fixed:12"), 0)
     workload = make_workload(few.recipe, few.fit, trace, [short])
     return Inputs(few.recipe, few.fit, workload, None, (short,))
 

@@ -100,8 +100,8 @@ class CapacityOptions(LengthOptions):
     )
     also: list[str] | None = option(
         None,
-        "Also the recipe with these keys changed, by their paths or as parameters of its policy, "
-        "such as prefix_caching=false; repeatable.",
+        "Also the recipe with these keys changed, by their paths or as parameters of its policy; "
+        "repeatable.",
         metavar="KEY=VALUE,...",
     )
     workers: int | None = option(
