@@ -109,7 +109,8 @@ def command(
 
         seen = find_rate(promised.request_rate_rps, keeps)
         stage.say(seen.text)
-        stage.bench(url, plan, trace, _same_window(promised, seen.rate_rps), bench_tuned)
+        window = _same_window(promised, seen.rate_rps, _rows(trace))
+        stage.bench(url, plan, trace, window, bench_tuned)
         stage.title("5/7  the same server at an overload")
         excerpt = overload(open_recipe(recipe), plan, trace, seen.slowdown)
         stage.bench(url, plan, trace, excerpt, bench)
@@ -191,15 +192,27 @@ def find_rate(tuned_rps: float, keeps: Callable[[float], tuple[float, float | No
     return Speed(slowdown, rate_rps, tuned_rps)
 
 
-def _same_window(promised: Tuning, rate_rps: float) -> list[str]:
+def _same_window(promised: Tuning, rate_rps: float, requests: int) -> list[str]:
     """Options of `bench`: the first window that `tune` held out, with its requests at this rate; of
-    a slow rate the first `LONGEST_S`.
+    a slow rate the first `LONGEST_S`. `tune` repeats a short trace: the window is then the same
+    part of the trace itself, of `requests`.
     """
     window = promised.held_out_windows[0]
     slower = promised.request_rate_rps / rate_rps
-    start_s, end_s = (slower * at_s for at_s in (window.start_s, window.end_s))
-    lasts_s = min(end_s - start_s, LONGEST_S)
+    lasts_s = min(slower * (window.end_s - window.start_s), LONGEST_S)
+    start_s = slower * window.start_s
+    whole_s = requests / rate_rps
+    if start_s + lasts_s > whole_s:
+        start_s = max(min(start_s % whole_s, whole_s - lasts_s), 0.0)
     return f"--rate {rate_rps:.6g} --start {start_s:.3f} --duration {lasts_s:.3f}".split()
+
+
+def _rows(trace: str) -> int:
+    """How many requests a trace has."""
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+
+    return len(read_trace(trace_path(trace))[0])
 
 
 def _late(bench: Path) -> bool:
