@@ -155,12 +155,12 @@ def _common(trace: Trace, places: Ints, count: int) -> NDArray[np.bool_]:
         user = trace.sessions.first[rows]
         counted = np.ones(len(rows), dtype=np.bool_)
     pairs = np.unique(places[counted] * len(trace) + user[counted])
-    block, who = pairs // len(trace), pairs % len(trace)
+    block, conversation = pairs // len(trace), pairs % len(trace)
     users = np.bincount(block, minlength=count)
     first_s = np.full(count, np.inf)
     last_s = np.full(count, -np.inf)
-    np.minimum.at(first_s, block, trace.arrival_s[who])
-    np.maximum.at(last_s, block, trace.arrival_s[who])
+    np.minimum.at(first_s, block, trace.arrival_s[conversation])
+    np.maximum.at(last_s, block, trace.arrival_s[conversation])
     far = last_s - first_s >= COMMON_SPAN * float(trace.arrival_s[-1] - trace.arrival_s[0])
     common: NDArray[np.bool_] = (users >= COMMON_USERS) & far
     return common

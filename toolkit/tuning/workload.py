@@ -85,9 +85,8 @@ def make_workload(
     if rate_rps is None and spec.load is not None:
         rate_rps = load_rate_rps(recipe, fit, fitted, spec.load, others)
         wait_s, _ = longest_wait_s(recipe.sla)
-        if (
-            len(fitted) - 1
-        ) / rate_rps < wait_s:  # the rate follows from the load, so the trace does too
+        lasts_s = (len(fitted) - 1) / rate_rps
+        if lasts_s < wait_s:  # the rate follows from the load, so the length of the trace does, too
             times = math.ceil(LASTING * wait_s * rate_rps / len(fitted))
             fitted = repeated(fitted, times, spec.seed)
     if rate_rps is not None:
