@@ -156,3 +156,11 @@ def sse_server(
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
+
+
+@contextlib.contextmanager
+def late_client() -> Iterator[None]:
+    """Count every client within this block as late, also beside `sse_server`, which counts none."""
+    limits = {"LEAST_LATE_S": -1.0, "LATE_SHARE": -1.0, "BEATS_MIN": 0}
+    with patch.multiple("toolkit.bench.client", **limits):
+        yield

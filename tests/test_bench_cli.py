@@ -8,7 +8,7 @@ import commands
 import pytest
 import samples
 from said import says
-from sse_server import serve_request, sse_server, whole
+from sse_server import late_client, serve_request, sse_server, whole
 
 from toolkit.bench.predict import conditions_of
 from toolkit.bench.session import GIVEN
@@ -295,19 +295,11 @@ def test_every_target_has_its_row(capsys, trace, plan):
     assert within.count("%") == 2
 
 
-@pytest.fixture
-def late_client(monkeypatch):
-    """Whatever the client does counts as late from now on."""
-    for name, value in {"LEAST_LATE_S": -1.0, "LATE_SHARE": -1.0, "BEATS_MIN": 0}.items():
-        monkeypatch.setattr(f"toolkit.bench.client.{name}", value)
-
-
 def test_a_late_client_s_report_is_written_and_does_not_count(
-    capsys, tmp_path, trace, plan, request
+    capsys, tmp_path, trace, plan
 ):
     out = tmp_path / "bench.json"
-    with sse_server() as server:
-        request.getfixturevalue("late_client")  # after the server, which lets none be late
+    with sse_server() as server, late_client():
         options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--out", out]
         code, printed, err = llmctl(capsys, "--url", server.url, *options, "--max-error", 1)
     assert code == LateClientError.exit_code == 6

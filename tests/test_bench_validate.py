@@ -10,7 +10,7 @@ import pytest
 import samples
 from commands import llmctl
 from said import says
-from sse_server import serve_request, sse_server, whole
+from sse_server import late_client, serve_request, sse_server, whole
 
 from toolkit.bench import session
 from toolkit.bench.session import Pair, hold, metric_errors, request_errors
@@ -231,12 +231,10 @@ def test_a_plan_of_another_engine_is_refused_unless_forced(
 
 
 def test_a_validation_by_a_late_client_is_marked_and_not_used(
-    plan: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plan: Path, capsys: pytest.CaptureFixture[str]
 ):
     written = plan.with_name("validation.json")
-    with sse_server() as server:
-        for name, value in {"LEAST_LATE_S": -1.0, "LATE_SHARE": -1.0, "BEATS_MIN": 0}.items():
-            monkeypatch.setattr(f"toolkit.bench.client.{name}", value)
+    with sse_server() as server, late_client():
         assert validate(plan, server.url, "--warmup", "0") == LateClientError.exit_code
     assert NOT_SERVERS in capsys.readouterr().out
     found = read_file(Validation, written)
