@@ -295,9 +295,7 @@ def test_every_target_has_its_row(capsys, trace, plan):
     assert within.count("%") == 2
 
 
-def test_a_late_client_s_report_is_written_and_does_not_count(
-    capsys, tmp_path, trace, plan
-):
+def test_a_late_client_s_report_is_written_and_does_not_count(capsys, tmp_path, trace, plan):
     out = tmp_path / "bench.json"
     with sse_server() as server, late_client():
         options = ["--trace", trace, "--plan", plan, "--warmup", 0, "--out", out]
