@@ -8,7 +8,7 @@ import samples
 from commands import llmctl, refused
 from test_cli_main import every_command
 from test_cli_render import RECIPE
-from test_traces_from_metrics import EARLY, LATE, page
+from test_traces_histograms import EARLY, page
 
 from toolkit.cli.arguments import OUTPUTS, keep_inputs
 from toolkit.errors import InputError
@@ -21,14 +21,13 @@ LOG = "time,prompt_tokens,completion_tokens\n0.5,5,6\n2.5,7,8\n"
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch) -> Path:
-    """A folder with recipe.yaml, profile.json, fit.json, plan.json, log.csv and two pages."""
+    """A folder with recipe.yaml, profile.json, fit.json, plan.json, log.csv and a page."""
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(RECIPE)
     samples.write_fit(Path("recipe.yaml"))
     assert llmctl("render recipe.yaml --fit fit.json") == 0
     Path("log.csv").write_text(LOG)
     Path("page").write_text(page(*EARLY))
-    Path("later").write_text(page(*EARLY, *LATE))
     Path("link").symlink_to("log.csv")
     os.link("log.csv", "hard")
     return tmp_path
@@ -46,8 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         "trace convert log.csv link",
         "trace convert link log.csv",
         "trace convert log.csv hard",
-        "trace from-metrics page --rate 1 --out page",
-        "trace from-metrics page later --for 9 --out later",
+        "trace generate --metrics page --out page",
         "trace record --upstream http://127.0.0.1:9 --upstream-ca log.csv --out log.csv",
         "profile recipe.yaml --out recipe.yaml",
         "profile recipe.yaml --analytic --like profile.json recipe.yaml",
@@ -104,19 +102,6 @@ def test_a_named_pipe_or_a_link_to_itself_is_no_output(command, out, stage, caps
     refused(capsys, command, out)
     assert Path("pipe").is_fifo()
     assert contents(stage) == before
-
-
-def test_a_session_in_the_folder_that_is_read_is_kept(stage, capsys):
-    folder = stage / "sessions"
-    folder.mkdir()
-    session = folder / "a.json"
-    session.write_text(
-        '{"block_size": 64, "requests": [{"t": 0, "in": 64, "out": 1, "hash_ids": [1]}]}'
-    )
-    before = session.read_bytes()
-    assert llmctl("trace convert sessions sessions/a.json") == 2
-    assert session.read_bytes() == before
-    assert llmctl("trace convert sessions sessions/b.jsonl") == 0
 
 
 def test_a_shipped_trace_is_kept():

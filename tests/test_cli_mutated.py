@@ -46,7 +46,10 @@ TRACE = [
     for k in range(40)
 ]
 LOG = [
-    {"started": f"2026-01-01T00:00:{k:02}Z", "usage": {"prompt_tokens": 9 + k, "completion": 4}}
+    {
+        "started_at": f"2026-01-01T00:00:{k:02}Z",
+        "usage": {"prompt_tokens": 9 + k, "completion_tokens": 4},
+    }
     for k in range(40)
 ]
 
@@ -62,7 +65,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     (folder / "trace.jsonl").write_text("\n".join(rows))
     (folder / "log.json").write_text(json.dumps(LOG))
     cells = [f"{k / 3},{20 + k},{k % 7},ok" for k in range(40)]
-    (folder / "log.csv").write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,x", *cells]))
+    (folder / "log.csv").write_text("\n".join(["time,prompt_tokens,output_tokens,x", *cells]))
     (folder / "config.json").write_text(json.dumps(dict(KNOWN["llama-3.1-8b"].config)))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

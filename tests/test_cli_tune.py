@@ -351,30 +351,17 @@ def test_a_fixed_concurrency_is_tuned_and_simulated_alike(files, capsys):
         assert found[name] == made.recommended.metrics[name]
 
 
-@pytest.mark.slow
-def test_lengths_by_numbers_are_tuned_for(files):
-    words = "--prompt 100 --output 20 --rate 10 --requests 300 --trials 2 --draws 0"
-    assert llmctl(f"tune recipe.yaml --fit fit.json {words}") in WRITTEN
-    made = read_file(Tuning, "tuning.json")
-    assert (made.judged.requests, made.scaling) == (300, None)
-    assert "trace" not in made.inputs
-
-
 @pytest.mark.parametrize(
     "words",
     [
         "--concurrency 8 --rate 5",
         "--concurrency 8 --load 0.5",
         "--rate 5 --load 0.5",
-        "--prompt 100 --output 20",
-        "--prompt 100 --rate 5",
-        "--prompt 100000 --output 20 --rate 5",
         "--rate 0",
         "--rate 1e9",
         "--concurrency 0",
     ],
 )
 def test_contradicting_words_about_the_load_are_refused(files, capsys, words):
-    given = "" if "--prompt" in words else "--trace trace.jsonl"
-    assert refused(capsys, f"tune recipe.yaml --fit fit.json {given} {words}")
+    assert refused(capsys, f"tune recipe.yaml --fit fit.json --trace trace.jsonl {words}")
     assert not Path("tuning.json").exists()

@@ -29,8 +29,8 @@ import fake_vllm_server
 import pytest
 import yaml
 from filelock import FileLock
-from test_traces_from_metrics import EARLY, LATE
-from test_traces_from_metrics import page as metrics_page
+from test_traces_histograms import EARLY, LATE
+from test_traces_histograms import page as metrics_page
 
 from benchmarks.common.serving import fake_plan
 from toolkit import compiled
@@ -50,7 +50,6 @@ WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy
 SHORTER = {
     "--duration 20": "--duration 2",
     "--duration 30": "--duration 2",
-    "--output 64 --concurrency 16": "--output 64 --concurrency 16 --requests 20",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --max-error 1000",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
     "--check 8 --strict": "--check 2",
@@ -66,7 +65,6 @@ FEWER = {
 FIGURES = ("docs/how-to/capacity.md", "docs/tutorials/reading-a-verdict.md")
 VERDICT = "llmctl tune tiny-llama-cpu --fit tiny-llama-cpu --trace chat-small --policies own"
 CAPACITY = f"llmctl capacity {GPU_RECIPE} --trace chat-small"
-METRICS = "needs a server of vLLM with traffic; tests/test_traces_from_metrics.py has one"
 CHECKED = "needs vLLM's own schedulers; tests/test_conformance.py has made-up ones"
 LIVE = "needs a vLLM of its own; tests/test_live_real_vllm.py runs these where there is one"
 CLUSTER = "needs a Ray cluster; tests/test_cluster.py starts one"
@@ -377,15 +375,13 @@ def analytic_profile(folder: Folder) -> None:
 
 
 def logs(folder: Folder) -> None:
-    """A log under other names, conversations, pages of vLLM's metrics, and a plan."""
+    """A log under other names, conversations, a page of vLLM's metrics, and a plan."""
     rows = "when,in,out,conv\n0,5,6,a\n1500,20,7,a\n"
     (folder.path / "mine.csv.gz").write_bytes(gzip.compress(rows.encode()))
     talk = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
     (folder.path / "sharegpt.json").write_text(json.dumps([{"conversations": talk}]))
     planned_without_work(folder)
-    pages = {"metrics.txt": [*EARLY, *LATE], "first.txt": EARLY, "later.txt": [*EARLY, *LATE]}
-    for name, lengths in pages.items():
-        (folder.path / name).write_text(metrics_page(*lengths))
+    (folder.path / "metrics.txt").write_text(metrics_page(*EARLY, *LATE))
 
 
 def stand_in_for_vllm(folder: Folder) -> None:
@@ -549,7 +545,6 @@ SCRIPTS = RESULTS | {
     "docs/reference/traces.md": Script(
         prepare=logs,
         before={"llmctl trace record": serving},
-        elsewhere={"llmctl trace from-metrics http": METRICS},
     ),
 }
 

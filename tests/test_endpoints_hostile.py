@@ -16,7 +16,6 @@ from toolkit.endpoints import ask as asking
 from toolkit.endpoints import load, target
 from toolkit.endpoints.ask import ask
 from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer, make_request
-from toolkit.endpoints.prometheus import metrics_page, query_range
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.endpoints.target import (
     Target,
@@ -28,7 +27,7 @@ from toolkit.endpoints.target import (
     scrape,
 )
 from toolkit.errors import InputError
-from toolkit.traces.histograms import OUTPUT, PROMPT, traffic_of
+from toolkit.traces.histograms import OUTPUT, PROMPT, lengths_of
 
 Send = Callable[[socket.socket], None]
 
@@ -90,8 +89,6 @@ READERS: dict[str, Callable[[str], object]] = {
     "metrics": lambda url: scrape(Target(url, "", "m", None, own=False)),
     "front": lambda url: front_state(Target(url, "", "m", None, own=False, front=True)),
     "set": lambda url: SettingsClient(url, "").get(),
-    "trace": metrics_page,
-    "prometheus": lambda url: query_range(url, "up", 0.0, 1.0, 1.0),
 }
 
 
@@ -166,7 +163,8 @@ PAGE = "".join(
 
 
 def counted(page: str) -> float:
-    return traffic_of(page_metrics(page.encode(), "page"), None, "page").prompt.count
+    prompts, _ = lengths_of(page_metrics(page.encode(), "page"), None, 4096, "page")
+    return sum(prompts.counts)
 
 
 def test_a_page_of_histograms_is_read():
@@ -201,10 +199,3 @@ def test_a_page_of_too_many_lines_is_refused_by_their_number():
     with pytest.raises(InputError) as refused:
         page_metrics(b"a 1\n" * 1_000_000, "page")
     assert says(refused.value.message, "page", "1,000,000")
-
-
-@pytest.mark.parametrize("value", ["one", "", "0x1"])
-def test_a_series_of_what_is_no_number_is_not_prometheus(value: str):
-    body = b'{"status":"success","data":{"result":[{"metric":{},"values":[[1,"%s"]]}]}}'
-    with hostile(answer(body % value.encode())) as url, pytest.raises(InputError):
-        query_range(url, "up", 0.0, 1.0, 1.0)

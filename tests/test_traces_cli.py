@@ -58,7 +58,7 @@ def test_inspect_fits_80_columns(capsys):
     code, out, _ = llmctl(capsys, "trace", "inspect", "chat-small")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert says(out, "3,040 of 3,040", "mooncake")
+    assert says(out, "3,040 of 3,040", "timestamp")
     assert "20.3 requests/s" in out
 
 
@@ -73,60 +73,37 @@ def test_inspect_reports_dropped_rows(capsys, tmp_path):
     assert found["prompt"]["histogram"] == [[4, 7, 1], [8, 15, 1]]
 
 
-def test_inspect_shows_the_reuse_at_every_size_of_a_cache(capsys, tmp_path):
+def test_inspect_says_what_a_cache_could_reuse(capsys, tmp_path):
     path = tmp_path / "shared.jsonl"
     lines = [
         TraceLine(k, 16 * len(ids), 3, block_tokens=16, hash_ids=ids)
         for k, ids in enumerate([[0, 1, 2, 3], [0, 1], [9, 10], [0, 1, 2]])
     ]
     write_lines(lines, path)
-    code, out, _ = llmctl(capsys, "trace", "inspect", path, "--recipe", "tiny-llama-vllm")
+    code, out, _ = llmctl(capsys, "trace", "inspect", path)
     assert code == 0
-    assert says(out, "reuse", "45.5 %")
-    assert says(out, "80 of 176", "16")
-    assert max(map(len, out.splitlines())) <= 80
-    assert out.splitlines()[-2].split() == ["80", "320.0", "KiB", "45.5", "%"]
+    assert "45.5 %" in out.splitlines()[-1]  # 80 of 176 tokens
     _, out, _ = llmctl(capsys, "trace", "inspect", path, "--json")
-    reuse = json.loads(out)["reuse"]
-    assert (reuse["reusable_tokens"], reuse["different_tokens"]) == (80, 96)
-    hits = {one["cache_tokens"]: one["hit_percent"] for one in reuse["caches"]}
-    # [0, 1] hits from 2 blocks on; after [9, 10] it takes 4, and 5 with the tail [2].
-    assert hits[32] == pytest.approx(100 * 32 / 176)
-    assert hits[64] == pytest.approx(100 * 64 / 176)
-    assert hits[80] == pytest.approx(100 * 80 / 176)
+    assert json.loads(out)["reusable_percent"] == pytest.approx(100 * 80 / 176)
     _, out, _ = llmctl(capsys, "trace", "inspect", "chat-small", "--json")
-    assert json.loads(out)["reuse"] is None
+    assert json.loads(out)["reusable_percent"] is None
 
 
-def test_convert_joins_a_folder_of_sessions_and_divides_lengths(capsys, tmp_path):
-    folder = tmp_path / "sessions"
-    folder.mkdir()
-    for name, start in (("a", 0.0), ("b", 1.0)):
-        requests = [{"t": start, "in": 128, "out": 16, "hash_ids": [1, 2]}]
-        content = {"block_size": 64, "hash_id_scope": "local", "requests": requests}
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    out_file = tmp_path / "out.jsonl"
-    code, _, _ = llmctl(capsys, "trace", "convert", folder, out_file, "--divide", 4)
-    assert code == 0
-    lines = [json.loads(line) for line in out_file.read_text().splitlines()]
-    assert [line["input_length"] for line in lines] == [32, 32]
-    assert [line["block_tokens"] for line in lines] == [16, 16]
-    assert lines[0]["hash_ids"] != lines[1]["hash_ids"]
-    code, _, err = llmctl(capsys, "bench", "--trace", folder)
+def test_a_folder_is_not_a_trace(capsys, tmp_path):
+    code, _, err = llmctl(capsys, "bench", "--trace", tmp_path)
     assert code == 2
-    assert says(err, "llmctl trace convert FOLDER OUT.jsonl")
+    assert says(err, "folder")
 
 
 def test_convert_cuts_and_scales_and_reports_it(capsys, tmp_path):
     out_file = tmp_path / "small.jsonl"
     part = "--start", 10, "--duration", 60, "--rate", 5
-    limits = "--max-model-len", 256, "--max-new-tokens", 64
-    code, out, err = llmctl(capsys, "trace", "convert", "chat-small", out_file, *part, *limits)
+    code, out, err = llmctl(capsys, "trace", "convert", "chat-small", out_file, *part)
     trace, _ = read_trace(out_file)
     assert code == 0
     assert out == f"wrote {len(trace):,} requests to {out_file}\n"
-    assert [line.split()[0] for line in err.splitlines()] == ["read", "arrival", "prompts", "cut"]
-    assert (trace.prompt_tokens.max(), trace.output_tokens.max()) == (192, 64)
+    assert [line.split()[0] for line in err.splitlines()] == ["read", "arrival", "cut"]
+    assert trace.arrival_s[-1] <= 60
 
 
 def test_convert_draws_arrivals_for_a_trace_without_times(capsys, tmp_path):
@@ -143,7 +120,6 @@ def test_convert_draws_arrivals_for_a_trace_without_times(capsys, tmp_path):
     "args",
     [
         ["inspect", "no-such-trace"],
-        ["convert", "chat-small", "x.jsonl", "--max-model-len", "256"],
         ["convert", "chat-small", "x.jsonl", "--rate", "0"],
         ["convert", "chat-small", "x.jsonl", "--start", "1e6"],
         ["generate", "--out", "x.jsonl", "--prompt", "lognorml:4:1"],

@@ -1,4 +1,4 @@
-"""Each format by a tiny literal file; impossible rows are counted by reason."""
+"""Each source by a tiny literal file; impossible rows are counted by reason."""
 
 import gzip
 import json
@@ -53,22 +53,21 @@ SHAREGPT_O1 = """[
 
 
 @pytest.mark.parametrize(
-    ("text", "form", "arrivals", "prompts", "outputs"),
+    ("text", "arrivals", "prompts", "outputs"),
     [
-        (AZURE, "azure", [0, 0.5], [374, 396], [44, 109]),
-        (AZURE_2024, "azure", [0, 1], [2162, 2399], [5, 6]),
-        (BURSTGPT, "burstgpt", [0, 113], [472, 417], [18, 276]),
-        (BURSTGPT_SESSIONS, "burstgpt", [0], [472], [18]),
-        (VIDUR, "vidur", [0, 0.5], [374, 396], [44, 109]),
-        (VIDUR_LENGTHS, "vidur-lengths", [0], [374], [44]),
-        (MOONCAKE, "mooncake", [0, 0.5005], [6758, 7322], [500, 490]),
-        (SERVER_LOG, "mooncake", [0], [10], [4]),
-        (SHAREGPT_O1, "sharegpt-o1", [0, 0], [40, 24], [1822, 976]),
+        (AZURE, [0, 0.5], [374, 396], [44, 109]),
+        (AZURE_2024, [0, 1], [2162, 2399], [5, 6]),
+        (BURSTGPT, [0, 113], [472, 417], [18, 276]),
+        (BURSTGPT_SESSIONS, [0], [472], [18]),
+        (VIDUR, [0, 0.5], [374, 396], [44, 109]),
+        (VIDUR_LENGTHS, [0], [374], [44]),
+        (MOONCAKE, [0, 0.5005], [6758, 7322], [500, 490]),
+        (SERVER_LOG, [0], [10], [4]),
+        (SHAREGPT_O1, [0, 0], [40, 24], [1822, 976]),
     ],
 )
-def test_each_format_is_recognised_by_its_columns(tmp_path, text, form, arrivals, prompts, outputs):
-    trace, report = read_trace(_file(tmp_path, text))
-    assert report.format == form
+def test_each_source_is_read_by_its_columns(tmp_path, text, arrivals, prompts, outputs):
+    trace, _ = read_trace(_file(tmp_path, text))
     assert trace.arrival_s.tolist() == pytest.approx(arrivals, abs=1e-9)
     assert trace.prompt_tokens.tolist() == prompts
     assert trace.output_tokens.tolist() == outputs
@@ -111,7 +110,7 @@ SECONDS = "must be a finite number of s"
         ("inf,5,5", "unparsable", f"arrived_at is 'inf', {SECONDS}"),
         ("nan,5,5", "unparsable", f"arrived_at is 'nan', {SECONDS}"),
         ("soon,5,5", "unparsable", f"arrived_at is 'soon', {SECONDS}"),
-        (",5,5", "unparsable", f"arrived_at is '', {SECONDS}"),
+        (",5,5", "unparsable", f"no arrived_at, {SECONDS}"),
         ("0,five,5", "unparsable", f"num_prefill_tokens is 'five', {TOKENS}"),
         ("0,5.5,5", "unparsable", f"num_prefill_tokens is '5.5', {TOKENS}"),
         ("0,inf,5", "unparsable", f"num_prefill_tokens is 'inf', {TOKENS}"),
@@ -139,12 +138,9 @@ def test_a_report_names_the_json_value_that_is_nan(tmp_path, array):
     assert caught.value.hint
 
 
-def test_nanoseconds_are_not_taken_for_milliseconds(tmp_path):
-    rows = [
-        {"timestamp": 1_700_000_000_000_000_000 + k, "input_length": 5, "output_length": 5}
-        for k in range(2)
-    ]
-    with pytest.raises(InputError, match=r"1700000000000000000.*2\.534e\+14"):
+def test_a_time_in_another_unit_is_shown_with_its_limit(tmp_path):
+    rows = [{"timestamp": 10.0**30 * k, "input_length": 5, "output_length": 5} for k in (1, 2)]
+    with pytest.raises(InputError, match=r"1e\+30.*2\.534e\+14"):
         read_trace(_file(tmp_path, "\n".join(map(json.dumps, rows))))
 
 
@@ -208,7 +204,7 @@ def test_a_broken_first_line_does_not_hide_the_columns(tmp_path):
 
 
 def test_a_failed_response_of_burstgpt_has_no_tokens(tmp_path):
-    assert read_trace(_file(tmp_path, BURSTGPT))[1].dropped == {"failed responses": 1}
+    assert read_trace(_file(tmp_path, BURSTGPT))[1].dropped == {"with a non-positive length": 1}
 
 
 def test_rows_out_of_order_are_sorted_and_reported(tmp_path):
@@ -220,7 +216,7 @@ def test_rows_out_of_order_are_sorted_and_reported(tmp_path):
     assert "sorted" in " ".join(trace.notes)
 
 
-def test_a_format_without_times_says_so(tmp_path):
+def test_a_file_without_times_says_so(tmp_path):
     trace, report = read_trace(_file(tmp_path, SHAREGPT_O1))
     assert report.timeless
     assert any("all requests arrive at 0 s" in note for note in trace.notes)
@@ -229,7 +225,7 @@ def test_a_format_without_times_says_so(tmp_path):
 def test_a_missing_column_is_named_with_those_found(tmp_path):
     with pytest.raises(InputError) as caught:
         read_trace(_file(tmp_path, "TIMESTAMP,ContextTokens,Tokens\n2023-11-16 18:15:46,5,7\n"))
-    assert says(caught.value.message, "'GeneratedTokens'")
+    assert "output tokens" in caught.value.message
     assert "'TIMESTAMP', 'ContextTokens', 'Tokens'" in caught.value.message
 
 
@@ -238,7 +234,7 @@ def test_a_missing_column_is_named_with_those_found(tmp_path):
     [
         (b"", ("empty",)),
         (b"\n \n", ("empty",)),
-        (b",,\n", ("columns", "none")),
+        (b",,\n", ("column", "none")),
         (b"a,b\n1,2\n", ("'a'", "'b'")),
         (b"\xff\xfe\x00", ("UTF-8",)),
         (b"a" * 200_000, ("line 1", "131072")),
@@ -311,7 +307,7 @@ def test_more_columns_than_a_log_has_are_refused_by_their_number(tmp_path: Path,
         {
             "csv": ",".join(names) + "\n" + ",".join(["1"] * 100_000),
             "json": json.dumps([dict.fromkeys(names, 1)]),
-            # the first thousand rows are looked at
+            # rows are looked at until there are too many
             "rows": "\n".join(
                 json.dumps(dict.fromkeys(names[k : k + 9], 1)) for k in range(0, 100_000, 9)
             ),
@@ -320,4 +316,4 @@ def test_more_columns_than_a_log_has_are_refused_by_their_number(tmp_path: Path,
     )
     with pytest.raises(InputError) as refused:
         read_trace(path)
-    assert says(refused.value.message, "9,000" if kind == "rows" else "100,000", "4,096")
+    assert says(refused.value.message, "4,104" if kind == "rows" else "100,000", "4,096")

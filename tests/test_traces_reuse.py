@@ -1,6 +1,5 @@
-"""Scaling and windows keep what prompts share; the reuse of every cache size, by one pass."""
+"""Scaling and windows keep what prompts share."""
 
-from collections import OrderedDict
 from dataclasses import replace
 from itertools import combinations
 
@@ -13,13 +12,7 @@ from test_traces_shared import blocks_of
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, draw_arrivals
-from toolkit.traces.sharing import (
-    cold_tokens,
-    describe_reuse,
-    reusable_tokens,
-    reuse_curve,
-    scale_blocks,
-)
+from toolkit.traces.sharing import cold_tokens, reusable_tokens, scale_blocks
 from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import cut, divide_lengths, scale_lengths
 
@@ -184,9 +177,9 @@ def test_drawn_times_keep_the_gaps_within_sessions():
     assert drawn.arrival_s.max() > 9
 
 
-def lru(trace: Trace, capacity: int) -> int:
-    """The tokens that hit in an LRU cache, by replaying it."""
-    held: OrderedDict[int, None] = OrderedDict()
+def reused(trace: Trace) -> int:
+    """The tokens that hit in a cache without limit, by replaying it."""
+    held: set[int] = set()
     tokens = 0
     for row in range(len(trace)):
         ids = trace.shared.of(row).tolist()
@@ -196,51 +189,18 @@ def lru(trace: Trace, capacity: int) -> int:
                 break
             tokens += min(left, trace.shared.block_tokens)
             left -= trace.shared.block_tokens
-        for one in reversed(ids):
-            held[one] = None
-            held.move_to_end(one)
-        while len(held) > capacity:
-            held.popitem(last=False)
+        held.update(ids)
     return tokens
 
 
 @pytest.mark.slow
 @given(made=prompts_of_blocks(most=20))
-def test_the_curve_is_that_of_an_lru_cache_of_every_size(made):
+def test_a_cache_without_limit_reuses_what_an_earlier_prompt_begins_with(made):
     trace = trace_of(*made)
-    curve = reuse_curve(trace)
-    for capacity in range(len(np.unique(trace.shared.ids)) + 2):
-        share = lru(trace, capacity) / trace.prompt_tokens.sum()
-        assert curve.at(capacity) == pytest.approx(share)
-    assert curve.hit_tokens[-1] == pytest.approx(reusable_tokens(trace).sum())
+    assert reusable_tokens(trace).sum() == reused(trace)
 
 
-def test_a_trace_without_blocks_has_no_curve():
+def test_a_trace_without_blocks_reuses_nothing():
     trace = replace(trace_of(4, [3], [[1]]), shared=None)
-    assert reuse_curve(trace) is None
     assert reusable_tokens(trace).tolist() == [0]
     assert cold_tokens(trace, 0, 1) == 0
-    assert reuse_curve(trace_of(4, [3], [[]])) is None
-
-
-def test_sessions_without_blocks_get_blocks():
-    """A turn repeats the whole blocks of the turn before; sessions share nothing."""
-    bare = Trace(
-        np.arange(4) * 1.0,
-        np.array([40, 33, 90, 100]),
-        np.array([10, 1, 5, 1]),
-        np.zeros(4, np.int64),
-        "made",
-        sessions=Sessions(np.array([-1, -1, 0, 2]), np.zeros(4)),
-    )
-    found = describe_reuse(bare)
-    assert found.derived
-    assert found.block_tokens == 16
-    assert found.reusable_tokens == 32 + 80
-    assert found.caches[-1].hit_percent == pytest.approx(100 * 112 / 263)
-    assert bare.shared is None
-
-
-def test_without_blocks_and_sessions_nothing_is_said():
-    alone = replace(trace_of(16, [40], [[0, 1, 2]]), shared=None)
-    assert describe_reuse(alone) is None

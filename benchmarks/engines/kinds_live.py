@@ -11,9 +11,9 @@ windows of the shipped trace are predicted and measured by `llmctl validate`, al
 times in turn; the table has the medians of the errors, in percent.
 
 How many drafts are accepted depends on the texts. So other windows are served first, and the
-acceptance that vLLM's metrics then show goes into the recipe, as `llmctl trace from-metrics` prints
-it. It is one rate for all places of an output, while n-grams are found the more the longer a text
-is. So the trace of `drafts` is a generated one with outputs of about equal length; with --chat
+acceptance that vLLM's metrics then show goes into the recipe, as `llmctl trace generate --metrics`
+prints it. It is one rate for all places of an output, while n-grams are found the more the longer a
+text is. So the trace of `drafts` is a generated one with outputs of about equal length; with --chat
 it is the shipped one.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
 from benchmarks.engines.live import Replay, Work, add_work, middle, replay, table, windows_of
 from toolkit.endpoints.acceptance import acceptance_of
-from toolkit.endpoints.prometheus import metrics_page
+from toolkit.endpoints.target import Target, scrape
 
 KINDS = ("windows", "drafts")
 CHAT = "chat-small"
@@ -75,7 +75,7 @@ def accepting(given: argparse.Namespace, work: Work, fit: str, trace: str) -> Pa
     with work.serving("first.json") as url:
         words = ["--url", url, *words, "--out", "calibration.json"]
         work.llmctl("validate", "first.json", *words, apart=True)
-        found = acceptance_of(metrics_page(url, ""))
+        found = acceptance_of(scrape(Target(url, "", "", None, own=False)))
     if found is None or found.rates is None:
         raise ValueError("vLLM's metrics have no drafts")
     seen = {"rates": [round(rate, 4) for rate in found.rates], "proposed": found.proposed}

@@ -222,11 +222,11 @@ def limits_of(
     return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY, target.own)
 
 
-def fitted(trace: Trace, limits: LengthLimits, rate: float | None, *, scaled: bool = True) -> Trace:
-    """The trace at the given rate in requests per second; if `scaled`, with requests that the
-    server accepts: of our own engines' with scaled lengths, of another's without longer ones.
+def fitted(trace: Trace, limits: LengthLimits, rate: float | None) -> Trace:
+    """The trace at the given rate in requests per second, with requests that the server accepts:
+    of our own engines' with scaled lengths, of another's without longer ones.
     """
-    if scaled and limits.context is not None:
+    if limits.context is not None:
         fit = scale_lengths if limits.own else leave_out_longer
         trace = fit(trace, limits.context, limits.output)
     return trace if rate is None else scale_rate(trace, rate)

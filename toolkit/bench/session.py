@@ -108,7 +108,6 @@ class RequestSettings:
     # so many requests at once, the first ones spread over `ramp_s`; 0: they are sent at their times
     concurrency: int = 0
     ramp_s: float = 0.0
-    scaled: bool = True  # whether lengths are scaled to what the server accepts
 
 
 def unused_seed() -> int:
@@ -169,7 +168,7 @@ def prepare_replay(
     if plan is not None:
         check_server(plan, target, on_foreign)
     limits = limits_of(plan, target, settings.max_new_tokens, settings.vocab_size)
-    whole = fitted(trace, limits, settings.rate, scaled=settings.scaled)
+    whole = fitted(trace, limits, settings.rate)
     if settings.loop == "closed" and trace.sessions is None:
         raise InputError(
             f"{trace.source}: it has no sessions, so there is no closed loop", "leave out --loop"

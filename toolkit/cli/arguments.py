@@ -141,16 +141,14 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def _files(name: str, value: object) -> Iterator[str]:
-    """The files that a parameter names: by their paths, as values of KEY=FILE, by the name of a
-    shipped trace, or as the sessions in a folder.
+    """The files that a parameter names: by their paths, as values of KEY=FILE, or by the name of a
+    shipped trace.
     """
     if isinstance(value, list | tuple):
         for one in value:
             yield from _files(name, one)
     elif isinstance(value, str | Path):
         text = os.fspath(value)
-        if name == "trace" and os.path.isdir(text):
-            yield from map(str, Path(text).glob("*.json"))
         shipped = str(TRACES / f"{text}.jsonl") if name == "trace" else ""
         candidates = [text, text.partition("=")[2], shipped]
         yield from filter(os.path.isfile, candidates)
@@ -219,6 +217,13 @@ SlaOption = Annotated[
 ]
 TraceOption = Annotated[
     str, typer.Option(autocompletion=traces, help="A trace file, or the name of a shipped trace.")
+]
+RecipeTraceOption = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=traces,
+        help="A trace file, or the name of a shipped trace; default: the recipe's.",
+    ),
 ]
 RateOption = Annotated[
     float | None, typer.Option(help="Scale arrivals to this many requests per second.")

@@ -30,8 +30,7 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import VALIDATION, note_trace, plan_address, read_tuning, warn
 from toolkit.cli.output import emit, note, progress, table
-from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
-from toolkit.engine_traits import traits_of
+from toolkit.cli.traffic import TrafficOptions, read_traffic
 from toolkit.errors import LlmctlError
 from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport, Validation, took_text
 from toolkit.files.io import check_writable, read_file, write_file, write_text
@@ -119,7 +118,7 @@ def bench(args: BenchOptions) -> None:
         check_writable(file)
     planned = read_file(Plan, args.plan) if args.plan else None
     targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
-    traffic = read_traffic(args, args.rate, seed=args.seed or 0)
+    traffic = read_traffic(args, args.rate)
     if traffic.concurrency:
         refuse_useless({"--loop": args.loop}, "--concurrency is a closed loop of its own")
     of_prompts = (args.lengths, args.max_new_tokens, args.vocab_size)
@@ -132,7 +131,7 @@ def bench(args: BenchOptions) -> None:
         concurrency=traffic.concurrency,
         ramp_s=traffic.ramp_s,
     )
-    setup = _prepare_replay(args, traffic, planned, settings)
+    setup = _prepare_replay(args, traffic.trace, planned, settings)
     part = excerpt(setup.trace, args.start, args.duration)
     note_trace(part)
     note(*setup.notes)
@@ -144,7 +143,7 @@ def bench(args: BenchOptions) -> None:
     except InterruptedReplayError:
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(EXIT_CODE) from None
-    made_from = traffic.inputs() | ({"plan": args.plan} if args.plan else {})
+    made_from = {"trace": traffic.path} | ({"plan": args.plan} if args.plan else {})
     with held():  # what was measured is written and shown
         counted = measurement.replay()
         result = measurement.report(counted, made_from)
@@ -167,24 +166,18 @@ def bench(args: BenchOptions) -> None:
 
 def _prepare_replay(
     args: BenchOptions | ValidateOptions,
-    traffic: Traffic,
+    trace: Trace,
     planned: Plan | None,
     settings: RequestSettings,
 ) -> ReplaySetup:
     """The server, and the requests as they can be replayed against it."""
-    from toolkit.bench.client import limits_of
     from toolkit.bench.session import prepare_replay
     from toolkit.endpoints.target import find_target
 
     address = args.url or (plan_address(planned) if planned else LOCAL)
     served_model = args.model or (planned.recipe.engine.served_model if planned else None)
     target = find_target(address, served_model, args.api_key)
-    if traffic.path is None:  # what the lengths are is asked for, so they are not scaled
-        limits = limits_of(planned, target, settings.max_new_tokens, settings.vocab_size)
-        own = planned is not None and not traits_of(planned.recipe.engine.name).server
-        traffic.refuse_longer(limits.context, limits.output if own else None)
-        settings = replace(settings, scaled=False)
-    return prepare_replay(target, traffic.trace, planned, settings, warn if args.force else None)
+    return prepare_replay(target, trace, planned, settings, warn if args.force else None)
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
@@ -343,8 +336,7 @@ def validate(args: ValidateOptions) -> None:
     tuned = read_tuning(args.tuning, {"trace": path})
     rate = tuned.request_rate_rps if tuned else args.rate
     settings = RequestSettings(rate, seed=unused_seed(), loop=args.loop)
-    traffic = Traffic(read_trace(path)[0], path=path)
-    setup = _prepare_replay(args, traffic, planned, settings)
+    setup = _prepare_replay(args, read_trace(path)[0], planned, settings)
     if tuned:
         spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
         chosen = [TraceWindow(*span, cut(setup.trace, *span)) for span in spans]

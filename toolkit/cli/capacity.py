@@ -12,6 +12,7 @@ from toolkit.catalogue.gpus import gpu_words
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     JsonOption,
+    RecipeTraceOption,
     SlaOption,
     argument,
     command_of,
@@ -45,7 +46,6 @@ from toolkit.cli.output import (
     show_panels,
     table,
 )
-from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from toolkit.tuning.capacity import Capacity
     from toolkit.tuning.deployments import Deployment, Measured
 
-REQUESTS_BY_NUMBERS = 2000  # so many last longer than usual targets at a capacity
 SIMULATIONS = 14  # of each capacity, about
 LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
 MOST_AT_ONCE = 200_000  # requests: of more, requests at once are searched only if asked for
@@ -71,12 +70,13 @@ CURVE_RATIO = 1.5  # the used share of a limit up to which the chart goes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityOptions(LengthOptions):
+class CapacityOptions:
     recipes: list[str] = argument(
         "Recipes: files, or names of shipped ones. Several are shown side by side.",
         metavar="RECIPE...",
         autocompletion=arguments.recipes,
     )
+    trace: RecipeTraceOption = None
     fit: list[Path] | None = option(
         None,
         f"The fit of a recipe; repeatable. {FIT_USUAL}",
@@ -203,7 +203,7 @@ def command(args: CapacityOptions) -> None:
     if args.lost:
         sized = args.rate is not None and args.workers is None
         deployments = with_lost(deployments, args.lost, sized=sized)
-    traces = [_trace(args, deployment.recipe, deployment.fit) for deployment in deployments]
+    traces = [_trace(args, deployment.recipe) for deployment in deployments]
     for deployment, trace in zip(deployments, traces, strict=True):
         check_sharing(deployment, trace)
     note_trace(traces[0])
@@ -425,18 +425,14 @@ def _refuse_other_prices(prices: Sequence[str], recipes: Sequence[Recipe]) -> No
             )
 
 
-def _trace(args: CapacityOptions, recipe: Recipe, fit: Fit) -> Trace:
-    """The requests with the lengths that the recipe takes. `InputError` for lengths by numbers that
-    exceed the model's context.
-    """
+def _trace(args: CapacityOptions, recipe: Recipe) -> Trace:
+    """Read the requests, with the lengths that the recipe takes."""
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare
 
-    many = REQUESTS_BY_NUMBERS
-    trace, path = read_lengths(args, usual=recipe.tune.trace, requests=many)
-    if path is not None:
-        return prepare(trace, recipe)
-    Traffic(trace).refuse_longer(fit.engine.max_model_len)
-    return trace
+    trace, _ = read_trace(trace_path(args.trace or recipe.tune.trace))
+    return prepare(trace, recipe)
 
 
 def _plain(found: Measured, trace: Trace) -> CapacityOf:

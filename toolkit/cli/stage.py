@@ -358,7 +358,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
 
     given = parse_settings(args.settings)
     targets = parse_sla(args.sla)
-    traffic = read_traffic(args, rate, seed=args.seed or 0)
+    traffic = read_traffic(args, rate)
     kinds: Sequence[Kind] = ()
     found: list[FoundFit] = []
     spec: Recipe | None = None
@@ -388,11 +388,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         found = [one]
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
     requests = traffic.trace
-    if traffic.path is None:
-        limited = fitted is not None and not traits_of(fitted.engine.engine).server
-        context = fitted.engine.max_model_len if fitted else None
-        traffic.refuse_longer(context, limit if limited else None)
-    elif args.fit_lengths and spec:
+    if args.fit_lengths and spec:
         requests = prepare(requests, spec, max_new_tokens=limit)
     elif args.fit_lengths and fitted:
         engine = fitted.engine

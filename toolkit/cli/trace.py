@@ -1,13 +1,13 @@
 """`llmctl trace`: inspect, convert, generate and record workloads. Lengths and times only, no text.
 
-`record` is a reverse proxy in front of any OpenAI-compatible server, and `from-metrics` reads a
-server's metrics (toolkit/cli/from_metrics.py); the other subcommands read and write files.
+`record` is a reverse proxy in front of any OpenAI-compatible server; the other subcommands read and
+write files.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
@@ -15,18 +15,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli import arguments
-from toolkit.cli.arguments import JsonOption, argument, command_of, option, refuse_useless
-from toolkit.cli.from_metrics import from_metrics
-from toolkit.cli.output import WIDTH, chart, emit, note, put_trace, table
+from toolkit.cli.arguments import (
+    JsonOption,
+    argument,
+    command_of,
+    option,
+    refuse_useless,
+)
+from toolkit.cli.output import WIDTH, emit, note, put_trace, table
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
-from toolkit.units import number, seconds, size
+from toolkit.units import number, seconds
 
 if TYPE_CHECKING:
     from toolkit.traces.chats import TokenCounter
-    from toolkit.traces.generate import SharedContent
+    from toolkit.traces.generate import DrawnLengths, SharedContent
     from toolkit.traces.read import ReadReport
-    from toolkit.traces.sharing import PromptReuse
     from toolkit.traces.types import Trace
     from toolkit.traces.windows import Description
 
@@ -114,7 +118,6 @@ app = typer.Typer(
     help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False
 )
 app.command("record")(record)
-app.command("from-metrics")(from_metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +125,7 @@ class ReadOptions:
     """The options of a command that reads a trace in any known format."""
 
     trace: str = argument(
-        "A trace in any known format, a folder of agents' sessions, or the name of a shipped "
-        "trace.",
+        "A trace or a log, or the name of a shipped trace.",
         metavar="TRACE",
         autocompletion=arguments.traces,
     )
@@ -148,11 +150,6 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions(ReadOptions):
-    recipe: Path | None = option(
-        None,
-        "A recipe, file or name: show the sizes of caches in GiB of its model too.",
-        callback=arguments.resolve_recipe,
-    )
     as_json: JsonOption = False
 
 
@@ -162,25 +159,17 @@ def inspect(args: InspectOptions) -> None:
     """Show the contents of a trace: what was understood, rows kept and dropped, duration, rate,
     burstiness, lengths, and what a prefix cache could reuse.
     """
-    from toolkit.traces.sharing import describe_reuse
     from toolkit.traces.windows import describe
 
-    per_token = None
-    if args.recipe:
-        per_token = load_recipe(args.recipe).model.kv_bytes_per_token
-        if per_token is None:
-            without = "model.kv_bytes_per_token is not given, so caches have no size in GiB"
-            raise InputError(f"{args.recipe.name}: {without}", "give it, or leave out --recipe")
     loaded, report = _read(args)
     found = describe(loaded)
-    reuse = describe_reuse(loaded, per_token)
-    whole = {"report": report, **asdict(found), "reuse": reuse}
-    emit(args.as_json, whole, lambda: _show(loaded, report, found, reuse))
+    whole = {"report": report, **asdict(found)}
+    emit(args.as_json, whole, lambda: _show(loaded, report, found))
 
 
 def _read(args: ReadOptions) -> tuple[Trace, ReadReport]:
-    """The trace at a path or of a name, and the report. `InputError` for options without effect."""
-    from toolkit.traces.chats import CONVERSATIONS, estimated
+    """Return the trace and the report. Raises `InputError` if an option has no effect."""
+    from toolkit.traces.chats import estimated
     from toolkit.traces.columns import parse_columns
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
@@ -191,14 +180,14 @@ def _read(args: ReadOptions) -> tuple[Trace, ReadReport]:
         both = f"--tokenizer {tokenizer} and --chars-per-token {chars_per_token:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
     named = None if args.columns is None else parse_columns(args.columns)
-    path = trace_path(args.trace, folders=True)
+    path = trace_path(args.trace)
     counter = None
     if tokenizer is not None:
         counter = _tokenizer(tokenizer)
     elif chars_per_token is not None:
         counter = estimated(chars_per_token)
     loaded, report = read_trace(path, named, counter)
-    if report.format != CONVERSATIONS:
+    if not report.text:
         counters = {"--tokenizer": tokenizer, "--chars-per-token": chars_per_token}
         refuse_useless(counters, f"{path.name} has lengths in tokens")
     return loaded, report
@@ -250,13 +239,6 @@ class ConvertOptions(ReadOptions):
         "trace.",
         min=0,
     )
-    divide: float | None = option(
-        None, "Divide all lengths by this factor; what prompts share stays shared."
-    )
-    max_model_len: int | None = option(
-        None, "Scale lengths to this context, in tokens; needs --max-new-tokens."
-    )
-    max_new_tokens: int | None = option(None, "Scale outputs to this many tokens.")
     repeat: int = option(
         1,
         "Repeat the trace so often, end to end, as `capacity` does with a short one: with other "
@@ -269,7 +251,7 @@ class ConvertOptions(ReadOptions):
 @app.command("convert")
 @command_of(ConvertOptions)
 def convert(args: ConvertOptions) -> None:
-    """Write a trace of any known format as canonical JSONL, cut and scaled as requested.
+    """Write a trace or a log as canonical JSONL, cut and scaled as requested.
 
     Requests of --grow are added first, by the hours of the file. The cut comes last, so its seconds
     are those of the scaled trace, as in `tune` and `bench`.
@@ -277,12 +259,8 @@ def convert(args: ConvertOptions) -> None:
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.growth import Growth, grown
     from toolkit.traces.repeat import repeated
-    from toolkit.traces.windows import divide_lengths, excerpt, scale_lengths, scale_rate
+    from toolkit.traces.windows import excerpt, scale_rate
 
-    if (args.max_model_len is None) != (args.max_new_tokens is None):
-        raise InputError(
-            "--max-model-len and --max-new-tokens need each other", "give both, or neither"
-        )
     if args.rate is not None and args.draw_rate is not None:
         both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
@@ -302,13 +280,13 @@ def convert(args: ConvertOptions) -> None:
         loaded, added = grown(loaded, growths, clock_s, args.seed or 0)
     if args.rate is not None:
         loaded = scale_rate(loaded, args.rate)
-    if args.divide is not None:
-        loaded = divide_lengths(loaded, args.divide)
-    if args.max_model_len is not None and args.max_new_tokens is not None:
-        loaded = scale_lengths(loaded, args.max_model_len, args.max_new_tokens)
     loaded = repeated(loaded, args.repeat, args.seed or 0)
     loaded = excerpt(loaded, args.start, args.duration)
     put_trace(loaded, args.out, args.as_json, added)
+
+
+PROMPT = "lognormal:400:1"
+OUTPUT = "lognormal:120:0.75"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +297,19 @@ class GenerateOptions:
     cv: float | None = option(
         None, "Coefficient of variation of the gaps; above 1 is bursty; default: 1, Poisson."
     )
-    prompt: str = option(
-        "lognormal:400:1",
-        "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS.",
+    prompt: str | None = option(
+        None,
+        "lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, pareto:LOW:ALPHA or fixed:TOKENS; default: "
+        f"{PROMPT}.",
     )
-    output: str = option("lognormal:120:0.75", "The same for output lengths.")
+    output: str | None = option(None, f"The same for output lengths; default: {OUTPUT}.")
+    metrics: Path | None = option(
+        None,
+        "Draw lengths as in the histograms of this page, saved from /metrics of a vLLM server.",
+    )
+    model: str | None = option(
+        None, "With --metrics: the lengths of this model, if there are several."
+    )
     longest: int | None = option(
         None, "Clip lengths to this many tokens, and say how many; default: clip none.", min=1
     )
@@ -367,13 +353,11 @@ def generate(args: GenerateOptions) -> None:
     """Write a synthetic trace. The defaults and `--longest 1024` are the SCLS paper's setting, as
     far as it is known.
     """
-    from toolkit.traces.formats import MAX_LENGTH
-    from toolkit.traces.generate import Arrivals, backlog, limited, parse_lengths
+    from toolkit.traces.generate import Arrivals, backlog, limited
     from toolkit.traces.generate import generate as synthesize
+    from toolkit.traces.histograms import UNKNOWN
 
-    longest = args.longest or MAX_LENGTH
-    prompts = parse_lengths(args.prompt, longest)
-    outputs = parse_lengths(args.output, longest)
+    prompts, outputs = _lengths(args)
     content = _content(args)
     if args.all_at_once is not None:
         useless = {"--rate": args.rate, "--duration": args.duration, "--cv": args.cv}
@@ -389,11 +373,46 @@ def generate(args: GenerateOptions) -> None:
         made = synthesize(arrivals, seconds_long, prompts, outputs, args.seed, content)
     if args.max_tokens:
         made = limited(made, args.max_tokens)
+    if args.metrics:
+        made = replace(made, notes=(*made.notes, UNKNOWN))
     put_trace(made, args.out, args.as_json)
 
 
+def _lengths(args: GenerateOptions) -> tuple[DrawnLengths, DrawnLengths]:
+    """Return the lengths of prompts and outputs. Raises `InputError` if an option has no effect."""
+    from toolkit.traces.generate import parse_lengths
+    from toolkit.traces.types import MAX_LENGTH
+
+    longest = args.longest or MAX_LENGTH
+    if args.metrics:
+        given = {"--prompt": args.prompt, "--output": args.output}
+        refuse_useless(given, "--metrics has the lengths")
+        return _page_lengths(args.metrics, args.model, longest)
+    refuse_useless({"--model": args.model}, "there are no metrics", "add --metrics")
+    prompts = parse_lengths(args.prompt or PROMPT, longest)
+    return prompts, parse_lengths(args.output or OUTPUT, longest)
+
+
+def _page_lengths(path: Path, model: str | None, longest: int) -> tuple[DrawnLengths, DrawnLengths]:
+    """Return the lengths that a saved page of metrics counts. Print how many drafts the server has
+    accepted, in the words of a recipe.
+    """
+    from toolkit.endpoints.acceptance import acceptance_of
+    from toolkit.endpoints.target import page_metrics
+    from toolkit.files.strict import read_bytes
+    from toolkit.traces.histograms import lengths_of
+
+    metrics = page_metrics(read_bytes(path, "save it with curl"), path.name)
+    found = acceptance_of(metrics)
+    if found is not None and found.rates is not None:
+        rates = ", ".join(f"{rate:.3f}" for rate in found.rates)
+        text = f"speculative decoding; for serve.acceptance of a recipe: rates: [{rates}]"
+        note(f"{text}, proposed: {found.proposed:.3f}")
+    return lengths_of(metrics, model, longest, path.name)
+
+
 def _content(args: GenerateOptions) -> SharedContent | None:
-    """What generated prompts share; None for nothing. `InputError` for options without effect."""
+    """Return what generated prompts share. Raises `InputError` if an option has no effect."""
     from toolkit.traces.generate import SharedContent, parse_lengths, parse_times
 
     if args.templates is None:
@@ -416,7 +435,7 @@ def _content(args: GenerateOptions) -> SharedContent | None:
     )
 
 
-def _show(trace: Trace, report: ReadReport, found: Description, reuse: PromptReuse | None) -> None:
+def _show(trace: Trace, report: ReadReport, found: Description) -> None:
     """Print what a trace contains, and histograms on the scale of the fullest bin of either."""
     print(trace.source)
     print(f"  {trace.notes[0]}")
@@ -448,27 +467,6 @@ def _show(trace: Trace, report: ReadReport, found: Description, reuse: PromptReu
             count = counts.get((low, high), 0)
             bins[-1] += [count, "█" * -(-count * BAR_WIDTH // most)]
     table(["<length", ">prompts", "<", ">outputs", "<"], bins)
-    if reuse:
-        _show_reuse(reuse)
-
-
-def _show_reuse(reuse: PromptReuse) -> None:
-    """The hit rate by the size of a cache, as a plot and as a table of every fourth size."""
-    print(
-        f"reuse: {reuse.reusable_percent:.1f} % of the prompt tokens repeat the beginning of an"
-        " earlier one\n"
-        f"  {reuse.reusable_tokens:,} of {reuse.prompt_tokens:,} tokens, in blocks of"
-        f" {reuse.block_tokens}{' that follow from the sessions' if reuse.derived else ''}\n"
-        "  hit rate of an LRU cache by its size, answers not counted:"
-    )
-    if not reuse.reusable_tokens:
-        return
-    sizes = [one.cache_tokens for one in reuse.caches]
-    hits = [one.hit_percent for one in reuse.caches]
-    lines = chart({"% of the prompt tokens": (sizes, hits)}, x_name="cache, tokens", log_x=True)
-    print("\n".join(lines))
-    rows: list[list[object]] = []
-    for one in reuse.caches[::-1][::4][::-1]:
-        in_bytes = [] if one.cache_bytes is None else [size(one.cache_bytes)]
-        rows.append([f"{one.cache_tokens:,}", *in_bytes, f"{one.hit_percent:.1f} %"])
-    table([">cache, tokens", *[">cache"] * (len(rows[0]) - 2), ">hits"], rows)
+    if found.reusable_percent is not None:
+        share = f"{found.reusable_percent:.1f} % of the prompt tokens"
+        print(f"{share} repeat the beginning of an earlier prompt")

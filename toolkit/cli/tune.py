@@ -19,6 +19,7 @@ from toolkit.cli.arguments import (
     ApiKeyOption,
     JsonOption,
     RecipeArgument,
+    RecipeTraceOption,
     SlaOption,
     as_typed,
     command_of,
@@ -46,7 +47,6 @@ from toolkit.cli.basis import (
 from toolkit.cli.installed import INSTALLED, confirm, python_of, refuse_other_schedulers
 from toolkit.cli.output import emit, note, progress
 from toolkit.cli.stage import sharing_notes
-from toolkit.cli.traffic import LengthOptions, Traffic, read_lengths
 from toolkit.cli.tune_output import TuneProgress, show
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from toolkit.tuning.workload import Workload
 
 AUTO = "auto"
-BY_NUMBERS = 2000  # requests, where lengths are given by numbers
 MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
 MAX_JOBS = 1024
 
@@ -99,8 +98,9 @@ _running = partial(option, rich_help_panel="On a running server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions(LengthOptions):
+class TuneOptions:
     recipe: RecipeArgument
+    trace: RecipeTraceOption = None
     fit: Path | None = option(None, f"{FIT_HELP} {FIT_USUAL}", **FIT)
     out: Path = option(Path("tuning.json"), "Write the result to this file.")
     force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
@@ -247,6 +247,8 @@ def command(args: TuneOptions) -> None:
 
         tune_live(args)
         return
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
     from toolkit.tuning.inputs import settings_of
     from toolkit.tuning.workload import make_workload
 
@@ -254,20 +256,17 @@ def command(args: TuneOptions) -> None:
     opened = _open(args)
     keep_inputs({**opened.inputs, "out": args.out})  # also a fit that was found here
     recipe = opened.recipe
-    trace, file = read_lengths(
-        args, usual=recipe.tune.trace, seed=recipe.tune.seed, requests=BY_NUMBERS
-    )
+    file = trace_path(args.trace or recipe.tune.trace)
+    trace, _ = read_trace(file)
     machines, refused = _machines(args, opened)
-    if file is None:
-        Traffic(trace).refuse_longer(opened.fit.engine.max_model_len)
     # a load is a share of what the recipe's own number of workers serves
-    workload = make_workload(recipe, opened.fit, trace, opened.others, is_exact=file is None)
+    workload = make_workload(recipe, opened.fit, trace, opened.others)
     for machine in machines:
         settings_of(machine.recipe, machine.fit, opened.others)  # refuses what cannot be searched
     note_trace(workload.windows.trace)
     check_writable(args.out)
-    made_from = head(opened.inputs | ({"trace": file} if file else {}))
-    searches = Searches(args, opened, machines, workload, made_from, "" if file else trace.source)
+    made_from = head(opened.inputs | {"trace": file})
+    searches = Searches(args, opened, machines, workload, made_from)
     result = searches.run(refused)
     if args.confirm == INSTALLED:
         inputs = searches.inputs_of(result)
@@ -352,13 +351,6 @@ def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
         why = "--concurrency starts a request when another ends"
         refuse_useless({"--rate": args.rate, "--load": args.load}, why)
         changed |= {"request_rate_rps": None, "load": None}
-    by_numbers = args.prompt is not None or args.output is not None
-    loads = (args.rate, args.load, args.concurrency)
-    if by_numbers and all(load is None for load in loads):
-        raise InputError(
-            "--prompt and --output do not say when requests come",
-            "add --rate REQUESTS_PER_S, --load SHARE or --concurrency REQUESTS",
-        )
     tune = recipe.tune.model_copy(update=changed)
     return recipe.model_copy(update={"tune": tune, "sla": parse_sla(args.sla) or recipe.sla})
 
@@ -418,17 +410,13 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Arrangement], dic
 
 @dataclass(slots=True)
 class Searches:
-    """The searches of all machines, each with a store of its own.
-
-    `traffic`: what the requests are, where no file has them.
-    """
+    """The searches of all machines, each with a store of its own."""
 
     args: TuneOptions
     opened: Opened
     machines: list[Arrangement]
     workload: Workload
     made_from: EnvelopeFields
-    traffic: str
     stores: list[EvaluationStore] = field(default_factory=list)
 
     def run(self, refused: dict[int, str]) -> Tuning:
@@ -544,8 +532,7 @@ class Searches:
         digests = "".join(source.sha256 for source in self.made_from["inputs"].values())
         with_profile = inputs.profile is not None
         version = self.made_from["tool_version"]
-        files = f"{digests} {with_profile} {version}"
-        fingerprint = f"{files} {recipe.model_dump_json()} {self.traffic}"
+        fingerprint = f"{digests} {with_profile} {version} {recipe.model_dump_json()}"
         storage = self.args.storage
         if storage:
             from toolkit.tuning.studies import Studies

@@ -16,7 +16,6 @@ from toolkit.cli.arguments import keep_inputs, refuse_useless
 from toolkit.cli.basis import note_trace, plan_from, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.settings import control_of
-from toolkit.cli.traffic import LEAST_REQUESTS, read_lengths
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable, digest, head, read_file, write_file
 from toolkit.files.live import LiveTuning, PredictionError
@@ -52,6 +51,8 @@ def tune_live(args: TuneOptions) -> None:
     from toolkit.live.search import BurstJournal, LiveSearch
     from toolkit.sched.policies.vllm import VllmPolicy
     from toolkit.sim.world import world_of
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import fit_windows
 
     why = "--live tries the flags of one running vLLM"
@@ -77,16 +78,15 @@ def tune_live(args: TuneOptions) -> None:
             "tune it offline: llmctl tune RECIPE",
         )
     recipe = plan.recipe
-    trace, path = read_lengths(
-        args, usual=recipe.tune.trace, seed=recipe.tune.seed, requests=LEAST_REQUESTS
-    )
-    inputs |= {"trace": path} if path else {}
+    path = trace_path(args.trace or recipe.tune.trace)
+    trace, _ = read_trace(path)
+    inputs |= {"trace": path}
     owner = f"llmctl tune --live (process {os.getpid()} on {platform.node()})"
     control = control_of(None if args.live == HERE else args.live, args.control_key, owner)
     control.hold(FIRST_LEASE_S)  # a server without a control, or with another tuner, is named first
     target = find_target(control.url, None, args.api_key)
     rate = args.rate or recipe.tune.request_rate_rps
-    settings = RequestSettings(rate, seed=unused_seed(), loop="open", scaled=path is not None)
+    settings = RequestSettings(rate, seed=unused_seed(), loop="open")
     setup = prepare_replay(target, trace, plan, settings, warn if args.force else None)
     window_s = args.window or min(max(60.0 * args.minutes / BURSTS, WINDOW_S[0]), WINDOW_S[1])
     cut = fit_windows(setup.trace, window_s, WINDOWS, 0, recipe.tune.seed)

@@ -39,7 +39,7 @@ from toolkit.serve.limits import WireLimits
 from toolkit.serve.prompt_blocks import PromptBlocks, blocks_of_prompt
 from toolkit.serve.server import Ending, RunningRequests, disconnected, is_loopback, listen, url
 from toolkit.serve.stats import Stats
-from toolkit.traces.formats import MOONCAKE_BLOCK
+from toolkit.traces.types import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
 TOKEN_PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -560,7 +560,7 @@ def check_capacity(given: Mapping[str, Value], world: World, trace: Trace) -> No
         raise InputError(
             f"capacity_tokens is {given['capacity_tokens']}, of which {usable:,} are usable; "
             f"the trace's longest prompt has {longest:,} tokens",
-            "give more, or scale the lengths: llmctl trace convert --max-model-len",
+            "give more, or a trace with shorter prompts",
         )
 
 

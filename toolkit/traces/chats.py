@@ -8,23 +8,26 @@ template, which adds some tokens to each, is not in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from toolkit.errors import InputError
-from toolkit.traces.formats import BLAMED, MAX_LENGTH, REASON, Format, Record
+from toolkit.traces.columns import Column, Record, Unusable
+from toolkit.traces.types import MAX_LENGTH
 
-CONVERSATIONS = "conversations"  # the name of the format
 CONTAINERS = ("conversations", "conversation", "messages")
 MODEL = {"gpt", "assistant", "model", "chatgpt", "bing", "bard", "claude"}  # the speaker of answers
 
-NO_MESSAGES = "without messages"
-NO_TEXT = "with a message that is not text"
-NO_ANSWER = "without an answer"
-PROMPT = "prompt tokens"
-OUTPUT = "output tokens"
-SESSION = "conversation"
+# The columns of the rows that are made of conversations.
+COLUMNS = {
+    "prompt": Column("prompt tokens"),
+    "output": Column("output tokens"),
+    "session": Column("conversation"),
+}
+DESCRIBED = (
+    "every answer is a request: its prompt is all before it, and the answers of a conversation are"
+    " a session"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,15 @@ class TokenCounter:
     count: Callable[[str], int]
     name: str
 
+    @property
+    def remark(self) -> str:
+        """What a user must know of lengths that it counted."""
+        return f"lengths are {self.name}; what a chat template adds is not in them"
+
 
 def estimated(chars_per_token: float) -> TokenCounter:
-    """An estimate that follows from the number of characters. `InputError` for a number that is not
-    from 0.1 to 100.
+    """Return a counter that estimates tokens by the number of characters. Raises `InputError` if
+    `chars_per_token` is not from 0.1 to 100.
     """
     if not 0.1 <= chars_per_token <= 100:
         raise InputError(
@@ -47,30 +55,17 @@ def estimated(chars_per_token: float) -> TokenCounter:
     return TokenCounter(lambda text: -int(-len(text) // chars_per_token), name)
 
 
-def has_messages(sample: list[Record]) -> bool:
-    """Whether any of these rows is a conversation."""
+def has_messages(sample: Iterable[Record]) -> bool:
+    """Return whether any of these rows is a conversation."""
     return any(record is not None and _messages(record) for record in sample)
 
 
-def conversations(counter: TokenCounter | None, source: str) -> Format:
-    """The format of conversations. `InputError` without a counter."""
-    if counter is None:
-        raise InputError(
-            f"{source}: conversations have text and no lengths in tokens",
-            f"count them: llmctl trace convert {source} OUT --tokenizer RECIPE"
-            " (or --chars-per-token 4, an estimate)",
-        )
-    return Format(
-        CONVERSATIONS,
-        prompt=PROMPT,
-        output=OUTPUT,
-        session=SESSION,
-        think="think_ms",
-        whole=partial(_requests, count=counter.count),
-        described="every answer is a request: its prompt is all before it, and the answers of a"
-        " conversation are a session",
-        remarks=(f"lengths are {counter.name}; what a chat template adds is not in them",),
-        think_remark="no time to think is known: a later turn follows the turn before at once",
+def no_counter_error(source: str) -> InputError:
+    """Return the error for conversations of which nothing counts the tokens."""
+    return InputError(
+        f"{source}: conversations have text and no lengths in tokens",
+        f"count them: llmctl trace convert {source} OUT --tokenizer RECIPE"
+        " (or --chars-per-token 4, an estimate)",
     )
 
 
@@ -82,24 +77,22 @@ def _messages(record: Mapping[str, object]) -> list[Mapping[str, object]]:
     return []
 
 
-def _requests(
-    records: Iterator[Record], _: str, *, count: Callable[[str], int]
-) -> Iterator[Record]:
-    """A row for each answer of each conversation."""
+def requests_of(
+    records: Iterable[Record], count: Callable[[str], int]
+) -> Iterator[Record | Unusable]:
+    """Yield a row for each answer of each conversation, with `COLUMNS`."""
     for number, record in enumerate(records):
+        messages = _messages(record or {})
+        texts = [message.get("value", message.get("content")) for message in messages]
+        speakers = [str(message.get("from", message.get("role"))).lower() for message in messages]
         if record is None:
             yield None
-            continue
-        messages = _messages(record)
-        texts = [message.get("value", message.get("content")) for message in messages]
-        shown = {BLAMED: "messages", "messages": len(messages)}
-        speakers = [str(message.get("from", message.get("role"))).lower() for message in messages]
-        if not messages:
-            yield {REASON: NO_MESSAGES, **shown}
+        elif not messages:
+            yield Unusable("without messages", "no messages")
         elif not all(isinstance(text, str) for text in texts):
-            yield {REASON: NO_TEXT, **shown}
+            yield Unusable("with a message that is not text", f"{len(messages)} messages")
         elif MODEL.isdisjoint(speakers):
-            yield {REASON: NO_ANSWER, **shown}
+            yield Unusable("without an answer", f"{len(messages)} messages")
         else:
             yield from _turns(number, speakers, [str(text) for text in texts], count)
 
@@ -111,5 +104,5 @@ def _turns(
     for speaker, text in zip(speakers, texts, strict=True):
         tokens = count(text) if text else 0
         if speaker in MODEL:
-            yield {PROMPT: before, OUTPUT: tokens, SESSION: number}
+            yield {"prompt tokens": before, "output tokens": tokens, "conversation": number}
         before = min(before + tokens, MAX_LENGTH)

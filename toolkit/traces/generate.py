@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError, nearest
-from toolkit.traces.formats import MAX_LENGTH
-from toolkit.traces.types import Sessions, SharedBlocks, Trace
+from toolkit.traces.histograms import LengthHistogram
+from toolkit.traces.types import MAX_LENGTH, Sessions, SharedBlocks, Trace
 
 Floats = NDArray[np.float64]
 
@@ -85,11 +85,7 @@ class Lengths:
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         """Draw `count` lengths in tokens."""
-        return self.clip(self.draw_unclipped(rng, count))
-
-    def clip(self, drawn: Floats) -> NDArray[np.int64]:
-        """Drawn lengths, of which those above `longest` become `longest`."""
-        return np.clip(drawn, 1, self.longest).astype(np.int64)
+        return clip(self.draw_unclipped(rng, count), self.longest)
 
     def draw_unclipped(self, rng: np.random.Generator, count: int) -> Floats:
         """Draw `count` whole lengths, also above `longest`."""
@@ -107,13 +103,22 @@ class Lengths:
                 values = np.full(count, self.a)
         return np.rint(values)
 
-    def clipped(self, drawn: Floats, what: str) -> tuple[str, ...]:
-        """A note that says how many of these lengths are clipped; none without any."""
-        count = int((drawn > self.longest).sum())
-        if not count:
-            return ()
-        share = f"{count:,} of {len(drawn):,}, {100.0 * count / len(drawn):.1f} %"
-        return (f"{what} clipped to {self.longest:,} tokens: {share}",)
+
+DrawnLengths = Lengths | LengthHistogram
+
+
+def clip(drawn: Floats, longest: int) -> NDArray[np.int64]:
+    """Return drawn lengths, of which those above `longest` become `longest`."""
+    return np.clip(drawn, 1, longest).astype(np.int64)
+
+
+def clip_note(drawn: Floats, longest: int, what: str) -> tuple[str, ...]:
+    """Return a note that says how many of these lengths are clipped; none without any."""
+    count = int((drawn > longest).sum())
+    if not count:
+        return ()
+    share = f"{count:,} of {len(drawn):,}, {100.0 * count / len(drawn):.1f} %"
+    return (f"{what} clipped to {longest:,} tokens: {share}",)
 
 
 def parse_lengths(text: str, longest: int = MAX_LENGTH) -> Lengths:
@@ -245,8 +250,8 @@ class SharedContent:
 def generate(
     arrivals: Arrivals,
     duration_s: float,
-    prompt: Lengths,
-    output: Lengths,
+    prompt: DrawnLengths,
+    output: DrawnLengths,
     seed: int,
     content: SharedContent | None = None,
 ) -> Trace:
@@ -261,7 +266,11 @@ def generate(
 
 
 def backlog(
-    count: int, prompt: Lengths, output: Lengths, seed: int, content: SharedContent | None = None
+    count: int,
+    prompt: DrawnLengths,
+    output: DrawnLengths,
+    seed: int,
+    content: SharedContent | None = None,
 ) -> Trace:
     """Draw `count` requests or sessions that all arrive at 0 s; the same for the same arguments."""
     if count < 1:
@@ -272,47 +281,10 @@ def backlog(
     return _requests(np.zeros(count), prompt, output, rng, content, note)
 
 
-def fixed_lengths(
-    prompt: int, output: int, requests: int, *, spread: float = 0.0, seed: int = 0
-) -> Trace:
-    """Requests by numbers alone, as in `vllm bench serve`. They arrive in a Poisson process of one
-    per second, for `scale_rate`. The limit of each is its output, so that a scheduler knows it.
-
-    Args:
-        prompt: tokens of every prompt.
-        output: tokens of every output.
-        requests: how many.
-        spread: lengths are drawn evenly from (1 - spread) to (1 + spread) times these, as by
-            `--random-range-ratio`; 0 to below 1.
-        seed: of the draws.
-
-    Raises `InputError` for numbers that cannot be.
-    """
-    for name, value in {"prompt": prompt, "output": output, "requests": requests}.items():
-        if not 1 <= value <= MAX_LENGTH:
-            raise InputError(f"{name} {value}: it is from 1 to {MAX_LENGTH:,}")
-    if not 0.0 <= spread < 1.0:
-        raise InputError(f"a spread of {spread:g} is not possible", "give 0 to below 1")
-    rng = np.random.default_rng(seed)
-    gaps_s = Arrivals(1.0).gaps(rng, requests)
-    gaps_s[0] = 0.0
-
-    def drawn(mean: int) -> NDArray[np.int64]:
-        low = max(math.floor(mean * (1.0 - spread)), 1)
-        high = math.ceil(mean * (1.0 + spread))
-        return Lengths("uniform", low, high).draw(rng, requests)
-
-    prompts = drawn(prompt)
-    outputs = drawn(output)
-    varied = f", drawn within {100.0 * spread:g} %" if spread else ""
-    source = f"{requests:,} requests of {prompt:,} + {output:,} tokens{varied}"
-    return Trace(np.cumsum(gaps_s), prompts, outputs, outputs, source)
-
-
 def _requests(
     arrival_s: Floats,
-    prompt: Lengths,
-    output: Lengths,
+    prompt: DrawnLengths,
+    output: DrawnLengths,
     rng: np.random.Generator,
     content: SharedContent | None,
     note: str,
@@ -326,8 +298,9 @@ def _requests(
     notes: tuple[str, ...] = (f"generated: {note}",)
     no_limits = np.zeros(count, dtype=np.int64)
     if content is None:
-        notes += prompt.clipped(prompts, "prompts") + output.clipped(outputs, "outputs")
-        whole = (prompt.clip(prompts), output.clip(outputs), no_limits)
+        notes += clip_note(prompts, prompt.longest, "prompts")
+        notes += clip_note(outputs, output.longest, "outputs")
+        whole = (clip(prompts, prompt.longest), clip(outputs, output.longest), no_limits)
         return Trace(arrival_s, *whole, "generated", notes)
     turns = no_limits + 1 if content.turns is None else content.turns.draw(rng, count)
     total = int(turns.sum())
@@ -337,7 +310,7 @@ def _requests(
     first = np.zeros(total, dtype=np.bool_)
     first[begins] = True
 
-    def column(drawn: Floats, lengths: Lengths) -> Floats:
+    def column(drawn: Floats, lengths: DrawnLengths) -> Floats:
         """One value per turn: those of the first turns are drawn already."""
         values = np.empty(total)
         values[first] = drawn
@@ -346,10 +319,10 @@ def _requests(
 
     drawn_own = column(prompts, prompt)
     drawn_answers = column(outputs, output)
-    notes += prompt.clipped(drawn_own, "parts of prompts")
-    notes += output.clipped(drawn_answers, "outputs")
-    own = prompt.clip(drawn_own)
-    answers = output.clip(drawn_answers)
+    notes += clip_note(drawn_own, prompt.longest, "parts of prompts")
+    notes += clip_note(drawn_answers, output.longest, "outputs")
+    own = clip(drawn_own, prompt.longest)
+    answers = clip(drawn_answers, output.longest)
     think_s = np.zeros(total)
     if content.think_ms is not None:
         think_s[~first] = content.think_ms.draw(rng, total - count) / 1000.0

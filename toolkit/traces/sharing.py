@@ -1,23 +1,23 @@
-"""What prompts share, as files say it: collected row by row, checked, and scaled with the lengths.
+"""What prompts share, as files say it: checked, and scaled with the lengths.
 
 A row with impossible blocks or an impossible session is read without them, counted, and named;
-nothing is guessed. `Sharing` does that for the readers. `scale_blocks` and `keep_sessions` follow
-lengths that were divided or clipped. `reuse_curve` says how much a cache of each size reuses.
+nothing is guessed: `blocks_of` and `sessions_of`. `scale_blocks` and `keep_sessions` follow lengths
+that were divided or clipped. `reusable_tokens` says how much a cache without limit reuses.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError
-from toolkit.traces.formats import ANEW, MOONCAKE_BLOCK, Format, block_ids, length, number
-from toolkit.traces.types import Sessions, SharedBlocks, Trace
+from toolkit.traces.columns import THINK, block_ids, length, number
+from toolkit.traces.types import MOONCAKE_BLOCK, Sessions, SharedBlocks, Trace
 
 # Tokens of a block where scaled lengths do not fit whole ones: vLLM's block, so its cache loses
 # nothing more.
@@ -29,12 +29,9 @@ Flags = NDArray[np.bool_]
 NO_LIST = "with hash_ids that are not a list of whole numbers"
 MISCOUNTED = "with hash_ids that contradict the length"
 NO_CHAIN = "with hash_ids that are no chain"
-EARLY = "that arrive before the turn before"
 SHORT = "shorter than the turn before and its answer"
 DIFFERENT = "with other blocks than the turn before"
-ORPHANED = "after a dropped turn"
 THOUGHTLESS = "with an impossible time to think"
-EDITED = "that do not continue an earlier prompt and its answer"
 
 
 @dataclass(slots=True)
@@ -58,160 +55,165 @@ class Problems:
         return f"{total:,} {'row is' if total == 1 else 'rows are'} read {read_as}: {each}"
 
 
-class Sharing:
-    """Collects the blocks and sessions of rows, in the file's order."""
+def blocks_of(
+    trace: Trace,
+    blocks: Sequence[object],
+    sizes: Sequence[object],
+    rows: Sequence[int],
+    unshared: Problems,
+) -> SharedBlocks | None:
+    """Return the blocks of the prompts of `trace`; None if no row has any.
 
-    def __init__(self, form: Format, source: str) -> None:
-        self.unshared = Problems()  # rows that are read as sharing nothing
-        self.unlinked = Problems()  # turns that are read as first turns
-        self._form = form
-        self._source = source
-        self._block_tokens = 0
-        self._said_in = 0  # and the row that says it first
-        self._ids = array("q")
-        self._counts = array("q")
-        self._rows = array("q")  # the numbers of the kept rows in the file
-        self._previous = array("q")
-        self._think_s = array("d")
-        self._latest: dict[str | int, int] = {}  # the last row by session; -1: it was dropped
+    Args:
+        blocks: what the file has as `hash_ids`, for each request.
+        sizes: what it has as `block_tokens`.
+        rows: their numbers in the file, for messages.
+        unshared: counts the rows that are read as sharing nothing.
 
-    def lost(self, record: Mapping[str, object] | None) -> None:
-        """A row that was dropped: no turn continues it."""
-        label = record.get(self._form.session) if record and self._form.session else None
-        if isinstance(label, str | int):
-            self._latest[label] = -1
-
-    def add(self, record: Mapping[str, object], row: int, prompt: int) -> None:
-        """The row with this number, which is kept. `InputError` for blocks of another size."""
-        self._rows.append(row)
-        given = record.get(self._form.blocks)
-        self._counts.append(0)
-        if given is not None:
-            block = self._size(record, row)
-            ids = block_ids(given)
-            wanted = -(-prompt // block)
-            if ids is None:
-                self.unshared.add(NO_LIST, f"row {row:,}")
-            elif len(ids) != wanted:
-                said = f"{len(ids)} for {prompt:,} tokens in blocks of {block}, must be {wanted}"
-                self.unshared.add(MISCOUNTED, f"row {row:,}: {said}")
-            else:
-                self._ids.extend(ids)
-                self._counts[-1] = wanted
-        label = record.get(self._form.session)
-        previous = -1
-        think_s = 0.0
-        if label is not None:
-            if isinstance(label, str | int):
-                previous = self._latest.get(label, -2)
-                self._latest[label] = len(self._previous)
-            if previous == -1:
-                self.unlinked.add(ORPHANED, f"row {row:,}")
-            elif previous >= 0:
-                given = record.get(self._form.think)
-                try:
-                    think_s = 0.0 if given is None else number(given) / 1000.0
-                    if not 0.0 <= think_s < np.inf:
-                        raise ValueError
-                except (ValueError, OverflowError):
-                    shown = f"row {row:,}: {self._form.think} is {given!r}, must be at least 0 ms"
-                    self.unlinked.add(THOUGHTLESS, shown)
-                    previous = -1
-                    think_s = 0.0
-            elif ANEW in record:
-                self.unlinked.add(EDITED, f"row {row:,}")
-        self._previous.append(max(previous, -1))
-        self._think_s.append(think_s)
-
-    def _size(self, record: Mapping[str, object], row: int) -> int:
-        given = record.get("block_tokens", MOONCAKE_BLOCK)
-        if self._block_tokens and given == self._block_tokens:
-            return self._block_tokens
-        try:
-            block = length(given)
-        except (ValueError, OverflowError):
-            block = 0
-        if block < 1:
+    Raises `InputError` if blocks have an impossible size, or two sizes.
+    """
+    ids = array("q")
+    counts = np.zeros(len(trace), dtype=np.int64)
+    size = 0
+    said_in = 0  # the row that says the size first
+    for place, (listed, tokens) in enumerate(zip(blocks, sizes, strict=True)):
+        if listed is None:
+            continue
+        row = rows[place]
+        block = size if size and tokens == size else _block_tokens(tokens, trace.source, row)
+        if size and block != size:
             raise InputError(
-                f"{self._source}: row {row:,}: block_tokens is {given!r}",
-                "must be a whole number of tokens from 1 on",
-            )
-        if self._block_tokens:
-            raise InputError(
-                f"{self._source}: row {row:,} has blocks of {block} tokens, "
-                f"row {self._said_in:,} of {self._block_tokens}",
+                f"{trace.source}: row {row:,} has blocks of {block} tokens, "
+                f"row {said_in:,} of {size}",
                 "a trace has blocks of one size: split the file",
             )
-        self._block_tokens = block
-        self._said_in = row
-        return block
+        if not size:
+            size = block
+            said_in = row
+        prompt = int(trace.prompt_tokens[place])
+        wanted = -(-prompt // size)
+        found = block_ids(listed)
+        if found is None:
+            unshared.add(NO_LIST, f"row {row:,}")
+        elif len(found) != wanted:
+            said = f"{len(found)} for {prompt:,} tokens in blocks of {size}, must be {wanted}"
+            unshared.add(MISCOUNTED, f"row {row:,}: {said}")
+        else:
+            ids.extend(found)
+            counts[place] = wanted
+    if not len(ids):
+        return None
+    shared = SharedBlocks(
+        size, np.frombuffer(ids, dtype=np.int64).copy(), np.concatenate([[0], np.cumsum(counts)])
+    )
+    return _chains(shared, rows, unshared)
 
-    def attach(self, trace: Trace) -> Trace:
-        """`trace` with its blocks and sessions; its rows are in the file's order."""
-        trace = replace(trace, shared=self._blocks())
-        return replace(trace, sessions=self._sessions(trace))
 
-    def _blocks(self) -> SharedBlocks | None:
-        ids = np.frombuffer(self._ids, dtype=np.int64).copy()
-        counts = np.frombuffer(self._counts, dtype=np.int64).copy()
-        if not len(ids):
-            return None
-        if self._form.whole:  # ids that the reader made are negative
-            made = ids < 0
-            ids[made] = max(int(ids.max()), -1) - ids[made]
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        bad = self._no_chain(ids, offsets)
-        if bad.any():
-            ids = ids[np.repeat(~bad, counts)]
-            offsets = np.concatenate([[0], np.cumsum(np.where(bad, 0, counts))])
-        return SharedBlocks(self._block_tokens, ids, offsets) if len(ids) else None
+def _block_tokens(given: object, source: str, row: int) -> int:
+    """Return the size of a row's blocks. Raises `InputError` if it is impossible."""
+    try:
+        block = MOONCAKE_BLOCK if given is None else length(given)
+    except (ValueError, OverflowError):
+        block = 0
+    if block < 1:
+        raise InputError(
+            f"{source}: row {row:,}: block_tokens is {given!r}",
+            "must be a whole number of tokens from 1 on",
+        )
+    return block
 
-    def _no_chain(self, ids: Ints, offsets: Ints) -> Flags:
-        """The rows in which an id stands behind another id than where it stands first."""
-        first = np.zeros(len(ids), dtype=np.bool_)
-        first[offsets[:-1][np.diff(offsets) > 0]] = True
-        behind = np.where(first, 0, np.roll(ids, 1))
-        origin = first_places(ids)
-        wrong = (behind != behind[origin]) | (first != first[origin])
-        row_of = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-        bad = np.zeros(len(offsets) - 1, dtype=np.bool_)
-        bad[row_of[wrong]] = True
+
+def _chains(shared: SharedBlocks, rows: Sequence[int], unshared: Problems) -> SharedBlocks | None:
+    """Return the blocks without those of rows in which an id stands behind another id than where it
+    stands first; None if none are left.
+    """
+    ids = shared.ids
+    first = np.zeros(len(ids), dtype=np.bool_)
+    first[shared.offsets[:-1][shared.counts > 0]] = True
+    behind = np.where(first, 0, np.roll(ids, 1))
+    origin = first_places(ids)
+    wrong = (behind != behind[origin]) | (first != first[origin])
+    if not wrong.any():
+        return shared
+    row_of = np.repeat(np.arange(len(shared)), shared.counts)
+    bad = np.zeros(len(shared), dtype=np.bool_)
+    bad[row_of[wrong]] = True
+    places = int(np.flatnonzero(wrong)[0]), int(origin[wrong][0])
+    row, other = (rows[row_of[place]] for place in places)
+    now, then = ("first" if first[place] else f"after {behind[place]}" for place in places)
+    shown = f"row {row:,}: {ids[places[0]]} stands {now}, and {then} in row {other:,}"
+    unshared.add(NO_CHAIN, shown, int(bad.sum()))
+    kept = ids[np.repeat(~bad, shared.counts)]
+    offsets = np.concatenate([[0], np.cumsum(np.where(bad, 0, shared.counts))])
+    return SharedBlocks(shared.block_tokens, kept, offsets) if len(kept) else None
+
+
+def sessions_of(
+    trace: Trace,
+    labels: Sequence[object],
+    think_ms: Sequence[object] | None,
+    took_s: Sequence[float],
+    rows: Sequence[int],
+    unlinked: Problems,
+) -> Sessions | None:
+    """Return the sessions of `trace`, which is in order of arrival; None if no turn continues
+    another.
+
+    Args:
+        labels: of each request's session; a number or a text, or else it has none.
+        think_ms: what the file has as times to think; None: they follow from the arrivals.
+        took_s: how long each request took; 0 where it is not known.
+        rows: their numbers in the file, for messages.
+        unlinked: counts the turns that are read as first turns.
+    """
+    previous = np.full(len(trace), -1, dtype=np.int64)
+    think_s = np.zeros(len(trace))
+    latest: dict[str | int, int] = {}  # the last request by session
+    arrivals_s = trace.arrival_s.tolist()
+    for place, label in enumerate(labels):
+        if not isinstance(label, str | int):
+            continue
+        before = latest.get(label, -1)
+        latest[label] = place
+        if before < 0:
+            continue
+        if think_ms is None:
+            think = max(arrivals_s[place] - arrivals_s[before] - took_s[before], 0.0)
+        else:
+            given = think_ms[place]
+            think = _think_s(given)
+            if think < 0.0:
+                shown = f"row {rows[place]:,}: {THINK} is {given!r}, must be at least 0 ms"
+                unlinked.add(THOUGHTLESS, shown)
+                continue
+        previous[place] = before
+        think_s[place] = think
+    linked = np.flatnonzero(previous >= 0)
+    ahead = previous[linked]
+    short = trace.prompt_tokens[linked] < (trace.prompt_tokens + trace.output_tokens)[ahead]
+    other = _other_blocks(trace, linked, ahead) & ~short
+    for reason, wrong in ((SHORT, short), (DIFFERENT, other)):
         if wrong.any():
-            places = int(np.flatnonzero(wrong)[0]), int(origin[wrong][0])
-            row, other = (self._rows[row_of[place]] for place in places)
-            now, then = ("first" if first[place] else f"after {behind[place]}" for place in places)
-            shown = f"row {row:,}: {ids[places[0]]} stands {now}, and {then} in row {other:,}"
-            self.unshared.add(NO_CHAIN, shown, int(bad.sum()))
-        return bad
+            turn = int(linked[wrong][0])
+            before = int(ahead[wrong][0])
+            here, there = f"row {rows[turn]:,}", f"row {rows[before]:,}"
+            if reason == SHORT:
+                here += f": {trace.prompt_tokens[turn]:,} tokens"
+                there += f": {trace.prompt_tokens[before]:,} + {trace.output_tokens[before]:,}"
+            unlinked.add(reason, f"{here}, {there}", int(wrong.sum()))
+    cut = linked[short | other]
+    previous[cut] = -1
+    think_s[cut] = 0.0
+    return Sessions(previous, think_s) if (previous >= 0).any() else None
 
-    def _sessions(self, trace: Trace) -> Sessions | None:
-        previous = np.frombuffer(self._previous, dtype=np.int64).copy()
-        think_s = np.frombuffer(self._think_s, dtype=np.float64).copy()
-        linked = np.flatnonzero(previous >= 0)
-        before = previous[linked]
-        early = trace.arrival_s[linked] < trace.arrival_s[before]
-        short = trace.prompt_tokens[linked] < (trace.prompt_tokens + trace.output_tokens)[before]
-        other = _other_blocks(trace, linked, before) & ~short
-        for reason, wrong in ((EARLY, early), (SHORT, short & ~early), (DIFFERENT, other & ~early)):
-            if wrong.any():
-                row = int(linked[wrong][0])
-                shown = self._shown(reason, trace, row, int(previous[row]))
-                self.unlinked.add(reason, shown, int(wrong.sum()))
-        cut = linked[early | short | other]
-        previous[cut] = -1
-        think_s[cut] = 0.0
-        return Sessions(previous, think_s) if (previous >= 0).any() else None
 
-    def _shown(self, reason: str, trace: Trace, row: int, before: int) -> str:
-        here = f"row {self._rows[row]:,}"
-        there = f"row {self._rows[before]:,}"
-        if reason == EARLY:
-            here += f": at {trace.arrival_s[row]:.6g} s"
-            there += f" at {trace.arrival_s[before]:.6g} s"
-        if reason == SHORT:
-            here += f": {trace.prompt_tokens[row]:,} tokens"
-            there += f": {trace.prompt_tokens[before]:,} + {trace.output_tokens[before]:,}"
-        return f"{here}, {there}"
+def _think_s(given: object) -> float:
+    """Return the seconds of a time to think in ms; -1 if it is impossible."""
+    try:
+        think_s = 0.0 if given is None else number(given) / 1000.0
+    except (ValueError, OverflowError):
+        return -1.0
+    return think_s if 0.0 <= think_s < np.inf else -1.0
 
 
 def first_places(ids: Ints) -> Ints:
@@ -294,63 +296,21 @@ def keep_sessions(trace: Trace) -> Trace:
     return replace(trace, sessions=sessions, notes=(*trace.notes, note))
 
 
-# How much of the prompts of a trace a prefix cache could reuse, at every size of the cache.
-#
-# `reusable_tokens` counts what a cache without limit reuses. `reuse_curve` gives the hit rate
-# over every capacity at once: Mattson's stack distance, in one pass, for an LRU cache that evicts
-# the tail of a prompt before its head, as vLLM's does. Blocks that are only ever used together
-# are one unit, so the cost follows the requests and the points where prompts part, not the
-# blocks.
-
-DERIVED_BLOCK = 16  # tokens of a block of sessions that come without blocks: vLLM's default
-CURVE_POINTS = 49  # sizes of caches in a description: four to a doubling, for 2**12 blocks
-
-Floats = NDArray[np.float64]
-
-
-def block_lengths(trace: Trace) -> Ints:
-    """The tokens in each block of a trace with blocks; only a prompt's last block may have fewer
-    than the others.
-    """
-    assert trace.shared
-    shared = trace.shared
-    tokens = np.full(len(shared.ids), shared.block_tokens, dtype=np.int64)
-    rows = np.flatnonzero(shared.counts)
-    last = shared.offsets[rows + 1] - 1
-    tokens[last] = trace.prompt_tokens[rows] - (shared.counts[rows] - 1) * shared.block_tokens
-    return tokens
-
-
 def reusable_tokens(trace: Trace) -> Ints:
-    """The first tokens of each prompt with which an earlier prompt of the trace begins."""
-    if trace.shared is None:
-        return np.zeros(len(trace), dtype=np.int64)
+    """The first tokens of each prompt with which an earlier prompt of the trace begins: what a
+    cache without limit reuses.
+    """
     shared = trace.shared
+    if shared is None:
+        return np.zeros(len(trace), dtype=np.int64)
     rows = np.repeat(np.arange(len(trace)), shared.counts)
     origin = first_places(shared.ids)
-    tokens = block_lengths(trace)
+    tokens = np.full(len(shared.ids), shared.block_tokens, dtype=np.int64)
+    several = np.flatnonzero(shared.counts)
+    last = shared.offsets[several + 1] - 1  # only a prompt's last block may have fewer tokens
+    tokens[last] = trace.prompt_tokens[several] - (shared.counts[several] - 1) * shared.block_tokens
     seen = np.where(rows[origin] < rows, np.minimum(tokens, tokens[origin]), 0)
     return np.bincount(rows, seen, minlength=len(trace)).astype(np.int64)
-
-
-def with_blocks(trace: Trace) -> Trace:
-    """`trace`; where it has sessions but no blocks, with the blocks that follow from the sessions.
-
-    The prompts of a session are the beginnings of one text, and sessions share nothing. A prompt's
-    last block is its own if it is not full.
-    """
-    if trace.shared is not None or trace.sessions is None:
-        return trace
-    first = trace.sessions.first
-    counts = -(-trace.prompt_tokens // DERIVED_BLOCK)
-    longest = np.zeros(len(trace), dtype=np.int64)
-    np.maximum.at(longest, first, counts)
-    starts = np.cumsum(longest) - longest  # of each session's ids, at its first row
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    ids = np.arange(offsets[-1]) + np.repeat(starts[first] - offsets[:-1], counts)
-    partial = np.flatnonzero(trace.prompt_tokens % DERIVED_BLOCK)
-    ids[offsets[partial + 1] - 1] = longest.sum() + partial
-    return replace(trace, shared=SharedBlocks(DERIVED_BLOCK, ids, offsets))
 
 
 def cold_tokens(trace: Trace, first: int, last: int) -> int:
@@ -363,157 +323,3 @@ def cold_tokens(trace: Trace, first: int, last: int) -> int:
     return int(
         reusable_tokens(until)[first:].sum() - reusable_tokens(until.take(slice(first, last))).sum()
     )
-
-
-@dataclass(slots=True, frozen=True)
-class ReuseCurve:
-    """The hits of an LRU cache of blocks by its capacity. Between two points hits grow evenly.
-
-    The cache looks a prompt up as a whole, so a block hits only behind blocks that hit. An answer's
-    blocks are not in it.
-    """
-
-    block_tokens: int
-    capacity_blocks: Ints  # ascending, from 0 on
-    hit_tokens: Floats
-    prompt_tokens: int  # of all requests, also of those without blocks
-
-    def at(self, capacity_blocks: float) -> float:
-        """The share of prompt tokens that hit at a capacity."""
-        tokens = float(np.interp(capacity_blocks, self.capacity_blocks, self.hit_tokens))
-        return tokens / self.prompt_tokens
-
-
-@dataclass(slots=True, frozen=True)
-class CacheHits:
-    """What an LRU cache of one size reuses of a trace's prompts."""
-
-    cache_tokens: int
-    cache_bytes: int | None  # None: the bytes of a token are not known
-    hit_percent: float  # of all prompt tokens
-
-
-@dataclass(slots=True, frozen=True)
-class PromptReuse:
-    """What the prompts of a trace share, in numbers.
-
-    `derived`: the trace has no blocks, and these follow from its sessions (`with_blocks`).
-    """
-
-    block_tokens: int
-    prompt_tokens: int
-    different_tokens: int  # what a cache holds that keeps everything
-    reusable_tokens: int  # by such a cache
-    reusable_percent: float
-    caches: list[CacheHits]  # from one block to the smallest cache that reuses all
-    derived: bool
-
-
-def describe_reuse(trace: Trace, bytes_per_token: int | None = None) -> PromptReuse | None:
-    """What the prompts of `trace` share; None where it says neither blocks nor sessions."""
-    derived = trace.shared is None
-    trace = with_blocks(trace)
-    curve = reuse_curve(trace)
-    if curve is None:
-        return None
-    prompt_tokens = curve.prompt_tokens
-    reusable = int(reusable_tokens(trace).sum())
-    largest = max(int(curve.capacity_blocks[-1]), 1)
-    sizes = np.unique(np.geomspace(1, largest, CURVE_POINTS).round().astype(np.int64))
-    return PromptReuse(
-        curve.block_tokens,
-        prompt_tokens,
-        int(block_lengths(trace).sum()) - reusable,
-        reusable,
-        100.0 * reusable / prompt_tokens,
-        [
-            CacheHits(
-                size * curve.block_tokens,
-                bytes_per_token and size * curve.block_tokens * bytes_per_token,
-                100.0 * curve.at(size),
-            )
-            for size in sizes.tolist()
-        ],
-        derived,
-    )
-
-
-def reuse_curve(trace: Trace) -> ReuseCurve | None:
-    """The curve of `trace`; None where it does not say what prompts share."""
-    shared = trace.shared
-    if shared is None or not len(shared.ids):
-        return None
-    _, unit = np.unique(shared.ids, return_inverse=True)
-    lengths = block_lengths(trace)
-    starts, rows = _runs(unit, shared.offsets, lengths < shared.block_tokens)
-    tokens = np.add.reduceat(lengths, starts)
-    size = np.diff(np.append(starts, len(unit)))
-    # A request uses its runs from the tail to the head, so that the head is the last to be evicted.
-    order = np.lexsort((-starts, rows))
-    distance, again = _distances(unit[starts][order], size[order], rows[order])
-    size = size[order][again]
-    tokens = tokens[order][again]
-    # Of a run at distance d, block j from its head hits at a capacity of d + j.
-    rise = tokens / size
-    places = np.concatenate([[0], distance, distance + size])
-    capacity, index = np.unique(places, return_inverse=True)
-    slope = np.bincount(index, np.concatenate([[0.0], rise, -rise]), minlength=len(capacity))
-    rising = np.cumsum(slope)
-    hits = np.concatenate([[0.0], np.cumsum(rising[:-1] * np.diff(capacity))])
-    return ReuseCurve(shared.block_tokens, capacity, hits, int(trace.prompt_tokens.sum()))
-
-
-def _runs(unit: Ints, offsets: Ints, partial: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Where runs of blocks start that every prompt holds together, and the rows of these starts.
-
-    Every prompt with a block holds the one before it, so two neighbours that are used equally often
-    are always used together.
-    """
-    used = np.bincount(unit)[unit]
-    alone = np.zeros(int(unit.max()) + 1, dtype=np.bool_)
-    alone[unit[partial]] = True  # blocks that are the shorter last block of some prompt
-    begins = np.ones(len(unit), dtype=np.bool_)
-    begins[1:] = (used[1:] != used[:-1]) | alone[unit[1:]] | alone[unit[:-1]]
-    begins[offsets[:-1][np.diff(offsets) > 0]] = True
-    starts = np.flatnonzero(begins)
-    return starts, np.searchsorted(offsets, starts, side="right") - 1
-
-
-def _distances(unit: Ints, size: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """For each repeated use of a unit: how many different blocks were used between its previous use
-    and this request; and the places of these repeated uses.
-    """
-    count = len(unit)
-    order = np.argsort(unit, kind="stable")
-    previous = np.full(count, -1, dtype=np.int64)
-    same = unit[order][1:] == unit[order][:-1]
-    previous[order[1:][same]] = order[:-1][same]
-    again = np.flatnonzero(previous >= 0)
-    before = np.concatenate([[0], np.cumsum(size)])
-    request = np.searchsorted(rows, rows[again])  # where the request of each use begins
-    between = before[request] - before[previous[again] + 1]
-    # A unit that was used several times in between counts once, at the first of these uses. Of its
-    # other uses, the previous use is in between, too.
-    return between - _later_before(previous[again], size[again]), again
-
-
-def _later_before(values: Ints, weights: Ints) -> Ints:
-    """For each place, the weights of the places before it with greater values, in total.
-
-    The places are compared in pairs of halves of growing size, as in a merge sort. `values` are
-    different.
-    """
-    found = np.zeros(len(values), dtype=np.int64)
-    by_value = np.argsort(-values, kind="stable")
-    half = 1
-    while half < len(values):
-        order = by_value[np.argsort(by_value // (2 * half), kind="stable")]
-        left = (order // half) % 2 == 0
-        weight = np.where(left, weights[order], 0)
-        group = order // (2 * half)
-        total = np.cumsum(weight)
-        starts = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
-        at_start = np.repeat(total[starts] - weight[starts], np.diff(np.append(starts, len(group))))
-        found[order] += np.where(left, 0, total - at_start)
-        half *= 2
-    return found

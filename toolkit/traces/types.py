@@ -20,6 +20,8 @@ from toolkit.files.recipe import NAME_PATTERN
 from toolkit.files.tuning import Scaling, changes_in_words
 
 FOLDER = Path(__file__).parent / "data"  # of the shipped traces
+MAX_LENGTH = 2**31 - 1  # tokens; a greater length is a mistake, and would overflow sums
+MOONCAKE_BLOCK = 512  # tokens of a block in Mooncake's traces, which do not say it
 
 Rows = NDArray[np.int64] | slice
 
@@ -161,19 +163,16 @@ class Trace:
         )
 
 
-def trace_path(trace: str | os.PathLike[str], *, folders: bool = False) -> Path:
-    """The file of a trace, given as a path or as the name of a shipped trace; with `folders` also a
-    folder of sessions. Raises `InputError` where neither exists.
+def trace_path(trace: str | os.PathLike[str]) -> Path:
+    """The file of a trace, given as a path or as the name of a shipped trace. Raises `InputError`
+    where neither exists.
     """
     path = Path(trace)
     text = os.fspath(trace)
-    if path.is_file() or (folders and text and path.is_dir()):
+    if path.is_file():
         return path
     if path.is_dir():
-        raise InputError(
-            f"{text}: a folder, not a trace",
-            "name a file in it; for a folder of sessions: llmctl trace convert FOLDER OUT.jsonl",
-        )
+        raise InputError(f"{text}: a folder, not a trace", "name a file in it")
     shipped = FOLDER / f"{text}.jsonl"
     if re.fullmatch(NAME_PATTERN, text) and shipped.is_file():
         return shipped

@@ -18,9 +18,8 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ScaledLengths, Scaling
-from toolkit.traces.formats import MAX_LENGTH
-from toolkit.traces.sharing import cold_tokens, keep_sessions, scale_blocks
-from toolkit.traces.types import Trace
+from toolkit.traces.sharing import cold_tokens, keep_sessions, reusable_tokens, scale_blocks
+from toolkit.traces.types import MAX_LENGTH, Trace
 
 MAX_DIVISOR = 1e6  # of lengths
 MIN_RATE_RPS = 1e-6
@@ -524,6 +523,8 @@ class Description:
     output_tokens_per_s: float
     prompt: LengthSpread
     output: LengthSpread
+    # of the prompt tokens, that a prefix cache without limit finds; None: the trace does not say
+    reusable_percent: float | None
 
 
 def describe(trace: Trace) -> Description:
@@ -531,6 +532,9 @@ def describe(trace: Trace) -> Description:
     duration_s = float(trace.arrival_s[-1])
     gaps = np.diff(trace.arrival_s)
     per_s = 1.0 / duration_s if duration_s > 0 else 0.0
+    shared_percent = None
+    if trace.shared is not None:
+        shared_percent = 100.0 * float(reusable_tokens(trace).sum() / trace.prompt_tokens.sum())
     return Description(
         requests=len(trace),
         duration_s=duration_s,
@@ -540,6 +544,7 @@ def describe(trace: Trace) -> Description:
         output_tokens_per_s=float(trace.output_tokens.sum()) * per_s,
         prompt=spread(trace.prompt_tokens),
         output=spread(trace.output_tokens),
+        reusable_percent=shared_percent,
     )
 
 

@@ -26,8 +26,7 @@ import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.files.io import target_of, write_text
-from toolkit.traces.formats import MOONCAKE_BLOCK
-from toolkit.traces.types import Sessions, Trace
+from toolkit.traces.types import MOONCAKE_BLOCK, Sessions, Trace
 
 MAX_BYTES = 256 << 20  # of each of the log's two files: some two million requests
 

@@ -66,12 +66,9 @@ def make_workload(
     fit: Fit,
     trace: Trace,
     others: Sequence[Kind] = (),
-    *,
-    is_exact: bool = False,
 ) -> Workload:
     """The trace with the recipe's lengths, at the recipe's rate or load, or else at its own rate.
-    At a fixed concurrency the times only cut it into windows. A trace that `is_exact` keeps its
-    lengths.
+    At a fixed concurrency the times only cut it into windows.
 
     Raises `InputError` for a trace without requests, one with all requests at the same time, one
     that is shorter than the longest target on waiting, and windows without requests;
@@ -80,7 +77,7 @@ def make_workload(
     spec = recipe.tune
     if not len(trace):
         raise InputError(f"{trace.source}: it has no requests", "give another trace with --trace")
-    fitted = trace if is_exact else prepare(trace, recipe)
+    fitted = prepare(trace, recipe)
     rate_rps = spec.request_rate_rps
     if rate_rps is None and spec.load is not None:
         rate_rps = load_rate_rps(recipe, fit, fitted, spec.load, others)
