@@ -1,7 +1,7 @@
 # llmctl with the tokenizers, models and kernels that its workers need, for the rendered Compose file and Kubernetes objects.
 #
 #   docker build -t llmctl:0.1.0 .                            torch as PyPI has it: CUDA, and CPU where there is none
-#   docker build -t llmctl:0.1.0-deepspeed --build-arg 'EXTRAS=[deepspeed]' .  for that engine; EXPLAIN.md has the command
+#   docker build -t llmctl:0.1.0-deepspeed --build-arg 'EXTRAS=[deepspeed]' .  for that engine; the rendered file has the command
 #
 # It runs as user 10001 with a read-only root: what is written lies in /tmp, and models in /models.
 # The base by its digest, that of the index for all architectures: a tag may be moved.

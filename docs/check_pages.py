@@ -40,10 +40,7 @@ CODE = tuple(
 OTHERS = (*(ROOT / "templates").rglob("*.j2"), *(ROOT / "recipes").glob("*.yaml"))
 LINK = re.compile(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"')
 PAGE = re.compile(r"(?<![\w/.])docs/[\w/-]+\.(?:md|svg|webp)")
-OF_OTHER_PROJECTS = (  # device plugin, SGLang
-    "docs/gpu-feature-discovery/README.md",
-    "docs/advanced_features/server_arguments.md",
-)
+OF_OTHER_PROJECTS = ("docs/gpu-feature-discovery/README.md",)  # of the device plugin
 PERSON = re.compile(
     r"\b(who|whom|whose|whoever|nobody|somebody|everybody|anybody|he|his|him)\b", re.IGNORECASE
 )

@@ -66,7 +66,7 @@ OTHERS = {
     "to join it",
     "SSL_CERT_FILE": "authorities that clients trust, in place of the system's",
     "XDG_DATA_HOME": "where `vllm-check` keeps its results (`~/.local/share`)",
-    "XDG_STATE_HOME": "where running servers are registered (`~/.local/state`)",
+    "XDG_STATE_HOME": "where the keys of servers with live settings are kept (`~/.local/state`)",
     "XDG_CACHE_HOME": "where models of `source: random` are saved for vLLM (`~/.cache`)",
 }
 

@@ -61,12 +61,12 @@ def check_compose(order: Order, folder: Path) -> None:
 
 
 def kustomized(order: Order, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """The objects that kustomize builds of core/, then of the whole folder."""
+    """The objects that kustomize builds of base/ and of the overlays over it."""
     for name, text in render_target("kubernetes", order).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    for root in (folder / "core", folder):
-        command = ["kubectl", "kustomize", root]
+    for root in ("base", "monitoring", "autoscaling"):
+        command = ["kubectl", "kustomize", folder / root]
         built = subprocess.run(command, capture_output=True, text=True, check=True)
         yield list(yaml.safe_load_all(built.stdout))
 

@@ -101,7 +101,6 @@ def test_completion_offers_shipped_names_and_local_files(tmp_path):
         (arguments.traces, shipped_traces()),
         (arguments.policy, KNOWN),
         (arguments.rendered_targets, TARGETS),
-        (arguments.served_targets, arguments.IN_PROCESS + arguments.MANAGED),
     ],
 )
 def test_completion_offers_exactly_the_existing_names(complete, known, tmp_path, monkeypatch):

@@ -10,13 +10,13 @@ from random import Random
 
 import pytest
 import test_report
+import yaml
 from commands import llmctl, refused
 from mutations import mutated
 
 from toolkit.catalogue.known import KNOWN
 from toolkit.cli.arguments import open_recipe
 from toolkit.errors import InputError
-from toolkit.files.strict import dump_yaml
 from toolkit.serve.access import read_keys
 
 REPORT = "report plan.json --out page.html"
@@ -126,7 +126,7 @@ def test_damaged_yaml_is_refused_or_read(
     for seed in range(first, first + 20):
         rng = Random(seed)
         for document, read in ((recipe, open_recipe), (keys, read_keys)):
-            file.write_text(dump_yaml(document, ""))
+            file.write_text(yaml.safe_dump(document))
             content = mutated(file.read_bytes() if seed % 2 else json.dumps(document).encode(), rng)
             file.write_bytes(content)
             with contextlib.suppress(InputError):

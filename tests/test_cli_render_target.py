@@ -20,7 +20,6 @@ from toolkit.files.plan import Plan
 
 CANARY = "sk-canary-7f3a9c51"
 LOCAL = {
-    "EXPLAIN.md",
     "alerts.yaml",
     "bench.sh",
     "dashboard.json",
@@ -50,7 +49,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_folder_has_the_plan_its_explanation_and_a_way_to_check_it():
+def test_a_folder_has_the_plan_and_a_way_to_check_it():
     assert render("--target local --out here") == 0
     names = {path.name for path in Path("here").iterdir()}
     assert names == LOCAL
@@ -75,9 +74,10 @@ def test_check_shows_a_diff_and_writes_nothing(capsys):
     before = contents("kubernetes")
     words = "--target kubernetes --check --replicas 3"
     out, err = ran(capsys, f"render plan.json {words}", code=4)
-    assert "--- core/deployment.yaml (there)\n+++ core/deployment.yaml (rendered)\n" in out
-    assert "-  replicas: 1\n+  replicas: 3\n" in out
-    assert says(err, "EXPLAIN.md", "core/deployment.yaml")
+    assert "--- base/deployment.yaml (there)\n+++ base/deployment.yaml (rendered)\n" in out
+    assert "-  replicas: 1\n" in out
+    assert "+  replicas: 3\n" in out
+    assert says(err, "base/deployment.yaml")
     assert contents("kubernetes") == before
 
 
@@ -115,9 +115,9 @@ def test_files_that_are_no_longer_rendered_are_removed():
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path, capsys):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kubernetes").mkdir()
-    (tmp_path / "kubernetes" / "core").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "kubernetes" / "base").symlink_to(tmp_path / "elsewhere")
     said = refused(capsys, "render plan.json --target kubernetes")
-    assert says(said[0], "core/deployment.yaml", "link", "kubernetes")
+    assert says(said[0], "base/kustomization.yaml", "link", "kubernetes")
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -139,7 +139,7 @@ def test_a_given_plan_stays_unchanged(plan):
     assert render("--target local --check") == 4
 
 
-def test_the_validation_beside_the_plan_is_in_the_explanation(plan):
+def test_the_validation_beside_the_plan_is_the_bound_of_the_check(plan):
     error = MetricError(
         metric="throughput_rps",
         measured=3.0,
@@ -158,9 +158,6 @@ def test_the_validation_beside_the_plan_is_in_the_explanation(plan):
     )
     write_file(found, "validation.json")
     assert render("--target local") == 0
-    explained = Path("local/EXPLAIN.md").read_text()
-    assert "| throughput_rps | 3.5 | +10.0 % |" in explained
-    assert "Validated on 0 windows" in explained
     assert "MAX_ERROR:-32" in Path("local/bench.sh").read_text()
 
 

@@ -5,17 +5,21 @@ exact rule.
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import orders
 import pytest
+import yaml
 from operator_kinds import AlertRule, RulesFile
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import check_with_promtool, needs_promtool, objects_of
 
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.monitoring import replica_rules, rules, section_of, series
+from toolkit.deploy import reckon
 from toolkit.deploy.order import Order, Sourced
+from toolkit.deploy.render import fill
+from toolkit.deploy.values import Values
 from toolkit.files.recipe import SLA_KEYS
 from toolkit.gateway.front import Gateway
 from toolkit.serve.metrics import Exposition, text_of
@@ -35,6 +39,18 @@ Sample = tuple[str, str | None]  # a name, and the bound of its bucket if it is 
 QUEUE: Sourced[int | None] = Sourced(7, "test")
 
 
+@pytest.fixture(autouse=True)
+def _queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than seven that wait are too many; nothing is simulated."""
+    monkeypatch.setattr(reckon, "waiting_threshold", lambda plan, trace: QUEUE)
+
+
+def rules(order: Order, *, front: bool = False) -> Any:
+    """The rules of a server in a cluster, or of a front with replicas."""
+    values = Values(order, front=front, cluster=True)
+    return yaml.safe_load(fill("kubernetes/monitoring/prometheusrule.yaml", values))["spec"]
+
+
 def alert_of(key: str) -> str:
     return f"LlmctlTarget{key.title().replace('_', '')}"
 
@@ -46,8 +62,8 @@ def order_of(folder: Path, **changes: object) -> Order:
 def rendered(target: str, order: Order) -> list[AlertRule]:
     """As they stand in the target's file."""
     files = objects_of(order, target)
-    if "prometheusrule.yaml" in files:
-        found = files["prometheusrule.yaml"]["spec"]
+    if "monitoring/prometheusrule.yaml" in files:
+        found = files["monitoring/prometheusrule.yaml"]["spec"]
     else:
         found = files["alerts.yaml"]
     return [one for group in RulesFile.model_validate(found).groups for one in group.rules]
@@ -72,7 +88,7 @@ def test_every_rule_reads_only_the_series_of_its_own_deployment(
 
 
 def test_the_autoscaler_reads_the_same_series(tmp_path: Path) -> None:
-    scaled = objects_of(order_of(tmp_path))["scaledobject.yaml"]
+    scaled = objects_of(order_of(tmp_path))["autoscaling/scaledobject.yaml"]
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["metadata"]["query"] == (
         'sum(llmctl_requests_waiting{namespace="default",job="default/llmctl-test"})'
@@ -81,7 +97,7 @@ def test_the_autoscaler_reads_the_same_series(tmp_path: Path) -> None:
 
 def test_the_job_label_is_that_of_the_pod_monitor(tmp_path: Path) -> None:
     """Prometheus' operator takes its namespace and name where it names no jobLabel."""
-    monitor = objects_of(order_of(tmp_path))["podmonitor.yaml"]
+    monitor = objects_of(order_of(tmp_path))["monitoring/podmonitor.yaml"]
     assert "jobLabel" not in monitor["spec"]
     assert (
         OWN["kubernetes"]["job"]
@@ -128,7 +144,7 @@ def test_every_target_has_a_rule_and_the_server_its_series(tmp_path: Path) -> No
     registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=False))
     exposed = samples_in(generate_latest(registry).decode())
     order = order_of(tmp_path, sla=sla)
-    whole = RulesFile.model_validate(rules(order, series(order, monitored=True), QUEUE))
+    whole = RulesFile.model_validate(rules(order))
     found = {rule.alert: rule for rule in whole.groups[0].rules}
     for key, limit in sla.items():
         rule = found[alert_of(key)]
@@ -172,7 +188,7 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
     )  # fmt: skip
     exposed = samples_in(text_of(Gateway.families(gateway)).decode())  # type: ignore[arg-type]
     order = order_of(tmp_path, sla=sla)
-    (group,) = replica_rules(order, series(order, monitored=True), [])["groups"]
+    (group,) = rules(order, front=True)["groups"]
     assert {alert_of(key) for key in sla} <= {rule["alert"] for rule in group["rules"]}
     read = set[Sample]().union(*(samples_read(rule["expr"]) for rule in group["rules"]))
     assert read - {("up", None)} <= exposed
@@ -248,7 +264,7 @@ def firing(folder: Path, found: object, worlds: list[tuple[dict[str, str], set[s
 @needs_promtool
 def test_a_failing_deployment_fires_only_its_own_alerts(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla={"ttft_p99_s": 2.0})
-    found = rules(order, series(order, monitored=True), QUEUE)
+    found = rules(order)
     ours = "default/llmctl-test"
     other = "default/llmctl-test-b"
     every = {rule.alert for rule in rendered("kubernetes", order)}
@@ -314,7 +330,7 @@ def one_front(broken: str = "", **changes: str) -> dict[str, str]:
 @needs_promtool
 def test_a_broken_target_fires_its_own_alert_alone(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla=limits())
-    found = rules(order, series(order, monitored=True), QUEUE)
+    found = rules(order)
     own = f'{FRONT},instance="{OWN["kubernetes"]["job"]}",model_name="m"'
     well = {
         name: text for name, text in one_server("default/llmctl-test").items() if "ttft" not in name
@@ -328,7 +344,7 @@ def test_a_broken_target_fires_its_own_alert_alone(tmp_path: Path) -> None:
 @needs_promtool
 def test_a_target_broken_at_a_front_fires_its_alert(tmp_path: Path) -> None:
     order = order_of(tmp_path, sla=limits())
-    found = replica_rules(order, series(order, monitored=True), [(BEHIND, QUEUE)])
+    found = rules(order, front=True)
     worlds = [(one_front(), set[str]())]
     worlds += [(one_front(key), {alert_of(key)}) for key in SLA_KEYS]
     down = {'llmctl_replica_up,replica="1"': "0x30"}
@@ -358,10 +374,10 @@ def test_what_does_not_load_alerts_after_the_bound_of_its_load(tmp_path: Path) -
     """The recipe allows 15 minutes, so that 20 minutes are enough to see it."""
     plan = orders.changed(orders.plan(tmp_path, sla={}), recipe__serve__load_timeout_s=900.0)
     order = orders.order(plan)
-    found = rules(order, series(order, monitored=True), QUEUE)
+    found = rules(order)
     server = one_server("default/llmctl-test", llmctl_workers_alive="1x30")
     firing(tmp_path, found, [(server, {"LlmctlWorkerMissing"})])
-    found = replica_rules(order, series(order, monitored=True), [])
+    found = rules(order, front=True)
     down = {'llmctl_replica_up,replica="1"': "0x30"}
     worlds = [
         (one_front(**down), {"LlmctlReplicaDown"}),
@@ -373,8 +389,8 @@ def test_what_does_not_load_alerts_after_the_bound_of_its_load(tmp_path: Path) -
 def test_alerts_about_loading_wait_as_long_as_the_probes(tmp_path: Path) -> None:
     plan = orders.changed(orders.plan(tmp_path), recipe__serve__load_timeout_s=7200.0)
     order = orders.order(plan)
-    (server,) = rules(order, "", QUEUE)["groups"]
-    (front,) = replica_rules(order, "", [])["groups"]
+    (server,) = rules(order)["groups"]
+    (front,) = rules(order, front=True)["groups"]
     waits = {rule["alert"]: rule["for"] for rule in [*server["rules"], *front["rules"]]}
     for name in ("LlmctlWorkerMissing", "LlmctlReplicaDown", "LlmctlNeverReady"):
         assert waits[name] == "7200s"
@@ -382,7 +398,7 @@ def test_alerts_about_loading_wait_as_long_as_the_probes(tmp_path: Path) -> None
 
 def every_rule(order: Order) -> list[AlertRule]:
     """The rules of a server, and of a front with replicas."""
-    found = [rules(order, FRONT, QUEUE), replica_rules(order, FRONT, [(BEHIND, QUEUE)])]
+    found = [rules(order), rules(order, front=True)]
     groups = [RulesFile.model_validate(each).groups for each in found]
     return [rule for each in groups for group in each for rule in group.rules]
 
@@ -412,7 +428,8 @@ def test_every_alert_has_a_section_that_says_what_to_do(tmp_path: Path) -> None:
         assert anchor in anchors, rule.alert
         assert base.endswith("/how-to/alerts.html")
         assert base.startswith(re.findall(r'^Documentation = "(.*)"', PROJECT, re.M)[0])
-    assert anchors == {section_of(rule.alert) for rule in found}, "and no other has one"
+    used = {rule.annotations["runbook_url"].partition("#")[2] for rule in found}
+    assert anchors == used, "and no other has one"
     for name, text in sections.items():
         assert all(f"**{part}:**" in text for part in ("Look at", "Do")), name
 
@@ -422,7 +439,7 @@ def test_every_alert_has_a_section_that_says_what_to_do(tmp_path: Path) -> None:
 def test_the_autoscaler_sees_a_queue_grow_early(tmp_path: Path) -> None:
     """A queue that grows by 2 a second has 60 after 30 s, and 290 after a load of 115 s more."""
     plan = orders.changed(orders.plan(tmp_path), fit__engine__load_s=85.0)
-    (trigger,) = objects_of(orders.order(plan))["scaledobject.yaml"]["spec"]["triggers"]
+    (trigger,) = objects_of(orders.order(plan))["autoscaling/scaledobject.yaml"]["spec"]["triggers"]
     pods = [f'llmctl_requests_waiting{{{FRONT},pod="{pod}"}}' for pod in (0, 1)]
     shapes = {"0+15x8": 290.0, "40x8": 80.0, "90-10x8": 140.0}  # of each of two pods
     tests = [

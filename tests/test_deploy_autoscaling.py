@@ -16,8 +16,7 @@ from rendered import objects_of
 
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import tuned_trace, waiting_threshold
-from toolkit.deploy.render import render_target
-from toolkit.deploy.targets.autoscaling import Autoscaling
+from toolkit.deploy.scaling import Scaling
 from toolkit.files.io import write_file
 from toolkit.files.plan import Plan
 from toolkit.files.strict import Input
@@ -53,7 +52,7 @@ def long_trace(folder: Path) -> Path:
 
 
 def scaled(order: Order) -> dict[str, Any]:
-    found = objects_of(order)["scaledobject.yaml"]
+    found = objects_of(order)["autoscaling/scaledobject.yaml"]
     check_object(found)
     spec: dict[str, Any] = found["spec"]
     return spec
@@ -66,7 +65,9 @@ def test_the_threshold_is_that_of_the_tuning_s_trace(
     monkeypatch.chdir(tmp_path)
     write_file(tuned_on(plan, own), "plan.json")
     assert llmctl("render", "plan.json", "--target", "kubernetes") == 0
-    found = yaml.safe_load(Path("kubernetes/scaledobject.yaml").read_text())["spec"]["triggers"][0]
+    found = yaml.safe_load(Path("kubernetes/autoscaling/scaledobject.yaml").read_text())["spec"][
+        "triggers"
+    ][0]
     of_own = waiting_threshold(plan, read_trace(own)[0]).value
     of_shipped = waiting_threshold(plan, None).value
     assert of_own is not None
@@ -77,8 +78,9 @@ def test_the_threshold_is_that_of_the_tuning_s_trace(
     capsys.readouterr()
     assert llmctl("render", "plan.json", "--target", "kubernetes") == 0
     assert "long.jsonl" in capsys.readouterr().err
-    assert not Path("kubernetes/scaledobject.yaml").exists()
-    assert "name it with --trace" in Path("kubernetes/EXPLAIN.md").read_text()
+    assert not Path("kubernetes/autoscaling/scaledobject.yaml").exists()
+    told = Path("kubernetes/monitoring/prometheusrule.yaml").read_text()
+    assert "name it with --trace" in told
 
 
 def test_a_shipped_trace_is_found_by_its_digest(plan: Plan, tmp_path: Path) -> None:
@@ -106,10 +108,6 @@ def test_the_query_adds_the_growth_while_a_replica_loads(plan: Plan) -> None:
     assert query == (
         f"sum({WAITING}) + 115 * (clamp_min(sum(deriv({WAITING}[2m])), 0) or vector(0))"
     ), "85 s of loading and 30 s until the queue is seen"
-    explained = render_target("kubernetes", orders.order(loading(plan, 84.4)))["EXPLAIN.md"]
-    assert "| ScaledObject query: growth | 115 s |" in explained
-    explained = render_target("kubernetes", orders.order(plan))["EXPLAIN.md"]
-    assert "| ScaledObject query: growth | none |" in explained
 
 
 def test_replicas_at_most_double_and_go_one_by_one(plan: Plan) -> None:
@@ -128,19 +126,15 @@ def test_replicas_at_most_double_and_go_one_by_one(plan: Plan) -> None:
 @pytest.mark.parametrize("load_s", [None, 1.0, 9000.0])
 def test_every_period_is_one_that_kubernetes_takes(plan: Plan, load_s: float | None) -> None:
     scaled(orders.order(loading(plan, load_s)))  # its model has the bounds
-    order = orders.order(plan)
-    long = Autoscaling(order, Sourced(None, "test"), BREAKING, 1, 20_000)
-    check_object(long.scaled_object({"name": order.name}, WAITING))
+    long = Scaling(Sourced(None, "test"), BREAKING, 1, 0, 20_000)
+    assert long.down_s == 1800
 
 
 def test_with_a_minimum_above_zero_there_is_no_cooldown(plan: Plan) -> None:
-    order = orders.order(plan)
-    assert "cooldownPeriod" not in scaled(order)
-    explained = render_target("kubernetes", order)["EXPLAIN.md"]
-    assert "| ScaledObject cooldownPeriod | not set |" in explained
+    assert "cooldownPeriod" not in scaled(orders.order(plan))
 
 
-def test_where_only_one_may_wait_no_queue_is_early_enough(plan: Plan) -> None:
-    found = Autoscaling(orders.order(plan), Sourced(None, "test"), Sourced(1, "test"), 1, 60)
+def test_where_only_one_may_wait_no_queue_is_early_enough() -> None:
+    found = Scaling(Sourced(None, "test"), Sourced(1, "test"), 1, 0, 60)
     assert found.threshold.value is None
-    assert [line.key for line in found.explained("x")] == ["ScaledObject"]
+    assert found.most.value == 1

@@ -9,13 +9,9 @@ from orders import changed
 from rendered import objects_of
 from said import says
 
-from toolkit.deploy.reckon import (
-    memory_limit_mib,
-    memory_mib,
-    worker_extra_memory_mib,
-    worker_memory_mib,
-)
+from toolkit.deploy.order import Order
 from toolkit.deploy.render import render_target
+from toolkit.deploy.values import Values
 from toolkit.files.fit import SwapFit
 from toolkit.files.plan import Plan
 
@@ -102,22 +98,23 @@ def test_names_are_asked_of_openshift_s_dns_too(objects: list[dict[str, Any]]) -
         }
 
 
+def values(order: Order) -> Values:
+    return Values(order, front=False, cluster=True)
+
+
 def test_the_memory_limit_has_room_for_swapped_caches(gpu: Plan) -> None:
-    plain = orders.order(gpu)
+    plain = values(orders.order(gpu))
+    assert plain.memory_limit_mib.value == 2 * plain.memory_mib.value
     order = orders.order(changed(gpu, fit__swap=SWAP))
-    assert memory_limit_mib(plain).value == 2 * memory_mib(plain).value
-    limit = memory_limit_mib(order)
-    assert limit.value == 2 * memory_mib(order).value + gpu.workers * 300
-    told = render_target("kubernetes", order)["EXPLAIN.md"]
-    (line,) = (line for line in told.splitlines() if line.startswith("| memory limit |"))
-    assert f"{limit.value:,} MiB" in line
-    assert says(line, "2", "300")
+    limit = values(order).memory_limit_mib
+    assert limit.value == 2 * values(order).memory_mib.value + gpu.workers * 300
+    assert says(limit.source, "2", "300")
+    assert f"# {limit.source}" in render_target("kubernetes", order)["base/deployment.yaml"]
 
 
 def test_each_process_of_a_group_has_room_for_the_weights(gpu: Plan) -> None:
-    (kind,) = gpu.kinds
-    group = changed(
-        kind, recipe__model__weight_bytes=500 * MIB, recipe__engine__tensor_parallel_size=4
-    )
-    assert worker_extra_memory_mib(group).value == 3 * 500 + 1024
-    assert worker_memory_mib(group).value == 4 * 1024 + 500
+    model = {"recipe__model__weight_bytes": 500 * MIB, "recipe__workers": 1}
+    group = changed(gpu, recipe__engine__tensor_parallel_size=4, **model)
+    found = values(orders.order(group))
+    assert found.memory_mib.value == 768 + 4 * 1024 + 500
+    assert found.memory_limit_mib.value == 2 * found.memory_mib.value + 3 * 500 + 1024

@@ -13,8 +13,8 @@ import yaml
 from orders import changed
 from said import says
 
-from toolkit.deploy.order import PRODUCTS
 from toolkit.deploy.render import render_target
+from toolkit.deploy.values import PRODUCTS
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 
@@ -37,7 +37,7 @@ def analytic(plan: Plan, name: str) -> Plan:
 def rendered(plan: Plan, **options: object) -> tuple[dict[str, str], dict[str, Any]]:
     """All files, and the spec of the pod that has the GPU."""
     files = render_target("kubernetes", orders.order(plan, **options))
-    return files, yaml.safe_load(files["core/deployment.yaml"])["spec"]["template"]["spec"]
+    return files, yaml.safe_load(files["base/deployment.yaml"])["spec"]["template"]["spec"]
 
 
 def preferred(pod: dict[str, Any]) -> list[str]:
@@ -58,7 +58,7 @@ def test_nodes_are_selected_by_the_product_names_of_their_gpus(measured: Plan) -
     ):
         files, pod = rendered(analytic(measured, name))
         assert preferred(pod) == values
-        assert ", ".join(values) in files["EXPLAIN.md"]
+        assert ("guessed" in files["base/deployment.yaml"]) == (name == "RTX 6000")
 
 
 def test_a_part_of_a_gpu_is_not_the_gpu_that_was_measured() -> None:
@@ -84,29 +84,27 @@ def test_the_hub_s_token_is_in_the_command_of_the_secret_and_in_no_file(measured
     token = next(one for one in container["env"] if one["name"] == "HF_TOKEN")
     wanted = {"name": "llmctl-test", "key": "hf-token", "optional": True}
     assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": wanted}}
-    start = re.search(r"```bash\n(.*?)```", files["EXPLAIN.md"], re.DOTALL)
-    assert start is not None
-    subprocess.run(["bash", "-n"], input=start[1], text=True, check=True)
-    create = start[1].partition("kubectl apply")[0]
+    head = re.findall(r"^#   (.*)$", files["base/kustomization.yaml"], re.MULTILINE)
+    create = "\n".join(head[:3])
+    subprocess.run(["bash", "-n"], input=create, text=True, check=True)
     assert "--from-file=api-key=<(" in create
-    assert create.rstrip().endswith("--from-file=hf-token=$HOME/.cache/huggingface/token")
-    assert "| HF_TOKEN | Secret llmctl-test, key hf-token | optional: " in files["EXPLAIN.md"]
+    assert create.endswith("--from-file=hf-token=$HOME/.cache/huggingface/token")
 
 
 def test_a_model_that_is_not_from_the_hub_needs_no_token(tmp_path: Path) -> None:
     files = render_target("kubernetes", orders.order(orders.plan(tmp_path)))
     assert "hf-token" not in "".join(files.values())
-    assert "each new pod downloads" not in files["EXPLAIN.md"]
-    said = "emptyDir, at most 2 GiB | the model's weights are random: it has no files; nothing is"
-    assert said in files["EXPLAIN.md"]
+    deployment = files["base/deployment.yaml"]
+    assert "each new pod downloads" not in deployment
+    assert "the model's weights are random: it has no files" in deployment
 
 
 def test_without_a_claim_the_models_volume_has_a_limit(measured: Plan) -> None:
     files, pod = rendered(measured)
     (volume,) = [one for one in pod["volumes"] if one["name"] == "models"]
     assert volume["emptyDir"] == {"sizeLimit": "34Gi"}, "twice 16 GiB of weights, and 2"
-    assert "models-claim.yaml" not in files
-    assert says(files["EXPLAIN.md"], "--model-claim", "NAME")
+    assert "base/models-claim.yaml" not in files
+    assert says(files["base/deployment.yaml"], "--model-claim", "NAME")
 
 
 @pytest.mark.parametrize(
@@ -122,14 +120,14 @@ def test_a_claim_holds_the_model_for_all_pods_that_mount_it(
     files, pod = rendered(measured, model_claim="models", **options)
     (volume,) = [one for one in pod["volumes"] if one["name"] == "models"]
     assert volume["persistentVolumeClaim"] == {"claimName": "models"}
-    claim = yaml.safe_load(files["models-claim.yaml"])
+    claim = yaml.safe_load(files["base/models-claim.yaml"])
     assert claim["metadata"]["name"] == "models"
     assert claim["spec"] == {"accessModes": [mode], "resources": {"requests": {"storage": "34Gi"}}}
     kustomizations = [text for name, text in files.items() if name.endswith("kustomization.yaml")]
-    assert not any("models-claim" in text for text in kustomizations), (
+    assert not any("- models-claim" in text for text in kustomizations), (
         "deleting the deployment leaves the models"
     )
-    assert "kubectl apply -f models-claim.yaml" in files["EXPLAIN.md"]
+    assert "kubectl apply -f models-claim.yaml" in files["base/kustomization.yaml"]
 
 
 def test_a_large_model_may_take_longer_to_load(measured: Plan) -> None:

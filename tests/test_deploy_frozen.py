@@ -1,6 +1,6 @@
 """The rendered files of two shipped recipes, as objects: each change of them is on purpose.
 
-Write tests/data/frozen/deploy anew, and read what git says of it: python tests/test_deploy_frozen.py
+To write tests/data/frozen/deploy anew: python tests/test_deploy_frozen.py; git shows what changed.
 """
 
 import json
@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.cli.basis import plan_from
 from toolkit.deploy.order import Options, Order
-from toolkit.deploy.render import digest, render_target
+from toolkit.deploy.render import TARGETS, digest, render_target
 from toolkit.errors import InputError
 from toolkit.files.io import file_text, shipped_fit
 
@@ -24,8 +24,7 @@ CASES = {
     "tiny-llama-cpu": ("tiny-llama-cpu", 0),
 }
 # Kept elsewhere: the plan, the shipped dashboards, and the program that asks a replica for a token.
-LEFT_OUT = ("plan.json", "dashboard.json", "alive.py", "EXPLAIN.md")
-TARGETS = ("local", "systemd", "compose", "kubernetes", "vllm")
+LEFT_OUT = ("plan.json", "dashboard.json", "alive.py")
 
 
 def content(name: str, text: str) -> Any:

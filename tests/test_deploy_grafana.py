@@ -11,11 +11,11 @@ import orders
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from rendered import objects_of
 
 import toolkit
 from benchmarks.common.serving import HandWorkers, make_driver
-from toolkit.deploy.monitoring import dashboard, rules
-from toolkit.deploy.order import Sourced
+from toolkit.deploy.dashboard import dashboard
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account
 from toolkit.serve.metrics import Exposition
@@ -82,7 +82,7 @@ def test_every_metric_is_on_the_dashboard_or_excused(exposed):
 
 
 def test_every_alert_reads_an_existing_metric(exposed, tmp_path):
-    found = rules(orders.order(orders.plan(tmp_path)), 'namespace="x"', Sourced(7, "test"))
+    found = objects_of(orders.order(orders.plan(tmp_path)), "local")["alerts.yaml"]
     read = {rule["alert"]: {*METRIC.findall(rule["expr"])} for rule in found["groups"][0]["rules"]}
     assert set().union(*read.values()) <= exposed.keys()
     assert [alert for alert, metrics in read.items() if not metrics] == ["LlmctlDown"], (
@@ -92,7 +92,9 @@ def test_every_alert_reads_an_existing_metric(exposed, tmp_path):
 
 def test_a_deployment_has_its_own_dashboard(tmp_path):
     board = json.loads(
-        render_target("kubernetes", orders.order(orders.plan(tmp_path)))["dashboard.json"]
+        render_target("kubernetes", orders.order(orders.plan(tmp_path)))[
+            "monitoring/dashboard.json"
+        ]
     )
     assert (board["uid"], board["title"]) == ("llmctl-test", "llmctl-test")
     assert "fit.json sha256" in board["description"]
@@ -110,17 +112,13 @@ def test_every_panel_shows_only_the_chosen_deployment(names):
 
 
 @pytest.mark.slow
-def test_every_target_with_known_metrics_has_a_dashboard(tmp_path):
+def test_every_target_has_a_dashboard_and_alerts_of_known_series(tmp_path):
     order = orders.order(orders.plan(tmp_path, **orders.GPU))
-    boards = {target: "dashboard.json" in render_target(target, order) for target in TARGETS}
-    assert [target for target, there in boards.items() if not there] == ["sglang"]
-    alerts = {
-        target
-        for target in TARGETS
-        if {"alerts.yaml", "prometheusrule.yaml"} & {*render_target(target, order)}
-    }
-    assert TARGETS.keys() - alerts == {"vllm", "sglang"}, "targets without alert rules"
-    assert "vllm:" in render_target("vllm", order)["dashboard.json"]
+    for target in TARGETS:
+        files = {Path(name).name: text for name, text in render_target(target, order).items()}
+        assert ("vllm:" in files["dashboard.json"]) == (target == "vllm")
+        alerts = {"alerts.yaml", "prometheusrule.yaml"} & files.keys()
+        assert len(alerts) == (target != "vllm")
 
 
 @pytest.mark.parametrize("names", NAMES)

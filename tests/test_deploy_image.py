@@ -6,11 +6,11 @@ from pathlib import Path
 
 import orders
 import pytest
+from operator_kinds import POD_SECURITY
+from rendered import services
 
 import toolkit
-from toolkit.deploy.order import llmctl_image
-from toolkit.deploy.targets import compose
-from toolkit.deploy.targets.objects import POD_SECURITY as POD
+from toolkit.deploy.values import Values
 from toolkit.engine_traits import ENGINES
 
 ROOT = Path(toolkit.__file__).parent.parent
@@ -18,11 +18,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
-def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments() -> None:
+def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments(
+    tmp_path: Path,
+) -> None:
     (base,) = re.findall(r"^FROM (.+)$", DOCKERFILE, re.MULTILINE)
     assert re.fullmatch(r"python:3\.11\.[0-9]+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     (user,) = re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE)
-    assert user == f"{POD['runAsUser']}:{POD['runAsGroup']}" == compose.USER
+    assert user == f"{POD_SECURITY['runAsUser']}:{POD_SECURITY['runAsGroup']}"
+    order = orders.order(orders.plan(tmp_path))
+    assert {one["user"] for one in services(order).values()} == {user}
 
 
 def test_it_runs_in_a_writable_folder_without_sources() -> None:
@@ -60,7 +64,8 @@ def test_every_extra_of_an_image_is_one_of_the_package() -> None:
 def test_an_image_has_what_the_engine_needs(
     tmp_path: Path, engine: str, image: str, argument: str
 ) -> None:
-    found = llmctl_image(orders.order(orders.plan(tmp_path, engine={"name": engine})))
+    order = orders.order(orders.plan(tmp_path, engine={"name": engine}))
+    found = Values(order, front=False, cluster=False).image
     name = image.format(toolkit.__version__)
     assert found.value == name
     assert found.source.endswith(f"docker build -t {name}{argument} .")

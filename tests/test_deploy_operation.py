@@ -16,9 +16,9 @@ from rendered import objects_of, services
 
 from toolkit.cli.basis import plan_from
 from toolkit.deploy.order import Order
-from toolkit.deploy.reckon import compile_caches, drain_s, e2e_p99_s, startup_s
+from toolkit.deploy.reckon import drain_s, e2e_p99_s, startup_s
 from toolkit.deploy.render import render_target
-from toolkit.deploy.targets.statefulset import SETTLED_S
+from toolkit.deploy.values import Values
 from toolkit.files.bench import Validation
 from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan
@@ -86,7 +86,7 @@ def test_all_targets_drain_equally_long(plan: Plan, target: str) -> None:
     assert re.search(r"--shutdown-timeout[\s\"',-]+129\b", text)
     grace = {
         "systemd": "TimeoutStopSec=149\n",
-        "compose": 'stop_grace_period: "149s"',
+        "compose": "stop_grace_period: 149s\n",
         "kubernetes": "terminationGracePeriodSeconds: 154\n",
     }
     assert grace.get(target, "") in text
@@ -97,23 +97,22 @@ def test_a_rollout_leaves_more_than_half_of_the_pods(
     plan: Plan, pods: int, surge: int, away: int
 ) -> None:
     objects = objects_of(orders.order(plan, replicas=pods))
-    bounds = objects["core/deployment.yaml"]["spec"]["strategy"]["rollingUpdate"]
+    bounds = objects["base/deployment.yaml"]["spec"]["strategy"]["rollingUpdate"]
     assert bounds == {"maxSurge": surge, "maxUnavailable": away}
     assert 2 * bounds["maxUnavailable"] < pods
-    assert objects["core/poddisruptionbudget.yaml"]["spec"]["maxUnavailable"] == 1
+    assert objects["base/poddisruptionbudget.yaml"]["spec"]["maxUnavailable"] == 1
 
 
 def test_a_replica_is_replaced_once_the_front_uses_the_one_before() -> None:
-    found = objects_of(replicated())["core/statefulset.yaml"]["spec"]
+    found = objects_of(replicated())["base/statefulset.yaml"]["spec"]
     assert found["updateStrategy"] == {"type": "RollingUpdate"}, "one at a time"
-    assert found["minReadySeconds"] == SETTLED_S >= PROBE_DOWN_MAX_S + SLOW_START_S
+    assert found["minReadySeconds"] == 15 >= PROBE_DOWN_MAX_S + SLOW_START_S
 
 
 @pytest.mark.parametrize(("replicas", "needed"), [(1, 2), (2, 3), (3, None)])
 def test_few_replicas_are_told_how_to_roll_out(replicas: int, needed: int | None) -> None:
-    explained = render_target("kubernetes", replicated(replicas=replicas))["EXPLAIN.md"]
-    (line,) = [line for line in explained.splitlines() if line.startswith("| StatefulSet rollout")]
-    assert re.findall(r"--replicas (\d)", line) == ([] if needed is None else [str(needed)])
+    told = render_target("kubernetes", replicated(replicas=replicas))["base/statefulset.yaml"]
+    assert re.findall(r"--replicas (\d)", told) == ([] if needed is None else [str(needed)])
 
 
 def replicated(**options: object) -> Order:
@@ -126,7 +125,7 @@ def replicated(**options: object) -> Order:
 def test_a_recipe_says_how_long_its_model_may_load(plan: Plan) -> None:
     slow = orders.order(changed(plan, recipe__serve__load_timeout_s=7200.0))
     assert startup_s(slow).value == 7200
-    (container,) = objects_of(slow)["core/deployment.yaml"]["spec"]["template"]["spec"][
+    (container,) = objects_of(slow)["base/deployment.yaml"]["spec"]["template"]["spec"][
         "containers"
     ]
     probe = container["startupProbe"]
@@ -134,9 +133,10 @@ def test_a_recipe_says_how_long_its_model_may_load(plan: Plan) -> None:
 
 
 def test_compiled_kernels_are_on_the_volume() -> None:
-    caches = compile_caches("/models")
     order = replicated()
-    (container,) = objects_of(order)["core/statefulset.yaml"]["spec"]["template"]["spec"][
+    values = Values(order, front=True, cluster=True)
+    caches = values.caches("/models")
+    (container,) = objects_of(order)["base/statefulset.yaml"]["spec"]["template"]["spec"][
         "containers"
     ]
     given = {one["name"]: one.get("value") for one in container["env"]}
@@ -148,7 +148,7 @@ def test_compiled_kernels_are_on_the_volume() -> None:
     name = order.name
     unit = render_target("systemd", order)[f"{name}-replica@.service"]
     assert f"CacheDirectory={name}\n" in unit
-    for variable, folder in compile_caches(f"/var/cache/{name}").items():
+    for variable, folder in values.caches(f"/var/cache/{name}").items():
         assert f"{variable}={folder}" in unit
 
 

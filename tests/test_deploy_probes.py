@@ -38,7 +38,7 @@ class Probe:
 def probes(target: str, folder: Path) -> dict[str, Probe]:
     """The probes of the container that serves, by their keys in the manifest."""
     files = render_target(target, orders.order(orders.plan(folder)))
-    pod = yaml.safe_load(files["core/deployment.yaml"])["spec"]["template"]["spec"]
+    pod = yaml.safe_load(files["base/deployment.yaml"])["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     return {name: Probe(data) for name, data in container.items() if name.endswith("Probe")}
 

@@ -9,7 +9,6 @@ from rendered import objects_of
 from test_deploy_replicas import shipped  # noqa: F401 (a fixture)
 
 from toolkit.deploy.order import Options
-from toolkit.deploy.render import render_target
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 
@@ -64,13 +63,9 @@ def test_every_monitor_selects_pods_with_its_port(objects: list[dict[str, Any]])
             assert endpoint["port"] in [port["name"] for port in container["ports"]]
 
 
-def test_without_a_release_nothing_has_the_label_and_explain_md_says_so(tmp_path: Any) -> None:
-    order = orders.order(orders.plan(tmp_path))
-    for one in objects_of(order).values():
+def test_without_a_release_nothing_has_the_label(tmp_path: Any) -> None:
+    for one in objects_of(orders.order(orders.plan(tmp_path))).values():
         assert "release" not in one.get("metadata", {}).get("labels", {})
-    explained = render_target("kubernetes", order)["EXPLAIN.md"]
-    assert "| PodMonitor, PrometheusRule: label release | none |" in explained
-    assert "--prometheus-release NAME" in explained
 
 
 def test_a_release_s_name_is_checked() -> None:

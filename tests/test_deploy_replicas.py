@@ -3,7 +3,6 @@ checked with the validators of their readers, and with the command line of `llmc
 """
 
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import orders
 import pytest
 import typer
-import yaml
 from operator_kinds import check_object
 from orders import changed
 from rendered import (
@@ -32,18 +30,14 @@ from toolkit.cli import serve
 from toolkit.cli.basis import plan_from
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import drain_s, startup_s, waiting_threshold
-from toolkit.deploy.render import manifest_of, render_target
-from toolkit.deploy.replicas import Replication
-from toolkit.deploy.running import start, stop
-from toolkit.deploy.targets.systemd import user_name
+from toolkit.deploy.render import render_target
+from toolkit.deploy.values import Values
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.recipe import RouterSpec
 from toolkit.files.shipped import recipe_path
 from toolkit.serve.server import Ending
 
-TARGETS = ("systemd", "compose", "kubernetes")
 NAME = "llmctl-llama-3-1-8b-h200-1d7ac0"
 
 
@@ -70,7 +64,7 @@ def command_in(unit: str) -> list[str]:
 
 def fronts(order: Order) -> dict[str, list[str]]:
     """The words after `llmctl` of the front, by target."""
-    container = objects_of(order)["core/deployment.yaml"]["spec"]["template"]["spec"]["containers"][
+    container = objects_of(order)["base/deployment.yaml"]["spec"]["template"]["spec"]["containers"][
         0
     ]
     return {
@@ -87,7 +81,7 @@ def test_the_front_knows_all_replicas_and_drains_as_long_as_they(order: Order) -
     names = [f"http://replica-{number}:8000" for number in range(3)]
     assert [word for word in found["compose"] if word.startswith("http")] == names
     where = found["kubernetes"][found["kubernetes"].index("--replicas") + 1]
-    assert where == f"k8s://default/{NAME}-replicas:8000"
+    assert where == f"dns://{NAME}-replicas.default.svc:8000"
     for target, words in found.items():
         assert words[0] == "serve"
         given = parsed(words)
@@ -152,9 +146,13 @@ def test_cpus_are_divided_where_the_recipe_sets_threads(shipped: Plan) -> None:
     assert words[:3] == ["/usr/bin/taskset", "--cpu-list", "${CPUS}"]
 
 
-def test_a_user_s_name_is_short_and_of_its_deployment() -> None:
-    assert user_name("llmctl-a") == "llmctl-a"
-    long = [user_name(f"llmctl-{'x' * 30}{end}") for end in "ab"]
+def test_a_user_s_name_is_short_and_of_its_deployment(shipped: Plan) -> None:
+    def user(recipe: str) -> str:
+        order = orders.order(changed(shipped, recipe__name=recipe))
+        return Values(order, front=True, cluster=False).user
+
+    assert user("a") == "llmctl-a"
+    long = [user(f"{'x' * 30}{end}") for end in "ab"]
     assert max(map(len, long)) <= 31
     assert long[0] != long[1]
 
@@ -193,23 +191,23 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
         check_object(data)
     assert sorted(kinds) == sorted([
         *("Deployment", "Service", "Service", "StatefulSet", "PodDisruptionBudget"),
-        *("NetworkPolicy", "NetworkPolicy", "ServiceAccount", "Role", "RoleBinding"),
+        *("NetworkPolicy", "NetworkPolicy"),
         *("PodMonitor", "PodMonitor", "PrometheusRule", "ScaledObject"),
-        *("Kustomization", "Kustomization"),
+        *("Kustomization", "Kustomization", "Kustomization"),
     ])  # fmt: skip
 
 
 @pytest.mark.slow
 @needs_kubectl
 def test_kustomize_builds_the_whole_folder(order: Order, tmp_path: Path) -> None:
-    for built, replicas in zip(kustomized(order, tmp_path), (3, None), strict=True):
+    for built, replicas in zip(kustomized(order, tmp_path), (3, 3, None), strict=True):
         found = {one["kind"]: one for one in built}
         assert found["StatefulSet"]["spec"].get("replicas") == replicas
         assert found["Deployment"]["spec"]["replicas"] == 1
 
 
 def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, shipped: Plan) -> None:
-    spec = objects_of(order)["core/statefulset.yaml"]["spec"]
+    spec = objects_of(order)["base/statefulset.yaml"]["spec"]
     (claim,) = spec["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "32Gi"
     assert spec["persistentVolumeClaimRetentionPolicy"] == {
@@ -217,22 +215,32 @@ def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, ship
         "whenScaled": "Retain",
     }
     found = objects_of(orders.order(shipped, replicas=3, model_claim="weights"))
-    spec = found["core/statefulset.yaml"]["spec"]
+    spec = found["base/statefulset.yaml"]["spec"]
     assert "volumeClaimTemplates" not in spec
     claims = [one.get("persistentVolumeClaim") for one in spec["template"]["spec"]["volumes"]]
     assert {"claimName": "weights"} in claims
-    assert found["models-claim.yaml"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert found["base/models-claim.yaml"]["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_no_pod_has_a_token_of_the_cluster(order: Order) -> None:
+    found = objects_of(order)
+    for kind in ("deployment", "statefulset"):
+        pod = found[f"base/{kind}.yaml"]["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+    assert found["base/service-replicas.yaml"]["spec"]["publishNotReadyAddresses"] is True, (
+        "the front's name for them exists before one is ready"
+    )
 
 
 def test_only_the_front_and_prometheus_reach_a_replica(order: Order) -> None:
     policies = objects_of(order)
-    behind = policies["core/networkpolicy-replicas.yaml"]["spec"]
+    behind = policies["base/networkpolicy-replicas.yaml"]["spec"]
     (way_in,) = behind["ingress"]
     names = [str(one) for one in way_in["from"]]
     assert len(names) == 2
     assert f"'app.kubernetes.io/name': '{NAME}'" in names[0]
     assert "monitoring" in names[1]
-    pod = policies["core/statefulset.yaml"]["spec"]["template"]
+    pod = policies["base/statefulset.yaml"]["spec"]["template"]
     assert behind["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     secrets = {
         one["valueFrom"]["secretKeyRef"]["key"]
@@ -242,24 +250,14 @@ def test_only_the_front_and_prometheus_reach_a_replica(order: Order) -> None:
     assert secrets == {"hf-token"}
 
 
-def test_the_front_may_list_endpoints_and_nothing_else(order: Order) -> None:
-    found = objects_of(order)
-    (rule,) = found["core/role.yaml"]["rules"]
-    assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["get", "list", "watch"])
-    pods = [found[f"core/{kind}.yaml"]["spec"]["template"]["spec"] for kind in
-            ("deployment", "statefulset")]  # fmt: skip
-    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, False]
-    assert pods[0]["serviceAccountName"] == NAME
-
-
 def test_a_new_router_or_prediction_starts_no_replica_again(shipped: Plan) -> None:
     other = changed(shipped, predicted={"goodput_rps": 1.0})
-    sets = [objects_of(orders.order(plan))["core/statefulset.yaml"] for plan in (shipped, other)]
+    sets = [objects_of(orders.order(plan))["base/statefulset.yaml"] for plan in (shipped, other)]
     assert sets[0] == sets[1]
 
 
 def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipped: Plan) -> None:
-    scaled = objects_of(order)["scaledobject.yaml"]["spec"]
+    scaled = objects_of(order)["autoscaling/scaledobject.yaml"]["spec"]
     (trigger,) = scaled["triggers"]
     series = f'{{namespace="default",job="default/{NAME}-replica"}}'
     assert trigger["metadata"]["query"] == f"sum(vllm:num_requests_waiting{series})"
@@ -267,7 +265,7 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
     alone = waiting_threshold(shipped, None).value
     assert alone is not None
     assert trigger["metadata"]["threshold"] == str(alone // 2), "of one replica"
-    (group,) = objects_of(order)["prometheusrule.yaml"]["spec"]["groups"]
+    (group,) = objects_of(order)["monitoring/prometheusrule.yaml"]["spec"]["groups"]
     rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
     assert rules["LlmctlReplicaQueue"] == f"avg(vllm:num_requests_waiting{series}) > {alone}"
     assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
@@ -275,7 +273,7 @@ def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipp
 
 def test_the_threshold_is_of_one_replica(shipped: Plan) -> None:
     four = changed(shipped, workers=4, recipe__workers=4)
-    (found,) = Replication(orders.order(four)).kinds
+    found = Values(orders.order(four), front=True, cluster=True)
     assert found.count.value == 4
     assert found.threshold.value == waiting_threshold(shipped, None).value
     assert found.gpus.value == 1
@@ -301,14 +299,14 @@ def test_our_policies_need_an_image_with_llmctl(shipped: Plan) -> None:
     policy = PlannedPolicy(name="past-future", parameters={})
     plan = changed(shipped, policy=policy, recipe__sla={})
     files = render_target("kubernetes", orders.order(plan))
-    pod = objects_of(orders.order(plan))["core/statefulset.yaml"]["spec"]["template"]["spec"]
+    pod = objects_of(orders.order(plan))["base/statefulset.yaml"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "llmctl-vllm:0.1.0"
     assert {"name": "LLMCTL_VLLM_PLAN", "value": "/etc/llmctl/plan.json"} in container["env"]
     assert "plan" in {mount["name"] for mount in container["volumeMounts"]}
-    assert "docker build -t llmctl-vllm:0.1.0" in files["EXPLAIN.md"]
+    assert "docker build -t llmctl-vllm:0.1.0" in files["base/statefulset.yaml"]
     files = render_target("kubernetes", orders.order(plan, replica_image="x/vllm:1"))
-    assert '"x/vllm:1"' in files["core/statefulset.yaml"]
+    assert '"x/vllm:1"' in files["base/statefulset.yaml"]
     with pytest.raises(InputError, match="x/vllm"):
         render_target("kubernetes", orders.order(plan, replica_image="x/vllm"))
 
@@ -321,82 +319,14 @@ def test_a_model_that_llmctl_builds_is_refused_for_containers(shipped: Plan, tar
     assert render_target("systemd", orders.order(plan))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_value_is_explained_and_the_drain_is_long_enough(order: Order, target: str) -> None:
-    explained = render_target(target, order)["EXPLAIN.md"]
-    for key in ("| replicas | 3 | --replicas |", f"| replica: drain | {drain_s(order).value} s |",
-                "| replica: load | 1800 s |", "| front: router |"):  # fmt: skip
-        assert key in explained, key
-    if target != "systemd":
-        assert "| replica --max-num-seqs | 1024 | plan: policy 'vllm' |" in explained
-
-
-def test_the_router_is_the_plan_s(shipped: Plan) -> None:
-    router = RouterSpec(name="llm-d", parameters={"queue_weight": 1.5})
-    plan = changed(shipped, replica_router=router)
-    found = Replication(orders.order(plan)).router
-    assert found.value == "llm-d queue_weight=1.5"
-    assert found.source.startswith("plan: replica_router")
-    assert Replication(orders.order(shipped)).router.value == "round-robin"
-
-
 def test_probes_rest_on_the_measured_time_of_loading(shipped: Plan) -> None:
     plan = changed(shipped, fit__engine__load_s=150.0)
     found = startup_s(orders.order(plan))
     assert found.value == 780, "three times 150 s, and 15 GiB at 50 MB/s, in whole minutes"
     assert "loading took 150 s" in found.source
-    spec = objects_of(orders.order(plan))["core/statefulset.yaml"]["spec"]["template"]["spec"]
+    spec = objects_of(orders.order(plan))["base/statefulset.yaml"]["spec"]["template"]["spec"]
     probe = spec["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 780
-
-
-def test_serve_links_units_and_starts_the_target(
-    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr("toolkit.deploy.running.subprocess.run", run)
-    monkeypatch.setattr("toolkit.deploy.running._check_systemd", lambda: None)
-    manifest = manifest_of(render_target("systemd", order), "systemd", order.name, {})
-    start(tmp_path, manifest)
-    stop(tmp_path, manifest)
-    linked, started, stopped = ran
-    assert {Path(word).name for word in linked[2:]} == {
-        f"{NAME}.target",
-        f"{NAME}.service",
-        f"{NAME}-replica@.service",
-    }
-    assert started == ["systemctl", "start", f"{NAME}.target"]
-    assert stopped == [
-        *("systemctl", "stop", f"{NAME}.target", f"{NAME}.service", f"{NAME}-replica@*.service")
-    ], "for a target alone systemctl would not wait"
-
-
-def test_an_endpoint_picker_gets_llm_d_s_weights(shipped: Plan) -> None:
-    assert "endpointpicker.yaml" not in render_target("kubernetes", orders.order(shipped))
-    spec = RouterSpec(name="llm-d", parameters={"prefix": 4.5, "queue": 1.0})
-    files = render_target("kubernetes", orders.order(changed(shipped, replica_router=spec)))
-    found = yaml.safe_load(files["endpointpicker.yaml"])
-    assert found["apiVersion"] == "inference.networking.x-k8s.io/v1alpha1"
-    assert found["kind"] == "EndpointPickerConfig"
-    types = [plugin["type"] for plugin in found["plugins"]]
-    (profile,) = found["schedulingProfiles"]
-    assert {one["pluginRef"] for one in profile["plugins"]} < set(types)
-    assert "single-profile-handler" in types
-    assert {one["pluginRef"]: one.get("weight") for one in profile["plugins"]} == {
-        "prefix-cache-scorer": 4.5,
-        "queue-scorer": 1.0,
-        "kv-cache-utilization-scorer": 2.0,  # the router's default
-        "max-score-picker": None,
-    }
-    assert found["plugins"][0]["parameters"] == {"lruCapacityPerServer": 31_250}
-    assert "endpointpicker.yaml" not in files["kustomization.yaml"]
-    said = " ".join(files["EXPLAIN.md"].split())
-    assert says(said, "'prefix'", "'llm-d'")
 
 
 def test_a_unit_restarts_when_its_server_does_not_answer(order: Order) -> None:
@@ -404,13 +334,12 @@ def test_a_unit_restarts_when_its_server_does_not_answer(order: Order) -> None:
     unit = files[f"{order.name}-replica@.service"]
     assert says(unit, "/health", "30", "serve.hang_s")
     assert "Restart=on-failure" in unit
-    assert "| replica that hangs | 30 s |" in " ".join(files["EXPLAIN.md"].replace("`", "").split())
 
 
 def test_a_hung_replica_is_restarted_though_health_answers(order: Order) -> None:
     files = render_target("kubernetes", order)
     found = objects_of(order)
-    pod = found["core/statefulset.yaml"]["spec"]["template"]["spec"]
+    pod = found["base/statefulset.yaml"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     program, url, model, *rest = container["livenessProbe"]["exec"]["command"][1:]
     names = container["args"]
@@ -418,31 +347,10 @@ def test_a_hung_replica_is_restarted_though_health_answers(order: Order) -> None
     assert (url, rest) == ("http://127.0.0.1:8000", ["30", "/tmp/llmctl-alive"])
     (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] in program]
     (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
-    maps = found["core/kustomization.yaml"]["configMapGenerator"]
+    maps = found["base/kustomization.yaml"]["configMapGenerator"]
     assert {"name": volume["configMap"]["name"], "files": ["alive.py"]} in maps
-    assert files["core/alive.py"] == Path(alive.__file__).read_text()
+    assert files["base/alive.py"] == Path(alive.__file__).read_text()
     assert "httpGet" not in container["livenessProbe"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
     units = render_target("systemd", order)
     assert "\nWatchdogSec=60\n" in units[f"{order.name}-replica@.service"]
-
-
-def test_ray_runs_the_servers_of_a_plan_behind_a_front(shipped: Plan) -> None:
-    files = render_target("ray", orders.order(shipped, folder="/srv/llmctl"))
-    script = files["serve.sh"].replace("\\\n", " ")
-    words = shlex.split(script[script.index("exec llmctl ") :].replace('"$@"', ""))
-    found = parsed(words[2:])
-    assert (found["ray"], found["workers"]) == ("auto", None)
-    assert found["shutdown_timeout"] == drain_s(orders.order(shipped)).value
-    told = files["EXPLAIN.md"]
-    assert "| actors of llama-3.1-8b-h200 | 1, each with 1 CPU and 1 GPU |" in told
-    assert "| LLMCTL_VLLM_PYTHON where Ray is started | on each machine |" in told
-    assert "| replicas: metrics | /replicas/metrics |" in told
-    rules = yaml.safe_load(files["alerts.yaml"])["groups"][0]["rules"]
-    (queue,) = [one["expr"] for one in rules if one["alert"] == "LlmctlReplicaQueue"]
-    assert queue.startswith(f'avg(vllm:num_requests_waiting{{job="{NAME}-replica"}}) > ')
-    assert f"| alerts.yaml: job | {NAME}-replica |" in told
-
-
-def test_ray_takes_as_many_servers_as_are_asked_for(order: Order) -> None:
-    assert "  --workers 3 \\\n" in render_target("ray", order)["serve.sh"]

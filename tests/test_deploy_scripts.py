@@ -30,7 +30,7 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> Order:
 
 def scripts(order: Order) -> dict[str, str]:
     """All scripts of all targets that take the plan, by target and name."""
-    other = {"vllm", "sglang"}
+    other = {"vllm"}
     left_out: set[str] = set()
     if order.plan.recipe.model.source == "random":
         left_out = other

@@ -33,14 +33,10 @@ from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import MAX_BACKLOG, default_trace, largest, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
-from toolkit.files.fit import Fit
-from toolkit.files.io import read_file, shipped_fit
+from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.recipe import RouterSpec
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
-
-HUB_ONLY = ("vllm", "sglang")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +71,7 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
 
 @pytest.mark.parametrize("change", [{"spec": {"surprise": 1}}, {"spec": {"replicas": "one"}}])
 def test_the_check_of_objects_refuses_wrong_objects(order: Order, change: dict[str, Any]) -> None:
-    data = objects_of(order)["core/deployment.yaml"]
+    data = objects_of(order)["base/deployment.yaml"]
     data["spec"] |= change["spec"]
     with pytest.raises(kubernetes_validate.ValidationError):
         check_object(data)
@@ -91,7 +87,7 @@ def test_the_check_of_objects_refuses_unknown_keys_of_operators(order: Order) ->
 @pytest.mark.slow
 @needs_kubectl
 def test_kustomize_builds_both_and_hashes_the_plan(order: Order, tmp_path: Path) -> None:
-    for built, replicas in zip(kustomized(order, tmp_path), (1, None), strict=True):
+    for built, replicas in zip(kustomized(order, tmp_path), (1, 1, None), strict=True):
         objects = {one["kind"]: one for one in built if "dashboard.json" not in one.get("data", {})}
         plan = objects["ConfigMap"]["metadata"]["name"]
         assert objects["ConfigMap"]["data"]["plan.json"] == order.text
@@ -103,7 +99,7 @@ def test_kustomize_builds_both_and_hashes_the_plan(order: Order, tmp_path: Path)
 
 
 def test_a_pod_has_no_more_than_it_needs(gpu: Plan) -> None:
-    spec = objects_of(orders.order(gpu))["core/deployment.yaml"]["spec"]
+    spec = objects_of(orders.order(gpu))["base/deployment.yaml"]["spec"]
     pod = spec["template"]["spec"]
     container = pod["containers"][0]
     assert container["resources"]["limits"].items() >= {"nvidia.com/gpu": "2"}.items()
@@ -151,9 +147,7 @@ def test_systemd_finds_nothing_in_the_unit(order: Order, tmp_path: Path) -> None
 
 def targets_of(order: Order) -> list[str]:
     return [
-        name
-        for name in TARGETS
-        if name not in HUB_ONLY or order.plan.recipe.model.source != "random"
+        name for name in TARGETS if name != "vllm" or order.plan.recipe.model.source != "random"
     ]
 
 
@@ -187,9 +181,8 @@ def test_every_file_carries_the_digests_and_no_tag_moves(order: Order) -> None:
 
 
 def test_models_that_llmctl_builds_are_refused_for_other_engines(cpu: Plan) -> None:
-    for target in HUB_ONLY:
-        with pytest.raises(InputError, match="'test'"):
-            render_target(target, orders.order(cpu))
+    with pytest.raises(InputError, match="'test'"):
+        render_target("vllm", orders.order(cpu))
 
 
 def test_alert_rules_are_a_file_on_targets_without_an_operator(order: Order) -> None:
@@ -198,10 +191,6 @@ def test_alert_rules_are_a_file_on_targets_without_an_operator(order: Order) -> 
     assert names[:3] == ["LlmctlDown", "LlmctlNoWorker", "LlmctlWorkerMissing"]
     assert "LlmctlTargetTtftP99S" in names
     assert names[-1] == "LlmctlQueue"
-
-
-def test_ray_gets_its_workers_from_the_machines_cluster(order: Order) -> None:
-    assert "  --ray auto \\\n" in render_target("ray", order)["serve.sh"]
 
 
 def test_bench_sh_uses_the_address_of_the_server(tmp_path: Path) -> None:
@@ -219,9 +208,8 @@ def test_bench_sh_uses_the_address_of_the_server(tmp_path: Path) -> None:
 
 def test_without_a_ttft_target_nothing_scales(tmp_path: Path) -> None:
     files = render_target("kubernetes", orders.order(orders.plan(tmp_path, sla={"e2e_p95_s": 8.0})))
-    assert "scaledobject.yaml" not in files
-    assert yaml.safe_load(files["kustomization.yaml"]).get("patches") is None
-    assert "no TTFT target" in files["EXPLAIN.md"]
+    assert "autoscaling/scaledobject.yaml" not in files
+    assert "no TTFT target" in files["monitoring/prometheusrule.yaml"]
 
 
 def with_model(plan: Plan, source: str) -> Order:
@@ -262,7 +250,7 @@ def test_a_model_s_name_is_quoted_as_data(gpu: Plan, source: str) -> None:
     calm, wild = (
         yaml_files(dict(one.items() - other.items())) for one, other in (texts, texts[::-1])
     )
-    found = wild["core/deployment.yaml"]["spec"]["template"]["metadata"]["annotations"]
+    found = wild["base/deployment.yaml"]["spec"]["template"]["metadata"]["annotations"]
     assert found["llmctl.io/model"] == source
     assert without(wild, {"annotations"}) == without(calm, {"annotations"}) or source == "random"
 
@@ -347,38 +335,12 @@ def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
         "--gpu-memory-utilization 0.85",
         "--max-num-seqs 32",
         "--max-num-batched-tokens 2080",
-        "--data-parallel-size 2",
         "--revision abc123",
     ):
-        assert f"  {line} \\\n" in script
+        assert f"  {line}\n" in script
     rate = 512 / (0.002 + 1.1 * (2e-5 * 512 + 1e-4 + 1e-6 * 512 + 4e-3))
-    assert f"  --max-num-queued-tokens {int(2.0 * rate)} \\\n" in script
-    assert "--scheduler-cls" not in script, "not with data parallelism"
-
-
-@pytest.mark.parametrize(
-    ("router", "flag", "says"),
-    [
-        ("vllm-dp", True, "simulated as router 'vllm-dp'"),
-        ("by-law", False, "2 replicas were simulated behind router 'by-law'"),
-    ],
-)
-def test_vllm_starts_what_was_simulated(gpu: Plan, router: str, flag: bool, says: str) -> None:
-    spec = RouterSpec(name=router, parameters={})
-    files = render_target("vllm", orders.order(changed(gpu, replica_router=spec)))
-    assert ("--data-parallel-size 2" in files["serve.sh"]) == flag
-    assert says in " ".join(files["EXPLAIN.md"].split())
-
-
-def test_engines_that_wait_for_one_another_are_not_started_as_replicas(gpu: Plan) -> None:
-    """What was simulated has all experts in each replica."""
-    path = shipped_fit("llama-3.1-8b-h200")
-    assert path is not None
-    steps = read_file(Fit, path).steps
-    assert steps is not None
-    mixture = changed(steps, experts=8, experts_per_token=2)
-    files = render_target("vllm", orders.order(changed(gpu, fit__steps=mixture)))
-    assert "--data-parallel-size" not in files["serve.sh"]
+    assert f"  --max-num-queued-tokens {int(2.0 * rate)}\n" in script
+    assert "start one for each, and before them llmctl serve plan.json --replica" in script
 
 
 def test_our_scheduler_runs_inside_vllm_where_it_can(tmp_path: Path) -> None:
@@ -392,18 +354,6 @@ def test_our_scheduler_runs_inside_vllm_where_it_can(tmp_path: Path) -> None:
     assert "a starting point" not in files["serve.sh"]
 
 
-def test_sglang_gets_the_fitted_values(gpu: Plan) -> None:
-    script = render_target("sglang", orders.order(gpu))["serve.sh"]
-    for flag in (
-        "--mem-fraction-static",
-        "--max-running-requests 32",
-        "--chunked-prefill-size",
-        "--dp-size 2",
-    ):
-        assert f"  {flag}" in script
-    assert "--schedule-conservativeness 1.0" in script
-
-
 def test_the_threshold_is_the_largest_backlog_within_ttft() -> None:
     for most in (0, 1, 2, 3, 7, 8, 100, MAX_BACKLOG - 1, MAX_BACKLOG):
         assert largest(range(most + 1).__contains__) == most
@@ -414,7 +364,7 @@ def test_the_threshold_is_the_largest_backlog_within_ttft() -> None:
     "recipe", ["llama-3.1-8b-h200", "llama-3.1-8b-a100-80gb-transformers", "tiny-llama-cpu"]
 )
 def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> None:
-    """One that is 1 would have an alert fire for ever, and SGLang refuse what it can serve."""
+    """One that is 1 would have an alert fire for ever."""
     plan = plan_from(recipe, shipped_fit(recipe), None)[0]
     shipped = read_trace(trace_path(plan.recipe.tune.trace))[0]
     found = waiting_threshold(plan, None)
@@ -437,19 +387,17 @@ def test_the_threshold_is_simulated_once(gpu: Plan, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reckon, "_ANSWERS", {})
     monkeypatch.setattr(reckon, "largest", lambda keeps: asked.append(keeps) or 96)
     files = render_target("kubernetes", orders.order(gpu))
-    assert "96 at once keep" in files["EXPLAIN.md"]
+    assert "96 at once keep" in files["monitoring/prometheusrule.yaml"]
     assert len(asked) == 1
 
 
 def test_an_impossible_target_has_no_threshold_but_a_reason(gpu: Plan) -> None:
     hopeless = changed(gpu, recipe__sla={"ttft_p99_s": 1e-6})
     files = render_target("kubernetes", orders.order(hopeless))
-    assert "scaledobject.yaml" not in files
-    assert "LlmctlQueue" not in files["prometheusrule.yaml"]
-    assert says(files["EXPLAIN.md"], "ttft_p99_s", "1e-06")
-    assert (
-        "--max-queued-requests" not in render_target("sglang", orders.order(hopeless))["serve.sh"]
-    )
+    assert "autoscaling/scaledobject.yaml" not in files
+    rules = files["monitoring/prometheusrule.yaml"]
+    assert "LlmctlQueue" not in rules
+    assert says(rules, "ttft_p99_s", "1e-06")
 
 
 def test_there_is_no_threshold_where_nothing_waits(gpu: Plan) -> None:
@@ -478,7 +426,7 @@ def test_vllms_own_policy_becomes_its_own_flags(tmp_path: Path) -> None:
         "--no-enable-prefix-caching",
         "--watermark 0.1",
     ):
-        assert f"  {flag} \\\n" in script
+        assert f"  {flag}\n" in script
     assert "--scheduler-cls" not in script
 
 
@@ -488,7 +436,7 @@ def test_a_pod_does_not_have_this_machines_folders(cpu: Plan) -> None:
     assert render_target("kubernetes", with_model(cpu, "/models/llama"))
 
 
-@pytest.mark.parametrize("target", sorted(set(TARGETS) - set(HUB_ONLY)))
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"vllm"}))
 def test_a_running_server_is_refused_for_targets_that_start_one(cpu: Plan, target: str) -> None:
     plan = changed(cpu, recipe__engine__name="openai", recipe__engine__url="http://127.0.0.1:9")
     with pytest.raises(InputError, match=f"http://127.0.0.1:9.*'{target}'"):

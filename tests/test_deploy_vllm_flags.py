@@ -35,7 +35,8 @@ def test_vllm_reads_every_flag(tmp_path: Path) -> None:
         tmp_path, PlannedPolicy(name="mlfq", parameters={}), fit, **(orders.GPU | server)
     )
     script = render_target("vllm", orders.order(plan))["serve.sh"]
-    words = shlex.split(script.partition("exec vllm serve ")[2].replace("\\\n", " "))[:-1]
+    flags = script.partition("flags=(")[2].partition("\n)\n")[0]
+    words = [plan.recipe.model.source, *shlex.split(flags, comments=True)]
     done = subprocess.run(
         [os.environ["VLLM_PYTHON"], "-c", PARSE, *words],
         capture_output=True,

@@ -422,11 +422,6 @@ def certificate(folder: Folder) -> None:
     key.rename(folder.path / "tls.key")
 
 
-def rendered_to_run_here(folder: Folder) -> None:
-    shutil.rmtree(folder.path / "deploy", ignore_errors=True)
-    folder.run("llmctl render plan.json --target local --out deploy")
-
-
 def serving(folder: Folder) -> None:
     """A server runs."""
     if all(server.poll() is not None for server in folder.servers):
@@ -512,9 +507,6 @@ SCRIPTS = RESULTS | {
     "docs/how-to/record-a-trace.md": Script(
         prepare=planned_without_work,
         before={"llmctl trace record": serving, "llmctl trace inspect mine.jsonl": recorded},
-    ),
-    "docs/how-to/deploy.md": Script(
-        before={"llmctl serve FOLDER": rendered_to_run_here, "llmctl stop": serving}
     ),
     "docs/how-to/fleets.md": Script(
         elsewhere={

@@ -29,7 +29,6 @@ from toolkit.report.page import report
 from toolkit.serve.status import facts_of
 
 BROKEN = ("1 of 2", "ttft_p99_s", "31.7 s", "2 s")
-STARTED_BY_US = [target for target in TARGETS if target not in ("vllm", "sglang")]
 
 
 @pytest.fixture
@@ -128,45 +127,34 @@ def broken_plan(folder: Path, **changes: object) -> Plan:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_files_of_every_target_warn_and_start(target: str, tmp_path: Path) -> None:
-    changes = {**orders.GPU} if target in ("vllm", "sglang") else {}
+    changes = {**orders.GPU} if target == "vllm" else {}
     files = render_target(target, orders.order(broken_plan(tmp_path, **changes)))
-    explained = files["EXPLAIN.md"]
-    assert says(explained, "Warning", "break 1 of")
-    assert "| ttft_p99_s | at most 2 s | 31.7 s | NO |" in explained
-    assert "| oom_percent | at most 1 % | 0.5 % | yes |" in explained
+    assert says(next(iter(files.values())), "Warning", "break 1 of", "31.7 s")
     starting = [
         name
         for name, text in files.items()
         if ALLOW_BROKEN in text and not name.endswith("plan.json")
     ]
-    if target in STARTED_BY_US:
-        assert len(starting) == 2  # EXPLAIN.md, and what starts the server
-        assert f"| serve {ALLOW_BROKEN} | given |" in explained
-    else:
-        assert starting == []
+    assert len(starting) == (target != "vllm"), "the file that starts the server"
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_files_of_a_plan_that_keeps_its_limits_have_no_allowance(
     target: str, tmp_path: Path
 ) -> None:
-    changes = {**orders.GPU} if target in ("vllm", "sglang") else {}
+    changes = {**orders.GPU} if target == "vllm" else {}
     files = render_target(target, orders.order(orders.plan(tmp_path, **changes)))
     assert not any(ALLOW_BROKEN in text for text in files.values())
-    assert "Warning" not in files["EXPLAIN.md"]
-    assert "| ttft_p99_s | at most 2 s | 1 s | yes |" in files["EXPLAIN.md"]
+    assert "# All limits are predicted to be kept.\n" in next(iter(files.values()))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("files")
-def test_serve_refuses_a_recipe_a_plan_and_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_a_recipe_and_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, "tuning.json", "serve", *GIVEN)
     assert llmctl("render", *GIVEN, "--force") == 0
     refused(capsys, "plan.json", "serve", "plan.json")
     refused(capsys, "plan.json", "serve", "--plan", "plan.json")
-    for target in ("local", "compose", "systemd"):
-        assert llmctl("render", "plan.json", "--target", target, "--force") == 0
-        refused(capsys, f"{target}/plan.json", "serve", target)
 
 
 @pytest.mark.slow
@@ -184,11 +172,6 @@ def test_a_running_server_shows_the_limits_that_its_plan_breaks(
         assert [(one["name"], one["kept"]) for one in server.ready["broken_limits"]] == [
             ("ttft_p99_s", False)
         ]
-        assert llmctl("status", "--json") == 0
-        out, err = capsys.readouterr()
-        (seen,) = json.loads(out)["servers"]
-        assert says(seen["breaks"], "1 of 3", "ttft_p99_s", "31.7 s", "2 s")
-        assert seen["breaks"] in err
         server.end()
 
 
@@ -254,7 +237,8 @@ def test_settings_of_the_user_have_no_prediction() -> None:
     assert (plan.predicted, {one.kept for one in plan.limits}) == ({}, {None})
     assert plan.explained["limits"].source == OVERRIDDEN
     assert llmctl("render", "plan.json", "--target", "local") == 0
-    assert f"Not predicted: {OVERRIDDEN}." in Path("local/EXPLAIN.md").read_text()
+    head = Path("local/serve.sh").read_text()
+    assert f"# Limits are not predicted: {OVERRIDDEN}.\n" in head
 
 
 @pytest.mark.usefixtures("files")

@@ -6,8 +6,8 @@ import orders
 import pytest
 from pydantic import ValidationError
 
-from toolkit.deploy.order import llmctl_image
 from toolkit.deploy.render import render_target
+from toolkit.deploy.values import Values
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import ModelSpec
 from toolkit.files.shipped import load_recipe, shipped_recipes
@@ -70,8 +70,6 @@ def test_a_plan_says_which_revision_is_loaded(
     told = made.explained["model revision"]
     assert revision is None or told.value == revision
     assert told.source.startswith("NOT PINNED") != pinned
-    explained = render_target("kubernetes", orders.order(made))["EXPLAIN.md"]
-    assert f"| model revision | {told.value} |" in explained
 
 
 def test_a_model_that_is_not_the_hubs_has_no_revision(tmp_path: Path) -> None:
@@ -80,14 +78,14 @@ def test_a_model_that_is_not_the_hubs_has_no_revision(tmp_path: Path) -> None:
 
 def test_the_revision_is_what_every_server_loads(tmp_path: Path) -> None:
     made = revised(tmp_path, COMMIT)
-    plan = render_target("kubernetes", orders.order(made))["core/plan.json"]
+    plan = render_target("kubernetes", orders.order(made))["base/plan.json"]
     assert f'"revision": "{COMMIT}"' in plan
-    for target in ("vllm", "sglang"):
-        assert f"--revision {COMMIT}" in render_target(target, orders.order(made))["serve.sh"]
+    assert f"--revision {COMMIT}" in render_target("vllm", orders.order(made))["serve.sh"]
 
 
 def test_an_image_by_tag_is_said_to_be_not_pinned(tmp_path: Path) -> None:
     made = orders.plan(tmp_path)
     tag = "registry.example.com/llmctl:0.1.0"
     for image, pinned in ((tag, False), (f"{tag}@sha256:{'0' * 64}", True)):
-        assert ("NOT PINNED" in llmctl_image(orders.order(made, image=image)).source) != pinned
+        values = Values(orders.order(made, image=image), front=False, cluster=False)
+        assert ("NOT PINNED" in values.image.source) != pinned

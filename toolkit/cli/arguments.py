@@ -22,9 +22,7 @@ from toolkit.sched.catalogue import ABOUT
 
 UNIT_STEP = "unit-step"
 TRACES = Path(toolkit.__file__).parent / "traces" / "data"  # the shipped ones
-RENDERED = ("local", "systemd", "compose", "kubernetes", "ray", "vllm", "sglang")
-IN_PROCESS = ("local", "ray")  # the command itself is the server
-MANAGED = ("systemd", "compose")  # a service manager starts the server
+RENDERED = ("local", "systemd", "compose", "kubernetes", "vllm")
 SLA_EXAMPLE = "ttft_p99_s=2"
 CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
 OUTPUTS = (
@@ -69,7 +67,6 @@ traces = completing(
 policy = completing(lambda: ABOUT)
 router = completing(_routers)
 rendered_targets = completing(lambda: RENDERED)
-served_targets = completing(lambda: IN_PROCESS + MANAGED)
 
 
 def policies(incomplete: str) -> list[str]:

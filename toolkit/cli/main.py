@@ -61,14 +61,6 @@ COMMANDS = {
     "set": CommandEntry(
         "Show or change the settings of a running vLLM, between two passes.", module="settings"
     ),
-    "status": CommandEntry(
-        "Show the servers on this machine: health, load and speed.", module="running"
-    ),
-    "stop": CommandEntry(
-        "Shut a server down, and report how its requests ended.",
-        "the server continues to drain",
-        "running",
-    ),
     "bench": CommandEntry("Replay a trace against a server, measured beside predicted."),
     "validate": CommandEntry(
         "Compare a plan's predictions with the server that runs it.", module="bench"

@@ -61,7 +61,7 @@ class RenderOptions:
     settings: SetOption = None
     target: str | None = option(
         None,
-        "Write files for local, systemd, compose, kubernetes, ray, vllm or sglang; see "
+        "Write files for local, systemd, compose, kubernetes or vllm; see "
         "llmctl docs how-to/deploy.",
         metavar="TARGET",
         autocompletion=arguments.rendered_targets,
@@ -111,14 +111,8 @@ class RenderOptions:
         metavar="NAME",
     )
     fronts: int = _cluster(
-        1, "Front pods before replicas of vLLM; EXPLAIN.md says what they share.", min=1
+        1, "Front pods before replicas of vLLM; deployment.yaml says what they share.", min=1
     )
-    storage_class: str = _cluster("", "StorageClass of the claims for models.")
-    image_pull_secret: list[str] | None = _cluster(
-        None, "Secret with which nodes pull images; repeatable.", metavar="NAME"
-    )
-    priority_class: str = _cluster("", "PriorityClass of all pods.")
-    runtime_class: str = _cluster("", "RuntimeClass of pods with GPUs, such as nvidia.")
     gateway: str = _cluster(
         "",
         "Gateway of Gateway API through which clients outside the cluster reach /v1.",
@@ -147,9 +141,9 @@ class RenderOptions:
 def command(args: RenderOptions) -> None:
     """Write the plan that `llmctl serve` starts, and print the source of every value.
 
-    With --target the plan becomes a folder of files for the place where it will run, explained in
-    EXPLAIN.md, with a bench.sh that checks its predictions. The same files give the same output,
-    byte for byte; --check is for CI.
+    With --target the plan becomes a folder of files for the place where it will run: each value
+    with its reason beside it, the commands that start it at the head, and a bench.sh that checks
+    its predictions. The same files give the same output, byte for byte; --check is for CI.
     """
     from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.deploy.plan import differences
@@ -243,7 +237,7 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
         note(f"no --trace was given: the number that may wait is {lengths}")
     if order.validation:
         note(order.validation.summary())
-    note(f"{folder / 'EXPLAIN.md'} explains each value, and how to start the server")
+    note(f"the head of {folder / next(iter(files))} says how to start the server")
 
 
 def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
@@ -260,7 +254,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         text = file_text(plan)
         # An equal plan in the folder stays as it is: it may have been made on another machine. One
         # that cannot be read, such as one of another version of llmctl, counts as different.
-        for existing in (folder / "core" / "plan.json", folder / "plan.json"):
+        for existing in (folder / "base" / "plan.json", folder / "plan.json"):
             with contextlib.suppress(InputError):
                 if existing.is_file() and not differences(read_file(Plan, existing), plan):
                     text = existing.read_text(encoding="utf-8")
@@ -277,10 +271,6 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         program=args.program,
         folder=str(folder.absolute()),
         fronts=args.fronts,
-        storage_class=args.storage_class,
-        image_pull_secrets=tuple(args.image_pull_secret or ()),
-        priority_class=args.priority_class,
-        runtime_class=args.runtime_class,
         gateway=args.gateway,
         hostname=args.hostname,
         prefix=args.prefix.rstrip("/"),

@@ -51,16 +51,10 @@ _live = partial(option, rich_help_panel="Live settings")
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     source: str | None = argument(
-        "A plan, a recipe with --fit, a fleet, or a rendered folder.",
+        "A plan, a recipe with --fit, or a fleet.",
         None,
-        metavar="PLAN.json|RECIPE|FLEET|FOLDER",
+        metavar="PLAN.json|RECIPE|FLEET",
         autocompletion=arguments.recipes_and_plans,
-    )
-    target: str | None = _plan(
-        None,
-        "Where to run: local or ray; systemd or compose for a folder rendered for it.",
-        metavar="TARGET",
-        autocompletion=arguments.served_targets,
     )
     plan: Path | None = _plan(None, "The plan to serve, from `llmctl render`.")
     fit: Path | None = _plan(
@@ -238,22 +232,17 @@ def command(args: ServeOptions) -> None:
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
 
-    location = serve_start.locate(args.source, args.target)
-    if location.target in arguments.MANAGED:
-        broken = args.force or args.allow_broken_limits
-        serve_start.serve_managed(location, args.as_json, broken=broken)
-        return
-    given = serve_start.prepare(args, location)
+    given = serve_start.prepare(args)
     backend = backend_of(given.plan.recipe.engine.name)
     several = given.plan.workers > 1 or bool(given.ray)
     own = backend if isinstance(backend, StartsReplicas) and several else None
     if args.replica or args.replicas or own is not None:
         _refuse_what_replicas_lack(args, own)
-        serve_start.start(_before_replicas(args, given, own), args, given)
+        serve_start.start(_before_replicas(args, given, own), given)
     elif isinstance(backend, Serves):
         serve_start.start_server(backend, _server_order(args, given), args, given)
     else:
-        serve_start.start(_with_workers(args, given), args, given)
+        serve_start.start(_with_workers(args, given), given)
 
 
 def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> FrontConfig:

@@ -1,6 +1,4 @@
-"""The steps of `llmctl serve`: where to serve, the plan, keys, and running a server with a record
-for `llmctl status` and `llmctl stop`.
-"""
+"""The steps of `llmctl serve`: the plan, keys, and running a server."""
 
 from __future__ import annotations
 
@@ -8,16 +6,17 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, IN_PROCESS, MANAGED, parse_settings
+from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, parse_settings
 from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
 from toolkit.cli.output import emit, note, paragraph
 from toolkit.engine_traits import traits_of
-from toolkit.errors import InputError, nearest
+from toolkit.errors import InputError
 from toolkit.files.fleet import is_fleet
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan, PlannedPolicy
@@ -30,96 +29,12 @@ if TYPE_CHECKING:
 
     from toolkit.backends import ServerOrder, Serves
     from toolkit.cli.serve import ServeOptions
-    from toolkit.deploy.render import Manifest
-    from toolkit.deploy.running import Running, Where
     from toolkit.serve.access import Callers
     from toolkit.serve.drift import DriftCheck
     from toolkit.serve.launch import FrontConfig, FrontServer, Manager, OpenedFront
     from toolkit.serve.server import WatchedFiles
 
     Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
-
-ELSEWHERE = {  # targets that serve does not start, and the command that does
-    "kubernetes": "kubectl apply -k {folder}",
-    "vllm": "{folder}/serve.sh",
-    "sglang": "{folder}/serve.sh",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ServeLocation:
-    """Where to serve. `plan` is the plan's file in a rendered folder; None: no folder was given."""
-
-    target: str
-    folder: Path | None
-    manifest: Manifest | None
-
-    @property
-    def plan(self) -> str | None:
-        return None if self.folder is None else str(self.folder / "plan.json")
-
-
-def locate(source: str | None, target: str | None) -> ServeLocation:
-    """Where to serve `source`. `InputError` for a target that serve cannot start, or for which
-    nothing was rendered.
-    """
-    from toolkit.deploy.render import read_manifest
-
-    folder = Path(source) if source and Path(source).is_dir() else None
-    manifest = read_manifest(folder) if folder else None
-    if folder and manifest is None:
-        raise InputError(
-            f"{folder}: the folder holds no rendered files",
-            "llmctl render PLAN.json --target TARGET",
-        )
-    chosen = target or (manifest.target if manifest else "local")
-    if chosen in ELSEWHERE:
-        command = ELSEWHERE[chosen].format(folder=folder or "FOLDER")
-        raise InputError(f"serve does not start the target '{chosen}'", f"start it with: {command}")
-    if chosen not in IN_PROCESS + MANAGED:
-        raise InputError(
-            f"there is no target '{chosen}' to serve", nearest(chosen, IN_PROCESS + MANAGED)
-        )
-    if chosen in MANAGED and (manifest is None or manifest.target != chosen):
-        raise InputError(
-            f"the target '{chosen}' is served from a folder that was rendered for it",
-            f"llmctl render PLAN.json --target {chosen}; then: llmctl serve {chosen}",
-        )
-    return ServeLocation(chosen, folder, manifest)
-
-
-def serve_managed(place: ServeLocation, as_json: bool, *, broken: bool) -> None:
-    """Start the folder with its service manager, and record the server.
-
-    `InputError` where its plan is predicted to break limits, unless `broken` allows that.
-    """
-    from toolkit.deploy.running import Running, name_of, remember, start
-    from toolkit.serve.assemble import model_name
-
-    assert place.folder is not None
-    assert place.manifest is not None
-    plan = read_file(Plan, place.folder / "plan.json")
-    accept(plan, str(place.folder / "plan.json"), broken=broken)
-    start(place.folder, place.manifest)
-    url = f"http://127.0.0.1:{plan.recipe.serve.port or 8000}"
-    server = Running(
-        name=name_of(plan.recipe.name, url),
-        target="systemd" if place.target == "systemd" else "compose",
-        url=url,
-        model=model_name(plan),
-        workers=plan.workers,
-        policy=plan.policy.name,
-        folder=str(place.folder.absolute()),
-        breaks=breaks(plan.limits),
-    )
-    remember(server)
-
-    def show() -> None:
-        print(f"ready: {server.url} serves {server.model}, by {server.target}")
-        if server.breaks:
-            paragraph(f"warning: predicted to {server.breaks}")
-
-    emit(as_json, server, show)
 
 
 class Prepared(NamedTuple):
@@ -137,7 +52,7 @@ class Prepared(NamedTuple):
     ray: str
 
 
-def prepare(args: ServeOptions, location: ServeLocation) -> Prepared:
+def prepare(args: ServeOptions) -> Prepared:
     """The plan, the keys and the service manager. `InputError` for what cannot be used, and for a
     plan that is predicted to break limits where that is not allowed.
     """
@@ -148,20 +63,19 @@ def prepare(args: ServeOptions, location: ServeLocation) -> Prepared:
     forget_variable(CONTROL_KEY_VARIABLE)
     manager = Manager.take()
     access = find_keys(args.api_key, args.api_key_file, args.api_keys)
-    source = location.plan or args.source
-    plan = plan_to_serve(source, args)
+    plan = plan_to_serve(args)
     plan = override(plan, args.policy, args.settings, args.workers)
     broken = args.force or args.allow_broken_limits
-    accept(plan, str(args.tuning or location.plan or args.plan or args.source), broken=broken)
+    accept(plan, str(args.tuning or args.plan or args.source), broken=broken)
     check_engine(plan, args.engine)
-    file = Path(location.plan) if location.plan else args.plan or Path(args.source or "")
-    ray = args.ray or ("auto" if location.target == "ray" else "")
-    return Prepared(plan, file, access, manager, ray)
+    file = args.plan or Path(args.source or "")
+    return Prepared(plan, file, access, manager, args.ray)
 
 
-def plan_to_serve(source: str | None, args: ServeOptions) -> Plan:
+def plan_to_serve(args: ServeOptions) -> Plan:
     """The plan that is given, or made of a recipe or fleet. `InputError` for both and neither."""
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
+    source = args.source
     plan = args.plan
     fit = args.fit
     tuning = args.tuning
@@ -303,7 +217,7 @@ class FrontToStart(NamedTuple):
     control_key: str
 
 
-def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
+def start(front: FrontToStart, given: Prepared) -> None:
     """Serve through a front until a signal ends it.
 
     With --strict the command ends before it serves where a measured point contradicts the fit.
@@ -311,8 +225,7 @@ def start(front: FrontToStart, args: ServeOptions, given: Prepared) -> None:
     from toolkit.serve.launch import launch
 
     serve = partial(launch, front.config, front.make)
-    model = front.config.settings.model
-    serve_recorded(serve, front.announce, args, given, model, front.control_key)
+    serve_until_signal(serve, front.announce, given, front.control_key)
 
 
 def start_server(
@@ -325,68 +238,51 @@ def start_server(
     from toolkit.sched.policies import make_any, refuse_unservable
 
     plan = order.plan
-    model = order.served_model
     engine = plan.recipe.engine.name
     refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
 
-    announce = partial(announce_plan, args.as_json, plan, model)
+    announce = partial(announce_plan, args.as_json, plan, order.served_model)
     launch = partial(backend.launch, replace(order, beat=given.manager.beat))
-    serve_recorded(launch, announce, args, given, model, order.control_key)
+    serve_until_signal(launch, announce, given, order.control_key)
 
 
-def serve_recorded(
+def serve_until_signal(
     launch: Callable[[Callable[[str], None]], Mapping[str, int]],
     announce: Callable[[str], None],
-    args: ServeOptions,
     given: Prepared,
-    model: str,
     control_key: str,
 ) -> None:
-    """Serve, and record the server for `llmctl status` and `llmctl stop`.
+    """Serve until a signal ends the server, and print how its requests ended.
 
-    `launch` calls its argument with the URL once the server is ready, which `announce` prints. It
-    serves until a signal ends it, and returns how the requests ended, which `llmctl stop` waits
-    for. `control_key` is the key of its settings, kept beside the record. Where the record cannot
-    be written, as in a container, the server runs without one.
+    `launch` calls its argument with the URL once the server is ready, which `announce` prints, and
+    returns the number of ended requests by finish reason. `control_key` is the key of its settings,
+    kept for `llmctl set` while the server runs.
     """
-    from toolkit.deploy.running import forget, keep_control_key, name_of, remember, this_process
+    from toolkit.cli.control_keys import kept_key
 
-    plan = given.plan
-    target: Where = "ray" if given.ray else "local"
-    record: Running | None = None
     was_ready = False
+    with ExitStack() as stack:
 
-    def on_ready(url: str) -> None:
-        nonlocal was_ready, record
-        was_ready = True
-        name = name_of(plan.recipe.name, url)
-        server = this_process(name, target, url, model, plan.workers, plan.policy.name)
-        facts = {"breaks": breaks(plan.limits)}
-        if args.ssl_certfile is not None:
-            facts["certificate"] = str(args.ssl_certfile.absolute())
-        server = server.model_copy(update=facts)
-        try:
-            remember(server)
+        def on_ready(url: str) -> None:
+            nonlocal was_ready
+            was_ready = True
             if control_key:
-                keep_control_key(server, control_key)
-            record = server
-        except InputError as error:
-            note(f"llmctl status will not list this server: {error.message}")
-        given.manager.tell("READY=1")
-        announce(url)
-        sys.stdout.flush()
+                try:
+                    stack.enter_context(kept_key(url, control_key))
+                except OSError as error:
+                    note(f"llmctl set will need --control-key: {error}")
+            given.manager.tell("READY=1")
+            announce(url)
+            sys.stdout.flush()
 
-    try:
-        ended = launch(on_ready)
-        if not was_ready:
-            note("stopped by a signal before it was ready")
-        if record is not None:
-            remember(record.model_copy(update={"ended": dict(ended)}))
-    except BaseException:  # Ctrl-C, too: a server that fails leaves no record
-        if record is not None:
-            forget(record)
-        raise
+        ended = dict(launch(on_ready))
+    if not was_ready:
+        note("stopped by a signal before it was ready")
+        return
+    finished = ended.pop("stop", 0) + ended.pop("length", 0)
+    others = "".join(f", {count} {reason}" for reason, count in ended.items() if count)
+    note(f"ended; requests finished: {finished}{others}")
 
 
 def announce_plan(

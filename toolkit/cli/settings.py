@@ -71,10 +71,10 @@ def command(args: SetOptions) -> None:
 
 def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
     """The control of a server: at `url`, or of the one that was started here with --live."""
-    from toolkit.deploy.running import control_keys
+    from toolkit.cli.control_keys import known_keys
     from toolkit.endpoints.settings import SettingsClient
 
-    known = control_keys()
+    known = known_keys()
     if url is None and len(known) > 1:
         urls = ", ".join(known)
         raise InputError(f"several servers with live settings run here: {urls}", "give --url")

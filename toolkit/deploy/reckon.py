@@ -1,12 +1,14 @@
-"""Numbers that several targets share, each with its source.
+"""Numbers of one server, each with its source: drain, load, memory, and how many may wait.
 
-First drain, loading, memory and replicas of a server. A number that rests on no measurement says
-so. Then the autoscaling threshold: how many requests may wait before first tokens come too late.
+The server is the one that the order's plan describes: with all its workers, or one of the replicas
+of an engine that is a server of its own (`Values.server`). A number that rests on no measurement
+says so.
 
-For the threshold, a backlog of n requests arrives at an idle replica, and the simulator, with the
-plan's policy and the fit's laws, says when each gets its first token. The threshold is the largest
-n that keeps the recipe's TTFT targets, minus the requests that start at once: the others are those
-that /metrics counts as waiting. It does not include the time that a new replica takes to load.
+How many requests may wait before first tokens come too late: a backlog of n requests arrives at an
+idle server, and the simulator, with the plan's policy and the fit's laws, says when each gets its
+first token. The threshold is the largest n that keeps the recipe's TTFT targets, minus the requests
+that start at once: the others are those that /metrics counts as waiting. It does not include the
+time that a new replica takes to load.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from toolkit.deploy.order import ExplainedValue, Order, Sourced
+from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.io import digest
-from toolkit.files.plan import Kind, Plan
+from toolkit.files.plan import Plan
 from toolkit.files.recipe import DTYPE_BYTES, Recipe, ServeSpec, TuneSpec
 from toolkit.metrics import judge, latencies, statistic
 from toolkit.sched.policies import make_any
@@ -30,16 +32,13 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, simulate
-from toolkit.sim.world import World, fleet, world_from_fit
+from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
 from toolkit.traces.windows import mean_rate, prepare, scale_rate
-from toolkit.units import GIB, MIB
+from toolkit.units import GIB
 
 MIN_DRAIN_S = 30
-PROPAGATION_S = 5  # until a cluster's proxies know that /ready answers 503
-# After the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a margin.
-AFTER_DRAIN_S = 20
 MIN_STARTUP_S = 1800  # of the first load
 LOAD_S = 600
 SLOW_BYTES_PER_S = 50_000_000  # loading without the download, and a slow link
@@ -47,16 +46,6 @@ SLOW_BYTES_PER_S = 50_000_000  # loading without the download, and a slow link
 LOAD_FACTOR = 3
 MIN_MEASURED_STARTUP_S = 300
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
-# Host memory of `serve` itself, and of a worker process before it loads a model:
-# docs/how-to/deploy.md
-FRONT_MIB = 768
-WORKER_MIB = 1024
-# A pod's memory limit over its request: libraries and loading were not measured exactly.
-LIMIT_FACTOR = 2
-SHARED_GIB = 1  # of /dev/shm, for NCCL between a worker's processes
-UNKNOWN_MODELS_GIB = 1024  # the models' cache, where a size is not known
-MAX_PLAN_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold at most 1 MiB
-MODELS = "/models"  # where a pod has the volume of models
 MAX_BACKLOG = 4096  # requests: no server needs a longer queue
 STEPS = 8  # between a rate and twice it: 9 % each
 MAX_OCTAVES = 10  # a rate is tried up to 1,024 times the trace's own, and down to a 1,024th
@@ -140,31 +129,23 @@ def rows(order: Order) -> Sourced[int]:
     return Sourced(largest, "fit: the largest measured batch; the laws extrapolate beyond it")
 
 
-def grace_s(drain: Sourced[int], notice_s: int = 0) -> Sourced[int]:
-    """Seconds between SIGTERM and SIGKILL: notice, drain, and time for the end of the process."""
-    parts = f"notice {notice_s} + " if notice_s else ""
-    seconds = notice_s + drain.value + AFTER_DRAIN_S
-    return Sourced(seconds, f"{parts}drain {drain.value} + {AFTER_DRAIN_S} for the last bytes")
-
-
 def startup_s(order: Order) -> Sourced[int]:
-    """Seconds that the first load may take, with its download.
+    """Return the seconds that the first load may take, with its download.
 
     It is the recipe's `serve.load_timeout_s` where that is not the default. Else it rests on the
-    time that the profiles measured, else on a bound, which is larger for models above 56 GiB.
+    time that the profile measured, else on a bound, which is larger for models above 56 GiB.
     """
-    kinds = order.plan.kinds
     given_s = order.plan.recipe.serve.load_timeout_s
     if given_s != ServeSpec.model_fields["load_timeout_s"].default:
         return Sourced(math.ceil(given_s), "recipe: serve.load_timeout_s")
     from_hub = order.plan.recipe.model.from_hub
     speed = f"{SLOW_BYTES_PER_S / 1e6:.0f} MB/s"
-    weights = max(weight_bytes(kind) or 0 for kind in kinds)
+    weights = weight_bytes(order.plan) or 0
     download_s = math.ceil(weights / SLOW_BYTES_PER_S)
-    measured = [seconds for kind in kinds if (seconds := kind.fit.engine.load_s) is not None]
-    if len(measured) == len(kinds):
-        seconds = LOAD_FACTOR * max(measured)
-        source = f"fit: loading took {max(measured):g} s; {LOAD_FACTOR} times that"
+    measured = order.plan.fit.engine.load_s
+    if measured is not None:
+        seconds = LOAD_FACTOR * measured
+        source = f"fit: loading took {measured:g} s; {LOAD_FACTOR} times that"
         if seconds < MIN_MEASURED_STARTUP_S:
             seconds = MIN_MEASURED_STARTUP_S
             source += f", but at least {MIN_MEASURED_STARTUP_S} s"
@@ -182,133 +163,34 @@ def startup_s(order: Order) -> Sourced[int]:
     return Sourced(60 * math.ceil(bound / 60), source)
 
 
-def compile_caches(folder: str) -> dict[str, str]:
-    """Where compiled kernels are kept below `folder`, which outlives the process: variables of
-    vLLM, Triton and torch.compile. Else each start compiles again, for minutes.
-    """
-    return {
-        "VLLM_CACHE_ROOT": f"{folder}/cache/vllm",
-        "TRITON_CACHE_DIR": f"{folder}/cache/triton",
-        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache/inductor",
-    }
-
-
-def explain_caches(folder: str) -> ExplainedValue:
-    """The line of EXPLAIN.md about `compile_caches`."""
-    names = ", ".join(compile_caches(folder))
-    why = "beside the models, and kept as long: a restart does not compile kernels again"
-    return ExplainedValue(names, f"{folder}/cache", why)
-
-
 def load_s(order: Order) -> Sourced[int | None]:
-    """Seconds that loading took where the profile was measured; None where it was not measured."""
-    measured = [kind.fit.engine.load_s for kind in order.plan.kinds]
-    known = [seconds for seconds in measured if seconds is not None]
-    if len(known) < len(measured):
+    """Return the seconds that loading took where the profile was measured, else None."""
+    measured = order.plan.fit.engine.load_s
+    if measured is None:
         why = "the time of loading was not measured: `llmctl profile` and `llmctl fit` measure it"
         return Sourced(None, why)
-    return Sourced(math.ceil(max(known)), f"fit: loading took {max(known):g} s")
+    return Sourced(math.ceil(measured), f"fit: loading took {measured:g} s")
 
 
-def weight_bytes(kind: Kind) -> int | None:
-    """Bytes of a kind's weights on all GPUs of a worker; None where not known."""
-    model = kind.recipe.model
-    facts = kind.fit.engine
-    return model.weight_bytes or facts.parameters * DTYPE_BYTES[model.dtype] or None
+def weight_bytes(plan: Plan) -> int | None:
+    """Return the bytes of the weights on all GPUs of a worker; None where not known."""
+    model = plan.recipe.model
+    return model.weight_bytes or plan.fit.engine.parameters * DTYPE_BYTES[model.dtype] or None
 
 
-def models_gib(kinds: Sequence[Kind]) -> Sourced[int] | None:
-    """GiB for the files of these kinds' models; None where a size is not known.
+def models_gib(plan: Plan) -> Sourced[int] | None:
+    """Return the GiB for the files of the model; None where its size is not known.
 
     A model of random weights has no files.
     """
-    sizes = {
-        (kind.recipe.model.source, kind.recipe.model.revision): weight_bytes(kind)
-        for kind in kinds
-        if kind.recipe.model.source != "random"
-    }
-    if not sizes:
+    if plan.recipe.model.source == "random":
         return Sourced(SPARE_GIB, "the model's weights are random: it has no files")
-    if None in sizes.values():
+    size = weight_bytes(plan)
+    if size is None:
         return None
-    gib = sum(size or 0 for size in sizes.values()) / GIB
+    gib = size / GIB
     source = f"twice {gib:.3g} GiB of weights, for another revision or dtype, and {SPARE_GIB} GiB"
     return Sourced(math.ceil(2 * gib) + SPARE_GIB, source)
-
-
-def gpus(recipe: Recipe) -> Sourced[int]:
-    """GPUs of one server; 0 where the recipe runs on CPUs."""
-    if recipe.hardware.device == "cpu":
-        return Sourced(0, "the recipe's hardware.device is cpu")
-    size = recipe.engine.tensor_parallel_size
-    return Sourced(recipe.workers * size, f"recipe: {recipe.workers} workers, {size} GPU for each")
-
-
-def cpus(recipe: Recipe) -> Sourced[int]:
-    """CPU cores that a server requests: its workers' threads, and one for the front."""
-    threads = (recipe.engine.threads or 1) * recipe.engine.tensor_parallel_size
-    source = f"recipe: {recipe.workers} workers x {threads} threads, and one for the front"
-    return Sourced(recipe.workers * threads + 1, source)
-
-
-def memory_mib(order: Order) -> Sourced[int]:
-    """Host memory in MiB that a server with all its workers requests."""
-    worker = worker_memory_mib(order.plan.kinds[0])
-    workers = order.plan.recipe.workers
-    source = f"{FRONT_MIB} MiB for the front, and for each of {workers} workers {worker.source}"
-    return Sourced(FRONT_MIB + workers * worker.value, source)
-
-
-def worker_memory_mib(kind: Kind) -> Sourced[int]:
-    """Host memory of one worker in MiB, also on a GPU, since the weights pass through it once."""
-    recipe = kind.recipe
-    fit = kind.fit
-    weights = recipe.model.weight_bytes or 0
-    cache = fit.engine.kv_budget_bytes if recipe.hardware.device == "cpu" else 0
-    libraries = WORKER_MIB * recipe.engine.tensor_parallel_size  # a process for each share
-    parts = [f"{libraries} MiB of libraries", f"{math.ceil(weights / MIB):,} MiB of weights"]
-    parts += [f"{math.ceil(cache / MIB):,} MiB of KV cache"] if cache else []
-    return Sourced(libraries + math.ceil((weights + cache) / MIB), " + ".join(parts))
-
-
-def memory_limit_mib(order: Order) -> Sourced[int]:
-    """Host memory in MiB at which the pod of a server is killed."""
-    requested = memory_mib(order)
-    workers = order.plan.recipe.workers
-    extra = worker_extra_memory_mib(order.plan.kinds[0])
-    source = f"{LIMIT_FACTOR} times what it requests"
-    if extra.value:
-        source += f", and for each of {workers} workers {extra.source}"
-    return Sourced(LIMIT_FACTOR * requested.value + workers * extra.value, source)
-
-
-def worker_extra_memory_mib(kind: Kind) -> Sourced[int]:
-    """Host memory in MiB that a worker may use besides its request: swapped caches, shared memory,
-    and the weights that all processes of a group load.
-    """
-    group = kind.recipe.engine.tensor_parallel_size
-    weights = kind.recipe.model.weight_bytes or 0
-    sizes = {
-        "MiB of swapped caches": kind.fit.swap.host_bytes if kind.fit.swap else 0,
-        f"MiB of weights in the {group - 1} other processes while they load": (group - 1) * weights,
-        "MiB of /dev/shm": SHARED_GIB * GIB if group > 1 else 0,
-    }
-    parts = [(math.ceil(size / MIB), name) for name, size in sizes.items() if size]
-    source = " + ".join(f"{size:,} {name}" for size, name in parts)
-    return Sourced(sum(size for size, _ in parts), source)
-
-
-def replicas(order: Order) -> Sourced[int]:
-    """The number of replicas, each with all the plan's workers."""
-    needed = order.plan.workers_needed
-    workers = order.plan.workers
-    if order.options.replicas:
-        return Sourced(order.options.replicas, "--replicas")
-    if needed is None:
-        return Sourced(1, "the default; for more: --replicas, or tune with --workers auto")
-    simulated = "each has its own scheduler, while one for all was simulated"
-    source = f"tuned: {needed} workers keep all limits, {workers} in each replica; {simulated}"
-    return Sourced(math.ceil(needed / workers), source)
 
 
 def gap_target(recipe: Recipe) -> tuple[str, float] | None:
@@ -316,27 +198,6 @@ def gap_target(recipe: Recipe) -> tuple[str, float] | None:
     names = ("tpot", "itl", "mtpot")
     gaps = [target for target in recipe.sla.items() if target[0].split("_")[0] in names]
     return min(gaps, key=lambda item: item[1], default=None)
-
-
-def check_podable(order: Order) -> None:
-    """Raise `InputError` where pods cannot have the plan or the model."""
-    check_plan_size(order.text, "a ConfigMap holds")
-    source = order.plan.recipe.model.source
-    if source.startswith(("/", ".", "~")) and not source.startswith(f"{MODELS}/"):
-        raise InputError(
-            f"model.source {source} is a folder of this machine, which a pod does not have",
-            f"put it on a volume and set {MODELS}/NAME, with --model-claim; or set a hub id",
-        )
-
-
-def check_plan_size(text: str, holder: str) -> None:
-    """Raise `InputError` where the plan is too large; `holder` says in words what holds it."""
-    size = len(text.encode())
-    if size > MAX_PLAN_BYTES:
-        raise InputError(
-            f"the plan has {size >> 10} KiB; {holder} {MAX_PLAN_BYTES >> 10} KiB of it",
-            "render the target 'local' and copy the folder",
-        )
 
 
 def default_trace(recipe: Recipe) -> str:
@@ -412,21 +273,19 @@ _BUSIEST: dict[_Key, tuple[float, float]] = {}
 
 
 def _key(plan: Plan, trace: Trace) -> _Key:
-    """All that a simulation of a plan with a trace depends on."""
-    kinds = tuple(kind.model_dump_json() for kind in plan.kinds)
+    """Return all that a simulation of a plan with a trace depends on."""
+    parts = plan.recipe.model_dump_json(), plan.fit.model_dump_json(), str(plan.workers)
     columns = trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
-    return plan.policy.model_dump_json(), kinds, b"".join(column.tobytes() for column in columns)
+    return plan.policy.model_dump_json(), parts, b"".join(column.tobytes() for column in columns)
 
 
 def _world(plan: Plan) -> World:
-    """The plan's workers, in the simulator."""
-    limit = plan.recipe.serve.max_new_tokens
-    seed = plan.recipe.tune.seed
-    return fleet(
-        [
-            world_from_fit(kind.fit, workers=kind.workers, max_new_tokens=limit, seed=seed)
-            for kind in plan.kinds
-        ]
+    """Return the plan's workers, in the simulator."""
+    return world_from_fit(
+        plan.fit,
+        workers=plan.workers,
+        max_new_tokens=plan.recipe.serve.max_new_tokens,
+        seed=plan.recipe.tune.seed,
     )
 
 

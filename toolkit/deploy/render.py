@@ -1,9 +1,14 @@
 """A plan as the files of a target.
 
-Besides a target's own files, every target has the plan, EXPLAIN.md and bench.sh, and alert rules
-and a dashboard where its metrics are known. The same order gives the same files, to the byte. A new
-target is a file in `targets/` and a line in `TARGETS`. The last part writes the folder, and keeps
-what was edited by hand.
+Every file is a template of `templates/`, filled with `Values`; the reason of each value stands
+beside it as a comment. Besides a target's own files, every target has the plan and bench.sh, and
+alert rules and a dashboard where its metrics are known. The same order gives the same files, to the
+byte. A new target is a line in `TARGETS` and its templates. The last part writes the folder, and
+keeps what was edited by hand.
+
+A missing value is an error, never an empty string. Each value is quoted for its place by a filter:
+`sh` for a shell, `unit` for a word of a command in a unit, `setting` for a whole value in a unit,
+`q` for YAML, `compose` for Compose's YAML, `line` for a comment.
 """
 
 from __future__ import annotations
@@ -12,256 +17,293 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import jinja2
+
 import toolkit
-from toolkit.deploy.monitoring import Names, RulesFile, dashboard, job, replica_rules, rules, series
-from toolkit.deploy.order import ExplainedValue, Order, Rendered, explain_value, inside
-from toolkit.deploy.plan import LIMITS
-from toolkit.deploy.reckon import margin_percent, waiting_threshold
-from toolkit.deploy.replicas import KindReplicas, Replication
-from toolkit.deploy.targets import (
-    compose,
-    engine_flags,
-    kubernetes,
-    script,
-    statefulset,
-    systemd,
-)
-from toolkit.deploy.targets.objects import DASHBOARD
+from toolkit.deploy.dashboard import Names, dashboard
+from toolkit.deploy.flags import check_servable_elsewhere, vllm_start
+from toolkit.deploy.order import KEY_FOLDER, Order, inside
+from toolkit.deploy.reckon import margin_percent
+from toolkit.deploy.values import Values
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.io import write_file, write_text
-from toolkit.files.plan import PREDICTED, Plan
-from toolkit.files.strict import Strict, dump_yaml, read_bytes, validate
-from toolkit.files.tuning import breaks, broken
+from toolkit.files.plan import Plan
+from toolkit.files.shipped import shipped_templates
+from toolkit.files.strict import Strict, read_bytes, validate
 from toolkit.traces.types import FOLDER
 
-KEPT = {True: "yes", False: "NO", None: "-"}
 SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment_percent")
-
-
-@dataclass(frozen=True, slots=True)
-class TargetTraits:
-    """How a plan is rendered for one place, and what its metrics are there.
-
-    Args:
-        of_replicas: renders an engine that is a server of its own: replicas, and a front before
-            them; None: such an engine is rendered as any other.
-        metrics: the names of its metrics; None: they are not known.
-        operator: Prometheus' operator reads its rules from objects.
-        together: Prometheus finds all replicas at the front.
-        foreign: it starts another server, and its flags may come from one measured from outside.
-        one_kind: why it cannot have workers of several kinds; '': it can.
-    """
-
-    render: Callable[[Order], Rendered]
-    of_replicas: Callable[[Order], Rendered] | None = None
-    metrics: Names | None = "llmctl"
-    operator: bool = False
-    together: bool = False
-    foreign: bool = False
-    one_kind: str = ""
-
-
-ONE_ENGINE = "it starts one engine of one kind"
-ONE_DEPLOYMENT = (
-    "the pods of a Deployment are alike, and a Deployment for each kind would need a router in "
-    "front of them"
-)
-TARGETS = {
-    "local": TargetTraits(script.render_local),
-    "systemd": TargetTraits(
-        systemd.render,
-        systemd.render_replicas,
-        one_kind="the unit's sandbox is made for one kind of device",
-    ),
-    "compose": TargetTraits(
-        compose.render, compose.render_replicas, one_kind="the service reserves one kind of device"
-    ),
-    "kubernetes": TargetTraits(
-        kubernetes.render, statefulset.render, operator=True, one_kind=ONE_DEPLOYMENT
-    ),
-    "ray": TargetTraits(script.render_ray, script.render_ray_replicas, together=True),
-    "vllm": TargetTraits(
-        engine_flags.render_vllm, metrics="vllm", foreign=True, one_kind=ONE_ENGINE
-    ),
-    "sglang": TargetTraits(
-        engine_flags.render_sglang, metrics=None, foreign=True, one_kind=ONE_ENGINE
-    ),
+MAX_PLAN_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold at most 1 MiB
+MODELS = "/models"  # where a pod has the volume of models
+RUNBOOKS = "https://example.org/llmctl/docs/how-to/alerts.html"  # a section for each alert
+WHAT = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "gap between tokens",
+    "mtpot": "longest gap in a request",
+    "e2e": "time of a whole request",
 }
-# Targets of earlier versions, and what replaces them.
-GONE = {
-    "kuberay": "for several machines render it for 'ray', and start the cluster with KubeRay "
-    "yourself; one pod a replica: 'kubernetes'"
-}
-RENDER_FLAGS = "render its flags, for 'vllm' or 'sglang'"
-RENDER_SERVERS = "render it for 'kubernetes', 'compose', 'systemd' or 'local'"
-RENDER_FLEET = "render it for 'local' or 'ray', where one front serves all kinds of workers"
 
 
 def render_target(name: str, order: Order) -> dict[str, str]:
-    """All files of the target `name`, by their names, in the order in which they are best read.
+    """Return all files of the target `name`, by their names: first the one whose head says how to
+    start it.
 
     Raises `InputError` for an unknown target, and for a plan that the target cannot serve.
     """
-    engine = order.plan.recipe.engine
-    traits = traits_of(engine.name)
-    own_server = traits.started and traits.server
-    if name in GONE:
-        raise InputError(f"there is no target '{name}' any more", GONE[name])
     if name not in TARGETS:
         raise InputError(f"there is no target '{name}'", nearest(name, TARGETS))
-    target = TARGETS[name]
-    of_replicas = target.of_replicas if own_server else None
-    if order.plan.others and target.one_kind and not of_replicas:
-        serving = "servers" if own_server else "workers"
-        kinds = ", ".join(kind.recipe.name for kind in order.plan.kinds)
-        raise InputError(
-            f"a fleet of {serving} ({kinds}) cannot be rendered for '{name}': {target.one_kind}",
-            RENDER_SERVERS if own_server else RENDER_FLEET,
-        )
-    if not traits.started and not target.foreign:
+    plan = order.plan
+    engine = plan.recipe.engine
+    traits = traits_of(engine.name)
+    own_server = traits.started and traits.server
+    foreign = name == "vllm"
+    if not traits.started and not foreign:
         raise InputError(
             f"engine '{engine.name}' is a server already, at {engine.url}: '{name}' has nothing "
             "to start",
-            RENDER_FLAGS,
+            "render its flags, for 'vllm'",
         )
-    rendered = (of_replicas or target.render)(order)
-    files = dict(sorted(rendered.files.items()))
-    lines = [*rendered.explained]
-    plan_file = next((file for file in files if Path(file).name == "plan.json"), "plan.json")
+    cluster = name == "kubernetes"
+    front = own_server and name in ("systemd", "compose", "kubernetes")
+    values = Values(order, front=front, cluster=cluster)
+    files = TARGETS[name](values)
+    plan_file = "base/plan.json" if cluster else "plan.json"
     files[plan_file] = order.text
-    metrics: Names | None = traits.metrics if own_server else target.metrics
-    behind = Replication(order).kinds if of_replicas else []
-    labelled = of_replicas is not None or metrics == "llmctl"  # its series have known labels
-    if labelled and not target.operator:
-        alerts, explained = _alerts(order, behind, apart=not target.together)
-        files["alerts.yaml"] = dump_yaml(alerts, order.comment())
-        lines += explained
-    if metrics is not None:
-        # Of a fleet: all jobs, for the dashboard can choose one.
-        of = behind[0].name if len(behind) == 1 else ""
-        alike = labelled and len(behind) < 2
-        label = job(order, monitored=target.operator, of=of) if alike else ""
-        front = job(order, monitored=target.operator) if behind else ""
-        about = order.name, order.comment(), label, front
-        board = dashboard(order.plan.recipe.sla, metrics, *about)
-        files[DASHBOARD] = json.dumps(board, indent=1) + "\n"
-    files["bench.sh"] = _bench_script(order, plan_file, rendered.url)
-    because = "the plan is predicted to break limits and was rendered anyway"
-    allowances = [] if target.foreign else order.allowances
-    lines += [ExplainedValue(f"serve {option}", "given", because) for option in allowances]
-    return {"EXPLAIN.md": _explanation(name, order, lines, rendered.start)} | files
-
-
-def _alerts(
-    order: Order, replicas: Sequence[KindReplicas], *, apart: bool
-) -> tuple[RulesFile, list[ExplainedValue]]:
-    """The rules for Prometheus without its operator, for a server or for a front with `replicas`,
-    and their explanation. Only kinds that are scraped `apart` have an alert about their queue.
-    """
-    own = series(order, monitored=False)
-    why = "the job_name that Prometheus' scrape configuration must give"
-    lines = [ExplainedValue("alerts.yaml: job", job(order, monitored=False), f"{why} this server")]
-    scraped = replicas if apart or len(replicas) == 1 else []
-    for kind in scraped:
-        line = ExplainedValue("alerts.yaml: job", kind.name, f"{why} its replicas")
-        lines += kind.about([line])
-    if replicas:
-        queues = [
-            (series(order, monitored=False, of=kind.name), kind.threshold) for kind in scraped
-        ]
-        return replica_rules(order, own, queues), lines
-    threshold = waiting_threshold(order.plan, order.trace)
-    lines.append(explain_value("alerts.yaml: LlmctlQueue", threshold))
-    return rules(order, own, threshold), lines
-
-
-def _explanation(target: str, order: Order, explained: Sequence[ExplainedValue], start: str) -> str:
-    """EXPLAIN.md: every value of the files and the plan, and predictions with their errors."""
-    plan = order.plan
-    engine = order.plan.fit.engine
-    validation = order.validation
-    measured = f"with engine {engine.engine} {engine.engine_version}"
-    basis = f"The laws were measured on {engine.device} {measured}."
-    if engine.analytic:
-        basis = f"Nothing here was measured: {engine.analytic}."
-    errors: dict[str, str] = {}
-    if validation is None:
-        basis += " Predictions of this fit are not validated yet: `llmctl validate`."
-    else:
-        basis += f" {validation.summary().capitalize()}."
-        errors = {row.metric: f"{row.error_percent:+.1f} %" for row in validation.metrics}
-    predicted = [  # targets are among the limits
-        (name, f"{plan.predicted[name]:.4g}", errors.get(name, "not validated"))
-        for name in dict.fromkeys([*SHOWN, *errors])
-        if name in plan.predicted
-    ]
-    # What the predictions rest on, as the beginning of a sentence.
-    sources = [one.source for key, one in plan.explained.items() if key.startswith(PREDICTED)]
-    predicted_on = sources[0].capitalize() if sources else ""
-    if plan.workload is not None:
-        rate = f"{plan.workload.request_rate_rps:.4g} requests/s"
-        predicted_on += f" {plan.workload.trace}, at {rate}"
-    verdict = f"All are predicted to be kept. {predicted_on}."
-    if broken(plan.limits):
-        verdict = f"The plan is predicted to {breaks(plan.limits)}. It was rendered anyway."
-    elif any(limit.kept is None for limit in plan.limits):
-        source = plan.explained[LIMITS].source if LIMITS in plan.explained else ""
-        verdict = f"Not predicted: {source}." if source else "Not predicted."
-    planned = [
-        ExplainedValue(key, one.value, one.source)
-        for key, one in plan.explained.items()
-        if not key.startswith(PREDICTED)
-    ]
-    return order.fill(
-        "explain.md",
-        title=plan.recipe.name,
-        version=toolkit.__version__,
-        target=target,
-        stamp=order.stamp(),
-        basis=basis,
-        start=start,
-        limits=[
-            (limit.name, limit.allowed(), limit.prediction(), KEPT[limit.kept])
-            for limit in plan.limits
-        ],
-        verdict=verdict,
-        broken=bool(broken(plan.limits)),
-        explained=explained,
-        planned=planned,
-        predicted=predicted,
-        predicted_on=predicted_on,
-    )
-
-
-def _bench_script(order: Order, plan_file: str, url: str) -> str:
-    """bench.sh: replays the traffic that the plan was tuned for and compares with the predictions.
-
-    The server is at `url`; if that is '', where the recipe has it listen.
-    """
-    plan = order.plan
-    return order.fill(
+    metrics: Names = "vllm" if foreign else traits.metrics if own_server else "llmctl"
+    labelled = front or metrics == "llmctl"  # its series have known labels
+    if labelled and not cluster:
+        files["alerts.yaml"] = fill("alerts.yaml", values)
+    job = values.job(values.replica if front else values.name) if labelled else ""
+    behind = values.job(values.name) if front else ""
+    about = order.name, order.comment(), job, behind
+    board = dashboard(plan.recipe.sla, metrics, *about)
+    board_file = "monitoring/dashboard.json" if cluster else "dashboard.json"
+    files[board_file] = json.dumps(board, indent=1) + "\n"
+    files["bench.sh"] = fill(
         "bench.sh",
+        values,
         plan_file=plan_file,
         trace=shipped_trace(plan),
         rate=f"{plan.workload.request_rate_rps:g}" if plan.workload else "",
-        url=url or plan.recipe.engine.url or f"http://127.0.0.1:{plan.recipe.serve.port or 8000}",
-        max_error=margin_percent(order).value,
+        # A cluster's server is reached through kubectl port-forward.
+        url=engine.url or f"http://127.0.0.1:{8000 if cluster else values.port}",
+        max_error=margin_percent(order),
         claims=[
             f"{key}: {plan.predicted[key]:.4g} predicted" for key in SHOWN if key in plan.predicted
         ],
     )
+    return files
+
+
+def _local(values: Values) -> dict[str, str]:
+    return {"serve.sh": fill("local/serve.sh", values)}
+
+
+def _vllm(values: Values) -> dict[str, str]:
+    return {"serve.sh": fill("vllm/serve.sh", values, **vllm_start(values.order))}
+
+
+def _systemd(values: Values) -> dict[str, str]:
+    """Return a unit; behind a front, a template unit of the replicas and a target of all, too."""
+    check_plan_size(values.order.text, "systemd's credentials hold")
+    name = values.name
+    files = {f"{name}.service": fill("systemd/server.service", values)}
+    if values.front:
+        files[f"{name}.target"] = fill("systemd/replicas.target", values)
+        files[f"{values.replica}@.service"] = fill("systemd/replica.service", values)
+        for number in range(values.count.value):
+            env = fill("systemd/replica.env", values, number=number)
+            files[f"replica-{number}.env"] = env
+    return files | {"nginx.conf": fill("nginx.conf", values)}
+
+
+def _compose(values: Values) -> dict[str, str]:
+    """Return compose.yaml, with a service for each replica behind a front."""
+    if values.front:
+        check_servable_elsewhere(values.recipe, values.recipe.engine.name)
+    files = {"compose.yaml": fill("compose/compose.yaml", values)}
+    if values.front:
+        files["alive.py"] = values.command.alive
+    return files | {"nginx.conf": fill("nginx.conf", values)}
+
+
+def _kubernetes(values: Values) -> dict[str, str]:
+    """Return base/, the overlay monitoring/, and autoscaling/ over it where a queue tells."""
+    options = values.options
+    check_plan_size(values.order.text, "a ConfigMap holds")
+    if values.model.startswith(("/", ".", "~")) and not values.model.startswith(f"{MODELS}/"):
+        raise InputError(
+            f"model.source {values.model} is a folder of this machine, which a pod does not have",
+            f"put it on a volume and set {MODELS}/NAME, with --model-claim; or set a hub id",
+        )
+    if options.fronts > 1 and not values.front:
+        raise InputError(
+            f"--fronts {options.fronts}: each pod is a whole server here, without a front",
+            "add pods with --replicas",
+        )
+    pods = values.replica if values.front else values.name
+    base: dict[str, dict[str, str]] = {
+        "deployment.yaml": {},
+        "service.yaml": {},
+        "networkpolicy.yaml": {},
+        "poddisruptionbudget.yaml": {"pods": pods},
+    }
+    monitoring: dict[str, dict[str, str]] = {
+        "podmonitor.yaml": {"pods": values.name},
+        "prometheusrule.yaml": {},
+    }
+    if values.front:
+        check_servable_elsewhere(values.recipe, values.recipe.engine.name)
+        base |= {"statefulset.yaml": {}, "service-replicas.yaml": {}}
+        base |= {"networkpolicy-replicas.yaml": {}}
+        monitoring["podmonitor-replicas.yaml"] = {"pods": values.replica}
+    if options.fronts > 1:
+        base["front-poddisruptionbudget.yaml"] = {"pods": values.name}
+    if options.gateway:
+        base["httproute.yaml"] = {}
+    files = _overlay("base", values, base) | _overlay("monitoring", values, monitoring)
+    if values.front:
+        files["base/alive.py"] = values.command.alive
+    # Its file is in no kustomization, so that deleting the deployment keeps the models.
+    if options.model_claim and values.models_gib:
+        files["base/models-claim.yaml"] = fill("kubernetes/base/models-claim.yaml", values)
+    if values.scaling.threshold.value is not None:
+        metric = "vllm:num_requests_waiting" if values.front else "llmctl_requests_waiting"
+        selector = values.replica_selector if values.front else values.selector
+        scaled = {"scaledobject.yaml": {"waiting": f"{metric}{{{selector}}}"}}
+        files |= _overlay("autoscaling", values, scaled)
+    return files
+
+
+# Of files that are rendered twice, for other pods, the second one's template.
+SAME = {
+    "front-poddisruptionbudget.yaml": "poddisruptionbudget.yaml",
+    "podmonitor-replicas.yaml": "podmonitor.yaml",
+}
+
+
+def _overlay(
+    folder: str, values: Values, objects: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """Return the files of a folder of Kubernetes, with a kustomization.yaml of all `objects`."""
+    files = {
+        f"{folder}/{file}": fill(f"kubernetes/{folder}/{SAME.get(file, file)}", values, **more)
+        for file, more in objects.items()
+    }
+    template = f"kubernetes/{folder}/kustomization.yaml"
+    kustomization = fill(template, values, resources=sorted(objects))
+    return {f"{folder}/kustomization.yaml": kustomization} | files
+
+
+TARGETS: dict[str, Callable[[Values], dict[str, str]]] = {
+    "local": _local,
+    "systemd": _systemd,
+    "compose": _compose,
+    "kubernetes": _kubernetes,
+    "vllm": _vllm,
+}
+
+
+def check_plan_size(text: str, holder: str) -> None:
+    """Raise `InputError` for a plan that is too large; `holder` says in words what holds it."""
+    size = len(text.encode())
+    if size > MAX_PLAN_BYTES:
+        raise InputError(
+            f"the plan has {size >> 10} KiB; {holder} {MAX_PLAN_BYTES >> 10} KiB of it",
+            "render the target 'local' and copy the folder",
+        )
 
 
 def shipped_trace(plan: Plan) -> str:
-    """The name of the trace that the plan was tuned on, if it ships with the package; else ''."""
+    """Return the name of the trace that the plan was tuned on if it ships, else ''."""
     stem = plan.workload.trace.removesuffix(".jsonl") if plan.workload else ""
     return stem if (FOLDER / f"{stem}.jsonl").is_file() and stem else ""
+
+
+def fill(template: str, values: Values, /, **more: object) -> str:
+    """Fill a template of `templates/` with the values and `more`."""
+    order = values.order
+    text = (
+        _templates()
+        .get_template(f"{template}.j2")
+        .render(
+            v=values,
+            plan=values.plan,
+            recipe=values.recipe,
+            stamp=order.stamp(),
+            allowances=order.allowances,
+            head="\n".join(f"# {line(one)}" for one in order.comment().splitlines()),
+            replicas=values.count.value if values.front else 0,
+            key_folder=KEY_FOLDER,
+            runbooks=RUNBOOKS,
+            what=WHAT,
+            **more,
+        )
+    )
+    # Blocks of YAML that are left out leave empty lines.
+    return re.sub(r"\n{2,}", "\n", text).lstrip() if template.endswith(".yaml") else text
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(shipped_templates()),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # nothing here is HTML; every value has its own filter
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "sh": lambda value: shlex.quote(str(value)),
+        "unit": unit_word,
+        "setting": unit_setting,
+        "q": quoted,
+        "compose": lambda value: quoted(str(value).replace("$", "$$")),
+        "line": line,
+    }
+    return environment
+
+
+def unit_setting(value: object) -> str:
+    """Quote a whole value of a unit file (systemd.unit): specifiers are doubled.
+
+    Raises `InputError` for control characters and for a backslash at the end.
+    """
+    text = str(value)
+    control = any(ord(character) < 32 or ord(character) == 127 for character in text)
+    if control or text.endswith("\\"):
+        raise InputError(f"{text!r} cannot stand in a unit file", "choose another path or name")
+    return text.replace("%", "%%")
+
+
+def unit_word(value: object) -> str:
+    """Quote a word of a command in a unit file (systemd.service): `$` is doubled too."""
+    doubled = unit_setting(value).replace("$", "$$")
+    if re.fullmatch(r"[\w@%+=:,./$-]+", doubled, re.ASCII):
+        return doubled
+    return '"' + doubled.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def quoted(value: object) -> str:
+    """Quote a text for YAML, in double quotes; only printable ASCII stands for itself."""
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", escaped) + '"'
+
+
+def line(value: object) -> str:
+    """Return text for one line of a comment."""
+    return "".join(character if character.isprintable() else " " for character in str(value))
 
 
 # A folder of rendered files: writing it without losing edits, and comparing it with new files.
@@ -293,7 +335,7 @@ class Change:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of `folder`; None where nothing was rendered to it."""
+    """Return the manifest of `folder`; None where nothing was rendered to it."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -301,7 +343,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def changes(files: Mapping[str, str], folder: Path) -> list[Change]:
-    """The changes that `write` would make, also to files that it would remove."""
+    """Return the changes that `write` would make, also to files that it would remove."""
     manifest = read_manifest(folder)
     gone = {name: "" for name in manifest.files if name not in files} if manifest else {}
     found = []
@@ -355,7 +397,7 @@ def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: 
 def manifest_of(
     files: Mapping[str, str], target: str, name: str, made_from: Mapping[str, str]
 ) -> Manifest:
-    """The manifest of `files`."""
+    """Return the manifest of `files`."""
     return Manifest(
         tool_version=toolkit.__version__,
         target=target,
@@ -366,5 +408,5 @@ def manifest_of(
 
 
 def digest(content: bytes) -> str:
-    """sha256, in hex."""
+    """Return the sha256, in hex."""
     return hashlib.sha256(content).hexdigest()

@@ -6,11 +6,10 @@ SSL_CERT_FILE and SSL_CERT_DIR name others.
 
 from __future__ import annotations
 
-import math
 import ssl
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -52,19 +51,10 @@ def trust(authorities: Path | None = None) -> ssl.SSLContext:
     raise InputError(f"{authorities}: {reason}", "it holds certificates of authorities, in PEM")
 
 
-def trust_itself(certificate: Path) -> ssl.SSLContext:
-    """A context that trusts exactly this server certificate, under any host name."""
-    context = trust(certificate)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # accepts it without its authority
-    return context
-
-
-def verify(url: str, certificate: Path | None = None) -> ssl.SSLContext | bool:
-    """httpx's argument `verify`; `certificate` is the server's own, if known."""
-    if not url.startswith("https:"):
-        return False  # nothing to verify, and reading the authorities takes time
-    return trust_itself(certificate) if certificate else trust()
+def verify(url: str) -> ssl.SSLContext | bool:
+    """httpx's argument `verify`."""
+    # Without TLS there is nothing to verify, and reading the authorities takes time.
+    return trust() if url.startswith("https:") else False
 
 
 def distrusted(error: BaseException) -> str:
@@ -252,7 +242,6 @@ def _answer(
     target: Target,
     path: str,
     fields: dict[str, object] | None = None,
-    certificate: Path | None = None,
 ) -> PlainAnswer:
     """The answer to a POST of `fields`, or to a GET without any."""
     url = target.url + path
@@ -262,7 +251,7 @@ def _answer(
             fields,
             key=target.api_key,
             timeout_s=ANSWER_TIMEOUT_S,
-            trusted=verify(url, certificate),
+            trusted=verify(url),
         )
     except httpx.HTTPError as error:
         if untrusted := distrusted(error):
@@ -465,14 +454,14 @@ class Metric(NamedTuple):
     value: float
 
 
-def scrape(target: Target, certificate: Path | None = None) -> list[Metric]:
+def scrape(target: Target) -> list[Metric]:
     """All metrics; none if the server has no /metrics in Prometheus' text format.
 
-    Raises `InputError` if the server does not answer. `certificate` is the server's own, if known.
+    Raises `InputError` if the server does not answer.
     """
     # The engines' metrics: of a front, those of its replicas.
     path = REPLICA_METRICS if target.front else "/metrics"
-    status, body = _answer(target, path, certificate=certificate)
+    status, body = _answer(target, path)
     return page_metrics(body, target.url + path) if status == OK else []
 
 
@@ -522,13 +511,6 @@ def page_metrics(page: bytes, source: str) -> list[Metric]:
 
 
 LOOK_TIMEOUT_S = 5.0
-RUNNING = "llmctl_requests_running", "vllm:num_requests_running"
-WAITING = "llmctl_requests_waiting", "vllm:num_requests_waiting"
-KV_USAGE = "llmctl_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"  # both are shares, from 0 to 1
-ENDED = (
-    ("llmctl_requests_total", "finish_reason"),
-    ("vllm:request_success_total", "finished_reason"),
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -536,51 +518,28 @@ class Look:
     """The state of a server, llmctl's own or vLLM's, at one moment."""
 
     state: str  # in one or two words
-    metrics: list[Metric] = field(default_factory=list)  # empty, too, if /metrics needs a key
     answered: bool = True
 
-    def total(self, *names: str) -> float | None:
-        """As the module's `total`, of these metrics."""
-        return total(self.metrics, *names)
 
-    @property
-    def ended(self) -> dict[str, int]:
-        """The number of ended requests so far, by finish reason."""
-        for name, label in ENDED:
-            shown = [metric for metric in self.metrics if metric.name == name]
-            if shown:
-                finite = [metric for metric in shown if math.isfinite(metric.value)]
-                return {metric.labels.get(label, ""): int(metric.value) for metric in finite}
-        return {}
+def look(url: str) -> Look:
+    """Ask /health and /ready. Never raises for a server that is absent or not trusted.
 
-
-def look(url: str, api_key: str = "", certificate: Path | None = None) -> Look:
-    """Ask /health, /ready and /metrics. Never raises for a server that is absent or not trusted.
-
-    vLLM has no /ready: it counts as ready when healthy. `certificate` is the server's own, if
-    known.
+    vLLM has no /ready: it counts as ready when healthy.
     """
     try:
-        trusted = verify(url, certificate)
-    except InputError:  # the certificate's file is missing
-        return Look("not trusted", answered=False)
-    try:
+        trusted = verify(url)
         status = _status(f"{url}/health", trusted)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Look("not trusted" if distrusted(error) else "no answer", answered=False)
     except InputError:
         return Look("unreadable", answered=False)
     try:
-        metrics = scrape(Target(url, api_key, "", None, own=True), certificate)
-    except InputError:  # it stopped in between
-        metrics = []
-    try:
         ready = _status(f"{url}/ready", trusted)
     except (httpx.HTTPError, InputError):
         ready = None
     # Loading and draining look alike from outside: both are healthy and not ready.
     state = "ready" if ready in (OK, NOT_FOUND) else "not ready"
-    return Look(state if status == OK else "unhealthy", metrics)
+    return Look(state if status == OK else "unhealthy")
 
 
 def _status(url: str, trusted: ssl.SSLContext | bool) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -38,8 +38,6 @@ MAX_FILE_BYTES = 1 << 28  # of JSON
 SAME_KIND = 0.7
 MAX_YAML_BYTES = 1 << 20
 MAX_YAML_DEPTH = 16
-PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")  # YAML text that needs no quotes, except:
-RESERVED = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 
 Location = Sequence[int | str]
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -368,34 +366,3 @@ for _tag, _pattern, _first in (
     ),
 ):
     _RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
-
-
-class _Dumper(yaml.SafeDumper):
-    """SafeDumper that indents lists, writes no aliases, and quotes text that is not plain."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, indentless=False)
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    plain = PLAIN.fullmatch(value) and value.lower() not in RESERVED
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain else '"')
-
-
-_Dumper.add_representer(str, _text)
-
-
-def dump_yaml(document: Mapping[str, object], comment: str) -> str:
-    """The document as YAML text, after `comment` with a `#` before each of its lines."""
-    body = yaml.dump(
-        document,
-        Dumper=_Dumper,
-        sort_keys=False,
-        default_flow_style=False,
-        allow_unicode=False,
-        width=1 << 20,
-    )
-    return "".join(f"# {line}\n" for line in comment.splitlines()) + body

@@ -41,6 +41,7 @@ from toolkit.backends.vllm.command import (
     draft_flags,
     flags_of,
     free_port,
+    grouped,
     vllm_beside,
     vllm_python,
     vllm_server,
@@ -210,12 +211,7 @@ class VllmBackend:
         recipe = plan.recipe
         policy = plan.policy.name
         command = VllmCommand(recipe, recipe.model.source, served_model)
-        scheduling: list[list[str]] = []
-        for word in scheduler_flags(plan, counted=False):
-            if word.startswith("--"):
-                scheduling.append([word])
-            else:
-                scheduling[-1].append(word)
+        scheduling = grouped(scheduler_flags(plan, counted=False))
         ours = policy != POLICY
         image = IMAGES[recipe.hardware.device]
         source = "vLLM's own, of the version that was tried; it was not pulled here"

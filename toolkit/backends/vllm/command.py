@@ -429,3 +429,14 @@ def flags_of(
         else:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words
+
+
+def grouped(words: Sequence[str]) -> list[list[str]]:
+    """Return the words of a command line flag by flag, each with its value."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups

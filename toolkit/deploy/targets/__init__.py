@@ -1,1 +1,0 @@
-"""Places to deploy to: from an order to files, their explanation, and how to start."""
