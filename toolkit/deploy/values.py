@@ -124,7 +124,8 @@ class Values:
                     "its own scheduler, while one for all was simulated"
                 )
             return Sourced(math.ceil(needed / workers), source)
-        source = "plan: workers; for more: --replicas, or tune with --workers"
+        own = "plan: workers" if self.front else "one server has all workers of the plan"
+        source = f"{own}; for more: --replicas, or tune with --workers"
         return Sourced(self.plan.workers // workers, source)
 
     @cached_property
