@@ -14,9 +14,9 @@ from operator_kinds import check_object
 from orders import changed
 from rendered import objects_of
 
+from toolkit.deploy.autoscaling import Autoscaling
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import tuned_trace, waiting_threshold
-from toolkit.deploy.scaling import Scaling
 from toolkit.files.io import write_file
 from toolkit.files.plan import Plan
 from toolkit.files.strict import Input
@@ -126,7 +126,7 @@ def test_replicas_at_most_double_and_go_one_by_one(plan: Plan) -> None:
 @pytest.mark.parametrize("load_s", [None, 1.0, 9000.0])
 def test_every_period_is_one_that_kubernetes_takes(plan: Plan, load_s: float | None) -> None:
     scaled(orders.order(loading(plan, load_s)))  # its model has the bounds
-    long = Scaling(Sourced(None, "test"), BREAKING, 1, 0, 20_000)
+    long = Autoscaling(Sourced(None, "test"), BREAKING, 1, 0, 20_000)
     assert long.down_s == 1800
 
 
@@ -135,6 +135,6 @@ def test_with_a_minimum_above_zero_there_is_no_cooldown(plan: Plan) -> None:
 
 
 def test_where_only_one_may_wait_no_queue_is_early_enough() -> None:
-    found = Scaling(Sourced(None, "test"), Sourced(1, "test"), 1, 0, 60)
+    found = Autoscaling(Sourced(None, "test"), Sourced(1, "test"), 1, 0, 60)
     assert found.threshold.value is None
     assert found.most.value == 1

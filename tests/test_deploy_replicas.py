@@ -112,7 +112,8 @@ def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> Non
 
 def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, shipped: Plan) -> None:
     files = render_target("systemd", order)
-    assert "PORT=8003\nCUDA_VISIBLE_DEVICES=2\n" in files["replica-2.env"]
+    assert "\nPORT=8003\n" in files["replica-2.env"]
+    assert "\nCUDA_VISIBLE_DEVICES=2\n" in files["replica-2.env"]
     unit = files[f"{NAME}-replica@.service"]
     assert "EnvironmentFile=/srv/llmctl/replica-%i.env" in unit
     assert f"TimeoutStopSec={drain_s(order).value + 20}\n" in unit

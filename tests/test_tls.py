@@ -44,7 +44,7 @@ def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return llmctl(*words), capsys.readouterr().err
 
 
-def test_the_server_speaks_tls(tmp_path: Path, ours, monkeypatch, capsys):
+def test_the_server_speaks_tls(tmp_path: Path, ours, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     fake_plan(tmp_path)
     options = ["--ssl-certfile", str(ours[0]), "--ssl-keyfile", str(ours[1])]
@@ -66,8 +66,6 @@ def test_the_server_speaks_tls(tmp_path: Path, ours, monkeypatch, capsys):
             httpx.get(f"{server.url}/ready")
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http{server.url.removeprefix('https')}/ready")
-        code, _ = ended(capsys, "status")
-        assert code == 0, "a server of this machine is known by its certificate's file"
         server.process.terminate()
         _, said = server.process.communicate(timeout=60)
     assert server.process.returncode == 0

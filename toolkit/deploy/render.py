@@ -55,7 +55,7 @@ WHAT = {
 
 
 def render_target(name: str, order: Order) -> dict[str, str]:
-    """Return all files of the target `name`, by their names: first the one whose head says how to
+    """Return all files of the target `name`, by their names. The head of the first one says how to
     start it.
 
     Raises `InputError` for an unknown target, and for a plan that the target cannot serve.

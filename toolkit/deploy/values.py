@@ -10,8 +10,8 @@ from functools import cached_property
 import toolkit
 from toolkit.backends import DescribesServer, ServerCommand, backend_of
 from toolkit.deploy import reckon
+from toolkit.deploy.autoscaling import Autoscaling
 from toolkit.deploy.order import KEY_FOLDER, Order, Sourced, check_image, shortened
-from toolkit.deploy.scaling import Scaling
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.serve.assemble import model_name
@@ -396,11 +396,11 @@ class Values:
         return reckon.waiting_threshold(self.server.plan, self.order.trace)
 
     @cached_property
-    def scaling(self) -> Scaling:
+    def scaling(self) -> Autoscaling:
         """When pods are added and taken away."""
         load = reckon.load_s(self.order)
         most = self.options.max_replicas
-        return Scaling(load, self.threshold, self.count.value, most, self.grace.value)
+        return Autoscaling(load, self.threshold, self.count.value, most, self.grace.value)
 
     @cached_property
     def surge(self) -> Sourced[int]:

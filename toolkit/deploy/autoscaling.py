@@ -23,7 +23,7 @@ MAX_WINDOW_S = 3600
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Autoscaling:
     """The bounds and the query of an autoscaler of pods that are alike.
 
     Args:
