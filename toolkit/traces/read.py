@@ -19,6 +19,7 @@ import io
 import json
 import math
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -309,57 +310,66 @@ def _collect(
     """
     parser = _RowParser(taken)
     session = taken.get("session")
-    kept: list[ParsedRow] = []
-    numbers: list[int] = []  # of the kept rows in the file
+    # Of the kept rows, in the file's order; arrays, since a log may have millions.
+    arrivals_s = array("d")
+    took_s = array("d")
+    numbers = array("q")  # the place in the file, prompt, output, limit and priority of each row
     more: list[tuple[object, ...]] = []  # session, time to think, blocks, and their size
+    nothing = (None, None, None, None)  # one for all rows, which saves memory
     dropped = Problems()
     for number, record in enumerate(records, start=1):
         try:
-            kept.append(parser.row(record))
+            row = parser.row(record)
         except Unusable as error:
             dropped.add(error.reason, f"row {number:,}: {error.shown}")
             continue
-        numbers.append(number)
+        arrivals_s.append(row.arrival_s)
+        took_s.append(row.took_s)
+        numbers.extend((number, row.prompt, row.output, row.max_tokens, row.priority))
         if shares and isinstance(record, Mapping):
             label = session.of(record) if session else None
-            more.append((label, *(record.get(name) for name in (THINK, BLOCKS, BLOCK_TOKENS))))
+            said = (label, record.get(THINK), record.get(BLOCKS), record.get(BLOCK_TOKENS))
+            more.append(nothing if said == nothing else said)
     report = replace(
         report,
-        rows=len(kept) + dropped.counts.total(),
-        kept=len(kept),
+        rows=len(arrivals_s) + dropped.counts.total(),
+        kept=len(arrivals_s),
         dropped=dict(dropped.counts),
         examples=dropped.examples,
         timeless=parser.arrival is None,
     )
-    if not kept:
+    if not arrivals_s:
         problem = f"{report.source}: no usable row: {'; '.join(report.lines())}"
         raise InputError(problem, "correct these rows; docs/reference/traces.md has the limits")
-    arrival_s = np.array([row.arrival_s for row in kept])
-    prompts, outputs, limits, priorities = np.array([row[1:5] for row in kept], dtype=np.int64).T
-    order = np.argsort(arrival_s, kind="stable")
+    times_s = np.frombuffer(arrivals_s)
+    places, prompts, outputs, limits, priorities = (
+        np.frombuffer(numbers, dtype=np.int64).reshape(-1, 5).T
+    )
+    by_arrival = np.argsort(times_s, kind="stable")
     trace = Trace(
-        arrival_s - arrival_s.min(),
+        times_s - times_s.min(),
         prompts,
         outputs,
         limits,
         report.source,
         priority=priorities if priorities.any() else None,
-    ).take(order)
+    ).take(by_arrival)
     report = replace(
         report,
-        reordered=bool((np.diff(order) < 0).any()),
-        clock_s=parser.clock_s(float(arrival_s.min())),
+        reordered=bool((np.diff(by_arrival) < 0).any()),
+        clock_s=parser.clock_s(float(times_s.min())),
     )
-    if shares:
+    if any(said is not nothing for said in more):
+        order = by_arrival.tolist()
         labels, thinks, blocks, sizes = zip(*(more[place] for place in order), strict=True)
-        rows = [numbers[place] for place in order]
+        rows = places[by_arrival].tolist()
         shared = blocks_of(trace, blocks, sizes, rows, report.unshared)
         trace = replace(trace, shared=shared)
         sessions = sessions_of(
             trace,
             labels,
             thinks if report.says_think else None,
-            [kept[place].took_s for place in order],
+            [took_s[place] for place in order],
             rows,
             report.unlinked,
         )
@@ -420,7 +430,7 @@ class _RowParser:
         if self._priority and self._priority.of(record) is not None:
             priority = _value(record, self._priority, columns.priority_of, PRIORITY)
         arrival_s = self._arrival_s(record)
-        took_s = self._took_s(record, arrival_s)
+        took_s = self._took_s(record, arrival_s) if self._end or self._duration else None
         if self._ends and self._duration:
             if took_s is None:
                 raise Unusable(UNTIMED, _shown(record, self._duration))
