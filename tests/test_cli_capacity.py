@@ -110,10 +110,10 @@ def sessions(tmp_path) -> str:
     rows = [
         {
             "timestamp": 10_000 * session + 30_000 * turn,
-            "session_id": f"s{session}",
-            "input_length": 300 + 300 * turn,
+            "session": session,
+            "input_length": (300, 1100, 2200)[turn],
             "output_length": 200,
-            "delay": 30_000 * (turn > 0),
+            "think_ms": 30_000 * (turn > 0),
         }
         for session in range(200)
         for turn in range(3)
