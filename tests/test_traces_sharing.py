@@ -6,6 +6,7 @@ import pytest
 from said import says
 
 from toolkit.errors import InputError
+from toolkit.traces.columns import parse_columns
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_trace
 
@@ -104,6 +105,15 @@ def test_turns_that_cannot_follow_are_named_and_start_anew(tmp_path, place, chan
     assert line == f"1 row is read as first turns: {said}"
     assert report.unlinked.counts.total() == 1
     assert (trace.sessions.previous >= 0).sum() == 2
+
+
+def test_lengths_that_may_be_of_what_is_new_in_a_turn_are_refused(tmp_path):
+    rows = [row(1000 * k, 100 + 50 * k, session_id="a") for k in range(3)]
+    path = file_of(tmp_path, rows)
+    with pytest.raises(InputError, match="what is new"):
+        read_trace(path)
+    trace, _ = read_trace(path, parse_columns("session=session_id"))
+    assert trace.sessions.previous.tolist() == [-1, 0, 1]
 
 
 def test_turns_follow_by_their_times_also_over_a_dropped_one(tmp_path):

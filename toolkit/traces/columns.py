@@ -59,8 +59,8 @@ ROLES = tuple(NAMES)
 TIMES = ("time", "end", "duration")
 MOONCAKE = "input_length"  # tells Mooncake's format, which llmctl writes: its times are in ms
 NGINX_DURATION = "request_time"  # tells nginx' logs: it writes a line when a request has ended
-LANGSMITH = "dotted_order"  # tells LangSmith's runs, in which `PROJECT` is no session
-PROJECT = "session_id"
+SESSION_ID = "session_id"
+LANGSMITH = "dotted_order"  # tells LangSmith's runs, of which `SESSION_ID` is the project
 
 # The units of times, by the name that `--columns` gives them; `DATES`: dates as text.
 PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -266,7 +266,8 @@ def find_columns(
         sample: its first rows, of which `names` are the columns.
         chosen: columns that the user named.
 
-    Raises `InputError` if a column of `chosen` is not there.
+    Raises `InputError` if a column of `chosen` is not there, and if lengths may be those of turns
+    without the turns before them.
     """
     taken = {role: _named(column, names, source) for role, column in chosen.items()}
     by_case = {name.lower(): name for name in reversed(names)}
@@ -274,14 +275,22 @@ def find_columns(
         used = [column.name for column in taken.values()]
         there = [by_case[name.lower()] for name in usual if name.lower() in by_case]
         free = [name for name in there if name not in used]
-        if LANGSMITH in names and PROJECT in free:
-            free.remove(PROJECT)
+        if LANGSMITH in names and SESSION_ID in free:
+            free.remove(SESSION_ID)
         if free and role not in taken:
             taken[role] = Column(free[0])
     duration = taken.get("duration")
     if "time" in taken and "time" not in chosen and duration and duration.name == NGINX_DURATION:
         taken.setdefault("end", taken.pop("time"))
     in_ms = "prompt" in taken and taken["prompt"].name == MOONCAKE
+    session = taken.get("session")
+    if in_ms and "session" not in chosen and session and session.name == SESSION_ID:
+        both = f"'{MOONCAKE}' beside '{SESSION_ID}'"
+        remedy = f"llmctl trace convert FILE OUT --columns session={SESSION_ID}"
+        raise InputError(
+            f"{source}: {both} may be the length of what is new in a turn, not of its prompt",
+            f"if it is of whole prompts: {remedy}",
+        )
     for role in TIMES:
         if role in taken:
             taken[role] = _timed(role, taken[role], sample, in_ms=in_ms)
