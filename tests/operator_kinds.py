@@ -311,7 +311,7 @@ def check_pod(template: dict[str, Any]) -> None:
     kubernetes_validate.validate(whole | {"template": template}, "1.37", strict=True)
     pod = template["spec"]
     assert pod["securityContext"] == POD_SECURITY
-    assert pod["automountServiceAccountToken"] is ("serviceAccountName" in pod)
+    assert pod["automountServiceAccountToken"] is False
     for container in pod["containers"]:
         assert container["securityContext"] == CONTAINER_SECURITY
         assert container["imagePullPolicy"] == "IfNotPresent"

@@ -184,7 +184,7 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
         balancer=SimpleNamespace(
             router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
         ),
-        served="toy", running=(), waiting=0, moved={}, keyring=SimpleNamespace(named=[]),
+        served="toy", running=(), waiting=0, continued=0, keyring=SimpleNamespace(named=[]),
     )  # fmt: skip
     exposed = samples_in(text_of(Gateway.families(gateway)).decode())  # type: ignore[arg-type]
     order = order_of(tmp_path, sla=sla)

@@ -52,7 +52,6 @@ SHORTER = {
     "--duration 30": "--duration 2",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --max-error 1000",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
-    "--check 8 --strict": "--check 2",
     "tune fleet.yaml --trace chat-small": "tune fleet.yaml --trace traffic.jsonl --policies own",
 }
 # What commands that do not say it get, by their first word. A process takes seconds to start.

@@ -22,7 +22,6 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
 from toolkit.serve.assemble import make_scheduler
-from toolkit.serve.drift import checks_of
 
 CAPACITIES = (220, 80)  # tokens of KV cache, as the scheduler has it
 BUDGETS_MIB = (16.0, 4.0)  # of the engines
@@ -121,13 +120,3 @@ def test_a_fleet_is_served_by_processes_and_its_log_replays(tmp_path: Path) -> N
     assert long.usage.completion_tokens > 0
     events = list(from_lines(log.read_bytes().splitlines(keepends=True)))
     assert list(replay(events, make_scheduler(plan))) == []
-
-
-def test_each_kind_is_measured_again_on_its_own_workers(tmp_path: Path) -> None:
-    write_kind(tmp_path, "large", 8192, 4.0)
-    write_kind(tmp_path, "small", 1024)
-    plan, _ = plan_from(write_fleet(tmp_path, ("large", 1), ("small", 2)), None, None)
-    large, small = checks_of(plan, 10.0)
-    assert (large.workers, small.workers) == ((0,), (1, 2))
-    point = small.points[0]
-    assert large.expected_s(point) < small.expected_s(point)

@@ -36,9 +36,8 @@ from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.answers import PassingAnswer
-from toolkit.gateway.attempts import Attempted
-from toolkit.gateway.calls import GenerationCall
-from toolkit.gateway.front import Gateway, GatewayStatus
+from toolkit.gateway.calls import CHAT, GenerationCall
+from toolkit.gateway.front import Gateway, gateway_status
 from toolkit.gateway.launch import OwnReplicas, ServedReplicas, kinds_of_replicas
 from toolkit.gateway.passing import PassedRequest
 from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
@@ -58,7 +57,7 @@ from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.http import HttpServer
 from toolkit.serve.limits import WireLimits
 from toolkit.serve.server import Ending, listen, url
-from toolkit.serve.status import Facts, KindFacts
+from toolkit.serve.status import Facts, KindFacts, StatusPage
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
@@ -295,15 +294,15 @@ def test_every_choice_replays_from_the_log(router: str):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("how", ["ids", "text", "stops", "again"])
+@pytest.mark.parametrize("how", ["plain", "stops", "ids"])
 @pytest.mark.parametrize("end", ["kill", "abort_requests"])
 def test_a_stream_goes_on_elsewhere_without_a_token_twice(chat: bool, how: str, end: str):
     async def test(front: Front, servers: list[StandIn]) -> None:
         body = chatted(**USAGE) if chat else asked(**USAGE)
         if how == "stops":
             body |= {"stop": ["zzzzz"], "temperature": 0}
-        if how == "again":
-            body |= {"logprobs": 1}
+        if how == "ids":
+            body |= {"return_token_ids": True}
 
         async def stop() -> None:
             busy = max(servers, key=lambda each: len(each.served))
@@ -316,11 +315,60 @@ def test_a_stream_goes_on_elsewhere_without_a_token_twice(chat: bool, how: str, 
         assert told.usage["completion_tokens"] == 40
         assert told.usage["prompt_tokens"] == prompt
         assert len({each["id"] for each in told.events}) == 1
-        assert front.gateway.moved == {"stops": {"ids": 1}}.get(how, {how: 1})
+        assert front.gateway.continued == 1
         assert front.gateway.stats.ended == {"length": 1}
+        if how == "ids":
+            choices = [choice for each in told.events for choice in each["choices"]]
+            ids = [one for choice in choices for one in choice.get("token_ids") or []]
+            assert ids == [ord(letter) for letter in told.text]
 
-    ids = how != "text"
-    run(test, *(StandIn(token_s=0.002, speaks_ids=ids) for _ in range(2)))
+    run(test, *(StandIn(token_s=0.002) for _ in range(2)))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("why", ["no ids", "log probabilities"])
+@pytest.mark.parametrize("end", ["kill", "abort_requests"])
+def test_a_stream_that_cannot_go_on_ends_with_one_error(chat: bool, why: str, end: str):
+    body = (chatted if chat else asked)(**({} if why == "no ids" else {"logprobs": 1}))
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        async def stop() -> None:
+            getattr(max(servers, key=lambda each: each.served.total()), end)()
+
+        told = await front.stream(body, chat=chat, at=12, act=stop)
+        assert answer_of(body, chat=chat).startswith(told.text)
+        assert says(told.events[-1]["error"]["message"], "broke off")
+        assert ["error" in each for each in told.events].count(True) == 1
+        assert (told.status, told.done, front.gateway.continued) == (200, True, 0)
+        assert front.gateway.stats.ended == {"failed": 1}
+        assert sum(each.served.total() for each in servers) == 1
+
+    run(test, *(StandIn(token_s=0.002, speaks_ids=why != "no ids") for _ in range(2)))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("end", ["kill", "abort_requests"])
+def test_before_its_first_token_any_stream_may_begin_anew(chat: bool, end: str):
+    """A chat has the role before; the client gets it with the first token."""
+    body = (chatted if chat else asked)(logprobs=1)
+
+    async def test(front: Front, servers: list[StandIn]) -> None:
+        asking = asyncio.create_task(front.stream(body, chat=chat))
+        while not any(each.served.total() for each in servers):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        busy = max(servers, key=lambda each: each.served.total())
+        busy.hung = False
+        getattr(busy, end)()
+        for each in servers:
+            each.hung = False
+        told = await asking
+        assert (told.text, told.done) == (answer_of(body, chat=chat), True)
+        roles = [each for each in told.events if chat and "role" in each["choices"][0]["delta"]]
+        assert len(roles) == chat
+        assert sum(each.served.total() for each in servers) == 2
+
+    run(test, *(StandIn(speaks_ids=False, hung=True, token_s=0.001) for _ in range(2)))
 
 
 def events_of(tokens: str, *, ids: bool, hold: int) -> bytes:
@@ -334,39 +382,73 @@ def events_of(tokens: str, *, ids: bool, hold: int) -> bytes:
     return "".join(lines).encode()
 
 
+def passing_chat(**more: Any) -> PassingAnswer:
+    body = {"messages": [], "stream": True, "max_tokens": 20} | more
+    return PassingAnswer(GenerationCall(CHAT, json.dumps(body).encode()))
+
+
+def text_in(passed: bytes) -> str:
+    """The text of a chat's events."""
+    events = [json.loads(line[6:]) for line in passed.decode().split("\n\n") if line]
+    return "".join(each["choices"][0]["delta"].get("content", "") for each in events)
+
+
 @pytest.mark.parametrize(
-    ("greedy", "attempts", "modes"),
+    ("attempts", "behind"),
     [
-        (True, [("abcdefgh", True), ("fghi", True)], ["ids", "ids"]),  # of "fghi" one came: f
-        (True, [("abcdefgh", True), ("fghi", True)], ["ids", "again"]),
-        (True, [("abcdef", False)], ["again"]),
-        (False, [("abcdef", True), ("abcdefgh", False)], ["again", "text"]),  # abc came again
-        (False, [("abcdef", False), ("defghi", False)], ["text", "text"]),
+        (["abcdefgh", "fghijkl"], [5, 9]),  # of "abcdefgh" the client has "abcde"
+        (["abcdefgh", "fghi", "fghijkl"], [5, 5, 9]),  # of "fghi" it has f, which comes again
     ],
 )
-def test_a_continuation_is_given_the_tokens_that_the_client_lacks(
-    greedy: bool, attempts: list[tuple[str, bool]], modes: list[str]
-) -> None:
-    body = {"messages": [], "stream": True, "stop": ["xx", "yyyy"], "max_tokens": 20}
-    body |= {"temperature": 0} if greedy else {}
-    passing = PassingAnswer(GenerationCall(json.dumps(body).encode(), chat=True))
+def test_a_greedy_answer_goes_on_behind_the_tokens_whose_text_the_client_has(
+    attempts: list[str], behind: list[int]
+):
+    """A server holds back three characters, which may begin a stop string."""
+    passing = passing_chat(stop=["xx", "yyyy"], temperature=0)
+    passing.request(speaks_ids=True)
     text = ""
-    asked = {}
-    passing.request(Attempted(speaks_ids=True))
-    for (tokens, ids), mode in zip(attempts, modes, strict=True):
-        passed = passing.feed(events_of(tokens, ids=ids, hold=3))
-        text += "".join(
-            json.loads(line[6:])["choices"][0]["delta"].get("content", "")
-            for line in passed.decode().split("\n\n")
-            if line
-        )
-        asked = json.loads(passing.request(Attempted(speaks_ids=mode == "ids"))[1])
-        assert passing.mode == mode
-    if modes[-1] == "text":
-        assert asked["messages"] == [{"role": "assistant", "content": text}]
-        assert asked["max_tokens"] == 20 - len(text)
-    if modes[-1] == "again":
-        assert (asked["messages"], asked["max_tokens"]) == ([], 20)
+    for tokens, count in zip(attempts, behind, strict=True):
+        text += text_in(passing.feed(events_of(tokens, ids=True, hold=3)))
+        assert passing.goes_on
+        path, content = passing.request(speaks_ids=True, context=100)
+        asked_for = json.loads(content)
+        assert path == "/v1/completions"
+        assert asked_for["prompt"] == [1, 2, *map(ord, text[:count])]
+        assert asked_for["max_tokens"] == 20 - count
+    assert text == "abcdefghi"
+
+
+@pytest.mark.parametrize(
+    ("more", "ids"),
+    [({}, False), ({"temperature": 0}, False), ({"stop": ["xx"]}, True), ({"n": 2}, True)],
+)
+def test_an_answer_without_ids_or_with_a_part_of_a_sampled_token_does_not_go_on(
+    more: dict[str, Any], ids: bool
+):
+    passing = passing_chat(**more)
+    passing.request(speaks_ids=ids)
+    assert passing.goes_on
+    two = json.dumps({"choices": [{"index": 0, "delta": {"content": "ab"}, "token_ids": [7]}]})
+    one = f"data: {two}\n\n".encode() if ids else b""
+    passing.feed(events_of("abc", ids=ids, hold=0) + one)
+    assert passing.begun
+    assert not passing.goes_on
+
+
+def test_a_text_that_differs_is_generated_again_from_its_start_once():
+    passing = passing_chat(stop=["yyyy"], temperature=0)
+    passing.request(speaks_ids=True)
+    told = text_in(passing.feed(events_of("abcdefgh", ids=True, hold=3)))
+    passing.request(speaks_ids=True)
+    passing._skip_text = "zz"  # what the client has differs
+    assert passing.feed(events_of("fgh", ids=True, hold=0)) == b""
+    assert passing.failure
+    assert passing.goes_on
+    assert json.loads(passing.request(speaks_ids=True)[1])["prompt"] == [1, 2]
+    passing.feed(events_of("zzzz", ids=True, hold=0))
+    assert passing.failure
+    assert not passing.goes_on
+    assert told == "abcde"
 
 
 @behind({"token_s": 0.01}, {"token_s": 0.01})
@@ -763,12 +845,15 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
     async def test(front: Front, servers: list[StandIn]) -> None:
         kind = KindFacts("toy", "vllm", "cpu", 2)
         facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, [kind], {}, {})
-        status = GatewayStatus(front.gateway, facts)
-        front.gateway.show(status)
+        gateway = front.gateway
+        status = StatusPage(
+            facts, gateway.stats, lambda: gateway.uptime_s, lambda: gateway_status(gateway)
+        )
+        gateway.show(status)
         prompt = PROMPT * 40
         for _ in range(4):
             await front.http.post("/v1/completions", json=asked(prompt=prompt))
-        status.sample()
+        status.recent.sample()
         page = await front.http.get("/")
         assert "text/html" in page.headers["content-type"]
         data = (await front.http.get("/status.json")).json()
@@ -779,14 +864,12 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
         assert (data["router"], data["state"], data["problem"]) == ("round-robin", "ready", "")
         assert data["totals"]["ended"] == {"length": 4}
         assert data["totals"]["retry_budget"] == 1.0
-        point = dict(zip(data["columns"], data["points"][-1], strict=True))
-        assert point["output_tokens_per_s"] > 0
+        assert data["rates"]["output_tokens"] > 0
         assert servers[0].url not in json.dumps(data)
         servers[1].kill()
         await front.until("down", 1)
-        status.sample()
         data = (await front.http.get("/status.json")).json()
-        assert data["happenings"][-1]["text"] == "replica 1 is down"
+        assert [each["state"] for each in data["replicas"]] == ["up", "down"]
         foreign = await front.http.get("/status.json", headers={"Host": "elsewhere.example"})
         assert foreign.status_code == 403
 

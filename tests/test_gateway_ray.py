@@ -161,7 +161,6 @@ def test_cpus_that_a_machine_lacks_are_an_error(tmp_path: Path):
     [
         (["--ray", "auto", "--replica", "http://127.0.0.1:9"], ("--ray auto", "--replica")),
         (["--ray", "nowhere"], ("'local'", "'auto'", "HOST:PORT")),
-        (["--ray", "auto", "--check", "3"], ("front", "--check")),
     ],
 )
 def test_wrong_input_is_named(

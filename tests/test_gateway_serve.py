@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -261,7 +260,6 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.Captu
         (["--router", "sglang", "--set-router", "x=1"], "'x'"),
         (["--replicas", "dns://x"], "--replicas dns://x: "),
         (["--replicas", "http://x:1"], "--replicas http://x:1: "),
-        (["--replicas", "k8s://a/b:1"], "KUBERNETES_SERVICE_HOST"),
         (["--replicas", "missing.txt"], "missing.txt: "),
         (["--replica", "ftp://x"], "'ftp://x'"),
         (["--router", "by-law"], "'by-law'"),
@@ -308,7 +306,6 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
             loop.call_soon_threadsafe(second.kill)
             with page_of(browser, url) as (page, _):
                 shows(page, "#workers tbody tr:nth-child(2) td:nth-child(2)", "down")
-                shows(page, "#happenings li:last-child", re.compile("replica 1 is down"))
             assert server.end() == 0, server.said
     shown = data.json()
     assert sum(each["requests"] for each in shown["replicas"]) == 4

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -35,16 +34,13 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.server import Ending
 from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
 from toolkit.serve.status import (
-    COLUMNS,
-    POINTS_MAX,
-    SAMPLE_S,
-    WINDOW_POINTS,
+    SAMPLES,
     Facts,
     KindFacts,
-    MetricHistory,
-    Status,
+    RecentMinute,
+    StatusPage,
+    driver_status,
     facts_of,
-    gauges,
 )
 
 SLA = {
@@ -55,7 +51,10 @@ SLA = {
 ONE_KIND = [KindFacts("toy", "fake", "cpu", 2)]
 FACTS = Facts("toy", "slice", {"slice_tokens": 8}, ONE_KIND, SLA, {"ttft_p99_s": 1.5})
 KEY = "sk-canary-51c0"
-IDLE = gauges(make_driver(HandWorkers()))
+
+
+def status_of(driver: Driver, facts: Facts = FACTS) -> StatusPage:
+    return StatusPage(facts, driver.stats, lambda: driver.now_s, lambda: driver_status(driver))
 
 
 @asynccontextmanager
@@ -66,7 +65,7 @@ async def client(
     driver = make_driver(workers or ToyWorkers())
     driver.stats.sla = SLA
     await driver.start()
-    status = Status(driver, FACTS)
+    status = status_of(driver)
     app = app_of(driver, replace(SETTINGS, **settings), Keyring(api_key), status if page else None)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000"
@@ -136,14 +135,12 @@ async def test_a_foreign_host_name_cannot_read_the_page(http: httpx.AsyncClient,
 @with_page()
 async def test_a_refused_request_is_not_within_all_targets(http: httpx.AsyncClient):
     await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
-    http.status.history._stats.refusals["the queue is full"] += 3
-    http.status.history.sample()
+    http.driver.stats.refusals["the queue is full"] += 3
+    http.status.recent.sample()
     found = await data(http)
     assert found["attainment"] == 0.25
     assert found["totals"]["refused"] == 3
-    point = dict(zip(found["columns"], found["points"][-1], strict=True))
-    assert point["attainment"] == 0.25
-    assert point["refused_per_s"] > 0
+    assert found["rates"]["refused"] > 0
 
 
 @with_page()
@@ -155,14 +152,13 @@ async def test_the_page_shows_totals_and_nothing_of_any_request(http: httpx.Asyn
         "user": "end-user-7",
     }
     answer = await http.post("/v1/completions", json=asked, headers={"x-request-id": "my-own-id"})
-    http.status.history.sample()
+    http.status.recent.sample()
     found = await data(http)
     assert found["totals"]["ended"] == {"length": 1}
     assert (found["totals"]["input_tokens"], found["totals"]["output_tokens"]) == (13, 20)
-    point = dict(zip(found["columns"], found["points"][-1], strict=True))
-    assert point["output_tokens_per_s"] > 0
-    assert 0 < point["ttft_p50_s"] <= point["e2e_p99_s"]
-    assert point["attainment"] == found["attainment"] == 1.0
+    assert found["rates"]["output_tokens"] > 0
+    assert 0 < found["latencies"]["ttft"][0] <= found["latencies"]["e2e"][2]
+    assert found["attainment"] == 1.0
     now = {one["name"]: one["now"] for one in found["targets"]}
     assert now["ttft_p99_s"] <= now["e2e_mean_s"] * 1.3
     assert 0 < now["mtpot_p99_s"] < SLA["mtpot_p99_s"]
@@ -187,87 +183,38 @@ async def test_workers_are_shown_separately():
         assert [(one["state"], one["rows"]) for one in before] == [("running", 1), ("idle", 0)]
         assert before[0]["kv_tokens"] > 0 == before[1]["kv_tokens"]
         workers.crash(0)
-        http.status.history.sample()
         after = await data(http)
         assert (after["workers"][0]["state"], after["workers"][0]["restarts"]) == ("lost", 1)
-        (one,) = after["happenings"]
-        assert says(one["text"], "lost", "started again")
         while 1 not in workers.running:
             await asyncio.sleep(0)
         workers.finish(1)
         await post
 
 
-def test_the_ratio_of_each_worker_is_of_the_last_minute():
+@in_a_loop
+async def test_the_ratio_of_each_worker_is_of_all_its_batches():
+    async with client(HandWorkers(2)) as http:
+        compared = http.driver.stats.compared[1]
+        compared.took_s = 3.0
+        compared.predicted_s = 2.0
+        assert [one["batch_ratio"] for one in (await data(http))["workers"]] == [None, 1.5]
+
+
+def test_percentiles_cover_only_the_last_minute():
     stats = Stats()
     clock = iter(range(10**6))
-    history = MetricHistory(
-        stats, lambda: gauges(make_driver(HandWorkers(2))), lambda: 2.0 * next(clock)
-    )
-
-    def last() -> list[float | None]:
-        history.sample()
-        return json.loads(bytes(history.points[-1]))[COLUMNS.index("worker_batch_ratios")]
-
-    assert last() == [None, None]
-    stats.compared[1].took_s = 3.0
-    stats.compared[1].predicted_s = 2.0
-    assert last() == [None, 1.5]
-    for _ in range(WINDOW_POINTS):
-        history.sample()
-    assert last() == [None, None]
-
-
-@with_page()
-async def test_a_page_gets_only_new_points(http: httpx.AsyncClient):
-    for _ in range(5):
-        http.status.history.sample()
-    first = await data(http)
-    assert (first["first"], len(first["points"])) == (0, 5)
-    http.status.history.sample()
-    more = await data(http, instance=first["instance"], since=5)
-    assert (more["first"], len(more["points"])) == (5, 1)
-    for other in (
-        {"instance": "another", "since": 5},
-        {"instance": first["instance"], "since": "-1"},
-        {"since": 5},
-    ):
-        assert len((await data(http, **other))["points"]) == 6
-    assert (await data(http, instance=first["instance"], since=10**9))["points"] == []
-
-
-@pytest.mark.slow
-def test_an_hour_is_kept_and_history_and_answer_are_bounded():
-    assert POINTS_MAX * SAMPLE_S == 3600
-    stats = Stats()
-    clock = iter(range(10**6))
-    history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
-    for _ in range(2 * POINTS_MAX):
-        stats.count_tokens(1, 0.0, float("nan"), 0.5)
-        stats.oom_events += 1
-        history.sample()
-    assert (len(history.points), history.taken, len(history.incidents)) == (
-        POINTS_MAX,
-        2 * POINTS_MAX,
-        20,
-    )
-    assert len(b"".join(map(bytes, history.points))) < 200 * POINTS_MAX
-
-
-def test_percentiles_cover_only_the_window():
-    stats = Stats()
-    clock = iter(range(10**6))
-    history = MetricHistory(stats, lambda: IDLE, lambda: 2.0 * next(clock))
+    recent = RecentMinute(stats, lambda: 2.0 * next(clock))
     stats.count_tokens(1, 0.0, float("nan"), 9.0)
-    history.sample()
-    assert history.recent("ttft_p99_s") == pytest.approx(9.0, rel=0.1)
-    for _ in range(WINDOW_POINTS):
-        history.sample()
-    assert history.recent("ttft_p99_s") is None
+    recent.sample()
+    assert recent.statistic("ttft_p99_s") == pytest.approx(9.0, rel=0.1)
+    for _ in range(SAMPLES):
+        recent.sample()
+    assert recent.statistic("ttft_p99_s") is None
     stats.count_tokens(1, 0.0, float("nan"), 0.02)
-    history.sample()
-    assert history.recent("ttft_max_s") == pytest.approx(0.02, rel=0.1)
-    assert history.recent("ttft_mean_s") == pytest.approx(0.02)
+    recent.sample()
+    assert recent.statistic("ttft_max_s") == pytest.approx(0.02, rel=0.1)
+    assert recent.statistic("ttft_mean_s") == pytest.approx(0.02)
+    assert recent.rates()["output_tokens"] == pytest.approx(1 / 60)
 
 
 @given(
@@ -377,7 +324,7 @@ class LiveServer:
             driver.stats.sla = SLA
             await driver.start()
             self.driver = driver
-            self.status = Status(driver, self.facts)
+            self.status = status_of(driver, self.facts)
             server = HttpServer(app_of(driver, status=self.status))
             self.ending = asyncio.Event()
             self.loop = asyncio.get_running_loop()
@@ -414,7 +361,7 @@ class LiveServer:
 
     def sample(self) -> None:
         done = threading.Event()
-        self.loop.call_soon_threadsafe(lambda: (self.status.history.sample(), done.set()))
+        self.loop.call_soon_threadsafe(lambda: (self.status.recent.sample(), done.set()))
         assert done.wait(60)
 
 
@@ -425,7 +372,6 @@ def shows(page, selector: str, text: str | re.Pattern[str]) -> None:
     expect(page.locator(selector).first).to_have_text(text, timeout=60_000)
 
 
-SERIES = 22  # numbers above charts
 SERVED = "#totals td:nth-child(2)"
 
 
@@ -445,16 +391,12 @@ def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
             server.load(2)
             server.sample()
             shows(page, SERVED, "2")
-            numbers = page.locator(".figures b").all_text_contents()
-            assert len(numbers) == SERIES
-            assert sum(number != "–" for number in numbers) >= SERIES - 2
+            latencies = page.locator("#latencies td.n").all_text_contents()
+            assert len(latencies) == 15
+            assert all(re.fullmatch(r"[\d.]+ ([mµ]?s)", one) for one in latencies)
             server.load(3)
             server.sample()
             shows(page, SERVED, "5")
-            assert (
-                page.locator("#charts path.s0").first.get_attribute("d").count("L") == 1
-            )  # two points, one line
-            assert page.locator("#workers .spark path.s0").first.get_attribute("d").startswith("M")
             assert re.fullmatch(
                 r"\d+\.\d\d ×", page.locator("#workers td:nth-child(5)").first.text_content()
             )
@@ -527,85 +469,7 @@ def test_the_page_fits_and_is_readable(browser, scheme, width):
 
 
 @pytest.mark.slow
-def test_charts_work_with_the_keyboard(browser):
-    server = LiveServer()
-    with server.running():
-        for count in (1, 2):
-            server.load(count)
-            server.sample()
-        with page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
-            shows(page, SERVED, "3")
-            page.keyboard.press("Tab")
-            assert page.evaluate("document.activeElement.value") == "300"
-            page.keyboard.press("Tab")
-            now = page.evaluate("document.activeElement.getAttribute('aria-label')")
-            assert now.startswith("Requests per second: served ")
-            page.keyboard.press("ArrowLeft")
-            assert re.search(r"\d\d:\d\d:\d\d, \d+ s ago", page.locator("#when").text_content())
-            assert page.evaluate("document.activeElement.getAttribute('aria-label')") != now
-            page.keyboard.press("Escape")
-            assert page.evaluate("document.activeElement.getAttribute('aria-label')") == now
-
-
-@pytest.mark.slow
-def test_the_range_is_chosen_and_the_axis_has_clock_times(browser):
-    server = LiveServer()
-    with server.running():
-        live_for(server, 3000.0)
-        with page_of(browser, f"http://127.0.0.1:{server.port}/", timezone_id="Asia/Kolkata") as (
-            page,
-            seen,
-        ):
-            shows(page, "#when", "The last 5 min")
-            dots = {}
-            for name, least, most, step in (
-                ("5 min", 4, 5, 1),
-                ("15 min", 2, 3, 5),
-                ("1 h", 3, 4, 15),
-            ):
-                page.get_by_text(name, exact=True).click()
-                shows(page, "#when", f"The last {name}")
-                marks = page.locator(".axis").first.locator("span").all_text_contents()
-                assert least <= len(marks) <= most
-                minutes = [int(mark[-2:]) for mark in marks]
-                assert all(re.fullmatch(r"[0-2]\d:[0-5]\d", mark) for mark in marks)
-                assert all((b - a) % 60 == step for a, b in pairwise(minutes))
-                assert all(minute % step == 0 for minute in minutes), (
-                    "round times, where the zone is half an hour off too"
-                )
-                drawn = page.locator("#charts path.s0").first.get_attribute("d")
-                dots[name] = drawn.count("L") + 1
-                assert float(re.match(r"M(-?[\d.]+)", drawn)[1]) == pytest.approx(
-                    {"1 h": 50}.get(name, 0), abs=2
-                )
-            assert dots["5 min"] == pytest.approx(150, abs=2)
-            assert dots["15 min"] == pytest.approx(225, abs=2), "two points in each"
-            assert dots["1 h"] == pytest.approx(250, abs=2), (
-                "of 1,500 points: a chart is not crowded"
-            )
-            assert page.locator(".chart:visible").count() == 10
-            page.keyboard.press("ArrowLeft")
-            shows(page, "#when", "The last 15 min")
-            assert seen.complaints == []
-
-
-def live_for(server: LiveServer, seconds: float) -> None:
-    """Make the server this old, with a request every half minute."""
-    driver = server.driver
-    driver._start_s -= seconds
-    stats = Stats()
-    clock = [0.0]
-    server.status.history = history = MetricHistory(stats, lambda: gauges(driver), lambda: clock[0])
-    while clock[0] + SAMPLE_S < driver.now_s:
-        clock[0] += SAMPLE_S
-        if clock[0] % 30 == 0:
-            stats.count_tokens(1, clock[0], float("nan"), 0.1 + clock[0] / 1e4)
-            stats.count_end("stop", clock[0] - 3, clock[0] - 2, clock[0], 5, 0.5)
-        history.sample()
-
-
-@pytest.mark.slow
-def test_a_tile_without_data_says_what_is_missing(browser):
+def test_what_was_not_measured_says_so(browser):
     server = LiveServer(
         replace(
             FACTS, sla={}, predicted={}, parameters={"min_interval_s": 2.8622024, "eager": True}
@@ -613,16 +477,8 @@ def test_a_tile_without_data_says_what_is_missing(browser):
     )
     with server.running(), page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
         shows(page, "#state", "ready")
-        assert page.locator(".chart:visible").count() == 9, "there are no targets to be within"
-        empty = page.locator(".empty:visible").all_text_contents()
-        assert len(empty) == 9
-        assert all(says(each, "2 s") for each in empty)
-        server.sample()
-        shows(page, ".chart:nth-child(6) .empty", "No request ended in this range.")
-        empty = page.locator(".empty:visible").all_text_contents()
-        assert len(empty) == 5
-        assert all("in this range" in each for each in empty)
-        assert not page.locator(".bare .plot:visible").count()
+        assert set(page.locator("#latencies td.n").all_text_contents()) == {"–"}
+        assert page.locator("#workers td:nth-child(5)").first.text_content() == "no batch yet"
         assert page.locator("#targets").text_content() == "The recipe has no targets."
         assert page.locator("#policy").text_content() == "policyslicemin_interval_s2.86 seagertrue"
 
@@ -642,43 +498,21 @@ def test_targets_say_kept_or_broken_in_words(browser):
         assert re.fullmatch(r"[\d.]+ [mµ]?s ✓ kept", now[2])
 
 
-NUMBERS = re.compile(r"\d[\d,]*\.?\d*")
-
-
 @pytest.mark.slow
 def test_values_have_three_digits_and_units(browser):
     server = LiveServer()
     with server.running():
-        live_for(server, 300.0)
+        server.load(3)
+        server.sample()
         with page_of(browser, f"http://127.0.0.1:{server.port}/") as (page, _):
-            shows(page, "#when", "The last 5 min")
-            assert page.locator(".figures b").first.text_content() == "0.0333/s"
-            texts = page.locator(".figures b").all_text_contents()
-            digits = [
-                re.sub(r"^0+|[,.]", "", one).lstrip("0")
-                for text in texts
-                for one in NUMBERS.findall(text)
-            ]
-            assert digits
-            assert all(len(one.rstrip("0")) <= 3 for one in digits), texts
-            assert all(
-                re.search(r"(/s|%|s|×)$", text) for text in texts[:5] + texts[7:] if text != "–"
-            ), texts
-
-
-def test_the_data_has_the_columns_that_the_page_reads():
-    page = (
-        Path(__file__)
-        .parent.parent.joinpath("templates", "status.html")
-        .read_text(encoding="utf-8")
-    )
-    names = set(re.findall(r'\["([a-z]\w+_?[a-z]+)", "', page)) | {
-        f"{name}_{share}_s"
-        for name in re.findall(r'percentiles\("(\w+)"\)', page)
-        for share in ("p50", "p95", "p99")
-    }
-    assert len(names) == SERIES
-    assert names <= set(COLUMNS)
+            shows(page, SERVED, "3")
+            texts = page.locator("#latencies td.n").all_text_contents()
+            texts += page.locator("#rates td.n").all_text_contents()[1:]
+            for text in texts:
+                assert re.search(r"(/s|s)$", text), texts
+                for number in re.findall(r"\d[\d,]*\.?\d*", text):
+                    digits = re.sub(r"[,.]", "", number).lstrip("0")
+                    assert len(digits.rstrip("0")) <= 3, texts
 
 
 @pytest.mark.slow

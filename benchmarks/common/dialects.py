@@ -228,12 +228,8 @@ class Stream:
         if not self._chat:
             prompt = body["prompt"]
             return tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
-        *before, last = body["messages"]
-        prompt = [1, *(token for one in before for token in [2, *tokens_of(one["content"])])]
-        prompt += [2, *tokens_of(last["content"])]
-        if not body.get("continue_final_message"):
-            return [*prompt, 2]
-        return prompt
+        contents = [one["content"] for one in body["messages"]]
+        return [1, *(token for text in contents for token in [2, *tokens_of(text)]), 2]
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self._chat else {"text": text}

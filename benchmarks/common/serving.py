@@ -41,7 +41,7 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.forms import BodyReader
 from toolkit.serve.routes import FrontApp
 from toolkit.serve.stats import Stats
-from toolkit.serve.status import Status
+from toolkit.serve.status import StatusPage
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -218,7 +218,7 @@ def app_of(
     driver: Driver,
     settings: FrontSettings = SETTINGS,
     keyring: Keyring | None = None,
-    status: Status | None = None,
+    status: StatusPage | None = None,
 ) -> AccessGate:
     """The application of the toy model. It reads large bodies in a thread, without a helper."""
     reader = BodyReader(ByteTokenizer(), settings.vocab_size, settings.max_model_len)

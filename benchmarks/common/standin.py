@@ -2,9 +2,9 @@
 
 A token is a letter, and each next one is a hash of all tokens before it, the prompt's included: a
 token that was lost, doubled, or made from something else changes all that follow. Text and tokens
-are the same thing (one byte each), so an answer can be continued by ids and by text. It can be
-killed, hung, drained, made to answer errors, and started again on its port. It can also be told to
-misbehave: `pages` and `script` send any bytes as its answers, `cut_at` ends a stream at any byte.
+are the same thing (one byte each). It can be killed, hung, drained, made to answer errors, and
+started again on its port. It can also be told to misbehave: `pages` and `script` send any bytes as
+its answers, `cut_at` ends a stream at any byte.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ def prompt_of(body: dict[str, Any], *, chat: bool) -> list[int]:
     if not chat:
         prompt = body["prompt"]
         return tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
-    *before, last = body["messages"]
-    text = "".join(f"<{each['role']}>{each['content']}" for each in before)
-    text += f"<{last['role']}>{last['content']}"
-    return tokens_of(text if body.get("continue_final_message") else text + "<assistant>")
+    text = "".join(f"<{each['role']}>{each['content']}" for each in body["messages"])
+    return tokens_of(text + "<assistant>")
 
 
 def response_prompt(body: dict[str, Any]) -> str:
-    """What a request to /v1/responses adds to the prompt."""
+    """The prompt of a request to /v1/responses."""
     given = body["input"]
     texts = [given] if isinstance(given, str) else [str(each["content"]) for each in given]
     instructions = [body["instructions"]] if body.get("instructions") else []
@@ -143,7 +141,7 @@ class StandIn:
         kind: by which a list of replicas names it; '': by none.
         default_tokens: of an answer without a limit by its client; 0: what the context has left.
         gives_usage: counts tokens for the client.
-        has_responses: serves /v1/responses, and keeps what it made.
+        has_responses: serves /v1/responses.
         served: requests for tokens by path.
         used: tokens of prompts and answers that it computed.
         asked: all requests by path.
@@ -169,7 +167,6 @@ class StandIn:
     default_tokens: int = 0
     gives_usage: bool = True
     has_responses: bool = True
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)
     used: int = 0
     cut_at: int = -1
     pages: dict[str, bytes] = field(default_factory=dict)
@@ -325,11 +322,8 @@ class StandInConnection(asyncio.Protocol):
             "/v1/models": {"object": "list", "data": models},
             "/version": {"version": server.version},
         }
-        kept = path.partition("?")[0].removeprefix("/v1/responses/")
         if path in server.pages:
             self._write(server.pages[path])
-        elif kept in server.made:
-            self._whole(server.made[kept])
         elif path == "/metrics":
             self._send(200, b"text/plain", server.metrics.encode())
         else:
@@ -337,11 +331,6 @@ class StandInConnection(asyncio.Protocol):
 
     def _post(self, path: str) -> None:
         server = self.server
-        if path.startswith("/v1/responses/"):
-            kept = path.removeprefix("/v1/responses/").removesuffix("/cancel") in server.made
-            text = "Cannot cancel a synchronous response." if kept else "not found"
-            self._whole({"error": {"message": text, "code": 400}}, 400 if kept else 404)
-            return
         body = json.loads(self.body)
         scripted = None if server.script is None else server.script(path, body)
         if scripted is not None:
@@ -387,7 +376,7 @@ class StandInConnection(asyncio.Protocol):
         self.task = asyncio.ensure_future(self._generate(body, prompts, chat=chat))
 
     def _respond(self, body: dict[str, Any]) -> None:
-        """Answer a request for a response: what an earlier one had stands before its input."""
+        """Answer a request for a response."""
         server = self.server
         server.served["/v1/responses"] += 1
         if not server.has_responses:
@@ -398,13 +387,7 @@ class StandInConnection(asyncio.Protocol):
         if server.status:
             self._whole({"error": {"message": "made so", "code": server.status}}, server.status)
             return
-        earlier = body.get("previous_response_id")
-        if earlier and earlier not in server.made:
-            text = f"Response with id '{earlier}' not found."
-            self._whole({"error": {"message": text, "param": "response_id", "code": 404}}, 404)
-            return
-        before = server.made[earlier]["all"] if earlier else ""
-        text = before + response_prompt(body)
+        text = response_prompt(body)
         room = self._context() - len(text)
         limit = min(body.get("max_output_tokens") or room, room)
         stops = stops_of(body)
@@ -421,8 +404,11 @@ class StandInConnection(asyncio.Protocol):
             await asyncio.sleep(server.first_s)
         counted = len(prompt) // server.token_bytes
         server.used += counted
-        name = f"resp_{server.port}_{len(server.made)}"
-        about: dict[str, Any] = {"id": name, "object": "response", "model": server.model}
+        about: dict[str, Any] = {
+            "id": f"resp_{server.port}",
+            "object": "response",
+            "model": server.model,
+        }
         stream = bool(body.get("stream"))
         number = 0
 
@@ -453,8 +439,6 @@ class StandInConnection(asyncio.Protocol):
         whole["output"] = [{"type": "message", "role": "assistant", "content": parts}]
         if status == "incomplete":
             whole["incomplete_details"] = {"reason": "max_output_tokens"}
-        if body.get("store", True):
-            server.made[name] = whole | {"all": prompt + row.text}
         if not stream:
             self._whole(whole)
             return

@@ -40,7 +40,6 @@ from toolkit.workers.protocol import (
     WorkerEvent,
     WorkerReady,
     Workers,
-    WrappedWorkers,
 )
 
 OVERLOAD = 1.5  # arrivals, as a multiple of the best contender's predicted throughput
@@ -280,11 +279,15 @@ class NoText:
         return ""
 
 
-class KeptWorkers(WrappedWorkers):
+class KeptWorkers:
     """Workers that outlive a driver: loaded once, and announced to the current driver."""
 
     def __init__(self, workers: Workers) -> None:
-        super().__init__(workers)
+        self.workers = workers
+        self.size = workers.size
+        self.tell = workers.tell
+        self.kill = workers.kill
+        self.silent = workers.silent
         self._on_event: OnEvent | None = None
         self._ready: dict[int, WorkerReady] = {}
         self._rows: dict[int, int] = {}  # by worker: how many row numbers its rounds have used
@@ -306,7 +309,7 @@ class KeptWorkers(WrappedWorkers):
     def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
         numbers = batch.plan.numbers if isinstance(batch, RunRound) else ()
         self._rows[worker] = max(self._rows.get(worker, 0), *(number + 1 for number in numbers), 0)
-        super().run(worker, batch, estimated_s)
+        self.workers.run(worker, batch, estimated_s)
 
     async def forget(self) -> None:
         """Make idle engines drop the cancelled rows: the next driver uses the same numbers."""

@@ -138,7 +138,7 @@ class Replay:
         replay, and another one joins.
         """
         report = self._out / f"bench-{name}.json"
-        with self._stage.server(self._plan, "--check", 0, *serve) as url:
+        with self._stage.server(self._plan, *serve) as url:
             target = find_target(url)
             words = ["bench", "--url", url, "--plan", self._plan, *self._load, "--out", report]
             words = [str(word) for word in words]

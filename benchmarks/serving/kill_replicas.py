@@ -8,11 +8,11 @@ Takes about two minutes on two shared cores. Needs nothing but the package.
 `llmctl serve --replica ...` runs in a process of its own, before stand-in replicas in this one
 (`benchmarks.common.standin`). Their next token is a hash of all tokens before it, so a token that
 was lost, doubled or made from something else changes all that follow. Clients use both APIs, and
-ask for streams and for whole answers; some with stop strings, some with log probabilities, which
-must be generated again from the start. Half of the replicas give token ids as vLLM does; answers of
-the others are continued by text. Every fraction of a second one replica is killed, hangs, aborts
-its requests as a server does that shuts down, or answers 500; a little later it is well again. The
-first replica is never disturbed.
+ask for streams and for whole answers; some with stop strings. The replicas give token ids as vLLM
+does, by which answers go on. Some streams have log probabilities, and cannot go on: where such a
+stream breaks off, it must end with an error, and its client asks again. Every fraction of a second
+one replica is killed, hangs, aborts its requests as a server does that shuts down, or answers 500;
+a little later it is well again. The first replica is never disturbed.
 
 With `--fleet` the replicas are of two kinds by turns. The second kind takes three times as long for
 a token, and has an eighth of the cache and a context that a tenth of the requests does not fit
@@ -80,6 +80,7 @@ SAID = {  # what the front says at SIGHUP, by what has changed
 }
 LETTERS = "acegikmoqsuwy"  # that answers consist of
 REFUSED = "refused"
+BROKE = "the answer broke off"  # in the error of a stream that cannot go on
 GIVEN_UP = f"the request failed on {MAX_FAILURES} replicas"  # as is documented, and told
 AGAIN_S = 0.2  # before a refused request is sent again
 
@@ -368,7 +369,7 @@ class Load:
         self.left = work
         self.may_refuse = may_refuse
         self.wrong: list[str] = []
-        self.refused = self.given_up = 0
+        self.refused = self.given_up = self.broke = 0
 
     async def send_all(self, url: str) -> None:
         """Send all requests."""
@@ -388,6 +389,9 @@ class Load:
             if problem == REFUSED and self.may_refuse:
                 self.refused += 1
                 await asyncio.sleep(AGAIN_S)
+                self.left.append((body, chat))
+            elif BROKE in problem and "logprobs" in body:
+                self.broke += 1
                 self.left.append((body, chat))
             elif GIVEN_UP in problem:
                 self.given_up += 1
@@ -443,6 +447,7 @@ async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: 
         "wrong": load.wrong,
         "refused": load.refused,
         "given_up": load.given_up,
+        "broke": load.broke,
         "disturbances": dict(trouble.done),
         **_counted(shown, told),
         "seconds": round(time.monotonic() - started_s, 1),
@@ -461,12 +466,11 @@ def _words(mode: str, replicas: list[StandIn], listed: Path) -> list[str]:
 
 async def _replicas(count: int, *, is_fleet: bool) -> list[StandIn]:
     """The stand-ins in this process, started."""
-    replicas = [StandIn(token_s=FAST.token_s, speaks_ids=k % 2 == 0) for k in range(count)]
+    replicas = [StandIn(token_s=FAST.token_s) for _ in range(count)]
     for k, replica in enumerate(replicas):
         if is_fleet:
             shape = (FAST, SLOW)[k % 2]
             shape.shape(replica)
-            replica.speaks_ids = k % 3 != 2
             replica.kind = shape.name if k // 2 % 2 == 0 else ""
         await replica.start()
     return replicas
@@ -480,16 +484,12 @@ async def _shown(url: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _counted(shown: list[dict[str, Any]], told: str) -> dict[str, Any]:
-    continued = {
-        line.split('by="')[1].split('"')[0]: float(line.split()[-1])
-        for line in told.splitlines()
-        if line.startswith("llmctl_continued_total")
-    }
+    continued = [line for line in told.splitlines() if line.startswith("llmctl_continued_total")]
     return {
         "attempts": sum(each["requests"] for each in shown),
         "failed_attempts": sum(each["failures"] for each in shown),
         "moved": sum(each["moved"] for each in shown),
-        "continued": continued,
+        "continued": sum(float(line.split()[-1]) for line in continued),
     }
 
 

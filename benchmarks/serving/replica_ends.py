@@ -5,7 +5,8 @@
 A front stands before two servers of `benchmarks.common.dialects`. For each dialect and each kind of
 request, the first attempt ends after 0, 1, 2, ... bytes of its body, and another server goes on.
 Text, token ids, finish reason, stop reason, usage, end, one id, one role: all must be those of the
-answer that was not disturbed.
+answer that was not disturbed. Servers without token ids cannot go on behind the first byte: there
+the client gets the beginning of that answer, and one error.
 
 Takes ten minutes on one core with two prompts. Needs no model and no GPU.
 """
@@ -153,11 +154,14 @@ async def front_before(*replicas: Replica) -> Any:
 
 @dataclass
 class Tried:
-    """The positions of one dialect and request, and where an answer differed."""
+    """The positions of one dialect and request, at how many of them an answer broke off with an
+    error, and where it differed.
+    """
 
     dialect: str
     request: str
     positions: int = 0
+    broke_off: int = 0
     differences: list[str] = field(default_factory=list)
 
 
@@ -200,9 +204,17 @@ async def tried(dialect: Dialect, name: str, every: int, first: int = 0, variant
             cuts[:] = [position]
             answer = await client.ask(fields)
             found.positions += 1
-            if answer != whole:
+            if not dialect.ids and is_told(whole, answer):
+                found.broke_off += 1
+            elif answer != whole:
                 found.differences.append(f"{position}: {_difference(whole, answer)}")
     return found
+
+
+def is_told(whole: Answer, answer: Answer) -> bool:
+    """Whether an answer broke off, and its client was told so, once."""
+    begins = whole.text.startswith(answer.text) and not answer.finish[1:]
+    return begins and len(answer.errors) == answer.done == 1
 
 
 def _difference(whole: Answer, answer: Answer) -> str:
@@ -223,18 +235,20 @@ def main() -> None:
     start_s = time.monotonic()
     total = 0
     wrong = 0
-    print("| dialect | request | positions | differences |\n| --- | --- | --- | --- |")
+    print("| dialect | request | positions | broke off | differences |")
+    print("| --- | --- | --- | --- | --- |")
     for dialect, name in cases():
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             found = Tried(dialect.name, name)
             for variant in range(options.prompts):
                 part = runner.run(tried(dialect, name, options.every, 0, variant))
                 found.positions += part.positions
+                found.broke_off += part.broke_off
                 found.differences += part.differences
         total += found.positions
         wrong += len(found.differences)
-        row = f"| {dialect.name} | {name} | {found.positions:,} | {len(found.differences)} |"
-        print(row, flush=True)
+        counts = f"{found.positions:,} | {found.broke_off:,} | {len(found.differences)}"
+        print(f"| {dialect.name} | {name} | {counts} |", flush=True)
         for line in found.differences[:3]:
             print(f"  {line}")
     print(f"\n{total:,} positions, {wrong} differences, {time.monotonic() - start_s:.0f} s")

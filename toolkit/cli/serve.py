@@ -102,9 +102,12 @@ class ServeOptions:
     )
     replicas: list[str] | None = _replicas(
         None,
-        "As --replica, with a list that may change: a URL a line in a file, all addresses of a "
-        "name, or the endpoints of a Kubernetes Service; again for each kind.",
-        metavar="[KIND=]FILE|dns://NAME:PORT|k8s://NAMESPACE/SERVICE:PORT",
+        "As --replica, with a list that may change: a URL a line in a file, or all addresses of a "
+        "name; again for each kind.",
+        metavar="[KIND=]FILE|dns://NAME:PORT",
+    )
+    strict: bool = _replicas(
+        False, "Exit with 2 where a replica is of another model, context or version."
     )
     router: str = _replicas(
         "",
@@ -190,18 +193,6 @@ class ServeOptions:
         "the server listens on this machine alone.",
         "--status-page/--no-status-page",
     )
-    check: float | None = _watch(
-        None,
-        "Measure points of the fit again for this long before the first request; default: 3, and "
-        "0 for engine fake.",
-        min=0,
-        metavar="SECONDS",
-    )
-    strict: bool = _watch(
-        False,
-        "Exit with 4 where such a point is beyond the fit's stated error, and with 2 where a "
-        "replica is of another model, context or version.",
-    )
     live: bool = _live(
         False,
         "Let settings change while it serves (`llmctl set`): those of engine vllm up to the bounds "
@@ -221,10 +212,10 @@ def command(args: ServeOptions) -> None:
     """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit
     fit.json`.
 
-    Prints one line when all workers have loaded and a few points of the fit were measured again,
-    and notifies systemd where it started the server. SIGTERM or Ctrl-C shuts the server down:
-    /ready turns 503, and running requests get --shutdown-timeout seconds; a second signal ends it
-    at once. Files of keys are read again when they change.
+    Prints one line when all workers have loaded, and notifies systemd where it started the server.
+    SIGTERM or Ctrl-C shuts the server down: /ready turns 503, and running requests get
+    --shutdown-timeout seconds; a second signal ends it at once. Files of keys are read again when
+    they change.
 
     With --replica or --replicas the server is a front before replicas that run already; with
     engine vllm and several workers, or --ray, it starts them. SIGHUP restarts its own one at a
@@ -276,11 +267,10 @@ def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> Fro
 def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     """A front over workers of our own. `InputError` for options that it does not have."""
     from toolkit.serve.assemble import make_limits, make_settings
-    from toolkit.serve.drift import judge
     from toolkit.serve.engine_front import OwnWorkers, engine_front
 
     plan = given.plan
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log")
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--strict")
     settings = make_settings(
         plan,
         model=args.served_model_name,
@@ -291,8 +281,6 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     workers = OwnWorkers(
         plan,
         limits=make_limits(plan, args.admission, replays=args.allow_end_after),
-        checks=serve_start.points_to_check(plan, args.check),
-        on_checked=partial(judge, strict=args.strict, say=note),
         on_foreign=warn if args.force else None,
         ray=given.ray,
         room_timeout_s=args.room_timeout,
@@ -328,7 +316,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     why = ": it has a server of its own"
     _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
             "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
-            "--open-metrics", "--check", "--strict", "--status-page", why=why)  # fmt: skip
+            "--open-metrics", "--strict", "--status-page", why=why)  # fmt: skip
     if args.pass_log is not None:
         check_writable(args.pass_log)
     return ServerOrder(
@@ -347,8 +335,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
 
 def _refuse_what_replicas_lack(args: ServeOptions, own: StartsReplicas | None) -> None:
     """`InputError` for options that a front before several servers does not have."""
-    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--check",
-             "--pass-log")  # fmt: skip
+    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--pass-log")
     if args.live and (args.replica or args.replicas or own is None):
         raise InputError(
             "--live is about servers that this front starts, and these run already",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, parse_settings
 from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
 from toolkit.cli.output import emit, note, paragraph
-from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fleet import is_fleet
 from toolkit.files.io import read_file
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from toolkit.backends import ServerOrder, Serves
     from toolkit.cli.serve import ServeOptions
     from toolkit.serve.access import Callers
-    from toolkit.serve.drift import DriftCheck
     from toolkit.serve.launch import FrontConfig, FrontServer, Manager, OpenedFront
     from toolkit.serve.server import WatchedFiles
 
@@ -196,16 +194,6 @@ def forget_variable(name: str) -> None:
     del os.environ[name]
 
 
-def points_to_check(plan: Plan, seconds: float | None) -> list[DriftCheck]:
-    """The points of the fits to measure again before the first request; None: the default time."""
-    from toolkit.serve.drift import BUDGET_S, checks_of
-
-    if seconds is None:
-        fake = all(traits_of(kind.recipe.engine.name).for_tests for kind in plan.kinds)
-        seconds = 0.0 if fake else BUDGET_S  # a fake engine takes the times of its configuration
-    return checks_of(plan, seconds) if seconds else []
-
-
 class FrontToStart(NamedTuple):
     """A front: `make` builds what its config serves, `announce` gets its URL once it is ready.
     `control_key` is the key of its settings.
@@ -218,10 +206,7 @@ class FrontToStart(NamedTuple):
 
 
 def start(front: FrontToStart, given: Prepared) -> None:
-    """Serve through a front until a signal ends it.
-
-    With --strict the command ends before it serves where a measured point contradicts the fit.
-    """
+    """Serve through a front until a signal ends it."""
     from toolkit.serve.launch import launch
 
     serve = partial(launch, front.config, front.make)

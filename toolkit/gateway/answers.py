@@ -1,39 +1,41 @@
 """A streamed answer, without I/O: pieces of each attempt in, bytes for the client out.
 
 Events of the first attempt pass as they came, without the token ids and the usage that only the
-gateway asked for. Those of a later one get the id of the first, so that the client sees one answer:
-each character, token id, finish reason and usage once.
+gateway asked for. Until one of them brings something of the answer they are held back, so that
+another replica can begin anew. Afterwards another replica is asked for the rest, behind the token
+ids that the client has. Its events are written anew, so that the client sees one answer: each
+character, token id, finish reason and usage once.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Container
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded
-from toolkit.endpoints.sse import data_of, lines_of
-from toolkit.gateway.attempts import (
-    BYTES_PER_TOKEN,
-    MAX_EVENT_BYTES,
-    NOT_OPENAI,
-    SPARE_EVENT_BYTES,
-    Attempted,
-    Passing,
-)
-from toolkit.gateway.calls import ClientProgress, GenerationCall, Mode
+from toolkit.endpoints.sse import EventReader, data_of, lines_of
+from toolkit.gateway.calls import GenerationCall
 from toolkit.serve.errors import ApiError, error_body
 
+MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
+SPARE_EVENT_BYTES = 256 << 10  # of an event without log probabilities, beside its tokens
+BYTES_PER_TOKEN = 16  # of an event: as an id, or as escaped text
+MAX_EVENT_LINES = 1000
+MAX_ANSWER_BYTES = 256 << 20  # of all events of an attempt
+SPARE_EVENTS = 1000  # in a row that bring nothing, and of tokens, beside those that were asked for
+UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
 MARKS = 4  # that are kept where no stop string can begin in the text
-DONE = b"data: [DONE]"
+NOT_OPENAI = "an event is not OpenAI's"
+DIVERGED = "another replica generated another text"
+EMPTY_CALLS = (b"null", b"[]")
+NAMES = ("id", "created", "model", "system_fingerprint")  # the same in all events of an answer
+DONE = b"data: [DONE]\n\n"
+DELTA = b'.delta"'  # in the type of an event of /v1/responses that brings a token or more
 # In a JSON string each quote has a backslash before it, so this matches keys only.
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
-_PROMPT_IDS = re.compile(rb',\s*"prompt_token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
-TEXT = "text"  # the channel of an answer's text, in both APIs
 
 
 class _Delta(msgspec.Struct):
@@ -53,13 +55,19 @@ class _Choice(msgspec.Struct):
     token_ids: list[Count] | None = None
     prompt_token_ids: list[Count] | None = None
 
-    def texts(self) -> list[tuple[str, str]]:
-        """Its new text, by channel."""
-        texts = [(TEXT, self.text)]
-        if (delta := self.delta) is not None:
-            texts += [(TEXT, delta.content), ("reasoning", delta.reasoning)]
-            texts.append(("reasoning_content", delta.reasoning_content))
-        return [(channel, text) for channel, text in texts if text]
+    @property
+    def new_text(self) -> str:
+        """Its new text, of either API."""
+        return self.text or (self.delta.content if self.delta else None) or ""
+
+    @property
+    def beside_text(self) -> bool:
+        """Whether it has reasoning or calls of tools, which no ids bring back."""
+        delta = self.delta
+        if delta is None:
+            return False
+        called = bytes(delta.tool_calls) not in EMPTY_CALLS
+        return called or bool(delta.reasoning or delta.reasoning_content)
 
 
 class _Event(msgspec.Struct):
@@ -79,11 +87,7 @@ class _Whole(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
-_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _encode = msgspec.json.Encoder().encode
-DIVERGED = "another replica generated another text"
-EMPTY_CALLS = (b"null", b"[]")
-NAMES = ("id", "created", "model", "system_fingerprint")  # the same in all events of an answer
 
 
 class _Mark(NamedTuple):
@@ -94,505 +98,429 @@ class _Mark(NamedTuple):
     is_sure: bool  # the event has one id: its text ends where the id ends
 
 
-class _Channel:
-    """The pieces of an answer's text in one channel, and how far an attempt has repeated them."""
-
-    __slots__ = ("pieces", "skip")
-
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self.skip = ""  # what is still to be generated again
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-
-class PassingAnswer(Passing):
-    """A streamed answer.
+class PassingAnswer:
+    """An answer on its way to a client.
 
     Attributes:
-        mode: how this attempt began.
+        begun: the client has something of it.
+        ended: all of it has passed.
+        failure: why this attempt cannot go on; '' while it can.
+        tokens: that the client has, at least: by ids, or by events where the server gives no ids.
+        new_tokens: that the last piece brought.
+        finish_reason: of the last choice that ended; '' before.
+        usage: as the server counted, of the whole answer; None before, and where it cannot be.
+        odd_usages: usages that no server can have counted.
     """
 
-    goes_on = True  # another replica may go on with it
-
     def __init__(self, call: GenerationCall, estimate: int = 1) -> None:
-        super().__init__(estimate)
-        self._most_tokens = 0  # of any attempt
-        self.mode: Mode = "first"
+        self.begun = self.ended = False
+        self.failure = self.finish_reason = ""
+        self.tokens = self.new_tokens = self.odd_usages = 0
+        self.usage: CountedUsage | None = None
         self._call = call
-        self._about: dict[str, Raw] = {}  # what all events of the answer say of it
-        self._channels: dict[tuple[int, str], _Channel] = {}
-        self._roles: set[int] = set()  # choices of which the client has the role
+        self._estimate = estimate
+        self._about: dict[str, Raw] | None = None  # what all events of the answer say of it
         self._finished: set[int] = set()  # choices of which the client has the end
-        self._ended_here: set[int] = set()  # choices that ended in this attempt
         self._usage_sent = False
-        self._ids: list[int] | None = []
-        self._given_ids: dict[int, list[int]] = {}  # that the client saw, by choice
-        self._skip_ids: dict[int, list[int]] = {}  # of these, what is still to be generated again
-        self._marks: list[_Mark] = []  # after each event with text
-        self._length = 0  # of the text
         self._prompt_ids: list[int] | None = None
-        self._had_ids = 0  # before the last answer went on by ids
-        self._base_tokens = 0  # of earlier attempts, that this one does not count
-        self._calls_tools = False
-        self._only_again = False  # a server refused to continue from what the client has
+        self._ids: list[int] | None = []  # of all choices; None: the server gives none
+        self._marks: list[_Mark] = []  # after each event with text
+        self._text: list[str] = []  # of the only choice, in pieces
+        self._length = 0  # of that text
+        self._has_text_alone = True
+        # Of an answer that goes on elsewhere, by ids:
+        self._goes_on = False
+        self._divergences = 0
+        self._count = 0  # of tokens, up to where this attempt has come
+        self._base_tokens = 0  # of these, that it did not bring
+        self._had_ids = 0  # the most that any attempt before brought
+        self._skip_text = ""  # that the client has, and this attempt is to generate again
+        self._skip_ids: list[int] = []  # the same of the ids that the client saw
+        self._begin(UNKNOWN_CONTEXT)
+
+    def _begin(self, context: int) -> None:
+        """An attempt begins, at a server with this context."""
+        call = self._call
+        self.failure = ""
+        self._context = context
+        self._reader = EventReader()
+        self._held = b""  # events that bring nothing, before the first that does
+        self._passed_bytes = 0
+        self._idle_events = 0  # in a row that brought nothing
+        # A token may have an event without text, as one of a thought that is not shown.
+        self._most_events = SPARE_EVENTS + call.choices * self._longest(call.max_tokens)
+        self._most_event_bytes = MAX_EVENT_BYTES
+        if call.is_read and not call.has_large_events:  # reading one takes time, which others wait
+            most = SPARE_EVENT_BYTES + BYTES_PER_TOKEN * context
+            self._most_event_bytes = min(most, MAX_EVENT_BYTES)
 
     @property
-    def finished(self) -> bool:
-        """The client has the end of every choice, though the stream may lack its last lines."""
-        return len(self._finished) >= self._call.choices
+    def is_midway(self) -> bool:
+        """A part of an event has come; no engine waits before the rest."""
+        return bool(self._reader.rest)
 
     @property
     def complete(self) -> bool:
-        """The client has every token."""
-        limit = self._call.max_tokens
-        if self._call.choices == 1 and limit is not None and self.progress().tokens >= limit:
-            return self.begun
-        return self.finished
-
-    @property
-    def countable(self) -> bool:
-        """The last lines can be made here: no usage is wanted, or it is known."""
-        known = self._usage_sent or self.usage is not None or self._counts_ids
-        return not self._call.wants_usage or known
-
-    @property
-    def counted_tokens(self) -> int:
-        """Tokens that the client has, at least: by ids, else by events."""
-        return max(self._most_tokens, self.tokens)
-
-    @property
-    def unseen_tokens(self) -> int:
-        """Tokens that bring no text, where no ids are counted: the last of a choice may be one."""
-        return len(self._finished) if self._ids is None else 0
-
-    @property
-    def _counts_ids(self) -> bool:
-        """The ids of all tokens of the answer are known, and those of its only prompt."""
-        if self._ids is None or self._prompt_ids is None or len(self._call.prompts) > 1:
+        """The client has every token, and what the stream may lack of its last lines is known."""
+        call = self._call
+        if not self.begun or not call.is_read:
             return False
-        repeats = any(channel.skip for channel in self._channels.values())
-        repeats |= any(self._skip_ids.values())
-        return not repeats and self._finished <= self._ended_here
+        is_counted = self._usage_sent or (self.usage or self._usage_by_ids()) is not None
+        if call.wants_usage and not is_counted:
+            return False
+        if len(self._finished) >= call.choices:
+            return True
+        if self._ids is None or call.choices > 1 or call.max_tokens is None:
+            return False
+        return self._kept()[0] >= call.max_tokens
+
+    @property
+    def goes_on(self) -> bool:
+        """Another replica may take it: the client has nothing yet, or the rest can be asked for.
+
+        A greedy answer may be generated again from some tokens before its end, and compared.
+        """
+        if not self.begun:
+            return True
+        if self._ids is None or self._prompt_ids is None or self._divergences > 1:
+            return False
+        if not (self._has_text_alone and self._call.goes_on_by_ids):
+            return False
+        kept, overlap = self._kept()
+        repeats = overlap or (self._call.wants_ids and len(self._ids + self._skip_ids) > kept)
+        return self._call.greedy or not repeats
 
     @property
     def prompt_tokens(self) -> int:
         """As the server counted them, else by their ids, else estimated."""
         if self.usage is not None:
             return self.usage.prompt_tokens
-        known = self._call.choices == 1 and self._prompt_ids is not None
-        return len(self._prompt_ids or ()) if known else self._estimate
+        if self._call.choices == 1 and self._prompt_ids is not None:
+            return len(self._prompt_ids)
+        return self._estimate
 
-    def progress(self) -> ClientProgress:
-        """What the client has. Tokens without text yet are generated again. With stop strings a
-        server holds back characters: the client has only a part of the last tokens' text, with
-        which the next answer begins (`overlap`). The same where a stop string is part of the
-        answer, and may have begun in the last characters.
+    def request(
+        self,
+        *,
+        speaks_ids: bool = False,
+        context: int | None = None,
+        default_tokens: int | None = None,
+    ) -> tuple[str, bytes]:
+        """The path and the body of the next attempt, of an answer that `goes_on`.
+
+        Args:
+            speaks_ids: the replica gives and takes token ids; it must where the answer has begun.
+            context: its context, in tokens; None: it does not say.
+            default_tokens: the most tokens of an answer for which its client names no limit; None:
+                that is not known.
         """
-        text = "".join(channel.text for channel in self._channels.values())
-        ids = self._ids
-        if ids is None:
-            return ClientProgress(text, self.tokens, None, self._prompt_ids)
+        self._begin(context or UNKNOWN_CONTEXT)
+        self.usage = None
+        if not self.begun:
+            self._about = self._prompt_ids = None
+            self._ids = []
+            self._count = 0
+            return self._call.first(speaks_ids=speaks_ids)
+        assert self._ids is not None
+        assert self._prompt_ids is not None
         kept, overlap = self._kept()
-        repeated = len(self._given_ids.get(0, ())) > kept
-        return ClientProgress(text, kept, ids[:kept], self._prompt_ids, overlap, repeated)
+        text = "".join(self._text) + self._skip_text
+        known = self._ids + self._skip_ids
+        self._goes_on = True
+        self._had_ids = max(self._had_ids, len(self._ids))
+        self._ids = known[:kept]
+        self._skip_ids = known[kept:] if self._call.wants_ids else []
+        self._length = len(text) - overlap
+        self._text = [text[: self._length]]
+        self._skip_text = text[self._length :]
+        self._marks = [mark for mark in self._marks if mark.ids <= kept]
+        self._base_tokens = self._count = kept
+        limit = self._call.max_tokens
+        if limit is None:
+            room = None if context is None else context - len(self._prompt_ids)
+            limit = min((most for most in (default_tokens, room) if most is not None), default=None)
+        return self._call.rest(self._prompt_ids + self._ids, kept, limit)
 
     def _kept(self) -> tuple[int, int]:
-        """After how many ids to go on, and how many characters behind them the client has.
+        """Behind how many ids another replica is to go on, and how many characters the client has
+        beyond them. Tokens without text yet are generated again.
+
+        With stop strings a server holds back characters: the client has only a part of the last
+        tokens' text, with which the next attempt begins. The same where a stop string is part of
+        the answer, and may have begun in the last characters.
 
         Several ids of one event may end inside a character, which would be lost there. So a greedy
-        answer goes on before such an event: its text is generated again and compared.
+        answer goes on before such an event: its text is generated again and compared. If it
+        differs, all of the answer is.
         """
-        held = self._call.held_back
-        reread = self._call.reread
+        length = self._length + len(self._skip_text)
+        if self._divergences:
+            return 0, length
         compared = False
         for mark in reversed(self._marks):
-            overlap = self._length - mark.length - held
-            if overlap < reread or (compared and overlap <= 0):
+            overlap = length - mark.length - self._call.held_back
+            if overlap < self._call.reread or (compared and overlap <= 0):
                 continue
             if mark.is_sure or not self._call.greedy or compared:
                 return mark.ids, overlap
             compared = True
-        return 0, self._length
+        return 0, length
 
-    def request(self, at: Attempted) -> tuple[bytes, bytes] | None:
-        """The path and the body of the next attempt; None if the answer cannot be continued."""
+    def feed(self, piece: bytes) -> bytes:
+        """Take a piece of the body; returns what the client gets now."""
+        self.new_tokens = 0
+        self._passed_bytes += len(piece)
+        events = self._reader.feed(piece)
+        longest = max(map(len, (self._reader.rest, self._held, *events)))
+        if longest > self._most_event_bytes:
+            self.failure = "an event is too long"
+        if self._passed_bytes > MAX_ANSWER_BYTES:
+            self.failure = "the answer is too long"
+        if self.failure:
+            return b""
+        if not self._call.is_read:
+            self.begun = self.begun or bool(events)
+            self.new_tokens = sum(DELTA in event for event in events)
+            self.tokens += self.new_tokens
+            return b"".join(events)
+        passed = []
+        for event in events:
+            self._idle_events += 1
+            if event.count(b"\n") + event.count(b"\r") > MAX_EVENT_LINES and event.strip(b"\r\n"):
+                self.failure = NOT_OPENAI
+                break
+            out = self._event(event)
+            if self._idle_events > self._most_events:
+                self.failure = self.failure or "its events bring nothing"
+            if self.tokens > self._most_events:
+                self.failure = self.failure or "it brings more tokens than were asked for"
+            if self.failure:
+                break
+            passed.append(out)
+            if self.ended:
+                break
+        return b"".join(passed)
+
+    def _event(self, event: bytes) -> bytes:
+        """Read one event; returns what the client gets now."""
+        event = b"\n".join(lines_of(event))
+        data = data_of(event)
+        if not data:
+            return event + b"\n\n" if event else b""  # a comment keeps connections alive
+        if data == b"[DONE]":
+            if not self._finished:
+                self.failure = "the answer ended early"
+                return b""
+            return self._last_lines()
+        try:
+            data.decode()  # also where nothing here reads it
+            read = _decode(data)
+            if self._about is None:
+                about = msgspec.json.decode(data, type=dict[str, Raw])
+                self._about = {name: about[name] for name in NAMES if name in about}
+        except UNREADABLE:
+            self.failure = NOT_OPENAI
+            return b""
+        self.failure = self._refused(read)
+        if self.failure:
+            return b""
+        if self._prompt_ids is None:
+            first = read.choices[0].prompt_token_ids if read.choices else None
+            self._prompt_ids = read.prompt_token_ids or first
+        if not read.choices and bytes(read.usage) != b"null":
+            return self._on_usage(event, read)
+        if self._goes_on:
+            return self._rest_of(read)
+        brought = [self._count_choice(choice) for choice in read.choices]
+        self.usage = self._whole_usage(read.usage) or self.usage
+        return self._passed(event, begins=any(brought))
+
+    def _refused(self, read: _Event) -> str:
+        """Why an event ends the attempt, or ''."""
+        most = self._call.choices
+        if bytes(read.error) != b"null":
+            return "the server reported an error"
+        if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
+            return "the server aborted the request"
+        if len(read.choices) > most or any(choice.index >= most for choice in read.choices):
+            return NOT_OPENAI
+        return ""
+
+    def _passed(self, event: bytes, *, begins: bool) -> bytes:
+        """An event of the first attempt, as it came. It is held back until one `begins` the answer,
+        which brings anything of it.
+        """
+        if b'token_ids"' in event and not self._call.wants_ids:
+            event = _IDS.sub(b"", event)
+        held = self._held + event + b"\n\n"
+        if not self.begun and not begins:
+            self._held = held
+            return b""
+        self.begun = True
+        self._held = b""
+        return held
+
+    def _rest_of(self, read: _Event) -> bytes:
+        """What an event of a later attempt has that the client lacks, as an event of this answer.
+
+        Sets `failure` where the texts differ. They differ also where ids come that the client
+        lacks, before all the text that it has behind the ids before them: the server began inside a
+        character.
+        """
+        if not read.choices:
+            return b""
+        choice = read.choices[0]
+        text = choice.new_text
+        ids = choice.token_ids or []
+        same = min(len(self._skip_text), len(text))
+        same_ids = min(len(self._skip_ids), len(ids))
+        left = self._skip_text[same:]
+        left_ids = self._skip_ids[same_ids:]
+        is_ahead = len(self._ids or ()) + len(ids) > self._had_ids
+        if (
+            text[:same] != self._skip_text[:same]
+            or ids[:same_ids] != self._skip_ids[:same_ids]
+            or (left and is_ahead)
+            or ((left or left_ids) and choice.finish_reason)
+        ):
+            self._divergences += 1
+            self.failure = DIVERGED
+            return b""
+        self._skip_text = left
+        self._skip_ids = left_ids
+        self._count_choice(choice)
+        usage = self._whole_usage(read.usage)
+        self.usage = usage or self.usage
+        new_ids = ids[same_ids:] if self._call.wants_ids else []
+        if not (text[same:] or new_ids or choice.finish_reason):
+            return b""
+        return self._made(choice, text[same:], new_ids, usage)
+
+    def _count_choice(self, choice: _Choice) -> bool:
+        """Count what an event brought of a choice; returns whether that is anything."""
+        text = choice.new_text
+        ids = choice.token_ids
+        if choice.beside_text:
+            self._has_text_alone = False
+        if ids is None and (text or choice.beside_text):
+            self._ids = None
+        elif ids and self._ids is not None:
+            self._ids += ids
+        self._count += bool(text or choice.beside_text) if ids is None else len(ids)
+        self.new_tokens += max(self._count - self.tokens, 0)
+        self.tokens = max(self._count, self.tokens)
+        if text and self._call.choices == 1:
+            self._text.append(text)
+            self._length += len(text)
+            if self._ids is not None:
+                if not self._call.held_back and not self._call.reread:
+                    del self._marks[:-MARKS]
+                self._marks.append(_Mark(len(self._ids), self._length, len(ids or ()) == 1))
+        if choice.finish_reason:
+            self._finished.add(choice.index)
+            self.finish_reason = choice.finish_reason
+        brought = bool(text or ids or choice.beside_text or choice.finish_reason)
+        if brought:
+            self._idle_events = 0
+        return brought
+
+    def _on_usage(self, event: bytes, read: _Event) -> bytes:
+        """An event with the usage alone."""
+        usage = self._whole_usage(read.usage)
+        if usage is None:
+            return b""  # the last lines bring another
+        self.usage = usage
+        self._idle_events = 0
+        if not self._call.wants_usage or self._usage_sent:
+            return b""
+        if self._goes_on:
+            return self._usage_line(usage)
+        self._usage_sent = True
+        return self._passed(event, begins=True)
+
+    def _whole_usage(self, given: Raw) -> CountedUsage | None:
+        """The usage of the whole answer, from the attempt's; None for one that cannot be."""
+        if bytes(given) == b"null":
+            return None
+        usage = decoded(given, CountedUsage)
         call = self._call
-        for channel in self._channels.values():  # what was not generated again, the client has
-            if channel.skip:
-                channel.pieces.append(channel.skip)
-                self._length += len(channel.skip)
-                channel.skip = ""
-        self._most_tokens = self.counted_tokens
-        self._begin(at, call.max_tokens, call.choices)
-        if not call.has_large_events:  # reading one takes time, which others wait
-            most = SPARE_EVENT_BYTES + BYTES_PER_TOKEN * self._context
-            self._most_event_bytes = min(most, MAX_EVENT_BYTES)
-        self._ended_here.clear()
-        self._skip_ids = {}
-        if not self.begun:
-            self.mode = "first"
-            self._reset()
-            self._given_ids.clear()
-            return call.first(speaks_ids=at.speaks_ids)
-        if self.complete and not call.greedy:
-            if not self.finished or self.countable:
-                return None
-            self.mode = "count"
-            return call.counting()
-        done = self.progress()
-        limit = self._limit(at)
-        mode = call.mode(speaks_ids=at.speaks_ids, done=done, knows_limit=limit is not None)
-        channels = {name for _, name in self._channels}
-        if mode == "again" or self._only_again or self.complete or channels - {TEXT}:
-            return self._again(at)
-        if mode == "text":
-            done.tokens += self._tokens_of_overlap(done)
-            self._ids = None  # the tokens of the text so far may be others there
-        else:  # the next attempt begins behind the client's ids
-            assert done.ids is not None
-            if limit is None and at.max_model_len is not None:
-                limit = at.max_model_len - len(done.prompt_ids or ())
-            has = len(done.text) - done.overlap
-            self._had_ids = len(self._ids or ())
-            self._ids = list(done.ids)
-            self._length = has
-            self._marks = [mark for mark in self._marks if mark.ids <= done.tokens]
-            channel = self._channels[0, TEXT]
-            channel.pieces = [done.text[:has]]
-            channel.skip = done.text[has:]
-            self._skip_ids = {0: self._given_ids.get(0, [])[done.tokens :]}
-        self.mode = mode
-        self._base_tokens = done.tokens
-        self.tokens = done.tokens
-        return call.continued(mode, done, speaks_ids=at.speaks_ids, limit=limit)
+        if (
+            usage is None
+            or usage.prompt_tokens > self._context * max(len(call.prompts), 1)
+            or usage.completion_tokens > self._longest(call.max_tokens) * call.rows
+        ):
+            self.odd_usages += 1
+            return None
+        if not self._goes_on:
+            return usage
+        prompt = len(self._prompt_ids or ())
+        return CountedUsage(prompt, self._base_tokens + usage.completion_tokens)
 
-    def falls_back(self) -> bool:
-        """A server refused to continue: whether to ask for the whole answer again."""
-        if self.mode in ("first", "again", "count") or self._calls_tools:
-            return False
-        self._only_again = True
-        return True
+    def _longest(self, limit: int | None) -> int:
+        """The most tokens of a choice with this limit."""
+        return max(self._context if limit is None else min(limit, self._context), 1)
 
     def whole(self, content: bytes) -> None:
         """Read an answer in one piece."""
+        if not self._call.is_read:
+            return
         read = decoded(content, _Whole) or _Whole()
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
         if any(reason in ("abort", "error") for reason in reasons):
             self.failure = "the server aborted the request"
             return
         self.finish_reason = reasons[0] if reasons else ""
-        self.usage = self.possible(read.usage)
-        self.text_bytes = len(content)
+        self.usage = self._whole_usage(read.usage)
 
-    def ends_here(self) -> bool:
-        """The body has ended; returns whether the answer is whole."""
-        return self.ended
+    def end(self) -> bytes:
+        """The body has ended; returns what the client gets then. Sets `failure` where the answer is
+        not whole.
+        """
+        rest = bytes(self._reader.rest)
+        if not self._call.is_read and (self.begun or rest):
+            self.begun = self.ended = True
+            return rest
+        if not self.ended:
+            self.failure = "the answer ended early"
+        return b""
+
+    def finish(self) -> bytes:
+        """The last lines of an answer that is `complete`."""
+        made = b""
+        if not self._finished:
+            self.finish_reason = "length"
+            made = self._made(_Choice(finish_reason="length"), "", [], None)
+        return made + self._last_lines()
 
     def error(self, error: ApiError) -> bytes:
         """The last lines of an answer that breaks off."""
-        return b"data: " + error_body(error) + b"\n\n" + DONE + b"\n\n"
-
-    def finish(self) -> bytes:
-        """The last lines of an answer that has all its tokens."""
-        made = b""
-        if not self.finished:
-            self.finish_reason = "length"
-            made = self._made(_Choice(finish_reason="length"), "", "", [])
-        return made + self._last_lines()
+        if self._call.is_read:
+            return b"data: " + error_body(error) + b"\n\n" + DONE
+        about = {"message": error.message, "code": error.code, "param": error.param}
+        fields = {"type": "error", **about, "error": {"type": error.kind, **about}}
+        return b"event: error\ndata: " + _encode(fields) + b"\n\n"
 
     def _last_lines(self) -> bytes:
         """The usage, where it is wanted and known and was not sent; and the end."""
         self.ended = True
-        lines = b""
-        if self._call.wants_usage and not self._usage_sent:
-            if self.usage is None and self._counts_ids:
-                self.usage = CountedUsage(len(self._prompt_ids or ()), len(self._ids or ()))
-            if self.usage is not None:
-                lines = self._usage(self.usage)
-        return lines + DONE + b"\n\n"
+        self.usage = self.usage or self._usage_by_ids()
+        if not self._call.wants_usage or self._usage_sent or self.usage is None:
+            return DONE
+        return self._usage_line(self.usage) + DONE
 
-    def _limit(self, at: Attempted) -> int | None:
-        """The most tokens of the whole answer; None where only the server knows."""
-        limit = self._call.max_tokens
-        if limit is not None or at.default_tokens is None:
-            return limit
-        room = None
-        if at.max_model_len is not None and self._prompt_ids is not None:
-            room = at.max_model_len - len(self._prompt_ids)
-        return at.default_tokens if room is None else min(at.default_tokens, room)
-
-    def _again(self, at: Attempted) -> tuple[bytes, bytes] | None:
-        """The request for the whole answer, of which the client has the beginning."""
-        if self._calls_tools:
+    def _usage_by_ids(self) -> CountedUsage | None:
+        """The usage by the ids of the only prompt and all tokens; None where they are not known."""
+        if self._ids is None or self._prompt_ids is None or len(self._call.prompts) > 1:
             return None
-        self.mode = "again"
-        for channel in self._channels.values():
-            channel.skip = channel.text
-            channel.pieces = []
-        self._skip_ids = {index: list(ids) for index, ids in self._given_ids.items()}
-        self._reset()
-        return self._call.first(speaks_ids=at.speaks_ids)
-
-    def _reset(self) -> None:
-        self._ids = []
-        self._prompt_ids = None
-        self._length = 0
-        if self.mode == "first":
-            self._channels.clear()
-        self._marks.clear()
-        self.tokens = self._base_tokens = 0
-
-    def _tokens_of_overlap(self, done: ClientProgress) -> int:
-        """About how many tokens the overlap has, where the ids also cover what is held back."""
-        if not done.overlap or self._ids is None:
-            return 0
-        characters = self._length + self._call.held_back
-        share = math.ceil(done.overlap * len(self._ids) / characters)
-        return min(share, len(self._ids) - done.tokens)
-
-    def _event(self, event: bytes) -> bytes:
-        event = b"\n".join(lines_of(event))
-        data = data_of(event)
-        if not data:
-            return event + b"\n\n" if event else b""  # a comment keeps connections alive
-        if data == b"[DONE]":
-            return self._on_done()
-        try:
-            data.decode()  # also where nothing here reads it
-            read = _decode(data)
-            whole = not self.begun or self.mode != "first"  # else it passes as it came
-            fields = _decode_fields(data) if whole else {}
-        except UNREADABLE:
-            self.failure = NOT_OPENAI
-            return b""
-        if bytes(read.error) != b"null":
-            self.failure = "the server reported an error"
-            return b""
-        if len(read.choices) > self._call.choices:
-            self.failure = NOT_OPENAI
-            return b""
-        if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
-            self.failure = "the server aborted the request"
-            return b""
-        if any(choice.index >= self._call.choices for choice in read.choices):
-            self.failure = NOT_OPENAI
-            return b""
-        if self.mode == "count":
-            return self._on_count(read)
-        if not self.begun:
-            self._about = {name: fields[name] for name in NAMES if name in fields}
-        if self._prompt_ids is None and self.mode != "text":  # there it is a longer prompt
-            first = read.choices[0].prompt_token_ids if read.choices else None
-            self._prompt_ids = read.prompt_token_ids or first
-        if read.choices:
-            return self._on_choices(event, fields, read)
-        if bytes(read.usage) == b"null":
-            return event + b"\n\n" if self.mode == "first" else b""
-        return self._on_usage(event, fields, read)
-
-    def _on_done(self) -> bytes:
-        if not self._ended_here:
-            self.failure = "the answer ended early"
-            return b""
-        return self._last_lines()
-
-    def _on_usage(self, event: bytes, fields: dict[str, Raw], read: _Event) -> bytes:
-        """An event with the usage alone."""
-        usage = self._whole_usage(read.usage)
-        if usage is None:
-            return b""  # the last line brings another
-        self.usage = usage
-        self._idle_events = 0
-        if not self._call.wants_usage or self._usage_sent:
-            return b""
-        if self.mode in ("ids", "text"):
-            return self._usage(usage)
-        self._usage_sent = True
-        return self._renamed(event, fields, None)
-
-    def _on_count(self, read: _Event) -> bytes:
-        """An event of an answer that was asked for its usage alone."""
-        usage = self.possible(read.usage)
-        if usage is None or read.choices:
-            return b""
-        self.usage = CountedUsage(usage.prompt_tokens, self.counted_tokens)
-        return self._last_lines()
-
-    def _counted(self, given: Raw) -> CountedUsage | None:
-        usage = decoded(given, CountedUsage)
-        call = self._call
-        prompts = max(len(call.prompts), 1)
-        if (
-            usage is None
-            or usage.prompt_tokens > self._context * prompts
-            or usage.completion_tokens > self._longest(call.max_tokens) * call.rows
-        ):
+        if self._skip_text or self._skip_ids:
             return None
-        return usage
+        return CountedUsage(len(self._prompt_ids), len(self._ids))
 
-    def _whole_usage(self, given: Raw) -> CountedUsage | None:
-        """The usage of the whole answer, from the attempt's."""
-        usage = self.possible(given)
-        if usage is None or self.mode not in ("ids", "text"):
-            return usage
-        prompt = len(self._prompt_ids) if self._prompt_ids else usage.prompt_tokens
-        if not self._prompt_ids and self.mode == "text":
-            prompt = max(usage.prompt_tokens - self._base_tokens, 1)
-        return CountedUsage(prompt, self._base_tokens + usage.completion_tokens)
-
-    def _on_choices(self, event: bytes, fields: dict[str, Raw], read: _Event) -> bytes:
-        remade = self.mode == "ids" and self._call.chat
-        passes = self.mode == "first"
-        made = []
-        for choice in read.choices:
-            ended_before = choice.index in self._finished and self.mode != "first"
-            texts, ids, cut = self._new(choice)
-            if (texts and ended_before) or self._lags(choice, ids):
-                self.failure = DIVERGED
-            if self.failure:
-                return b""
-            brought = bool(choice.texts())
-            self._note(choice, texts, ids, brought=brought)
-            tools = choice.delta is not None and bytes(choice.delta.tool_calls) not in EMPTY_CALLS
-            self._calls_tools |= tools
-            if brought or choice.token_ids or tools or choice.finish_reason:
-                self._idle_events = 0
-            if choice.finish_reason:
-                self._ended_here.add(choice.index)
-                self._finished.add(choice.index)
-                self.finish_reason = choice.finish_reason
-            if ended_before:  # the client has its end: nothing of it is new
-                remade = True
-                continue
-            role = choice.delta is not None and bool(choice.delta.role)
-            role &= choice.index not in self._roles
-            passes |= bool(texts or tools or choice.finish_reason or ids or role)
-            remade |= cut
-            made += [
-                self._made(choice, name, text, ids if number == 0 else [])
-                for number, (name, text) in enumerate(texts or [("", "")])
-            ]
-        usage = self._whole_usage(read.usage)
-        self.usage = usage or self.usage
-        if not passes or (remade and not made):
-            return b""
-        self.begun = True
-        out = b"".join(made) if remade else self._renamed(event, fields, usage)
-        self._roles |= {one.index for one in read.choices if one.delta and one.delta.role}
-        return out
-
-    def _new(self, choice: _Choice) -> tuple[list[tuple[str, str]], list[int] | None, bool]:
-        """What of a choice is new for the client: its texts and ids; and whether anything is not.
-
-        Sets `failure` where an answer that is repeated differs from what the client has.
-        """
-        texts = choice.texts()
-        ids = choice.token_ids
-        cut = False
-        repeated = self._skip_ids.get(choice.index)
-        if repeated and ids:
-            same = min(len(repeated), len(ids))
-            if repeated[:same] != ids[:same]:
-                self.failure = DIVERGED
-                return [], None, True
-            self._skip_ids[choice.index] = repeated[same:]
-            ids = ids[same:]
-            cut = True
-        left = []
-        for name, text in texts:
-            channel = self._channels.get((choice.index, name))
-            had = channel.skip if channel is not None else ""
-            if channel is None or not had:
-                left.append((name, text))
-                continue
-            same = min(len(had), len(text))
-            if had[:same] != text[:same]:
-                self.failure = DIVERGED
-                return [], None, True
-            cut = True
-            channel.skip = had[same:]
-            channel.pieces.append(text[:same])
-            self._length += same
-            if text[same:]:
-                left.append((name, text[same:]))
-        if choice.finish_reason and any(
-            channel.skip for (index, _), channel in self._channels.items() if index == choice.index
-        ):
-            self.failure = DIVERGED
-        return left, ids, cut
-
-    def _lags(self, choice: _Choice, new_ids: list[int] | None) -> bool:
-        """Ids came that the client lacks, before all the text that it has behind those before them:
-        the server began inside a character, and gives other texts for the same ids.
-        """
-        ahead = bool(new_ids)
-        if not self._call.wants_ids:
-            count = len(self._ids or ()) + len(choice.token_ids or ())
-            ahead = self.mode == "ids" and count > self._had_ids
-        return ahead and any(
-            channel.skip for (index, _), channel in self._channels.items() if index == choice.index
-        )
-
-    def _note(
-        self,
-        choice: _Choice,
-        texts: list[tuple[str, str]],
-        new_ids: list[int] | None,
-        *,
-        brought: bool,
-    ) -> None:
-        """Count what an attempt brought: a choice's ids, and the `texts` and `new_ids` that are new
-        for the client. `brought`: it has any text, perhaps none that is new.
-        """
-        ids = choice.token_ids
-        if ids is None:
-            if brought:
-                self._ids = None
-                self.new_tokens += bool(texts)
-                self.tokens += 1
-        elif ids and (self._ids is not None or texts):
-            if self._ids is not None:
-                self._ids += ids
-            self.new_tokens += len(ids)
-            self.tokens += len(ids)
-        if new_ids and self._call.wants_ids:
-            self._given_ids.setdefault(choice.index, []).extend(new_ids)
-        for name, text in texts:
-            self._channels.setdefault((choice.index, name), _Channel()).pieces.append(text)
-            self._length += len(text)
-            self.text_bytes += len(text.encode())
-        if self._ids is not None and brought:
-            if not self._call.held_back and not self._call.reread:
-                del self._marks[:-MARKS]
-            self._marks.append(_Mark(len(self._ids), self._length, len(ids or ()) == 1))
-
-    def _renamed(self, event: bytes, fields: dict[str, Raw], usage: CountedUsage | None) -> bytes:
-        """The event as one of this answer, without what only the gateway asked for."""
-        if self.mode != "first":
-            named: dict[str, Any] = {**self._about}
-            named |= {name: value for name, value in fields.items() if name not in NAMES}
-            if self.mode in ("ids", "text"):
-                named.pop("usage", None)
-            if usage is not None:
-                named["usage"] = _counts(usage)
-            if b'"role"' in event:
-                named["choices"] = _without_roles(fields["choices"], self._roles)
-            event = _PROMPT_IDS.sub(b"", b"data: " + _encode(named))
-        if b'token_ids"' in event and not self._call.wants_ids:
-            event = _IDS.sub(b"", event)
-        return event + b"\n\n"
-
-    def _made(self, read: _Choice, channel: str, text: str, ids: list[int] | None) -> bytes:
-        """An event of this answer with some text."""
+    def _made(self, read: _Choice, text: str, ids: list[int], usage: CountedUsage | None) -> bytes:
+        """An event of this answer, with the end of the choice that was read."""
         choice: dict[str, Any] = {"index": read.index}
         if self._call.chat:
-            name = "content" if channel in ("", TEXT) else channel
-            choice["delta"] = {name: text} if text else {}
-            if read.delta is not None and read.delta.role and read.index not in self._roles:
-                choice["delta"]["role"] = read.delta.role
+            choice["delta"] = {"content": text} if text else {}
         else:
             choice["text"] = text
         choice |= {"logprobs": None, "finish_reason": read.finish_reason}
@@ -600,16 +528,16 @@ class PassingAnswer(Passing):
             choice["stop_reason"] = read.stop_reason
         if self._call.wants_ids:
             choice["token_ids"] = ids
-        return self._line({"choices": [choice]})
+        counted = {} if usage is None else {"usage": _counts(usage)}
+        return self._line({"choices": [choice], **counted})
 
-    def _usage(self, usage: CountedUsage) -> bytes:
-        self.usage = usage
+    def _usage_line(self, usage: CountedUsage) -> bytes:
         self._usage_sent = True
         return self._line({"choices": [], "usage": _counts(usage)})
 
     def _line(self, fields: dict[str, Any]) -> bytes:
         kind = "chat.completion.chunk" if self._call.chat else "text_completion"
-        return b"data: " + _encode({**self._about, "object": kind, **fields}) + b"\n\n"
+        return b"data: " + _encode({**(self._about or {}), "object": kind, **fields}) + b"\n\n"
 
 
 def _counts(usage: CountedUsage) -> dict[str, int]:
@@ -618,16 +546,3 @@ def _counts(usage: CountedUsage) -> dict[str, int]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "completion_tokens": usage.completion_tokens,
     }
-
-
-def _without_roles(choices: Raw, told: Container[int]) -> list[dict[str, Any]]:
-    """Choices of an event without the roles in their deltas of which the client was `told`."""
-    listed: list[dict[str, Any]] = [*msgspec.json.decode(choices, type=list[dict[str, Raw]])]
-    for choice in listed:
-        if decoded(choice.get("index", Raw(b"0")), int) not in told:
-            continue
-        delta = decoded(choice.get("delta", Raw(b"null")), dict[str, Raw])
-        if delta is not None:
-            delta.pop("role", None)
-            choice["delta"] = delta
-    return listed

@@ -2,25 +2,21 @@
 
 `GenerationCall` reads the fields that matter here, strictly: a field of another type is refused,
 because a replica might understand what the gateway's limits did not. All other fields pass as they
-are. It makes the body of the first attempt, and those that continue an answer elsewhere:
+are. It makes the body of the first attempt, and the body that asks another replica for the rest of
+an answer by token ids: those of the prompt and those that the client has. That is exact for greedy
+requests. It needs a server that gives and takes token ids (vLLM), one choice, no state beside the
+tokens (tools, grammars, log probabilities), and of chats only fields that are known: others would
+be lost.
 
-    by ids    the prompt's tokens and those that the client has; exact for greedy requests. Needs a
-              server that gives and takes token ids (vLLM), one choice, no state beside the tokens
-              (tools, grammars, log probabilities; stop strings of sampled requests), and of chats
-              only fields that are known: others would be lost.
-    by text   the prompt's text and that of the answer so far. The server tokenizes both again,
-              which may cut the text into other tokens than it had generated.
-    again     the whole request; what the client has is left out as long as the texts are equal.
-    count     one token, for the usage that only an answer's last lines have.
+A request to /v1/responses passes unchanged. Its answer is not read, so another replica can take it
+only before the first event.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -28,7 +24,6 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from toolkit.endpoints.foreign import Number, decoded
 from toolkit.serve.errors import ApiError
 
-Mode = Literal["first", "ids", "text", "again", "count"]
 Prompt = list[int] | bytes
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
@@ -63,14 +58,21 @@ IN_IDS = (
 BY_IDS = {*STATEFUL, *SHARED, *IN_IDS}
 # Values with which a field asks for nothing.
 EMPTY = (b"null", b"false", b"[]", b"{}", b'"none"', b"0", b'{"type":"text"}')
-COMPLETIONS = b"/v1/completions"
-CHAT = b"/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+# Fields of a response that become a part of the prompt.
+RESPONSE_PROMPT = ("instructions", "tools", "previous_input_messages", "input")
+RESPONSE_REFUSED = {
+    "background": "a front could not find the answer again; use 'stream'",
+    "conversation": "a front does not know which replica has it; send all of it as 'input'",
+    "previous_response_id": "a front does not know which replica has it; send all of it as 'input'",
+}
 _PLAIN_SESSION = re.compile(r"[0-9]{1,20}")
 _FIELD = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-AskedT = TypeVar("AskedT")
 
 
 class _Asked(msgspec.Struct):
@@ -94,6 +96,23 @@ class _Asked(msgspec.Struct):
     prompt_cache_key: str | None = None
 
 
+class _AskedResponse(msgspec.Struct):
+    """The same of /v1/responses, where other fields have other meanings."""
+
+    model: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Number | None = None
+    priority: Number | None = None
+    input: str | list[Raw] | None = None
+    background: bool | None = None
+    conversation: Raw = Raw(b"null")
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+
+
+AskedT = TypeVar("AskedT", _Asked, _AskedResponse)
+
+
 class _Part(msgspec.Struct):
     type: str = ""
 
@@ -102,31 +121,16 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
 
 
-_decode_asked = msgspec.json.Decoder(_Asked).decode
-
-
-@dataclass(slots=True)
-class ClientProgress:
-    """What the client has of an answer, for its continuation."""
-
-    text: str
-    tokens: int
-    ids: list[int] | None  # None: the server gave none
-    prompt_ids: list[int] | None
-    overlap: int = 0  # characters at the end of the text that belong to no token of `ids`
-    repeated: bool = False  # the client has ids behind those of `ids`
-
-
 class GenerationCall:
-    """A request for tokens. Raises `ApiError` for a body that is no JSON object, and for a field
-    of another type than it should be.
+    """A request for tokens. Raises `ApiError` for a body that is no JSON object, for a field of
+    another type than it should be, and for what a front cannot do.
 
     Attributes:
         chat: whether it is /v1/chat/completions.
+        is_read: whether the events of its answer are read; those of /v1/responses are not.
         prompts: as token ids or bytes of text; of embeddings, nothing.
-        copies: choices of each prompt.
         choices: of the answer, of all prompts together.
-        rows: that run at once; with `best_of` more than choices.
+        rows: that are generated; with `best_of` more than choices.
         max_tokens: of a choice; None: the server's default.
         has_large_events: an event may have the log probabilities of a whole prompt.
         held_back: characters that a server keeps until it knows that no stop string begins there.
@@ -134,27 +138,33 @@ class GenerationCall:
             in them.
     """
 
-    earlier = None  # a response that it continues
-    absent = ""  # what its client is told where no replica has the route
-
-    def __init__(self, body: bytes, *, chat: bool, session: str = "") -> None:
+    def __init__(self, path: str, body: bytes, session: str = "") -> None:
+        self.path = path
+        self.chat = path == CHAT
+        self.is_read = path != RESPONSES
         self.fields = read_object(body)
-        asked = understood(self.fields, _decode_asked)
-        self.chat = chat
+        self.choices = self.rows = 1
+        self.wants_usage = self.wants_ids = self.greedy = self.has_large_events = False
+        self.held_back = self.reread = 0
+        self._options: dict[str, Raw] = {}
+        self._min_tokens = 0
+        asked = self._read() if self.is_read else self._read_response()
         self.stream = bool(asked.stream)
+        self.model = asked.model or ""
+        self.priority = asked.priority or 0
+        self.session = session_name(session or asked.prompt_cache_key or "")
+
+    def _read(self) -> _Asked:
+        asked = _understood(self.fields, _Asked)
         self._options = asked.stream_options or {}
         self.wants_usage = self._wants_usage()
         self.wants_ids = bool(asked.return_token_ids)
-        self.model = asked.model or ""
-        self.max_tokens = _limit(asked, chat=chat)
-        self.prompts = self._chat_prompt() if chat else _prompts(asked.prompt)
-        self._is_text = chat or isinstance(asked.prompt, str)
+        self.max_tokens = _limit(asked, chat=self.chat)
+        self.prompts = self._chat_prompt() if self.chat else _prompts(asked.prompt)
         embedded = asked.prompt_embeds
         count = len(self.prompts) + (len(embedded) if isinstance(embedded, list) else 0)
-        self.copies = asked.n or 1
-        self.choices = self.copies * max(count, 1)
-        self.rows = max(self.copies, asked.best_of or 1) * max(count, 1)
-        self.priority = asked.priority or 0
+        self.choices = (asked.n or 1) * max(count, 1)
+        self.rows = max(asked.n or 1, asked.best_of or 1) * max(count, 1)
         self.greedy = asked.temperature == 0
         self._min_tokens = asked.min_tokens or 0
         self.has_large_events = any(self._has(name) for name in LARGE)
@@ -163,72 +173,57 @@ class GenerationCall:
         begun = max(begun, 0)
         sends_stops = bool(asked.include_stop_str_in_output)
         self.held_back, self.reread = (0, begun) if sends_stops else (begun, 0)
-        self.session = session_name(session or asked.prompt_cache_key or "")
+        return asked
+
+    def _read_response(self) -> _AskedResponse:
+        asked = _understood(self.fields, _AskedResponse)
+        for name, why in RESPONSE_REFUSED.items():
+            if getattr(asked, name) not in (None, False, "", Raw(b"null")):
+                raise ApiError(f"'{name}' is not served here: {why}", param=name)
+        if asked.input is None:
+            raise ApiError("'input' should be a text or a list of items", param="input")
+        self.max_tokens = asked.max_output_tokens
+        texts = (bytes(self.fields[name]) for name in RESPONSE_PROMPT if name in self.fields)
+        self.prompts = [b"".join(texts)]
+        return asked
 
     @property
     def prompt(self) -> Prompt | None:
         """The only prompt; None where there are several, or none."""
         return self.prompts[0] if len(self.prompts) == 1 else None
 
-    def mode(self, *, speaks_ids: bool, done: ClientProgress, knows_limit: bool) -> Mode:
-        """How to continue on a server. `speaks_ids`: it takes and gives token ids. `knows_limit`:
-        how many tokens the whole answer may have.
+    @property
+    def goes_on_by_ids(self) -> bool:
+        """Whether the ids of the prompt and the answer, and fields that /v1/completions has, are
+        all that the rest of the answer depends on.
         """
-        if not done.tokens or self.choices > 1 or any(self._has(name) for name in STATEFUL):
-            return "again"
-        if self.greedy and not knows_limit:
-            return "again"
-        exact = self.greedy or not (done.overlap or done.repeated)
-        if speaks_ids and done.ids and done.prompt_ids and exact and self._is_in_ids():
-            return "ids"
-        # Without ids it is not known how many tokens the text has behind which a stop may begin.
-        if (self.greedy and (self.held_back or self.reread)) or self.wants_ids:
-            return "again"
-        return "text" if self._is_text else "again"
+        if not self.is_read or self.choices > 1 or any(self._has(name) for name in STATEFUL):
+            return False
+        if not self.chat:
+            return True
+        messages = decoded(self.fields["messages"], list[_Message])
+        if messages is None or not self.fields.keys() <= BY_IDS:
+            return False
+        contents = [one.content for one in messages if isinstance(one.content, list)]
+        return all(part.type == "text" for content in contents for part in content)
 
-    def first(self, *, speaks_ids: bool) -> tuple[bytes, bytes]:
+    def first(self, *, speaks_ids: bool) -> tuple[str, bytes]:
         """The path and the body of a whole request: of a stream, with its usage and token ids."""
-        added = self._added(speaks_ids=speaks_ids) if self.stream else {}
-        return CHAT if self.chat else COMPLETIONS, msgspec.json.encode({**self.fields, **added})
+        added = self._added(speaks_ids=speaks_ids) if self.stream and self.is_read else {}
+        return self.path, msgspec.json.encode({**self.fields, **added})
 
-    def counting(self) -> tuple[bytes, bytes]:
-        """The path and the body of a request for a token of each prompt, and the usage."""
-        fields: dict[str, Any] = dict(self.fields)
-        for name in ("n", "best_of", "min_tokens", "max_completion_tokens", "use_beam_search"):
-            fields.pop(name, None)
-        fields |= {"max_tokens": 1, **self._added(speaks_ids=False)}
-        return CHAT if self.chat else COMPLETIONS, msgspec.json.encode(fields)
-
-    def continued(
-        self, mode: Mode, done: ClientProgress, *, speaks_ids: bool, limit: int | None
-    ) -> tuple[bytes, bytes]:
-        """The path and the body of a request for the rest of an answer, by "ids" or by "text", of
-        at most `limit` tokens in all; None: the server's default.
+    def rest(self, ids: list[int], done: int, limit: int | None) -> tuple[str, bytes]:
+        """The path and the body of a request for the rest of an answer, which goes on behind `ids`,
+        those of the prompt and of `done` tokens. `limit`: the most tokens in all; None: as many as
+        the context has room for.
         """
-        if mode == "ids":
-            assert done.prompt_ids is not None
-            assert done.ids is not None
-            names = SHARED if self.chat else self.fields.keys()
-            fields: dict[str, Any] = {k: self.fields[k] for k in names if k in self.fields}
-            fields["prompt"] = done.prompt_ids + done.ids
-        else:
-            fields = dict(self.fields)
-            if self.chat:
-                messages = msgspec.json.decode(self.fields["messages"], type=list[Raw])
-                fields["messages"] = [*messages, {"role": "assistant", "content": done.text}]
-                fields |= {"add_generation_prompt": False, "continue_final_message": True}
-                fields.pop("max_completion_tokens", None)
-            else:
-                prompt = msgspec.json.decode(self.fields["prompt"], type=str)
-                fields["prompt"] = prompt + done.text
-        if limit is not None:
-            fields["max_tokens"] = max(limit - done.tokens, 1)
-        elif mode == "ids":
-            fields["max_tokens"] = None  # what the context has left; the path's default is 16
+        names = SHARED if self.chat else self.fields.keys()
+        fields: dict[str, Any] = {name: self.fields[name] for name in names if name in self.fields}
+        fields["prompt"] = ids
+        fields["max_tokens"] = None if limit is None else max(limit - done, 1)
         if self._min_tokens:
-            fields["min_tokens"] = max(self._min_tokens - done.tokens, 0)
-        path = CHAT if self.chat and mode == "text" else COMPLETIONS
-        return path, msgspec.json.encode({**fields, **self._added(speaks_ids=speaks_ids)})
+            fields["min_tokens"] = max(self._min_tokens - done, 0)
+        return COMPLETIONS, msgspec.json.encode({**fields, **self._added(speaks_ids=True)})
 
     def _added(self, *, speaks_ids: bool) -> dict[str, Any]:
         options = {**self._options, "include_usage": True}
@@ -249,16 +244,6 @@ class GenerationCall:
             raise ApiError("'messages' should be a list of messages", param="messages")
         return [(b"" if tools == b"null" else tools) + messages[1:-1]]
 
-    def _is_in_ids(self) -> bool:
-        """Whether the ids of the prompt, and fields that /v1/completions has, are all of it."""
-        if not self.chat:
-            return True
-        messages = decoded(self.fields["messages"], list[_Message])
-        if messages is None or not self.fields.keys() <= BY_IDS:
-            return False
-        contents = [one.content for one in messages if isinstance(one.content, list)]
-        return all(part.type == "text" for content in contents for part in content)
-
     def _has(self, name: str) -> bool:
         return name in self.fields and bytes(self.fields[name]).strip() not in EMPTY
 
@@ -277,10 +262,10 @@ def read_object(body: bytes) -> dict[str, Raw]:
         raise ApiError(f"the body is not a JSON object: {reason[:200]}") from None
 
 
-def understood(fields: dict[str, Raw], decode: Callable[[bytes], AskedT]) -> AskedT:
+def _understood(fields: dict[str, Raw], kind: type[AskedT]) -> AskedT:
     """What is read of the fields. Raises `ApiError` for one of another type."""
     try:
-        return decode(msgspec.json.encode(fields))
+        return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
     except msgspec.DecodeError as error:
         text = str(error)
         found = _FIELD.search(text)

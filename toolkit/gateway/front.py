@@ -8,9 +8,9 @@ within `FrontSettings.wait_up_s`.
 `PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
 prefixes, both from bytes: a gateway does not tokenize.
 
-Its metrics and its status page (`GatewayStatus`) have the names that the server of one engine uses.
-Metrics of replicas are called `llmctl_replica_*`, with the replica's URL as a label. The status
-page shows no address: it numbers replicas in the order of /replicas.
+Its metrics have the names that the server of one engine uses. Metrics of replicas are called
+`llmctl_replica_*`, with the replica's URL as a label. The status page (`gateway_status`) shows no
+address: it numbers replicas in the order of /replicas.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import Any
-from urllib.parse import parse_qs
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
@@ -36,25 +34,23 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
-from toolkit.gateway.calls import GenerationCall, Prompt, read_object
+from toolkit.gateway.calls import CHAT, COMPLETIONS, RESPONSES, GenerationCall, Prompt, read_object
 from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
-from toolkit.gateway.relaying import RELAYED, RelayedRequest
-from toolkit.gateway.replicas import LOOP, LiveReplica, ReplicaPool
-from toolkit.gateway.responses import RESPONSES, MadeResponses, ResponsesCall
+from toolkit.gateway.relaying import RELAYED, relay
+from toolkit.gateway.replicas import LOOP, ReplicaPool
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
-from toolkit.serve.access import KeyedRequest, Keyring, account_of
+from toolkit.serve.access import KeyedRequest, Keyring
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_json_bytes
-from toolkit.serve.metrics import Gauges, by_label, families_of_requests, family_of, text_of
+from toolkit.serve.metrics import by_label, families_of_requests, family_of, text_of
 from toolkit.serve.routes import FrontPages, Json, Written, json_page, unknown_model
 from toolkit.serve.server import RunningRequests
 from toolkit.serve.stats import QUEUE_FULL, Stats
-from toolkit.serve.status import Facts, MetricHistory, StatusPage
 from toolkit.traces.write import TraceLog
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", RESPONSES)
+GENERATING = (COMPLETIONS, CHAT, RESPONSES)
 METRICS_TYPE = "text/plain; version=0.0.4"
 ANYTHING: Json = {"type": "object"}
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
@@ -67,11 +63,6 @@ FIRST_TOKENS = 8 * GAUGED_TOKENS  # that the first value counts for
 MERGE_EVERY_S = 1.0  # the metrics of replicas, for all readers
 MERGE_SHARE = 0.2  # of the time
 MAX_METRIC_BYTES = 1 << 12  # of a line of a replica's metrics
-OUT = {  # states of replicas that the history notes
-    "down": "replica {} is down",
-    "hung": "replica {} hangs",
-    "left out": "replica {} is left out",
-}
 
 
 class PromptGauge:
@@ -137,8 +128,7 @@ class Gateway(FrontPages):
         running: requests that have not ended.
         leaving: the end is announced.
         draining: new requests are refused.
-        moved: answers that went on at another replica, by how: first, ids, text, again.
-        made: the responses of /v1/responses that replicas may keep.
+        continued: answers that went on at another replica.
     """
 
     metrics_type = METRICS_TYPE
@@ -160,13 +150,13 @@ class Gateway(FrontPages):
         self.budget = RetryBudget()
         self.leaving = self.draining = False
         self.running = RunningRequests()
-        self.moved: dict[str, int] = {}
+        self.continued = 0
         self.log = log
         self.numbers = count(1)  # of the requests
-        self.made = MadeResponses()
         self._merging = asyncio.Lock()
         self._merged = b""
         self._merge_at_s = -math.inf
+        self._start_s = self.now_s()
         self._add_routes()
         self.access: ASGIApp = self.gate(self._answer)
 
@@ -175,6 +165,10 @@ class Gateway(FrontPages):
         if self.leaving:
             return "leaving"
         return "ready" if self.pool.up else NO_REPLICA
+
+    @property
+    def uptime_s(self) -> float:
+        return self.now_s() - self._start_s
 
     @property
     def waiting(self) -> int:
@@ -202,19 +196,8 @@ class Gateway(FrontPages):
             app.take_body(path, generate, ANYTHING, ANYTHING, streams=True)
         for path in RELAYED:
             app.take_body(path, _written(self._relay), ANYTHING, ANYTHING)
-        app.get_page("/v1/responses/{response_id}", self._kept_response, ANYTHING, "404")
-        app.add_api_route(
-            "/v1/responses/{response_id}/cancel",
-            self._kept_response,
-            methods=["POST"],
-            response_model=None,
-        )
         app.get_page("/replicas", self._replicas, ANYTHING)
         app.get_page(REPLICA_METRICS, self._replica_metrics, {"type": "string"}, kind="text/plain")
-
-    async def _kept_response(self, response_id: str) -> Response:
-        """A response that a replica keeps."""
-        return Written(partial(self._ask_for_response, response_id))
 
     async def _replica_metrics(self) -> Response:
         """The metrics of all replicas, each with its URL as a label."""
@@ -277,8 +260,8 @@ class Gateway(FrontPages):
         text = "Replicas that were up and failed, each time."
         losses = self.pool.losses
         yield family_of(CounterMetricFamily, "llmctl_replica_losses", text, labels, losses)
-        text = "Answers that a second replica continued, by how."
-        yield by_label(CounterMetricFamily, "llmctl_continued", text, labels, "by", self.moved)
+        text = "Answers that another replica continued."
+        yield family_of(CounterMetricFamily, "llmctl_continued", text, labels, self.continued)
         reports = {one.url: self.balancer.replicas[one.index].report for one in replicas}
         usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
         reported = "Share of its KV cache that a replica reported last."
@@ -314,38 +297,15 @@ class Gateway(FrontPages):
         body = await self._body(scope, receive)
         read_object(body)
         headers = self.pool.forwarded(Headers(scope=scope).get("via", ""))
-        request = RelayedRequest(self, "POST", scope["path"], body, headers)
-        keyed = KeyedRequest.of(scope)
-        keyed.admit(1, request.most_tokens)
-        keyed.reserve(request.most_tokens, lambda: request.charged)
         with self.running:
-            await request.run(receive, send)
-
-    async def _ask_for_response(
-        self, response_id: str, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Pass a request for a response that was made to the replica that made it."""
-        self._check_open()
-        query = scope["query_string"].decode("latin-1")
-        for name in ("stream", "starting_after"):
-            if name in parse_qs(query, keep_blank_values=True):
-                text = f"'{name}' needs a response in the background, which is not served here"
-                raise ApiError(text, param=name)
-        only = self.made.find(account_of(scope).name, response_id).replica
-        target = scope["path"] + (f"?{query}" if query else "")
-        headers = self.pool.forwarded(Headers(scope=scope).get("via", ""))
-        with self.running:
-            request = RelayedRequest(self, scope["method"], target, b"", headers, only)
-            await request.run(receive, send)
+            await relay(self, scope["path"], headers, body, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._check_open()
         arrival_s = self.now_s()
         body = await self._body(scope, receive)
         given = Headers(scope=scope)
-        session = given.get("x-session-id", "")
-        owner = account_of(scope).name
-        call = self._call(scope["path"], body, session, owner)
+        call = GenerationCall(scope["path"], body, given.get("x-session-id", ""))
         if self.served and call.model and call.model != self.served:
             raise unknown_model(call.model)
         if self.waiting >= self.settings.max_waiting:
@@ -353,25 +313,10 @@ class Gateway(FrontPages):
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
         headers = self.pool.forwarded(given.get("via", ""))
         request = PassedRequest(self, call, send, arrival_s, headers)
-        keyed = KeyedRequest.of(scope)
-        keyed.check_priority(call.priority)
-        keyed.admit(call.rows, request.most_tokens)
+        KeyedRequest.of(scope).check_priority(call.priority)
         request.admit()
-        keyed.reserve(request.most_tokens, lambda: request.charged)
         with self.running:
             await request.run(receive)
-        if made := request.made:
-            self.made.add(owner, *made)
-
-    def _call(
-        self, path: str, body: bytes, session: str, owner: str
-    ) -> GenerationCall | ResponsesCall:
-        if path != RESPONSES:
-            return GenerationCall(body, chat=path.startswith("/v1/chat"), session=session)
-        call = ResponsesCall(body, session)
-        if call.previous_id:
-            call.earlier = self.made.find(owner, call.previous_id, "previous_response_id")
-        return call
 
     def _check_open(self) -> None:
         """Raise `ApiError` while the server drains, and without a replica."""
@@ -414,69 +359,42 @@ def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
     return text_of(merged.values())
 
 
-class GatewayStatus(StatusPage):
-    """The status page of a gateway: that of one engine, with replicas for workers."""
-
-    def __init__(self, gateway: Gateway, facts: Facts) -> None:
-        self._gateway = gateway
-        self._start_s = gateway.now_s()
-        self._states: dict[LiveReplica, str] = {}
-        super().__init__(MetricHistory(gateway.stats, self._gauges, self._uptime_s), facts)
-
-    def sample(self) -> None:
-        """See `StatusPage.sample`. The history notes the replicas that went down since the last."""
-        before = self._states
-        self._states = {}
-        for number, replica in enumerate(self._gateway.pool.replicas):
-            self._states[replica] = replica.state
-            if replica.state in OUT and before.get(replica) != replica.state:
-                self.history.note(OUT[replica.state].format(number))
-        if self._gateway.pool.up or self._gateway.stats.ended:
-            self.history.sample()
-
-    def _uptime_s(self) -> float:
-        return self._gateway.now_s() - self._start_s
-
-    def _gauges(self) -> Gauges:
-        gateway = self._gateway
-        up = [gateway.balancer.replicas[replica.index] for replica in gateway.pool.up]
-        usage = sum(each.kv_usage for each in up) / max(len(up), 1)
-        waiting = gateway.waiting
-        return Gauges(len(gateway.running) - waiting, waiting, usage, 0, (), 0.0, {})
-
-    def _now(self) -> dict[str, Any]:
-        gateway = self._gateway
-        stats = self._gateway.stats
-        router = gateway.balancer.router
-        known = gateway.balancer.replicas
-        replicas = [
-            {
-                "kind": gateway.pool.kind_of(one),
-                "state": one.state,
-                "running": max(len(one.attempts) - known[one.index].waiting, 0),
-                "waiting": known[one.index].waiting,
-                "kv_share": known[one.index].kv_usage,
-                "cached_share": one.cached_share,
-                "requests": one.requests,
-                "failures": one.failures,
-                "moved": one.moved,
-            }
-            for one in gateway.pool.replicas
-        ]
-        return {
-            "state": gateway.state,
-            "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
-            "uptime_s": round(self._uptime_s(), 1),
-            "router": router.name,
-            "knobs": parameters(router),
-            "workers": [],
-            "replicas": replicas,
-            "totals": {
-                "ended": dict(stats.ended),
-                "input_tokens": stats.prompt_tokens,
-                "output_tokens": stats.generation_tokens,
-                "refused": stats.refused,
-                "continued": sum(gateway.moved.values()),
-                "retry_budget": gateway.budget.share,
-            },
+def gateway_status(gateway: Gateway) -> dict[str, Any]:
+    """What the status page of a gateway adds: replicas for workers."""
+    stats = gateway.stats
+    router = gateway.balancer.router
+    known = gateway.balancer.replicas
+    replicas = [
+        {
+            "kind": gateway.pool.kind_of(one),
+            "state": one.state,
+            "running": max(len(one.attempts) - known[one.index].waiting, 0),
+            "waiting": known[one.index].waiting,
+            "kv_share": known[one.index].kv_usage,
+            "cached_share": one.cached_share,
+            "requests": one.requests,
+            "failures": one.failures,
+            "moved": one.moved,
         }
+        for one in gateway.pool.replicas
+    ]
+    waiting = gateway.waiting
+    return {
+        "state": gateway.state,
+        "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
+        "uptime_s": round(gateway.uptime_s, 1),
+        "running": len(gateway.running) - waiting,
+        "waiting": waiting,
+        "router": router.name,
+        "knobs": parameters(router),
+        "workers": [],
+        "replicas": replicas,
+        "totals": {
+            "ended": dict(stats.ended),
+            "input_tokens": stats.prompt_tokens,
+            "output_tokens": stats.generation_tokens,
+            "refused": stats.refused,
+            "continued": gateway.continued,
+            "retry_budget": gateway.budget.share,
+        },
+    }

@@ -30,11 +30,11 @@ from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
-from toolkit.gateway.front import Gateway, GatewayStatus
+from toolkit.gateway.front import Gateway, gateway_status
 from toolkit.gateway.on_ray import replicas_on_ray
 from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.settings import ReplicaSettings
-from toolkit.gateway.sources import ReplicaSource, follow_source
+from toolkit.gateway.sources import NamedReplicas, ReplicaSource, follow_source
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.routers import LawRouter, Router
@@ -46,7 +46,7 @@ from toolkit.serve.launch import FrontServer, OpenedFront
 from toolkit.serve.limits import WireLimits, possible_connections
 from toolkit.serve.server import Ending, Followed, WatchedFiles, first_of
 from toolkit.serve.stats import Stats
-from toolkit.serve.status import Facts, facts_of
+from toolkit.serve.status import Facts, StatusPage, facts_of
 
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
 FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no replica is up
@@ -187,7 +187,7 @@ class ReplicaFront(FrontServer):
         self._gateway = gateway
         self._pool = pool
         self._say = opened.say
-        self._status: GatewayStatus | None = None
+        self._status: StatusPage | None = None
         self._own: OwnReplicas | None = None
         if serving.own is not None:
             self._own = OwnReplicas(serving, pool, self._show, shared)
@@ -197,7 +197,9 @@ class ReplicaFront(FrontServer):
         start = pool.background.start
         self.at_start = [partial(start, "silent replicas", pool.sweep)]
         if opened.settings.status_page:
-            self._status = GatewayStatus(gateway, _facts(serving, serving.plan))
+            facts = _facts(serving, serving.plan)
+            front = partial(gateway_status, gateway)
+            self._status = StatusPage(facts, gateway.stats, lambda: gateway.uptime_s, front)
             gateway.show(self._status)
             self.at_start.append(partial(start, "status page", self._status.sampling))
         if serving.router.reads_reports:
@@ -236,7 +238,12 @@ class ReplicaFront(FrontServer):
     async def _find(self, source: ReplicaSource) -> None:
         pool = self._pool
         say = self._say
-        say(pool.renew(await source.read()))
+        try:
+            say(pool.renew(await source.read()))
+        except InputError as error:
+            if not isinstance(source, NamedReplicas):  # a name may come with the first replica
+                raise
+            say(f"warning: {error.message}; it is asked again")
         following = partial(follow_source, source, pool.renew, say, pool.listed)
         pool.background.start("list of replicas", following)
         now_s = asyncio.get_running_loop().time

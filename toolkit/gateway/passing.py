@@ -14,14 +14,12 @@ from starlette.types import Receive, Send
 
 from toolkit.endpoints.sse import in_parts
 from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
-from toolkit.gateway.answers import DIVERGED, PassingAnswer
-from toolkit.gateway.attempts import Attempted
+from toolkit.gateway.answers import PassingAnswer
 from toolkit.gateway.calls import GenerationCall
-from toolkit.gateway.replicas import NO_ROUTE, NOT_SERVED, LiveReplica
-from toolkit.gateway.responses import MadeResponse, PassingResponse, ResponsesCall
+from toolkit.gateway.replicas import NOT_SERVED, LiveReplica
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_body, late, overloaded
+from toolkit.serve.errors import RETRY_AFTER_S, ApiError, late, overloaded
 from toolkit.serve.server import disconnected, first_of
 from toolkit.serve.stats import LATE
 from toolkit.traces.write import TraceLine, ms_or_none
@@ -40,10 +38,10 @@ REASONS = ("stop", "length", "tool_calls", "function_call", "content_filter")  #
 TOO_LONG = (400, 413, 422)  # with a word of the context: another one's may be longer
 _OF_CONTEXT = re.compile(rb"context|max_model_len", re.IGNORECASE)
 MAX_WHOLE_BYTES = 64 << 20
+WholeAnswer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 PAUSE_S = 0.05  # before a replica is asked again that refused before
 PASSED_BACK = (b"content-type", b"retry-after", b"x-should-retry")
 NO_REPLICA = "no replica is up"
-CANNOT_GO_ON = "the answer broke off and cannot be continued"
 
 
 class RetryBudget:
@@ -89,7 +87,7 @@ class PassedRequest:
     def __init__(
         self,
         gateway: Gateway,
-        call: GenerationCall | ResponsesCall,
+        call: GenerationCall,
         send: Send,
         arrival_s: float,
         headers: list[tuple[bytes, bytes]],
@@ -98,25 +96,17 @@ class PassedRequest:
         self.streaming = False
         self.midway = False
         self.waiting = True
-        earlier = call.earlier
-        self.prompt_tokens = gateway.gauge.tokens(call.prompts) + (earlier.tokens if earlier else 0)
+        self.prompt_tokens = gateway.gauge.tokens(call.prompts)
         limit = call.max_tokens if (call.max_tokens or 0) > 0 else gateway.settings.max_new_tokens
         self.new_tokens = limit or 1
-        self.most_tokens = call.copies * self.prompt_tokens + call.rows * self.new_tokens
         self._gateway = gateway
         self._call = call
         self._send = send
         self._headers = headers
-        self._passing: PassingAnswer | PassingResponse = (
-            PassingResponse(call, self.prompt_tokens)
-            if isinstance(call, ResponsesCall)
-            else PassingAnswer(call, self.prompt_tokens)
-        )
-        self._only = earlier.replica if earlier else None  # that can answer it
-        self._last: LiveReplica | None = None  # of the attempts
+        self._passing = PassingAnswer(call, self.prompt_tokens)
         self._id = f"r{next(gateway.numbers)}"
         self._blocks = gateway.gauge.blocks(call.prompt)
-        self._task: asyncio.Task[bool] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._cut = ""
         self._first_s = self._last_s = math.nan
         self._max_gap_s = 0.0
@@ -124,42 +114,17 @@ class PassedRequest:
         self._head_sent = False
         self._excluded: set[int] = set()
         self._outgrown = 0  # the longest context that it did not fit into
-        self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._refusal: WholeAnswer | None = None
         self._status = "cancelled"
-        self._taken = False  # a replica has it, or had it until the client left
         self._is_answered = False  # the last bytes were sent
         self._first: LiveReplica | None = None  # where it was admitted to
 
     @property
     def generated(self) -> int:
         """Its new tokens as the server counted them, and no fewer than came."""
-        usage = self._passing.usage
-        counted = self._passing.counted_tokens
-        return counted if usage is None else max(usage.completion_tokens, counted)
-
-    @property
-    def charged(self) -> int:
-        """The tokens that its key pays. Of an answer that came in one piece or was to, and was not
-        counted, these are all that it might have had; of a stream those that came.
-        """
         passing = self._passing
-        if passing.usage is not None:
-            return passing.prompt_tokens + self.generated
-        if not passing.begun and not self._taken:
-            return 0
-        by_text = math.ceil(passing.text_bytes / self._gateway.gauge.bytes_per_token)
-        generated = max(passing.counted_tokens, by_text) + passing.unseen_tokens
-        came = passing.prompt_tokens + generated
-        return came if self._call.stream else max(self.most_tokens, came)
-
-    @property
-    def made(self) -> tuple[str, MadeResponse] | None:
-        """The id of the response that its client got, where a server may keep it."""
-        call = self._call
-        kept = isinstance(call, ResponsesCall) and call.stored and self._passing.response_id
-        if not kept or self._last is None or not self._is_answered:
-            return None
-        return self._passing.response_id, MadeResponse(self._last, self.charged)
+        usage = self._passing.usage
+        return passing.tokens if usage is None else max(usage.completion_tokens, passing.tokens)
 
     def cut(self, reason: str) -> None:
         """End the attempt: the request goes elsewhere."""
@@ -170,8 +135,7 @@ class PassedRequest:
     def admit(self) -> None:
         """Choose its first replica; `ApiError` where the forecast refuses it."""
         gateway = self._gateway
-        barred = gateway.pool.barred() if self._only is None else self._others()
-        choice = gateway.balancer.offer(self._routed(), gateway.now_s(), barred)
+        choice = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
         if isinstance(choice, Overload):
             gateway.stats.refusals[LATE] += 1
             raise late(choice.predicted, choice.wait_s)
@@ -194,36 +158,30 @@ class PassedRequest:
             self._record()
 
     async def _until_answered(self, gone: asyncio.Task[None]) -> None:
+        """Ask replicas, one after the other, until the request has ended or its client is gone."""
+        passing = self._passing
         failures = 0
         while (replica := await self._choose(gone)) is not None:
-            tokens = self._passing.tokens
+            tokens = passing.tokens
             try:
-                if await self._attempt(replica, gone):
-                    return
+                await self._attempt(replica, gone)
+                return
             except PassFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
-                passing = self._passing
-                self._taken = False
-                if passing.finished and passing.countable and self._head_sent:
-                    # The client has all tokens, but not the last lines.
+                if passing.complete and self._head_sent:  # it lacks the last lines alone
                     await self._close_stream(passing.finish())
                     return
                 if not passing.goes_on:
                     await self._give_up(f"the answer broke off: {failed}")
                     return
-                if str(failed) == DIVERGED:
-                    if passing.falls_back():
-                        continue
-                    await self._give_up(f"the answer broke off, and {failed}")
-                    return
-                failures = 1 if self._passing.tokens > tokens else failures + failed.counts
+                failures = 1 if passing.tokens > tokens else failures + failed.counts
                 if failures >= MAX_FAILURES:
                     text = f"the request failed on {failures} replicas; the last: {failed}"
                     await self._give_up(text)
                     return
                 self._excluded.add(replica.index)
-                if self._passing.begun:
+                if passing.begun:
                     replica.moved += 1
 
     async def _choose(self, gone: asyncio.Task[None]) -> LiveReplica | None:
@@ -234,14 +192,7 @@ class PassedRequest:
         if first is not None:
             return first
         while not gone.done():
-            up = {
-                each.index
-                for each in gateway.pool.up
-                if each.has_room(self._outgrown) and self._only in (None, each)
-            }
-            if not up and self._only is not None:
-                await self._give_up("the replica that made the earlier response went down")
-                return None
+            up = {each.index for each in gateway.pool.up if self._may_take(each)}
             if up and up <= self._excluded:
                 if self._refusal is not None and not self._head_sent:
                     self._status = f"HTTP {self._refusal[0]}"
@@ -258,7 +209,7 @@ class PassedRequest:
                 index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
                 if index is not None:
                     return gateway.pool.by_index[index]
-            wait_up = gateway.pool.wait_up(gateway.settings.wait_up_s, self._outgrown)
+            wait_up = gateway.pool.wait_up(gateway.settings.wait_up_s, self._may_take)
             waiting = asyncio.create_task(wait_up)
             await first_of(waiting, gone)
             if not waiting.done():
@@ -268,33 +219,30 @@ class PassedRequest:
                 return None
         return None
 
-    def _others(self) -> list[int]:
-        """The replicas that cannot answer it."""
-        return [each.index for each in self._gateway.pool.up if each is not self._only]
+    def _may_take(self, replica: LiveReplica) -> bool:
+        """Whether it fits into the replica's context, and can go on there where it has begun."""
+        has_room = replica.max_model_len is None or replica.max_model_len > self._outgrown
+        return has_room and (replica.speaks_ids or not self._passing.begun)
 
     def _routed(self) -> RoutedRequest:
         """The request as the router sees it: its prompt ends with what the client has."""
-        passing = self._passing
-        done = None
-        if isinstance(passing, PassingAnswer) and passing.begun:
-            done = passing.progress()
         return RoutedRequest(
             self._id,
-            self.prompt_tokens + (done.tokens if done else 0),
+            self.prompt_tokens + self._passing.tokens,
             self.new_tokens,
             self._blocks,
             self._call.session,
         )
 
-    async def _attempt(self, replica: LiveReplica, gone: asyncio.Task[None]) -> bool:
-        """Ask a replica. Returns whether the request has ended; raises `PassFailedError`."""
+    async def _attempt(self, replica: LiveReplica, gone: asyncio.Task[None]) -> None:
+        """Ask a replica, until the request has ended or its client is gone. Raises
+        `PassFailedError` where another replica may take it.
+        """
         gateway = self._gateway
         self._cut = ""
         self.heard_s = gateway.now_s()
         self.waiting = True
         self.streaming = self.midway = False
-        self._taken = True
-        self._last = replica
         odd_before = self._passing.odd_usages
         replica.requests += 1
         replica.attempts.add(self)
@@ -306,13 +254,12 @@ class PassedRequest:
         try:
             await first_of(task, gone)
             if not task.done():  # the client is gone
-                return True
+                return
             if task.cancelled():
                 raise PassFailedError(self._cut or "cancelled")
-            ended = task.result()
-            if ended and self._status in ("stop", "length"):
+            task.result()
+            if self._status in ("stop", "length"):
                 generated = self.generated
-            return ended
         finally:
             if not task.done():
                 task.cancel()
@@ -323,39 +270,33 @@ class PassedRequest:
             gateway.balancer.ended(self._id, generated)
             gateway.pool.ended(replica, self)
 
-    async def _pass(self, replica: LiveReplica) -> bool:
-        """One attempt. Returns whether the request has ended; else another replica may take it."""
+    async def _pass(self, replica: LiveReplica) -> None:
+        """One attempt, which ends the request or raises `PassFailedError`."""
         gateway = self._gateway
-        passing = self._passing
         call = self._call
-        was_begun = passing.begun
-        ids = replica.speaks_ids and call.stream
-        request = passing.request(Attempted(ids, replica.max_model_len, replica.default_tokens))
-        if request is None:
-            await self._give_up(CANNOT_GO_ON)
-            return True
-        path, body = request
-        headers = self._headers
+        was_begun = self._passing.begun
+        path, body = self._passing.request(
+            speaks_ids=replica.speaks_ids and call.stream,
+            context=replica.max_model_len,
+            default_tokens=replica.default_tokens,
+        )
         reached = False
         try:
-            answer = await replica.upstream.send("POST", path, headers, body)
+            answer = await replica.upstream.send("POST", path.encode(), self._headers, body)
             reached = True
             async with aclosing(answer):
                 self.heard_s = replica.heard_s = gateway.now_s()
                 gateway.pool.answered(replica, answer.status)
                 if answer.status != 200:
-                    return await self._on_status(replica, answer)
-                if was_begun:
-                    mode = passing.mode
-                    gateway.moved[mode] = gateway.moved.get(mode, 0) + 1
+                    await self._on_status(replica, answer)
+                    return
+                gateway.continued += was_begun
                 if call.stream:
                     await self._stream(replica, answer)
                 else:
                     await self._pass_whole(replica, answer)
-                return True
         except UpstreamError as error:
             if error.here and not self._head_sent:
-                self._taken = False
                 raise overloaded(str(error)) from None
             if error.here:
                 raise PassFailedError(str(error)) from None
@@ -365,77 +306,82 @@ class PassedRequest:
             gateway.pool.failed(replica, why)
             raise PassFailedError(why, counts=reached) from None
 
-    async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> bool:
-        """A replica answered with an error. Returns whether that ends the request."""
+    async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
+        """A replica answered with an error, which ends the request or raises `PassFailedError`."""
         content = await self._whole(replica, answer)
         gateway = self._gateway
         status = answer.status
-        size = replica.max_model_len if self._only is None else None
+        size = replica.max_model_len
         if size is not None and status in TOO_LONG and _OF_CONTEXT.search(content):
             # Of another replica, which may be away for now, the context may be longer.
             listed = gateway.pool.replicas
             if any(each.max_model_len and each.max_model_len > size for each in listed):
                 self._outgrown = max(self._outgrown, size)
                 raise PassFailedError("the request does not fit into its context", counts=False)
-        self._taken = False
+        is_elsewhere = status in ELSEWHERE
+        why = f"it answered {status}"
         if self._head_sent:
-            if status >= 500 or status in ELSEWHERE:
-                raise PassFailedError(f"it answered {status}", counts=status not in BUSY)
-            if self._passing.falls_back():
-                return False
-            begun = self._passing.begun
-            await self._give_up(CANNOT_GO_ON if begun else f"a replica answered {status}")
-            return True
+            if is_elsewhere or status >= 500:
+                raise PassFailedError(why, counts=status not in BUSY)
+            await self._give_up(f"the answer broke off: a replica answered {status}")
+            return
         refusal = status, kept_headers(answer), content
-        if status in NO_ROUTE and self._call.absent:
-            error = ApiError(self._call.absent, status=404)
-            refusal = 404, [(b"content-type", b"application/json")], error_body(error)
-        if status in ELSEWHERE or (status >= 500 and gateway.budget.take()):
+        if is_elsewhere or (status >= 500 and gateway.budget.take()):
             self._refusal = refusal
             self._excluded.add(replica.index)
-            raise PassFailedError(f"it answered {status}", counts=status not in ELSEWHERE)
+            raise PassFailedError(why, counts=not is_elsewhere)
         self._status = f"HTTP {status}"
         self._is_answered = True
         await send_whole(self._send, *refusal)
-        return True
 
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
-        gateway = self._gateway
+        """Pass a stream. The head goes with its first bytes: before them all may begin anew."""
         passing = self._passing
-        send = self._send
-        now_s = gateway.now_s
-        if not self._head_sent:
-            kind = answer.header("content-type") or "text/event-stream"
-            headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            self._head_sent = True
+        now_s = self._gateway.now_s
         async for piece in in_parts(answer.body()):
             out = passing.feed(piece)
             self.midway = passing.is_midway
-            at_s = self.heard_s = replica.heard_s = now_s()
+            self.heard_s = replica.heard_s = now_s()
             if passing.new_tokens:
-                if math.isnan(self._first_s):
-                    self._first_s = at_s
-                else:
-                    self._max_gap_s = max(self._max_gap_s, at_s - self._last_s)
-                if not self.streaming:
-                    self.streaming = True
-                    gateway.balancer.first_token(self._id, at_s)
-                gateway.stats.count_tokens(passing.new_tokens, self.arrival_s, self._last_s, at_s)
-                self._seen_tokens += passing.new_tokens
-                self._last_s = at_s
+                self._count_tokens(passing.new_tokens, self.heard_s)
             if out:
                 self.waiting = False
-                await send({"type": "http.response.body", "body": out, "more_body": True})
+                await self._send_piece(answer, out)
                 self.waiting = True
                 self.heard_s = now_s()
             if passing.failure:
                 raise PassFailedError(passing.failure)
             if passing.ended:
                 break
-        if not passing.ends_here():
-            raise PassFailedError("the answer ended early")
+        last = passing.end()
+        if passing.failure:
+            raise PassFailedError(passing.failure)
+        if last:
+            await self._send_piece(answer, last)
         await self._close_stream(b"")
+
+    def _count_tokens(self, tokens: int, at_s: float) -> None:
+        """Tokens came."""
+        gateway = self._gateway
+        if math.isnan(self._first_s):
+            self._first_s = at_s
+        else:
+            self._max_gap_s = max(self._max_gap_s, at_s - self._last_s)
+        if not self.streaming:
+            self.streaming = True
+            gateway.balancer.first_token(self._id, at_s)
+        gateway.stats.count_tokens(tokens, self.arrival_s, self._last_s, at_s)
+        self._seen_tokens += tokens
+        self._last_s = at_s
+
+    async def _send_piece(self, answer: UpstreamAnswer, piece: bytes) -> None:
+        """Send a piece of the answer's body, behind its head."""
+        if not self._head_sent:
+            kind = answer.header("content-type") or "text/event-stream"
+            headers = [(b"content-type", kind.encode("latin-1")), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._head_sent = True
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def _close_stream(self, last: bytes) -> None:
         self._status = _reason(self._passing.finish_reason)

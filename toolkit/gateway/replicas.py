@@ -97,7 +97,8 @@ class LiveReplica:
         kind_listed: the list of replicas names its kind, which else is read from its metrics.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
-        default_tokens: as `toolkit.gateway.attempts.Attempted`.
+        default_tokens: the most tokens of an answer for which its client names no limit; None: not
+            known.
         in_doubt: the next probe asks it for a token; until then others are preferred.
         doubted_s, identified_s: when that was asked last, and when the model was.
         odd_usages: usages of its answers that no server can have counted.
@@ -149,10 +150,6 @@ class LiveReplica:
     def cached_share(self) -> float | None:
         """The share of all prompts that the router expected to be cached; None without any."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
-
-    def has_room(self, outgrown: int) -> bool:
-        """Whether its context is longer than one that a request did not fit into."""
-        return self.max_model_len is None or self.max_model_len > outgrown
 
     def cut_all(self, reason: str) -> None:
         for attempt in list(self.attempts):
@@ -356,18 +353,14 @@ class ReplicaPool:
             if len(replica.attempts) >= 1 + per_s * (now_s - replica.slow_since_s)
         ]
 
-    async def wait_up(self, timeout_s: float, outgrown: int) -> bool:
-        """Wait until a replica with a longer context is up; False: none was in time."""
-
-        def is_one() -> bool:
-            return any(each.has_room(outgrown) for each in self.up)
-
+    async def wait_up(self, timeout_s: float, able: Callable[[LiveReplica], bool]) -> bool:
+        """Wait until an `able` replica is up; False: none was in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not is_one():
+                while not any(map(able, self.up)):
                     self.changed.clear()
                     await self.changed.wait()
-        return is_one()
+        return any(map(able, self.up))
 
     async def sweep(self) -> None:
         """Cut silent answers, and check silent replicas, until cancelled."""
@@ -482,7 +475,7 @@ class ReplicaPool:
         now_s = time.monotonic()
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                status, _ = await self._ask(replica, b"/health")
+                status, _ = await self._ask(replica, "/health")
                 if status == LOOP:
                     return "it serves this front itself"
                 if status not in (200, 404):
@@ -509,7 +502,7 @@ class ReplicaPool:
 
     async def _identify(self, replica: LiveReplica) -> str:
         """What is wrong with a replica's model, context or version; '' if nothing is."""
-        status, body = await self._ask(replica, b"/v1/models")
+        status, body = await self._ask(replica, "/v1/models")
         if status != 200:
             return f"/v1/models answered {status}"
         models = decoded(body, Models)
@@ -525,7 +518,7 @@ class ReplicaPool:
         length = model.max_model_len or None
         if needs.max_model_len and length is not None and length < needs.max_model_len:
             return f"it serves {length} tokens of context, fewer than {needs.max_model_len}"
-        status, body = await self._ask(replica, b"/version")
+        status, body = await self._ask(replica, "/version")
         version = decoded(body, Version) if status == 200 else None
         replica.version = plain(version.version, 80) if version is not None else ""
         if not replica.kind_listed and (problem := await self._find_kind(replica)):
@@ -587,7 +580,7 @@ class ReplicaPool:
     async def _ask(
         self,
         replica: LiveReplica,
-        path: bytes,
+        path: str,
         fields: dict[str, Any] | None = None,
         most_bytes: int = MAX_PROBE_BYTES,
     ) -> tuple[int, bytes]:
@@ -601,7 +594,7 @@ class ReplicaPool:
             method = "POST"
             headers = self.json_headers
             content = msgspec.json.encode(fields)
-        answer = await replica.upstream.send(method, path, headers, content)
+        answer = await replica.upstream.send(method, path.encode(), headers, content)
         async with aclosing(answer):
             return answer.status, await answer.read(most_bytes)
 
@@ -650,7 +643,7 @@ class ReplicaPool:
         """A replica's /metrics; None where it has none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                status, body = await self._ask(replica, b"/metrics", None, MAX_PAGE_BYTES)
+                status, body = await self._ask(replica, "/metrics", None, MAX_PAGE_BYTES)
         except (TimeoutError, UpstreamError):
             return None
         return body if status == 200 and len(body) <= MAX_PAGE_BYTES else None

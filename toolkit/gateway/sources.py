@@ -1,26 +1,19 @@
-"""Where the list of replicas comes from: the command line, a file, DNS, or Kubernetes.
+"""Where the list of replicas comes from: the command line, a file, or DNS.
 
-A source is read again every few seconds, or when Kubernetes reports a change. While it cannot be
-read, the list stays as it was.
+A source is read again every few seconds. While it cannot be read, the list stays as it was.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from toolkit.endpoints.foreign import UNREADABLE, decoded
 from toolkit.endpoints.target import server_url
-from toolkit.endpoints.upstream import Upstream, UpstreamAnswer, UpstreamError
+from toolkit.endpoints.upstream import Upstream
 from toolkit.errors import InputError
 from toolkit.files.recipe import NAME_PATTERN
 from toolkit.serve.server import WatchedFiles
@@ -28,15 +21,9 @@ from toolkit.serve.server import WatchedFiles
 MAX_REPLICAS = 1024
 FILE_EVERY_S = 1.0
 DNS_EVERY_S = 3.0
-WATCH_S = 290  # then the API server ends a watch, which begins again
-PAUSE_S = 0.5
-PAUSE_MAX_S = 30.0  # before a watch or a list that failed is tried again
 ANSWER_S = 10.0
-MAX_LIST_BYTES = 64 << 20  # of EndpointSlices, and of one change of them
 MAX_FILE_BYTES = 1 << 20
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-RIGHTS = "its service account needs `list` and `watch` on endpointslices of discovery.k8s.io"
-HINT = "--replicas takes FILE, dns://NAME:PORT or k8s://NAMESPACE/SERVICE:PORT"
+HINT = "--replicas takes FILE or dns://NAME:PORT"
 
 
 class ReplicaSource(Protocol):
@@ -154,156 +141,6 @@ class NamedReplicas(ReplicaSource):
         return urls[:MAX_REPLICAS]
 
 
-class _Conditions(msgspec.Struct, frozen=True):
-    serving: bool | None = None
-    terminating: bool | None = None
-
-
-class _Endpoint(msgspec.Struct):
-    addresses: list[str]
-    conditions: _Conditions = _Conditions()
-
-
-class _Metadata(msgspec.Struct, rename="camel"):
-    name: str = ""
-    resource_version: str = ""
-
-
-class _Slice(msgspec.Struct):
-    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
-    endpoints: list[_Endpoint] | None = None
-
-
-class _Slices(msgspec.Struct):
-    items: list[_Slice]
-    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
-
-
-class _Change(msgspec.Struct):
-    type: str
-    object: _Slice  # of type ERROR: a Status, of which nothing is read
-
-
-class SlicedReplicas(ReplicaSource):
-    """The endpoints of a Kubernetes Service, from its EndpointSlices: listed once, then watched.
-
-    The pod's service account needs `list` and `watch` on `endpointslices` of `discovery.k8s.io`.
-    A pod that is about to end gets no more requests: endpoints that terminate are left out, unless
-    all do and some still serve. The gateway's own probes find out which are ready. A watch that
-    ends goes on from its last version; if the API server has forgotten that (410), all is listed
-    again. After a failure the pause before the next attempt doubles, from `PAUSE_S` to
-    `PAUSE_MAX_S`.
-    """
-
-    def __init__(
-        self, namespace: str, service: str, port: int, *, api: str = "", account: Path = ACCOUNT
-    ) -> None:
-        host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
-        if not api and not host:
-            raise InputError(
-                "--replicas k8s://: KUBERNETES_SERVICE_HOST is not set: this is no pod",
-                "outside a cluster, give a FILE or --replica URL",
-            )
-        if not api:
-            where = f"[{host}]" if ":" in host else host
-            api = f"https://{where}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
-        authorities = account / "ca.crt" if api.startswith("https:") else None
-        self._server = partial(Upstream, api, WATCH_S + ANSWER_S, authorities)
-        self._server()  # raises for a URL or a certificate that cannot be used
-        self._account = account
-        self._port = port
-        self._where = f"{namespace}/{service}"
-        slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-        self._path = f"{slices}?labelSelector=kubernetes.io%2Fservice-name%3D{service}"
-        self._slices: dict[str, _Slice] = {}
-        self._version = ""  # of the slices that are known; '': they are to be listed
-        self._changes: AsyncGenerator[None, None] | None = None  # a watch that goes on
-        self._pause_s = 0.0
-
-    async def wait(self) -> bool:
-        await asyncio.sleep(self._pause_s)
-        if not self._version:
-            return True
-        changes = self._changes = self._changes or self._watch()
-        try:
-            await anext(changes)
-        except StopAsyncIteration:
-            self._changes = None
-            self._pause_s = PAUSE_S
-        except (UpstreamError, InputError, *UNREADABLE):
-            self._changes = None
-            self._fail()
-        return True
-
-    async def read(self) -> list[str]:
-        if not self._version:
-            self._fail()  # unless they can be listed
-            try:
-                async with asyncio.timeout(ANSWER_S), self._asked("") as answer:
-                    body = await answer.read(MAX_LIST_BYTES)
-                if answer.status != 200:
-                    why = f"the API server answered {answer.status} for {self._where}"
-                    raise InputError(why, RIGHTS)
-                slices = decoded(body, _Slices)
-            except (TimeoutError, UpstreamError):
-                slices = None
-            if slices is None:
-                why = f"the API server gave no EndpointSlices of {self._where}"
-                raise InputError(why, RIGHTS) from None
-            self._slices = {one.metadata.name or str(k): one for k, one in enumerate(slices.items)}
-            self._version = slices.metadata.resource_version or "0"
-            self._pause_s = 0.0
-        endpoints = [one for part in self._slices.values() for one in part.endpoints or ()]
-        staying = [one for one in endpoints if not one.conditions.terminating]
-        serving = [one for one in endpoints if one.conditions.serving]  # until others are there
-        addresses = {address for one in staying or serving for address in one.addresses}
-        return sorted(_url(address, self._port) for address in addresses)[:MAX_REPLICAS]
-
-    def _fail(self) -> None:
-        self._pause_s = min(max(2 * self._pause_s, PAUSE_S), PAUSE_MAX_S)
-
-    async def _watch(self) -> AsyncGenerator[None, None]:
-        """Yield after each change until the watch ends; it clears `_version` if that is too old."""
-        watch = f"&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
-        async with self._asked(f"{watch}&resourceVersion={self._version}") as answer:
-            if answer.status == 410:
-                self._version = ""
-                return
-            if answer.status != 200:
-                raise InputError(f"the API server answered {answer.status} for {self._where}")
-            rest = b""
-            async for piece in answer.body():
-                *lines, rest = (rest + piece).split(b"\n")
-                if len(rest) > MAX_LIST_BYTES:
-                    raise InputError(f"the API server sent too long a change of {self._where}")
-                for line in filter(None, lines):
-                    change = msgspec.json.decode(line, type=_Change)
-                    changed = change.object
-                    metadata = change.object.metadata
-                    match change.type:
-                        case "ERROR":
-                            self._version = ""
-                            return
-                        case "ADDED" | "MODIFIED":
-                            self._slices[metadata.name] = changed
-                        case "DELETED":
-                            self._slices.pop(metadata.name, None)
-                    self._version = metadata.resource_version
-                if lines:
-                    self._pause_s = 0.0
-                    yield
-
-    @asynccontextmanager
-    async def _asked(self, query: str) -> AsyncIterator[UpstreamAnswer]:
-        headers = [(b"accept", b"application/json")]
-        with suppress(OSError):  # a token is replaced while the pod runs
-            token = (self._account / "token").read_text(encoding="ascii").strip()
-            headers.append((b"authorization", f"Bearer {token}".encode("ascii")))
-        path = (self._path + query).encode("ascii")
-        async with self._server() as api, aclosing(await api.send("GET", path, headers)) as answer:
-            yield answer
-
-
 def replica_source(texts: Sequence[str]) -> ReplicaSource:
     """The source that `--replicas` options name, each SOURCE or KIND=SOURCE. Raises `InputError`
     for one that cannot be used.
@@ -325,8 +162,6 @@ def _source(text: str) -> ReplicaSource:
     name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
     if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
         return NamedReplicas(found[1], _port(found[3], text))
-    if scheme == "k8s" and (found := re.fullmatch(rf"({name})/({name}):(\d{{1,5}})", rest)):
-        return SlicedReplicas(found[1], found[3], _port(found[5], text))
     if scheme in ("http", "https"):
         raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {HINT}")
     raise InputError(f"--replicas {text}: not a list of replicas", HINT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +19,13 @@ from toolkit.sched.types import Request
 from toolkit.serve.api import Routes
 from toolkit.serve.assemble import make_scheduler, make_stats
 from toolkit.serve.background import Background
-from toolkit.serve.drift import CheckedWorkers, DriftCheck, OnFound
 from toolkit.serve.driver import Driver
 from toolkit.serve.helper import Helper
 from toolkit.serve.launch import FrontServer, OpenedFront
 from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.own_control import refuse_fixed, with_control
-from toolkit.serve.status import Status, facts_of
+from toolkit.serve.status import StatusPage, driver_status, facts_of
 from toolkit.traces.write import TraceLine, ms_or_none
 from toolkit.workers.pool import Patience, ProcessWorkers
 from toolkit.workers.process import require_gpu
@@ -41,8 +40,6 @@ class OwnWorkers:
 
     Attributes:
         limits: the latency targets of admission.
-        checks: of the fits, before the first request.
-        on_checked: gets their result; what it raises ends the server.
         on_foreign: called if the engine is not the fitted one; None: the server refuses to start.
         ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
             this machine.
@@ -52,8 +49,6 @@ class OwnWorkers:
 
     plan: Plan
     limits: LatencyLimits = UNLIMITED
-    checks: Sequence[DriftCheck] = ()
-    on_checked: OnFound = lambda _: None
     on_foreign: OnForeign | None = None
     ray: str = ""
     room_timeout_s: float = 60.0
@@ -129,8 +124,6 @@ def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFro
     warm_up(plan)
     with ExitStack() as stack:
         workers = stack.enter_context(_workers(plan, serving.ray, serving.room_timeout_s))
-        if serving.checks:
-            workers = CheckedWorkers(workers, serving.checks, serving.on_checked)
         driver = _driver(serving, workers, opened)
         if serving.control_key:
             refuse_fixed(driver.scheduler)
@@ -142,7 +135,9 @@ def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFro
         limits = WireLimits(client_share=opened.client_share)
         front = EngineFront(driver, app, helper, limits, opened.say)
         if settings.status_page:
-            status = Status(driver, facts_of(plan, settings.model))
+            facts = facts_of(plan, settings.model)
+            shown = partial(driver_status, driver)
+            status = StatusPage(facts, driver.stats, lambda: driver.now_s, shown)
             routes.show(status)
             front.at_start.append(partial(front.background.start, "status page", status.sampling))
         yield front

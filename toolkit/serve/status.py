@@ -17,8 +17,6 @@ import asyncio
 import base64
 import hashlib
 import re
-import secrets
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,22 +48,10 @@ HEADERS = {
 NO_WORKER = "no worker is alive"
 
 SAMPLE_S = 2.0
-POINTS_MAX = 1800  # an hour, at about 200 bytes per point
-WINDOW_POINTS = 30  # one minute, for rates and percentiles
-INCIDENTS_MAX = 20
-LATENCIES = ("ttft", "tpot", "itl", "e2e")  # with a chart each
-MEASURED = (*LATENCIES, "mtpot")
+SAMPLES = 30  # one minute, for rates and percentiles
+LATENCIES = ("ttft", "tpot", "itl", "e2e", "mtpot")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
-CHART_PERCENTILES = ("p50", "p95", "p99")
-
-LATENCY_COLUMNS = [f"{latency}_{share}_s" for latency in LATENCIES for share in CHART_PERCENTILES]
-COLUMNS = (
-    *("time_s", "running", "waiting", "kv_share"),
-    *("requests_per_s", "output_tokens_per_s", "input_tokens_per_s"),
-    *LATENCY_COLUMNS,
-    *("batch_ratio", "attainment", "failed_per_s", "refused_per_s", "oom_events"),
-    "worker_batch_ratios",  # a list, by worker
-)
+SHOWN = ("p50", "p95", "p99")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +98,35 @@ def facts_of(plan: Plan, model: str) -> Facts:
     return Facts(name, plan.policy.name, plan.policy.parameters, kinds, plan.recipe.sla, predicted)
 
 
-class StatusPage(ABC):
-    """The routes of the page and of its data, and the history behind them."""
+class StatusPage:
+    """The routes of the page and of its data, for every front.
 
-    def __init__(self, history: MetricHistory, facts: Facts) -> None:
-        self.history = history
-        self.facts = facts  # a new plan may bring others
-        # By this a page notices that another server answers than before.
-        self._instance = secrets.token_hex(8)
+    Args:
+        facts: the settings that it shows; a new plan may bring others.
+        stats: what the front counts.
+        now_s: the seconds that it has served.
+        front: returns what this kind of front adds: its state, problem, uptime, workers or
+            replicas, and totals.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        stats: Stats,
+        now_s: Callable[[], float],
+        front: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.facts = facts
+        self.recent = RecentMinute(stats, now_s)
+        self._front = front
         self._page = (shipped_templates() / "status.html").read_text(encoding="utf-8")
         self._policy = content_policy(self._page)
 
     async def sampling(self) -> None:
-        """Take points of the history until cancelled."""
+        """Look at the counters until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_S)
-            self.sample()
-
-    @abstractmethod
-    def sample(self) -> None:
-        """Take a point of the history, if the server can serve."""
-
-    @abstractmethod
-    def _now(self) -> dict[str, Any]:
-        """What this kind of server adds: its state, problem, uptime, workers and totals."""
+            self.recent.sample()
 
     async def page(self, request: Request) -> Response:
         return Response(
@@ -145,16 +136,10 @@ class StatusPage(ABC):
         )
 
     async def data(self, request: Request) -> Response:
-        """What the page shows. For this server's `instance`, only points from `since` on."""
-        history = self.history
+        """What the page shows."""
+        recent = self.recent
         facts = self.facts
-        query = request.query_params
-        since = query.get("since", "")
-        is_ours = query.get("instance") == self._instance and re.fullmatch(r"\d{1,12}", since)
-        oldest = history.taken - len(history.points)
-        first = max(int(since) if is_ours else 0, oldest)
         shown = {
-            "instance": self._instance,
             "version": toolkit.__version__,
             "model": facts.model,
             "kinds": facts.kinds,
@@ -164,80 +149,71 @@ class StatusPage(ABC):
                 {
                     "name": key,
                     "limit": limit,
-                    "now": history.recent(key),
+                    "now": recent.statistic(key),
                     "predicted": facts.predicted.get(key),
                 }
                 for key, limit in facts.sla.items()
             ],
-            "attainment": history.attainment(),
-            "happenings": list(history.incidents),
-            "sample_s": SAMPLE_S,
-            "kept": POINTS_MAX,
-            "columns": COLUMNS,
-            "first": first,
-            "points": list(history.points)[first - oldest :],
-        } | self._now()
+            "attainment": recent.attainment(),
+            "rates": recent.rates(),
+            "latencies": {
+                name: [recent.statistic(f"{name}_{share}_s") for share in SHOWN]
+                for name in LATENCIES
+            },
+        } | self._front()
         content = msgspec.json.encode(shown)
         return Response(content, headers=HEADERS, media_type="application/json")
 
 
-class Status(StatusPage):
-    """The status of the server of one engine."""
+def driver_status(driver: Driver) -> dict[str, Any]:
+    """What the page of the server of one engine adds."""
+    stats = driver.stats
+    predicted_s = stats.predicted_batch_s
+    return {
+        "state": state(driver),
+        "problem": problem(driver),
+        "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
+        "running": driver.running,
+        "waiting": driver.waiting,
+        "workers": _workers(driver),
+        "totals": {
+            "ended": dict(stats.ended),
+            "input_tokens": stats.prompt_tokens,
+            "output_tokens": stats.generation_tokens,
+            "batches": stats.batches,
+            "extrapolated_batches": stats.extrapolated_batches,
+            "oom_events": stats.oom_events,
+            "preemptions": stats.preemptions,
+            "refused": stats.refused,
+            "restarts": stats.worker_restarts,
+            "batch_ratio": stats.batch_s / predicted_s if predicted_s else None,
+        },
+    }
 
-    def __init__(self, driver: Driver, facts: Facts) -> None:
-        history = MetricHistory(driver.stats, lambda: gauges(driver), lambda: driver.now_s)
-        super().__init__(history, facts)
-        self._driver = driver
 
-    def sample(self) -> None:
-        """See `StatusPage.sample`."""
-        if self._driver.state != "loading":
-            self.history.sample()
-
-    def _now(self) -> dict[str, Any]:
-        driver = self._driver
-        stats = self._driver.stats
-        predicted_s = stats.predicted_batch_s
-        return {
-            "state": state(driver),
-            "problem": problem(driver),
-            "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
-            "workers": self._workers(),
-            "totals": {
-                "ended": dict(stats.ended),
-                "input_tokens": stats.prompt_tokens,
-                "output_tokens": stats.generation_tokens,
-                "batches": stats.batches,
-                "extrapolated_batches": stats.extrapolated_batches,
-                "oom_events": stats.oom_events,
-                "preemptions": stats.preemptions,
-                "refused": stats.refused,
-                "restarts": stats.worker_restarts,
-                "batch_ratio": stats.batch_s / predicted_s if predicted_s else None,
-            },
-        }
-
-    def _workers(self) -> list[dict[str, Any]]:
-        driver = self._driver
-        workers = []
-        for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
-            now_state = "running" if worker.index in driver.flights else "idle"
-            if worker.index not in driver.facts:
-                now_state = "loading"
-            elif not worker.alive:
-                now_state = "lost"
-            workers.append(
-                {
-                    "state": now_state,
-                    "rows": now.rows,
-                    "kv_tokens": now.kv_tokens,
-                    "kv_capacity": now.kv_capacity,
-                    "load_s": round(worker.load_s, 3),
-                    "oom_events": worker.oom_events,
-                    "restarts": driver.stats.restarts[worker.index],
-                }
-            )
-        return workers
+def _workers(driver: Driver) -> list[dict[str, Any]]:
+    workers = []
+    for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
+        now_state = "running" if worker.index in driver.flights else "idle"
+        if worker.index not in driver.facts:
+            now_state = "loading"
+        elif not worker.alive:
+            now_state = "lost"
+        compared = driver.stats.compared[worker.index]
+        ratio = compared.took_s / compared.predicted_s if compared.predicted_s else None
+        workers.append(
+            {
+                "state": now_state,
+                "rows": now.rows,
+                "kv_tokens": now.kv_tokens,
+                "kv_capacity": now.kv_capacity,
+                "batch_ratio": ratio,
+                "load_s": round(worker.load_s, 3),
+                "oom_events": worker.oom_events,
+                "restarts": driver.stats.restarts[worker.index],
+            }
+        )
+    return workers
 
 
 def content_policy(page: str) -> str:
@@ -255,7 +231,7 @@ def content_policy(page: str) -> str:
     )
 
 
-class Counts(NamedTuple):
+class _Counts(NamedTuple):
     """Counters at one moment, on the serving clock. They only grow."""
 
     at_s: float
@@ -265,116 +241,61 @@ class Counts(NamedTuple):
     within: int
     output_tokens: int
     input_tokens: int
-    compared: tuple[tuple[float, float], ...]  # by worker: actual and predicted seconds of batches
-    oom: int
-    restarts: int
-    buckets: tuple[tuple[int, ...], ...]
-    totals: tuple[float, ...]
+    buckets: dict[str, tuple[int, ...]]  # by latency
+    totals: dict[str, float]  # seconds, by latency
 
 
-@dataclass(frozen=True, slots=True)
-class Incident:
-    """A problem that the page shows, and when it happened, in seconds on the serving clock."""
+class RecentMinute:
+    """Rates and percentiles of the last minute. Call `sample` every `SAMPLE_S` seconds."""
 
-    time_s: float
-    text: str
-
-
-INCIDENTS = (  # a counter of `Counts`, and what one and several mean
-    ("oom", "a batch ran out of memory, and is run again in parts", "batches ran out of memory"),
-    ("restarts", "a worker was lost, and is started again", "workers were lost"),
-    ("failed", "a request failed", "requests failed"),
-)
-
-
-class MetricHistory:
-    """The last hour of a server, in bounded memory: points, percentiles of the last minute, and
-    incidents. Call `sample` every `SAMPLE_S` seconds.
-    """
-
-    def __init__(
-        self, stats: Stats, gauges: Callable[[], Gauges], now_s: Callable[[], float]
-    ) -> None:
-        # As JSON, since each is sent many times.
-        self.points: deque[msgspec.Raw] = deque(maxlen=POINTS_MAX)
-        self.taken = 0  # points since the start
-        self.incidents: deque[Incident] = deque(maxlen=INCIDENTS_MAX)
+    def __init__(self, stats: Stats, now_s: Callable[[], float]) -> None:
         self._stats = stats
-        self._gauges = gauges
         self._now_s = now_s
-        self._workers = len(gauges().workers)
         first = self._count()._replace(at_s=0.0)
-        self._window: deque[Counts] = deque([first], maxlen=WINDOW_POINTS + 1)
+        self._samples: deque[_Counts] = deque([first], maxlen=SAMPLES + 1)
 
     def sample(self) -> None:
-        """Take a point, and note the incidents since the last one."""
-        before = self._window[-1]
-        now = self._count()
-        self._window.append(now)
-        for counter, singular, plural in INCIDENTS:
-            count = getattr(now, counter) - getattr(before, counter)
-            if count:
-                self.note(singular if count == 1 else f"{count} {plural}")
-        self.points.append(msgspec.Raw(msgspec.json.encode(self._point(before, now))))
-        self.taken += 1
+        """Look at the counters."""
+        self._samples.append(self._count())
 
-    def note(self, text: str) -> None:
-        """Show a problem."""
-        self.incidents.append(Incident(round(self._now_s(), 1), text))
-
-    def recent(self, key: str) -> float | None:
-        """A statistic such as `ttft_p99_s` over the last minute; None if no request ended."""
+    def statistic(self, key: str) -> float | None:
+        """A statistic such as `ttft_p99_s`; None if no request ended."""
         metric, statistic, _ = key.split("_")
-        old = self._window[0]
-        now = self._window[-1]
-        index = MEASURED.index(metric)
-        counts = [b - a for a, b in zip(old.buckets[index], now.buckets[index], strict=True)]
+        old = self._samples[0]
+        now = self._samples[-1]
+        counts = [b - a for a, b in zip(old.buckets[metric], now.buckets[metric], strict=True)]
         if statistic == "mean":
             count = sum(counts)
-            return (now.totals[index] - old.totals[index]) / count if count else None
-        return quantile(self._histogram(metric).bounds, counts, PERCENTILES[statistic])
+            return (now.totals[metric] - old.totals[metric]) / count if count else None
+        histogram: Histogram = getattr(self._stats, metric)
+        return quantile(histogram.bounds, counts, PERCENTILES[statistic])
 
     def attainment(self) -> float | None:
-        """The share of requests in the last minute that met every target; None if none ended. One
-        that was refused or failed met none.
+        """The share of requests that met every target; None if none ended. One that was refused or
+        failed met none.
         """
-        old = self._window[0]
-        now = self._window[-1]
+        old = self._samples[0]
+        now = self._samples[-1]
         ended = now.well + now.failed + now.refused - old.well - old.failed - old.refused
         return (now.within - old.within) / ended if ended else None
 
-    def _point(self, before: Counts, now: Counts) -> list[float | int | list[float | None] | None]:
-        old = self._window[0]
-        gauges = self._gauges()
+    def rates(self) -> dict[str, float]:
+        """Requests and tokens a second."""
+        old = self._samples[0]
+        now = self._samples[-1]
         span_s = max(now.at_s - old.at_s, 1e-9)
-        compared = [
-            (b[0] - a[0], b[1] - a[1]) for a, b in zip(old.compared, now.compared, strict=True)
-        ]
-        point = [
-            now.at_s,
-            gauges.running,
-            gauges.waiting,
-            gauges.kv_usage,
-            (now.well - old.well) / span_s,
-            (now.output_tokens - old.output_tokens) / span_s,
-            (now.input_tokens - old.input_tokens) / span_s,
-            *map(self.recent, LATENCY_COLUMNS),
-            _ratio(compared),
-            self.attainment(),
-            (now.failed - old.failed) / span_s,
-            (now.refused - old.refused) / span_s,
-            now.oom - before.oom,
-        ]
-        ratios = [_ratio([worker]) for worker in compared]
-        rounded = [None if ratio is None else round(ratio, 3) for ratio in ratios]
-        plain = (round(value, 6) if isinstance(value, float) else value for value in point)
-        return [*plain, rounded]
+        return {
+            "served": (now.well - old.well) / span_s,
+            "failed": (now.failed - old.failed) / span_s,
+            "refused": (now.refused - old.refused) / span_s,
+            "input_tokens": (now.input_tokens - old.input_tokens) / span_s,
+            "output_tokens": (now.output_tokens - old.output_tokens) / span_s,
+        }
 
-    def _count(self) -> Counts:
+    def _count(self) -> _Counts:
         stats = self._stats
-        compared = [stats.compared[worker] for worker in range(self._workers)]
-        histograms = [self._histogram(name) for name in MEASURED]
-        return Counts(
+        histograms: dict[str, Histogram] = {name: getattr(stats, name) for name in LATENCIES}
+        return _Counts(
             self._now_s(),
             stats.ended["stop"] + stats.ended["length"],
             stats.ended["failed"],
@@ -382,22 +303,9 @@ class MetricHistory:
             stats.within_targets,
             stats.generation_tokens,
             stats.prompt_tokens,
-            tuple((worker.took_s, worker.predicted_s) for worker in compared),
-            stats.oom_events,
-            stats.worker_restarts,
-            tuple(tuple(histogram.counts) for histogram in histograms),
-            tuple(histogram.total for histogram in histograms),
+            {name: tuple(histogram.counts) for name, histogram in histograms.items()},
+            {name: histogram.total for name, histogram in histograms.items()},
         )
-
-    def _histogram(self, name: str) -> Histogram:
-        histogram: Histogram = getattr(self._stats, name)
-        return histogram
-
-
-def _ratio(compared: Sequence[tuple[float, float]]) -> float | None:
-    """Actual over predicted seconds in total; None if nothing was predicted."""
-    took_s, predicted_s = (sum(pair[part] for pair in compared) for part in (0, 1))
-    return took_s / predicted_s if predicted_s > 0 else None
 
 
 def failure(driver: Driver) -> str:

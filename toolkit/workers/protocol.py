@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -175,35 +175,6 @@ class Workers(Protocol):
     async def stop(self) -> None:
         """End all workers."""
         ...
-
-
-@dataclass(eq=False)
-class WrappedWorkers:
-    """`Workers` that pass each call on to others; a subclass changes those that it has to."""
-
-    workers: Workers
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = self.workers.size
-
-    async def start(self, on_event: OnEvent) -> None:
-        await self.workers.start(on_event)
-
-    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
-        self.workers.run(worker, batch, estimated_s)
-
-    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
-        self.workers.tell(worker, change)
-
-    def kill(self, worker: int) -> None:
-        self.workers.kill(worker)
-
-    def silent(self) -> list[SilentWorker]:
-        return self.workers.silent()
-
-    async def stop(self) -> None:
-        await self.workers.stop()
 
 
 # The frames between the front and a worker: typed msgpack structs, each preceded by its length.
