@@ -206,7 +206,7 @@ class PassingAnswer:
         context: int | None = None,
         default_tokens: int | None = None,
     ) -> tuple[str, bytes]:
-        """The path and the body of the next attempt, of an answer that `goes_on`.
+        """Return the path and the body of the next attempt. The answer `goes_on`.
 
         Args:
             speaks_ids: the replica gives and takes token ids; it must where the answer has begun.
@@ -242,8 +242,8 @@ class PassingAnswer:
         return self._call.rest(self._prompt_ids + self._ids, kept, limit)
 
     def _kept(self) -> tuple[int, int]:
-        """Behind how many ids another replica is to go on, and how many characters the client has
-        beyond them. Tokens without text yet are generated again.
+        """Return behind how many ids another replica goes on, and how many characters the client
+        has beyond them. Tokens without text yet are generated again.
 
         With stop strings a server holds back characters: the client has only a part of the last
         tokens' text, with which the next attempt begins. The same where a stop string is part of
@@ -267,7 +267,7 @@ class PassingAnswer:
         return 0, length
 
     def feed(self, piece: bytes) -> bytes:
-        """Take a piece of the body; returns what the client gets now."""
+        """Take a piece of the body, and return what the client gets now."""
         self.new_tokens = 0
         self._passed_bytes += len(piece)
         events = self._reader.feed(piece)
@@ -302,7 +302,7 @@ class PassingAnswer:
         return b"".join(passed)
 
     def _event(self, event: bytes) -> bytes:
-        """Read one event; returns what the client gets now."""
+        """Read one event, and return what the client gets now."""
         event = b"\n".join(lines_of(event))
         data = data_of(event)
         if not data:
@@ -336,7 +336,7 @@ class PassingAnswer:
         return self._passed(event, begins=any(brought))
 
     def _refused(self, read: _Event) -> str:
-        """Why an event ends the attempt, or ''."""
+        """Return why an event ends the attempt, or ''."""
         most = self._call.choices
         if bytes(read.error) != b"null":
             return "the server reported an error"
@@ -347,8 +347,8 @@ class PassingAnswer:
         return ""
 
     def _passed(self, event: bytes, *, begins: bool) -> bytes:
-        """An event of the first attempt, as it came. It is held back until one `begins` the answer,
-        which brings anything of it.
+        """Return an event of the first attempt as it came. Events are held back until one `begins`
+        the answer.
         """
         if b'token_ids"' in event and not self._call.wants_ids:
             event = _IDS.sub(b"", event)
@@ -361,11 +361,10 @@ class PassingAnswer:
         return held
 
     def _rest_of(self, read: _Event) -> bytes:
-        """What an event of a later attempt has that the client lacks, as an event of this answer.
+        """Return what the client lacks of an event of a later attempt, as an event of this answer.
 
-        Sets `failure` where the texts differ. They differ also where ids come that the client
-        lacks, before all the text that it has behind the ids before them: the server began inside a
-        character.
+        Sets `failure` if the texts differ. New ids before all the repeated text has come count as a
+        difference, too: the server began inside a character.
         """
         if not read.choices:
             return b""
@@ -397,7 +396,7 @@ class PassingAnswer:
         return self._made(choice, text[same:], new_ids, usage)
 
     def _count_choice(self, choice: _Choice) -> bool:
-        """Count what an event brought of a choice; returns whether that is anything."""
+        """Count what an event brought of a choice. Return whether it brought anything."""
         text = choice.new_text
         ids = choice.token_ids
         if choice.beside_text:
@@ -425,7 +424,7 @@ class PassingAnswer:
         return brought
 
     def _on_usage(self, event: bytes, read: _Event) -> bytes:
-        """An event with the usage alone."""
+        """Return what the client gets of an event with the usage alone."""
         usage = self._whole_usage(read.usage)
         if usage is None:
             return b""  # the last lines bring another
@@ -439,7 +438,7 @@ class PassingAnswer:
         return self._passed(event, begins=True)
 
     def _whole_usage(self, given: Raw) -> CountedUsage | None:
-        """The usage of the whole answer, from the attempt's; None for one that cannot be."""
+        """Return the usage of the whole answer, from the attempt's; None if it cannot be true."""
         if bytes(given) == b"null":
             return None
         usage = decoded(given, CountedUsage)
@@ -473,8 +472,8 @@ class PassingAnswer:
         self.usage = self._whole_usage(read.usage)
 
     def end(self) -> bytes:
-        """The body has ended; returns what the client gets then. Sets `failure` where the answer is
-        not whole.
+        """End the body, and return what the client gets then. Sets `failure` if the answer is not
+        whole.
         """
         rest = bytes(self._reader.rest)
         if not self._call.is_read and (self.begun or rest):
@@ -485,7 +484,7 @@ class PassingAnswer:
         return b""
 
     def finish(self) -> bytes:
-        """The last lines of an answer that is `complete`."""
+        """Return the last lines of an answer that is `complete`."""
         made = b""
         if not self._finished:
             self.finish_reason = "length"
@@ -493,7 +492,7 @@ class PassingAnswer:
         return made + self._last_lines()
 
     def error(self, error: ApiError) -> bytes:
-        """The last lines of an answer that breaks off."""
+        """Return the last lines of an answer that breaks off."""
         if self._call.is_read:
             return b"data: " + error_body(error) + b"\n\n" + DONE
         about = {"message": error.message, "code": error.code, "param": error.param}
@@ -501,7 +500,7 @@ class PassingAnswer:
         return b"event: error\ndata: " + _encode(fields) + b"\n\n"
 
     def _last_lines(self) -> bytes:
-        """The usage, where it is wanted and known and was not sent; and the end."""
+        """Return the usage, if it is wanted, known and not sent yet, and the end."""
         self.ended = True
         self.usage = self.usage or self._usage_by_ids()
         if not self._call.wants_usage or self._usage_sent or self.usage is None:
@@ -509,7 +508,7 @@ class PassingAnswer:
         return self._usage_line(self.usage) + DONE
 
     def _usage_by_ids(self) -> CountedUsage | None:
-        """The usage by the ids of the only prompt and all tokens; None where they are not known."""
+        """Count the ids of the only prompt and of all tokens; None if they are not known."""
         if self._ids is None or self._prompt_ids is None or len(self._call.prompts) > 1:
             return None
         if self._skip_text or self._skip_ids:
@@ -517,7 +516,7 @@ class PassingAnswer:
         return CountedUsage(len(self._prompt_ids), len(self._ids))
 
     def _made(self, read: _Choice, text: str, ids: list[int], usage: CountedUsage | None) -> bytes:
-        """An event of this answer, with the end of the choice that was read."""
+        """Return an event of this answer, with the end of the choice that was read."""
         choice: dict[str, Any] = {"index": read.index}
         if self._call.chat:
             choice["delta"] = {"content": text} if text else {}

@@ -208,14 +208,17 @@ class GenerationCall:
         return all(part.type == "text" for content in contents for part in content)
 
     def first(self, *, speaks_ids: bool) -> tuple[str, bytes]:
-        """The path and the body of a whole request: of a stream, with its usage and token ids."""
+        """Return the path and the body of a whole request. A stream has its usage and token ids."""
         added = self._added(speaks_ids=speaks_ids) if self.stream and self.is_read else {}
         return self.path, msgspec.json.encode({**self.fields, **added})
 
     def rest(self, ids: list[int], done: int, limit: int | None) -> tuple[str, bytes]:
-        """The path and the body of a request for the rest of an answer, which goes on behind `ids`,
-        those of the prompt and of `done` tokens. `limit`: the most tokens in all; None: as many as
-        the context has room for.
+        """Return the path and the body of a request for the rest of an answer.
+
+        Args:
+            ids: of the prompt and of the tokens that the client has.
+            done: how many tokens the client has.
+            limit: the most tokens in all; None: as many as the context has room for.
         """
         names = SHARED if self.chat else self.fields.keys()
         fields: dict[str, Any] = {name: self.fields[name] for name in names if name in self.fields}

@@ -121,7 +121,7 @@ class PassedRequest:
 
     @property
     def generated(self) -> int:
-        """Its new tokens as the server counted them, and no fewer than came."""
+        """New tokens as the server counted them, and no fewer than came."""
         passing = self._passing
         usage = self._passing.usage
         return passing.tokens if usage is None else max(usage.completion_tokens, passing.tokens)
@@ -133,7 +133,7 @@ class PassedRequest:
             self._task.cancel()
 
     def admit(self) -> None:
-        """Choose its first replica; `ApiError` where the forecast refuses it."""
+        """Choose its first replica. Raises ApiError if the forecast refuses the request."""
         gateway = self._gateway
         choice = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
         if isinstance(choice, Overload):
@@ -169,7 +169,7 @@ class PassedRequest:
             except PassFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
-                if passing.complete and self._head_sent:  # it lacks the last lines alone
+                if passing.complete:  # it lacks the last lines alone
                     await self._close_stream(passing.finish())
                     return
                 if not passing.goes_on:
@@ -411,7 +411,7 @@ class PassedRequest:
         """End with an error: in the stream, if the client has a part of it. Where it has all tokens
         and lacks the last lines, end with those that are known.
         """
-        if self._head_sent and self._passing.complete:
+        if self._passing.complete:
             await self._close_stream(self._passing.finish())
             return
         self._status = ended
