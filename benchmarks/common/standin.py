@@ -135,7 +135,6 @@ class StandIn:
         speaks_ids: gives token ids where it is asked, as vLLM does.
         status: answers requests for tokens with this status; 0: serves them.
         hung: accepts requests, answers /health, and generates nothing.
-        dead: accepts connections and answers nothing at all.
         max_model_len: the context: a request that does not fit gets 400, as from vLLM.
         token_bytes: of a prompt's token in the usage: a token is one byte, and four in real text.
         kind: by which a list of replicas names it; '': by none.
@@ -158,7 +157,6 @@ class StandIn:
     max_model_len: int = MAX_MODEL_LEN
     version: str = "0.32.0"
     hung: bool = False
-    dead: bool = False
     port: int = 0
     metrics: str = ""
     first_s: float = 0.0
@@ -273,8 +271,6 @@ class StandInConnection(asyncio.Protocol):
             self.task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self.server.dead:
-            return
         with contextlib.suppress(httptools.HttpParserError):
             self.parser.feed_data(data)
 
