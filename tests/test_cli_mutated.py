@@ -121,7 +121,7 @@ def test_damaged_yaml_is_refused_or_read(
     base: dict[str, bytes], tmp_path: Path, first: int
 ) -> None:
     file = tmp_path / "file.yaml"
-    keys = {"keys": [{"name": "a", "sha256": "0" * 64, "tokens_per_minute": 100}]}
+    keys = {"keys": [{"name": "a", "sha256": "0" * 64, "urgent": True}]}
     recipe = json.loads(base["recipe.json"])
     for seed in range(first, first + 20):
         rng = Random(seed)

@@ -271,12 +271,12 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), LARGE)
-def test_large_bodies_get_the_same_answers_through_the_helper(
+def test_large_bodies_get_the_same_answers_from_a_thread(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict, status: int, message: str
 ):
     body = {"temperature": 0, **body} if path.startswith("/v1") else body
     small = send("POST", path, json=body)
-    monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
+    monkeypatch.setattr("toolkit.serve.forms.LARGE_BODY_BYTES", 1)
     large = send("POST", path, json=body)
     assert large.status_code == small.status_code == status
     if status == 200:
@@ -290,7 +290,7 @@ def test_large_bodies_get_the_same_answers_through_the_helper(
 
 def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.MonkeyPatch):
     """All requests are accepted before the first body is read."""
-    monkeypatch.setattr("toolkit.serve.api.LARGE_BODY_BYTES", 1)
+    monkeypatch.setattr("toolkit.serve.forms.LARGE_BODY_BYTES", 1)
     read = threading.Event()
     encode = ByteTokenizer.encode
     monkeypatch.setattr(

@@ -45,21 +45,6 @@ def test_a_public_address_needs_a_key(capsys: pytest.CaptureFixture[str], plan: 
         assert host in fails(capsys, plan, "--host", host)
 
 
-@pytest.mark.parametrize(("words", "share"), [((), 0.5), (("--client-share", "1"), 1.0)])
-def test_a_client_has_half_unless_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, plan: str, words: tuple, share: float
-):
-    started = []
-    monkeypatch.setattr("toolkit.cli.serve_start.start", lambda *of, **_: started.append(of[0]))
-    assert llmctl("serve", plan, *words) == 0
-    assert [front.config.client_share for front in started] == [share]
-
-
-def test_a_share_of_nothing_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
-    assert llmctl("serve", plan, "--client-share", "0") == 2
-    assert "--client-share" in capsys.readouterr().err
-
-
 def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

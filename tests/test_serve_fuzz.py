@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
-from schemathesis import GenerationMode
 
 from benchmarks.common import fuzzing
 from benchmarks.common.serving import Server, ToyWorkers, client, fake_plan
@@ -24,23 +23,6 @@ async def answer(**asked: object) -> httpx.Response:
         response = await http.request(**asked)
         assert http.driver.bug is None
         return response
-
-
-@few
-@given(fuzzing.cases(GenerationMode.POSITIVE))
-def test_requests_that_the_schema_allows_are_served(case) -> None:
-    response = asyncio.run(answer(**fuzzing.wire(case)))
-    assert fuzzing.complaint_of(response) == ""
-    if response.status_code != 200:
-        assert fuzzing.beyond_schemas(response), response.text
-
-
-@few
-@given(fuzzing.cases(GenerationMode.NEGATIVE))
-def test_requests_that_the_schema_forbids_get_a_client_error(case) -> None:
-    response = asyncio.run(answer(**fuzzing.wire(case)))
-    assert fuzzing.complaint_of(response) == ""
-    assert 400 <= response.status_code < 500
 
 
 @few

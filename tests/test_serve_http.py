@@ -1,4 +1,4 @@
-"""HTTP on real sockets in front of a small application: order, timers, bounds, shares."""
+"""HTTP on real sockets in front of a small application: order, timers, bounds."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from within import within
 
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import SMALL_BYTES, WireLimits, client_of, excess
+from toolkit.serve.limits import SMALL_BYTES, WireLimits, excess
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -24,7 +24,6 @@ WAIT = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
 LARGE = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
 LARGE_BYTES = 16 << 20
 CLOSE = b"Connection: close"
-OTHER = "127.0.0.2"
 
 
 class Desk:
@@ -95,22 +94,18 @@ class Desk:
 class Wire:
     """A server, and connections to it."""
 
-    def __init__(self, server: HttpServer, port: int, desk: Desk, shares: list[str]) -> None:
+    def __init__(self, server: HttpServer, port: int, desk: Desk) -> None:
         self.server = server
         self.port = port
         self.desk = desk
-        self.shares = shares  # the kinds of shares that clients exceeded
         self.peers: list[Peer] = []
 
     @property
     def held_bytes(self) -> int:
-        return self.server.app.held_bytes[""]
+        return self.server.app.held_bytes
 
-    async def open(
-        self, data: bytes = b"", *, receive_buffer: int = 0, client: str = "127.0.0.1"
-    ) -> "Peer":
+    async def open(self, data: bytes = b"", *, receive_buffer: int = 0) -> "Peer":
         sock = socket.socket()
-        sock.bind((client, 0))
         if receive_buffer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
@@ -120,9 +115,9 @@ class Wire:
         self.peers.append(Peer(reader, writer))
         return self.peers[-1]
 
-    async def say(self, data: bytes, client: str = "127.0.0.1") -> bytes:
+    async def say(self, data: bytes) -> bytes:
         """All that the server says to these bytes until it closes."""
-        peer = await self.open(data, client=client)
+        peer = await self.open(data)
         return await peer.rest()
 
     async def connections(self, count: int) -> None:
@@ -166,16 +161,13 @@ async def until(done: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def serving(**limits: float) -> AsyncIterator[Wire]:
-    """A server to which each local address is a client of its own."""
     desk = Desk()
-    shares = list[str]()
     raised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-    options = {"client_of": lambda address: address, "on_share": shares.append}
-    server = HttpServer(desk, WireLimits(**{"linger_timeout_s": 0.1} | limits), **options)
+    server = HttpServer(desk, WireLimits(**{"linger_timeout_s": 0.1} | limits))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await server.start(listener)
-        wire = Wire(server, listener.getsockname()[1], desk, shares)
+        wire = Wire(server, listener.getsockname()[1], desk)
         try:
             async with asyncio.timeout(30):
                 yield wire
@@ -185,7 +177,6 @@ async def serving(**limits: float) -> AsyncIterator[Wire]:
                 peer.close()
             await server.stop(1.0)
         assert wire.held_bytes == 0
-        assert not server.app.requests.keys() - {""}
         assert not server.waiting
         assert raised == []
 
@@ -529,67 +520,6 @@ async def test_refused_connections_that_stay_give_way(wire: Wire):
         await peer.has(b"HTTP/1.1 400")
     received = await wire.say(post("/early", b"", CLOSE))
     assert statuses(received) == [401]
-
-
-# Shares of clients
-
-
-@wired(connections=4, client_share=0.5)
-async def test_a_client_with_its_share_of_requests_gets_429_and_others_get_in(wire: Wire):
-    streams = [await wire.open(STREAM) for _ in range(2)]
-    for stream in streams:
-        await stream.has(b"first ")
-    received = await wire.say(b"GET /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert statuses(received) == [429]
-    assert says(error(received)["message"], "127.0.0.1", "2 requests")
-    assert b"retry-after: 5\r\n" in received
-    assert wire.shares == ["requests"]
-    other = await wire.open(STREAM, client=OTHER)
-    await other.has(b"first ")
-    wire.desk.go.set()
-    for stream in (*streams, other):
-        await stream.has(b"last")
-
-
-@wired(held_bytes=2 << 20, client_share=0.5)
-async def test_a_client_with_its_share_of_bytes_gets_429_and_others_are_heard(wire: Wire):
-    large = post("/echo", b"y" * (1 << 19), CLOSE)
-    first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
-    await until(lambda: wire.held_bytes > (1 << 20) - 2 * SMALL_BYTES)
-    received = await wire.say(large)
-    assert statuses(received) == [429]
-    assert error(received)["code"] == "client_share"
-    assert set(wire.shares) == {"bytes"}
-    assert statuses(await wire.say(large, client=OTHER)) == [200]
-    first.send(b"x")
-    await first.has(b"1048576 bytes")
-
-
-@wired(connections=4, client_share=1.0)
-async def test_with_a_whole_share_one_client_may_have_all(wire: Wire):
-    streams = [await wire.open(STREAM) for _ in range(4)]
-    for stream in streams:
-        await stream.has(b"first ")
-    assert wire.server.app.requests.keys() == {""}
-
-
-@pytest.mark.parametrize(
-    ("address", "client"),
-    [
-        ("192.0.2.7", "192.0.2.7"),
-        ("::ffff:192.0.2.7", "192.0.2.7"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("127.0.0.1", None),
-        ("::ffff:127.0.0.1", None),
-        ("::1", None),
-        ("", None),
-    ],
-)
-def test_a_client_is_an_address_or_a_network_of_ipv6_and_never_this_machine(
-    address: str, client: str | None
-):
-    assert client_of(address) == client
 
 
 @pytest.mark.parametrize(

@@ -138,24 +138,15 @@ def test_a_keyless_server_refuses_foreign_host_names(server: Server):
     assert httpx.get(f"{server.url}/health", headers={"host": "evil.com"}).status_code == 200
 
 
-def test_the_helper_reads_a_large_body(server: Server):
-    (helper,) = server.helpers()
+def test_a_large_body_gets_the_answer_of_a_small_one(server: Server):
     small = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
     large = small | {"user": "x" * 40_000}
     answers = [
         httpx.post(f"{server.url}/v1/completions", json=body).json() for body in (small, large)
     ]
     assert answers[0]["choices"] == answers[1]["choices"]
-    helper.kill()
-    helper.wait()
-    httpx.post(
-        f"{server.url}/tokenize", json={"prompt": "x" * 40_000}
-    )  # may meet it before its end is known
-    assert (
-        httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 40_000}).json()["count"]
-        == 40_000
-    )
-    assert len(server.helpers()) == 1
+    counted = httpx.post(f"{server.url}/tokenize", json={"prompt": "x" * 40_000}).json()
+    assert counted["count"] == 40_000
 
 
 def test_a_killed_worker_fails_no_request(server: Server, client: openai.OpenAI):
@@ -275,11 +266,3 @@ def test_a_request_that_kills_its_workers_fails_alone(tmp_path: Path):
         expected = asyncio.run(ask_all(mates))
         assert asyncio.run(ask_all([*mates, "\a poison"])) == [*expected, "503 request_failed"]
         assert server.end() == 0
-
-
-def test_the_helper_ends_with_a_server_that_is_killed(tmp_path: Path):
-    fake_plan(tmp_path)
-    with Server(tmp_path / "plan.json") as server:
-        (helper,) = server.helpers()
-        server.process.kill()
-        helper.wait(60)

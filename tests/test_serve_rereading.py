@@ -24,8 +24,8 @@ BEN = "sk-ben-canary"
 NEW = "sk-new-canary"
 
 
-def key(name: str, secret: str, **limits: int) -> ApiKey:
-    return ApiKey(name=name, sha256=hashlib.sha256(secret.encode()).hexdigest(), **limits)
+def key(name: str, secret: str) -> ApiKey:
+    return ApiKey(name=name, sha256=hashlib.sha256(secret.encode()).hexdigest())
 
 
 def keys_text(**secrets: str) -> str:
@@ -126,24 +126,23 @@ async def counted(http: httpx.AsyncClient, secret: str, sample: str) -> dict[str
 
 
 @pytest.mark.slow
-@with_server(keys=(key("ana", ANA, requests_per_minute=2), key("ben", BEN)))
+@with_server(keys=(key("ana", ANA), key("ben", BEN)))
 async def test_keys_can_be_revoked_and_added_while_counts_continue(http: httpx.AsyncClient):
     assert [(await post(http, secret)).status_code for secret in (ANA, BEN)] == [200, 200]
-    said = http.keyring.renew(("", (key("ana", NEW, requests_per_minute=2), key("eve", ANA))))
+    said = http.keyring.renew(("", (key("ana", NEW), key("eve", ANA))))
     assert says(said, "2", "new: eve", "gone: ben")
     assert [(await post(http, secret)).status_code for secret in (NEW, BEN, ANA)] == [
         200,
         401,
         200,
     ]
-    assert (await post(http, NEW)).status_code == 429, "a new key does not empty its name's bucket"
     assert await counted(http, NEW, "llmctl_key_requests_total") == {"ana": 2, "eve": 1}
-    http.keyring.renew(("", (key("ana", NEW, requests_per_minute=3), key("ben", BEN))))
-    assert (await post(http, NEW)).status_code == 200, "another limit begins full"
+    http.keyring.renew(("", (key("ana", NEW), key("ben", BEN))))
+    assert (await post(http, NEW)).status_code == 200
     assert await counted(http, NEW, "llmctl_key_requests_total") == {"ana": 3, "ben": 1}
 
 
-@with_server(keys=(key("ana", ANA, max_concurrent=1), key("ben", BEN)))
+@with_server(keys=(key("ana", ANA), key("ben", BEN)))
 async def test_a_request_of_a_revoked_key_still_gets_its_answer(http: httpx.AsyncClient):
     running = asyncio.create_task(post(http, ANA, max_tokens=64))
     while not http.driver.running:

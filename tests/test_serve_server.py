@@ -65,19 +65,6 @@ def interrupt(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 @pytest.mark.slow
-def test_what_clients_were_refused_for_having_their_share_is_counted():
-    async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
-        await until_ready(http)
-        driver.stats.count_share("requests")
-        told = (await http.get("/metrics")).text
-        assert 'llmctl_client_limited_total{limit="requests",model_name="toy"} 1.0' in told
-        assert 'llmctl_client_limited_total{limit="bytes",model_name="toy"} 0.0' in told
-        interrupt()
-
-    run(test)
-
-
-@pytest.mark.slow
 def test_a_signal_lets_running_streams_finish_while_ready_says_no():
     async def test(http: httpx.AsyncClient, driver: Driver, hands: HandWorkers) -> None:
         await until_ready(http)

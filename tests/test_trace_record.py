@@ -9,12 +9,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import sse_server
 from commands import llmctl
@@ -25,7 +25,8 @@ from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
 from toolkit.endpoints.upstream import Upstream
-from toolkit.serve import recording as large
+from toolkit.serve import recording
+from toolkit.serve.forms import is_large
 from toolkit.serve.recording import (
     Recording,
     StreamReader,
@@ -147,29 +148,26 @@ def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "processes"), [(10, 0), (10_000, 1)])
-def test_a_large_request_is_read_beside_the_recorder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, processes: int
+@pytest.mark.parametrize(("words", "in_loop"), [(10, True), (10_000, False)])
+def test_a_large_request_is_read_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, in_loop: bool
 ):
     asked = body(stream=True, prompt="word " * words)
-    read_here = []
-    monkeypatch.setattr(
-        large, "read_request", lambda text: read_here.append(text) or read_request(text)
-    )
-    monkeypatch.setattr(
-        large, "ask_for_usage", lambda text: read_here.append(text) or ask_for_usage(text)
-    )
+    threads = []
+
+    def noting(read: Callable[[bytes], object]) -> Callable[[bytes], object]:
+        return lambda text: threads.append(threading.current_thread()) or read(text)
+
+    monkeypatch.setattr(recording, "read_request", noting(read_request))
+    monkeypatch.setattr(recording, "ask_for_usage", noting(ask_for_usage))
 
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post("/v1/completions", json=asked)
         assert got.content == tokens_event(TEXT) * 3 + DONE
-        children = psutil.Process().children()
-        helpers = [child for child in children if "toolkit.serve.recording" in child.cmdline()]
-        assert len(helpers) == processes
 
     server = through(tmp_path / "log", use)
     assert server.bodies == [asked | {"stream_options": {"include_usage": True}}]
-    assert len(read_here) == (0 if processes else 2)
+    assert [thread is threading.main_thread() for thread in threads] == [in_loop, in_loop]
     assert [row["output_length"] for row in rows(tmp_path / "log")] == [3]
 
 
@@ -572,7 +570,7 @@ def test_ids_of_two_recordings_have_nothing_in_common(tmp_path: Path):
 def test_a_large_prompt_is_cut_as_a_small_one(tmp_path: Path):
     small = [1] * 16
     long = [*small, *range(20_000)]
-    assert len(json.dumps(long)) > large.LARGE_BODY_BYTES
+    assert is_large(json.dumps(long).encode())
     found = recorded(tmp_path, body(prompt=long), body(prompt=small))
     assert shared_run(*found) == 4
 

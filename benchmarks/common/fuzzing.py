@@ -1,7 +1,6 @@
 """Requests that try to get an undocumented answer, and the check of every answer.
 
-Requests come from the server's own schema (`cases`), near good bodies (`bodies`), by name (`RAW`)
-and as torn bytes (`torn`).
+Requests come near good bodies (`bodies`), by name (`RAW`) and as torn bytes (`torn`).
 """
 
 import asyncio
@@ -9,26 +8,21 @@ import json
 import random
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import msgspec
-import schemathesis
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
 
 from benchmarks.common import ROOT
-from benchmarks.common.serving import SETTINGS, document
-from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.forms import IGNORED, ChatForm, harmless_values
 
 PRIVATE = ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT))
 LEAKS = re.compile("|".join(map(re.escape, PRIVATE)))
-# refusals that a schema cannot foresee: of the number of tokens, and of the load
-BEYOND_SCHEMAS = {"context_length_exceeded", "overloaded"}
 SENT = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+FIELDS = [*ChatForm.model_fields, *IGNORED, *harmless_values(chat=True)]
 ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
@@ -55,48 +49,6 @@ def complaint_of(response: httpx.Response) -> str:
     return complaint(response.status_code, kind, response.content)
 
 
-def cases(
-    mode: GenerationMode, settings: FrontSettings = SETTINGS
-) -> st.SearchStrategy[schemathesis.Case[Any]]:
-    """Requests that the server's own schema allows, or forbids."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return schemathesis.openapi.from_dict(document(settings)).as_strategy(generation_mode=mode)
-
-
-PATIENT_S = 60
-
-
-def wire(case: schemathesis.Case[Any]) -> dict[str, Any]:
-    """A case as arguments of httpx."""
-    kwargs = case.as_transport_kwargs(base_url="http://test")
-    names = ("method", "url", "headers", "params")
-    kept = {key: kwargs[key] for key in names if kwargs.get(key) is not None}
-    headers = dict(kept.get("headers", {}))
-    kept["headers"] = {name: value for name, value in headers.items() if value is not None}
-    body = kwargs.get("json")
-    data = kwargs.get("data")
-    if body is not None:
-        seconds = body.get("timeout") if isinstance(body, dict) else None
-        if isinstance(seconds, int | float) and 0 < seconds < PATIENT_S:
-            body = {**body, "timeout": PATIENT_S}  # a shorter one may pass, which is a correct 504
-        return kept | {"json": _as_javascript(body)}
-    if data is None:
-        return kept
-    return kept | {"content": data if isinstance(data, str | bytes) else json.dumps(data)}
-
-
-def _as_javascript(value: object) -> object:
-    """The value as JavaScript writes it. To a schema 5.0 is an integer; the server wants integers
-    as 5.
-    """
-    if isinstance(value, dict):
-        return {key: _as_javascript(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return list(map(_as_javascript, value))
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -115,8 +67,7 @@ VALUES = st.recursive(
 def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     """A route, and a valid body with changed fields or bytes."""
     path = draw(st.sampled_from(SENT))
-    properties = document(SETTINGS)["components"]["schemas"]["ChatForm"]["properties"]
-    names = st.sampled_from([*properties, "prompt", "tokens"])
+    names = st.sampled_from([*FIELDS, "prompt", "tokens"])
     fields = draw(st.dictionaries(names, VALUES, max_size=4))
     good: dict[str, Any] = {"prompt": "hello", "tokens": [104]}
     if path == SENT[1]:
@@ -304,9 +255,3 @@ def raw_complaint(sent: bytes, received: bytes) -> str:
         return next(filter(None, (complaint(*answer) for answer in seen)), "")
     except (ValueError, msgspec.DecodeError) as error:
         return str(error)
-
-
-def beyond_schemas(response: httpx.Response) -> bool:
-    """Whether a request that fits the schema was refused for its tokens, or for the load."""
-    error = response.json()["error"]
-    return error["code"] in BEYOND_SCHEMAS or error["param"] in ("min_tokens", "n")

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,8 +37,6 @@ from toolkit.serve.access import AccessGate, ApiKey, Keyring
 from toolkit.serve.api import Routes
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
-from toolkit.serve.forms import BodyReader
-from toolkit.serve.routes import FrontApp
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import StatusPage
 from toolkit.workers.protocol import (
@@ -57,7 +54,6 @@ from toolkit.workers.protocol import (
 )
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
-HELPER = "toolkit.serve.helper"  # in the command of the process that reads large bodies
 FACTS = samples.fit().engine
 SETTINGS = FrontSettings(
     model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64
@@ -206,27 +202,14 @@ def make_driver(
     return Driver(scheduler, workers, Stats(), limits=limits)
 
 
-@cache
-def document(settings: FrontSettings = SETTINGS) -> dict[str, Any]:
-    """The OpenAPI document of the toy model's server."""
-    gate = app_of(make_driver(HandWorkers()), settings)
-    assert isinstance(gate.app, FrontApp)
-    return gate.app.openapi()
-
-
 def app_of(
     driver: Driver,
     settings: FrontSettings = SETTINGS,
     keyring: Keyring | None = None,
     status: StatusPage | None = None,
 ) -> AccessGate:
-    """The application of the toy model. It reads large bodies in a thread, without a helper."""
-    reader = BodyReader(ByteTokenizer(), settings.vocab_size, settings.max_model_len)
-
-    async def read(kind: str, body: bytes) -> Any:
-        return await asyncio.to_thread(reader.read, kind, body)
-
-    routes = Routes(driver, ByteTokenizer(), settings, keyring or Keyring(), read)
+    """The application of the toy model."""
+    routes = Routes(driver, ByteTokenizer(), settings, keyring or Keyring())
     if status:
         routes.show(status)
     return routes.gate()
@@ -325,18 +308,12 @@ class Server:
         self.said = ""
 
     def workers(self) -> list[psutil.Process]:
-        return [child for child, words in self._children() if HELPER not in words]
-
-    def helpers(self) -> list[psutil.Process]:
-        """The process that reads large bodies."""
-        return [child for child, words in self._children() if HELPER in words]
-
-    def _children(self) -> list[tuple[psutil.Process, list[str]]]:
-        """The child processes that have not ended, with their commands."""
+        """The child processes that have not ended."""
         found = []
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.NoSuchProcess):
-                found.append((child, child.cmdline()))
+                child.cmdline()  # raises for one that has ended, also before it was waited for
+                found.append(child)
         return found
 
     def end(self) -> int:

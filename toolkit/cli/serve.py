@@ -131,7 +131,7 @@ class ServeOptions:
     )
     api_keys: Path | None = _network(
         None,
-        "Read the sha256 of several keys from this file, each with a name and limits.",
+        "Read the sha256 of several keys from this file, each with a name.",
         envvar="LLMCTL_API_KEYS",
     )
     ssl_certfile: Path | None = _network(
@@ -157,14 +157,6 @@ class ServeOptions:
         "default: the recipe's.",
         min=0.001,
         metavar="SECONDS",
-    )
-    client_share: float | None = _load(
-        None,
-        "Allow one address this share of the requests at once and of held bytes; default: 0.5. "
-        "Use 1 behind a proxy on another machine.",
-        min=0.001,
-        max=1,
-        metavar="SHARE",
     )
     shutdown_timeout: float = _load(
         30.0, "Give running requests this long after a signal.", min=0, metavar="SECONDS"
@@ -239,7 +231,6 @@ def command(args: ServeOptions) -> None:
 def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> FrontConfig:
     """What all fronts have. `settings` are complete but for what the command line decides."""
     from toolkit.serve.launch import FrontConfig
-    from toolkit.serve.limits import CLIENT_SHARE
     from toolkit.serve.server import Ending, is_loopback
 
     callers, watched_keys = given.access
@@ -253,7 +244,6 @@ def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> Fro
         port=port,
         access=callers,
         insecure=args.insecure,
-        client_share=CLIENT_SHARE if args.client_share is None else args.client_share,
         event_log=args.event_log,
         request_log=args.request_log,
         ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
@@ -315,7 +305,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     what = f"engine {plan.recipe.engine.name}"
     why = ": it has a server of its own"
     _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
-            "--request-timeout", "--client-share", "--allow-end-after", "--vllm-metrics",
+            "--request-timeout", "--allow-end-after", "--vllm-metrics",
             "--open-metrics", "--strict", "--status-page", why=why)  # fmt: skip
     if args.pass_log is not None:
         check_writable(args.pass_log)

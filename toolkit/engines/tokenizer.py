@@ -189,7 +189,9 @@ class FileTokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         utf8(text)
-        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        # A batch of one text: other than `encode`, this call releases Python's global lock.
+        (encoded,) = self._inner.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:

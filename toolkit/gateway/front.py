@@ -40,19 +40,18 @@ from toolkit.gateway.relaying import RELAYED, relay
 from toolkit.gateway.replicas import LOOP, ReplicaPool
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
-from toolkit.serve.access import KeyedRequest, Keyring
+from toolkit.serve.access import Keyring, check_priority
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
 from toolkit.serve.forms import read_json_bytes
 from toolkit.serve.metrics import by_label, families_of_requests, family_of, text_of
-from toolkit.serve.routes import FrontPages, Json, Written, json_page, unknown_model
+from toolkit.serve.routes import FrontPages, Written, json_page, unknown_model
 from toolkit.serve.server import RunningRequests
 from toolkit.serve.stats import QUEUE_FULL, Stats
 from toolkit.traces.write import TraceLog
 
 GENERATING = (COMPLETIONS, CHAT, RESPONSES)
 METRICS_TYPE = "text/plain; version=0.0.4"
-ANYTHING: Json = {"type": "object"}
 BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
 MOST_BYTES_PER_TOKEN = 8.0
@@ -142,7 +141,8 @@ class Gateway(FrontPages):
         stats: Stats | None = None,
         log: TraceLog | None = None,
     ) -> None:
-        super().__init__(settings, keyring, time.monotonic, ANYTHING)
+        super().__init__(settings, keyring)
+        self.now_s = time.monotonic
         self.pool = pool
         self.balancer = pool.balancer
         self.stats = stats or Stats()
@@ -189,15 +189,13 @@ class Gateway(FrontPages):
         await self.app(scope, receive, send)
 
     def _add_routes(self) -> None:
-        """The routes, and how they are described: fields of requests are those of the replicas."""
-        app = self.app
         generate = _written(self._generate)
         for path in GENERATING:
-            app.take_body(path, generate, ANYTHING, ANYTHING, streams=True)
+            self.add(path, generate, "POST")
         for path in RELAYED:
-            app.take_body(path, _written(self._relay), ANYTHING, ANYTHING)
-        app.get_page("/replicas", self._replicas, ANYTHING)
-        app.get_page(REPLICA_METRICS, self._replica_metrics, {"type": "string"}, kind="text/plain")
+            self.add(path, _written(self._relay), "POST")
+        self.add("/replicas", self._replicas)
+        self.add(REPLICA_METRICS, self._replica_metrics)
 
     async def _replica_metrics(self) -> Response:
         """The metrics of all replicas, each with its URL as a label."""
@@ -313,7 +311,7 @@ class Gateway(FrontPages):
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
         headers = self.pool.forwarded(given.get("via", ""))
         request = PassedRequest(self, call, send, arrival_s, headers)
-        KeyedRequest.of(scope).check_priority(call.priority)
+        check_priority(scope, call.priority)
         request.admit()
         with self.running:
             await request.run(receive)

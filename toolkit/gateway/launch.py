@@ -176,7 +176,7 @@ class ReplicaFront(FrontServer):
 
     def __init__(self, serving: ServedReplicas, gateway: Gateway, opened: OpenedFront) -> None:
         pool = gateway.pool
-        limits = WireLimits(client_share=opened.client_share, descriptors_each=2)
+        limits = WireLimits(descriptors_each=2)
         shared: ReplicaSettings | None = None
         app: ASGIApp = gateway.access
         if serving.control_key:

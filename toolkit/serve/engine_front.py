@@ -20,9 +20,7 @@ from toolkit.serve.api import Routes
 from toolkit.serve.assemble import make_scheduler, make_stats
 from toolkit.serve.background import Background
 from toolkit.serve.driver import Driver
-from toolkit.serve.helper import Helper
 from toolkit.serve.launch import FrontServer, OpenedFront
-from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.own_control import refuse_fixed, with_control
 from toolkit.serve.status import StatusPage, driver_status, facts_of
@@ -56,19 +54,16 @@ class OwnWorkers:
 
 
 class EngineFront(FrontServer):
-    """The front over a driver, its application, and the process that reads large bodies."""
+    """The front over a driver, and its application."""
 
     def __init__(
         self,
         driver: Driver,
         app: ASGIApp,
-        helper: Helper | None = None,
-        limits: WireLimits = DEFAULT_LIMITS,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        super().__init__(app, driver.stats, Background(say), limits)
+        super().__init__(app, driver.stats, Background(say))
         self._driver = driver
-        self._helper = helper
 
     @property
     def left(self) -> int:
@@ -83,8 +78,6 @@ class EngineFront(FrontServer):
 
     async def start(self) -> None:
         """Load the workers. Raises `EngineError` if one cannot load."""
-        if self._helper:
-            await self._helper.start()
         await self._driver.start()
 
     async def broken(self) -> None:
@@ -100,8 +93,6 @@ class EngineFront(FrontServer):
 
     async def stop(self) -> None:
         await self._driver.stop()
-        if self._helper:
-            await self._helper.stop()
 
 
 @contextmanager
@@ -127,13 +118,11 @@ def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFro
         driver = _driver(serving, workers, opened)
         if serving.control_key:
             refuse_fixed(driver.scheduler)
-        helper = Helper(plan.recipe.model, settings.vocab_size, settings.max_model_len)
-        routes = Routes(driver, tokenizer, settings, opened.keyring, helper)
+        routes = Routes(driver, tokenizer, settings, opened.keyring)
         app: ASGIApp = routes.gate()
         if serving.control_key:
             app = with_control(app, driver, serving.control_key, opened.say)
-        limits = WireLimits(client_share=opened.client_share)
-        front = EngineFront(driver, app, helper, limits, opened.say)
+        front = EngineFront(driver, app, opened.say)
         if settings.status_page:
             facts = facts_of(plan, settings.model)
             shown = partial(driver_status, driver)

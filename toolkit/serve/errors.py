@@ -30,7 +30,6 @@ class ApiError(Exception):
     Args:
         message: for the client: the value and the limit, never a path of this machine.
         param: the field of the request that is wrong.
-        kind: the body's `type`; by default the one in `TYPES`.
         code: a machine-readable reason.
     """
 
@@ -40,7 +39,6 @@ class ApiError(Exception):
         *,
         status: int = 400,
         param: str | None = None,
-        kind: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
@@ -48,7 +46,6 @@ class ApiError(Exception):
         self.message = message
         self.status = status
         self.param = param
-        self.kind = kind or TYPES.get(status, "invalid_request_error")
         self.code = code
         self.headers = dict(headers or {})
 
@@ -72,21 +69,15 @@ def retry_after_s(wait_s: float) -> int:
     return math.ceil(min(max(wait_s, 1.0), MAX_RETRY_AFTER_S))
 
 
-class ErrorDetail(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    error: ErrorDetail
-
-
 def error_body(error: ApiError) -> bytes:
     """The JSON of an error."""
-    detail = ErrorDetail(error.message, error.kind, error.param, error.code)
-    return msgspec.json.encode(ErrorBody(detail))
+    detail = {
+        "message": error.message,
+        "type": TYPES.get(error.status, "invalid_request_error"),
+        "param": error.param,
+        "code": error.code,
+    }
+    return msgspec.json.encode({"error": detail})
 
 
 def error_response(error: ApiError) -> Response:

@@ -4,10 +4,14 @@ Only JSON is accepted on which no two parsers can disagree: UTF-8 without a byte
 no duplicate key, no half of a surrogate pair, bounded nesting. The forms bound every field, and
 drop none that could change the answer: an unknown field is an error that names it, and so is a
 parameter that this server does not support. Only `IGNORED` has fields of no effect.
+
+`LargeBodies` reads large bodies in a thread, so that they do not block the event loop. A thread
+that parses in C holds Python's global lock meanwhile, so `parse_json` bounds each such step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -21,19 +25,20 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
 from starlette.requests import ClientDisconnect, Request
 
 from toolkit.engines.tokenizer import Tokenizer
 from toolkit.errors import InputError
-from toolkit.serve.errors import ApiError, from_validation
+from toolkit.serve.errors import ApiError, from_validation, overloaded
 
 Json = dict[str, object]
 
 MAX_DEPTH = 32
+MAX_VALUES = 1 << 19  # of a body, counted by the strings, brackets and commas
+LARGE_BODY_BYTES = 1 << 15
+MAX_WAITING_BODIES = 64
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -66,11 +71,51 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(text, status=413)
 
 
+ReadT = TypeVar("ReadT")
+
+
+def is_large(body: bytes) -> bool:
+    """Return whether reading the body takes too long for the event loop."""
+    return len(body) > LARGE_BODY_BYTES
+
+
+class LargeBodies:
+    """Reads one large body after another in a thread, and small ones at once."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def read(self, read: Callable[[bytes], ReadT], body: bytes) -> ReadT:
+        """Return `read(body)`. Raises ApiError if too many large bodies wait, and what `read`
+        raises.
+        """
+        if not is_large(body):
+            return read(body)
+        if self._waiting >= MAX_WAITING_BODIES:
+            raise overloaded(f"{self._waiting} large bodies wait to be read; try again later")
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return await asyncio.to_thread(read, body)
+        finally:
+            self._waiting -= 1
+
+
 def parse_json(body: bytes) -> Json:
-    """The body as a JSON object. Raises `ApiError` if it is none, or if parsers could disagree."""
+    """Return the body as a JSON object. Raises ApiError if it is none, if parsers could disagree
+    about it, or if it holds too many values.
+    """
+    refuse_many_values(body)
     try:
         text = body.decode("utf-8")
-        data = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        data = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_no_constant,
+        )
         if _SURROGATE.search(text):
             json.dumps(data, ensure_ascii=False).encode("utf-8")  # raises for half a pair
     except RecursionError:
@@ -99,6 +144,31 @@ def parse_json(body: bytes) -> Json:
     raise ApiError(f"the body nests deeper than {MAX_DEPTH} levels")
 
 
+def refuse_many_values(body: bytes) -> None:
+    """Raise ApiError for a body with more than `MAX_VALUES` strings, brackets and commas.
+
+    The parser does not release Python's global lock between lists and strings: eight MiB of empty
+    lists would stop all other requests for half a second. What is inside strings costs little.
+    """
+    if sum(body.count(mark) for mark in b'",[{') <= MAX_VALUES:
+        return
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = unescaped.split(b'"', 2 * MAX_VALUES)[::2]  # each string is between two quotes
+    marks = b"".join(outside)
+    if len(outside) + sum(marks.count(mark) for mark in b",[{") > MAX_VALUES:
+        raise ApiError(f"the body holds more than {MAX_VALUES} values")
+
+
+# Functions of Python, also where one of C would do: calling them lets other threads run, while the
+# parser goes through a long list of numbers.
+def _integer(text: str) -> int:
+    return int(text)
+
+
+def _number(text: str) -> float:
+    return float(text)
+
+
 def _object(pairs: list[tuple[str, object]]) -> Json:
     result = dict(pairs)
     if len(result) < len(pairs):
@@ -118,6 +188,7 @@ MAX_STOP_CHARS = 256
 MAX_TIMEOUT_S = 86_400.0
 
 Prompt = str | list[int]
+Prompts = Sequence[Sequence[int]]  # in tokens
 
 # Fields of OpenAI's clients, and of the libraries on top, that may have any value: why each has no
 # effect on an answer here.
@@ -187,30 +258,6 @@ def harmless_values(*, chat: bool) -> dict[str, tuple[object, ...]]:
     return UNSUPPORTED | own | {"add_special_tokens": (None, not chat)}
 
 
-def array(items: JsonSchemaValue, max_items: int | None = None) -> JsonSchemaValue:
-    limit = {} if max_items is None else {"maxItems": max_items}
-    return {"type": "array", "items": items, "minItems": 1, **limit}
-
-
-NO_OTHERS: JsonSchemaValue = {"type": "null"}  # of an object's unknown fields
-_TEXT: JsonSchemaValue = {"type": "string", "minLength": 1}
-_TOKEN: JsonSchemaValue = {"type": "integer", "minimum": 0}
-_STOP: JsonSchemaValue = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-_PART: JsonSchemaValue = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": NO_OTHERS,
-}
-PROMPT_SCHEMA: JsonSchemaValue = {
-    "anyOf": [_TEXT, array(_TEXT, MAX_PROMPTS), array(_TOKEN), array(array(_TOKEN), MAX_PROMPTS)]
-}
-STOP_SCHEMA: JsonSchemaValue = {
-    "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]
-}
-CONTENT_SCHEMA: JsonSchemaValue = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
-
-
 def _is_tokens(value: object) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
 
@@ -275,7 +322,6 @@ class Form(BaseModel):
         strict=True,
         allow_inf_nan=False,
         frozen=True,
-        json_schema_extra={"additionalProperties": NO_OTHERS},
     )
     ignored: ClassVar[Collection[str]] = ()
 
@@ -312,9 +358,7 @@ class GenerationForm(Form):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    stop: Annotated[list[str], PlainValidator(_stops), WithJsonSchema(STOP_SCHEMA)] = Field(
-        default_factory=list
-    )
+    stop: Annotated[list[str], PlainValidator(_stops)] = Field(default_factory=list)
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)] | None
     ) = None
@@ -343,7 +387,7 @@ class GenerationForm(Form):
 class CompletionForm(GenerationForm):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
 
     @property
     def prompt_count(self) -> int:
@@ -352,7 +396,7 @@ class CompletionForm(GenerationForm):
 
 class Message(Form):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content), WithJsonSchema(CONTENT_SCHEMA)]
+    content: Annotated[str, PlainValidator(_content)]
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -369,9 +413,6 @@ class ChatForm(GenerationForm):
         return self.max_completion_tokens or self.max_tokens
 
 
-FORMS: dict[str, type[GenerationForm]] = {"completion": CompletionForm, "chat": ChatForm}
-
-
 class TokenizeForm(Form):
     """POST /tokenize: a prompt, or messages."""
 
@@ -384,9 +425,7 @@ class DetokenizeForm(Form):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[
-        list[int], PlainValidator(_tokens), WithJsonSchema({"type": "array", "items": _TOKEN})
-    ]
+    tokens: Annotated[list[int], PlainValidator(_tokens)]
 
 
 FormT = TypeVar("FormT", bound=Form)
@@ -417,30 +456,24 @@ def refuse_unsupported(data: Json, *, chat: bool) -> None:
 
 MAX_RESPONSE_TOKENS = 1 << 20  # of /tokenize, unless the model's context is longer
 
-EMPTY_MESSAGE = Message(role="user", content="")
-
 EncodedT = TypeVar("EncodedT")
 
 
 class BodyReader:
-    """Reads bodies for one model, in the server and in its helper. Raises only `ApiError`."""
+    """Reads bodies for one model. Raises only ApiError."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def read(self, kind: str, body: bytes) -> bytes | tuple[GenerationForm, list[list[int]]]:
-        """A form of `FORMS` without its texts, and its prompts in tokens; or JSON of a response."""
-        if kind not in FORMS:
-            return self.tokenize(body) if kind == "tokenize" else self.detokenize(body)
-        form = read_form(FORMS[kind], body)
-        prompts = self.tokens(form)
+    def read(self, form: type[GenerationForm], body: bytes) -> tuple[GenerationForm, Prompts]:
+        """Return a body as a form, and its prompts in tokens."""
+        asked = read_form(form, body)
+        prompts = self.tokens(asked)
         for prompt in prompts:
             check_room(len(prompt), self._max_model_len)
-        is_chat = isinstance(form, ChatForm)
-        empty = {"messages": [EMPTY_MESSAGE]} if is_chat else {"prompt": [""] * len(prompts)}
-        return form.model_copy(update=empty), prompts
+        return asked, prompts
 
     def tokens(self, form: GenerationForm) -> list[list[int]]:
         """The tokens of all prompts of a form."""

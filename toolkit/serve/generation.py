@@ -26,11 +26,17 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.engines.protocol import FinishReason, SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
-from toolkit.serve.access import KeyedRequest
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
 from toolkit.serve.errors import ApiError, error_body, late, overloaded, retry_after_s
-from toolkit.serve.forms import BodyReader, ChatForm, GenerationForm, check_room, short
+from toolkit.serve.forms import (
+    BodyReader,
+    ChatForm,
+    GenerationForm,
+    Prompts,
+    check_room,
+    short,
+)
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 from toolkit.serve.routes import unknown_model
 from toolkit.serve.server import disconnected
@@ -42,8 +48,6 @@ MAX_SEED = (1 << 63) - 1
 DONE = b"data: [DONE]\n\n"
 STILL_WAITING = b": waiting\n\n"
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that no client reads
-
-Prompts = Sequence[Sequence[int]]
 
 
 class Generation:
@@ -57,14 +61,12 @@ class Generation:
         self._settings = settings
         self._reader = reader
 
-    def submit(
-        self, form: GenerationForm, keyed: KeyedRequest, prompts: Prompts | None
-    ) -> Exchange:
-        """Submit a request. `prompts` are in tokens; None: the form has them as text.
+    def submit(self, form: GenerationForm, prompts: Prompts | None) -> Exchange:
+        """Submit a request. `prompts` are in tokens; None: they are read from the form.
 
-        Raises `ApiError` for a request that cannot be served, and then submits nothing.
+        Raises ApiError for a request that cannot be served, and then submits nothing.
         """
-        self._admit(form, keyed)
+        self._admit(form)
         if prompts is None:
             prompts = self._reader.tokens(form)
         is_chat = isinstance(form, ChatForm)
@@ -72,7 +74,7 @@ class Generation:
         default = self._settings.max_new_tokens if is_chat else COMPLETION_TOKENS
         limits = [self._limit(len(prompt), form.limit, default) for prompt in prompts]
         shape = ChatFormat(model) if is_chat else CompletionFormat(model)
-        return self._submit(form, prompts, limits, shape, keyed)
+        return self._submit(form, prompts, limits, shape)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
@@ -87,8 +89,8 @@ class Generation:
             wait_s = driver.forecast.predict(driver.now_s).ttft_s
             raise overloaded(text, retry_after_s(wait_s))
 
-    def _admit(self, form: GenerationForm, keyed: KeyedRequest) -> None:
-        """Refuse, before tokenizing, by model, server state, key, queue and forecast."""
+    def _admit(self, form: GenerationForm) -> None:
+        """Refuse, before tokenizing, by model, server state, queue and forecast."""
         settings = self._settings
         driver = self._driver
         if form.model is not None and form.model != settings.model:
@@ -101,8 +103,6 @@ class Generation:
         if choices > MAX_CHOICES:
             text = f"{form.prompt_count} prompts with n {form.n} are {choices} choices"
             raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
-        keyed.check_priority(form.priority or 0)
-        keyed.admit(choices, choices * (form.limit or 1))
         self.check_room(choices)
         predicted = driver.forecast.predict(driver.now_s)
         excess_s = driver.forecast.limits.excess_s(predicted)
@@ -124,7 +124,6 @@ class Generation:
         prompts: Prompts,
         limits: Sequence[int],
         shape: CompletionFormat,
-        keyed: KeyedRequest,
     ) -> Exchange:
         """Submit all choices of all prompts; `limits` bounds the new tokens for each prompt."""
         n = form.n or 1
@@ -134,14 +133,10 @@ class Generation:
         tokens = [tuple(prompt) for prompt in prompts]
         choices: list[ActiveRequest] = []
 
-        def used() -> int:
-            return sum(active.output.tokens for active in choices) + prompt_tokens * bool(choices)
-
         def cancel() -> None:
             for active in choices:
                 self._driver.cancel(active)
 
-        keyed.reserve(prompt_tokens + n * sum(limits), used)
         try:
             for index in range(reply.choices):
                 own = sampling
@@ -162,7 +157,6 @@ class Generation:
                 choices.append(self._driver.submit(request, output, reply))
         except RefusedError as error:
             cancel()
-            choices.clear()
             raise ApiError(str(error), code="context_length_exceeded") from None
         return Exchange(reply, shape, prompt_tokens, cancel)
 

@@ -56,7 +56,7 @@ class HttpServer:
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
         certificate: a PEM file; with it the server speaks TLS.
         key: the file of its key; None: the certificate's.
-        options: those of `Limited`.
+        on_status: called with the status of each answer.
 
     Raises `InputError` for a certificate or a key that cannot be used.
     """
@@ -69,13 +69,13 @@ class HttpServer:
         dated: bool = True,
         certificate: Path | None = None,
         key: Path | None = None,
-        **options: Callable[[str], Any],
+        on_status: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.limits = limits
         self.waiting: dict[BoundedConnection, None] = {}
         self.refused: dict[BoundedConnection, None] = {}
         self._most_connections = possible_connections(limits)
-        self.app = Limited(app, limits, self._most_connections, **options)
+        self.app = Limited(app, limits, on_status)
         self._config = uvicorn.Config(
             self.app,
             http="httptools",

@@ -30,7 +30,7 @@ from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.background import Background
 from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import CLIENT_SHARE, WireLimits
+from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.log import RefusalLog, logging_to_stderr
 from toolkit.serve.server import (
     Ending,
@@ -107,7 +107,6 @@ class FrontConfig:
     port: int
     access: Callers = ("", ())  # the one key, or several keys; without any everything is open
     insecure: bool = False
-    client_share: float = CLIENT_SHARE  # of requests at once and of held bytes, for one client
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
@@ -124,7 +123,6 @@ class OpenedFront:
 
     settings: FrontSettings
     keyring: Keyring
-    client_share: float
     say: Callable[[str], None]
     events: EventLog | None = None
     requests: TraceLog | None = None
@@ -146,7 +144,11 @@ class FrontServer(ABC):
     dated = True
 
     def __init__(
-        self, app: ASGIApp, stats: Stats, background: Background, limits: WireLimits
+        self,
+        app: ASGIApp,
+        stats: Stats,
+        background: Background,
+        limits: WireLimits = DEFAULT_LIMITS,
     ) -> None:
         self.app = app
         self.limits = limits
@@ -207,7 +209,6 @@ def launch(
         opened = OpenedFront(
             replace(config.settings, local_hosts_only=local),
             Keyring(*config.access),
-            config.client_share,
             config.ending.say,
             events,
             requests,
@@ -254,7 +255,6 @@ async def serve(
         dated=front.dated,
         certificate=certificate,
         key=certificate_key,
-        on_share=front.stats.count_share,
         on_status=front.stats.count_status,
     )
     signals = Signals()

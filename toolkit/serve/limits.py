@@ -1,33 +1,25 @@
 """What clients may use of a front, and the middleware that holds requests to it.
 
-`Limited` bounds the time of a body, and over all requests and for one client the number of requests
-at once, and the bytes of their bodies and large answers. Connections are bounded in
-`toolkit.serve.http`, the length of a body where it is read.
-
-A client is an IPv4 address or an IPv6 network of 64 bits. Connections from this machine, such as
-those of a proxy, have no share. docs/how-to/expose.md says what a proxy in front does better.
+`Limited` bounds the time of a body, and over all requests the bytes of their bodies and large
+answers. Connections are bounded in `toolkit.serve.http`, the length of a body where it is read.
+What one client may use is bounded by a proxy in front (docs/how-to/expose.md).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import resource
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.serve.assemble import MAX_BODY_BYTES
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
+from toolkit.serve.errors import ApiError, error_response, overloaded
 
-CLIENT_SHARE = 0.5  # of requests at once and of held bytes, for one client
 SMALL_BYTES = 1 << 16  # a body or an answer up to this size is taken however much is held
-ALL = ""  # all clients
 FRAMING = (b"content-length", b"transfer-encoding")  # of requests with a body
 EXCESS_ONE_IN = 4
 SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
@@ -42,7 +34,6 @@ class WireLimits:
     head_bytes: int = 1 << 16  # of the request line and all headers
     body_bytes: int = MAX_BODY_BYTES
     held_bytes: int = 256 << 20  # of bodies and large answers
-    client_share: float = 1.0  # of `connections` and `held_bytes`, for one client; 1: no shares
     head_timeout_s: float = 60.0
     body_timeout_s: float = 60.0
     idle_timeout_s: int = 60  # longer than in clients' connection pools: they close first
@@ -54,7 +45,7 @@ DEFAULT_LIMITS = WireLimits()
 
 
 def possible_connections(limits: WireLimits) -> int:
-    """Ask for enough file descriptors. Returns how many connections they are enough for."""
+    """Ask for enough file descriptors. Return how many connections they are enough for."""
     each = limits.descriptors_each + 1 / EXCESS_ONE_IN
     wanted = math.ceil(limits.connections * each) + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -68,24 +59,8 @@ def possible_connections(limits: WireLimits) -> int:
 
 
 def excess(connections: int) -> int:
-    """How many connections may be open beside those that may have a request."""
+    """Return how many connections may be open beside those that may have a request."""
     return max(connections // EXCESS_ONE_IN, 1)
-
-
-@lru_cache(4096)
-def client_of(address: str) -> str | None:
-    """The address, or its IPv6 network of 64 bits; None for this machine's, and for no address."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return None
-    if isinstance(ip, ipaddress.IPv6Address):
-        ip = ip.ipv4_mapped or ip
-    if ip.is_loopback:
-        return None
-    if isinstance(ip, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((ip, 64), strict=False))
-    return str(ip)
 
 
 class Limited:
@@ -93,58 +68,29 @@ class Limited:
 
     Args:
         app: what it passes requests to.
-        most_requests: at once, of all clients.
-        client_of: the client of an address; None: only the bounds over all clients hold.
-        on_share: called with `requests` or `bytes` when a client gets 429 because of its share.
+        on_status: called with the status of each answer.
 
     Attributes:
-        requests, held_bytes: by client, and over `ALL`.
+        held_bytes: of bodies and large answers, of all requests.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        limits: WireLimits,
-        most_requests: int,
-        *,
-        client_of: Callable[[str], str | None] = client_of,
-        on_share: Callable[[str], None] = lambda _: None,
-        on_status: Callable[[str], None] = lambda _: None,
+        self, app: ASGIApp, limits: WireLimits, on_status: Callable[[str], None] = lambda _: None
     ) -> None:
         self.limits = limits
-        self.requests: Counter[str] = Counter()
-        self.held_bytes: Counter[str] = Counter()
+        self.held_bytes = 0
         self._app = app
-        self._most_requests = max(int(most_requests * limits.client_share), 1)
-        self._most_bytes = int(limits.held_bytes * limits.client_share)
-        self._client_of = client_of
-        self._on_share = on_share
         self.on_status = on_status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if wrong := self._wrong_head(scope):
             await error_response(wrong)(scope, receive, send)
             return
-        client = ALL
-        if self.limits.client_share < 1 and scope["client"] is not None:
-            client = self._client_of(scope["client"][0]) or ALL
-        if client != ALL and self.requests[client] >= self._most_requests:
-            self._on_share("requests")
-            text = f"{client} has {self._most_requests} requests here"
-            refusal = _over_share(f"{text}, as many as one client may have at once")
-            await error_response(refusal)(scope, receive, send)
-            return
-        request = _LimitedRequest(self, client, scope, receive, send)
-        names = {ALL, client}
-        self.requests.update(names)
+        request = _LimitedRequest(self, scope, receive, send)
         try:
             await self._app(scope, request.receive, request.send)
         finally:
-            self.requests.subtract(names)
-            for name in names:
-                self.held_bytes[name] -= request.held_bytes
-            if not self.requests[client]:
-                del self.requests[client], self.held_bytes[client]
+            self.held_bytes -= request.held_bytes
 
     def _wrong_head(self, scope: Scope) -> ApiError | None:
         headers = scope["headers"]
@@ -158,29 +104,20 @@ class Limited:
             return ApiError(text, headers={"Connection": "close"})
         return None
 
-    def hold(self, client: str, size: int) -> None:
-        """Count bytes that are in memory. Raises `ApiError` if there is no room for them."""
-        for name in {ALL, client}:
-            self.held_bytes[name] += size
-        if self.held_bytes[ALL] > self.limits.held_bytes:
-            mib = self.held_bytes[ALL] >> 20
+    def hold(self, size: int) -> None:
+        """Count bytes that are in memory. Raises ApiError if there is no room for them."""
+        self.held_bytes += size
+        if self.held_bytes > self.limits.held_bytes:
+            mib = self.held_bytes >> 20
             raise overloaded(f"the server holds {mib} MiB of requests and answers; try again later")
-        if client != ALL and self.held_bytes[client] > self._most_bytes:
-            self._on_share("bytes")
-            mib = self.held_bytes[client] >> 20
-            text = f"the requests and unread answers of this client are {mib} MiB"
-            raise _over_share(f"{text}, which is more than its share")
 
 
 class _LimitedRequest:
     """One request: its `receive` and `send`."""
 
-    def __init__(
-        self, limited: Limited, client: str, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    def __init__(self, limited: Limited, scope: Scope, receive: Receive, send: Send) -> None:
         self.held_bytes = 0
         self._limited = limited
-        self._client = client
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -192,7 +129,7 @@ class _LimitedRequest:
 
     def _hold(self, size: int) -> None:
         self.held_bytes += size
-        self._limited.hold(self._client, size)
+        self._limited.hold(size)
 
     async def receive(self) -> Message:
         """The `receive` of ASGI. Raises `ApiError` for a body that is late or finds no room."""
@@ -252,8 +189,3 @@ class _LimitedRequest:
 def head_too_large(limits: WireLimits) -> ApiError:
     text = f"request line and headers are larger than {limits.head_bytes} bytes"
     return ApiError(text, status=431, headers={"Connection": "close"})
-
-
-def _over_share(text: str) -> ApiError:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return ApiError(text, status=429, code="client_share", headers=headers)

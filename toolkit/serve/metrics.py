@@ -19,7 +19,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from toolkit.serve.access import LIMITS, Account
+from toolkit.serve.access import Account
 from toolkit.serve.stats import Histogram, Stats
 
 Labels = Mapping[str, str]
@@ -208,7 +208,7 @@ def by_label(
 def families_of_requests(
     stats: Stats, labels: Labels, accounts: Sequence[Account]
 ) -> Iterator[Metric]:
-    """What every front counts: its requests, and the usage of each key of a keys file."""
+    """Yield what every front counts: its requests, and those of each key of a keys file."""
     for attribute, text in _OF_REQUESTS.items():
         name = f"llmctl_{attribute}_seconds"
         yield histogram_family(name, text, labels, getattr(stats, attribute))
@@ -220,28 +220,14 @@ def families_of_requests(
         ("llmctl_refused", "Requests that got 503 because of overload.", stats.refused),
     ):
         yield family_of(CounterMetricFamily, name, text, labels, value)
-    limited = "Requests that got 429 because of a client's share, of requests at once or bytes."
     for name, text, label, values in (
         ("llmctl_requests", "Requests that ended, and how.", "finish_reason", dict(stats.ended)),
-        ("llmctl_client_limited", limited, "limit", stats.share_refusals),
         ("llmctl_http_responses", "Answers by HTTP status.", "status", stats.statuses),
     ):
         yield by_label(CounterMetricFamily, name, text, labels, label, values)
-    for name, text, attribute in (
-        ("llmctl_key_requests", "Accepted requests of a key.", "accepted"),
-        ("llmctl_key_tokens", "Prompt and output tokens of a key.", "taken_tokens"),
-    ):
-        used = {account.name: float(getattr(account, attribute)) for account in accounts}
-        yield by_label(CounterMetricFamily, name, text, labels, "key", used)
-    text = "Choices of a key that run or wait."
-    running = {account.name: account.running for account in accounts}
-    yield by_label(GaugeMetricFamily, "llmctl_key_running", text, labels, "key", running)
-    text = "Requests of a key that got 429, by limit."
-    refused = CounterMetricFamily("llmctl_key_limited", text, labels=[*labels, "key", "limit"])
-    for account in accounts:
-        for limit in LIMITS:
-            refused.add_metric([*labels.values(), account.name, limit], account.refused[limit])
-    yield refused
+    text = "Requests that a key has sent."
+    sent = {account.name: account.requests for account in accounts}
+    yield by_label(CounterMetricFamily, "llmctl_key_requests", text, labels, "key", sent)
 
 
 def histogram_family(name: str, text: str, labels: Labels, histogram: Histogram) -> Metric:

@@ -14,8 +14,10 @@ many ids as its counted tokens make.
 from __future__ import annotations
 
 import math
+import secrets
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b
 from typing import Annotated, NamedTuple
 
@@ -24,6 +26,7 @@ from msgspec import Raw
 
 from toolkit.endpoints.foreign import decoded
 from toolkit.serve.errors import ApiError
+from toolkit.serve.forms import LargeBodies
 
 ID_BITS = 53
 # A server adds tokens to a prompt, of a template or a picture; beyond these its count is not one.
@@ -99,25 +102,28 @@ def _pieces(content: bytes, size: int) -> Iterator[bytes]:
 
 
 class PromptBlocks:
-    """The ids of the prompts of one recording.
+    """The ids of the prompts of one recording."""
 
-    `ask` returns the result of `blocks_of_prompt` in msgpack, for its three numbers and a body.
-    """
-
-    def __init__(self, block_tokens: int, ask: Callable[[str, bytes], Awaitable[bytes]]) -> None:
+    def __init__(self, block_tokens: int, bodies: LargeBodies) -> None:
+        self._key = secrets.token_bytes(32)  # of this recording only, and never stored
         self._block_tokens = block_tokens
-        self._ask = ask
+        self._bodies = bodies
         self._block_bytes = 0  # of text; 0: no text was counted yet
 
     async def ids(self, body: bytes, prompt_tokens: int) -> list[int] | None:
-        """The ids of a request's prompt; None where they cannot be known."""
+        """Return the ids of a request's prompt; None where they cannot be known."""
         while True:
-            job = f"{prompt_tokens} {self._block_tokens} {self._block_bytes}"
+            cut = partial(
+                blocks_of_prompt,
+                key=self._key,
+                prompt_tokens=prompt_tokens,
+                block_tokens=self._block_tokens,
+                block_bytes=self._block_bytes,
+            )
             try:
-                answer = await self._ask(job, body)
+                prompt = await self._bodies.read(cut, body)
             except ApiError:  # too many bodies wait to be read
                 return None
-            prompt = msgspec.msgpack.decode(answer, type=BlockedPrompt | None)
             if prompt is None:
                 return None
             self._block_bytes = self._block_bytes or prompt.block_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import secrets
 import socket
 import time
 from collections import Counter
@@ -32,11 +31,10 @@ from toolkit.errors import InputError
 from toolkit.serve.access import check_local_host
 from toolkit.serve.background import Background
 from toolkit.serve.errors import ApiError, error_response
-from toolkit.serve.forms import read_body
-from toolkit.serve.helper import LARGE_BODY_BYTES, ReadBody, ReadingProcess, work
+from toolkit.serve.forms import LargeBodies, read_body
 from toolkit.serve.launch import FrontServer, serve
 from toolkit.serve.limits import WireLimits
-from toolkit.serve.prompt_blocks import PromptBlocks, blocks_of_prompt
+from toolkit.serve.prompt_blocks import PromptBlocks
 from toolkit.serve.server import Ending, RunningRequests, disconnected, is_loopback, listen, url
 from toolkit.serve.stats import Stats
 from toolkit.traces.types import MOONCAKE_BLOCK
@@ -50,8 +48,6 @@ MAX_COUNTED_PROMPTS = 1024
 MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
-READ = "read"
-WITH_USAGE = "with usage"  # jobs about a body, beside that of `PromptBlocks`
 
 # One of several prompts in a list: a string or a list of tokens.
 _PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\]]*\])\s*[,\]]')
@@ -169,8 +165,8 @@ class TraceRecorder(FrontServer):
         self._log = log
         self._local_hosts_only = local_hosts_only
         self._asks_usage = True  # until the upstream turns out not to support it
-        self._requests = RequestReading()
-        self._blocks = PromptBlocks(block_tokens, self._requests.ask)
+        self._bodies = LargeBodies()
+        self._blocks = PromptBlocks(block_tokens, self._bodies)
         self._block_tokens = block_tokens
 
     @property
@@ -187,7 +183,7 @@ class TraceRecorder(FrontServer):
         await self.running.ended(timeout_s)
 
     async def stop(self) -> None:
-        await self._requests.stop()
+        pass
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.running:
@@ -208,8 +204,7 @@ class TraceRecorder(FrontServer):
         asks_tokens = scope["method"] == "POST" and scope["path"].endswith(TOKEN_PATHS)
         recorded = None
         if asks_tokens:
-            read = await self._requests.ask(READ, body)
-            request = msgspec.msgpack.decode(read, type=TokenRequest | None)
+            request = await self._bodies.read(read_request, body)
             recorded = RecordedRequest(request, arrival_s) if request else None
         passing = asyncio.ensure_future(self._pass(scope, body, recorded, send))
         gone = asyncio.ensure_future(disconnected(receive))
@@ -257,7 +252,7 @@ class TraceRecorder(FrontServer):
         adds = self._asks_usage and request.stream and not request.usage
         if adds:
             changed = _without(headers, b"content-length")
-            with_usage = await self._requests.ask(WITH_USAGE, body)
+            with_usage = await self._bodies.read(ask_for_usage, body)
             answer = await self._upstream.send(scope["method"], target, changed, with_usage)
             if answer.status not in UNSUPPORTED_STATUSES:
                 recorded.reader = StreamReader(strip=True)
@@ -317,32 +312,6 @@ def _without(headers: RawHeaders, name: bytes) -> RawHeaders:
 
 def _piece(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
-
-
-class RequestReading(ReadingProcess):
-    """Answers jobs about bodies of requests; only a large body goes to the process."""
-
-    def __init__(self) -> None:
-        key = secrets.token_bytes(32)  # of this recording only, and never stored
-        super().__init__("toolkit.serve.recording", key)
-        self._read_body = _prepare(key)
-
-    async def ask(self, kind: str, body: bytes) -> bytes:
-        """As `ReadingProcess.ask`."""
-        if len(body) <= LARGE_BODY_BYTES:
-            return self._read_body(kind, body)
-        return await super().ask(kind, body)
-
-
-def _prepare(key: bytes) -> ReadBody:
-    def read_body(job: str, body: bytes) -> bytes:
-        if job == READ:
-            return msgspec.msgpack.encode(read_request(body))
-        if job == WITH_USAGE:
-            return ask_for_usage(body)
-        return msgspec.msgpack.encode(blocks_of_prompt(body, key, *map(int, job.split())))
-
-    return read_body
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +473,3 @@ def split(total: int, rows: int) -> Sequence[int]:
     """`total` divided over `rows`, as evenly as whole numbers allow."""
     share, more = divmod(total, rows)
     return [share + (row < more) for row in range(rows)]
-
-
-if __name__ == "__main__":
-    work(_prepare)

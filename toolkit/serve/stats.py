@@ -171,8 +171,6 @@ class Stats:
     preemptions: int = 0
     restarts: Counter[int] = field(default_factory=Counter)  # by worker
     refusals: Counter[str] = field(default_factory=Counter)  # for overload, by the reason
-    # Refusals because a client had its share, by what it was a share of.
-    share_refusals: Counter[str] = field(default_factory=lambda: Counter(requests=0, bytes=0))
     # Answers by HTTP status. Those of failures are there from the start: an alert on the growth of
     # a counter does not see its first value.
     statuses: Counter[str] = field(
@@ -206,10 +204,6 @@ class Stats:
     @property
     def predicted_batch_s(self) -> float:
         return sum(worker.predicted_s for worker in self.compared.values())
-
-    def count_share(self, limit: str) -> None:
-        """Count a refusal: a client exceeded its share of `requests` or `bytes`."""
-        self.share_refusals[limit] += 1
 
     def count_status(self, status: str) -> None:
         """Count an answer."""

@@ -1,0 +1,145 @@
+"""Large bodies, which a thread reads: bounded work, while the event loop turns."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import models, pre_tokenizers
+from within import in_a_loop
+
+from toolkit.engines.tokenizer import VOCAB_SIZE, ByteTokenizer, FileTokenizer
+from toolkit.serve import forms
+from toolkit.serve.errors import ApiError
+from toolkit.serve.forms import (
+    MAX_VALUES,
+    BodyReader,
+    ChatForm,
+    CompletionForm,
+    LargeBodies,
+    parse_json,
+)
+
+READER = BodyReader(ByteTokenizer(), VOCAB_SIZE, 512)
+MANY = 200_000
+
+
+def completion(body: bytes) -> object:
+    return READER.read(CompletionForm, body)
+
+
+def chat(body: bytes) -> object:
+    return READER.read(ChatForm, body)
+
+
+def listed(item: bytes, count: int) -> bytes:
+    return b",".join([item] * count)
+
+
+KEYS = b"{%s}" % b",".join(b'"k%d":0' % number for number in (*range(50_000), 49_999))
+TOO_MANY = "more than 524288 values"
+WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
+    "many keys, the last one twice": (completion, KEYS, "the key 'k49999' occurs twice"),
+    "more keys": (completion, b"{%s}" % listed(b'"k":0', MAX_VALUES // 2), TOO_MANY),
+    "many tokens that are none": (
+        READER.detokenize,
+        b'{"tokens":[%s]}' % listed(b"-1", MANY),
+        "200000 tokens",
+    ),
+    "many tokens": (completion, b'{"prompt":[%s]}' % listed(b"1", MANY), "has 200000 tokens"),
+    "more tokens": (completion, b'{"prompt":[%s]}' % listed(b"1", MAX_VALUES), TOO_MANY),
+    "numbers of 4,000 digits": (
+        completion,
+        b'{"prompt":[%s]}' % listed(b"1" * 4_000, 200),
+        "too large a number",
+    ),
+    "a long text": (completion, b'{"prompt":"%s"}' % (b"a" * 500_000), "has 500000 tokens"),
+    "a text of more tokens than an answer holds": (
+        READER.tokenize,
+        b'{"prompt":"%s"}' % (b"a" * 1_100_000),
+        "1100000 tokens",
+    ),
+    "many messages": (chat, b'{"messages":[%s]}' % listed(b"{}", 150_000), "role.: Field required"),
+    "more messages": (chat, b'{"messages":[%s]}' % listed(b"{}", MAX_VALUES // 2), TOO_MANY),
+    "many stops": (
+        completion,
+        b'{"prompt":"a","stop_token_ids":[%s]}' % listed(b"-1", MANY),
+        "ids.0",
+    ),
+    "many lists": (chat, b'{"x":[%s]}' % listed(b"[]", 150_000), "Field required"),
+    "many strings": (completion, b'{"prompt":[%s]}' % listed(b'""', 150_000), "150000 prompts"),
+    "strings one behind the other": (completion, b'""' * MAX_VALUES, TOO_MANY),
+    "deep": (READER.tokenize, b'{"prompt":' + b"[" * MANY, "nests deeper than 32 levels"),
+    "deeper": (READER.tokenize, b'{"prompt":' + b"[" * MAX_VALUES, TOO_MANY),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORST)
+@in_a_loop
+async def test_the_worst_bodies_are_refused_while_the_loop_turns(name: str):
+    read, body, message = WORST[name]
+    begin_s = time.monotonic()
+    asking = asyncio.create_task(LargeBodies().read(read, body))
+    turns = 0
+    while not asking.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    with pytest.raises(ApiError, match=message):
+        await asking
+    assert turns > 1 or time.monotonic() - begin_s < 0.05
+
+
+def test_what_is_inside_strings_is_no_value():
+    inside = r"[{,\",\\" * (MAX_VALUES // 4)
+    text = parse_json(b'{"prompt":"%s"}' % inside.encode())["prompt"]
+    assert text == inside.replace(r"\"", '"').replace(r"\\", "\\")
+    listed = parse_json(b'{"a":[%s]}' % b",".join([b'"[,"'] * (MAX_VALUES // 4)))["a"]
+    assert listed == ["[,"] * (MAX_VALUES // 4)
+
+
+@in_a_loop
+async def test_large_bodies_are_read_one_at_a_time_and_too_many_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(forms, "MAX_WAITING_BODIES", 2)
+    monkeypatch.setattr(forms, "LARGE_BODY_BYTES", 1)
+    reading: list[str] = []
+    most = 0
+
+    def read(body: bytes) -> bytes:
+        nonlocal most
+        reading.append(threading.current_thread().name)
+        most = max(most, len(reading))
+        time.sleep(0.01)
+        reading.pop()
+        return body
+
+    bodies = LargeBodies()
+    asking = [asyncio.create_task(bodies.read(read, b"body")) for _ in range(3)]
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    assert found[:2] == [b"body", b"body"]
+    assert isinstance(found[2], ApiError)
+    assert (found[2].status, found[2].headers) == (503, {"Retry-After": "5"})
+    assert most == 1
+    assert await bodies.read(lambda _: threading.current_thread(), b"") is threading.main_thread()
+
+
+@pytest.mark.slow
+@in_a_loop
+async def test_a_tokenizer_of_a_file_lets_the_loop_turn(tmp_path):
+    vocabulary = {chr(code): number for number, code in enumerate(range(33, 127))}
+    inner = Inner(models.BPE(vocab=vocabulary | {"Ġ": len(vocabulary)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    text = "ab cd ef," * 40_000
+    encoding = asyncio.create_task(asyncio.to_thread(tokenizer.encode, text))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert len(await encoding) == len(text)
+    assert turns > 10
