@@ -14,6 +14,7 @@ from toolkit.engines.tokenizer import VOCAB_SIZE, ByteTokenizer, FileTokenizer
 from toolkit.serve import forms
 from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import (
+    MAX_LISTS,
     MAX_VALUES,
     BodyReader,
     ChatForm,
@@ -68,11 +69,12 @@ WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
         b'{"prompt":"a","stop_token_ids":[%s]}' % listed(b"-1", MANY),
         "ids.0",
     ),
-    "many lists": (chat, b'{"x":[%s]}' % listed(b"[]", 150_000), "Field required"),
+    "many lists": (chat, b'{"x":[%s]}' % listed(b"[]", 60_000), "Field required"),
+    "more lists": (chat, b'{"x":[%s]}' % listed(b"[]", MAX_LISTS), "more than 65536 lists"),
     "many strings": (completion, b'{"prompt":[%s]}' % listed(b'""', 150_000), "150000 prompts"),
     "strings one behind the other": (completion, b'""' * MAX_VALUES, TOO_MANY),
-    "deep": (READER.tokenize, b'{"prompt":' + b"[" * MANY, "nests deeper than 32 levels"),
-    "deeper": (READER.tokenize, b'{"prompt":' + b"[" * MAX_VALUES, TOO_MANY),
+    "deep": (READER.tokenize, b'{"prompt":' + b"[" * MAX_LISTS, "nests deeper than 32 levels"),
+    "deeper": (READER.tokenize, b'{"prompt":[' + b"[" * MAX_LISTS, "more than 65536 lists"),
 }
 
 

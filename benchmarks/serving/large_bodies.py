@@ -6,7 +6,7 @@ Takes two to three minutes. Needs nothing but the package: two workers with fake
 
 Each of the worst bodies is sent once, while another client asks `/health` every 2 ms. The table has
 the slowest of those answers during the body, and during the second before it. The exit code is 1 if
-one took longer than 50 ms.
+one took longer than 100 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.common.raw_client import post
 from benchmarks.common.serving import fake_server
 
 LARGEST = 8 << 20
-LIMIT_MS = 50.0
+LIMIT_MS = 100.0
 
 
 def items(item: bytes, size: int = LARGEST) -> bytes:
@@ -52,6 +52,13 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "/tokenize: escapes": ("/tokenize", b'{"prompt":"%s"}' % (b"\\n" * (LARGEST // 2 - 50))),
         "/tokenize: surrogate pairs": ("/tokenize", b'{"prompt":"%s"}' % surrogates),
         "brackets": (completions, b"[" * LARGEST),
+        "numbers of 4,000 digits": (completions, b'{"prompt":[%s]}' % items(b"1" * 4000)),
+        "numbers with a fraction": (completions, b'{"x":[%s]}' % items(b"0.5")),
+        "empty strings": (completions, b'{"prompt":[%s]}' % items(b'""')),
+        "65,000 empty lists": (completions, b'{"x":[%s]}' % items(b"[]", 3 * 65_000)),
+        "250,000 keys": (completions, b"{%s}" % keys[:2_500_000].rpartition(b",")[0]),
+        "/tokenize: commas": ("/tokenize", b'{"prompt":"%s"}' % (b"," * (LARGEST - 100))),
+        "/tokenize: quotes": ("/tokenize", b'{"prompt":"%s"}' % (b'\\"' * (LARGEST // 2 - 50))),
         "empty lists": (completions, b'{"x":[%s]}' % items(b"[]")),
         "empty objects": (completions, b'{"x":[%s]}' % items(b"{}")),
         "empty messages": (chat, b'{"messages":[%s]}' % items(b"{}")),

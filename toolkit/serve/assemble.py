@@ -26,8 +26,8 @@ class FrontSettings:
 
     Attributes:
         model: the name by which clients call it; '': before replicas, any.
-        max_new_tokens: that one request may ask for; before replicas, what a key is charged for a
-            request that names no limit.
+        max_new_tokens: that one request may ask for; before replicas, assumed for a request that
+            names no limit.
         max_waiting: requests; with more, new ones get 503.
         max_model_len, vocab_size: of workers of our own, prompt and output together.
         wait_up_s: an accepted request waits this long for a replica to be up.
