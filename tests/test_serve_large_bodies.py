@@ -43,7 +43,12 @@ KEYS = b"{%s}" % b",".join(b'"k%d":0' % number for number in (*range(50_000), 49
 TOO_MANY = "more than 524288 values"
 WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
     "many keys, the last one twice": (completion, KEYS, "the key 'k49999' occurs twice"),
-    "more keys": (completion, b"{%s}" % listed(b'"k":0', MAX_VALUES // 2), TOO_MANY),
+    "many unknown keys": (
+        completion,
+        KEYS.replace(b'{"k0":0', b'{"prompt":"a"').replace(b',"k49999":0}', b"}"),
+        "'k1' is not a field",
+    ),
+    "more keys": (completion, b"{%s}" % listed(b'"k":0', MAX_VALUES // 2 + 1), TOO_MANY),
     "many tokens that are none": (
         READER.detokenize,
         b'{"tokens":[%s]}' % listed(b"-1", MANY),
