@@ -46,6 +46,7 @@ class ApiError(Exception):
         self.message = message
         self.status = status
         self.param = param
+        self.kind = TYPES.get(status, "invalid_request_error")
         self.code = code
         self.headers = dict(headers or {})
 
@@ -73,7 +74,7 @@ def error_body(error: ApiError) -> bytes:
     """The JSON of an error."""
     detail = {
         "message": error.message,
-        "type": TYPES.get(error.status, "invalid_request_error"),
+        "type": error.kind,
         "param": error.param,
         "code": error.code,
     }
