@@ -7,20 +7,18 @@ of `Balancer`; a router gives its parameters, and `PLAIN` the formula of its nam
 
 import hashlib
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from toolkit.routing.balancer import HISTORY
-from toolkit.routing.formulas import GOLDEN, MOST_WEIGHED, _chance, _tokens_behind
 from toolkit.routing.replicas import RequestOutlook
+from toolkit.routing.routers import MOST_WEIGHED, _chance, _tokens_behind
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
 RING_POINTS = 160
@@ -150,25 +148,11 @@ class RouterView:
 
 
 def round_robin(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    replicas = view.replicas
-    weights = [replica.traits.weight for replica in replicas]
-    if len(set(weights)) == 1:
-        return replicas[view.routed % len(replicas)].index
-    ends = list(accumulate(weights))
-    turn = view.routed * GOLDEN % 1.0 * ends[-1]
-    return replicas[min(bisect_right(ends, turn), len(ends) - 1)].index
+    return view.replicas[view.routed % len(view.replicas)].index
 
 
 def least_requests(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    return view.least([(r.requests + 1) / r.traits.weight for r in view.replicas])
-
-
-def least_tokens(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    expected = view.expected_tokens
-    own = request.prompt_tokens + expected
-    return view.least(
-        [(r.prefill_tokens + r.requests * expected + own) / r.traits.weight for r in view.replicas]
-    )
+    return view.least([replica.requests for replica in view.replicas])
 
 
 def future_memory(router: Any, request: RoutedRequest, view: RouterView) -> int:
@@ -182,7 +166,7 @@ def future_memory(router: Any, request: RoutedRequest, view: RouterView) -> int:
     return view.least(costs)
 
 
-def session_hash(router: Any, request: RoutedRequest, view: RouterView) -> int:
+def session(router: Any, request: RoutedRequest, view: RouterView) -> int:
     key = request.session or (str(request.blocks[0]) if request.blocks else "")
     if not key:
         return least_requests(router, request, view)
@@ -190,7 +174,7 @@ def session_hash(router: Any, request: RoutedRequest, view: RouterView) -> int:
         (
             (_point(f"{replica.index}:{k}"), replica)
             for replica in view.replicas
-            for k in range(max(round(RING_POINTS * replica.traits.weight), 1))
+            for k in range(RING_POINTS)
         ),
         key=itemgetter(0),
     )
@@ -199,15 +183,11 @@ def session_hash(router: Any, request: RoutedRequest, view: RouterView) -> int:
     if not router.load_factor:
         return (behind or before)[0].index
     requests = sum(replica.requests for replica in view.replicas)
-    most = router.load_factor * (requests + 1) / sum(r.traits.weight for r in view.replicas)
+    most = router.load_factor * (requests + 1) / len(view.replicas)
     for replica in (*behind, *before):
-        if replica.requests + 1 <= most * replica.traits.weight:
+        if replica.requests + 1 <= most:
             return replica.index
     return least_requests(router, request, view)
-
-
-def prefix(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    return view.least([-view.matched[replica.index] for replica in view.replicas])
 
 
 def llm_d(router: Any, request: RoutedRequest, view: RouterView) -> int:
@@ -216,20 +196,20 @@ def llm_d(router: Any, request: RoutedRequest, view: RouterView) -> int:
     high = max(queues)
     costs = []
     for replica, waiting in zip(view.replicas, queues, strict=True):
-        queue = (high - waiting) / (high - low) if high > low else 1.0
-        score = router.prefix * view.share(request, replica) + router.queue * queue
-        costs.append(-(score + router.kv * (1.0 - replica.kv_usage)))
+        queue = (waiting - low) / (high - low) if high > low else 0.0
+        cost = router.queue * queue + router.kv * replica.kv_usage
+        costs.append(cost - router.prefix * view.share(request, replica))
     return view.least(costs)
 
 
 def dynamo(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    size = view.block_tokens
+    blocks = max(len(request.blocks), 1)
+    tokens = blocks * view.block_tokens
     costs = []
     for replica in view.replicas:
-        matched = view.matched[replica.index]
-        active = (replica.prefill_tokens + request.prompt_tokens) / size
-        kept = replica.blocks + max(len(request.blocks) - matched, 0)
-        costs.append(router.prefill * max(0.0, active - router.credit * matched) + kept)
+        cost = router.queue * (replica.prefill_tokens / tokens)
+        cost += router.kv * (replica.blocks / blocks)
+        costs.append(cost - router.prefix * view.share(request, replica))
     return view.least(costs)
 
 
@@ -243,27 +223,6 @@ def sglang(router: Any, request: RoutedRequest, view: RouterView) -> int:
     if best > router.threshold:
         return view.least([-view.share(request, replica) for replica in view.replicas])
     return view.least(loads)
-
-
-def load_aware(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    loads = [replica.requests for replica in view.replicas]
-    mean = sum(loads) / len(loads)
-    return view.least(
-        [
-            router.beta * (load - mean) / max(1.0, mean) - view.share(request, replica)
-            for replica, load in zip(view.replicas, loads, strict=True)
-        ]
-    )
-
-
-def vllm_dp(router: Any, request: RoutedRequest, view: RouterView) -> int:
-    costs = []
-    for replica in view.replicas:
-        report = replica.report
-        queued = report.waiting + report.running if report is not None else 0
-        load = max(replica.requests, queued)
-        costs.append(load + router.waiting * replica.waiting * max(0.0, replica.kv_usage - 0.5))
-    return view.least(costs)
 
 
 def by_law(router: Any, request: RoutedRequest, view: RouterView) -> int:
@@ -333,7 +292,7 @@ def weighed(
         stalls = longest_s > router.gap_s
         late += replica.in_time * _chance(longest_s, router.gap_s)
     cost = router.first * first_s + expected * (plain_s + slower_s) + router.others * lost_s
-    cost += router.late * late + router.work * own_s * traits.weight
+    cost += router.late * late + router.work * own_s
     is_late = bool(router.ttft_s) and first_s > router.ttft_s
     return cost, RequestOutlook(view.now_s + first_s, is_late, stalls)
 
@@ -345,24 +304,18 @@ def _point(text: str) -> int:
 
 def _likely(view: RouterView) -> Sequence[Replica]:
     replicas = view.replicas
-    matched = view.matched
     if len(replicas) <= MOST_WEIGHED:
         return replicas
-    kinds: dict[str, list[Replica]] = {}
-    for replica in replicas:
-        kinds.setdefault(replica.traits.kind, []).append(replica)
-    part = max(MOST_WEIGHED // 3 // len(kinds), 1)
-    few = max(2 // len(kinds), 1)
+    part = MOST_WEIGHED // 3
     found: set[int] = set()
-    for kind in kinds.values():
-        for count, keys in (
-            (part, [-matched[replica.index] for replica in kind]),
-            (part, [replica.prefill_tokens for replica in kind]),
-            (part, [len(replica.sent) for replica in kind]),
-            (few, [replica.in_time for replica in kind]),
-        ):
-            places = sorted(range(len(kind)), key=keys.__getitem__)[:count]
-            found.update(kind[place].index for place in places)
+    for count, keys in (
+        (part, [-view.matched[replica.index] for replica in replicas]),
+        (part, [replica.prefill_tokens for replica in replicas]),
+        (part, [len(replica.sent) for replica in replicas]),
+        (2, [replica.in_time for replica in replicas]),
+    ):
+        places = sorted(range(len(replicas)), key=keys.__getitem__)[:count]
+        found.update(replicas[place].index for place in places)
     return [replica for replica in replicas if replica.index in found]
 
 
@@ -382,15 +335,11 @@ def _memory_wait_s(
 PLAIN = {
     "round-robin": round_robin,
     "least-requests": least_requests,
-    "least-tokens": least_tokens,
     "future-memory": future_memory,
-    "session-hash": session_hash,
-    "prefix": prefix,
+    "session": session,
     "llm-d": llm_d,
     "dynamo": dynamo,
     "sglang": sglang,
-    "load-aware": load_aware,
-    "vllm-dp": vllm_dp,
     "by-law": by_law,
 }
 

@@ -272,7 +272,7 @@ def test_replicas_are_predicted_behind_the_router_of_the_plan():
     trace = trace_of(lengths, sessions=sessions, arrivals=np.repeat([0.0, 5.0, 10.0], 3))
     recipe = samples.recipe(engine={"name": "vllm", "vllm": {"python": "python"}})
     found = {}
-    for name in ("round-robin", "session-hash"):
+    for name in ("round-robin", "session"):
         router = RouterSpec(name=name)
         plan = samples.plan(recipe, samples.paged_fit(), workers=2, replica_router=router)
         found[name] = predicted(plan, trace)
@@ -281,7 +281,7 @@ def test_replicas_are_predicted_behind_the_router_of_the_plan():
         behind = simulate(trace, make_any("vllm", plan.policy.parameters), routed)
         assert found[name].counters == behind.counters
     hits = {name: result.counters["hit_percent"] for name, result in found.items()}
-    assert hits["session-hash"] > hits["round-robin"]
+    assert hits["session"] > hits["round-robin"]
     without = plan.model_copy(update={"replica_router": None})
     assert predicted(without, trace).counters == found["round-robin"].counters
 

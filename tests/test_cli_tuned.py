@@ -77,7 +77,7 @@ def test_options_replace_what_was_tuned(tuned, capsys):
     found = simulated(capsys, f"{SERVERS} --set short.{TOKENS}=80 --policy vllm")
     assert found["parameters"] == best.parameters
     assert found["kind_parameters"] == {"short": short | {TOKENS: 80}}
-    other = simulated(capsys, f"{SERVERS} --set replica_router=session-hash")
+    other = simulated(capsys, f"{SERVERS} --set replica_router=session")
     same = simulated(capsys, f"{SERVERS} --set replica_router={best.replica_router.name}")
     assert same["e2e_mean_s"] == simulated(capsys, SERVERS)["e2e_mean_s"] != other["e2e_mean_s"]
 

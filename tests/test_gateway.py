@@ -276,7 +276,7 @@ async def test_ended_requests_and_refused_connections_leave_nothing_to_the_garba
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", ["round-robin", "least-requests", "prefix", "session-hash"])
+@pytest.mark.parametrize("router", ["round-robin", "least-requests", "sglang", "session"])
 def test_every_choice_replays_from_the_log(router: str):
     events: list[BalancerEvent] = []
 
@@ -638,15 +638,12 @@ async def test_wrong_requests_and_keys(front: Front, servers: list[StandIn]):
     assert good.status_code == 200
 
 
-@behind(router="vllm-dp")
+@behind(router="llm-d")
 async def test_reports_reach_the_balancer(
     front: Front, servers: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(pools, "REPORT_EVERY_S", 0.01)
-    text = (
-        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
-        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
-    )
+    text = 'vllm:num_requests_waiting{engine="0"} 2.0\nvllm:kv_cache_usage_perc{engine="0"} 0.25\n'
     for each in servers:
         each.metrics = text
     task = asyncio.create_task(front.pool.read_reports())
@@ -721,7 +718,7 @@ def test_a_replay_names_its_sessions_as_the_simulator_does():
         found = await replay(target, trace, LoadSpec("given", 4, 256), lambda: None)
         assert not any(sample.failure for sample in found.samples)
 
-    run(test, router="session-hash", sink=events.append)
+    run(test, router="session", sink=events.append)
     routed = [event for event in events if isinstance(event, Routed)]
     homes = {(event.request.session, event.replica) for event in routed}
     assert sorted(event.request.session for event in routed) == ["0", "0", "0", "1", "1"]

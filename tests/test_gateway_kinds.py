@@ -251,7 +251,7 @@ async def test_where_all_replicas_hang_in_turn_requests_get_503_at_once_until_on
     ("changes", "named"),
     [
         ({"workers": 3}, "3 workers.* 2"),
-        ({"replica_router": RouterSpec(name="least-tokens")}, "router"),
+        ({"replica_router": RouterSpec(name="least-requests")}, "router"),
         ({"serve": {"max_new_tokens": 64}}, r"\bserve\b.*llmctl serve"),
         ({"sla": {"ttft_p99_s": 1.0}}, "targets"),
     ],
@@ -274,7 +274,7 @@ def test_the_command_line_outranks_the_plan_that_is_read_again(tmp_path: Path):
     plan = fake_plan_of(samples.paged_fit())
     file = tmp_path / "plan.json"
     policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 4})
-    changes = {"replica_router": RouterSpec(name="least-tokens"), "policy": policy}
+    changes = {"replica_router": RouterSpec(name="least-requests"), "policy": policy}
     write_file(plan.model_copy(update=changes), file)
     given = serve.ServeOptions(router="round-robin")
     assert serve._reread(given, file, plan).policy == policy

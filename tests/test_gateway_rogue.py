@@ -190,14 +190,14 @@ def test_long_pages_of_metrics_stop_nothing(monkeypatch: pytest.MonkeyPatch):
         task.cancel()
 
     metrics = page(line * (4_000_000 // len(line)))
-    run(test, StandIn(pages={"/metrics": metrics}), router="vllm-dp")
+    run(test, StandIn(pages={"/metrics": metrics}), router="llm-d")
 
 
 REPORTS = [
-    "vllm:num_requests_running 3.0\n",  # without a figure of its cache
-    "vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\nvllm:kv_cache_usage_perc NaN\n",
-    "vllm:num_requests_running -1e300\nvllm:kv_cache_usage_perc 7e300\n",
-    f"vllm:num_requests_running {HUGE}\n",
+    "vllm:num_requests_waiting 3.0\n",  # without a figure of its cache
+    "vllm:num_requests_waiting +Inf\nvllm:kv_cache_usage_perc NaN\n",
+    "vllm:num_requests_waiting -1e300\nvllm:kv_cache_usage_perc 7e300\n",
+    f"vllm:num_requests_waiting {HUGE}\n",
     "",
 ]
 
@@ -223,7 +223,7 @@ def test_odd_reports_stop_no_others(text: str, monkeypatch: pytest.MonkeyPatch):
         assert await metric(front, "llmctl_background_task_failures_total{") == 0
 
     good = "vllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.25\n"
-    run(test, StandIn(metrics=text), StandIn(metrics=good), router="vllm-dp")
+    run(test, StandIn(metrics=text), StandIn(metrics=good), router="llm-d")
 
 
 MODELS = [
@@ -682,7 +682,7 @@ def test_the_log_has_no_session_verbatim_and_equal_ones_go_together(named: str):
             body = asked(1) | ({} if headers else {"prompt_cache_key": secret})
             await front.http.post(COMPLETIONS, json=body, headers=headers)
 
-    run(test, router="session-hash", sink=events.append)
+    run(test, router="session", sink=events.append)
     routed = [event for event in events if isinstance(event, Routed)]
     assert len({event.replica for event in routed}) == 1
     assert len({event.request.session for event in routed}) == 1

@@ -73,7 +73,7 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
         listed = tmp_path / "replicas.txt"
         listed.write_text(f"{first.url}\n{second.url}  # the second\n")
         log = tmp_path / "events.jsonl"
-        words = ["--replicas", listed, "--served-model-name", MODEL, "--router", "least-tokens"]
+        words = ["--replicas", listed, "--served-model-name", MODEL, "--router", "least-requests"]
         words += ["--event-log", log, "--request-log", tmp_path / "requests.jsonl"]
         with test_serve_vllm.served(plan_for(tmp_path), *map(str, words)) as server:
             answer = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
@@ -96,7 +96,7 @@ def test_a_front_before_servers_that_run_already(tmp_path: Path):
                         loop.call_soon_threadsafe(gone.kill)
             assert text == answer_of(BODY)
             assert server.end() == 0, server.said
-    assert server.ready["router"] == "least-tokens"
+    assert server.ready["router"] == "least-requests"
     with log.open("rb") as lines:
         balancer, events = read_routes(lines)
     assert list(replay_routes(events, balancer)) == []
@@ -123,7 +123,7 @@ def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
 
     with standins(*servers):
         words = [word for each in servers for word in ("--replica", each.url)]
-        words += ["--served-model-name", MODEL, "--router", "session-hash"]
+        words += ["--served-model-name", MODEL, "--router", "session"]
         command = [sys.executable, "-m", "toolkit", "serve", str(plan_for(tmp_path))]
         command += ["--port", "0", "--json", *words]
         limited = ["sh", "-c", 'ulimit -n 188; exec "$@"', "sh", *command]
@@ -145,10 +145,10 @@ def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
 
 def test_several_workers_are_servers_behind_a_front_and_restart_one_at_a_time(tmp_path: Path):
     path = plan_for(tmp_path, workers=2)
-    router = RouterSpec(name="session-hash", parameters={"load_factor": 1.5})
+    router = RouterSpec(name="session", parameters={"load_factor": 1.5})
     write_file(read_file(Plan, path).model_copy(update={"replica_router": router}), path)
     with test_serve_vllm.served(path, "--served-model-name", MODEL) as server:
-        assert server.ready["router"] == "session-hash"
+        assert server.ready["router"] == "session"
         shown = httpx.get(f"{server.url}/replicas").json()["replicas"]
         assert [each["state"] for each in shown] == ["up", "up"]
         asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3, "stream": False}

@@ -81,7 +81,7 @@ def test_a_paged_engine_keeps_so_many_at_once(ahead: bool, concurrency: int) -> 
     check(simulate(some(), POLICY, at_once(paged.world(engine), concurrency)), concurrency)
 
 
-@pytest.mark.parametrize("router", ["round-robin", "least-requests", "by-law", "vllm-dp"])
+@pytest.mark.parametrize("router", ["round-robin", "least-requests", "by-law", "llm-d"])
 def test_replicas_behind_a_router_share_one_line_of_requests(router: str) -> None:
     routing = Routing(make_router(router, {}))
     there = replace(paged.world(ENGINE, 3), routing=routing)

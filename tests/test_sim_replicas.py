@@ -127,10 +127,10 @@ def test_a_router_by_prefix_hits_more_than_dealing_in_turn() -> None:
     there = world(PagedEngine(LAW, 40, 4), 4)
     found = {
         name: simulate(trace, POLICY, replace(there, routing=Routing(make_router(name, {}))))
-        for name in ("round-robin", "prefix", "llm-d", "by-law")
+        for name in ("round-robin", "dynamo", "llm-d", "by-law")
     }
     rates = {name: result.counters["hit_percent"] for name, result in found.items()}
-    assert min(rates["prefix"], rates["llm-d"], rates["by-law"]) > rates["round-robin"], rates
+    assert min(rates["dynamo"], rates["llm-d"], rates["by-law"]) > rates["round-robin"], rates
 
 
 def test_a_router_reads_reports_that_are_as_old_as_they_are_live() -> None:
@@ -256,7 +256,7 @@ def test_reports_come_as_late_as_they_are_live() -> None:
     trace = made_up(3, gap_s=0.01)
     found = []
     for age_s in (0.0, 5.0):
-        routing = Routing(make_router("vllm-dp", {}), report_age_s=age_s)
+        routing = Routing(make_router("llm-d", {}), report_age_s=age_s)
         there = replace(world(PagedEngine(LAW, 60, 4), 4), routing=routing)
         found.append(simulate(trace, POLICY, there))
     assert not np.array_equal(found[0].served.finish_s, found[1].served.finish_s)

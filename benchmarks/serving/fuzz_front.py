@@ -250,7 +250,7 @@ async def serve_front(
     if asks_often:
         replicas.PROBE_UP_S = replicas.IDENTIFY_EVERY_S = 0.02
     settings = FrontSettings(wait_up_s=20.0, request_timeout_s=deadline_s)
-    async with front_on(urls, MODEL, "vllm-dp", settings, hang_s=2.0) as (pool, listener):
+    async with front_on(urls, MODEL, "llm-d", settings, hang_s=2.0) as (pool, listener):
         pool.background.start("silent replicas", pool.sweep)
         pool.background.start("reports of replicas", pool.read_reports)
         gc.collect()

@@ -113,7 +113,7 @@ CASES = (
     Case(
         "simulate, routed",
         "simulate --fit llama-3.1-8b-h200 --trace TRACE --policy vllm --workers 4"
-        " --set replica_router=prefix --json",
+        " --set replica_router=sglang --json",
         stdout=True,
     ),
     Case(

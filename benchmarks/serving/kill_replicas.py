@@ -316,7 +316,7 @@ class Reloading:
             "policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": rows})
         }
         if what == "router":
-            changes["replica_router"] = RouterSpec(name="least-tokens")
+            changes["replica_router"] = RouterSpec(name="least-requests")
         elif what == "workers":
             changes["workers"] = good.workers + 1
         elif what == "cannot load":

@@ -59,7 +59,7 @@ MAX_PAGE_BYTES = 1 << 20  # of metrics, which are read four times a second
 # Bounded by the line, so that a page is read in one pass.
 _REPORTED = re.compile(
     rb"^(?:vllm:num_requests|llmctl_requests|vllm:kv|vllm:gpu|llmctl_kv)_"
-    rb"(waiting|running|cache_usage)(?:_perc|_ratio)?(?:\{[^\n]*\})? ([^\s]+)",
+    rb"(waiting|cache_usage)(?:_perc|_ratio)?(?:\{[^\n]*\})? ([^\s]+)",
     re.MULTILINE,
 )
 _CACHE_SIZE = re.compile(
@@ -626,18 +626,16 @@ class ReplicaPool:
         any. Of several engines, requests are added, and the fullest cache counts.
         """
         at_s = time.monotonic()
-        found = _REPORTED.findall(await self._metrics_page(replica) or b"")[: 3 * MAX_ENGINES]
-        figures = {b"waiting": [0.0], b"running": [0.0], b"cache_usage": [0.0]}
+        found = _REPORTED.findall(await self._metrics_page(replica) or b"")[: 2 * MAX_ENGINES]
+        figures = {b"waiting": [0.0], b"cache_usage": [0.0]}
         for name, text in found:
             with suppress(ValueError):
                 if math.isfinite(value := float(text)):
                     figures[name].append(value)
         if replica.state == "up" and any(values[1:] for values in figures.values()):
-            waiting, running = (
-                int(min(max(sum(figures[name]), 0), MAX_ROWS)) for name in (b"waiting", b"running")
-            )
+            waiting = int(min(max(sum(figures[b"waiting"]), 0), MAX_ROWS))
             usage = min(max(figures[b"cache_usage"]), 1.0)
-            self.balancer.report(replica.index, ReplicaReport(waiting, running, usage, at_s))
+            self.balancer.report(replica.index, ReplicaReport(waiting, usage, at_s))
 
     async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""

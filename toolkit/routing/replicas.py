@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from mypy_extensions import i64
 
 from toolkit.routing.types import (
     DEFAULT_EXPECTED_TOKENS,
@@ -23,7 +22,6 @@ from toolkit.routing.types import (
 )
 
 LEAST_KEPT = 1_024  # blocks of prompts are kept in any case
-WORD_BITS = 32  # of a set of replicas that are looked at together
 
 
 class Sent:
@@ -85,7 +83,6 @@ class Replica:
         decode_tokens: prompt tokens of the others.
         prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
-        reported: requests that it has by its own latest figures; 0 before the first.
         in_time: of those with an `RequestOutlook`, how many are expected to keep their targets.
         prefilled_s: when the prompts that it has are expected to have been computed.
     """
@@ -94,7 +91,7 @@ class Replica:
         "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
         "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up", "kind",
         "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s", "prefills",
-        "prompt_tokens", "reported", "sent", "traits", "weight",
+        "prompt_tokens", "sent", "traits", "weight",
     )  # fmt: skip
 
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
@@ -110,7 +107,7 @@ class Replica:
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
         self.prompt_tokens = self.blocks = 0
         self._report: ReplicaReport | None = None
-        self.reported = self._reported_waiting = 0
+        self._reported_waiting = 0
         self._reported_usage = 0.0
         self.in_time = self._stalls = 0
         self.prefilled_s = 0.0
@@ -124,12 +121,11 @@ class Replica:
     @report.setter
     def report(self, report: ReplicaReport | None) -> None:
         self._report = report
-        self.reported = self._reported_waiting = 0
+        self._reported_waiting = 0
         self._reported_usage = 0.0
         if report is not None:
             self._reported_waiting = report.waiting
             self._reported_usage = float(report.kv_usage)
-            self.reported = report.waiting + report.running
 
     @property
     def requests(self) -> int:
@@ -358,21 +354,10 @@ class PrefixIndex:
 
 def _write(counts: list[int], replicas: int, number: int) -> None:
     """Write a number for each replica of a set, given as bits."""
-    start = 0
     while replicas:
-        word: i64 = i64(replicas & ((1 << WORD_BITS) - 1))
-        at = start
-        while word:
-            if not word & 255:
-                word >>= 8
-                at += 8
-                continue
-            if word & 1:
-                counts[at] = number
-            word >>= 1
-            at += 1
-        replicas >>= WORD_BITS
-        start += WORD_BITS
+        lowest = replicas & -replicas
+        counts[lowest.bit_length() - 1] = number
+        replicas ^= lowest
 
 
 class RouterView:
@@ -384,7 +369,7 @@ class RouterView:
         blocks: how many full blocks the request has, of `block_tokens` each.
         expected_tokens: mean output of the requests that ended last.
         routed: how many requests were routed before.
-        rings: what `session-hash` keeps between requests.
+        rings: what `session` keeps between requests.
         outlook: where a router says what it expects of the request, if it does.
         even: whether all replicas have one weight, so that no request looks at all weights.
     """

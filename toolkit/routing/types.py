@@ -36,7 +36,6 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     """A replica's own figures, as its metrics had them at `at_s`."""
 
     waiting: int
-    running: int
     kv_usage: float  # the used share of its cache, from 0 to 1
     at_s: float
 

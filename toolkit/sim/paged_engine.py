@@ -529,7 +529,7 @@ class PagedRun:
             share = (now_s - flight.begin_s) / max(flight.end_s - flight.begin_s, 1e-9)
             used += int(share * flight.steps * self._leap.shape.decodes / self._block_tokens)
         waiting = len(scheduler.waiting) + len(self._arrived)
-        return ReplicaReport(waiting, len(scheduler.running), min(used / self._blocks, 1.0), now_s)
+        return ReplicaReport(waiting, min(used / self._blocks, 1.0), now_s)
 
     def close(self) -> None:
         """It will do no more: write what was found in the cache into the ledger."""

@@ -95,9 +95,7 @@ class Routing:
     """How requests are routed."""
 
     router: Router = field(default_factory=RoundRobinRouter)
-    # Seconds between two reports of a replica; vLLM's balancer and llm-d's scheduler read them
-    # about every 0.1 and 0.05 s.
-    report_s: float = 0.1
+    report_s: float = 0.1  # seconds between two reports of a replica; llm-d reads every 0.05 s
     report_age_s: float = 0.0  # how old a report is when it comes
     seed: int = 0  # of ties
     outages: tuple[Outage, ...] = ()
