@@ -55,7 +55,8 @@ def kill_the_busy(url: str) -> None:
             continue
         if "toolkit.backends.vllm.child" in words and str(port) in words:
             parent = process.parent()
-            assert parent is not None
+            if parent is None or parent.cmdline() == words:  # the watcher of the server
+                continue
             in_actor = parent.cmdline()[0].startswith("ray::ServerActor")
             (parent if in_actor else process).kill()
 

@@ -1,11 +1,11 @@
-"""Ctrl-C: where its handler runs, what the simulator does then, and how a command ends."""
+"""Ctrl-C: where it is raised, what the simulator does then, and how a command ends."""
 
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -33,20 +33,30 @@ def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> interrupts._CtrlC:
+    fresh = interrupts._CtrlC()
+    monkeypatch.setattr(interrupts, "_ctrl_c", fresh)
+    return fresh
+
+
 @pytest.fixture
-def handler() -> Iterator[Callable[[], interrupts._CommandLine]]:
-    """Sets the command line's handler anew; ends with those that were there."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], threading.Event]]:
+    """Ctrl-C is a command's: the exit codes with which the process would have ended, and that one
+    has come.
+    """
+    codes: list[int] = []
+    came = threading.Event()
 
-    def catch() -> interrupts._CommandLine:
-        fresh = interrupts._CommandLine()
-        signal.signal(signal.SIGINT, fresh)
-        return fresh
+    def end(code: int) -> None:
+        codes.append(code)
+        came.set()
 
-    yield catch
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    for number, old in before.items():
-        signal.signal(number, old)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(interrupts, "MOST_S", 60.0)
+    before = signal.signal(signal.SIGINT, interrupts._of_command)
+    yield codes, came
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_in_held_work_comes_at_its_end():
@@ -55,6 +65,7 @@ def test_a_signal_in_held_work_comes_at_its_end():
     def work() -> None:
         with held():
             press()
+            check()
             done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
@@ -68,7 +79,7 @@ def test_a_check_lets_the_signal_in():
     done = []
 
     def work() -> None:
-        with held():
+        with held(writes=False):
             check()
             press()
             check()
@@ -79,31 +90,33 @@ def test_a_check_lets_the_signal_in():
     assert not done
 
 
-def test_an_outer_block_holds_the_checks_of_an_inner_one():
+@pytest.mark.parametrize("outer", [True, False])
+def test_what_writes_holds_the_checks_within_it_and_around_it(outer: bool):
     done = []
 
     def work() -> None:
-        with held():
-            with held():
+        with held(writes=outer):
+            with held(writes=not outer):
                 press()
                 check()
+                done.append(1)
             done.append(1)
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert done
+    assert len(done) == 2
 
 
 def test_another_thread_takes_no_signal_of_the_main_one():
     ended = []
 
     def other() -> None:
-        with held():
+        with held(writes=False):
             check()
         ended.append(1)
 
     def work() -> None:
-        with held():
+        with held(writes=False):
             press()
             thread = threading.Thread(target=other)
             thread.start()
@@ -151,7 +164,7 @@ def test_a_simulation_ends_between_two_events():
     [
         f"--policy fcfs --fit {UNIT_STEP}",
         VLLM,
-        f"{VLLM} --workers 2 --set replica_router=prefix",
+        f"{VLLM} --workers 2 --set replica_router=sglang",
     ],
 )
 def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, capsys):
@@ -159,11 +172,8 @@ def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, ca
 
     def requests_of(*args: object, **options: object) -> object:
         found = real(*args, **options)
-        monkeypatch.setattr(interrupts._Waiting, "deliver", count)
+        monkeypatch.setattr(interrupts, "_deliver", lambda: looked.append(1))
         return found
-
-    def count(_: object) -> None:
-        looked.append(1)
 
     real = api.requests_of
     looked = list[int]()
@@ -173,64 +183,17 @@ def test_every_loop_of_the_simulator_looks_for_the_signal(words, monkeypatch, ca
     capsys.readouterr()
 
 
-def test_the_first_raises_and_the_second_ends_the_process(handler, monkeypatch):
-    handler()
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+def test_the_first_raises_and_the_second_ends_the_process(ended):
+    codes, _ = ended
     with pytest.raises(interrupts.InterruptedByUserError):
         press()
     assert codes == []
-    with pytest.raises(interrupts.InterruptedByUserError):  # in place of the end
+    with pytest.raises(interrupts.InterruptedByUserError):  # `_exit` is not the real one
         press()
     assert codes == [EXIT_CODE]
 
 
-def test_an_import_ends_before_the_signal_is_raised(handler, tmp_path, monkeypatch):
-    name = "interrupted_while_imported"
-    text = "import signal\nsignal.raise_signal(signal.SIGINT)\nloaded = True\n"
-    (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    handler()
-
-    def work() -> None:
-        __import__(name)
-        threading.Event().wait(10)
-
-    with pytest.raises(interrupts.InterruptedByUserError):
-        work()
-    assert sys.modules.pop(name).loaded
-
-
-def test_a_destructor_does_not_lose_the_signal(handler, monkeypatch):
-    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
-
-    class Pressing:
-        def __del__(self) -> None:
-            press()
-
-    def work() -> None:
-        pressing = Pressing()
-        del pressing
-        threading.Event().wait(10)
-
-    handler()
-    with pytest.raises(interrupts.InterruptedByUserError):
-        work()
-
-
-def test_an_import_that_does_not_end_is_interrupted(handler, tmp_path, monkeypatch):
-    name = "interrupted_while_it_waits"
-    (tmp_path / f"{name}.py").write_text("import threading\nthreading.Event().wait(10)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
-    handler()
-    signal.signal(signal.SIGALRM, lambda *_: press())
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
-    with pytest.raises(interrupts.InterruptedByUserError):
-        __import__(name)
-
-
-def test_an_error_that_follows_the_signal_is_an_interrupt(handler, monkeypatch, capsys):
+def test_an_error_that_follows_the_signal_is_an_interrupt(ended, monkeypatch, capsys):
     def failing() -> None:
         try:
             press()
@@ -240,9 +203,75 @@ def test_an_error_that_follows_the_signal_is_an_interrupt(handler, monkeypatch, 
     module = ModuleType("toolkit.cli.listings")
     module.command = failing
     monkeypatch.setitem(sys.modules, "toolkit.cli.listings", module)
-    monkeypatch.setattr(interrupts, "_command_line", handler())
-    err = ran(capsys, "schema", code=EXIT_CODE).err
+    err = ran(capsys, "doctor", code=EXIT_CODE).err
     assert len(err.splitlines()) == 2  # the line of ^C, and one
+
+
+@pytest.mark.parametrize(("ends", "code"), [("0", EXIT_CODE), ("3", 3)])
+def test_a_server_that_ctrl_c_has_drained_ends_with_130(monkeypatch, ends, code):
+    """Its own handler notes Ctrl-C; an error of the server's stays its exit code."""
+
+    def run() -> None:
+        interrupts.note()
+        sys.exit(int(ends))
+
+    monkeypatch.setattr(interrupts, "catch", lambda: None)
+    monkeypatch.setattr(command_line, "run", run)
+    with pytest.raises(SystemExit) as stopped:
+        entry_point()
+    assert stopped.value.code == code
+
+
+def test_work_that_does_not_look_for_the_signal_ends_nevertheless(
+    ctrl_c, ended, monkeypatch, capsys
+):
+    codes, came = ended
+    monkeypatch.setattr(interrupts, "MOST_S", 0.0)
+    ctrl_c.leaves = "trials are kept"
+
+    def work() -> None:
+        with held(writes=False):
+            press()
+            assert came.wait(60)
+            assert codes == [EXIT_CODE]
+            assert capsys.readouterr().err == "\ninterrupted; trials are kept\n"
+
+    with pytest.raises(interrupts.InterruptedByUserError):  # `_exit` is not the real one
+        work()
+
+
+def test_a_second_signal_ends_a_simulation_at_once(ended):
+    codes, _ = ended
+
+    def work() -> None:
+        with held(writes=False):
+            press()
+            assert codes == []
+            press()
+            assert codes == [EXIT_CODE]
+
+    with pytest.raises(interrupts.InterruptedByUserError):
+        work()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_writes_reaches_its_end(ended, monkeypatch, inside):
+    """Also where it simulates: what it has by then is written."""
+    codes, came = ended
+    monkeypatch.setattr(interrupts, "MOST_S", 0.01)
+    left = []
+
+    def work() -> None:
+        with held(), held(writes=not inside):
+            press()
+            press()
+            left.append(came.wait(0.1))
+
+    with pytest.raises(interrupts.InterruptedByUserError):
+        work()
+    assert left == [False]
+    assert came.wait(60)  # the clock has waited
+    assert codes == [EXIT_CODE]
 
 
 @pytest.mark.slow
@@ -258,107 +287,13 @@ def test_a_process_ends_with_130_and_one_line():
     assert "interrupted" in rest.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_an_alarm_does_not_kill_python_s_end():
-    """The alarm of a signal that came within a destructor, just before the command's end."""
-    program = """
-import atexit, signal
-last = lambda: print([signal.getsignal(one).name for one in (signal.SIGINT, signal.SIGALRM)])
-atexit.register(last)  # what is registered first runs last
-from toolkit import interrupts
-interrupts.catch()
-"""
-    shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert shown.stdout == "['SIG_IGN', 'SIG_IGN']\n"
-
-
-@pytest.mark.parametrize(("ends", "code"), [("0", EXIT_CODE), ("3", 3)])
-def test_a_server_that_ctrl_c_has_drained_ends_with_130(monkeypatch, handler, ends, code):
-    """Its own handler notes Ctrl-C; an error of the server's stays its exit code."""
-
-    def run() -> None:
-        interrupts.note()
-        sys.exit(int(ends))
-
-    monkeypatch.setattr(interrupts, "_command_line", handler())
-    monkeypatch.setattr(command_line, "run", run)
-    with pytest.raises(SystemExit) as ended:
-        entry_point()
-    assert ended.value.code == code
-
-
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], threading.Event]:
-    """The exit codes with which the process would have ended at once, and that one has come."""
-    codes: list[int] = []
-    came = threading.Event()
-
-    def end(code: int) -> None:
-        codes.append(code)
-        came.set()
-
-    monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(interrupts, "MOST_HELD_S", 0.0)
-    return codes, came
-
-
-def test_a_simulation_that_does_not_look_for_the_signal_ends_nevertheless(
-    handler, monkeypatch, capsys, ended
-):
-    codes, came = ended
-    monkeypatch.setattr(interrupts, "_command_line", handler())
-    interrupts.leaves("trials are kept")
-
-    def work() -> None:
-        with held(writes=False):
-            press()
-            assert came.wait(60)
-            assert codes == [EXIT_CODE]
-            assert capsys.readouterr().err == "\ninterrupted; trials are kept\n"
-
-    with pytest.raises(interrupts.InterruptedByUserError):  # `_exit` is not the real one
-        work()
-
-
-def test_a_second_signal_ends_a_simulation_at_once(handler, ended, monkeypatch):
-    codes, _ = ended
-    monkeypatch.setattr(interrupts, "MOST_HELD_S", 60.0)
-    handler()
-
-    def work() -> None:
-        with held(writes=False):
-            press()
-            assert codes == []
-            press()
-            assert codes == [EXIT_CODE]
-
-    with pytest.raises(interrupts.InterruptedByUserError):
-        work()
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_writes_reaches_its_end(handler, ended, inside):
-    """Also where it simulates: what it has by then is written."""
-    codes, came = ended
-    handler()
-
-    def work() -> None:
-        with held(), held(writes=not inside):
-            press()
-            press()
-            assert not came.wait(0.1)
-
-    with pytest.raises(interrupts.InterruptedByUserError):
-        work()
-    assert codes == []
-
-
 STUCK = """
 import signal, sys, threading
 from toolkit import __main__, interrupts
 from toolkit.cli import main
+class Lost:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
 def run():
     {work}
 main.run = run
@@ -377,6 +312,8 @@ __main__.main()
         # a simulation that never looks
         "interrupts.held(writes=False).__enter__(); signal.raise_signal(signal.SIGINT)\n"
         "    while True: pass",
+        # Python loses the exception in a destructor
+        "Lost()\n    threading.Event().wait()",
     ],
 )
 def test_a_process_that_would_not_end_does(work):

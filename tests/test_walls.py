@@ -13,7 +13,7 @@ from toolkit.engine_traits import ENGINES
 PACKAGE = Path(toolkit.__file__).parent
 
 FLOORS = {
-    "errors": 0, "units": 0, "extras": 0, "engine_traits": 0, "guard": 0, "compiled": 0,
+    "errors": 0, "units": 0, "extras": 0, "engine_traits": 0, "compiled": 0,
     "interrupts": 0, "catalogue": 0,
     "sched": 1, "files": 1,
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,

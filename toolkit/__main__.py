@@ -12,27 +12,16 @@ def main() -> None:
     """Run `llmctl`; never returns."""
     interrupts.catch()
     try:
-        _run()
-    except SystemExit as ended:
-        interrupts.leave(ended.code)
-        raise
-
-
-def _run() -> None:
-    try:
         from toolkit.cli.main import run
 
         run()
     except BaseException as error:  # also what a half imported library made of Ctrl-C
-        in_order = isinstance(error, SystemExit) and not error.code
-        if in_order and interrupts.noted():  # a server that has drained
-            sys.exit(interrupts.EXIT_CODE)
-        if isinstance(error, SystemExit) or not interrupts.caused(error):
+        code = interrupts.exit_code(error)
+        if code is None:
             raise
-        interrupts.tell()
-        sys.exit(interrupts.EXIT_CODE)
+        sys.exit(code)
     finally:
-        interrupts.done()
+        interrupts.over()
 
 
 if __name__ == "__main__":

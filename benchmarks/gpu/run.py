@@ -46,7 +46,6 @@ from typing import NamedTuple
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from benchmarks.gpu.preflight import MISSING, check
-from toolkit import guard
 
 GRACE_S = 10.0  # for a stage's processes to end after a signal
 SMALLER_GPU_GIB = 100.0  # a smaller GPU gets the recipes for 80 GB
@@ -284,14 +283,12 @@ def _run(command: Sequence[str], limit_s: float, variables: Mapping[str, str] | 
     mark = secrets.token_hex(8)
     environment = _environment() | dict(variables or {}) | {MARK: mark}
     child = subprocess.Popen(command, env=environment, start_new_session=True)
-    guard.watch(child.pid)  # ends it if this process is killed
     try:
         code = child.wait(limit_s)
     except subprocess.TimeoutExpired:
         return f"not done within {limit_s:.0f} s; the same command resumes it"
     finally:
         _end(child, mark)
-        guard.forget(child.pid)
     return f"exit code {code}" if code else ""
 
 

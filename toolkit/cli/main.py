@@ -122,10 +122,10 @@ class LazyGroup(TyperGroup):
                 raise RuntimeError("a pipe other than stdout broke") from error
             raise typer.Exit(_drop_output()) from None
         except BaseException as error:  # libraries turn Ctrl-C into errors of their own
-            if not interrupts.caused(error):
+            code = interrupts.exit_code(error)
+            if code is None:
                 raise
-            interrupts.tell()
-            raise typer.Exit(interrupts.EXIT_CODE) from None
+            raise typer.Exit(code) from None
 
 
 def _drop_output() -> int:

@@ -23,7 +23,6 @@ from typing import IO, Any, Literal, TypeVar, cast
 import msgspec
 from pydantic import Field
 
-from toolkit import guard
 from toolkit.engines.protocol import (
     Engine,
     OutOfMemory,
@@ -296,7 +295,6 @@ class EngineProcess(ProfileBench):
             start_new_session=True,  # Ctrl-C is for the parent
             env=self._environment,
         )
-        guard.watch(self._child.pid)
         self._requests = cast(IO[bytes], self._child.stdin)
         self._replies = cast(IO[bytes], self._child.stdout)
         self._send(LoadEngine(self._recipe_json))
@@ -383,7 +381,6 @@ class EngineProcess(ProfileBench):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)  # its group: it leads a session of its own
         code = child.wait()
-        guard.forget(child.pid)
         self._replies.close()
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()

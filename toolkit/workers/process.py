@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from toolkit import guard
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
@@ -160,8 +159,8 @@ OnFrame = Callable[[FromWorker], None]
 class WorkerProcess:
     """A child that runs `toolkit.workers`: it is started once, with `spawn`, and ends once.
 
-    It ends when the socket closes. When the front ends, Linux and `toolkit.guard` kill the
-    child and all processes that it started.
+    It ends when the socket closes, and Linux kills it when the front ends
+    (`toolkit.workers.lifeline`).
     """
 
     def __init__(self, process: subprocess.Popen[bytes], link: _Link, errors: _Tail) -> None:
@@ -214,7 +213,6 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.kill()
             code = await asyncio.to_thread(self._process.wait)
-        guard.forget(self.pid)
         await asyncio.wait((self._errors.closed,), timeout=STDERR_DRAIN_S)
         self._errors.close()
         if code < 0:
@@ -236,7 +234,7 @@ def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Pop
     then, and the loop runs on.
     """
     with theirs:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             (sys.executable, "-m", "toolkit.workers", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
@@ -246,13 +244,6 @@ def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Pop
             # `kill` ends this group, with all that the child starts. Ctrl-C reaches only the front.
             process_group=0,
         )
-    try:
-        guard.watch(process.pid)
-    except OSError:
-        process.kill()
-        process.wait()
-        raise
-    return process
 
 
 class _Stream(asyncio.Protocol):

@@ -9,20 +9,22 @@ is there, which may be never.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
+import select
 import signal
 import sys
-import threading
 import time
 
 SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for running requests
 END_S = 10.0  # from the end of that timeout to SIGKILL
+POLL_S = 0.1
 
 
 def main() -> None:
     """Serve until a signal, or until standard input ends."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _start_watcher()
     _know_version()
     from vllm.entrypoints.cli.main import main as vllm
 
@@ -47,14 +49,41 @@ def _know_version() -> None:
     importlib.metadata.version = answer
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 1):
-        pass
-    arguments = sys.argv
-    timeout_s = float(arguments[arguments.index(SHUTDOWN) + 1]) if SHUTDOWN in arguments else 0.0
-    os.killpg(0, signal.SIGTERM)
-    time.sleep(timeout_s + END_S)
-    os.killpg(0, signal.SIGKILL)
+def _start_watcher() -> None:
+    """Fork a process that ends this one's group when standard input ends, and what this one leaves
+    of its group when it ends.
+
+    It is a process, not a thread: the interpreter of a server that hangs may run no thread.
+    """
+    server = os.getpid()
+    group = os.getpgrp()
+    if os.fork():
+        return
+    try:
+        os.setpgid(0, 0)  # so that it survives the signals of the group
+        for output in (1, 2):
+            os.close(output)
+        poll = select.poll()
+        poll.register(0, 0)  # the end of a pipe is always reported
+        poll.register(os.pidfd_open(server), select.POLLIN)
+        [(ended, _), *_] = poll.poll()
+        patience_s = END_S
+        if ended == 0 and SHUTDOWN in sys.argv:
+            patience_s += float(sys.argv[sys.argv.index(SHUTDOWN) + 1])
+        _end_group(group, patience_s)
+    finally:
+        os._exit(0)
+
+
+def _end_group(group: int, patience_s: float) -> None:
+    """Send SIGTERM to a process group, and SIGKILL to what is left of it after `patience_s`."""
+    with contextlib.suppress(ProcessLookupError):  # no process is left
+        os.killpg(group, signal.SIGTERM)
+        end_s = time.monotonic() + patience_s
+        while time.monotonic() < end_s:
+            time.sleep(POLL_S)
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":  # vLLM's own children import this file again

@@ -26,9 +26,6 @@ import mypy_extensions
 import psutil
 
 import toolkit
-from toolkit import guard
-from toolkit.backends.vllm.child import END_S as CHILD_END_S
-from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import (
     REQUIREMENT,
@@ -114,12 +111,6 @@ class VllmCommand:
         return environment | ({"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else {})
 
     @property
-    def end_s(self) -> float:
-        """The most seconds that a running server takes to end after llmctl has died (`child`)."""
-        words = list(self.flags)
-        return CHILD_END_S + (float(words[words.index(SHUTDOWN) + 1]) if SHUTDOWN in words else 0.0)
-
-    @property
     def cpus(self) -> tuple[list[int], list[int]]:
         """The CPUs of the engine's threads, and those for the rest of the server. Both are empty
         where vLLM divides them: on a GPU, or if the recipe sets no threads.
@@ -188,7 +179,6 @@ POLL_READY_S = 0.25
 STOP_S = 30.0  # from SIGTERM to SIGKILL
 STOP_LOADING_S = 5.0  # while it loads, and for processes that it leaves behind
 POLL_GROUP_S = 0.02
-GUARD_S = 2.0  # from when it should have killed itself to the guard's kill
 TAIL_LINES = 400  # vLLM prints two long tracebacks after the cause
 HEALTH_TIMEOUT_S = 5.0
 
@@ -206,7 +196,7 @@ class VllmServer:
         self._engine_cpus, self._other_cpus = command.cpus
         link_package(folder)
         # It has its own session: Ctrl-C is for llmctl, which ends it in order. Its input ends with
-        # llmctl; a running server notices that itself. The guard ends what is left of the session.
+        # llmctl, and then its watcher ends the whole session (`toolkit.backends.vllm.child`).
         self._child = subprocess.Popen(
             command.words(host, port),
             stdin=subprocess.PIPE,
@@ -218,12 +208,6 @@ class VllmServer:
             text=True,
             errors="replace",
         )
-        try:
-            guard.watch(self._child.pid, command.end_s + GUARD_S)
-        except OSError:
-            self._child.kill()
-            self._child.wait()
-            raise
         self._reader = threading.Thread(target=self._keep_output, daemon=True)
         self._reader.start()
 
@@ -304,7 +288,6 @@ class VllmServer:
                     os.waitpid(-group, os.WNOHANG)  # process 1 of a container inherits orphans
                 os.killpg(group, 0)
             os.killpg(group, signal.SIGKILL)
-        guard.forget(group)
         if self._child.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._child.stdin.close()

@@ -25,7 +25,6 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from toolkit import guard
 from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.messages import (
     AddRequest,
@@ -245,7 +244,6 @@ class VllmDriver:
         assert self._child.stdout is not None
         self._input = self._child.stdin
         self._output = self._child.stdout
-        guard.watch(self._child.pid)
 
     def _read(self, kind: type[Reply]) -> Reply:
         line = self._output.readline()
@@ -269,4 +267,3 @@ class VllmDriver:
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         self._output.close()
-        guard.forget(self._child.pid)
