@@ -185,13 +185,6 @@ def test_a_note_fits_the_terminal_and_is_one_line_in_a_file(columns, shown, monk
     assert capsys.readouterr().err == shown
 
 
-def test_progress_with_an_estimate_shows_it_beside_the_time_so_far(monkeypatch, capsys):
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    with progress("measuring", 2, about_s=78.3) as advance:
-        advance(text="one")
-    assert "of about 0:01:18 one" in capsys.readouterr().err
-
-
 def test_a_note_moves_no_cursor_and_forges_no_line(capsys):
     note("replica \x1b[2Jx\r\u202eup\u2028error: forged", "second")
     said = capsys.readouterr().err

@@ -4,11 +4,9 @@ from collections import Counter
 from functools import partialmethod
 
 import pytest
-from samples import recipe
 from synthetic_profiles import FACTS
 
-from toolkit.engines.fake import FakeConfig, FakeEngine
-from toolkit.engines.protocol import OutOfMemory
+from toolkit.engines.fake import FakeEngine
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.grid import (
     CHEAP_VISITS,
@@ -19,7 +17,6 @@ from toolkit.profiling.grid import (
     slice_shapes,
 )
 from toolkit.profiling.process import VISIT_SAMPLES, LocalTimedEngine, Unmeasurable, slice_rows
-from toolkit.profiling.run import Work, estimate_s
 
 SPEC = ProfileSpec(
     batch_sizes=[1, 4, 16, 64],
@@ -154,28 +151,3 @@ def test_a_probe_takes_one_step_only():
 
     assert LocalTimedEngine(Counting(FACTS), "wall").fits(SliceShape(4, 100, 300))
     assert len(steps) == 1
-
-
-def test_the_estimate_grows_with_the_work():
-    spec = recipe().profile.model_copy(update={"repeats": 5, "warmups": 0})
-    points, _ = grid(SPEC, FACTS)
-    visits = list(in_rounds(points, spec))
-    config = FakeConfig(prefill_token_s=1e-7, decode_s=1e-5)
-    bench = LocalTimedEngine(FakeEngine(FACTS, config), "wall")
-    shapes = {number: SliceShape(4, 64, 32) for number in range(50)}
-    whole = Work(visits, [(64, 16)], shapes)
-    part = Work(visits[:10], [], {})
-    estimates = [estimate_s(work, points, spec, bench, workers=2) for work in (part, whole)]
-    assert 0.0 < estimates[0] < estimates[1]
-
-
-def test_an_engine_that_measures_nothing_still_gets_an_estimate():
-    class Full(FakeEngine):
-        def time_prefill(self, batch_size, input_length, clock):
-            raise OutOfMemory
-
-        time_decode = time_prefill
-
-    points, _ = grid(SPEC, FACTS)
-    work = Work(list(in_rounds(points, SPEC)), [], {})
-    assert estimate_s(work, points, SPEC, LocalTimedEngine(Full(FACTS), "wall"), workers=1) >= 0.0

@@ -300,7 +300,7 @@ def test_a_failing_point_is_recorded_and_the_others_are_measured(tmp_path):
             Faulty(FakeEngine(FACTS), "wall"),
             spec,
             journal,
-            lambda _, point: visited.append(str(point)),
+            visited.append,
         )
         prefill, decode = grid_points(points, journal.results)
         failed = [result for result in journal.results.values() if isinstance(result, FailedPoint)]

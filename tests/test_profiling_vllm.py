@@ -48,9 +48,6 @@ class Watch:
     def advanced(self, text):
         pass
 
-    def expects(self, about_s):
-        self.about_s = about_s
-
 
 def profiled(recipe, folder: Path, watch: Watch | None = None):
     source = folder / "recipe.yaml"

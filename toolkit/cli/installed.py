@@ -74,17 +74,15 @@ def simulate_installed(
         )
     model = None
     passes = 0
-    about_s = None
     try:
         model = simulate(trace, policy, world)
     except InputError as error:
         note(f"llmctl's model of the scheduler does not know this, nor how long it takes: {error}")
     else:
         passes, work_s = _work_of(model.counters)
-        about_s = START_S + work_s
-        text = f"about {seconds(about_s)} for about {passes:,} passes by the installed scheduler"
-        note(f"{text}; the model of it is done")
-    with _installed(world, python, passes, about_s) as (linked, driver):
+        text = f"about {seconds(START_S + work_s)} for about {passes:,} passes"
+        note(f"{text} by the installed scheduler; the model of it is done")
+    with _installed(world, python, passes) as (linked, driver):
         result = simulate(trace, policy, linked)
     which = f"passes by the scheduler of vLLM {driver.version}"
     note(*(_compared(model, result, which) if model else [which]))
@@ -101,14 +99,12 @@ def _work_of(counts: Mapping[str, float]) -> tuple[int, float]:
 
 
 @contextmanager
-def _installed(
-    world: World, python: str | None, passes: int, about_s: float | None
-) -> Iterator[tuple[World, VllmDriver]]:
+def _installed(world: World, python: str | None, passes: int) -> Iterator[tuple[World, VllmDriver]]:
     """The world with the installed vLLM's scheduler, and the process that it is in."""
     from toolkit.backends.vllm.driver import VllmDriver
 
     with (
-        progress("passes of the installed vLLM", passes, about_s) as advance,
+        progress("passes of the installed vLLM", passes) as advance,
         VllmDriver(python) as driver,
     ):
         driver.on_plan = advance
@@ -159,7 +155,7 @@ def confirm(result: Tuning, inputs: Inputs, python: str | None) -> Tuning:
         about_s += window_s * len(setup.windows)
     text = f"about {seconds(about_s)} to confirm the best {len(trials)} settings"
     note(f"{text}: {passes:,} passes by the installed scheduler")
-    with _installed(setup.world, python, passes, about_s) as (world, driver):
+    with _installed(setup.world, python, passes) as (world, driver):
         linked = replace(setup, world=world)
         settings = [confirmed(trial, linked) for trial in trials]
     confirmation = Confirmation(vllm_version=driver.version, settings=settings)

@@ -17,7 +17,6 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
 from string import ascii_lowercase
@@ -266,23 +265,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
     return show
 
 
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
-
-
 DRAWN_S = 0.5  # between two drawings of a bar without a thread
 
 
 @contextmanager
-def progress(
-    description: str, total: int, about_s: float | None = None, *, alone: bool = False
-) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; yields `advance(steps=1, text=None, total=None, about_s=None)`,
-    where `total` is another number of steps in all. Silent where stderr is not a terminal.
-
-    `about_s`: how long all of it is expected to take, in seconds. The bar then shows that beside
-    the time so far, and `advance` may correct it. Without it the bar shows the time that is left if
-    all steps take equally long.
+def progress(description: str, total: int, *, alone: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr; yields `advance(steps=1, text=None, total=None)`, where `total` is
+    another number of steps in all. Silent where stderr is not a terminal. The bar shows the time
+    that is left if all steps take equally long.
 
     `alone`: without a thread that draws the bar; `advance` draws it, at most every `DRAWN_S`.
 
@@ -295,22 +285,16 @@ def progress(
         BarColumn,
         MofNCompleteColumn,
         Progress,
-        ProgressColumn,
         TextColumn,
-        TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
     console = Console(stderr=True)
-    times: tuple[ProgressColumn, ...] = (TimeRemainingColumn(),)
-    if about_s is not None:
-        about = TextColumn("of about {task.fields[about]}")
-        times = (TimeElapsedColumn(), about)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        *times,
+        TimeRemainingColumn(),
         TextColumn("{task.fields[text]}", markup=False),
     )
     silent = not console.is_terminal
@@ -318,18 +302,11 @@ def progress(
     with Progress(
         *columns, console=console, disable=silent, transient=True, auto_refresh=not alone
     ) as bar:
-        task = bar.add_task(description, total=total, text="", about=_clock(about_s or 0.0))
+        task = bar.add_task(description, total=total, text="")
 
-        def advance(
-            steps: int = 1,
-            text: str | None = None,
-            total: int | None = None,
-            about_s: float | None = None,
-        ) -> None:
+        def advance(steps: int = 1, text: str | None = None, total: int | None = None) -> None:
             if text is not None:
                 bar.update(task, text=text)
-            if about_s is not None:
-                bar.update(task, about=_clock(about_s))
             bar.update(task, advance=steps, total=total)
             nonlocal drawn_s
             if alone and time.monotonic() - drawn_s >= DRAWN_S:

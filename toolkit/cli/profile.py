@@ -36,10 +36,9 @@ from toolkit.units import counted, number, percent, seconds, size
 
 if TYPE_CHECKING:
     from toolkit.estimators.fitting import FittedLaw, FittedProfile
-    from toolkit.profiling.run import ProfileEstimate
+    from toolkit.profiling.run import ProfileWork
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
-TOLD_AGAIN = 0.25  # a time that differs by this share from the announced one is announced again
 LARGE_PERCENT = 15.0  # a held-out error above this spoils the latencies that a law predicts
 EXPLAINED_PERCENT = 10.0  # a law with a median error above this says which points it misses
 
@@ -253,27 +252,17 @@ class TerminalWatch:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def planned(self, plan: ProfileEstimate) -> None:
+    def planned(self, plan: ProfileWork) -> None:
         if plan.set_aside:
             note(f"the results of an earlier run are set aside: {plan.set_aside}")
         for reason, count in plan.skipped.items():
             note(f"{counted(count, 'point')} skipped: {reason}")
         resumed = f", {plan.resumed} results of an earlier run are kept" if plan.resumed else ""
-        note(
-            f"{counted(plan.points, 'point')}, {plan.steps} measurements to go,"
-            f" about {seconds(plan.about_s)}{resumed}"
-        )
-        self._told_s = plan.about_s
-        self._advance = self._stack.enter_context(progress("measuring", plan.steps, plan.about_s))
+        note(f"{counted(plan.points, 'point')}, {plan.steps} measurements to go{resumed}")
+        self._advance = self._stack.enter_context(progress("measuring", plan.steps))
 
     def advanced(self, text: str) -> None:
         self._advance(text=text)
-
-    def expects(self, about_s: float) -> None:
-        self._advance(steps=0, about_s=about_s)
-        if abs(about_s / self._told_s - 1.0) > TOLD_AGAIN:
-            note(f"the measurements take about {seconds(about_s)} in all")
-            self._told_s = about_s
 
 
 def _show_grid(title: str, cells: Mapping[tuple[int, int], str]) -> None:

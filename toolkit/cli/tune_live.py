@@ -103,7 +103,7 @@ def tune_live(args: TuneOptions) -> None:
         note(f"{journal.resumed} bursts of an interrupted search are kept")
     with ExitStack() as stack:
         budget_s = 60.0 * args.minutes
-        advance = stack.enter_context(progress("measuring", BURSTS, budget_s, alone=True))
+        advance = stack.enter_context(progress("measuring", BURSTS, alone=True))
         search = LiveSearch(
             control=control,
             bursts=bursts,

@@ -223,9 +223,9 @@ def measure(
     bench: TimedEngine,
     spec: ProfileSpec,
     journal: Journal,
-    visited: Callable[[int, GridPoint], None],
+    advanced: Callable[[str], None],
 ) -> None:
-    """Make the visits, and tell `visited` of each. A point that cannot be measured is recorded as
+    """Make the visits, and tell `advanced` of each. A point that cannot be measured is recorded as
     failed, and left out then.
     """
     for number, point in visits:
@@ -237,7 +237,7 @@ def measure(
             else:
                 visit = PointVisit(seconds=seconds, **dict(bench.take_passes()))
                 journal.put(f"{point.key}/{number}", visit)
-        visited(number, point)
+        advanced(str(point))
 
 
 def warmups(number: int, spec: ProfileSpec) -> int:

@@ -44,7 +44,6 @@ from toolkit.files.profile import (
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import Strict
 from toolkit.profiling.grid import GridPoint, SliceShape
-from toolkit.profiling.pace import VISIT_SAMPLES, ServerPace
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
 
@@ -55,6 +54,7 @@ CLOCKS: dict[Clock, Callable[[], float]] = {"cpu": time.process_time, "wall": ti
 # More would tell little: disturbances last longer than a visit, and another visit sees another
 # moment.
 VISIT_S = 0.02
+VISIT_SAMPLES = 3
 
 
 class Unmeasurable(Exception):  # noqa: N818  (a result of the point, not a failure of the profile)
@@ -102,9 +102,8 @@ class TimedEngine(ABC):
         """The passes since the last call."""
         return Passes()
 
-    def pace(self, points: Sequence[GridPoint]) -> ServerPace | None:
-        """How long its runs take, by some quick ones of the `points`; None: it does not know."""
-        return None
+    def prepare(self, points: Sequence[GridPoint]) -> None:  # noqa: B027  (most need nothing)
+        """Run some of the points before any is timed, where the engine needs that."""
 
     def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
         """What a prompt of each length takes at first, and again if a prefix cache may hold it."""

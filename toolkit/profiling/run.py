@@ -7,7 +7,6 @@ machine's load by other programs.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections import Counter
@@ -30,7 +29,7 @@ from toolkit.files.profile import (
     SlicePoint,
     StepPoint,
 )
-from toolkit.files.recipe import ProfileSpec, Recipe
+from toolkit.files.recipe import Recipe
 from toolkit.interrupts import cancelling
 from toolkit.profiling import overlapping
 from toolkit.profiling.grid import (
@@ -57,24 +56,14 @@ from toolkit.profiling.measure import (
     record_probe,
     safe_tokens,
     visits_left,
-    warmups,
 )
-from toolkit.profiling.pace import VISIT_SAMPLES, Remaining, ServerPace
 from toolkit.profiling.process import (
-    VISIT_S,
     ProfileBench,
-    TimedEngine,
-    Unmeasurable,
     busy_neighbours,
     engine_process,
 )
-from toolkit.profiling.worker_runs import ROUNDS, RoundsStage, SliceFeed
+from toolkit.profiling.worker_runs import RoundsStage, SliceFeed
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
-
-PROBES_PER_LENGTH = 2  # probes that run; those that do not fit cost next to nothing
-SHORTEST_S = 1e-6  # of a run; if no point of a kind fits, its time is unknown
-# Prefills of a usual batch in a sequence of rounds: the first rows, and those that replace them.
-SEQUENCE_PREFILLS = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -95,89 +84,25 @@ class Work:
 
 
 @dataclass(slots=True, frozen=True)
-class ProfileEstimate:
+class ProfileWork:
     """The announcement before the work starts."""
 
     points: int  # all points of the grid
     steps: int
-    about_s: float
     resumed: int  # results of an earlier run
     skipped: dict[str, int]  # reason to the number of points
     set_aside: str  # why an earlier run's results are not used; '' if they are or there are none
 
 
-def estimate_s(
-    work: Work, points: Sequence[GridPoint], spec: ProfileSpec, bench: TimedEngine, workers: int
-) -> float:
-    """The approximate time of the work, in seconds, from up to four quick timings: the smallest and
-    the largest point of each kind.
-    """
-    prefill_s, decode_s = (
-        _line_through([point for point in points if point.kind == kind], bench)
-        for kind in ("prefill", "decode")
-    )
-
-    def visit_s(number: int, point: GridPoint) -> float:
-        once_s = (prefill_s if point.kind == "prefill" else decode_s)(point.tokens)
-        samples = min(VISIT_SAMPLES, max(1.0, VISIT_S / max(once_s, SHORTEST_S)))
-        return once_s * (warmups(number, spec) + samples)
-
-    def batch_s(prefills: int, tokens: int, steps: float) -> float:
-        return prefills * prefill_s(tokens) + steps * decode_s(tokens)
-
-    capacity = bench.facts.capacity_tokens
-    visits_s = sum(visit_s(number, point) for number, point in work.visits)
-    memory_s = len(work.memory) * PROBES_PER_LENGTH * prefill_s(capacity)
-    admissions_s = sum(capacity / length * prefill_s(length) for length in work.admissions)
-    shapes = work.slices.values()
-    slices_s = sum(batch_s(1, one.batch_size * one.input_length, one.steps) for one in shapes)
-    # A sequence draws batch sizes, lengths and steps from ranges: geometric means stand for them.
-    ranges = spec.batch_sizes, spec.input_lengths
-    tokens = round(math.prod(math.sqrt(min(each) * max(each)) for each in ranges))
-    steps = ROUNDS * math.sqrt(max(spec.slice_tokens))
-    sequences_s = len(work.sequences) * batch_s(SEQUENCE_PREFILLS, tokens, steps)
-    return visits_s + memory_s + admissions_s + (slices_s + sequences_s) / workers
-
-
-def _line_through(points: Sequence[GridPoint], bench: TimedEngine) -> Callable[[int], float]:
-    """Seconds of a point by its tokens: the line through the smallest and the largest of `points`,
-    which are timed; 0 without any.
-    """
-    if not points:
-        return lambda _: 0.0
-    ends = sorted(points, key=lambda point: point.tokens)
-    small = ends[0]
-    large = ends[-1]
-    small_s = _wall_s(small, bench)
-    large_s = max(_wall_s(large, bench), small_s)
-    token_s = (large_s - small_s) / max(large.tokens - small.tokens, 1)
-    flat_s = max(small_s - token_s * small.tokens, 1e-6)
-    return lambda tokens: flat_s + token_s * tokens
-
-
-def _wall_s(point: GridPoint, bench: TimedEngine) -> float:
-    """Wall seconds of one run with its overhead; 0 if it cannot be measured."""
-    start_s = time.perf_counter()
-    try:
-        samples = bench.time(point, 1)
-    except Unmeasurable:
-        return 0.0
-    return (time.perf_counter() - start_s) / (len(samples) + 1)
-
-
 class ProfileProgress(Protocol):
     """The observer of a profile: a progress bar, or a test."""
 
-    def planned(self, plan: ProfileEstimate) -> None:
+    def planned(self, plan: ProfileWork) -> None:
         """The engine is loaded, and this is the work."""
         ...
 
     def advanced(self, text: str) -> None:
-        """One of `ProfileEstimate.steps` is done; its result is on disk."""
-        ...
-
-    def expects(self, about_s: float) -> None:
-        """All of the work is now expected to take so long, from when it was `planned`."""
+        """One of `ProfileWork.steps` is done; its result is on disk."""
         ...
 
 
@@ -252,8 +177,6 @@ class _Session:
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps = bench.steps
-        self._pace: ServerPace | None = None
-        self._remaining: Remaining | None = None
         self._hits: list[HitPoint] = []
         if self._steps is not None and self._steps.async_scheduling:
             # All shapes run before the first timing, so no point needs a run of its own for that.
@@ -293,42 +216,14 @@ class _Session:
         shapes = self._shapes()
         return {k: shape for k, shape in shapes.items() if f"slice/{k}" not in results}
 
-    def plan(self) -> ProfileEstimate:
-        work = self._work
-        # The neighbours load once; the workers load for slices and again for sequences. A server
-        # that runs is its own worker.
-        loads = bool(work.visits) + bool(work.slices) + bool(work.sequences)
-        if self._facts.is_server:
-            loads = 0
-        points = [*self._points, *(point for _, point in work.visits)]
-        pace = self._bench.pace(points) if work.visits else None
-        if pace is None:
-            workers = self._recipe.workers
-            work_s = estimate_s(work, self._points, self._spec, self._bench, workers)
-        else:
-            slices_s = pace.slices_s(work.slices.values()) / self._recipe.workers
-            work_s = slices_s + sum(self._visit_s(pace, *visit) for visit in work.visits)
-            self._remaining = Remaining(work_s, time.perf_counter)
-        self._pace = pace
-        about_s = work_s + loads * self._load_s
-        return ProfileEstimate(
+    def plan(self) -> ProfileWork:
+        return ProfileWork(
             points=len(self._points),
-            steps=work.steps,
-            about_s=about_s,
+            steps=self._work.steps,
             resumed=len(self._journal.results),
             skipped=dict(Counter(point.reason for point in self._skipped)),
             set_aside=self._journal.set_aside,
         )
-
-    def _visit_s(self, pace: ServerPace, number: int, point: GridPoint) -> float:
-        return pace.visit_s(point, warmups(number, self._spec))
-
-    def _visited(self, number: int, point: GridPoint) -> None:
-        """A visit has ended: tell the observer, and how long all will take."""
-        self._progress.advanced(str(point))
-        if self._pace is not None and self._remaining is not None:
-            visit_s = self._visit_s(self._pace, number, point)
-            self._progress.expects(self._remaining.done(visit_s))
 
     def probe_memory(self) -> None:
         """Search the memory edge of static batches, and of rounds if the engine runs them."""
@@ -345,12 +240,13 @@ class _Session:
         many other engines are busy meanwhile as when serving; on GPUs each worker has its own.
         """
         if self._work.visits:
+            self._bench.prepare([*self._points, *(point for _, point in self._work.visits)])
             shared = self._recipe.hardware.device == "cpu"
             others = self._recipe.workers - 1 if shared else 0
             shapes = list(self._shapes().values())
             with busy_neighbours(self._recipe, others, shapes):
                 visits = self._work.visits
-                measure(visits, self._bench, self._spec, self._journal, self._visited)
+                measure(visits, self._bench, self._spec, self._journal, self._progress.advanced)
         self._hits = self._bench.time_hits(sorted(set(self._spec.input_lengths)))
 
     def run_workers(self) -> None:

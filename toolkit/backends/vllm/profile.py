@@ -59,8 +59,7 @@ from toolkit.profiling.grid import (
     log_uniform,
     log_uniform_mean,
 )
-from toolkit.profiling.pace import ServerPace, samples_of, warm_runs
-from toolkit.profiling.process import Passes, Unmeasurable
+from toolkit.profiling.process import VISIT_SAMPLES, Passes, Unmeasurable
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import refuse_later
 
@@ -223,6 +222,22 @@ POLL_S = 1e-3  # between two looks whether all rows beside prompts have their fi
 LOAD_OUTPUTS = (8, 512)  # tokens; a longer output would outlast the load
 LOAD_REQUESTS_MIN = 8
 PACE_ROWS = 32  # of the larger decode step that shows the pace
+ONCE = ("lone", "burst", "load")  # kinds with one sample in a visit, which has several requests
+
+
+@dataclass(slots=True, frozen=True)
+class ServerPace:
+    """Seconds of a server's passes, roughly: `step_s` is a decode step of one row, `row_s` each
+    further row in it, `token_s` each token of a prompt.
+    """
+
+    step_s: float
+    row_s: float
+    token_s: float
+
+    def steps_s(self, rows: int) -> float:
+        """Seconds of a decode step of so many rows."""
+        return self.step_s + self.row_s * max(rows - 1, 0)
 
 
 class VllmBench(ServerBench):
@@ -244,7 +259,6 @@ class VllmBench(ServerBench):
         self._longest = recipe.serve.max_new_tokens
         self._step_s = 0.0  # of a decode step, roughly
         self._pace: ServerPace | None = None
-        self._took_s = 0.0  # the last run, with all of its requests
         self._passes: list[TimedPass] = []  # of the last run
         self._steps: list[StepPoint] = []
         self._front: list[FrontPoint] = []
@@ -269,30 +283,28 @@ class VllmBench(ServerBench):
         self._sampler_s = None
         return passes
 
-    def pace(self, points: Sequence[GridPoint]) -> ServerPace | None:
-        """See `TimedEngine.pace`. Where passes overlap, every length of a lone prompt runs once,
-        too, so that what an engine compiles or allocates at first is in no timing.
+    def prepare(self, points: Sequence[GridPoint]) -> None:
+        """Find out how long passes take. Where they overlap, every length of a lone prompt runs
+        once, too, so that what an engine compiles or allocates at first is in no timing.
 
         Raises `EngineError` when the server has ended.
         """
         if not {"prefill", "decode"} <= {point.kind for point in points}:
-            return None
+            return
         for point in points:
             if point.kind == "lone" and not point.batch_size:
                 self._try(point)
-        self._pace = pace_of(points, self._timed_run, self._header, self._longest)
+        self._pace = pace_of(points, self._second_run)
         self.take_passes()
-        return self._pace
 
-    def _timed_run(self, point: GridPoint) -> tuple[float, list[TimedPass]]:
-        """Seconds of a run, with all of its requests, and its passes; the first run is left out."""
+    def _second_run(self, point: GridPoint) -> list[TimedPass]:
+        """The passes of a point's second run."""
         self._try(point)
         self._try(point)
-        return self._took_s, self._passes
+        return self._passes
 
     def _try(self, point: GridPoint) -> None:
         """Run a point that need not succeed."""
-        self._took_s = 0.0
         self._passes = []
         with contextlib.suppress(Unmeasurable):
             self._measure(point)
@@ -305,10 +317,12 @@ class VllmBench(ServerBench):
         """
         with self.counting_failures():
             try:
-                for _ in range(warm_runs(point, warmups)):
-                    self._measure(point)
+                if point.kind != "traffic":  # which has many requests
+                    for _ in range(warmups):
+                        self._measure(point)
                 self.take_passes()
-                samples = [self._measure(point) for _ in range(samples_of(point))]
+                once = point.kind in ONCE or point.tokens > STEPS
+                samples = [self._measure(point) for _ in range(1 if once else VISIT_SAMPLES)]
             except Unmeasurable:
                 if not self._server.running:
                     raise self._server.died("during a measurement") from None
@@ -336,7 +350,6 @@ class VllmBench(ServerBench):
         else:
             sent = self._endpoint.at_times(requests, start_s, names=names)
         samples = self._runner.run(sent)
-        self._took_s = perf_counter() - start_s
         logged = passes_of(self._log.readlines())
         passes = self._passes = timed(logged, self._window)
         if not passes:
@@ -476,14 +489,9 @@ class VllmBench(ServerBench):
         return samples
 
 
-def pace_of(
-    points: Sequence[GridPoint],
-    run: Callable[[GridPoint], tuple[float, list[TimedPass]]],
-    header: IterationLogHeader,
-    longest: int,
-) -> ServerPace:
+def pace_of(points: Sequence[GridPoint], run: Callable[[GridPoint], list[TimedPass]]) -> ServerPace:
     """The pace of a server by four runs: prompts of few and of many tokens, decode steps of few and
-    of more rows. `run` gives the seconds of a point's run, and its passes.
+    of more rows. `run` gives the passes of a point's run.
     """
     prefills = sorted(
         (point for point in points if point.kind == "prefill"),
@@ -498,28 +506,18 @@ def pace_of(
     several = [
         point for point in decodes if point.length == first.length and point.batch_size <= PACE_ROWS
     ]
-    chunks = [_chunks(run(point)[1]) for point in (alone[0], alone[-1])]
+    chunks = [_chunks(run(point)) for point in (alone[0], alone[-1])]
     (few, few_s, few_passes), (many, many_s, many_passes) = chunks
-    token_s = max(many_s - few_s * many_passes / few_passes, 0.0) / max(many - few, 1)
-    chunk_s = max(few_s - token_s * few, 0.0) / few_passes
     steps_s = []
-    besides_s = []
     for point in (several[0], several[-1]):
-        took_s, passes = run(point)
+        passes = run(point)
         steps = [one.seconds + (one.host_s or 0.0) for one in passes if not one.shape.prefills]
         steps_s.append(fmean(steps) if steps else 0.0)
-        inside_s = passes[-1].end_s - passes[0].start_s if passes else 0.0
-        besides_s.append(max(took_s - inside_s, 0.0))
-    more_rows = max(several[-1].batch_size - several[0].batch_size, 1)
     return ServerPace(
         step_s=steps_s[0],
-        row_s=max(steps_s[1] - steps_s[0], 0.0) / more_rows,
-        chunk_s=chunk_s,
-        token_s=token_s,
-        run_s=besides_s[0],
-        request_s=max(besides_s[1] - besides_s[0], 0.0) / more_rows,
-        budget=header.max_num_batched_tokens,
-        longest=longest,
+        row_s=max(steps_s[1] - steps_s[0], 0.0)
+        / max(several[-1].batch_size - several[0].batch_size, 1),
+        token_s=max(many_s - few_s * many_passes / few_passes, 0.0) / max(many - few, 1),
     )
 
 
