@@ -24,6 +24,7 @@ from toolkit.files.io import (
 )
 from toolkit.files.profile import PrefillPoint, Profile
 from toolkit.files.recipe import Recipe
+from toolkit.files.strict import FORMAT
 from toolkit.files.tuning import Tuning
 from toolkit.traces.write import TraceLog
 
@@ -121,7 +122,6 @@ def test_a_file_of_another_kind_is_named(chain: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"schema_version": 2}, ("schema_version", "2", "1")),
         ({"workers": "2"}, ("workers", "'2'", "integer")),
         ({"wrkers": 2}, ("wrkers", "'workers'")),
         ({"workers": float("nan")}, ("workers", "nan", "integer")),
@@ -134,6 +134,20 @@ def test_a_damaged_file_names_the_key(
     with pytest.raises(InputError) as caught:
         read_file(Fit, chain["fit"])
     assert says(caught.value.message, "fit.json", *named)
+
+
+@pytest.mark.parametrize("found", [1, FORMAT + 1, "2", None])
+def test_a_file_of_another_format_is_refused_by_its_number(
+    chain: dict[str, Path], found: object
+) -> None:
+    """Before anything else of it is read: its other keys may have changed, too."""
+    content = json.loads(chain["fit"].read_text()) | {"schema_version": found, "gone_since": 1}
+    chain["fit"].write_text(json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        read_file(Fit, chain["fit"])
+    shown = "null" if found is None else repr(found)
+    assert says(caught.value.message, "fit.json", f"format {shown}", f"format {FORMAT}")
+    assert says(caught.value.hint, "llmctl fit PROFILE")
 
 
 def test_half_a_file_is_not_json(chain: dict[str, Path]) -> None:

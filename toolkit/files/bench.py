@@ -196,7 +196,7 @@ class BenchReport(Envelope):
     remake: ClassVar[str] = "llmctl bench --url URL --trace TRACE"
 
     model: str
-    policy: str | None = optional("the plan's; none: made without a plan, or by an older llmctl")
+    policy: str | None = optional("the plan's; none: made without a plan")
     request_rate_rps: float | None = optional(
         "mean rate of the whole scaled trace; none: its requests arrive all at once, or at a fixed "
         "concurrency"

@@ -207,9 +207,7 @@ class StepsFit(Strict):
     prefill_s: float
     cached_s: float
     attended_s: float
-    behind_s: float = Field(
-        0.0, description="per cached token before a chunk; 0 in fits of older profiles"
-    )
+    behind_s: float = Field(0.0, description="per cached token before a chunk")
     beside_s: float | None = optional(
         "per cached token of decodes in a pass with chunks; none: as in passes of decodes alone"
     )

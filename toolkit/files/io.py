@@ -89,7 +89,7 @@ def _is_recipe(role: str) -> bool:
 def _section_digests(path: AnyPath) -> dict[str, str]:
     """The sha256 of each section's content, without values that equal their defaults.
 
-    So a new key of recipes makes no older file stale. Neither does a price.
+    So writing a default out makes no file stale. Neither does a price.
     """
     sections = load_recipe(path).measured.model_dump(mode="json", exclude_defaults=True)
     return {

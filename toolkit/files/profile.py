@@ -3,7 +3,7 @@
 A measurement holds for one device, one version of one engine, and one model. Times and memory of
 another GPU, engine or model look as good as the right ones, so `refuse_foreign` compares the
 identities and names both sides. A value that either side does not know is not compared: a recipe's
-hardware is only a claim, a foreign server reports little, and older files hold less.
+hardware is only a claim, and a foreign server reports little.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class StepPoint(Strict):
     prefills: int
     prefill_tokens: int
     prefill_attended: float
-    prefill_cached: int = Field(0, description="0 in older profiles: not recorded")
+    prefill_cached: int = 0
     decode_inside: float = Field(
         0.0, description="of `decode_cached`, what is inside sliding windows; 0: there are none"
     )
@@ -198,9 +198,7 @@ class StepsProfile(Strict):
     )
     points: list[StepPoint]
     front: list[FrontPoint]
-    front_in_traffic: list[TrafficFront] = Field(
-        [], description="by request; empty in older profiles"
-    )
+    front_in_traffic: list[TrafficFront] = Field([], description="by request")
 
 
 class HitPoint(Strict):

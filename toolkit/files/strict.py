@@ -30,6 +30,8 @@ from toolkit.errors import InputError, nearest
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+# Of the workflow's files. It grows where a file of an earlier llmctl would be misunderstood.
+FORMAT = 2
 LONG_KEY = 80  # characters of a key in a message
 MAX_LINES = 3  # of problems in one error
 MAX_FILE_BYTES = 1 << 28  # of JSON
@@ -89,7 +91,7 @@ class Envelope(Strict):
     remeasure: ClassVar[str] = ""  # the commands after a change of the recipe, if there are more
     recipe_sections: ClassVar[tuple[str, ...]] = ()  # sections that this kind of file depends on
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = FORMAT
     tool_version: str
     environment: Environment
     inputs: dict[str, Input] = Field(
@@ -204,9 +206,15 @@ def validate(
     """Parse and check `text` as a `model`.
 
     `InputError` has a line for each of the first problems, with key, value and remedy. Where `file`
-    is of one of the other `kinds`, the error names that kind.
+    is of one of the other `kinds`, the error names that kind, and where it is of another format,
+    both numbers.
     """
     data = parse_json(text, file, hint)
+    if issubclass(model, Envelope) and isinstance(data, dict):
+        found = data.get("schema_version", FORMAT)
+        if found != FORMAT and not _other_kind(model, data, kinds):
+            problem = f"{file.name}: format {_shown(found)}; this llmctl reads format {FORMAT}"
+            raise InputError(problem, hint)
     try:
         return model.model_validate_json(text, strict=True)
     except ValidationError as error:

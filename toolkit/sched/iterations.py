@@ -36,8 +36,7 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's resolved settings: its limits, its cache, its model and its CUDA graphs.
 
     `executor` is where passes are launched: `uni` in the thread that schedules them, others in
-    processes of their own. Logs of older versions have no graphs and no executor. From `header` 2
-    on, `resolved` has all that the engine resolved.
+    processes of their own. `resolved` has all that the engine resolved.
     """
 
     max_num_seqs: int
@@ -58,8 +57,6 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     graph_sizes: list[int] = []  # the tokens of each CUDA graph, ascending
     graph_mode: str = ""  # vLLM's cudagraph_mode, such as FULL_AND_PIECEWISE; empty: not known
     executor: str = ""  # vLLM's distributed_executor_backend; empty: not known
-    not_modelled: list[str] = []  # of header 1: what the server does that is not modelled
-    header: int = 1  # the version of this header
     resolved: Resolved | None = None
 
 

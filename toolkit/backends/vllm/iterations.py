@@ -128,7 +128,6 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
             graph_sizes=sorted(config.compilation_config.cudagraph_capture_sizes or []),
             graph_mode=getattr(config.compilation_config.cudagraph_mode, "name", ""),
             executor=str(config.parallel_config.distributed_executor_backend or ""),
-            header=2,
             resolved=resolved,
         )
 

@@ -194,12 +194,10 @@ def refuse_not_modelled(header: IterationLogHeader, ranks: int = 1) -> None:
         refuse(server, [ClassFound("data parallel", f"{ranks} engines of data parallelism")])
     if header.resolved is not None:
         refuse(server, of_resolved(header.resolved))
-    found = list(header.not_modelled)
-    if header.async_scheduling and header.graph_mode and header.graph_mode not in LAUNCHES:
-        found.append(f"cudagraph_mode {header.graph_mode}")
-    if found:
+    mode = header.graph_mode
+    if header.async_scheduling and mode and mode not in LAUNCHES:
         raise InputError(
-            f"{server} has {', '.join(dict.fromkeys(found))}, which llmctl does not model",
+            f"{server} has cudagraph_mode {mode}, which llmctl does not model",
             "profile it without that, or as engine openai, from outside",
         )
 
