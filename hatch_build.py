@@ -1,4 +1,4 @@
-"""Compiles the modules that toolkit/compiled.py names with mypyc, where a C compiler is.
+"""Compiles modules with mypyc, where a C compiler is.
 
     python hatch_build.py          # compile in place, if the sources changed: make compile
 
@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,17 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # hatchling runs this file from where it pleases
 
-from toolkit.compiled import (  # noqa: E402
-    FOLDER,
-    MANIFEST,
-    MODULES,
-    SUFFIX,
-    VARIABLE,
-    manifest,
-    obstacle,
-    unusable,
-    wish,
-)
+from toolkit.compiled import FOLDER, MANIFEST, SUFFIX, VARIABLE, manifest, wish  # noqa: E402
 from toolkit.errors import InputError  # noqa: E402
 
 try:
@@ -40,6 +31,57 @@ try:
 except ImportError:  # `make compile` needs no hatchling
     BuildHookInterface = object  # type: ignore[assignment, misc]
 
+MODULES = (
+    "toolkit.estimators.laws",
+    "toolkit.estimators.memory",
+    "toolkit.estimators.pipeline",
+    "toolkit.estimators.steps",
+    "toolkit.routing.replicas",
+    "toolkit.routing.routers",
+    "toolkit.sched.caches",
+    "toolkit.sched.figures",
+    "toolkit.sched.memory",
+    "toolkit.sched.policies.base",
+    "toolkit.sched.policies.baton",
+    "toolkit.sched.policies.continuous",
+    "toolkit.sched.policies.mlfq",
+    "toolkit.sched.policies.past_future",
+    "toolkit.sched.policies.past_future_sla",
+    "toolkit.sched.policies.preemptive",
+    "toolkit.sched.policies.routers",
+    "toolkit.sched.policies.slice_continuous",
+    "toolkit.sched.policies.srpt",
+    "toolkit.sched.queues",
+    "toolkit.sched.ranked",
+    "toolkit.sched.rounds",
+    "toolkit.sched.scheduler",
+    "toolkit.sched.types",
+    "toolkit.sched.view",
+    "toolkit.sched.waiting",
+    "toolkit.sim.arrivals",
+    "toolkit.sim.blocks",
+    "toolkit.sim.continuous",
+    "toolkit.sim.decoding",
+    "toolkit.sim.drafts",
+    "toolkit.sim.flight",
+    "toolkit.sim.groups.caches",
+    "toolkit.sim.groups.chunk",
+    "toolkit.sim.groups.full",
+    "toolkit.sim.groups.pool",
+    "toolkit.sim.groups.row",
+    "toolkit.sim.groups.scheduler",
+    "toolkit.sim.groups.state",
+    "toolkit.sim.groups.steady",
+    "toolkit.sim.groups.window",
+    "toolkit.sim.installed",
+    "toolkit.sim.ledger",
+    "toolkit.sim.loop",
+    "toolkit.sim.paged",
+    "toolkit.sim.paged_engine",
+    "toolkit.sim.passes",
+    "toolkit.sim.slab",
+    "toolkit.sim.worker",
+)  # fmt: skip
 # What mypyc reads the types of beside mypy's own; their versions are those of the locks.
 REQUIRES = ["mypy>=1.15", "setuptools>=75", "numpy>=2.0", "msgspec>=0.19"]
 # No fused multiply-add, which would round otherwise than Python does; warnings are no errors.
@@ -51,6 +93,25 @@ OPTIONS = [
     "--ignore-missing-imports",
 ]  # of mypy: types that are not there are Any
 WITHOUT = "plain Python gives the same results, more slowly"
+HEADERS = "Python's headers"
+
+
+def obstacle() -> str:
+    """Why this machine cannot compile; empty if it can."""
+    if wish() is False:
+        return f"{VARIABLE}=0"
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if not shutil.which(compiler):
+        return f"there is no C compiler ({compiler})"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return f"{HEADERS} are not installed (Python.h)"
+    return ""
+
+
+def is_current() -> bool:
+    """Whether the libraries are there, of today's sources and of all `MODULES`."""
+    path = FOLDER / MANIFEST
+    return path.exists() and path.read_text() == manifest(MODULES)
 
 
 def compile_in_place() -> str:
@@ -59,8 +120,8 @@ def compile_in_place() -> str:
     Raises `InputError` for that reason if `LLMCTL_COMPILED` is 1.
     """
     reason = obstacle()
-    if not reason and unusable():
-        digests = manifest()  # before the sources are read, should one be edited meanwhile
+    if not reason and not is_current():
+        digests = manifest(MODULES)  # before the sources are read, should one be edited meanwhile
         FOLDER.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
             done = subprocess.run(
@@ -159,7 +220,7 @@ def main() -> None:
         _compile_into(Path(sys.argv[2]))
         return
     try:
-        stale = unusable()
+        stale = not is_current()
         if stale and not obstacle():
             print(f"compiling {len(MODULES)} modules with mypyc; the first time takes minutes")
         reason = compile_in_place()

@@ -5,6 +5,7 @@ import importlib.machinery
 import os
 import pickle
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,7 @@ import pytest
 from said import says
 
 from toolkit import compiled
-from toolkit.compiled import MODULES, SUFFIX, RunningCode
-from toolkit.deploy.doctor import check_machine
-from toolkit.engines.devices import Devices
+from toolkit.compiled import SUFFIX
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
@@ -25,6 +24,8 @@ from toolkit.files.shipped import shipped_profiles
 from toolkit.sim.world import make_world
 
 ROOT = Path(compiled.__file__).parent.parent
+hatch_build = runpy.run_path(str(ROOT / "hatch_build.py"), run_name="hatch_build")
+MODULES = hatch_build["MODULES"]
 NAME = MODULES[0]
 
 
@@ -33,12 +34,11 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a library of each module, of today's sources, and a finder that takes them."""
     monkeypatch.setattr(compiled, "FOLDER", tmp_path / "here")
     monkeypatch.setattr(compiled, "_finder", compiled._Finder())
-    monkeypatch.setattr(compiled, "_is_library", lambda name: False)  # as if not yet imported
     monkeypatch.delenv(compiled.VARIABLE, raising=False)
     # what the finder sets for processes that it starts is undone
     monkeypatch.setattr(os, "environ", dict(os.environ))
     (tmp_path / "here").mkdir()
-    (tmp_path / "here" / compiled.MANIFEST).write_text(compiled.manifest())
+    (tmp_path / "here" / compiled.MANIFEST).write_text(compiled.manifest(MODULES))
     for name in MODULES:
         (tmp_path / "here" / f"{name}{SUFFIX}").touch()
     return tmp_path / "here"
@@ -69,7 +69,7 @@ def test_a_stale_library_is_not_taken_with_one_warning(
     (warning,) = capsys.readouterr().err.splitlines()
     assert says(warning, NAME, "make compile")
     assert os.environ[compiled.VARIABLE] == "0"  # processes that this one starts are silent
-    assert NAME in compiled.running().reason
+    assert NAME in compiled.unusable()
 
 
 def test_without_libraries_plain_python_runs_silently(
@@ -80,13 +80,19 @@ def test_without_libraries_plain_python_runs_silently(
     assert capsys.readouterr().err == ""
 
 
-def test_a_longer_list_of_modules_makes_the_libraries_stale(
-    libraries: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "MODULES", (*MODULES, "toolkit.units"))
-    assert says(compiled.unusable(), "toolkit.units")
-    monkeypatch.setattr(compiled, "MODULES", MODULES[:-1])
-    assert compiled.unusable()
+def test_libraries_of_another_list_are_not_current(libraries: Path) -> None:
+    is_current = hatch_build["is_current"]
+    is_current.__globals__["FOLDER"] = libraries
+    assert is_current()
+    (libraries / compiled.MANIFEST).write_text(compiled.manifest(MODULES[:-1]))
+    assert not is_current()
+    assert compiled.unusable() == ""
+
+
+def test_the_libraries_of_a_source_that_is_gone_are_stale(libraries: Path) -> None:
+    with (libraries / compiled.MANIFEST).open("a") as file:
+        file.write(f"{'0' * 64}  toolkit.gone\n")
+    assert says(compiled.unusable(), "toolkit.gone")
 
 
 def test_the_variable_forces_either(libraries: Path) -> None:
@@ -105,32 +111,6 @@ def test_the_variable_forces_either(libraries: Path) -> None:
         compiled.wish()
 
 
-@pytest.mark.parametrize(
-    ("code", "status"), [(RunningCode(True), "ok"), (RunningCode(False, "why", "what"), "note")]
-)
-def test_doctor_says_which_code_runs(
-    code: RunningCode, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(compiled, "running", lambda: code)
-    devices = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())
-    (check,) = [each for each in check_machine(devices, tmp_path) if each.name == "scheduler"]
-    assert (check.status, check.remedy) == (status, code.remedy)
-    assert code.reason in check.found
-
-
-def test_what_is_lacking_is_named(
-    libraries: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    shutil.rmtree(libraries)
-    os.environ["CC"] = str(tmp_path / "no-compiler")
-    found = compiled.running()
-    assert not found.compiled
-    assert f"{tmp_path}/no-compiler" in found.reason
-    assert says(found.remedy, "gcc", "make compile")
-    os.environ[compiled.VARIABLE] = "0"
-    assert compiled.running() == RunningCode(False, "LLMCTL_COMPILED=0", "unset LLMCTL_COMPILED")
-
-
 def test_only_compiled_modules_may_declare_a_value_final() -> None:
     """mypyc copies such a value into the modules that use it, and does not see it change."""
     using = [
@@ -139,7 +119,7 @@ def test_only_compiled_modules_may_declare_a_value_final() -> None:
         if re.search(r"^\s*from typing(_extensions)? import .*\bFinal\b", path.read_text(), re.M)
         or "typing.Final" in path.read_text()
     ]
-    allowed = {compiled.source(name) for name in MODULES}
+    allowed = {ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in MODULES}
     assert set(using) <= allowed
 
 
@@ -161,7 +141,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("toolkit", "recipes", "profiles", "templates", "docs"):
         skipped = shutil.ignore_patterns("_compiled", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=skipped)
-    path = folder / "toolkit" / "compiled.py"
+    path = folder / "hatch_build.py"
     one = 'MODULES = (\n    "toolkit.units",\n)'
     text, count = re.subn(r"(?s)^MODULES = \(.*?^\)", one, path.read_text(), flags=re.MULTILINE)
     assert count == 1

@@ -18,7 +18,6 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from toolkit import compiled
 from toolkit.backends import Check, Checks, backend_of
 from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import HINT, refusal
@@ -42,11 +41,6 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     memory = psutil.virtual_memory()
     free_memory = f"memory {size(memory.total)}, {size(memory.available)} free"
     processor = Check("cpu", "ok", f"{usable_cpus()} CPUs usable; {free_memory}")
-    state = compiled.running()
-    scheduler = Check("scheduler", "ok", f"compiled ({len(compiled.MODULES)} modules)")
-    if not state.compiled:
-        text = f"plain Python, with the same results but slower: {state.reason}"
-        scheduler = Check("scheduler", "note", text, state.remedy)
     existing, free = _writable(work_folder)
     if free is None:
         remedy = "run from a folder of yours, or use --out"
@@ -63,7 +57,7 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     if free is not None:
         models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
     device = _check_devices(devices)
-    return [*_check_install(), device, processor, _check_kernels(), scheduler, disk, models]
+    return [*_check_install(), device, processor, _check_kernels(), disk, models]
 
 
 def model_cache() -> Path:
