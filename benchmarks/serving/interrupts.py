@@ -10,6 +10,7 @@ Each command runs once to its end. Then it is started anew for every try, and it
 group gets SIGINT, as in a terminal, at a moment between `FIRST_S` and its usual end. A try fails if
 
 - the exit code is not 130,
+- the command takes longer than 2 s to end, unless it is a server with requests,
 - stderr shows a traceback,
 - a process lives 5 s after the command,
 - a file is torn, or a temporary file is left.
@@ -45,6 +46,7 @@ from benchmarks.common.command import LLMCTL, make_parser
 from benchmarks.common.serving import Server, fake_plan
 
 FIRST_S = 0.2  # after Python's handler is set: until then Python itself starts, without llmctl
+ENDS_S = 2.0  # how long a command may take to end
 LEFT_S = 5.0  # how long a process may live after the command
 WHOLE_S = 300.0
 RESUMED_EVERY = 5
@@ -297,6 +299,8 @@ def examine(
         found.codes[ended.code] += 1
         found.slowest_s = max(found.slowest_s, took_s)
         found.faults += [*faults_of(case, ended), *left_behind(mark, out)]
+        if took_s > ENDS_S and case.name not in ("serve", "trace record"):
+            found.faults.append(f"it took {took_s:.1f} s to end")
         if case.result and found.codes.total() % RESUMED_EVERY == 0:
             again = whole(words)
             path = out / case.result
