@@ -111,10 +111,7 @@ def test_a_process_that_dies_is_an_error_instead_of_an_endless_wait(bench: Evalu
     assert "--jobs" in caught.value.hint
 
 
-def test_a_process_that_lets_no_signal_in_is_killed_at_ctrl_c(bench: EvaluationSetup, monkeypatch):
-    """It starts, say, or it has half sent a result."""
-    monkeypatch.setattr(BaseProcess, "terminate", lambda child: None)
-    monkeypatch.setattr(executor, "ENDING_S", 0.0)
+def test_ctrl_c_in_the_parent_ends_its_processes(bench: EvaluationSetup):
     others = set(multiprocessing.active_children())
     children: set[BaseProcess] = set()
 
@@ -122,6 +119,9 @@ def test_a_process_that_lets_no_signal_in_is_killed_at_ctrl_c(bench: EvaluationS
         with ProcessPool(1) as crew:
             collect(crew, [Task(bench, "slice")])
             children.update(set(multiprocessing.active_children()) - others)
+            [child] = children
+            os.kill(child.pid, signal.SIGINT)  # as a terminal does: it is for the parent
+            collect(crew, [Task(bench, "slice")])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -23,10 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing.connection import wait as wait_for_ends
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Any, Protocol
 
 from pydantic import Field, TypeAdapter
@@ -36,9 +32,7 @@ from toolkit.files.tuning import Outcome
 from toolkit.interrupts import held
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, SimulatedWindow, Task
 
-ENDING = {signal.SIGINT, signal.SIGTERM}  # signals that end a child process
 POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
-ENDING_S = 0.5  # as a process may take to end where it is told to
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
 
@@ -155,12 +149,9 @@ class ProcessPool:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._pool is None:
             return
-        children = set(multiprocessing.active_children()) - self._others
-        for child in children:
-            child.terminate()  # also in the middle of a window, which may take minutes
+        for child in set(multiprocessing.active_children()) - self._others:
+            child.kill()  # also in the middle of a window, which may take minutes
         self._pool.shutdown(wait=error is None, cancel_futures=True)
-        if error is not None:
-            _kill_late(children)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         pieces = Pieces(tasks)
@@ -172,8 +163,8 @@ class ProcessPool:
                 if self._pool is None:  # a fork would copy locks of other threads
                     context = multiprocessing.get_context("spawn")
                     self._pool = ProcessPoolExecutor(self.jobs, context, _tie_to_parent)
-                with _starting():
-                    running[self._pool.submit(_simulate_in_child, piece)] = piece
+                with _no_interrupts():  # the child inherits that, and Ctrl-C is for the parent
+                    running[self._pool.submit(_simulate, piece)] = piece
 
         try:
             submit(self.jobs)
@@ -195,19 +186,6 @@ class ProcessPool:
                     future.cancel()
 
 
-def _kill_late(children: Iterable[BaseProcess]) -> None:
-    """Kill those that have not ended `ENDING_S` after they were told to: a process that starts, or
-    has half sent a result, lets no signal in.
-    """
-    left = {child.sentinel: child for child in children}
-    last_s = time.monotonic() + ENDING_S
-    while left and (rest_s := last_s - time.monotonic()) > 0.0:
-        for sentinel in wait_for_ends(list(left), rest_s):
-            del left[sentinel]  # type: ignore[arg-type]  # they are numbers, as they were given
-    for child in left.values():
-        child.kill()
-
-
 def _ended(running: Iterable[Future[Any]]) -> list[Future[Any]]:
     """Those that have ended, in their order: at least one, unless `POLL_S` pass.
 
@@ -220,12 +198,10 @@ def _ended(running: Iterable[Future[Any]]) -> list[Future[Any]]:
 
 
 @contextmanager
-def _starting() -> Iterator[None]:
-    """Signals wait until a child process is started, and in the child until it simulates: threads
-    that libraries start there, such as those of BLAS, inherit that, and let none in meanwhile.
-    """
+def _no_interrupts() -> Iterator[None]:
+    """Block Ctrl-C in this thread until the block ends."""
     with held():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             yield
         finally:
@@ -233,9 +209,7 @@ def _starting() -> Iterator[None]:
 
 
 def _tie_to_parent() -> None:
-    """In a child process: end at once where the parent ends, and while it simulates also at the
-    keyboard's interrupt and where the parent says so.
-    """
+    """In a child process: end at once where the parent ends."""
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -243,37 +217,7 @@ def _tie_to_parent() -> None:
         parent.join()
         os._exit(1)
 
-    global _target
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    _target = _SignalTarget()
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-class _SignalTarget:
-    """The only thread of a child process that `ENDING` may reach, and only while that is allowed.
-
-    All others have them blocked: also those that libraries start during a simulation, which would
-    inherit from a main thread that lets them in, and keep letting them in.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: SimpleQueue[int] = SimpleQueue()
-        self._is_set: SimpleQueue[None] = SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def allow(self, *, ends: bool) -> None:
-        """From now on a signal ends the process, or waits."""
-        self._wanted.put(signal.SIG_UNBLOCK if ends else signal.SIG_BLOCK)
-        self._is_set.get()
-
-    def _run(self) -> None:
-        while True:
-            signal.pthread_sigmask(self._wanted.get(), ENDING)
-            self._is_set.put(None)
-
-
-_target: _SignalTarget | None = None  # in a child process
 
 
 class ClusterRunner:
@@ -300,18 +244,6 @@ class _Failure:
         self.kind = type(error)
         self.message = error.message
         self.hint = error.hint
-
-
-def _simulate_in_child(piece: Piece) -> SimulatedWindow | _Failure:
-    """Simulate a piece. Only meanwhile may a signal end the process: while it takes a task or sends
-    a result it may hold a lock, or have sent half, and then the parent would wait for ever.
-    """
-    assert _target is not None
-    _target.allow(ends=True)
-    try:
-        return _simulate(piece)
-    finally:
-        _target.allow(ends=False)
 
 
 def _simulate(piece: Piece) -> SimulatedWindow | _Failure:
