@@ -33,7 +33,7 @@ NAME = MODULES[0]
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a library of each module, of today's sources, and a finder that takes them."""
     monkeypatch.setattr(compiled, "FOLDER", tmp_path / "here")
-    monkeypatch.setattr(compiled, "_finder", compiled._Finder())
+    monkeypatch.setattr(compiled, "finder", compiled.Finder(), raising=False)
     monkeypatch.delenv(compiled.VARIABLE, raising=False)
     # what the finder sets for processes that it starts is undone
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -46,7 +46,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def found(name: str = NAME) -> str | None:
     """The file that the finder has for a module."""
-    spec = compiled._finder.find_spec(name)
+    spec = compiled.finder.find_spec(name)
     return spec and spec.origin
 
 
@@ -99,10 +99,10 @@ def test_the_variable_forces_either(libraries: Path) -> None:
     os.environ[compiled.VARIABLE] = "0"
     assert found() is None
     os.environ[compiled.VARIABLE] = "1"
-    compiled._finder._usable = None
+    compiled.finder._usable = None
     assert found()
     edit(libraries)
-    compiled._finder._usable = None
+    compiled.finder._usable = None
     with pytest.raises(InputError, match="LLMCTL_COMPILED=1") as caught:
         found()
     assert caught.value.hint == "make compile"
@@ -188,14 +188,14 @@ def test_compiled_code_runs_until_its_source_is_edited(checkout: Path, tmp_path:
     done = run(checkout, "hatch_build.py")
     assert done.stdout.endswith("\ncompiled: 1 modules\n"), done.stdout + done.stderr
     assert "up to date" in run(checkout, "hatch_build.py").stdout
-    assert run(checkout, "-c", WHICH).stdout.strip() == "ExtensionFileLoader"
+    assert run(checkout, "-c", WHICH).stdout.strip() == "_Loader"
     assert run(checkout, "-c", WHICH, LLMCTL_COMPILED="0").stdout.strip() == "SourceFileLoader"
 
     run(checkout, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
     (wheel,) = tmp_path.glob("*.whl")
     assert not wheel.name.endswith("-any.whl")
     run(checkout, "-c", f"import zipfile; zipfile.ZipFile('{wheel}').extractall('{tmp_path}')")
-    assert run(tmp_path, "-c", WHICH, LLMCTL_COMPILED="1").stdout.strip() == "ExtensionFileLoader"
+    assert run(tmp_path, "-c", WHICH, LLMCTL_COMPILED="1").stdout.strip() == "_Loader"
 
     with (checkout / "toolkit" / "units.py").open("a") as file:
         file.write("EDITED = True\n")

@@ -2,8 +2,10 @@
 that.
 """
 
-from toolkit.compiled import install
+import sys
+
+from toolkit.compiled import Finder
 
 __version__ = "0.1.0"
 
-install()
+sys.meta_path.insert(0, Finder())

@@ -1,26 +1,25 @@
 """Runs the modules that mypyc has compiled, as long as their sources are those that were compiled.
 
-`hatch_build.py` has the list of modules, and compiles them at set-up and for a wheel. Their shared
-libraries lie in `toolkit/_compiled/`, in a folder for each Python and platform, where Python itself
-does not look. The finder here hands them out if the sha256 of every source is the one in their
-manifest; otherwise the sources run, with a warning. It is all or nothing, because compiled modules
-call each other directly.
+`hatch_build.py` compiles them, at set-up and for a wheel. Their libraries lie in
+`toolkit/_compiled/`, in a folder for each Python and platform. The finder here hands them out if
+the sha256 of every source is the one in their manifest; otherwise all sources run, with a warning,
+because compiled modules call each other directly. `LLMCTL_COMPILED=0` runs (and builds) plain
+Python, 1 makes it an error if compiled code cannot be used. Both give the same results.
 
-`LLMCTL_COMPILED=0` runs (and builds) plain Python, `LLMCTL_COMPILED=1` makes it an error if
-compiled code cannot be used. Both give the same results.
-
-A value that another module declares `Final` is copied into the compiled code, and so a module that
-is not compiled must not use `Final`; tests/test_compiled.py holds that.
+A value that another module declares `Final` is copied into compiled code, so a module that is not
+compiled must not use `Final`; tests/test_compiled.py holds that.
 """
 
 from __future__ import annotations
 
+import copyreg
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from pathlib import Path
-from typing import TypeAlias
+from types import ModuleType
+from typing import Any
 
 VARIABLE = "LLMCTL_COMPILED"
 REMEDY = "make compile"
@@ -29,19 +28,6 @@ SUFFIX = EXTENSION_SUFFIXES[0]  # as '.cpython-311-x86_64-linux-gnu.so'
 FOLDER = PACKAGE / "_compiled" / SUFFIX.split(".")[1]
 MANIFEST = "manifest"  # a line for each module: the sha256 of its source, and its name
 NEEDED = "toolkit.sched.types"  # a compiled module, by which missing libraries are noticed
-
-Reduced: TypeAlias = tuple[Callable[..., object], tuple[object, ...]]
-
-
-def reduced(instance: object) -> Reduced:
-    """For `__reduce__` of a frozen dataclass that is compiled: its class, and its fields in order.
-
-    Python makes frozen instances again by their `__dict__`; compiled ones have none.
-    """
-    from dataclasses import fields
-
-    values = (getattr(instance, field.name) for field in fields(instance) if field.init)  # type: ignore[arg-type]
-    return type(instance), tuple(values)
 
 
 def wish() -> bool | None:
@@ -77,7 +63,26 @@ def unusable() -> str:
     return f"{changed[0]} has changed since the code was compiled" if changed else ""
 
 
-class _Finder:
+class _Loader(ExtensionFileLoader):
+    """Loads a library, and says how frozen data classes of it are pickled and copied: by their
+    fields, since those that are compiled have no `__dict__`.
+    """
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        for made in list(vars(module).values()):
+            parameters = getattr(made, "__dataclass_params__", None)
+            if parameters and parameters.frozen and made.__module__ == module.__name__:
+                copyreg.pickle(made, _by_fields)
+
+
+def _by_fields(instance: Any) -> tuple[type, tuple[object, ...]]:
+    from dataclasses import fields
+
+    return type(instance), tuple([getattr(instance, f.name) for f in fields(instance) if f.init])
+
+
+class Finder:
     """Finds the libraries, after it has looked at their sources once."""
 
     def __init__(self) -> None:
@@ -92,7 +97,7 @@ class _Finder:
             self._usable = self._look()
         if not (self._usable and is_there):
             return None
-        spec = ModuleSpec(name, ExtensionFileLoader(name, str(file)), origin=str(file))
+        spec = ModuleSpec(name, _Loader(name, str(file)), origin=str(file))
         spec.has_location = True
         return spec
 
@@ -109,12 +114,3 @@ class _Finder:
             os.environ[VARIABLE] = "0"  # processes that this one starts do not warn again
             print(f"warning: {reason}: plain Python runs; {REMEDY}", file=sys.stderr)
         return not reason
-
-
-_finder = _Finder()
-
-
-def install() -> None:
-    """Make imports take the compiled code."""
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)

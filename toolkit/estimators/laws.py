@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.files.fit import PartFit, RoundsFit, Segment, SwapFit
 from toolkit.sched.protocols import LatencyLaw
@@ -178,9 +177,6 @@ class SegmentedLaw:
     times: LinearTimes = field(init=False, repr=False, compare=False)
     _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
 
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
-
     def __post_init__(self) -> None:
         for name, segments in (("prefill", self.prefill), ("decode", self.decode)):
             starts = [segment.batch_size_min for segment in segments]
@@ -293,9 +289,6 @@ class WithOverhead:
     stretch: float
     _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
 
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
-
     def __post_init__(self) -> None:
         if not (self.batch_s >= 0 and self.stretch > 0):
             raise InputError(
@@ -401,9 +394,6 @@ class LinearSwap:
     out_tokens_per_s: float
     in_tokens_per_s: float
     overlaps: bool = True
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf:

@@ -15,7 +15,6 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.files.fit import BatchRule
 
@@ -36,9 +35,6 @@ class ZetaMemory:
     capacity_tokens: int
     zeta: float = 1.0
     workspace: float = 0.0
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __post_init__(self) -> None:
         if self.capacity_tokens < 1 or not self.zeta > 0:
@@ -80,9 +76,6 @@ class RuleMemory:
     """
 
     rules: tuple[BatchRule, ...]
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __post_init__(self) -> None:
         bounds = [rule.length_above for rule in self.rules]
@@ -143,9 +136,6 @@ class DrawnEdge:
     law: ZetaMemory | RuleMemory
     std: float
     seed: int
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __call__(self, batch_id: int, batch_size: int, input_length: int, steps: int) -> bool:
         """Whether N rows of L tokens, run for S steps, run out of memory."""

@@ -50,7 +50,6 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 from numpy.typing import NDArray
 
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.steps import StepLaw, StepShape, touched_experts
@@ -81,9 +80,6 @@ class GraphSettings:
     mode: str
     sizes: tuple[int, ...]
     apart: bool = False
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __post_init__(self) -> None:
         if self.mode not in LAUNCHES:
@@ -146,9 +142,6 @@ class PipelineLaw:
     expert_s: float = 0.0
     experts: int = 0
     experts_per_token: int = 0
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:
@@ -292,9 +285,6 @@ class OverlappingRounds:
     prefill_emits_token: bool = True
     padded: bool = False
     round_s: float = 0.0
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """Seconds that prompts of `input_length` tokens take, [batch_size] at once."""

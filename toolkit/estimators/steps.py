@@ -37,7 +37,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.sched.iterations import LoggedRow
 
@@ -112,7 +111,7 @@ class StepShape:
             self.draft_tokens,
         )
 
-    def __reduce__(self) -> Reduced:
+    def __reduce__(self) -> tuple[type[StepShape], tuple[object, ...]]:
         return StepShape, self._values()
 
     def __eq__(self, other: object) -> bool:
@@ -179,9 +178,6 @@ class StepLaw:
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __post_init__(self) -> None:
         if (

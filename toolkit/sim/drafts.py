@@ -39,7 +39,6 @@ import numpy as np
 
 from toolkit.catalogue.classes import DRAFTING
 from toolkit.catalogue.releases import release_of
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.recipe import AcceptanceSpec
@@ -93,9 +92,6 @@ class DrawnDrafts:
         object.__setattr__(self, "_table", _drawn(self.rates, self.seed))
         if self.proposed < 1.0:
             object.__setattr__(self, "_proposals", _drawn((self.proposed,), self.seed + 1))
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
@@ -63,9 +62,6 @@ class PassRange:
     rows_max: int
     tokens_max: int
     cached_max: float  # tokens, summed over the decoding rows
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def holds(self, shape: StepShape) -> bool:
         """Whether a pass is within the range."""
@@ -110,9 +106,6 @@ class PagedEngine:
     hash_lookahead: int = 0
     others: tuple[PagedEngine, ...] = ()
     link: SchedulerLink | None = None
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     @classmethod
     def of(
@@ -269,9 +262,6 @@ class Reuse:
     closed: bool = True
     concurrency: int = 0
     ramp_s: float = 0.0
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def __bool__(self) -> bool:
         return self.shared is not None or self.sessions is not None

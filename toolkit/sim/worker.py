@@ -14,7 +14,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
@@ -40,9 +39,6 @@ class FrontDelay:
                 f"front: delays of {self.first_s} and {self.last_s} s are not possible; "
                 "both are >= 0"
             )
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     def seen(self, served: Served) -> Served:
         """The requests as their clients see them."""

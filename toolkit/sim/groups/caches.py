@@ -15,7 +15,6 @@ from toolkit.catalogue.caches import (
     window_of,
 )
 from toolkit.catalogue.resolved import CacheGroup, Resolved
-from toolkit.compiled import Reduced, reduced
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.groups.chunk import ChunkGroup
@@ -47,9 +46,6 @@ class CacheSettings:
     in_flight: int = 0
     rehashes: bool = False
     rows_within_blocks: bool = False
-
-    def __reduce__(self) -> Reduced:
-        return reduced(self)
 
     @property
     def window(self) -> int:
