@@ -9,7 +9,7 @@ beside each other, which calls keep up to date, and what no router asks for is n
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,8 +20,6 @@ from toolkit.routing.types import (
     ReplicaTraits,
     RoutedRequest,
 )
-
-LEAST_KEPT = 1_024  # blocks of prompts are kept in any case
 
 
 class Sent:
@@ -213,17 +211,6 @@ class Replica:
         self.prefill_cached -= sent.cached_tokens
 
 
-class _Prompt:
-    """A prompt that was sent to a replica. The first `left` of its blocks are remembered."""
-
-    __slots__ = ("at_s", "blocks", "left")
-
-    def __init__(self, blocks: Sequence[object], at_s: float) -> None:
-        self.blocks = blocks
-        self.at_s = at_s
-        self.left = len(blocks)
-
-
 class PrefixIndex:
     """Which blocks each replica probably has cached: those of the prompts that were sent to it.
 
@@ -231,31 +218,24 @@ class PrefixIndex:
     one prompt the last ones first. So are blocks that were not used for `ttl_s` seconds (0: no
     limit). One walk over a prompt's blocks finds the matches of all replicas. Times never decrease
     from call to call.
-
-    The order of use is that of the prompts, and each block knows the last prompt that had it: so a
-    prompt costs one entry of a dictionary for each block, however many replicas there are.
     """
 
     def __init__(self, ttl_s: float = 0.0) -> None:
         self._ttl_s = ttl_s
         self._holders: dict[object, int] = {}  # block to the set of replicas, as bits
         self._capacities: list[int] = []
-        self._used: list[dict[object, _Prompt]] = []  # block to the last prompt that had it
-        self._prompts: list[deque[_Prompt]] = []  # the oldest first
-        self._kept: list[int] = []  # blocks of these prompts, also those that later ones had
-        self._added: deque[tuple[float, int]] = deque()  # when to which replica; with `ttl_s` only
+        # by replica: when each block was used last, the least recent first
+        self._used_s: list[OrderedDict[object, float]] = []
 
     def add_replica(self, capacity: int) -> None:
         """A further replica. `capacity` bounds its blocks; 0: no bound."""
-        self._used.append({})
-        self._prompts.append(deque())
-        self._kept.append(0)
+        self._used_s.append(OrderedDict())
         self._capacities.append(capacity)
 
     def matched(self, blocks: Sequence[object], now_s: float) -> list[int]:
         """For each replica, how many leading blocks of a prompt it has."""
         self.expire(now_s)
-        counts = [0] * len(self._used)
+        counts = [0] * len(self._used_s)
         holders = self._holders
         if not blocks:
             return counts
@@ -273,76 +253,40 @@ class PrefixIndex:
     def matched_by(self, index: int, blocks: Sequence[object], now_s: float) -> int:
         """How many leading blocks of a prompt one replica has."""
         self.expire(now_s)
-        used = self._used[index]
+        used_s = self._used_s[index]
         for number, block in enumerate(blocks):
-            if block not in used:
+            if block not in used_s:
                 return number
         return len(blocks)
 
     def add(self, index: int, blocks: Sequence[object], now_s: float) -> None:
         """A prompt was sent to a replica."""
-        if not blocks:
-            return
-        used = self._used[index]
+        used_s = self._used_s[index]
         holders = self._holders
         bit = 1 << index
-        prompt = _Prompt(blocks, now_s)
-        before = len(used)
-        for block in blocks:
-            used[block] = prompt
-            if len(used) > before:
-                before += 1
+        for block in reversed(blocks):
+            if block in used_s:
+                used_s.move_to_end(block)
+            else:
                 holders[block] = holders.get(block, 0) | bit
-        self._prompts[index].append(prompt)
-        self._kept[index] += prompt.left
-        if self._ttl_s:
-            self._added.append((now_s, index))
+            used_s[block] = now_s
         capacity = self._capacities[index]
-        while capacity and len(used) > capacity:
-            self._drop(index, 1)
-        if self._kept[index] > 2 * len(used) + LEAST_KEPT:
-            # keep of each prompt only the blocks that no later one had
-            kept = deque[_Prompt]()
-            for old in self._prompts[index]:
-                remembered = old.blocks[: old.left]
-                old.blocks = [block for block in remembered if used.get(block) is old]
-                old.left = len(old.blocks)
-                if old.left:
-                    kept.append(old)
-            self._prompts[index] = kept
-            self._kept[index] = len(used)
+        while capacity and len(used_s) > capacity:
+            self._forget(index, used_s.popitem(last=False)[0])
 
     def clear(self, index: int) -> None:
         """A replica was restarted: its cache is empty."""
-        for block in self._used[index]:
+        for block in self._used_s[index]:
             self._forget(index, block)
-        self._used[index] = {}
-        self._prompts[index] = deque()
-        self._kept[index] = 0
+        self._used_s[index] = OrderedDict()
 
     def expire(self, now_s: float) -> None:
-        """Forget what was not used for too long, where the oldest prompts were sent to."""
-        added = self._added
-        while added and now_s - added[0][0] > self._ttl_s:
-            index = added.popleft()[1]
-            prompts = self._prompts[index]
-            while prompts and now_s - prompts[0].at_s > self._ttl_s:
-                self._drop(index, prompts[0].left)
-
-    def _drop(self, index: int, most: int) -> None:
-        """Forget up to so many blocks of the oldest prompt; without any left it goes."""
-        used = self._used[index]
-        prompt = self._prompts[index][0]
-        while prompt.left and most:
-            prompt.left -= 1
-            self._kept[index] -= 1
-            block = prompt.blocks[prompt.left]
-            if used.get(block) is prompt:
-                del used[block]
-                self._forget(index, block)
-                most -= 1
-        if not prompt.left:
-            self._prompts[index].popleft()
+        """Forget the blocks that were not used for too long."""
+        if not self._ttl_s:
+            return
+        for index, used_s in enumerate(self._used_s):
+            while used_s and now_s - next(iter(used_s.values())) > self._ttl_s:
+                self._forget(index, used_s.popitem(last=False)[0])
 
     def _forget(self, index: int, block: object) -> None:
         holders = self._holders[block] & ~(1 << index)
