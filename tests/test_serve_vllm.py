@@ -163,7 +163,7 @@ def test_nothing_of_vllm_is_left_when_llmctl_ends_killed_or_not(
         for process in left:
             process.kill()
         _, said = server.communicate(timeout=60)
-    assert len(processes) == 2
+    assert len(processes) == 3  # with the watcher
     assert left == []
     assert server.returncode == (0 if number is signal.SIGTERM else -number)
     early = source == "engine-loads" and number is signal.SIGTERM
@@ -199,7 +199,7 @@ def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end
         for process in left:
             process.kill()
         server.communicate(timeout=60)
-    assert len(processes) == 2
+    assert len(processes) == 3  # with the watcher
     assert left == []
 
 
