@@ -25,6 +25,7 @@ from toolkit.sim.world import UNIT_STEP, make_world
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
+CLOCK = interrupts._end_late
 VLLM = "--policy vllm --fit llama-3.1-8b-h200"
 ROOT = Path(interrupts.__file__).parent.parent
 
@@ -53,7 +54,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], threadin
         came.set()
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(interrupts, "MOST_S", 60.0)
+    monkeypatch.setattr(interrupts, "_end_late", lambda: None)
     before = signal.signal(signal.SIGINT, interrupts._of_command)
     yield codes, came
     signal.signal(signal.SIGINT, before)
@@ -227,6 +228,7 @@ def test_work_that_does_not_look_for_the_signal_ends_nevertheless(
 ):
     codes, came = ended
     monkeypatch.setattr(interrupts, "MOST_S", 0.0)
+    monkeypatch.setattr(interrupts, "_end_late", CLOCK)
     ctrl_c.leaves = "trials are kept"
 
     def work() -> None:
@@ -259,6 +261,7 @@ def test_what_writes_reaches_its_end(ended, monkeypatch, inside):
     """Also where it simulates: what it has by then is written."""
     codes, came = ended
     monkeypatch.setattr(interrupts, "MOST_S", 0.01)
+    monkeypatch.setattr(interrupts, "_end_late", CLOCK)
     left = []
 
     def work() -> None:
