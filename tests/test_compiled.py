@@ -188,14 +188,14 @@ def test_compiled_code_runs_until_its_source_is_edited(checkout: Path, tmp_path:
     done = run(checkout, "hatch_build.py")
     assert done.stdout.endswith("\ncompiled: 1 modules\n"), done.stdout + done.stderr
     assert "up to date" in run(checkout, "hatch_build.py").stdout
-    assert run(checkout, "-c", WHICH).stdout.strip() == "_Loader"
+    assert run(checkout, "-c", WHICH).stdout.strip() == "ExtensionFileLoader"
     assert run(checkout, "-c", WHICH, LLMCTL_COMPILED="0").stdout.strip() == "SourceFileLoader"
 
     run(checkout, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
     (wheel,) = tmp_path.glob("*.whl")
     assert not wheel.name.endswith("-any.whl")
     run(checkout, "-c", f"import zipfile; zipfile.ZipFile('{wheel}').extractall('{tmp_path}')")
-    assert run(tmp_path, "-c", WHICH, LLMCTL_COMPILED="1").stdout.strip() == "_Loader"
+    assert run(tmp_path, "-c", WHICH, LLMCTL_COMPILED="1").stdout.strip() == "ExtensionFileLoader"
 
     with (checkout / "toolkit" / "units.py").open("a") as file:
         file.write("EDITED = True\n")
