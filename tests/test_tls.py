@@ -69,6 +69,7 @@ def test_the_server_speaks_tls(tmp_path: Path, ours, monkeypatch):
         server.process.terminate()
         _, said = server.process.communicate(timeout=60)
     assert server.process.returncode == 0
+    assert said.splitlines()[-1] == "ended; requests finished: 1"
     assert "Traceback" not in said
 
 
