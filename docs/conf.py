@@ -54,7 +54,6 @@ NAVIGATION = {
         "alerts",
         "expose",
         "replicas",
-        "fleets",
         "ray",
         "vllm",
         "live",

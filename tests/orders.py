@@ -13,7 +13,7 @@ from toolkit.deploy.plan import make_plan
 from toolkit.deploy.render import digest
 from toolkit.files.fit import Fit
 from toolkit.files.io import file_text, write_file
-from toolkit.files.plan import Kind, Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 SLICE = PlannedPolicy(name="slice", parameters={"slice_tokens": 64})
@@ -61,31 +61,6 @@ def changed(model: ModelT, **values: Any) -> ModelT:
         before = update.get(key, getattr(model, key))
         update[key] = changed(before, **{inner: value}) if inner else value
     return model.model_copy(update=update)
-
-
-def fleet(folder: Path) -> Plan:
-    """Three workers on two kinds of GPU, and two on the CPUs of machines that the fleet labels."""
-    made = plan(folder, fit=on("NVIDIA H200"), **GPU)
-    small = {
-        **GPU,
-        "hardware": {"device": "cuda", "name": "A100-80GB"},
-        "engine": {"name": "transformers"},
-    }
-    others = [
-        Kind(
-            recipe=samples.recipe(name="small", **small), fit=on("NVIDIA A100-SXM4-80GB"), workers=2
-        ),
-        Kind(
-            recipe=samples.recipe(name="cpus", **SAME),
-            fit=samples.fit(),
-            workers=2,
-            nodes={"pool": "cpus"},
-        ),
-    ]
-    return made.model_copy(update={"others": others, "workers": 5})
-
-
-SAME = {"model": GPU["model"], "engine": {"name": "transformers", "threads": 3}}
 
 
 def on(device: str) -> Fit:

@@ -276,7 +276,7 @@ def test_replicas_are_predicted_behind_the_router_of_the_plan():
         router = RouterSpec(name=name)
         plan = samples.plan(recipe, samples.paged_fit(), workers=2, replica_router=router)
         found[name] = predicted(plan, trace)
-        world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
+        world = world_of(recipe, plan.fit, plan.workers)
         routed = replace(world, routing=Routing.of_front(make_router(name, {})))
         behind = simulate(trace, make_any("vllm", plan.policy.parameters), routed)
         assert found[name].counters == behind.counters

@@ -10,11 +10,10 @@ import samples
 from commands import printed, ran, refused
 from said import says
 from test_cli_stage import folder  # noqa: F401  # a fixture
-from test_fleet_files import VLLM, write_fleet, write_server
+from test_cli_wrong_input import MODEL
 
-from toolkit.cli.basis import open_fleet
 from toolkit.files.fit import Fit
-from toolkit.files.io import read_file, write_file
+from toolkit.files.io import head, read_file, write_file
 from toolkit.files.shipped import load_recipe
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
@@ -25,6 +24,15 @@ from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 ONE = "--fit one.fit.json --trace trace.jsonl"
 TARGETS = {"ttft_p99_s": 0.5, "mtpot_p99_s": 0.2}
 BY_LAW = {"name": "by-law", "parameters": {"late": 7.0}}
+VLLM = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
+
+
+def write_server(at: Path, name: str, fit: Fit, **changes: Any) -> None:
+    """A recipe of engine vllm, and its fit with these laws."""
+    spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": VLLM, "model": MODEL} | changes
+    write_file(samples.recipe(name=name, **spec), at / f"{name}.yaml")  # JSON is YAML
+    made = head({"recipe": at / f"{name}.yaml"})
+    write_file(fit.model_copy(update={"recipe_name": name, **made}), at / f"{name}.fit.json")
 
 
 @pytest.fixture
@@ -36,16 +44,16 @@ def replicas(folder) -> Path:  # noqa: F811
         "replica_router": BY_LAW,
         "tune": {"seed": 5, "max_refused_percent": 50.0},
     }
-    write_server(folder, "one", **changes)
+    write_server(folder, "one", samples.paged_fit(4096), **changes)
     return folder
 
 
-def judged(path: str, rate_rps: float, *others: Any) -> dict[str, float]:
+def judged(path: str, rate_rps: float) -> dict[str, float]:
     """What `tune` finds for the recipe's own settings on the whole trace at this rate."""
     recipe = load_recipe(Path(path))
     fit = read_file(Fit, path.replace(".yaml", ".fit.json"))
     trace = scale_rate(prepare(read_trace(Path("trace.jsonl"))[0], recipe), rate_rps)
-    setup = EvaluationSetup(make_world(recipe, fit, others), [trace], recipe.sla)
+    setup = EvaluationSetup(make_world(recipe, fit), [trace], recipe.sla)
     return Task(setup, recipe.policy.name, recipe.policy.parameters).simulate(0).metrics
 
 
@@ -71,19 +79,6 @@ def test_workers_of_an_engine_are_simulated_as_tune_judges_them(folder, capsys):
     found = printed(capsys, "simulate --fit own.fit.json --trace trace.jsonl --rate 20")
     assert {key: found[key] for key in wanted} == wanted
     assert (found["policy"], found["parameters"]["slice_tokens"], found["seed"]) == ("slice", 24, 9)
-
-
-@pytest.mark.slow
-def test_a_fleet_of_servers_is_simulated_as_tune_judges_it(replicas, capsys):
-    flags = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
-    write_server(replicas, "two", 1 / 3, policy={"name": "vllm", "parameters": flags})
-    first, other = open_fleet(write_fleet(replicas, ("one", 1), ("two", 2))).kinds
-    recipe = first.recipe.model_copy(update={"workers": 1})
-    write_file(recipe, Path("one.yaml"))
-    wanted = judged("one.yaml", 30.0, other)
-    found = printed(capsys, "simulate --fleet fleet.yaml --trace trace.jsonl --rate 30")
-    assert {key: found[key] for key in wanted} == wanted
-    assert found["kind_parameters"]["two"]["max_num_seqs"] == 8
 
 
 @pytest.mark.slow

@@ -4,23 +4,37 @@ import json
 from pathlib import Path
 
 import pytest
+import samples
 from commands import refused
+from orders import changed
 from said import says
-from test_fleet_files import write_fleet, write_kind
 
-from toolkit.files.io import shipped_fits
-from toolkit.files.recipe import MAX_WORKERS
+from toolkit.files.io import head, shipped_fits, write_file
 from toolkit.files.shipped import shipped_names
 
-MANY = MAX_WORKERS + 1
 LIMIT = "1,024"
+MODEL = {
+    "source": "random",
+    "config": {"model_type": "fake"},
+    "dtype": "float32",
+    "max_model_len": 512,
+    "tokenizer": "bytes",
+}
+
+
+def write_recipe(folder: Path, name: str, max_model_len: int = 512) -> None:
+    """A recipe and its fit."""
+    recipe = samples.recipe(name=name, model=MODEL | {"max_model_len": max_model_len})
+    write_file(recipe, folder / f"{name}.yaml")  # JSON is YAML
+    made = head({"recipe": folder / f"{name}.yaml"})
+    write_file(changed(samples.fit(), recipe_name=name, **made), folder / f"{name}.fit.json")
 
 
 @pytest.fixture
 def stage(tmp_path, monkeypatch) -> Path:
     """A folder with recipe.yaml and its fit.json."""
     monkeypatch.chdir(tmp_path)
-    write_kind(tmp_path, "recipe", model={"max_model_len": 512})
+    write_recipe(tmp_path, "recipe")
     (tmp_path / "recipe.fit.json").rename(tmp_path / "fit.json")
     return tmp_path
 
@@ -66,15 +80,6 @@ def test_the_number_of_workers_in_a_recipe_has_a_limit(stage, capsys):
     assert says(refused(capsys, "tune", path)[0], "recipe.yaml", "workers", "1,000,000", LIMIT)
 
 
-def test_the_number_of_workers_in_a_fleet_has_a_limit(tmp_path, capsys):
-    write_kind(tmp_path, "large")
-    write_kind(tmp_path, "small")
-    said = refused(capsys, "tune", write_fleet(tmp_path, ("large", 1), ("small", MANY)))
-    assert says(said[0], "fleet.yaml", "fleet[1].workers", "1,025", LIMIT)
-    said = refused(capsys, "tune", write_fleet(tmp_path, ("large", 1), ("small", MAX_WORKERS)))
-    assert says(said[-2], "1,025", LIMIT)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", ["-1", "9" * 5000])
 def test_a_count_of_workers_is_a_whole_number(count, stage, capsys):
@@ -82,8 +87,8 @@ def test_a_count_of_workers_is_a_whole_number(count, stage, capsys):
 
 
 def test_a_fit_of_another_recipe_is_named_as_such(tmp_path, capsys):
-    write_kind(tmp_path, "large")
-    write_kind(tmp_path, "small", model={"max_model_len": 1024})
+    write_recipe(tmp_path, "large")
+    write_recipe(tmp_path, "small", 1024)
     error, hint = refused(
         capsys, "tune", tmp_path / "large.yaml", "--fit", tmp_path / "small.fit.json"
     )

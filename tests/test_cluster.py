@@ -1,19 +1,12 @@
 """Workers on Ray: tests on one cluster of two nodes, and tests that need no cluster."""
 
 import asyncio
-import os
-import re
 import signal
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
 
-import psutil
 import pytest
 import samples
 import tiny
@@ -22,8 +15,6 @@ from test_tuning import trace
 
 from benchmarks.common.serving import client
 from toolkit.cluster.connect import check_address, joined
-from toolkit.cluster.places import KIND, WorkerPlacement, accelerator_type
-from toolkit.cluster.servers import HostedServer, RayServers, ServerSeat, StartServer
 from toolkit.cluster.workers import RayWorkers, WorkerActor
 from toolkit.engines.protocol import Row, SamplingParams, make_engine
 from toolkit.errors import EngineError, InputError
@@ -31,7 +22,6 @@ from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import PATIENCE
-from toolkit.workers.process import GPUS_VARIABLE
 from toolkit.workers.protocol import (
     BatchDone,
     BatchProgress,
@@ -81,16 +71,12 @@ class Watched(RayWorkers):
     def __init__(
         self,
         size: int = 1,
-        kinds: Sequence[str] = (),
         room_timeout_s: float = 30.0,
         **config: object,
     ) -> None:
         engine = tiny.engine_spec("fake", budget_mib=64, flush_s=0.01)
         recipe = tiny.recipe(fake(**config), engine)
-        places = [WorkerPlacement(recipe, {KIND: kind}) for kind in kinds] or [
-            WorkerPlacement(recipe)
-        ] * size
-        super().__init__(places, room_timeout_s, PATIENCE)
+        super().__init__(recipe, size, room_timeout_s, PATIENCE)
         self.seen: list[WorkerEvent] = []
         self._news = asyncio.Event()
 
@@ -174,73 +160,10 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
     asyncio.run(main())
 
 
-@pytest.fixture(scope="module")
-def kinds(cluster) -> dict[str, object]:
-    """Two more nodes, one of each kind, as by `ray start --labels=llmctl.io/kind=NAME`."""
-    options = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    return {kind: cluster.add_node(labels={KIND: kind}, **options) for kind in ("large", "small")}
-
-
-def kinds_of_places(workers: RayWorkers) -> list[str]:
-    """The kind of the node that Ray chose for each worker."""
-    import ray
-
-    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
-    chosen = ray.util.placement_group_table(workers._room.group)["bundles_to_node_id"]
-    return [labels[chosen[index]][KIND] for index in range(workers.size)]
-
-
-GPUS = [
-    "NVIDIA A100-SXM4-80GB",
-    "NVIDIA A100 80GB PCIe",
-    "NVIDIA H200",
-    "NVIDIA H100 80GB HBM3",
-    "NVIDIA GH200 480GB",
-    "Tesla V100-SXM2-16GB",
-    "Tesla T4",
-    "NVIDIA L40S",
-    "NVIDIA GeForce RTX 5090",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition",
-]
-LONG = "x" * 300  # with 200 tokens more than the small worker holds
-
-
-@pytest.mark.parametrize("name", GPUS)
-def test_accelerator_types_are_ray_s_own_names(cluster, name: str) -> None:
-    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
-
-    assert accelerator_type(name) == NvidiaGPUAcceleratorManager._gpu_name_to_accelerator_type(name)
-
-
-def test_a_kind_without_nodes_is_told_the_kinds_there_are(cluster, kinds) -> None:
+def test_a_cluster_without_room_says_what_there_is(cluster) -> None:
     with pytest.raises(EngineError) as caught:
-        asyncio.run(Watched(kinds=["large", "huge"], room_timeout_s=0.5).start(lambda _: None))
-    wanted = "1 worker", "1 CPU", "llmctl.io/kind=huge", "0.5 s"
-    there = "llmctl.io/kind=large (1)", "llmctl.io/kind=small (1)", "none (2)"
-    assert all(word in caught.value.message for word in (*wanted, *there))
-
-
-def test_fleet_workers_run_on_nodes_of_their_kind(cluster, kinds) -> None:
-    async def main() -> None:
-        workers = Watched(kinds=["large", "small"], decode_s=0.01)
-        async with client(workers, capacity=(4096, 480)) as http:
-            await workers.until(WorkerReady, 2)
-            assert kinds_of_places(workers) == ["large", "small"]
-            load = [asyncio.create_task(complete(http, prompt)) for prompt in [*PROMPTS[:6], LONG]]
-            await workers.until(BatchProgress, 2)
-            cluster.remove_node(kinds.pop("large"), allow_graceful=False)
-            assert await asyncio.gather(*load[:-1]) == undisturbed(PROMPTS[:6]), (
-                "on the small worker alone"
-            )
-            assert not load[-1].done(), "only the large one holds it"
-            workers.seen.clear()
-            kinds["large"] = cluster.add_node(
-                labels={KIND: "large"}, num_cpus=1, object_store_memory=80 << 20
-            )
-            assert [await load[-1]] == undisturbed([LONG])
-            assert kinds_of_places(workers) == ["large", "small"]
-
-    asyncio.run(main())
+        asyncio.run(Watched(9, room_timeout_s=0.5).start(lambda _: None))
+    assert says(caught.value.message, "9 workers", "1 CPU", "0.5 s")
 
 
 def test_workers_restart_and_refuse_what_they_cannot_load(cluster) -> None:
@@ -305,125 +228,6 @@ def test_an_actor_that_cannot_load_sends_the_reason() -> None:
         *_, refused = answers(actor, 0, Start(recipe.model_dump_json()))
         assert isinstance(refused, Refused)
         assert exit_code.result() == 2
-
-
-def sleeper(faults: Sequence[str]) -> StartServer:
-    """Starts a process that ends with its parent, which is an actor. A local function: Ray sends it
-    whole, for its machines do not have the tests.
-    """
-
-    def start(seat: ServerSeat, folder: Path) -> tuple[HostedServer, list[str]]:
-        gpus = os.environ.get(GPUS_VARIABLE, "") if "gpus" in faults else ""
-
-        class Sleeper:
-            url = f"http://{seat.host}:1/{list(seat.cpus)}{gpus}"
-
-            def __init__(self) -> None:
-                self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd=folder)
-
-            @property
-            def running(self) -> bool:
-                return self.child.poll() is None
-
-            def ended_by(self) -> str:
-                return f"exit code {self.child.wait()}"
-
-            def wait_until_ready(self) -> None:
-                if "dies" in faults:
-                    raise EngineError("it has no engine", "install one")
-
-            def stop(self) -> None:
-                self.child.communicate()
-
-        return Sleeper(), [f"{folder.name.partition('-')[0]} warns"]
-
-    return start
-
-
-def placed(count: int, kind: str = "") -> list[WorkerPlacement]:
-    engine = tiny.engine_spec("fake", threads=1)
-    labels = {KIND: kind} if kind else {}
-    return [WorkerPlacement(tiny.recipe(fake(), engine), labels)] * count
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-def test_servers_run_in_actors_and_end_with_them(cluster) -> None:
-    said = list[str]()
-    with closing(RayServers(placed(2), 60.0, "")) as servers:
-        first, second = (servers.start(number, sleeper([]), said.append) for number in (0, 1))
-        assert first.running, "it has not ended"
-        for each in (first, second):
-            each.wait_until_ready()
-        cpus = [each.url.rpartition("/")[2] for each in (first, second)]
-        assert sorted(cpus) == ["[0]", "[1]"], "one machine, though two nodes"
-        assert re.fullmatch(r"on [0-9.]+: llmctl warns", said[0])
-        children = [one for one in psutil.process_iter() if _title(one) == "cat"]
-        assert len(children) == 2
-        for each in psutil.process_iter():
-            if _title(each).startswith("ray::ServerActor"):
-                each.kill()
-        until(lambda: not first.running and not second.running)
-        psutil.wait_procs(children, 30)
-        assert not any(child.is_running() for child in children)
-        first.stop()
-        second.stop()
-        again = servers.start(0, sleeper([]), said.append)
-        again.wait_until_ready()
-        assert again.url.endswith("[0]"), "its CPUs are free again"
-        again.stop()
-        until(lambda: not again.running)
-        bad = servers.start(0, sleeper(["dies"]), said.append)
-        with pytest.raises(EngineError, match=r"^on [0-9.]+: .*no engine$") as caught:
-            bad.wait_until_ready()
-        assert caught.value.hint == "install one"
-        bad.stop()
-
-
-def test_ray_divides_the_gpus_of_a_machine_between_servers(cluster) -> None:
-    labels = {KIND: "gpus"}
-    options = {"num_cpus": 2, "num_gpus": 2, "object_store_memory": 80 << 20}
-    node = cluster.add_node(labels=labels, **options)
-    try:
-        hardware = tiny.CPU.model_copy(update={"device": "cuda"})
-        recipe = tiny.recipe(fake(), tiny.engine_spec("fake", threads=1), hardware)
-        places = [WorkerPlacement(recipe, labels)] * 2
-        with closing(RayServers(places, 60.0, "")) as servers:
-            found = [servers.start(number, sleeper(["gpus"]), print) for number in (0, 1)]
-            for each in found:
-                each.wait_until_ready()
-            assert sorted(each.url.rpartition("/")[2] for each in found) == ["[]0", "[]1"]
-            for each in found:
-                each.stop()
-    finally:
-        cluster.remove_node(node)
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:
-        return ""
-
-
-def test_a_server_without_room_says_what_there_is(cluster) -> None:
-    with closing(RayServers(placed(1, "nowhere"), 0.5, "")) as servers:
-        late = servers.start(0, sleeper([]), print)
-        with pytest.raises(EngineError, match="1 worker of 1 CPU"):
-            late.wait_until_ready()
-        late.stop()
-    with closing(RayServers(placed(1, "nowhere"), 60.0, "")) as servers:
-        ended = servers.start(0, sleeper([]), print)
-        with ThreadPoolExecutor() as threads:
-            waiting = threads.submit(ended.wait_until_ready)
-            ended.stop()
-            with pytest.raises(EngineError):
-                waiting.result(30)
 
 
 @pytest.mark.parametrize(

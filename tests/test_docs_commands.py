@@ -52,7 +52,6 @@ SHORTER = {
     "--duration 30": "--duration 2",
     "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --max-error 1000",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
-    "tune fleet.yaml --trace chat-small": "tune fleet.yaml --trace traffic.jsonl --policies own",
 }
 # What commands that do not say it get, by their first word. A process takes seconds to start.
 FEWER = {
@@ -506,12 +505,6 @@ SCRIPTS = RESULTS | {
     "docs/how-to/record-a-trace.md": Script(
         prepare=planned_without_work,
         before={"llmctl trace record": serving, "llmctl trace inspect mine.jsonl": recorded},
-    ),
-    "docs/how-to/fleets.md": Script(
-        elsewhere={
-            "llmctl serve plan.json --ray": CLUSTER,
-            "llmctl serve plan.json": "needs three GPUs",
-        },
     ),
     "docs/how-to/vllm.md": Script(
         prepare=stand_in_and_a_short_grid, elsewhere={"llmctl vllm-check": CHECKED}

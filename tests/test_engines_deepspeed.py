@@ -84,7 +84,7 @@ def test_a_worker_process_gives_the_tokens_of_transformers() -> None:
         )
 
     recipe = tiny.recipe(tiny.model_spec("deepspeed"), spec_of())
-    with_workers(scenario, ProcessWorkers([recipe]))
+    with_workers(scenario, ProcessWorkers(recipe, 1))
 
 
 def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

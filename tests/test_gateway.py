@@ -27,20 +27,18 @@ from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
 from toolkit.endpoints.upstream import Upstream, UpstreamError
-from toolkit.errors import EngineError, ForeignError, InputError
-from toolkit.estimators.pipeline import PassTimes
-from toolkit.estimators.steps import StepLaw
+from toolkit.errors import EngineError, ForeignError
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.answers import PassingAnswer
 from toolkit.gateway.calls import CHAT, GenerationCall
 from toolkit.gateway.front import Gateway, gateway_status
-from toolkit.gateway.launch import OwnReplicas, ServedReplicas, kinds_of_replicas
+from toolkit.gateway.launch import OwnReplicas, ServedReplicas, traits_of_replicas
 from toolkit.gateway.passing import PassedRequest
-from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
+from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import (
     Balancer,
@@ -50,14 +48,14 @@ from toolkit.routing.balancer import (
     replay_routes,
 )
 from toolkit.routing.routers import ROUTERS, make_router
-from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest, weighed
+from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest
 from toolkit.sched.policies.parameters import defaults
 from toolkit.serve.access import ApiKey, Keyring
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.http import HttpServer
 from toolkit.serve.limits import WireLimits
 from toolkit.serve.server import Ending, listen, url
-from toolkit.serve.status import Facts, KindFacts, StatusPage
+from toolkit.serve.status import Facts, StatusPage
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
@@ -137,8 +135,6 @@ async def fronted(
     said: list[str] | None = None,
     limits: LatencyLimits = UNLIMITED,
     law: PassLaw | None = None,
-    kinds: list[LiveKind] | None = None,
-    starts: tuple[str, ...] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Front, list[StandIn]]]:
     """A front before stand-ins, or new ones with these options; by default before two."""
@@ -151,7 +147,7 @@ async def fronted(
     )
     pool = ReplicaPool(
         balancer,
-        kinds or [LiveKind(ReplicaTraits(100_000, law=law))],
+        ReplicaTraits(100_000, law=law),
         needs,
         hang_s=hang_s,
         say=(said if said is not None else []).append,
@@ -161,10 +157,10 @@ async def fronted(
     with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):
         server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
         await server.start(listener)
-        pool.renew([each.url for each in servers] if starts is None else starts)
+        pool.renew([each.url for each in servers])
         async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
             front = Front(http, gateway)
-            if needs.model == MODEL and starts is None:
+            if needs.model == MODEL:
                 await front.until("up", sum(each.model == MODEL for each in servers))
             async with asyncio.timeout(30):
                 yield front, servers
@@ -584,8 +580,7 @@ def test_another_model_context_or_version_is_named_and_left_out():
         assert says(front.pool.refused.message, "'other'")
 
     others = [StandIn(model="other"), StandIn(max_model_len=100), StandIn(version="0.31.0")]
-    run_needs = ReplicaNeeds(MODEL, 4096)
-    kinds = [LiveKind(ReplicaTraits(100_000), "0.32.0")]
+    run_needs = ReplicaNeeds(MODEL, 4096, version="0.32.0")
 
     async def first(front: Front, servers: list[StandIn]) -> None:
         await test(front, servers)
@@ -599,7 +594,7 @@ def test_another_model_context_or_version_is_named_and_left_out():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Front, "until", until)
-        run(first, *standins, needs=run_needs, said=said, kinds=kinds)
+        run(first, *standins, needs=run_needs, said=said)
         run(strict, StandIn(), StandIn(model="other"), needs=ReplicaNeeds(MODEL, strict=True))
 
 
@@ -827,8 +822,7 @@ def fake_plan_of(fit: Fit) -> Plan:
 def test_the_law_of_the_plans_fit_routes():
     fit = samples.paged_fit()
     plan = fake_plan_of(fit)
-    [kind] = kinds_of_replicas(plan)
-    traits = kind.traits
+    traits = traits_of_replicas(plan)
     assert (traits.capacity_tokens, traits.law is None) == (fit.engine.capacity_tokens, False)
     balancer = Balancer(make_router("by-law", {}), [], block_tokens=64)
     for _ in range(2):
@@ -840,8 +834,7 @@ def test_the_law_of_the_plans_fit_routes():
 @pytest.mark.slow
 def test_the_status_page_says_how_each_replica_is_without_its_address():
     async def test(front: Front, servers: list[StandIn]) -> None:
-        kind = KindFacts("toy", "vllm", "cpu", 2)
-        facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, [kind], {}, {})
+        facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, "vllm", "cpu", {}, {})
         gateway = front.gateway
         status = StatusPage(
             facts, gateway.stats, lambda: gateway.uptime_s, lambda: gateway_status(gateway)
@@ -931,8 +924,8 @@ async def own_replicas(
     for each in backend.standins:
         await each.start()
     order = ServedReplicas(
-        plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), kinds_of_replicas(plan),
-        own=backend, ending=Ending(0.0, 1.0, said.append),
+        plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), own=backend,
+        ending=Ending(0.0, 1.0, said.append),
     )  # fmt: skip
     own = OwnReplicas(order, front.pool, front.shown.append)
     own.start()
@@ -1080,117 +1073,3 @@ async def test_where_a_plan_cannot_load_the_one_before_goes_on_until_the_next(
     assert started == [old, old, "broken", old, "better", "better"]
     (line,) = [line for line in said if "goes on" in line]
     assert says(line, "replica 0", "no room")
-
-
-def two_kinds() -> Plan:
-    first = fake_plan_of(samples.paged_fit())
-    second = first.recipe.model_copy(update={"name": "second"})
-    return first.model_copy(update={"others": [Kind(recipe=second, fit=first.fit, workers=1)]})
-
-
-@pytest.mark.slow
-@behind(kinds=kinds_of_replicas(two_kinds()), starts=())
-async def test_a_plan_that_the_second_kind_cannot_load_is_taken_back_from_the_first(
-    front: Front, servers: list[StandIn]
-):
-    plan = two_kinds()
-    broken = plan.model_copy(update={"policy": PlannedPolicy(name="vllm", parameters={})})
-    started: list[tuple[int, bool]] = []
-
-    def check(order: ServerOrder, number: int) -> None:
-        is_new = order.plan is broken
-        started.append((number, is_new))
-        if is_new and number == 1:
-            raise EngineError("no room", "")
-
-    backend = OwnStandIns(6, check)
-    said: list[str] = []
-    async with own_replicas(plan, backend, front, said) as own:
-        await own.loaded()
-        own.renew(broken)
-        while len(backend.made) < 5 or {each.url for each in front.pool.up} != {
-            backend.made[-1].url, backend.made[-2].url
-        }:  # fmt: skip
-            await asyncio.sleep(0.005)
-        assert [each is broken for each in front.shown] == [True, False]
-    assert sorted(started[:2]) == [(0, False), (1, False)]
-    assert started[2:] == [(0, True), (1, True), (1, False), (0, False)]
-    (line,) = [line for line in said if "goes on" in line]
-    assert says(line, "replica 1", "no room")
-
-
-def unlike() -> list[LiveKind]:
-    """A kind, and one that is three times as slow, with an eighth of the memory."""
-    law = StepLaw(2e-4, 1e-6, 1e-6, 1e-9, 1e-10, (1e-5,))
-    laws = {"fast": law, "slow": law.times(3.0)}
-    kinds = [
-        ReplicaTraits(tokens, 512, 8, PassTimes(laws[name]), name)
-        for name, tokens in (("fast", 8192), ("slow", 1024))
-    ]
-    return [LiveKind(each, "0.32.0") for each in weighed(kinds)]
-
-
-def caching(tokens: int) -> str:
-    return f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{tokens // 16 + 1}"}} 1.0\n'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("router", ["by-law", "round-robin"])
-def test_each_replica_is_routed_to_as_its_kind(router: str):
-    """One kind is named in the list, one read from its cache; the log replays with both laws."""
-    events: list[BalancerEvent] = []
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        front.pool.renew([f"slow={servers[0].url}", servers[1].url])
-        while [(each.url, each.kind, each.state) for each in front.pool.replicas] != [
-            (servers[0].url, 1, "up"), (servers[1].url, 0, "up"),
-        ]:  # fmt: skip
-            await asyncio.sleep(0.005)
-        shown = (await front.http.get("/replicas")).json()["replicas"]
-        assert [each["kind"] for each in shown] == ["slow", "fast"]
-        known = front.gateway.balancer.replicas
-        assert [known[each.index].traits.kind for each in front.pool.replicas] == ["slow", "fast"]
-        for each in servers:
-            each.served.clear()
-        bodies = [asked(20, prompt=f"{k} " * 40) for k in range(40)]
-        await asyncio.gather(*(front.stream(body) for body in bodies))
-        slow, fast = (each.served.total() for each in servers)
-        assert slow + fast == 40
-        assert 0 < slow < 0.4 * fast
-
-    standins = [StandIn(token_s=0.003), StandIn(token_s=0.001, metrics=caching(8192))]
-    run(test, *standins, router=router, sink=events.append, kinds=unlike(), starts=())
-    laws = {each.traits.kind: each.traits.law for each in unlike()}
-    fresh = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
-    header = RoutingLogHeader(router, {}, 64, 1000)
-    assert list(replay_routes([header, *events], fresh, laws)) == []
-
-
-def test_a_replica_of_no_known_kind_is_left_out_until_it_is_named():
-    said: list[str] = []
-
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        front.pool.renew([each.url for each in servers])
-        await front.until("left out", 2)
-        with pytest.raises(InputError, match="'middle'") as caught:
-            front.pool.renew([f"middle={servers[0].url}"])
-        assert says(caught.value.hint, "fast, slow")
-        assert len(front.pool.replicas) == 2
-        front.pool.renew([f"slow={servers[0].url}", servers[1].url])
-        await front.until("up", 1)
-        servers[1].metrics = caching(1000)
-        next(one for one in front.pool.replicas if not one.kind_listed).wake.set()
-        await front.until("up", 2)
-        assert {each.kind for each in front.pool.replicas} == {1}
-
-    run(test, StandIn(), StandIn(metrics=caching(3000)), kinds=unlike(), starts=(), said=said)
-    text = "\n".join(said)
-    assert says(text, "fast 8192", "slow 1024")
-    assert says(text, "3008")
-
-
-@behind()
-async def test_kinds_of_a_plan_that_is_no_fleet_are_refused(front: Front, servers: list[StandIn]):
-    with pytest.raises(InputError, match="'fast'") as caught:
-        front.pool.renew([f"fast={servers[0].url}"])
-    assert says(caught.value.hint, "fleet")

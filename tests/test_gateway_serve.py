@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import samples
 import test_serve_vllm
 from browser import CONTRAST, chromium, page_of
 from commands import llmctl
@@ -21,9 +20,8 @@ from test_serve_status import shows
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.files.io import read_file, write_file
-from toolkit.files.plan import Kind, Plan, PlannedPolicy
-from toolkit.files.recipe import PolicySpec, RouterSpec
-from toolkit.gateway.launch import kinds_of_replicas
+from toolkit.files.plan import Plan
+from toolkit.files.recipe import RouterSpec
 from toolkit.routing.balancer import read_routes, replay_routes
 
 pytestmark = pytest.mark.slow
@@ -167,86 +165,6 @@ def test_several_workers_are_servers_behind_a_front_and_restart_one_at_a_time(tm
     assert says(server.said, "2 replicas")
 
 
-def fleet_for(folder: Path, **engine: object) -> Path:
-    """A plan of two kinds of servers, one of each; `engine` changes the second's."""
-    path = test_serve_vllm.plan_for(folder)
-    plan = read_file(Plan, path)
-    slow = plan.recipe.model_copy(
-        update={
-            "name": "slow",
-            "engine": plan.recipe.engine.model_copy(update=engine),
-            "policy": PolicySpec(name="vllm", parameters={"max_num_seqs": 3}),
-        }
-    )
-    steps = samples.paged_fit().steps
-    fits = [plan.fit.model_copy(update={"recipe_name": name, "steps": steps}) for name in "ab"]
-    changes: dict[str, object] = {
-        "fit": fits[0],
-        "others": [Kind(recipe=slow, fit=fits[1], workers=1)],
-        "workers": 2,
-        "policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": 7}),
-        "replica_router": RouterSpec(name="by-law"),
-    }
-    write_file(plan.model_copy(update=changes), path)
-    return path
-
-
-def test_the_servers_of_two_kinds_start_with_their_own_flags(tmp_path: Path):
-    path = fleet_for(tmp_path)
-    log = tmp_path / "events.jsonl"
-    words = ["--served-model-name", MODEL, "--event-log", str(log)]
-    with test_serve_vllm.served(path, *words) as server:
-        shown = httpx.get(f"{server.url}/replicas").json()["replicas"]
-        rows = {}
-        for each in shown:
-            flags = httpx.get(f"{each['url']}/flags").json()
-            rows[each["kind"]] = int(flags[flags.index("--max-num-seqs") + 1])
-        asked = {"model": MODEL, "prompt": [1, 2], "max_tokens": 3, "stream": False}
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked)
-        assert server.end() == 0, server.said
-    assert answer.json()["usage"]["completion_tokens"] == 3
-    assert rows == {"test": 7, "slow": 3}
-    with log.open("rb") as lines:
-        balancer, events = read_routes(lines)
-    kinds = kinds_of_replicas(read_file(Plan, path))
-    laws = {kind.traits.kind: kind.traits.law for kind in kinds}
-    assert list(replay_routes(events, balancer, laws)) == []
-
-
-def test_a_kind_for_another_machine_is_named_and_its_servers_may_run_there(tmp_path: Path):
-    path = fleet_for(tmp_path)
-    plan = json.loads(path.read_text())
-    plan["others"][0]["fit"]["engine"] |= {"processor": "Elsewhere 9000"}
-    path.write_text(json.dumps(plan))
-    with test_serve_vllm.start(path) as server:
-        _, said = server.communicate(timeout=60)
-    assert server.returncode == 2
-    line = " ".join(said.split())
-    assert says(line, "'slow'")
-    assert says(line, "--replica slow=URL")
-    here = StandIn()
-    there = StandIn()
-    with standins(here, there):
-        words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
-        with test_serve_vllm.served(path, *words, "--served-model-name", MODEL) as server:
-            shown = httpx.get(f"{server.url}/replicas").json()["replicas"]
-            answer = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
-            assert server.end() == 0, server.said
-    assert {each["url"]: each["kind"] for each in shown} == {here.url: "test", there.url: "slow"}
-    assert answer["choices"][0]["text"] == answer_of(BODY)
-
-
-def test_wrong_kinds_end_the_front(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    refused = test_serve_vllm.refused
-    said = refused(capfd, fleet_for(tmp_path), "--replica", "x=http://127.0.0.1:9")
-    assert says(said, "'x'")
-    assert says(said, "test, slow")
-    with standins(other := StandIn()):
-        words = ["--replica", other.url, "--strict", "--served-model-name", MODEL]
-        said = refused(capfd, fleet_for(tmp_path / "b"), *words)
-    assert "reports no cache" in " ".join(said.split())
-
-
 def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path = test_serve_vllm.plan_for(tmp_path, source="dies")
     write_file(read_file(Plan, path).model_copy(update={"workers": 2}), path)
@@ -267,6 +185,7 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.Captu
         (["--replica", "http://a:1", "--replicas", "x"], "--replica and --replicas"),
         (["--vllm-metrics"], "--vllm-metrics"),
         (["--live"], "start each of them with --live"),
+        (["--ray", "local"], "--ray local: "),
     ],
 )
 def test_wrong_input_is_named(
@@ -299,7 +218,6 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
                     shows(page, "#totals td:nth-child(2)", "4")
                     shows(page, "#workers tbody tr:nth-child(2) td:nth-child(2)", "up")
                     shows(page, "#policy td:nth-child(2)", "llm-d")
-                    assert not page.locator("#flags").is_visible()  # one kind has no columns
                     assert page.evaluate("document.documentElement.scrollWidth") == width
                     assert page.evaluate(CONTRAST) == []
                     assert seen.complaints == []
@@ -311,34 +229,6 @@ def test_the_status_page_shows_replicas_and_is_readable(tmp_path: Path):
     assert sum(each["requests"] for each in shown["replicas"]) == 4
     assert (shown["router"], shown["knobs"]["prefix"]) == ("llm-d", 3.0)
     assert first.url not in data.text  # a page without a key shows no address
-
-
-def test_the_status_page_shows_the_flags_of_each_kind_of_servers(tmp_path: Path):
-    plan = read_file(Plan, fleet_for(tmp_path))
-    here = StandIn()
-    there = StandIn()
-    with standins(here, there), chromium() as browser:
-        words = ["--replica", f"test={here.url}", "--replica", f"slow={there.url}"]
-        words += ["--served-model-name", MODEL]
-        with test_serve_vllm.served(tmp_path / "plan.json", *words) as server:
-            url = server.ready["status_page"]
-            kinds = httpx.get(f"{url}status.json").json()["kinds"]
-            for scheme, width in (("light", 1600), ("dark", 360)):
-                size = {"width": width, "height": 800}
-                with page_of(browser, url, viewport=size, color_scheme=scheme) as (page, seen):
-                    shows(page, "#state", "ready")
-                    assert page.locator("#flags th").all_text_contents() == ["Flag", "test", "slow"]
-                    rows = page.locator("#flags tbody tr")
-                    cells = [row.locator("td").all_text_contents() for row in rows.all()]
-                    assert ["max_num_seqs", "7", "3"] in cells
-                    assert "max_num_seqs" not in page.locator("#policy").text_content()
-                    named = page.locator("#workers td:nth-child(1)").all_text_contents()
-                    assert named == ["0 test", "1 slow"]
-                    assert page.evaluate("document.documentElement.scrollWidth") == width
-                    assert page.evaluate(CONTRAST) == []
-                    assert seen.complaints == []
-            assert server.end() == 0, server.said
-    assert [one["parameters"] for one in kinds] == [plan.policy_of(0), plan.policy_of(1)]
 
 
 def test_strict_refuses_another_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -37,7 +37,7 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
 ):
     file = tmp_path / "replicas.txt"
     file.write_text("http://a:1/\n\n# none\nhttp://b:2 # two\nhttp://a:1\n")
-    source = replica_source([str(file)])
+    source = replica_source(str(file))
     assert read(source) == ["http://a:1", "http://b:2"]
     monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
     applied: list[list[str]] = []
@@ -64,46 +64,21 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
 
 
 def test_all_addresses_of_a_name():
-    assert "http://127.0.0.1:8000" in read(replica_source(["dns://localhost:8000"]))
+    assert "http://127.0.0.1:8000" in read(replica_source("dns://localhost:8000"))
     with pytest.raises(InputError, match=r"no-such-name\.invalid"):
-        read(replica_source(["dns://no-such-name.invalid:8000"]))
+        read(replica_source("dns://no-such-name.invalid:8000"))
 
 
 @pytest.mark.parametrize("text", ["dns://a", "dns://a:0", "s3://x", "dns://a/b:1"])
 def test_other_sources_are_refused(text: str):
     with pytest.raises(InputError):
-        replica_source([text])
+        replica_source(text)
 
 
 def test_given_urls_are_checked_and_kept_once():
     assert read(GivenReplicas(["http://a:1/", "http://a:1"])) == ["http://a:1"]
     with pytest.raises(InputError):
         GivenReplicas(["a:1"])
-
-
-def test_several_lists_have_kinds_and_one_that_changes_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
-    fast = tmp_path / "fast.txt"
-    mixed = tmp_path / "mixed.txt"
-    fast.write_text("http://a:1\n")
-    mixed.write_text("slow=http://b:2/\nhttp://c:3\n")
-    source = replica_source([f"fast={fast}", str(mixed)])
-    assert read(source) == ["fast=http://a:1", "slow=http://b:2", "http://c:3"]
-    applied: list[list[str]] = []
-
-    async def follow() -> None:
-        async with following(source, lambda all_: applied.append(all_) or "", print):
-            await asyncio.sleep(0.01)
-            mixed.write_text("slow=http://d:4\n")
-            while not applied:
-                await asyncio.sleep(0.001)
-
-    asyncio.run(follow())
-    assert applied[-1] == ["fast=http://a:1", "slow=http://d:4"]
-    given = sources.SeveralSources([("a", GivenReplicas(["http://a:1"]))])
-    assert asyncio.run(given.wait()) is False
 
 
 @pytest.mark.parametrize("kind", ["empty", "comments", "pipe", "folder", "binary", "long"])
@@ -118,13 +93,13 @@ def test_a_file_that_lists_no_replicas_is_refused(kind: str, tmp_path: Path):
             contents = {"empty": b"", "comments": b"# none\n", "binary": b"\xff\xfe"}
             file.write_bytes(contents.get(kind, b"http://a:1\n" * 200_000))
     with pytest.raises(InputError, match=r"replicas\.txt"):
-        read(replica_source([str(file)]))
+        read(replica_source(str(file)))
 
 
 @pytest.mark.parametrize("name", ["a..b", f"{'a' * 70}.b"])
 def test_what_is_no_name_is_one_line(name: str):
     with pytest.raises(InputError, match=name):
-        read(replica_source([f"dns://{name}:80"]))
+        read(replica_source(f"dns://{name}:80"))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +116,7 @@ SPELLINGS = ("http://127.0.0.1:8001", "http://localhost:8001/", "HTTP://127.0.0.
 def test_three_spellings_are_one_replica(tmp_path: Path):
     file = tmp_path / "replicas.txt"
     file.write_text("\n".join(SPELLINGS))
-    for source in (GivenReplicas(SPELLINGS), replica_source([str(file)])):
+    for source in (GivenReplicas(SPELLINGS), replica_source(str(file))):
         assert read(source) == [SPELLINGS[0]]
     assert read(GivenReplicas(SPELLINGS[::-1])) == [SPELLINGS[0]]
     assert read(GivenReplicas(["http://A.example:80/v1/", "http://a.EXAMPLE"])) == [

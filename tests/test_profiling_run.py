@@ -266,7 +266,7 @@ def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
 
 
 def _pool(recipe):
-    return ProcessWorkers([recipe] * recipe.workers)
+    return ProcessWorkers(recipe, recipe.workers)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from toolkit.cli.serve_start import override
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import read_file
-from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Trial, Tuning
 from toolkit.sched.policies import KNOWN, ORACLES
@@ -155,18 +155,6 @@ def test_another_policy_s_parameter_is_not_the_tuned_one(policy: str) -> None:
     plain = defaults(KNOWN[policy])
     explained = plan_of(recipe, tuned_to(recipe, policy, [dict(plain)], keep=False)).explained
     assert {explained[name].source for name in plain} <= {f"default of policy '{policy}'"}
-
-
-@pytest.mark.parametrize("policy", [name for name in SERVED if name != VllmPolicy.name])
-def test_a_fleet_names_the_recipe_that_sets(policy: str) -> None:
-    name, value = next(iter(defaults(KNOWN[policy]).items()))
-    recipe = recipe_of(policy, {name: value})
-    fit = changed(samples.fit(), recipe_name="small")
-    small = Kind(recipe=changed(recipe, name="small"), fit=fit, workers=3)
-    explained = make_plan(recipe, samples.fit(), None, {}, None, [small], 1).explained
-    assert explained["policy"].source == "recipe 'test', not tuned"
-    assert explained[name].source == "recipe 'test'"
-    assert explained["workers"].source.startswith("fleet: 1 of test, 3 of small")
 
 
 def test_a_recipe_without_a_policy_is_not_named_as_its_source() -> None:

@@ -25,7 +25,7 @@ def recorded(policy, trace, world):
     found = []
     requests, outputs = requests_of(trace, world.max_new_tokens)
     scheduler = RecordingScheduler(policy, world.scheduled(), found.append)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
     run(scheduler, requests, virtual_workers(policy, world, ledger, requests))
     assert all(each.ok for each in ledger.outcomes)
     return found
@@ -95,7 +95,7 @@ def test_a_simulation_makes_no_cycles_and_collects_none():
     gc.collect()
     requests, outputs = requests_of(trace, world.max_new_tokens)
     scheduler = RecordingScheduler(policy, world.scheduled(), lambda event: None)
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
     workers = virtual_workers(policy, world, ledger, requests)
     gc.collect()
     run(scheduler, requests, workers)

@@ -10,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import orders
 import pytest
 from browser import CONTRAST, chromium, page_of
 from hypothesis import given
 from hypothesis import strategies as st
-from said import says
 from within import in_a_loop, within
 
 from benchmarks.common.serving import (
@@ -36,7 +34,6 @@ from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
 from toolkit.serve.status import (
     SAMPLES,
     Facts,
-    KindFacts,
     RecentMinute,
     StatusPage,
     driver_status,
@@ -48,8 +45,7 @@ SLA = {
     "e2e_mean_s": 500.0,
     "mtpot_p99_s": 100.0,
 }  # no busy machine breaks them
-ONE_KIND = [KindFacts("toy", "fake", "cpu", 2)]
-FACTS = Facts("toy", "slice", {"slice_tokens": 8}, ONE_KIND, SLA, {"ttft_p99_s": 1.5})
+FACTS = Facts("toy", "slice", {"slice_tokens": 8}, "fake", "cpu", SLA, {"ttft_p99_s": 1.5})
 KEY = "sk-canary-51c0"
 
 
@@ -406,37 +402,6 @@ def test_values_appear_change_under_load_and_come_back_after_a_restart(browser):
             server.end()
             shows(page, "#state", "no answer")
             with_restart(server, page)
-
-
-@pytest.mark.slow
-def test_each_kind_of_a_fleet_is_named(browser):
-    kinds = [
-        KindFacts("h200", "rebatch", "NVIDIA H200", 1),
-        KindFacts("a100", "rebatch", "NVIDIA A100-SXM4-80GB", 1),
-    ]
-    server = LiveServer(replace(FACTS, kinds=kinds))
-    with server.running():
-        options = {"viewport": {"width": 360, "height": 800}}
-        with page_of(browser, f"http://127.0.0.1:{server.port}/", **options) as (page, seen):
-            shows(page, "#state", "ready")
-            assert says(
-                page.locator("#facts").text_content(), "2 workers", "1 of h200", "1 of a100"
-            )
-            assert page.locator("#workers td:nth-child(1)").all_text_contents() == [
-                "0 h200",
-                "1 a100",
-            ]
-            assert page.evaluate("document.documentElement.scrollWidth") == 360
-            assert seen.complaints == []
-
-
-def test_kinds_are_listed_in_the_order_of_their_workers(tmp_path: Path):
-    kinds = facts_of(orders.fleet(tmp_path), "toy").kinds
-    assert [(one.name, one.device, one.workers) for one in kinds] == [
-        ("test", "NVIDIA H200", 1),
-        ("small", "NVIDIA A100-SXM4-80GB", 2),
-        ("cpus", "none", 2),
-    ]
 
 
 def with_restart(server: LiveServer, page) -> None:

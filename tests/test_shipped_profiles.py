@@ -99,7 +99,7 @@ def test_simulate_and_compare_have_what_tune_has(
     [own] = stage.contenders([stage.own_policy])
     assert own.policy == make_any(recipe.policy.name, recipe.policy.parameters)
     assert own.world.max_new_tokens == recipe.serve.max_new_tokens
-    assert (own.world.size, stage.targets) == (recipe.workers, recipe.sla)
+    assert (own.world.workers, stage.targets) == (recipe.workers, recipe.sla)
     first = capsys.readouterr().err.splitlines()[0]
     assert first.removeprefix("warning: ") == f"trace: {tuned.scaling.summary()}"
 

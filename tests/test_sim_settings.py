@@ -79,12 +79,6 @@ def test_an_unknown_setting_is_refused(key: str, named: str, hint: str) -> None:
     assert hint in caught.value.hint
 
 
-def test_a_mistyped_kind_of_a_fleet_is_told_beside_its_kinds() -> None:
-    with pytest.raises(InputError, match=r"'8b-a10\.0'") as caught:
-        assign_settings(["vllm"], {"8b-a10.0.max_num_seqs": 7}, ["8b-a100.0", "8b-h200"])
-    assert "'8b-a100.0'" in caught.value.hint
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("capacity_tokens", -1), ("memory", "virtual"), ("capacity_tokens", 1.5), ("drain", 1)],

@@ -107,8 +107,8 @@ def test_marked_policies_are_those_that_cannot_be_served() -> None:
     for policy in KNOWN:
         able = engines_for(policy)
         for engine in STARTED:
-            assert (refusal(policy, [engine]) is None) == (engine in able)
-            assert (marked(policy, [engine]) == policy) == (engine in able)
-            assert (footnote([policy], [engine]) == "") == (engine in able)
-    assert marked("past-future", []) == "past-future"
-    assert says(footnote(["srpt-oracle"], []), "srpt-oracle")
+            assert (refusal(policy, engine) is None) == (engine in able)
+            assert (marked(policy, engine) == policy) == (engine in able)
+            assert (footnote([policy], engine) == "") == (engine in able)
+    assert marked("past-future", "") == "past-future"
+    assert says(footnote(["srpt-oracle"], ""), "srpt-oracle")

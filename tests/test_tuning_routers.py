@@ -18,10 +18,12 @@ from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import Tuning
 from toolkit.report.verdict import verdict
-from toolkit.routing.routers import ROUTERS, router_of
+from toolkit.routing.routers import ROUTERS, make_router, router_of
+from toolkit.routing.types import PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.replicas import ServedKind, traits_of_kinds
+from toolkit.sim.paged_engine import PagedEngine, Reuse
+from toolkit.sim.replicas import RoutedRun, Routing
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
 from toolkit.tuning.costs import served_rps
@@ -291,11 +293,14 @@ def test_a_router_believes_the_fitted_law_of_passes() -> None:
     given = inputs()
     engine = make_world(given.recipe, given.fit).engine()
     slow = engine.drawn(engine.steps.times(2.0))
-    ledger = Ledger([], [], 1)
-    kinds = [ServedKind(each, VllmPolicy(), 1, ledger) for each in (engine, slow)]
-    fitted, drawn = (traits.law for traits in traits_of_kinds(kinds))
-    assert fitted is not None
-    assert drawn is not None
+    routing = Routing(make_router("by-law", {}))
+
+    def law_of(each: PagedEngine) -> PassLaw:
+        run = RoutedRun([], VllmPolicy(), each, Ledger([], [], 1), Reuse(), routing)
+        law = run._balancer.replicas[0].traits.law
+        assert law is not None
+        return law
+
     shape = (4, 400.0, 1.0, 100.0, 5000.0)
-    assert drawn.pass_s(*shape) == fitted.pass_s(*shape)
+    assert law_of(slow).pass_s(*shape) == law_of(engine).pass_s(*shape)
     assert slow.drawn(engine.steps.times(3.0)).believed == engine.steps

@@ -29,38 +29,37 @@ from toolkit.workers.process import (
 
 
 @pytest.mark.parametrize(
-    ("sizes", "visible", "expected"),
+    ("size", "visible", "expected"),
     [
-        ([1, 1], ["0", "1"], ["0", "1"]),
-        ([2, 2], ["0", "1", "2", "3"], ["0,1", "2,3"]),
-        ([2], ["0"], [None]),
-        ([1, 1], [], [None, None]),
-        ([2, 1, 0, 1], ["0", "1", "2", "3"], ["0,1", "2", None, "3"]),
+        (1, ["0", "1"], ["0", "1"]),
+        (2, ["0", "1", "2", "3"], ["0,1", "2,3"]),
+        (2, ["0"], [None]),
+        (1, [], [None, None]),
+        (0, ["0", "1"], [None, None]),
     ],
 )
-def test_each_worker_has_its_own_gpus(
-    sizes: list[int], visible: list[str], expected: list[str | None]
-):
-    assert share_gpus(sizes, visible) == [GpuShare(names) for names in expected]
+def test_each_worker_has_its_own_gpus(size: int, visible: list[str], expected: list[str | None]):
+    assert share_gpus(len(expected), size, visible) == [GpuShare(names) for names in expected]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "visible", "expected"),
+    ("size", "visible", "expected"),
     [
-        ([1, 1, 1], ["4", "7"], [("4", 2), ("7", 1), ("4", 2)]),
-        ([2, 2], ["0", "1", "2"], [("0,1", 2), ("0,1", 2)]),
-        ([1, 1, 1], ["0"], [("0", 3), ("0", 3), ("0", 3)]),
+        (1, ["4", "7"], [("4", 2), ("7", 1), ("4", 2)]),
+        (2, ["0", "1", "2"], [("0,1", 2), ("0,1", 2)]),
+        (1, ["0"], [("0", 3), ("0", 3), ("0", 3)]),
     ],
 )
 def test_gpus_are_shared_only_if_the_recipe_says_so(
-    sizes: list[int], visible: list[str], expected: list[tuple[str, int]]
+    size: int, visible: list[str], expected: list[tuple[str, int]]
 ):
+    workers = len(expected)
     with pytest.raises(EngineError) as refused:
-        share_gpus(sizes, visible)
-    counts = f"{len(sizes)} workers", f"{sum(sizes)} GPUs", str(len(visible))
+        share_gpus(workers, size, visible)
+    counts = f"{workers} workers", f"{workers * size} GPUs", str(len(visible))
     assert says(refused.value.message, *counts, f"CUDA_VISIBLE_DEVICES={','.join(visible)}")
     assert "engine.share_gpus: true" in refused.value.hint
-    shares = share_gpus(sizes, visible, shared=True)
+    shares = share_gpus(workers, size, visible, shared=True)
     assert shares == [GpuShare(*each) for each in expected]
     spec = EngineSpec(gpu_memory_utilization=0.9)
     for share in shares:
@@ -74,9 +73,9 @@ def test_a_pool_refuses_to_share_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     recipe = samples.recipe(**orders.GPU)
     with pytest.raises(EngineError, match=r"2 workers.*2 GPUs.*1"):
-        ProcessWorkers([recipe] * 2)
+        ProcessWorkers(recipe, 2)
     engine = recipe.engine.model_copy(update={"share_gpus": True})
-    assert ProcessWorkers([recipe.model_copy(update={"engine": engine})] * 2).size == 2
+    assert ProcessWorkers(recipe.model_copy(update={"engine": engine}), 2).size == 2
 
 
 @pytest.fixture
@@ -168,16 +167,16 @@ def test_a_recipe_for_a_gpu_is_refused_without_one(
     if device_file:
         (machine / "dev" / device_file).touch()
     if not refused:
-        require_gpu([samples.recipe(), recipe])
+        require_gpu(recipe)
         return
     with pytest.raises(EngineError) as caught:
-        require_gpu([samples.recipe(), recipe])
+        require_gpu(recipe)
     assert says(caught.value.message, "'test'", refused)
 
 
 def test_a_gpu_that_only_the_driver_lists_is_enough(machine: Path) -> None:
     (machine / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    require_gpu([GPU_RECIPE])
+    require_gpu(GPU_RECIPE)
 
 
 def never(*_: object, **__: object) -> None:
@@ -219,7 +218,7 @@ def test_profile_refuses_to_share_gpus_first(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr("toolkit.workers.process.DEVICES", tmp_path)
-    monkeypatch.setattr("toolkit.profiling.run.require_gpu", lambda recipes: None)
+    monkeypatch.setattr("toolkit.profiling.run.require_gpu", lambda recipe: None)
     monkeypatch.setattr(LocalBackend, "timed", never)
     write_file(samples.recipe(**orders.GPU | {"workers": 2}), tmp_path / "recipe.json")
     assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3

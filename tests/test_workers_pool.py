@@ -91,14 +91,14 @@ ENDLESS = [
 def slow_workers() -> ProcessWorkers:
     """A worker with steps of 5 ms."""
     engine = tiny.engine_spec("fake", budget_mib=4096, flush_s=0.01)
-    return ProcessWorkers([tiny.recipe(fake(decode_s=0.005), engine)])
+    return ProcessWorkers(tiny.recipe(fake(decode_s=0.005), engine), 1)
 
 
 def process_workers(
     size: int = 1, model: ModelSpec | None = None, budget_mib: float = 1.0
 ) -> ProcessWorkers:
     engine = tiny.engine_spec("fake", budget_mib=budget_mib)
-    return ProcessWorkers([tiny.recipe(model or fake(), engine)] * size)
+    return ProcessWorkers(tiny.recipe(model or fake(), engine), size)
 
 
 class Events:
@@ -708,7 +708,7 @@ def test_a_real_model_in_a_process() -> None:
         assert done.output == here.run_slice(rows, 8, lambda step: True)
         assert done.times.engine_s > 0
 
-    with_workers(scenario, ProcessWorkers([tiny.recipe(tiny.model_spec(), tiny.engine_spec())]))
+    with_workers(scenario, ProcessWorkers(tiny.recipe(tiny.model_spec(), tiny.engine_spec()), 1))
 
 
 def round_tokens(events: Events) -> dict[int, list[int]]:

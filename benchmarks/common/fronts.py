@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from socket import socket
 
 from toolkit.gateway.front import Gateway
-from toolkit.gateway.replicas import LiveKind, ReplicaNeeds, ReplicaPool
+from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
 from toolkit.routing.types import ReplicaTraits
@@ -24,8 +24,7 @@ async def front_on(
 ) -> AsyncIterator[tuple[ReplicaPool, socket]]:
     """A front before the replicas at these URLs, without keys: its pool, and where it listens."""
     balancer = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
-    kinds = [LiveKind(ReplicaTraits(100_000))]
-    pool = ReplicaPool(balancer, kinds, ReplicaNeeds(model), hang_s=hang_s)
+    pool = ReplicaPool(balancer, ReplicaTraits(100_000), ReplicaNeeds(model), hang_s=hang_s)
     gateway = Gateway(pool, settings, Keyring())
     server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
     with listen("127.0.0.1", 0) as listener:

@@ -33,7 +33,7 @@ from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.world import Validity, World, fleet
+from toolkit.sim.world import Validity, World
 from toolkit.traces.types import Trace
 
 CAPACITY = 3_000  # tokens: about ten requests of mean length, so that memory is the limit
@@ -146,16 +146,12 @@ def matrix(requests: dict[int, int]) -> Iterator[Case]:
 
 
 def variants(requests: int) -> Iterator[Case]:
-    """Cases that the matrix leaves out: routers, chunks, priorities, fleets, failures, counters,
+    """Cases that the matrix leaves out: routers, chunks, priorities, failures, counters, and
     parameters.
     """
     crowd = trace_of(requests, rate_rps(1.35, 8), seed=1)
     urgent = trace_of(requests, rate_rps(1.35, 8), seed=2, prioritised=True)
     plain = world_of(8)
-    small = replace(world_of(5), memory=ZetaMemory(1_500), host_tokens=900)
-    mixed = fleet([world_of(3), replace(small, latency=_slower(small.latency))])
-    wide = replace(world_of(3, joining="embed"), future_memory=True)
-    mixed_slab = fleet([wide, replace(wide, workers=4, memory=ZetaMemory(1_500))])
     failing = replace(plain, runs_out=_runs_out, round_runs_out=_runs_out, token_gaps=True)
     narrow = Validity(
         Range(batch_size_max=4, length_max=300), Range(batch_size_max=6, length_max=350)
@@ -167,10 +163,7 @@ def variants(requests: int) -> Iterator[Case]:
                 where = world_of(8, joining=joining)
                 name = f"{policy} by {router}, {joining or 'paged'}"
                 yield Case(name, policy, where, crowd, {"router": router}, logged=joining is None)
-            yield Case(f"{policy} by {router}, fleet", policy, mixed, crowd, {"router": router})
     for policy, kind in POLICIES.items():
-        yield Case(f"{policy}, fleet", policy, mixed, crowd)
-        yield Case(f"{policy}, fleet of slabs", policy, mixed_slab, crowd)
         yield Case(f"{policy}, memory runs out", policy, failing, crowd)
         yield Case(f"{policy}, counting", policy, counting, crowd)
         if kind.continuous:
@@ -248,7 +241,7 @@ def digest(case: Case) -> str:
         Storm(recorder, requests, outputs, case.storm).run()
         found.update(repr(recorder.take_refusals()).encode())
     else:
-        ledger = Ledger(case.trace.arrival_s.tolist(), outputs, case.world.size)
+        ledger = Ledger(case.trace.arrival_s.tolist(), outputs, case.world.workers)
         run(recorder, requests, virtual_workers(policy, case.world, ledger, requests))
         times = (
             [each.first_token_s for each in ledger.outcomes],
@@ -264,12 +257,6 @@ def digest(case: Case) -> str:
 
 def _note(found: hashlib._Hash, event: Event) -> None:
     found.update(to_line(event))
-
-
-def _slower(law: object) -> SegmentedLaw:
-    assert isinstance(law, SegmentedLaw)
-    slow = bilinear_law(p=(8e-5, 2e-3, 2e-6, 2e-2), d=(8e-7, 3e-4, 3e-8, 0.05))
-    return replace(law, prefill=slow.prefill, decode=slow.decode)
 
 
 def _runs_out(batch_id: int, size: int, _length: int, _steps: int) -> bool:

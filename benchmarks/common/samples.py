@@ -72,14 +72,12 @@ def fit(
     )
 
 
-def paged_fit(capacity_tokens: int = 4096, *, times: float = 1.0) -> Fit:
-    """A fit of vLLM, with the law of its passes: blocks of 16 tokens. Each pass takes `times` as
-    long.
-    """
+def paged_fit(capacity_tokens: int = 4096) -> Fit:
+    """A fit of vLLM, with the law of its passes: blocks of 16 tokens."""
     plain = fit(capacity_tokens, workers=1)
     steps = StepsFit(
-        base_s=4e-3 * times, row_s=2e-5 * times, prefill_s=5e-5 * times, cached_s=4e-7 * times,
-        attended_s=1e-7 * times, token_s=[2e-4 * times, 7e-5 * times], knots=[0, 8],
+        base_s=4e-3, row_s=2e-5, prefill_s=5e-5, cached_s=4e-7, attended_s=1e-7,
+        token_s=[2e-4, 7e-5], knots=[0, 8],
         host_s=1e-4, host_row_s=3e-7, error=ERROR,
         candidates=[], front_s=4e-3, front_row_s=1e-5, block_tokens=16,
         blocks=capacity_tokens // 16, async_scheduling=False,

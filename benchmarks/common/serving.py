@@ -191,13 +191,12 @@ def make_driver(
     workers: HandWorkers,
     *,
     policy: str = "slice",
-    capacity: int | Sequence[int] = 4096,
+    capacity: int = 4096,
     limits: LatencyLimits = UNLIMITED,
     **parameters: Any,
 ) -> Driver:
-    """A driver of such workers; `capacity` in tokens, of all workers or of each."""
-    capacities = [capacity] * workers.size if isinstance(capacity, int) else capacity
-    planned = [Worker(index, LAW, ZetaMemory(tokens)) for index, tokens in enumerate(capacities)]
+    """A driver of such workers, each with a `capacity` in tokens."""
+    planned = [Worker(index, LAW, ZetaMemory(capacity)) for index in range(workers.size)]
     scheduler = Scheduler(make_policy(policy, parameters or {"slice_tokens": 8}), planned)
     return Driver(scheduler, workers, Stats(), limits=limits)
 
@@ -232,7 +231,7 @@ class Client(httpx.AsyncClient):
 async def client(
     workers: HandWorkers | None = None,
     *,
-    capacity: int | Sequence[int] = 4096,
+    capacity: int = 4096,
     limits: LatencyLimits = UNLIMITED,
     api_key: str = "",
     keys: Sequence[ApiKey] = (),

@@ -137,7 +137,6 @@ class StandIn:
         hung: accepts requests, answers /health, and generates nothing.
         max_model_len: the context: a request that does not fit gets 400, as from vLLM.
         token_bytes: of a prompt's token in the usage: a token is one byte, and four in real text.
-        kind: by which a list of replicas names it; '': by none.
         default_tokens: of an answer without a limit by its client; 0: what the context has left.
         gives_usage: counts tokens for the client.
         has_responses: serves /v1/responses.
@@ -161,7 +160,6 @@ class StandIn:
     metrics: str = ""
     first_s: float = 0.0
     token_bytes: int = 1
-    kind: str = ""
     default_tokens: int = 0
     gives_usage: bool = True
     has_responses: bool = True
@@ -180,11 +178,6 @@ class StandIn:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def listed(self) -> str:
-        """The replica as a list of replicas has it."""
-        return f"{self.kind}={self.url}" if self.kind else self.url
 
     @property
     def is_idle(self) -> bool:

@@ -163,7 +163,7 @@ def predicted(plan: Plan, trace: Trace, limit_s: float) -> dict[str, float]:
 async def _replay_each(
     plans: Sequence[Plan], titles: Sequence[str], trace: Trace, limit_s: float
 ) -> list[Outcome]:
-    pool = ProcessWorkers([plans[0].recipe] * plans[0].workers)
+    pool = ProcessWorkers(plans[0].recipe, plans[0].workers)
     workers = KeptWorkers(pool)
     outcomes = []
     try:

@@ -187,7 +187,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        file, name, rate, fleet, everything, times = sys.argv[2:]
-        child(file, name, float(rate), int(fleet), everything == "1", int(times))
+        file, name, rate, workers, everything, times = sys.argv[2:]
+        child(file, name, float(rate), int(workers), everything == "1", int(times))
     else:
         main()

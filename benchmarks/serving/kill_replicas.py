@@ -1,7 +1,7 @@
 """Replicas killed, hung, drained and restarted under load: every answer must equal the undisturbed
 one.
 
-    python -m benchmarks.serving.kill_replicas [--requests N] [--fleet] [--rolling | --reload]
+    python -m benchmarks.serving.kill_replicas [--requests N] [--rolling | --reload]
 
 Takes about two minutes on two shared cores. Needs nothing but the package.
 
@@ -13,14 +13,6 @@ does, by which answers go on. Some streams have log probabilities, and cannot go
 stream breaks off, it must end with an error, and its client asks again. Every fraction of a second
 one replica is killed, hangs, aborts its requests as a server does that shuts down, or answers 500;
 a little later it is well again. The first replica is never disturbed.
-
-With `--fleet` the replicas are of two kinds by turns. The second kind takes three times as long for
-a token, and has an eighth of the cache and a context that a tenth of the requests does not fit
-into. The list names the kind of half of the replicas. The front reads the kind of the others from
-the size of their cache, and these may come back from a disturbance as the other kind. Any replica
-may be disturbed, but never all at once. If the one that is left is not up yet, a client may get
-503, or a replica's 500, and asks again after a moment. The front gives up a request that fails four
-times in a row without a token, as the documentation says; such requests are counted.
 
 With `--rolling` the replicas come from a file (`--replicas FILE`) and none fails. They are updated
 one at a time, as an operator would: a new replica starts and is listed; once the front uses it, the
@@ -43,7 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +44,20 @@ import httpx
 from benchmarks.common.command import make_parser
 from benchmarks.common.samples import paged_fit
 from benchmarks.common.serving import Server, fake_plan
-from benchmarks.common.standin import MAX_MODEL_LEN, MODEL, StandIn, answer_of, prompt_of
+from benchmarks.common.standin import MODEL, StandIn, answer_of, prompt_of
 from benchmarks.common.standin_vllm import VERSION, install
 from toolkit.files.io import processor, write_file
-from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import EngineSpec, PolicySpec, RouterSpec
-from toolkit.gateway.passing import MAX_FAILURES
 
 Figures = dict[str, Any]
 CLIENTS = 48
 HANG_S = 1.0
 DISTURB_S = 0.15  # mean time between two disturbances
-FLEET_DISTURB_S = 0.5  # the same of a fleet, where no replica is spared
-CHANGE_S = 5.0  # at least, until one comes back as another kind: a server takes longer to load
+TOKEN_S = 0.004
+CAPACITY = 16_384  # tokens of a server that the front starts
 AWAY_S = 1.0  # mean time that a replica is away
 KINDS = ("kill", "hang", "drain", "errors")
-CHANGE_SHARE = 0.3  # of the restarts of replicas that the list does not name by kind
-LONG_SHARE = 0.1  # of the requests of a fleet
 DRAIN_MAX_S = 0.8  # a long answer takes 0.5 s
 POLL_S = 0.05
 SAID = {  # what the front says at SIGHUP, by what has changed
@@ -79,42 +68,13 @@ SAID = {  # what the front says at SIGHUP, by what has changed
     "damaged": "the version read before stays in force",
 }
 LETTERS = "acegikmoqsuwy"  # that answers consist of
-REFUSED = "refused"
 BROKE = "the answer broke off"  # in the error of a stream that cannot go on
-GIVEN_UP = f"the request failed on {MAX_FAILURES} replicas"  # as is documented, and told
-AGAIN_S = 0.2  # before a refused request is sent again
 
 
-@dataclass(frozen=True, slots=True)
-class KindOfStandIn:
-    """How the stand-ins of a kind differ from those of another."""
-
-    name: str
-    token_s: float
-    capacity_tokens: int
-    max_model_len: int
-
-    def shape(self, replica: StandIn) -> None:
-        """Make a replica one of this kind."""
-        replica.token_s = self.token_s
-        replica.max_model_len = self.max_model_len
-        blocks = self.capacity_tokens // 16 + 1
-        replica.metrics = (
-            f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}"}} 1.0\n'
-        )
-
-
-FAST = KindOfStandIn("fast", 0.004, 16384, MAX_MODEL_LEN)
-SLOW = KindOfStandIn("slow", 0.012, 2048, 576)
-
-
-def request_of(rng: random.Random, *, is_fleet: bool) -> tuple[dict[str, Any], bool]:
-    """A random request, and whether it is a chat. Of a fleet, some fit only into the context of one
-    kind.
-    """
+def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
+    """A random request, and whether it is a chat."""
     chat = rng.random() < 0.5
-    long = is_fleet and rng.random() < LONG_SHARE
-    text = "".join(rng.choices("abcdefgh ", k=rng.randint(*((500, 900) if long else (5, 400)))))
+    text = "".join(rng.choices("abcdefgh ", k=rng.randint(5, 400)))
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": rng.randint(5, 120)}
     if chat:
         body["messages"] = [{"role": "user", "content": text}]
@@ -132,25 +92,14 @@ def request_of(rng: random.Random, *, is_fleet: bool) -> tuple[dict[str, Any], b
     return body, chat
 
 
-def is_refusal(answer: httpx.Response) -> bool:
-    """Whether a client is to ask again: 503 that says when, or a replica's own error."""
-    return answer.status_code == 500 or (
-        answer.status_code == 503 and "retry-after" in answer.headers
-    )
-
-
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> str:
     """Send a request; returns what is wrong with its answer, or ''."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     expected = answer_of(body, chat=chat)
     if body.get("stream"):
         text, usage, ids, done = await _streamed(http, path, body)
-        if text == REFUSED and not done:
-            return REFUSED
     else:
         answer = await http.post(path, json=body)
-        if is_refusal(answer):
-            return REFUSED
         if answer.status_code != 200:
             return f"HTTP {answer.status_code}: {answer.text[:200]}"
         read = answer.json()
@@ -181,8 +130,6 @@ async def _streamed(
     usage: dict[str, int] = {}
     ids: set[str] = set()
     async with http.stream("POST", path, json=body) as response:
-        if is_refusal(response):
-            return REFUSED, {}, 0, False
         if response.status_code != 200:
             return f"HTTP {response.status_code}", {}, 0, False
         async for line in response.aiter_lines():
@@ -200,12 +147,11 @@ async def _streamed(
 
 
 class Trouble:
-    """Disturbs all replicas; unless they are a fleet, the first is spared."""
+    """Disturbs all replicas but the first."""
 
-    def __init__(self, replicas: list[StandIn], rng: random.Random, *, is_fleet: bool) -> None:
+    def __init__(self, replicas: list[StandIn], rng: random.Random) -> None:
         self.replicas = replicas
         self.rng = rng
-        self.is_fleet = is_fleet
         self.done: Counter[str] = Counter()
         self.away: set[int] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -213,11 +159,9 @@ class Trouble:
     async def run(self) -> None:
         """Disturb until cancelled."""
         while True:
-            mean_s = FLEET_DISTURB_S if self.is_fleet else DISTURB_S
-            await asyncio.sleep(self.rng.expovariate(1 / mean_s))
-            spared = 0 if self.is_fleet else 1
-            here = [k for k in range(spared, len(self.replicas)) if k not in self.away]
-            if len(here) > 1 - spared:
+            await asyncio.sleep(self.rng.expovariate(1 / DISTURB_S))
+            here = [k for k in range(1, len(self.replicas)) if k not in self.away]
+            if here:
                 task = asyncio.create_task(self._disturb(self.rng.choice(here)))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
@@ -230,7 +174,8 @@ class Trouble:
         away_s = self.rng.expovariate(1 / AWAY_S)
         if kind == "kill":
             replica.kill()
-            await self._restart(replica, away_s)
+            await asyncio.sleep(away_s)
+            await replica.start()
         elif kind == "hang":
             replica.hung = True
             await asyncio.sleep(away_s + 2 * HANG_S)
@@ -238,22 +183,13 @@ class Trouble:
         elif kind == "drain":
             replica.abort_requests()
             replica.kill_listener()
-            await self._restart(replica, away_s)
+            await asyncio.sleep(away_s)
+            await replica.start()
         else:
             replica.status = 500
             await asyncio.sleep(min(away_s, 0.5))
             replica.status = 0
         self.away.discard(index)
-
-    async def _restart(self, replica: StandIn, away_s: float) -> None:
-        if self.is_fleet and not replica.kind and self.rng.random() < CHANGE_SHARE:
-            await asyncio.sleep(HANG_S / 2)
-            replica.kill()  # with the requests that are still there
-            await asyncio.sleep(max(away_s, CHANGE_S))
-            (FAST if replica.token_s == SLOW.token_s else SLOW).shape(replica)
-        else:
-            await asyncio.sleep(away_s)
-        await replica.start()
 
 
 class Rolling:
@@ -340,8 +276,7 @@ class Reloading:
         shown, _ = await _shown(url)
         async with httpx.AsyncClient(trust_env=False) as http:
             pages = [(await http.get(f"{one['url']}/metrics")).text for one in shown]
-        first = pages[: self.plan.workers - sum(kind.workers for kind in self.plan.others)]
-        wrong = [page for page in first if wanted not in page]
+        wrong = [page for page in pages if wanted not in page]
         count = [] if len(pages) == self.plan.workers else [f"{len(pages)} servers"]
         return [f"not {wanted}: {page}" for page in wrong] + count
 
@@ -349,7 +284,7 @@ class Reloading:
 def list_replicas(replicas: list[StandIn], path: Path) -> None:
     """Write the file that the front reads, whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{each.listed}\n" for each in replicas))
+    partial.write_text("".join(f"{each.url}\n" for each in replicas))
     partial.rename(path)
 
 
@@ -365,11 +300,10 @@ async def _until_listed(http: httpx.AsyncClient, replica: StandIn, *, here: bool
 class Load:
     """What clients send, and how it ended."""
 
-    def __init__(self, work: list[tuple[dict[str, Any], bool]], *, may_refuse: bool) -> None:
+    def __init__(self, work: list[tuple[dict[str, Any], bool]]) -> None:
         self.left = work
-        self.may_refuse = may_refuse
         self.wrong: list[str] = []
-        self.refused = self.given_up = self.broke = 0
+        self.broke = 0
 
     async def send_all(self, url: str) -> None:
         """Send all requests."""
@@ -386,42 +320,33 @@ class Load:
                 problem = await ask(http, body, chat=chat)
             except httpx.HTTPError as error:
                 problem = repr(error)
-            if problem == REFUSED and self.may_refuse:
-                self.refused += 1
-                await asyncio.sleep(AGAIN_S)
-                self.left.append((body, chat))
-            elif BROKE in problem and "logprobs" in body:
+            if BROKE in problem and "logprobs" in body:
                 self.broke += 1
                 self.left.append((body, chat))
-            elif GIVEN_UP in problem:
-                self.given_up += 1
             elif problem:
                 self.wrong.append(f"{problem}: {json.dumps(body)}")
 
 
-async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: bool) -> Figures:
+async def measure(requests: int, count: int, seed: int, mode: str) -> Figures:
     """Send `requests` through a front before `count` replicas. `mode` is '', 'rolling' or 'reload'.
     Returns the figures of the run.
     """
     rng = random.Random(seed)
     started_s = time.monotonic()
-    replicas = [] if mode == "reload" else await _replicas(count, is_fleet=is_fleet)
-    load = Load(
-        [request_of(rng, is_fleet=is_fleet and mode != "reload") for _ in range(requests)],
-        may_refuse=is_fleet,
-    )
+    replicas = [] if mode == "reload" else await _replicas(count)
+    load = Load([request_of(rng) for _ in range(requests)])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "plan.json"
         listed = folder / "replicas.txt"
         said = folder / "said.txt"
-        plan = _own_plan(folder, count, is_fleet=is_fleet) if mode == "reload" else _plan(is_fleet)
+        plan = _own_plan(folder, count) if mode == "reload" else _plan()
         write_file(plan, path)
         list_replicas(replicas, listed)
         words = ["--served-model-name", MODEL, "--port", "0", *_words(mode, replicas, listed)]
         with await asyncio.to_thread(Server, path, *words, log=said) as front:
             url = front.url
-            trouble: Trouble | Rolling | Reloading = Trouble(replicas, rng, is_fleet=is_fleet)
+            trouble: Trouble | Rolling | Reloading = Trouble(replicas, rng)
             if mode:
                 trouble = (
                     Rolling(replicas, rng, listed, url)
@@ -445,8 +370,6 @@ async def measure(requests: int, count: int, seed: int, mode: str, *, is_fleet: 
     return {
         "requests": requests,
         "wrong": load.wrong,
-        "refused": load.refused,
-        "given_up": load.given_up,
         "broke": load.broke,
         "disturbances": dict(trouble.done),
         **_counted(shown, told),
@@ -461,17 +384,13 @@ def _words(mode: str, replicas: list[StandIn], listed: Path) -> list[str]:
         return ["--shutdown-timeout", str(DRAIN_MAX_S / 2)]
     if mode == "rolling":
         return ["--replicas", str(listed)]
-    return [part for replica in replicas for part in ("--replica", replica.listed)]
+    return [part for replica in replicas for part in ("--replica", replica.url)]
 
 
-async def _replicas(count: int, *, is_fleet: bool) -> list[StandIn]:
+async def _replicas(count: int) -> list[StandIn]:
     """The stand-ins in this process, started."""
-    replicas = [StandIn(token_s=FAST.token_s) for _ in range(count)]
-    for k, replica in enumerate(replicas):
-        if is_fleet:
-            shape = (FAST, SLOW)[k % 2]
-            shape.shape(replica)
-            replica.kind = shape.name if k // 2 % 2 == 0 else ""
+    replicas = [StandIn(token_s=TOKEN_S) for _ in range(count)]
+    for replica in replicas:
         await replica.start()
     return replicas
 
@@ -493,47 +412,38 @@ def _counted(shown: list[dict[str, Any]], told: str) -> dict[str, Any]:
     }
 
 
-def _plan(is_fleet: bool) -> Plan:
+def _plan() -> Plan:
     """A plan with replicas that count as hung after a second."""
     with tempfile.TemporaryDirectory() as folder:
         plan = fake_plan(Path(folder))
     serve = plan.recipe.serve.model_copy(update={"hang_s": HANG_S})
     recipe = plan.recipe.model_copy(update={"serve": serve})
-    plan = plan.model_copy(update={"recipe": recipe})
-    if not is_fleet:
-        return plan
-    kinds = [
-        Kind(
-            recipe=recipe.model_copy(update={"name": shape.name}),
-            fit=paged_fit(shape.capacity_tokens, times=shape.token_s / FAST.token_s),
-            workers=1,
-        )
-        for shape in (FAST, SLOW)
-    ]
-    changes: dict[str, object] = {"recipe": kinds[0].recipe, "fit": kinds[0].fit, "workers": 2}
-    changes |= {"others": kinds[1:], "replica_router": RouterSpec(name="by-law")}
-    return plan.model_copy(update=changes)
+    return plan.model_copy(update={"recipe": recipe})
 
 
-def _own_plan(folder: Path, count: int, *, is_fleet: bool) -> Plan:
-    """The plan of servers that the front starts, of one kind or two."""
-    plan = _plan(is_fleet=True)
-    kinds = []
+def _own_plan(folder: Path, count: int) -> Plan:
+    """The plan of servers that the front starts."""
+    plan = _plan()
+    (folder / "server").mkdir()
+    python = install(folder / "server", token_s=TOKEN_S)
+    parameters = {"max_num_seqs": 16}
+    recipe = plan.recipe.model_copy(
+        update={
+            "model": plan.recipe.model.model_copy(update={"source": "toy"}),
+            "engine": EngineSpec.model_validate({"name": "vllm", "vllm": {"python": python}}),
+            "policy": PolicySpec(name="vllm", parameters=parameters),
+        }
+    )
+    fit = paged_fit(CAPACITY)
     here = {"engine_version": VERSION, "device": "cpu", "processor": processor()}
-    for number, kind in enumerate(plan.kinds):
-        token_s = (FAST, SLOW)[number].token_s
-        (folder / kind.recipe.name).mkdir()
-        python = install(folder / kind.recipe.name, token_s=token_s)
-        model = kind.recipe.model.model_copy(update={"source": "toy"})
-        engine = EngineSpec.model_validate({"name": "vllm", "vllm": {"python": python}})
-        policy = PolicySpec(name="vllm", parameters={"max_num_seqs": 16})
-        recipe = kind.recipe.model_copy(update={"model": model, "engine": engine, "policy": policy})
-        facts = kind.fit.engine.model_copy(update=here)
-        fit = kind.fit.model_copy(update={"engine": facts})
-        kinds.append(Kind(recipe=recipe, fit=fit, workers=count // 2))
-    changes: dict[str, object] = {"recipe": kinds[0].recipe, "fit": kinds[0].fit, "workers": count}
-    changes |= {"policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": 16})}
-    return plan.model_copy(update=changes | {"others": kinds[1:] if is_fleet else []})
+    changes: dict[str, object] = {
+        "recipe": recipe,
+        "fit": fit.model_copy(update={"engine": fit.engine.model_copy(update=here)}),
+        "workers": count,
+        "policy": PlannedPolicy(name="vllm", parameters=parameters),
+        "replica_router": RouterSpec(name="by-law"),
+    }
+    return plan.model_copy(update=changes)
 
 
 def main() -> None:
@@ -549,10 +459,8 @@ def main() -> None:
         modes.add_argument(
             f"--{mode}", action="store_const", const=mode, dest="mode", default="", help=text
         )
-    parser.add_argument("--fleet", action="store_true", help="replicas of two kinds")
     given = parser.parse_args()
-    run = measure(given.requests, given.replicas, given.seed, given.mode, is_fleet=given.fleet)
-    found = asyncio.run(run)
+    found = asyncio.run(measure(given.requests, given.replicas, given.seed, given.mode))
     wrong = found.pop("wrong")
     for line in wrong[:20]:
         print(line)

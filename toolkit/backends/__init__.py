@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # for types only: code inside an engine's own process imports
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from toolkit.cluster.servers import HostedServer, ServerSeat
     from toolkit.files.plan import Plan
     from toolkit.files.profile import OnForeign
     from toolkit.files.recipe import Recipe
@@ -91,16 +90,40 @@ class Serves(Protocol):
         ...
 
 
+class HostedServer(Protocol):
+    """One of several servers that llmctl starts.
+
+    Attributes:
+        url: its address.
+    """
+
+    url: str
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        ...
+
+    def ended_by(self) -> str:
+        """Why it has ended, in one line."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until it answers. Raises `EngineError` if it ends before."""
+        ...
+
+    def stop(self) -> None:
+        """End it, with every process of its own."""
+        ...
+
+
 @runtime_checkable
 class StartsReplicas(Protocol):
     """A backend that starts one of several servers behind llmctl's front."""
 
-    def replica(
-        self, order: ServerOrder, number: int, folder: Path, seat: ServerSeat | None = None
-    ) -> HostedServer:
+    def replica(self, order: ServerOrder, number: int, folder: Path) -> HostedServer:
         """Start server `number` of the plan's `workers`, on a free port of the order's host, with
-        the CPUs of its `seat` and the GPUs of the environment, or else with its share of the
-        machine's. `folder` is empty, and lasts as long as the server.
+        its share of the machine's devices. `folder` is empty, and lasts as long as the server.
         """
         ...
 

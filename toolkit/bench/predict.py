@@ -69,7 +69,7 @@ def predicted(
 ) -> SimResult:
     """The outcome of each request of `trace` under the plan, at the concurrency of `load`."""
     recipe = plan.recipe
-    world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+    world = world_of(recipe, plan.fit, plan.workers)
     policy = make_any(plan.policy.name, plan.policy.parameters)
     world = in_conditions(world, conditions)
     if not isinstance(policy, VllmPolicy):  # which has a law of its own, and a front
@@ -483,13 +483,8 @@ def check_server(plan: Plan, target: Target, on_foreign: OnForeign | None = None
         return
     shown = front_state(target)
     engine = plan.fit.engine.engine
-    for kind in plan.kinds:
-        its = [each for each in shown.up if each.kind in ("", kind.recipe.name)]
-        versions = [{"engine": f"{engine} {each.version}".strip()} for each in its]
-        refuse_foreign(kind.fit.engine, versions, on_foreign)
-        if plan.others and len(its) != kind.workers:
-            message = f"the server runs {len(its)} replicas of '{kind.recipe.name}', the plan has "
-            _refuse(f"{message}{kind.workers}", on_foreign)
+    versions = [{"engine": f"{engine} {each.version}".strip()} for each in shown.up]
+    refuse_foreign(plan.fit.engine, versions, on_foreign)
     planned = router_of_plan(plan)
     runs = f"router '{shown.router}' before {len(shown.up)} replicas"
     says = f"router '{planned.name}' before {plan.workers}"

@@ -1,4 +1,4 @@
-"""What predictions rest on: fits, fleets, validations and traces, read and printed."""
+"""What predictions rest on: fits, validations and traces, read and printed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,9 @@ from toolkit.errors import InputError, StaleError
 from toolkit.files.bench import Validation
 from toolkit.files.capacity import Requests
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import (
-    CountRange,
-    fleet_sources,
-    inputs_of,
-    is_fleet,
-    merged,
-    ranges_of,
-    sized,
-)
 from toolkit.files.io import digest, head, read_file, shipped_fit
 from toolkit.files.modelled import refuse_recipe
-from toolkit.files.plan import Kind, Plan, PlannedPolicy
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
@@ -168,59 +159,6 @@ def read_tuning(path: Path | None, made_from: Mapping[str, Path] | None = None) 
     return read_file(Tuning, path, made_from) if path else None
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The kinds of workers of a fleet, and the files that they come from, by role. `bases` are the
-    fits, by file; `ranges` are how many of each kind `tune --workers auto` may try.
-    """
-
-    kinds: list[Kind]
-    inputs: dict[str, Path]
-    bases: dict[Path, FoundFit]
-    ranges: list[CountRange]
-
-    def note_bases(self, tuned: Tuning | None) -> None:
-        """Print the number of workers of each kind, as tuned, and what predictions rest on."""
-        kinds = sized(self.kinds, tuned)
-        note(f"fleet: {', '.join(f'{kind.workers} of {kind.recipe.name}' for kind in kinds)}")
-        note_found(self.bases.values())
-
-
-def open_fleet(path: Path, *, force: bool = False) -> Fleet:
-    """The fleet at `path`. `InputError` where its kinds cannot share a scheduler, `StaleError` for
-    a fit of another recipe; with `force` a warning.
-    """
-    sources = fleet_sources(path)
-    kinds = []
-    for source in sources:
-        recipe = source.priced(open_recipe(source.recipe))
-        refuse_recipe(recipe)
-        fit = read_fit(source.fit, source.recipe, force=force)
-        count = source.member.workers or recipe.workers
-        nodes = source.member.nodes
-        kinds.append(Kind(recipe=recipe, fit=fit, workers=count, nodes=nodes))
-        # servers do not slow each other: their fit is of one
-        if count != fit.workers and not traits_of(recipe.engine.name).server:
-            note_other_count(f"{recipe.name} was measured", fit, count)
-    bases = {
-        source.fit: FoundFit(kind.fit, source.fit)
-        for source, kind in zip(sources, kinds, strict=True)
-    }
-    together = merged(kinds)
-    names = [kind.recipe.name for kind in kinds]
-    ranges = ranges_of(together, list(zip(names, sources, strict=True)))
-    return Fleet(together, inputs_of(path, sources), bases, ranges)
-
-
-def refuse_workers(workers: object) -> None:
-    """`InputError` where --workers was given beside a fleet."""
-    if workers is not None:
-        raise InputError(
-            "--workers: a fleet sets the number of workers of each kind",
-            "change it in the fleet's file",
-        )
-
-
 def note_other_count(measured: str, fit: Fit, workers: int) -> None:
     """Print that the fit holds for another number of workers."""
     note(
@@ -236,25 +174,15 @@ def plan_from(
     *,
     force: bool = False,
 ) -> tuple[Plan, Path]:
-    """Make the plan of a recipe and its fit, or of a fleet, which names its fits; with a tuning or
-    a policy, if given. Returns the plan and the file beside which its validation may lie: its
-    (first) fit, or the recipe where the laws are computed.
+    """Make the plan of a recipe and its fit; with a tuning or a policy, if given. Returns the plan
+    and the file beside which its validation may lie: its fit, or the recipe where the laws are
+    computed.
 
     A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws, these,
-    for the tensor parallelism that it chose. Raises `InputError` for a fit beside a fleet; else as
-    `open_fleet`, `find_fit` and `make_plan`.
+    for the tensor parallelism that it chose. Raises the errors of `find_fit` and `make_plan`.
     """
     from toolkit.deploy.plan import make_plan
 
-    if is_fleet(source):
-        if fit is not None:
-            raise InputError("--fit: a fleet names its fits itself", "leave --fit out")
-        fleet = open_fleet(Path(source), force=force)
-        tuned = read_tuning(tuning, fleet.inputs)
-        made_from = fleet.inputs | ({"tuning": tuning} if tuning else {})
-        first, *others = sized(fleet.kinds, tuned)
-        plan = make_plan(first.recipe, first.fit, tuned, made_from, policy, others, first.workers)
-        return plan.model_copy(update={"nodes": first.nodes}), fleet.inputs["fit"]
     file = recipe_path(source)  # a missing recipe is reported first
     recipe = open_recipe(file)
     tuned = read_tuning(tuning, {"recipe": file})
@@ -272,7 +200,7 @@ def plan_from(
 def tuned_recipe(recipe: Recipe, tuned: Tuning) -> Recipe:
     """The recipe with the tensor parallelism and the workers that a tuning chose."""
     size = tuned.tensor_parallel_size
-    if size is None or size == recipe.engine.tensor_parallel_size:
+    if size == recipe.engine.tensor_parallel_size:
         return recipe
     return on_gpus(recipe, size, tuned.workers * size)
 

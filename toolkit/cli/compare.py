@@ -88,14 +88,14 @@ def command(args: CompareOptions) -> None:
         _print_notes(runs, world, targets)
         result = Comparison(
             sla=dict(targets),
-            workers=world.size,
+            workers=world.workers,
             seed=stage.seed,
             interrupted=interrupted,
             trace=plain(stage.trace),
             concurrency=world.concurrency,
-            runs=[_of_run(run, stage.engines) for run in runs],
+            runs=[_of_run(run, stage.engine) for run in runs],
         )
-        emit(args.as_json, result, lambda: _show(runs, shown, stage.engines, stage.trace.changes))
+        emit(args.as_json, result, lambda: _show(runs, shown, stage.engine, stage.trace.changes))
         if args.png:
             draw(_panels(runs), args.png)
     if interrupted:
@@ -167,10 +167,10 @@ def _columns(text: str | None, runs: Sequence[PolicyRun]) -> Sequence[str]:
     return columns
 
 
-def _of_run(run: PolicyRun, engines: Sequence[str]) -> ComparedRun:
+def _of_run(run: PolicyRun, engine: str) -> ComparedRun:
     from toolkit.sched.policies import refusal
 
-    refused = refusal(run.policy, engines)
+    refused = refusal(run.policy, engine)
     return ComparedRun(
         policy=run.policy,
         parameters=dict(run.parameters),
@@ -205,20 +205,18 @@ def _several_rates(runs: Sequence[PolicyRun]) -> bool:
     return len({run.rate_rps for run in runs}) > 1
 
 
-def _show(
-    runs: Sequence[PolicyRun], columns: Sequence[str], engines: Sequence[str], title: str
-) -> None:
+def _show(runs: Sequence[PolicyRun], columns: Sequence[str], engine: str, title: str) -> None:
     from toolkit.sched.policies import footnote, marked
 
     many = _several_rates(runs)
     rows: list[list[object]] = []
     for run in runs:
-        cells: list[object] = [marked(run.policy, engines)]
+        cells: list[object] = [marked(run.policy, engine)]
         cells += [round(run.rate_rps, 3)] * many
         rows.append([*cells, *(run.metrics.get(name) for name in columns)])
     heads = [">" + name.replace("_", "\n", 1).replace("_", " ") for name in columns]
     table(["policy", *[">rate"] * many, *heads], rows, title)
-    remark = footnote([run.policy for run in runs], engines)
+    remark = footnote([run.policy for run in runs], engine)
     if remark:
         paragraph(remark)
     show_panels(_panels(runs))

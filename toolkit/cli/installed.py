@@ -108,13 +108,7 @@ def _installed(world: World, python: str | None, passes: int) -> Iterator[tuple[
         VllmDriver(python) as driver,
     ):
         driver.on_plan = advance
-        yield _linked(world, driver), driver
-
-
-def _linked(world: World, driver: VllmDriver) -> World:
-    """The world in which the driver's schedulers plan the passes of its engines."""
-    others = tuple(_linked(other, driver) for other in world.others)
-    return replace(world, paged=replace(world.engine(), link=driver), others=others)
+        yield replace(world, paged=replace(world.engine(), link=driver)), driver
 
 
 def _compared(model: SimResult, installed: SimResult, which: str) -> list[str]:

@@ -26,7 +26,7 @@ from toolkit.errors import InputError, LlmctlError, nearest
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LONGEST_LINE = 1000  # characters of an error
 # often given as arguments by mistake
-NAMED_BY_OPTION = ("fleet", "fit", "policy", "policies", "trace", "url")
+NAMED_BY_OPTION = ("fit", "policy", "policies", "trace", "url")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ _cluster = partial(option, rich_help_panel="Files of a target")
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
     source: Path = argument(
-        "A recipe, a fleet, or a plan with --target.",
-        metavar="RECIPE|FLEET|PLAN.json",
+        "A recipe, or a plan with --target.",
+        metavar="RECIPE|PLAN.json",
         autocompletion=arguments.recipes_and_plans,
     )
     fit: Path | None = option(None, f"The fit of a recipe: {FIT_HELP} {FIT_USUAL}", **FIT)
@@ -88,9 +88,7 @@ class RenderOptions:
     image: str = _cluster("", "Container image, pinned by tag or digest.")
     namespace: str = _cluster("default", "Kubernetes namespace.")
     replicas: int = _cluster(0, "The number of pods; 0: as the tuning found, or 1.", min=0)
-    max_replicas: int = _cluster(
-        0, "The largest number of pods, in a fleet of each kind; 0: twice the replicas.", min=0
-    )
+    max_replicas: int = _cluster(0, "The largest number of pods; 0: twice the replicas.", min=0)
     prometheus: str = _cluster(
         "http://prometheus-operated.monitoring.svc:9090",
         "URL of Prometheus in the cluster, for KEDA; default: the operator's service in namespace "

@@ -27,7 +27,7 @@ class Simulation(BaseModel):
     parameters: dict[str, ParameterValue] = Field(
         description="all parameters of the policy, defaults included"
     )
-    workers: int = Field(description="of all kinds")
+    workers: int = Field(description="of the server")
     seed: int = Field(description="of the draws")
     sla: dict[str, float] = Field(
         description="targets in seconds, of --sla, or of the tuning or the recipe"
@@ -43,12 +43,6 @@ class Simulation(BaseModel):
         default=None,
         description="the version of the vLLM that planned the passes with its own scheduler; null: "
         "llmctl's model of it, or another policy",
-    )
-    kinds: dict[str, dict[str, float]] | None = Field(
-        default=None, description="of a fleet of servers: the same metrics of each kind, by recipe"
-    )
-    kind_parameters: dict[str, dict[str, ParameterValue]] | None = Field(
-        default=None, description="of such a fleet: those of each kind after the first, by recipe"
     )
 
 
@@ -77,7 +71,7 @@ class Comparison(Strict):
     )
     trace: Requests = Field(description="which requests were simulated")
     concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
-    workers: int = Field(description="of all kinds")
+    workers: int = Field(description="of the server")
     seed: int = Field(description="of the draws")
     interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")
     runs: list[ComparedRun] = Field(

@@ -27,6 +27,7 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import accept, warn
 from toolkit.cli.output import note
+from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable, read_file
 from toolkit.files.plan import Plan
@@ -51,9 +52,9 @@ _live = partial(option, rich_help_panel="Live settings")
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     source: str | None = argument(
-        "A plan, a recipe with --fit, or a fleet.",
+        "A plan, or a recipe with --fit.",
         None,
-        metavar="PLAN.json|RECIPE|FLEET",
+        metavar="PLAN.json|RECIPE",
         autocompletion=arguments.recipes_and_plans,
     )
     plan: Path | None = _plan(None, "The plan to serve, from `llmctl render`.")
@@ -75,8 +76,8 @@ class ServeOptions:
     )
     ray: str = _plan(
         "",
-        "Run the workers, or vLLM's servers, on a Ray cluster: a new one on this machine (local), "
-        "the one that runs on it (auto), or the one of a head node.",
+        "Run the workers on a Ray cluster: a new one on this machine (local), the one that runs on "
+        "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
     room_timeout: float = _plan(
@@ -96,15 +97,14 @@ class ServeOptions:
     )
     replica: list[str] | None = _replicas(
         None,
-        "Serve through this server, which runs already; again for each further one. KIND is the "
-        "recipe of a fleet's kind; by default it is read from the size of the cache.",
-        metavar="[KIND=]URL",
+        "Serve through this server, which runs already; again for each further one.",
+        metavar="URL",
     )
-    replicas: list[str] | None = _replicas(
+    replicas: str | None = _replicas(
         None,
         "As --replica, with a list that may change: a URL a line in a file, or all addresses of a "
-        "name; again for each kind.",
-        metavar="[KIND=]FILE|dns://NAME:PORT",
+        "name.",
+        metavar="FILE|dns://NAME:PORT",
     )
     strict: bool = _replicas(
         False, "Exit with 2 where a replica is of another model, context or version."
@@ -210,14 +210,19 @@ def command(args: ServeOptions) -> None:
     they change.
 
     With --replica or --replicas the server is a front before replicas that run already; with
-    engine vllm and several workers, or --ray, it starts them. SIGHUP restarts its own one at a
-    time.
+    engine vllm and several workers it starts them. SIGHUP restarts its own one at a time.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
 
     given = serve_start.prepare(args)
-    backend = backend_of(given.plan.recipe.engine.name)
-    several = given.plan.workers > 1 or bool(given.ray)
+    engine = given.plan.recipe.engine.name
+    backend = backend_of(engine)
+    if args.ray and (args.replica or args.replicas or traits_of(engine).server):
+        raise InputError(
+            f"--ray {args.ray}: a Ray cluster runs workers of llmctl's own engines, and no servers",
+            "leave it out; for servers on several machines: llmctl render --target kubernetes",
+        )
+    several = given.plan.workers > 1
     own = backend if isinstance(backend, StartsReplicas) and several else None
     if args.replica or args.replicas or own is not None:
         _refuse_what_replicas_lack(args, own)
@@ -272,7 +277,7 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         plan,
         limits=make_limits(plan, args.admission, replays=args.allow_end_after),
         on_foreign=warn if args.force else None,
-        ray=given.ray,
+        ray=args.ray,
         room_timeout_s=args.room_timeout,
         control_key=_control_key(args),
     )
@@ -340,7 +345,6 @@ def _before_replicas(
     from toolkit.backends.openai import KEY_VARIABLE
     from toolkit.gateway.launch import (
         ServedReplicas,
-        kinds_of_replicas,
         limits_of_replicas,
         replica_front,
         replicas_like,
@@ -348,10 +352,9 @@ def _before_replicas(
     from toolkit.serve.assemble import FrontSettings
 
     plan = given.plan
-    ray = given.ray
     file = given.file
-    source = _replica_source(args, ray)
-    needs = replicas_like(plan, args.served_model_name, strict=args.strict)
+    source = _replica_source(args)
+    needs = replicas_like(plan, args.served_model_name, strict=args.strict, any_version=args.force)
     serve = plan.recipe.serve
     settings = FrontSettings(
         model=needs.model,
@@ -364,12 +367,9 @@ def _before_replicas(
         plan,
         _router(args, plan),
         needs,
-        kinds_of_replicas(plan, any_version=args.force),
         limits=limits_of_replicas(plan, args.admission, note),
         source=source,
         own=None if source is not None else own,
-        ray=ray,
-        room_timeout_s=args.room_timeout,
         reread=partial(_reread, args, file, plan) if file.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
         control_key=_control_key(args),
@@ -383,9 +383,7 @@ def _before_replicas(
         serve_start.announce_replicas(args.as_json, needs.model, router, url, status_page=page)
 
     if replicas.own is not None:
-        where = f" on Ray ({ray})" if ray else ""
-        servers = counted(plan.workers, "server")
-        note(f"starting {servers} of {plan.recipe.engine.name}{where}")
+        note(f"starting {counted(plan.workers, 'server')} of {plan.recipe.engine.name}")
     make = partial(replica_front, replicas)
     return serve_start.FrontToStart(config, make, announce, replicas.control_key)
 
@@ -431,15 +429,10 @@ def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
     return plan
 
 
-def _replica_source(args: ServeOptions, ray: str) -> ReplicaSource | None:
+def _replica_source(args: ServeOptions) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
     from toolkit.gateway.sources import GivenReplicas, replica_source
 
-    if ray and (args.replica or args.replicas):
-        raise InputError(
-            f"--ray {ray}: the replicas of --replica and --replicas run already",
-            "leave one of the two out",
-        )
     if args.replica and args.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
     if args.replica:

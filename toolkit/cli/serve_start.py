@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, parse_settings
-from toolkit.cli.basis import accept, note_other_count, plan_from, refuse_workers
+from toolkit.cli.basis import accept, note_other_count, plan_from
 from toolkit.cli.output import emit, note, paragraph
 from toolkit.errors import InputError
-from toolkit.files.fleet import is_fleet
 from toolkit.files.io import read_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.shipped import is_recipe
@@ -40,14 +39,12 @@ class Prepared(NamedTuple):
 
     Attributes:
         file: of the plan, or of what it was made of.
-        ray: the Ray cluster of workers or servers; '': this machine.
     """
 
     plan: Plan
     file: Path
     access: Access
     manager: Manager
-    ray: str
 
 
 def prepare(args: ServeOptions) -> Prepared:
@@ -67,11 +64,11 @@ def prepare(args: ServeOptions) -> Prepared:
     accept(plan, str(args.tuning or args.plan or args.source), broken=broken)
     check_engine(plan, args.engine)
     file = args.plan or Path(args.source or "")
-    return Prepared(plan, file, access, manager, args.ray)
+    return Prepared(plan, file, access, manager)
 
 
 def plan_to_serve(args: ServeOptions) -> Plan:
-    """The plan that is given, or made of a recipe or fleet. `InputError` for both and neither."""
+    """The plan that is given, or made of a recipe. `InputError` for both and neither."""
     usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
     source = args.source
     plan = args.plan
@@ -86,7 +83,7 @@ def plan_to_serve(args: ServeOptions) -> Plan:
                 "a plan holds its recipe, fit and tuning; give either the plan or these", usage
             )
         return read_file(Plan, plan)
-    if source is None or not (fit or is_fleet(source)):
+    if source is None or fit is None:
         raise InputError("neither a plan nor a recipe with --fit is given", usage)
     return plan_from(source, fit, tuning, force=args.force)[0]
 
@@ -98,17 +95,13 @@ def override(
     from toolkit.deploy.plan import replaced
     from toolkit.sched.policies import make_any
     from toolkit.sched.policies.parameters import parameters
-    from toolkit.sim.world import settings_of_kinds
 
-    if plan.others:
-        refuse_workers(workers)
     if workers is not None and workers != plan.fit.workers:
         note_other_count("the fit was measured", plan.fit, workers)
     changes = parse_settings(settings)
-    own = settings_of_kinds(changes, plan.kinds)[0]
     planned = plan.policy
     name = planned.name if policy is None else policy
-    chosen = make_any(name, (planned.parameters if name == planned.name else {}) | own)
+    chosen = make_any(name, (planned.parameters if name == planned.name else {}) | changes)
     if policy is None and not changes and workers is None:
         return plan
     new = PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
@@ -120,7 +113,7 @@ def override(
 
 def check_engine(plan: Plan, engine: str | None) -> None:
     """`InputError` where the plan is for another engine than `engine`."""
-    planned = " and ".join(dict.fromkeys(kind.recipe.engine.name for kind in plan.kinds))
+    planned = plan.recipe.engine.name
     if engine is not None and engine != planned:
         hint = f"set engine.name to {engine} in the recipe"
         raise InputError(

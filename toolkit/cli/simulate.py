@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
 
-OF_KINDS = (  # what the table of kinds shows
-    *("workers", "requests", "goodput_rps", "ttft_mean_s", "ttft_p99_s", "e2e_mean_s"),
-    *("mtpot_p99_s", "hit_percent", "utilisation_percent", "consumed_memory_percent"),
-)
-
 
 def _failure_notes(
     requests: Trace,
@@ -131,24 +126,17 @@ def command(args: SimulateOptions) -> None:
     note(*_failure_notes(requests, chosen, world, result, targets))
     note(*result_notes(result.refusals, metrics, world.range_of(policy)))
     note(*short_notes(requests, targets, world))
-    note(*filter(None, [footnote([policy], stage.engines)]))
-    of_kinds = {  # of a fleet's servers
-        kind.recipe.name: {"workers": float(kind.workers)} | part.metrics(targets)
-        for kind, part in zip(stage.kinds, result.kinds, strict=False)
-    }
-    flags = {kind.name: parameters(kind.flags) for kind in world.others if kind.flags}
+    note(*filter(None, [footnote([policy], stage.engine)]))
     found = Simulation(
         policy=chosen.name,
         parameters=parameters(chosen),
-        workers=world.size,
+        workers=world.workers,
         seed=stage.seed,
         sla=dict(targets),
         verdict=judge(result.served, targets) if targets else None,
         trace=plain(requests),
         concurrency=result.concurrency,
         installed_vllm=version,
-        kinds=of_kinds or None,
-        kind_parameters=flags or None,
         **metrics,
     )
 
@@ -156,13 +144,9 @@ def command(args: SimulateOptions) -> None:
         table(
             ["metric", "value"],
             list(metrics.items()),
-            title=f"policy '{marked(policy, stage.engines)}'{bracketed(requests.changes)}",
+            title=f"policy '{marked(policy, stage.engine)}'{bracketed(requests.changes)}",
         )
         _show_targets(found, result.sla_ratios(targets))
-        if of_kinds:
-            shown = [key for key in OF_KINDS if any(key in each for each in of_kinds.values())]
-            rows = [[kind, *(one.get(key, "") for key in shown)] for kind, one in of_kinds.items()]
-            table(["kind", *(f">{key}" for key in shown)], rows, "by kind")
 
     emit(args.as_json, found, show)
 

@@ -28,19 +28,15 @@ from toolkit.cli.basis import (
     find_fit,
     note_found,
     note_scaling,
-    open_fleet,
     read_tuning,
-    refuse_workers,
 )
 from toolkit.cli.output import note
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import sized
 from toolkit.files.io import FIT, find_recipe, fit_path, read_file, shipped_fit, shipped_fits
 from toolkit.files.modelled import refuse_recipe
-from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
 from toolkit.files.tuning import REFUSED, Outcome, Tuning
@@ -71,13 +67,10 @@ class StageOptions(TrafficOptions):
         "replace; default: the one beside the fit, in the current folder, or shipped.",
         callback=resolve_recipe,
     )
-    fleet: Path | None = option(
-        None, "Workers of several kinds, in place of --fit; see the docs on fleets."
-    )
     tuning: Path | None = option(
         None,
-        "Simulate what this tuning.json of the fit or the fleet recommends: policy, parameters, "
-        "router, workers, targets and seed. Options replace them.",
+        "Simulate what this tuning.json of the fit recommends: policy, parameters, router, "
+        "workers, targets and seed. Options replace them.",
     )
     settings: SetOption = None
     sla: SlaOption = None
@@ -122,14 +115,14 @@ class OwnSettings:
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, targets: Mapping[str, float], workers: int) -> OwnSettings:
-        """The recipe's settings with these targets and workers of all kinds, as `tune` judges them
-        first. `InputError` for a router that does not exist.
+        """The recipe's settings with these targets and workers, as `tune` judges them first.
+        `InputError` for a router that does not exist.
         """
         from toolkit.routing.admission import UNLIMITED, LatencyLimits
         from toolkit.routing.routers import router_of
 
         own = recipe.policy
-        router = router_of(recipe.model_copy(update={"sla": targets}), workers=workers)
+        router = router_of(recipe.model_copy(update={"sla": targets, "workers": workers}))
         limited = recipe.tune.max_refused_percent is not None
         refuses = limited and recipe.serve.admission == "targets" and router is not None
         outcome = Outcome(
@@ -148,21 +141,14 @@ class OwnSettings:
             settings |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
         return settings
 
-    def parameters(self, given: Mapping[str, Value], kinds: Sequence[str]) -> dict[str, Value]:
-        """The policy's parameters, and the flags of a fleet's `kinds`, as `--set` takes them; not
-        where another value is `given` for all kinds.
-        """
-        from toolkit.sched.policies import BUILT_IN
-
-        own = self.outcome
-        first = kinds[0] if kinds and own.policy in BUILT_IN else own.policy
-        settings: dict[str, Value] = {}
-        for owner, flags in {first: own.parameters, **own.kind_parameters}.items():
-            if owner in (first, *kinds):
-                for key, value in flags.items():
-                    if not {key, f"{own.policy}.{key}"} & given.keys():
-                        settings[f"{owner}.{key}"] = value
-        return settings
+    def parameters(self, given: Mapping[str, Value]) -> dict[str, Value]:
+        """The policy's parameters as `--set` takes them; not where another value is `given`."""
+        policy = self.outcome.policy
+        return {
+            f"{policy}.{key}": value
+            for key, value in self.outcome.parameters.items()
+            if not {key, f"{policy}.{key}"} & given.keys()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +162,7 @@ class Contender:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Requests that will be simulated, the laws, and what the command line and the files say about
-    the rest.
-
-    Without a `fit` it is the token-step world. Of a fleet, the first of its `kinds` has the fit and
-    the recipe.
+    the rest. Without a `fit` it is the token-step world.
     """
 
     trace: Trace
@@ -187,21 +170,18 @@ class Stage:
     fit: Fit | None
     recipe: Recipe | None
     tuning: Tuning | None
-    kinds: Sequence[Kind]
     own: OwnSettings | None  # None: there is no recipe
     recipe_says: Sequence[str]  # what was taken from the recipe besides its policy and router
     given: Mapping[str, Value]  # by --set
     targets: Mapping[str, float]
     max_new_tokens: int  # of requests without a limit in the trace; 0: the token-step world's
-    workers: int  # of the fit
+    workers: int
     seed: int
 
     @property
-    def engines(self) -> list[str]:
-        """The engines of the laws; none in the token-step world."""
-        if self.kinds:
-            return [kind.fit.engine.engine for kind in self.kinds]
-        return [self.fit.engine.engine] if self.fit else []
+    def engine(self) -> str:
+        """The engine of the laws; '' in the token-step world."""
+        return self.fit.engine.engine if self.fit else ""
 
     @property
     def own_policy(self) -> str:
@@ -241,25 +221,22 @@ class Stage:
         Raises `InputError` for an unknown policy, and for settings that cannot be.
         """
         from toolkit.sched.policies import BUILT_IN
-        from toolkit.sim.world import assign_settings, check_capacity
+        from toolkit.sim.world import assign_settings, check_capacity, policy_for
 
-        kinds = [kind.recipe.name for kind in self.kinds]
         front: Mapping[str, Value] = {}
         own: Mapping[str, Value] | None = None  # the recipe's policy is not among them
         if self.own and BUILT_IN.keys() & names:
             front = self.own.front(self.given)
         if self.own and self.own_policy in names:
-            own = self.own.parameters(self.given, kinds)
-        of_world, of_policy = assign_settings(names, {**front, **(own or {}), **self.given}, kinds)
+            own = self.own.parameters(self.given)
+        of_world, of_policy = assign_settings(names, {**front, **(own or {}), **self.given})
         of_others = {k: v for k, v in of_world.items() if k in self.given or k not in front}
         found = []
         for name in names:
-            built_in = name in BUILT_IN
-            settings = of_world if built_in else of_others
-            flags = of_policy[name]
-            world = self._world(settings, flags if built_in else {}, failures)
+            settings = of_world if name in BUILT_IN else of_others
+            world = self._world(settings, failures)
             check_capacity(settings, world, self.trace)
-            found.append(Contender(self._policy(name, flags), world))
+            found.append(Contender(policy_for(self.fit, name, of_policy[name]), world))
         self._note_recipe(front, own)
         return found
 
@@ -276,23 +253,9 @@ class Stage:
         if said:
             note(f"from recipe {self.recipe.name}: {'; '.join(said)}")
 
-    def _policy(self, name: str, parameters: Mapping[str, Value]) -> AnyPolicy:
-        """The policy of this name with the given parameters. The scheduler of a fleet's servers has
-        those of the first kind's recipe, too.
-        """
-        from toolkit.sched.policies import BUILT_IN
-        from toolkit.sim.world import flags_of, policy_for, settings_of_kinds
-
-        own = settings_of_kinds(parameters, self.kinds)[0] if self.kinds else parameters
-        if len(self.kinds) > 1 and name in BUILT_IN:
-            return flags_of(self.kinds[0], own)
-        return policy_for(self.fit, name, own)
-
-    def _world(
-        self, settings: Mapping[str, Value], flags: Mapping[str, Value], failures: Path | None
-    ) -> World:
-        """The simulated world with these settings, `flags` of the scheduler of a fleet's servers,
-        the targets for its router and its front, and a file of failures of replicas.
+    def _world(self, settings: Mapping[str, Value], failures: Path | None) -> World:
+        """The simulated world with these settings, the targets for its router and its front, and a
+        file of failures of replicas.
 
         `InputError` for a setting that it cannot have.
         """
@@ -300,28 +263,23 @@ class Stage:
         from toolkit.routing.routers import make_router, targets_of
         from toolkit.sched.policies.parameters import parameters
         from toolkit.sim.replicas import Routing, read_outages
-        from toolkit.sim.world import flagged, make_world
+        from toolkit.sim.world import make_world
 
-        others = self.kinds[1:]
         world = make_world(
             self.fit,
             settings,
             workers=self.workers,
             max_new_tokens=self.max_new_tokens,
             seed=self.seed,
-            others=others,
         )
-        world = flagged(world, self.kinds, flags)
         if self.recipe:
-            further = [
-                _of_recipe(one, k.recipe) for one, k in zip(world.others, others, strict=True)
-            ]
-            world = replace(_of_recipe(world, self.recipe), others=tuple(further))
+            acceptance = world.acceptance or self.recipe.serve.acceptance
+            world = replace(world, flush_s=self.recipe.engine.flush_s, acceptance=acceptance)
         traffic = self.traffic
         world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
         routing = world.routing or Routing()
         if failures is not None:
-            routing = replace(routing, outages=read_outages(failures, world.size))
+            routing = replace(routing, outages=read_outages(failures, world.workers))
         elif world.routing is None:
             return world
         router = routing.router
@@ -338,20 +296,14 @@ class Stage:
         return replace(world, routing=replace(routing, router=made, limits=limits))
 
 
-def _of_recipe(world: World, recipe: Recipe) -> World:
-    """The world with what a recipe says and a fit does not."""
-    acceptance = world.acceptance or recipe.serve.acceptance
-    return replace(world, flush_s=recipe.engine.flush_s, acceptance=acceptance)
-
-
 def open_stage(args: StageOptions, rate: object = None) -> Stage:
-    """Read the trace, and the fit or the fleet; print what was done to the requests, and what the
-    fit rests on. `rate` is the command's.
+    """Read the trace and the fit; print what was done to the requests, and what the fit rests on.
+    `rate` is the command's.
 
     Requests are fitted to the engine as in `tune`, by the limits of the recipe that the fit was
     made from; `max_new_tokens` replaces the recipe's. `InputError` for words that cannot be parsed,
     for files that are missing or of another kind, and where that recipe is not found; without a fit
-    it names those that ship. `StaleError` for a tuning of another fit or fleet.
+    it names those that ship. `StaleError` for a tuning of another fit.
     """
     from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.windows import fit_lengths, prepare, with_long_limits
@@ -359,32 +311,17 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     given = parse_settings(args.settings)
     targets = parse_sla(args.sla)
     traffic = read_traffic(args, rate)
-    kinds: Sequence[Kind] = ()
     found: list[FoundFit] = []
     spec: Recipe | None = None
     fitted: Fit | None = None
     tuning: Tuning | None = None
-    fleet = None
-    if args.fleet is not None:
-        refuse_useless({"--recipe": args.recipe}, "a fleet names its recipes")
-        refuse_workers(args.workers)
-        fleet = open_fleet(args.fleet)
-        tuning = read_tuning(args.tuning, fleet.inputs)
-        kinds = sized(fleet.kinds, tuning)
-        spec = kinds[0].recipe
-        fitted = kinds[0].fit
-    elif args.fit == UNIT_STEP and not Path(UNIT_STEP).exists():
+    if args.fit == UNIT_STEP and not Path(UNIT_STEP).exists():
         refuse_useless({"--recipe": args.recipe}, f"--fit {UNIT_STEP} has none")
         refuse_useless({"--tuning": args.tuning}, f"--fit {UNIT_STEP} has no settings to tune")
     else:
         one, spec, made_from = _of_files(args)
         fitted = one.fit
         tuning = read_tuning(args.tuning, made_from)
-        if tuning and "fleet" in tuning.inputs:
-            raise InputError(
-                f"{args.tuning}: it is of the fleet {tuning.inputs['fleet'].name}",
-                "name the fleet with --fleet in place of --fit",
-            )
         found = [one]
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
     requests = traffic.trace
@@ -396,8 +333,6 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     elif fitted and traits_of(fitted.engine.engine).server:
         requests = with_long_limits(requests, limit, fitted.engine.max_model_len)
     note_scaling(requests)
-    if fleet:
-        fleet.note_bases(tuning)
     note_found(found)
     if args.tuning and tuning:
         note(f"{args.tuning.name} recommends {tuning.recommended.key}")
@@ -416,10 +351,10 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         targets = targets or spec.sla
         workers = args.workers or spec.workers
         seed = spec.tune.seed if args.seed is None else args.seed
-        own = OwnSettings.of_recipe(spec, targets, sum(kind.workers for kind in kinds) or workers)
+        own = OwnSettings.of_recipe(spec, targets, workers)
         if not args.sla:
             recipe_says.append(f"targets {words(spec.sla)}" if spec.sla else "no targets")
-        if args.workers is None and not kinds:
+        if args.workers is None:
             recipe_says.append(counted(workers, "worker"))
         if args.seed is None:
             recipe_says.append(f"seed {seed}")
@@ -429,13 +364,12 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         fit=fitted,
         recipe=spec,
         tuning=tuning,
-        kinds=kinds,
         own=own,
         recipe_says=recipe_says,
         given=given,
         targets=targets,
         max_new_tokens=limit,
-        workers=kinds[0].workers if kinds else workers,
+        workers=workers,
         seed=seed,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,25 +33,20 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import (
     FIT_USUAL,
-    Fleet,
     FoundFit,
     computed_fit,
     find_fit,
     has_computed_laws,
     note_found,
     note_trace,
-    open_fleet,
     parallel_size,
-    refuse_workers,
 )
 from toolkit.cli.installed import INSTALLED, confirm, python_of, refuse_other_schedulers
 from toolkit.cli.output import emit, note, progress
 from toolkit.cli.stage import sharing_notes
 from toolkit.cli.tune_output import TuneProgress, show
-from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
 from toolkit.files.fit import Fit
-from toolkit.files.fleet import is_fleet
 from toolkit.files.io import (
     EnvelopeFields,
     check_writable,
@@ -61,7 +56,6 @@ from toolkit.files.io import (
     usable_cpus,
     write_file,
 )
-from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import MAX_DRAWS, MAX_TRIALS, MAX_WORKERS, Recipe
 from toolkit.files.tuning import Tuning, breaks
@@ -152,8 +146,7 @@ class TuneOptions:
     sla: SlaOption = None
     workers: str | None = _traffic(
         None,
-        "The number of workers; 'auto' finds the fewest that keep all limits, in a fleet of "
-        "servers the cheapest of each kind.",
+        "The number of workers; 'auto' finds the fewest that keep all limits.",
         metavar="N|auto",
     )
     gpus: int | None = _traffic(
@@ -260,9 +253,9 @@ def command(args: TuneOptions) -> None:
     trace, _ = read_trace(file)
     machines, refused = _machines(args, opened)
     # a load is a share of what the recipe's own number of workers serves
-    workload = make_workload(recipe, opened.fit, trace, opened.others)
+    workload = make_workload(recipe, opened.fit, trace)
     for machine in machines:
-        settings_of(machine.recipe, machine.fit, opened.others)  # refuses what cannot be searched
+        settings_of(machine.recipe, machine.fit)  # refuses what cannot be searched
     note_trace(workload.windows.trace)
     check_writable(args.out)
     made_from = head(opened.inputs | {"trace": file})
@@ -274,10 +267,7 @@ def command(args: TuneOptions) -> None:
     write_file(result, args.out)
     searches.forget()
     emit(args.as_json, result, lambda: show(result))
-    if opened.fleet:
-        opened.fleet.note_bases(result)
-    else:
-        note_found([FoundFit(machine.fit, opened.file) for machine in machines])
+    note_found([FoundFit(machine.fit, opened.file) for machine in machines])
     note(f"wrote {args.out}")
     if result.keeps_limits:
         given = f" --fit {as_typed(opened.file)}" if opened.file else ""
@@ -294,40 +284,26 @@ class Opened:
     """What is tuned.
 
     Attributes:
-        recipe: with the settings of the command line; of a fleet, the first kind's.
-        others: a fleet's further kinds.
-        file: of the fit; None: of a fleet, or computed.
+        recipe: with the settings of the command line.
+        file: of the fit; None: it was computed.
         inputs: role to file.
     """
 
-    fleet: Fleet | None
     recipe: Recipe
     fit: Fit
-    others: list[Kind]
     file: Path | None
     inputs: dict[str, Path]
 
 
 def _open(args: TuneOptions) -> Opened:
-    """Read and check what is tuned. A fleet is searched with its first recipe's settings."""
-    if is_fleet(args.recipe):
-        refuse_useless({"--fit": args.fit}, "a fleet names its fits itself")
-        refuse_useless({"--gpus": args.gpus, "--tp": args.tp}, "a fleet's recipes say that")
-        if args.workers != AUTO:
-            refuse_workers(args.workers)
-        fleet = open_fleet(args.recipe, force=args.force)
-        first = fleet.kinds[0]
-        if not traits_of(first.recipe.engine.name).server:
-            refuse_workers(args.workers)
-        recipe = _with_settings(first.recipe.model_copy(update={"workers": first.workers}), args)
-        return Opened(fleet, recipe, first.fit, fleet.kinds[1:], None, fleet.inputs)
+    """Read and check what is tuned."""
     recipe = _with_settings(open_recipe(args.recipe), args)
     found = find_fit(args.recipe, recipe, args.fit, force=args.force)
     file = found.file
     if _sizes(args, recipe) and has_computed_laws(recipe, found.fit):
         file = None  # laws are computed for each size
     inputs = {"recipe": args.recipe} | ({"fit": file} if file else {})
-    return Opened(None, recipe, found.fit, [], file, inputs)
+    return Opened(recipe, found.fit, file, inputs)
 
 
 def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
@@ -426,6 +402,7 @@ class Searches:
         fewest workers are sought, and no machine has an answer.
         """
         from toolkit.tuning.executor import Remembering
+        from toolkit.tuning.tune import tune, tune_to_size
 
         searches = [self._inputs(machine) for machine in self.machines]
         plan = [requests for inputs in searches for requests in self._noted(inputs)]
@@ -439,7 +416,7 @@ class Searches:
             remembered = sum(one.remembered for one in rememberings)
             if remembered:
                 note(f"{remembered:,} of them are kept from an earlier run")
-            search = self._search(watch)
+            search = tune_to_size if self.args.workers == AUTO else tune
             for machine, inputs, remembering in zip(
                 self.machines, searches, rememberings, strict=True
             ):
@@ -456,9 +433,7 @@ class Searches:
     def inputs_of(self, result: Tuning) -> Inputs:
         """What the search of the chosen machine started from, with its number of workers."""
         size = result.tensor_parallel_size
-        [inputs, *_] = [self._inputs(one) for one in self.machines if size in (None, one.size)]
-        if inputs.others or inputs.recipe.workers == result.workers:
-            return inputs
+        [inputs, *_] = [self._inputs(one) for one in self.machines if size == one.size]
         recipe = inputs.recipe.model_copy(update={"workers": result.workers})
         return replace(inputs, recipe=recipe)
 
@@ -467,25 +442,12 @@ class Searches:
         for store in self.stores:
             store.forget()
 
-    def _search(self, watch: TuneProgress) -> Callable[..., Tuning]:
-        from toolkit.tuning.fleet_size import tune_fleet_to_size
-        from toolkit.tuning.tune import tune, tune_to_size
-
-        fleet = self.opened.fleet
-        if self.args.workers != AUTO:
-            return tune
-        if fleet:
-            return partial(tune_fleet_to_size, ranges=fleet.ranges, expect=watch.expect)
-        return tune_to_size
-
     def _inputs(self, machine: Arrangement) -> Inputs:
         from toolkit.tuning.inputs import Inputs
 
-        others = tuple(self.opened.others)
-        beside = self.opened.file or self.opened.inputs.get("fit")
-        profile = _profile_of(machine.fit, beside) if beside and not others else None
-        recipe = machine.recipe
-        return Inputs(recipe, machine.fit, self.workload, profile, others)
+        file = self.opened.file
+        profile = _profile_of(machine.fit, file) if file else None
+        return Inputs(machine.recipe, machine.fit, self.workload, profile)
 
     def _noted(self, inputs: Inputs) -> list[int]:
         """Print what is searched. Returns the requests of each simulation;
@@ -517,9 +479,6 @@ class Searches:
             note(f"warning: with {settings.trials} trials these are not tried: {left}")
         tried = [space.policy for space in settings.spaces]
         note(*sharing_notes(self.workload.windows.trace, tried))
-        if inputs.others and routed:
-            kinds = ", ".join(other.recipe.name for other in inputs.others)
-            note(f"flags are searched for {recipe.name} and, each its own, for {kinds}")
         return plan
 
     def _store(self, inputs: Inputs) -> EvaluationStore:

@@ -92,7 +92,7 @@ def tune_live(args: TuneOptions) -> None:
     cut = fit_windows(setup.trace, window_s, WINDOWS, 0, recipe.tune.seed)
     note_trace(cut.trace)
     bursts = Bursts(target, setup.load, cut.search, recipe.sla, cut.seconds)
-    world = world_of(plan.kinds, max_new_tokens=recipe.serve.max_new_tokens)
+    world = world_of(recipe, plan.fit, plan.workers)
     seed = recipe.tune.seed if args.seed is None else args.seed
     key = [control.url, str(seed), f"{cut.seconds:g}", f"{rate}", args.trace or recipe.tune.trace]
     key += [digest(file).sha256 for file in inputs.values()]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from toolkit.cli.output import PlotPoint, note, paragraph, scatter, table
-from toolkit.files.tuning import Outcome, Sizing, SizingRow, Tuning, share_used
+from toolkit.files.tuning import Outcome, Sizing, Tuning, share_used
 from toolkit.report.rows import change_rows, parallel_rows, policy_rows, settings_of
 from toolkit.units import bracketed, number, seconds, word
 
@@ -15,8 +15,6 @@ ESTIMATE_AFTER = 16  # simulations that are timed before the first estimate: two
 RECENT = 24  # simulations by which the rest is estimated: three batches
 DRIFT = 1.5  # ratio of the remaining time to what was printed last
 MIN_ESTIMATE_S = 10.0  # a shorter estimate, or a smaller change of it, is not printed
-NOTED_MORE = 20  # simulations of a fleet's counts that are announced
-BROKEN_SHOWN = 4  # counts of a fleet that break a limit, of each settings
 METRICS = (
     "goodput_rps",
     "throughput_rps",
@@ -57,7 +55,6 @@ class TuneProgress:
     ) -> None:
         self._advance = advance
         self._left = list(reversed(planned))
-        self._total = len(planned)
         self._jobs = jobs
         self._clock = clock
         self._untimed = jobs - 1
@@ -96,18 +93,6 @@ class TuneProgress:
                 taken = "longer" if left_s > said_s else "less"
                 note(f"now about {seconds(left_s)} {what}: the last {timed} took {taken}")
                 self._end_s = now_s + left_s
-
-    def expect(self, more: int) -> None:
-        """Expect at most `more` further simulations of the whole trace; negative: fewer. Many are
-        announced, with a new estimate of the time.
-        """
-        whole = max(self._left, default=0)
-        self._left = [*self._left, *[whole] * more] if more > 0 else self._left[:more]
-        self._total += more
-        self._advance(0, total=self._total)
-        if more >= NOTED_MORE:
-            note(f"at most {more:,} more simulations of cheaper counts")
-            self._end_s = None
 
 
 def show(result: Tuning) -> None:
@@ -166,37 +151,22 @@ def _show_policies(result: Tuning) -> None:
     columns = [what, ">trials", ">goodput_rps", f">{result.latency_metric}", "in limits"]
     title = f"each {what}'s best settings, on the whole trace"
     table(columns, policy_rows(result), title=title)
-    remark = footnote([one.policy for one in result.policies], result.engines)
+    remark = footnote([one.policy for one in result.policies], result.engine)
     if remark:
         paragraph(remark)
         print()
 
 
 def _show_sizing(sizing: Sizing) -> None:
-    """Print the tried numbers of workers; of a fleet those that keep the limits, and for each
-    settings the last few that break them.
-    """
-    shown: list[SizingRow] = []
-    broken: Counter[str] = Counter()
-    for one in reversed(sizing.rows):
-        broken[one.settings] += not one.feasible
-        if not sizing.kinds or one.feasible or broken[one.settings] <= BROKEN_SHOWN:
-            shown.insert(0, one)
+    """Print the tried numbers of workers."""
     rows: list[list[object]] = []
-    for one in shown:
-        counts = " + ".join(map(str, one.counts)) or one.workers
-        rows.append([one.settings, counts, one.feasible])
-        rows[-1] += [] if sizing.kinds else [one.goodput_rps]
+    for one in sizing.rows:
         used = share_used(one.binding_ratio).removesuffix(" of its limit")
-        rows[-1] += [f"{one.attainment_percent:.1f} %", f"{one.binding} {used}"]
+        attained = f"{one.attainment_percent:.1f} %"
+        what = f"{one.binding} {used}"
+        rows.append([one.settings, one.workers, one.feasible, one.goodput_rps, attained, what])
     columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
-    title = "numbers of workers that were tried, on the whole trace"
-    if sizing.kinds:
-        columns[1:4] = [">servers", "fits"]
-        title = f"{' + '.join(kind.recipe for kind in sizing.kinds)}, on the whole trace"
-    table(columns, rows, title=title)
-    if len(shown) < len(sizing.rows):
-        print(f"{len(shown)} of {len(sizing.rows)} tried counts; the file has all\n")
+    table(columns, rows, title="numbers of workers that were tried, on the whole trace")
 
 
 def _show_chart(result: Tuning) -> None:

@@ -1,8 +1,8 @@
 """Workers as Ray actors: the pool of `toolkit.workers`, with actors as bodies.
 
 The actor runs on a machine of the cluster, and the pool (`RayWorkers`) in the front.
-`toolkit.cluster.places` says which machine each worker takes; when one is lost and Ray has moved
-its bundles, the pool starts their workers there.
+`toolkit.cluster.places` reserves their room; when a machine is lost and Ray has moved its bundles,
+the pool starts their workers there.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from toolkit.cluster.places import Room, WorkerPlacement, reason
+from toolkit.cluster.places import MachineShare, Room, reason
+from toolkit.files.recipe import Recipe
 from toolkit.workers.child import serve
 from toolkit.workers.lifeline import LifeSigns
 from toolkit.workers.pool import Body, Patience, WorkerPool
@@ -113,7 +114,8 @@ class RayWorkers(WorkerPool):
     """The pool of actors in the cluster that this process has joined.
 
     Args:
-        places: what each worker loads and where, by number.
+        recipe: what each worker loads.
+        workers: how many there are.
         room_timeout_s: how long `start` waits for the cluster to have room for all workers.
         patience: as in `WorkerPool`.
     """
@@ -121,16 +123,16 @@ class RayWorkers(WorkerPool):
     start_s = math.inf  # an actor may wait for a place as long as a load may take
 
     def __init__(
-        self, places: Sequence[WorkerPlacement], room_timeout_s: float, patience: Patience
+        self, recipe: Recipe, workers: int, room_timeout_s: float, patience: Patience
     ) -> None:
-        super().__init__(len(places), patience)
-        self._places = places
+        super().__init__(workers, patience)
+        self._recipe = recipe
         self._room_timeout_s = room_timeout_s
         self._room: Room | None = None
 
     async def start(self, on_event: OnEvent) -> None:
         """See `WorkerPool.start`. Raises `EngineError` also if the cluster lacks room for them."""
-        room = self._room = Room(self._places)
+        room = self._room = Room(MachineShare.of(self._recipe), self.size)
         try:
             await asyncio.wait_for(room.ready, self._room_timeout_s)
         except TimeoutError:
@@ -150,7 +152,7 @@ class RayWorkers(WorkerPool):
         import ray
 
         assert self._room is not None
-        recipe = self._places[worker].recipe
+        recipe = self._recipe
         variables = engine_variables(recipe.engine.threads, recipe.hardware.device)
         actor = ray.remote(WorkerActor).options(
             **self._room.options(worker),

@@ -19,8 +19,8 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
 from toolkit.files.io import head
 from toolkit.files.modelled import refuse_fit, refuse_recipe
-from toolkit.files.plan import PREDICTED, Explanation, Kind, Plan, PlannedPolicy, PlannedWorkload
-from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
+from toolkit.files.plan import PREDICTED, Explanation, Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import (
     Limit,
     Outcome,
@@ -35,7 +35,6 @@ from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import Value, defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
 from toolkit.sched.protocols import AnyPolicy
-from toolkit.sim.world import flags_of, settings_of_kinds
 from toolkit.units import bracketed
 
 Explained = dict[str, Explanation]
@@ -58,8 +57,7 @@ class Choice:
 
     `sources` has the source (recipe, tuning or user) of each parameter that was set; the others
     have the policy's defaults. `predicted_on` says what the predictions rest on, or why there are
-    none. `kinds` and `kind_sources` are the same for the flags of a fleet's further kinds of
-    servers, by their names; other flags are their recipes'.
+    none.
     """
 
     policy: str
@@ -71,8 +69,6 @@ class Choice:
     predicted: Mapping[str, float] = field(default_factory=dict)
     router: RouterSpec | None = None
     workers_source: str = RECIPE
-    kinds: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
-    kind_sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def make_plan(
@@ -81,50 +77,35 @@ def make_plan(
     tuning: Tuning | None,
     inputs: Mapping[str, Path],
     given: PlannedPolicy | None = None,
-    others: Sequence[Kind] = (),
-    workers: int | None = None,
 ) -> Plan:
     """The plan for serving `recipe`.
 
     The policy is `given`; else the tuning's recommendation; else the recipe's own. Predictions come
-    from the tuning and hold only for the settings that it recommends. In a fleet of servers, a
-    parameter of `given` is a flag of all kinds, and `kind.flag` one of that kind.
-
-    Args:
-        inputs: role to the file that an argument was read from.
-        others: in a fleet, the kinds of workers besides the recipe's.
-        workers: in a fleet, the number of the recipe's workers.
+    from the tuning and hold only for the settings that it recommends. `inputs` maps a role to the
+    file that an argument was read from.
 
     Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or
-    an engine cannot run the policy. A plan predicted to break limits is made: see `refuse_broken`.
+    the engine cannot run the policy. A plan predicted to break limits is made: see `refuse_broken`.
     """
     server = traits_of(recipe.engine.name).server
     _check_same(recipe, fit)
     if tuning is not None:  # its targets may be those of `tune --sla`
         recipe = recipe.model_copy(update={"sla": dict(tuning.sla)})
-    if tuning is not None and server and not others:  # as many replicas as it was tuned for
+    if tuning is not None and server:  # as many replicas as it was tuned for
         recipe = recipe.model_copy(update={"workers": tuning.workers})
-    for kind in others:
-        _check_same(kind.recipe, kind.fit)
-    own = Kind(recipe=recipe, fit=fit, workers=recipe.workers if workers is None else workers)
-    kinds = [own, *others]
-    total = sum(kind.workers for kind in kinds)
     if tuning is not None:
         pairs: Pairs = {"recipe_name": (tuning.recipe_name, recipe.name)}
         # with a sizing, and for replicas of a server, the tuning says how many run
         if tuning.sizing is None and not server:
-            pairs["workers"] = (tuning.workers, total)
+            pairs["workers"] = (tuning.workers, recipe.workers)
         _refuse_different("tuning", pairs, "tune it again")
-    choice = _choice(given, kinds, tuning)
+    choice = _choice(given, recipe, tuning)
     chosen = make_any(choice.policy, choice.parameters)
-    for kind in kinds:
-        _check_servable(chosen, kind.recipe, tuning if given is None else None)
+    _check_servable(chosen, recipe, tuning if given is None else None)
     if choice.policy == VllmPolicy.name:
         refuse_later(choice.parameters, fit.engine.engine_version)
-    others = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
-    kinds = [own, *others]
     policy = _whole(choice.policy, choice.parameters)
-    router = choice.router or router_of(recipe, workers=total)
+    router = choice.router or router_of(recipe)
     explained, workload = _traffic(tuning) if tuning and choice.predicted else ({}, None)
     if tuning is not None and tuning.parallel:
         explained["tensor_parallel_size"] = _explain_parallel(tuning)
@@ -132,28 +113,25 @@ def make_plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
         fit=fit,
-        workers=total,
+        workers=recipe.workers,
         policy=policy,
         predicted=dict(choice.predicted),
         limits=list(choice.limits),
-        explained=explained | _explain(kinds, policy, choice, router),
+        explained=explained | _explain(recipe, fit, policy, choice, router),
         workload=workload,
-        others=list(others),
         replica_router=router,
     )
 
 
-def _choice(given: PlannedPolicy | None, kinds: Sequence[Kind], tuning: Tuning | None) -> Choice:
+def _choice(given: PlannedPolicy | None, recipe: Recipe, tuning: Tuning | None) -> Choice:
     """See `make_plan`."""
-    recipe = kinds[0].recipe
     if given is not None:
-        return _from_user(given, kinds, tuning)
-    origin = f"recipe '{recipe.name}'" if kinds[1:] else RECIPE
+        return _from_user(given, recipe, tuning)
     if tuning is not None:
-        return _from_tuning(tuning, recipe, origin)
+        return _from_tuning(tuning, recipe)
     written = "policy" in recipe.model_fields_set and "name" in recipe.policy.model_fields_set
-    source = f"{origin if written else NO_POLICY}, not tuned"
-    given_by = dict.fromkeys(recipe.policy.parameters, origin)
+    source = f"{RECIPE if written else NO_POLICY}, not tuned"
+    given_by = dict.fromkeys(recipe.policy.parameters, RECIPE)
     policy = recipe.policy
     limits = recipe_limits(recipe)
     return Choice(policy.name, policy.parameters, source, given_by, limits, UNTUNED)
@@ -250,27 +228,18 @@ def replaced(
 
     Args:
         named: whether --policy named the policy.
-        changes: the parameters that --set changed, in a fleet of servers perhaps of one kind, as
-            `settings_of_kinds` takes them.
+        changes: the parameters that --set changed.
     """
-    own, *given = settings_of_kinds(changes, plan.kinds)
-    others = [_with_flags(kind, flags) for kind, flags in zip(plan.others, given, strict=True)]
     planned = workers in (plan.workers, plan.workers_needed)
-    same = planned and (policy, others) == (plan.policy, plan.others)
+    same = planned and policy == plan.policy
     before = plan.explained if policy.name == plan.policy.name else {}
     sources = {name: before[name].source for name in policy.parameters if name in before}
-    sources |= dict.fromkeys(own, BY_SET)
+    sources |= dict.fromkeys(changes, BY_SET)
     source = before["policy"].source if "policy" in before and not named else BY_POLICY
     explained = plan.explained | _explain_policy(policy, source, sources)
     if workers != plan.workers:
         explained["workers"] = _explanation(workers, "set by --workers")
-    if traits_of(plan.recipe.engine.name).server:
-        explained |= {
-            f"{kind.recipe.name}: {name}": _explanation(value, BY_SET)
-            for kind, flags in zip(others, given, strict=True)
-            for name, value in flags.items()
-        }
-    update: dict[str, object] = {"policy": policy, "workers": workers, "others": others}
+    update: dict[str, object] = {"policy": policy, "workers": workers}
     if not same:
         limits = [limit.judged(None, kept=None) for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
@@ -280,46 +249,18 @@ def replaced(
     return plan.model_copy(update=update | {"explained": explained})
 
 
-def _with_flags(kind: Kind, given: Mapping[str, Value]) -> Kind:
-    """A fleet's further kind; of servers, with all flags in its recipe, `given` ones first."""
-    if not traits_of(kind.recipe.engine.name).server:
-        return kind
-    flags = PolicySpec(name=VllmPolicy.name, parameters=parameters(flags_of(kind, given)))
-    return kind.model_copy(update={"recipe": kind.recipe.model_copy(update={"policy": flags})})
-
-
-def _from_user(given: PlannedPolicy, kinds: Sequence[Kind], tuning: Tuning | None) -> Choice:
+def _from_user(given: PlannedPolicy, recipe: Recipe, tuning: Tuning | None) -> Choice:
     """A policy that the user named; with the tuning's predictions if its settings are the same."""
-    recipe = kinds[0].recipe
-    others = kinds[1:]
-    own, *flags = settings_of_kinds(given.parameters, kinds)
-    set_by = {kind.recipe.name: of_kind for kind, of_kind in zip(others, flags, strict=True)}
-    chosen = Choice(
-        given.name,
-        own,
-        BY_POLICY,
-        dict.fromkeys(own, BY_SET),
-        recipe_limits(recipe),
-        UNTUNED if tuning is None else OVERRIDDEN,
-        kinds=set_by,
-        kind_sources={name: dict.fromkeys(of_kind, BY_SET) for name, of_kind in set_by.items()},
-    )
+    own = given.parameters
+    sources = dict.fromkeys(own, BY_SET)
     if tuning is None:
-        return chosen
-
-    def settings(choice: Choice) -> tuple[PlannedPolicy, list[Kind]]:
-        """The policy and the further kinds, with all their parameters."""
-        further = [_with_flags(kind, choice.kinds.get(kind.recipe.name, {})) for kind in others]
-        return _whole(choice.policy, choice.parameters), further
-
-    tuned = _from_tuning(tuning, recipe, RECIPE)
-    if settings(chosen) != settings(tuned):
-        return chosen
-    sources = chosen.sources
-    kind_sources = chosen.kind_sources
-    return replace(
-        tuned, parameters=own, source=BY_POLICY, sources=sources, kind_sources=kind_sources
-    )
+        limits = recipe_limits(recipe)
+        return Choice(given.name, own, BY_POLICY, sources, limits, UNTUNED)
+    tuned = _from_tuning(tuning, recipe)
+    if _whole(given.name, own) != _whole(tuned.policy, tuned.parameters):
+        limits = recipe_limits(recipe)
+        return Choice(given.name, own, BY_POLICY, sources, limits, OVERRIDDEN)
+    return replace(tuned, parameters=own, source=BY_POLICY, sources=sources)
 
 
 def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
@@ -327,7 +268,7 @@ def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
     return PlannedPolicy(name=policy, parameters=parameters(make_any(policy, given)))
 
 
-def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
+def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:
     outcome = tuning.recommended
     trials = len(tuning.trials)
     if tuning.keep_defaults:
@@ -346,30 +287,21 @@ def _from_tuning(tuning: Tuning, recipe: Recipe, origin: str) -> Choice:
     workers_source = "tuning: simulated with this number"
     if tuning.sizing:
         windows += f", with {tuning.workers} workers in all"
-        left_out = [kind.recipe for kind in tuning.sizing.kinds if not kind.workers]
-        without = f", without {' and '.join(left_out)}" if left_out else ""
-        workers_source = f"tuning: the {tuning.sizing.found} that keep all limits{without}"
-    # A further kind's flags that the search varied, unless they are kept as its recipe has them.
-    of_kinds: dict[str, dict[str, str]] = {}
-    for kind in outcome.kind_parameters:
-        varied = _varied([trial.outcome.kind_parameters.get(kind, {}) for trial in tuning.trials])
-        of_kinds[kind] = {} if tuning.keep_defaults else dict.fromkeys(varied, source)
+        workers_source = "tuning: the fewest that keep all limits"
     return Choice(
         outcome.policy,
         outcome.parameters,
         source,
-        _sources_of(tuning, recipe, origin, source),
+        _sources_of(tuning, recipe, source),
         tuning.limits,
         windows,
         outcome.metrics,
         outcome.replica_router,
         workers_source=workers_source,
-        kinds=outcome.kind_parameters,
-        kind_sources=of_kinds,
     )
 
 
-def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dict[str, str]:
+def _sources_of(tuning: Tuning, recipe: Recipe, source: str) -> dict[str, str]:
     """The sources of the recommended parameters, except those that have the policy's defaults.
 
     A parameter comes from the search if the search varied it, even where it has its first value
@@ -388,7 +320,7 @@ def _sources_of(tuning: Tuning, recipe: Recipe, origin: str, source: str) -> dic
         if searched or value != start.get(name):
             sources[name] = source
         elif name in own:
-            sources[name] = origin
+            sources[name] = RECIPE
     return sources
 
 
@@ -402,39 +334,27 @@ def _varied(settings: Sequence[Mapping[str, ParameterValue]]) -> set[str]:
 
 def _trial(tuning: Tuning, outcome: Outcome) -> str:
     """The first trial with the policy and parameters of `outcome`."""
-    wanted = outcome.policy, outcome.every_parameter
+    wanted = outcome.policy, outcome.parameters
     for trial in tuning.trials:
-        if (trial.outcome.policy, trial.outcome.every_parameter) == wanted:
+        if (trial.outcome.policy, trial.outcome.parameters) == wanted:
             return f"trial {trial.number}"
     return "the best"
 
 
 def _explain(
-    kinds: Sequence[Kind], policy: PlannedPolicy, choice: Choice, router: RouterSpec | None
+    recipe: Recipe, fit: Fit, policy: PlannedPolicy, choice: Choice, router: RouterSpec | None
 ) -> Explained:
     """Explain each value of the plan: policy, parameters, laws, predictions, the router before
     replicas.
-
-    The keys of laws of a fleet's further kinds begin with the names of their recipes.
     """
-    total = sum(kind.workers for kind in kinds)
-    planned = kinds[0].recipe.workers
     source = "recipe; the fit was measured with the same number"
-    if len(kinds) > 1 or total != planned:
-        source = f"fleet: {_counts(kinds)}"
-        other = [kind for kind in kinds if kind.fit.workers != kind.workers]
-        if other:
-            named = ", ".join(f"{kind.recipe.name} with {kind.fit.workers}" for kind in other)
-            source += f"; measured together: {named}"
     explained = _explain_policy(policy, choice.source, choice.sources)
     explained[LIMITS] = _explain_limits(choice.limits, choice.predicted_on)
-    explained["workers"] = _explanation(total, source)
-    for number, kind in enumerate(kinds):
-        prefix = f"{kind.recipe.name}: " if number else ""
-        explained |= {prefix + name: law for name, law in _explain_laws(kind).items()}
+    explained["workers"] = _explanation(recipe.workers, source)
+    explained |= _explain_laws(recipe, fit)
     for name, metric in choice.predicted.items():
         explained[PREDICTED + name] = _explanation(metric, choice.predicted_on)
-    return explained | ({} if router is None else _explain_router(router, kinds, choice))
+    return explained | ({} if router is None else _explain_router(router, recipe, choice))
 
 
 def _explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
@@ -446,25 +366,17 @@ def _explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, st
     return explained
 
 
-def _explain_router(router: RouterSpec, kinds: Sequence[Kind], choice: Choice) -> Explained:
-    """Explain the router of a server's replicas, their number, and the flags of further kinds."""
+def _explain_router(router: RouterSpec, recipe: Recipe, choice: Choice) -> Explained:
+    """Explain the router of a server's replicas, and their number."""
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
     if choice.router is not None:
         source = choice.source
     known = defaults(ROUTERS[router.name])
-    counts = f": {_counts(kinds)}" if kinds[1:] else ""
-    why = f"{choice.workers_source}{counts}; the fit is of one replica"
+    why = f"{choice.workers_source}; the fit is of one replica"
     explained = {
-        "workers": _explanation(sum(kind.workers for kind in kinds), why),
+        "workers": _explanation(recipe.workers, why),
         "replica_router": _explanation(router.name, source),
     }
-    for kind in kinds[1:]:
-        name = kind.recipe.name
-        of_recipe = "its recipe, else vLLM's default"
-        of_recipe += "; not tuned" * (name not in choice.kind_sources)
-        sources = choice.kind_sources.get(name, {})
-        for flag, value in kind.recipe.policy.parameters.items():
-            explained[f"{name}: {flag}"] = _explanation(value, sources.get(flag, of_recipe))
     for name, value in router.parameters.items():
         origin = source
         if value == known[name]:
@@ -482,7 +394,7 @@ def _explain_parallel(tuning: Tuning) -> Explanation:
     source = f"tuning: the best of {sizes} on the same GPUs"
     if len(tried) == 1:
         source = "tuning: the only one that was searched"
-    return _explanation(tuning.tensor_parallel_size or 1, source)
+    return _explanation(tuning.tensor_parallel_size, source)
 
 
 def _explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
@@ -495,10 +407,9 @@ def _explain_limits(limits: Sequence[Limit], source: str) -> Explanation:
     return _explanation(f"{kept} of {len(limits)} kept", source)
 
 
-def _explain_laws(kind: Kind) -> Explained:
-    """Explain the laws of a kind's fit, and which revision of its model the hub gives."""
-    fit = kind.fit
-    model = kind.recipe.model
+def _explain_laws(recipe: Recipe, fit: Fit) -> Explained:
+    """Explain the laws of a fit, and which revision of the model the hub gives."""
+    model = recipe.model
     overhead = f"{fit.overhead.batch_s:.3g} s a batch, its time x {fit.overhead.stretch:.4g}"
     budget = fit.engine.kv_budget_bytes
     per_token = fit.engine.kv_bytes_per_token
@@ -534,10 +445,6 @@ def _explain_law(law: LatencyFit) -> Explanation:
 
 def _error(error: HeldOutError) -> str:
     return f"median error {error.median_percent:.1f} % on {error.points} held-out points"
-
-
-def _counts(kinds: Sequence[Kind]) -> str:
-    return ", ".join(f"{kind.workers} of {kind.recipe.name}" for kind in kinds)
 
 
 def _explanation(value: ParameterValue, source: str) -> Explanation:

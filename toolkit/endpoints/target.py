@@ -152,7 +152,6 @@ class FrontReplica(msgspec.Struct):
 
     state: str
     version: str = ""
-    kind: str = ""
 
 
 class FrontState(msgspec.Struct):

@@ -68,22 +68,15 @@ def digest(path: AnyPath) -> Input:
 
 
 def record_inputs(inputs: Mapping[str, AnyPath]) -> dict[str, Input]:
-    """Role to input, for `Envelope.inputs`, with the inputs of the workflow files among them.
-
-    Of a fleet's further kinds (`fit.2`), only the files themselves are recorded.
-    """
+    """Role to input, for `Envelope.inputs`, with the inputs of the workflow files among them."""
     inherited: dict[str, Input] = {}
     recorded: dict[str, Input] = {}
     for role, path in inputs.items():
         if role in WORKFLOW_ROLES:
             inherited |= validate(_MadeFrom, read_bytes(Path(path)), Path(path), "").inputs
-        sections = _section_digests(path) if _is_recipe(role) else {}
+        sections = _section_digests(path) if role == "recipe" else {}
         recorded[role] = digest(path).model_copy(update={"sections": sections})
     return inherited | recorded
-
-
-def _is_recipe(role: str) -> bool:
-    return role == "recipe" or role.startswith("recipe.")
 
 
 def _section_digests(path: AnyPath) -> dict[str, str]:
@@ -111,7 +104,7 @@ def check_input(content: Envelope, file: Path, role: str, source: Path) -> None:
             f"{file.name}: does not record from which {role} it was made",
             f"make it with: {content.remake}",
         )
-    if _is_recipe(role) and recorded.sections and content.recipe_sections:
+    if role == "recipe" and recorded.sections and content.recipe_sections:
         _check_sections(content, file, recorded, source)
         return
     now = digest(source)

@@ -41,12 +41,7 @@ MAX_DRAWS = 10_000
 REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 COMMIT_PATTERN = r"[0-9a-f]{40}"
 
-# Labels of machines, by which a kind of workers finds its own. Ray has the syntax of Kubernetes.
-_LABEL = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-VALUE_PATTERN = rf"^{_LABEL}$"
-LabelKey = Annotated[str, Field(pattern=rf"^([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL}$")]
-LabelValue = Annotated[str, Field(pattern=VALUE_PATTERN)]
-Labels = dict[LabelKey, LabelValue]
+VALUE_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"  # of a label of Kubernetes
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Positive = Annotated[int, Field(gt=0)]

@@ -153,11 +153,6 @@ def load_recipe(path: AnyPath) -> Recipe:
     if "model" not in data and {"architectures", "model_type"} & data.keys():
         problem = f"{file.name}: a model's config, not a recipe"
         raise InputError(problem, _made_from(file, str(path)))
-    if "fleet" in data:
-        raise InputError(
-            f"{file.name}: a fleet, not a recipe",
-            "give one of the recipes that it names; see llmctl docs how-to/fleets",
-        )
     # Validate as JSON: pydantic's strict mode then takes lists for tuples, but not "5" for 5.
     return validate(
         Recipe, json.dumps(data), file, "see llmctl docs reference/recipe for every key"

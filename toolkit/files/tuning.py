@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from toolkit.files.profile import MEASURED_SECTIONS
 from toolkit.files.recipe import Recipe, RouterSpec
@@ -248,32 +248,12 @@ class Outcome(Strict):
     replica_router: RouterSpec | None = optional(
         "before several replicas of a server; none elsewhere"
     )
-    kind_parameters: dict[str, dict[str, ParameterValue]] = Field(
-        {},
-        description="of a fleet of servers: those of each kind after the first, by its recipe's "
-        "name; omitted elsewhere, and in older files, where they are the recipe's",
-    )
-
-    @model_serializer(mode="wrap")
-    def _omit_no_kinds(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        written: dict[str, object] = handler(self)
-        if not self.kind_parameters:
-            written.pop("kind_parameters", None)
-        return written
 
     @property
     def key(self) -> str:
         """What is searched apart from others: the policy, or the policy behind a router."""
         router = self.replica_router
         return searched_key(self.policy, router.name if router else None)
-
-    @property
-    def every_parameter(self) -> dict[str, ParameterValue]:
-        """The parameters; those of a fleet's further kinds of servers as `kind.flag`."""
-        every = dict(self.parameters)
-        for kind, flags in self.kind_parameters.items():
-            every |= {f"{kind}.{name}": value for name, value in flags.items()}
-        return every
 
     def same_settings(self, other: Outcome) -> bool:
         """Whether both have the same settings."""
@@ -363,7 +343,6 @@ class SizingRow(Strict):
 
     settings: str = Field(description="'recipe', or 'tuned for N' workers, and the router")
     workers: int
-    counts: list[int] = Field([], description="of a fleet: how many of each kind")
     feasible: bool
     goodput_rps: float
     attainment_percent: float
@@ -371,39 +350,16 @@ class SizingRow(Strict):
     binding_ratio: float
 
 
-class SizedKind(Strict):
-    """How many servers of one kind of a fleet this trace needs."""
-
-    recipe: str
-    workers: int = Field(description="0: this kind is left out")
-    usd_per_hour: float | None = Field(description="of one; None: the kinds have no prices")
-    one_more_keeps: bool | None = Field(
-        description="whether the limits are kept with one more of this kind; None: not tried"
-    )
-
-
 class Sizing(Strict):
-    """How many workers this trace needs: they keep all limits, and one worker less does not.
-
-    Of a fleet: no cheaper counts of its kinds keep them (without prices: no fewer servers).
-    """
+    """How many workers this trace needs: they keep all limits, and one worker less does not."""
 
     workers: int
-    kinds: list[SizedKind] = Field([], description="of a fleet of servers")
-    excluded: int = Field(
-        0, description="of a fleet: cheaper counts that cannot do the work, by the laws"
-    )
     settings: str
     one_more_keeps: bool | None = Field(
         description="False: one more worker breaks a limit again, so the answer is not robust; "
         "None: not tried, since one of our policies in a server is one worker"
     )
     rows: list[SizingRow]
-
-    @property
-    def found(self) -> str:
-        """What it found: the fewest, or of kinds with prices the cheapest."""
-        return "cheapest" if any(kind.usd_per_hour for kind in self.kinds) else "fewest"
 
 
 class Alternatives(Strict):
@@ -433,7 +389,7 @@ class Cost(Strict):
         description="usd_per_hour over the requests that are served in an hour"
     )
     usd_per_million_in: float | None = Field(
-        description="prompt tokens that are computed; None: a fleet, or no law of passes"
+        description="prompt tokens that are computed; None: no law of passes"
     )
     usd_per_million_cached: float | None = Field(
         description="prompt tokens found in the cache; None: none are, or no law of passes"
@@ -556,7 +512,7 @@ class Tuning(Envelope):
     seed: int
     sla: dict[str, float]
     workers: int
-    tensor_parallel_size: int | None = optional("GPUs of each worker; None: of a fleet")
+    tensor_parallel_size: int = Field(description="GPUs of each worker")
     parallel: list[ParallelSize] = Field(
         [], description="other tensor parallelisms on the same GPUs, and this one"
     )
@@ -591,7 +547,7 @@ class Tuning(Envelope):
     binding_ratio: float | None = Field(description="that target's value over its limit")
     keep_defaults: bool = Field(description="True where the search found nothing better")
     keeps_up: bool = Field(description="False: with the recommended settings the queue grows")
-    capacity: TunedCapacity | None = optional("None: of a fleet, or where it was not searched")
+    capacity: TunedCapacity | None = optional("None: where it was not searched")
     limits: list[Limit] = Field(
         description="every limit, with the prediction for the recommended settings"
     )
@@ -613,10 +569,8 @@ class Tuning(Envelope):
     )
     uncertainty: Uncertainty | None = None
     sizing: Sizing | None = optional("where the number of workers was requested")
-    engines: list[str] = Field(
-        [], description="of all kinds; the recommendation is the best policy that they run"
-    )
-    alternatives: Alternatives | None = optional("none for a fleet")
+    engine: str = Field(description="the recommendation is the best policy that it runs")
+    alternatives: Alternatives
     cost: Cost | None = optional("where the recipe has a price, and requests are served")
     draft_gain: DraftGain | None = optional(
         "of vLLM with laws for several numbers of drafts; none elsewhere"

@@ -204,7 +204,6 @@ class Gateway(FrontPages):
     async def _replicas(self) -> Response:
         """The router and the replicas: their states, problems and counts."""
         router = self.balancer.router
-        several = len(self.pool.kinds) > 1
         replicas = [
             {
                 "url": each.url,
@@ -216,7 +215,6 @@ class Gateway(FrontPages):
                 "failures": each.failures,
                 "moved": each.moved,
             }
-            | ({"kind": self.pool.kind_of(each)} if several else {})
             for each in self.pool.replicas
         ]
         about = {"router": router.name, "parameters": parameters(router)}
@@ -364,7 +362,6 @@ def gateway_status(gateway: Gateway) -> dict[str, Any]:
     known = gateway.balancer.replicas
     replicas = [
         {
-            "kind": gateway.pool.kind_of(one),
             "state": one.state,
             "running": max(len(one.attempts) - known[one.index].waiting, 0),
             "waiting": known[one.index].waiting,

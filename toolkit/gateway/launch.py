@@ -12,9 +12,9 @@ import math
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from toolkit.backends import ServerOrder, StartsReplicas
-from toolkit.cluster.servers import HostedServer
+from toolkit.backends import HostedServer, ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError, InputError, LlmctlError
 from toolkit.estimators.load import law_of_steps
@@ -31,14 +30,13 @@ from toolkit.estimators.pipeline import PassTimes
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, gateway_status
-from toolkit.gateway.on_ray import replicas_on_ray
-from toolkit.gateway.replicas import LiveKind, LiveReplica, ReplicaNeeds, ReplicaPool
+from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
 from toolkit.gateway.settings import ReplicaSettings
 from toolkit.gateway.sources import NamedReplicas, ReplicaSource, follow_source
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer, RoutingLogHeader
 from toolkit.routing.routers import LawRouter, Router
-from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits, weighed
+from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.assemble import model_name
 from toolkit.serve.control import SettingsMiddleware
@@ -53,7 +51,6 @@ FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no re
 POLL_EVERY_S = 0.2
 RESTART_S = 1.0
 RESTART_MAX_S = 60.0  # before a replica that ended is started again
-KINDS_CHANGED = "the plan has other kinds of servers: restart llmctl serve for them"
 NO_LAW = "router 'by-law' needs the law of a pass of every replica"
 Result = TypeVar("Result")
 _logger = logging.getLogger(__name__)
@@ -68,10 +65,6 @@ class ServedReplicas:
         limits: by which new requests are refused.
         source: the replicas; None: `own` starts them.
         own: starts the plan's number of servers.
-        ray: the Ray cluster that `own` starts them on (`toolkit.cluster.connect.joined` lists the
-            values); '': this machine.
-        room_timeout_s: how long the cluster may take to have room for all of them.
-        kinds: of the replicas, as `kinds_of_replicas` gives them.
         reread: reads the plan again for `own`, at SIGHUP.
         key: sent to the replicas of `source`; those of `own` are given another.
         control_key: the settings of those of `own` can be changed with it; '': they cannot.
@@ -81,12 +74,9 @@ class ServedReplicas:
     plan: Plan
     router: Router
     needs: ReplicaNeeds
-    kinds: Sequence[LiveKind]
     limits: LatencyLimits = UNLIMITED
     source: ReplicaSource | None = None
     own: StartsReplicas | None = None
-    ray: str = ""
-    room_timeout_s: float = 60.0
     reread: Callable[[], Plan] | None = None
     key: str = ""
     control_key: str = ""
@@ -94,35 +84,33 @@ class ServedReplicas:
     ending: Ending = field(default_factory=Ending)
 
 
-def kinds_of_replicas(plan: Plan, *, any_version: bool = False) -> list[LiveKind]:
-    """The plan's kinds of replicas: one, or those of a fleet. Where a fit is of an engine's passes,
-    the replicas must have the version that was fitted, unless `any_version`.
-    """
-    traits = []
-    versions = []
+def traits_of_replicas(plan: Plan) -> ReplicaTraits:
+    """What a router knows of each replica of a plan before it serves."""
+    engine = plan.fit.engine
+    steps = plan.fit.steps
+    flags = plan.policy.parameters
     default = ReplicaTraits(1)
-    for number, kind in enumerate(plan.kinds):
-        engine = kind.fit.engine
-        steps = kind.fit.steps
-        policy = plan.policy_of(number)
-        pass_tokens = int(policy.get("max_num_batched_tokens", default.pass_tokens))
-        rows = int(policy.get("max_num_seqs", engine.max_rows or default.max_rows))
-        law = None if steps is None else PassTimes(law_of_steps(steps))
-        name = kind.recipe.name if plan.others else ""
-        traits.append(ReplicaTraits(engine.capacity_tokens, pass_tokens, rows, law, name))
-        by_pass = traits_of(kind.recipe.engine.name).timed_by_pass and not any_version
-        versions.append((engine.engine_version or "") if by_pass else "")
-    return [LiveKind(*each) for each in zip(weighed(traits), versions, strict=True)]
+    return ReplicaTraits(
+        engine.capacity_tokens,
+        int(flags.get("max_num_batched_tokens", default.pass_tokens)),
+        int(flags.get("max_num_seqs", engine.max_rows or default.max_rows)),
+        None if steps is None else PassTimes(law_of_steps(steps)),
+    )
 
 
-def replicas_like(plan: Plan, served_model: str, *, strict: bool) -> ReplicaNeeds:
+def replicas_like(
+    plan: Plan, served_model: str, *, strict: bool, any_version: bool = False
+) -> ReplicaNeeds:
     """What the replicas of a plan must be like. Of a server that runs already, the recipe's
-    `served_model` is the name; without one, any. The context is at least the recipe's.
+    `served_model` is the name; without one, any. The context is at least the recipe's. Where the
+    fit is of an engine's passes, they must have the version that was fitted, unless `any_version`.
     """
     recipe = plan.recipe
-    started = traits_of(recipe.engine.name).started
-    name = recipe.engine.served_model or (model_name(plan) if started else "")
-    return ReplicaNeeds(served_model or name, recipe.model.max_model_len, strict)
+    traits = traits_of(recipe.engine.name)
+    name = recipe.engine.served_model or (model_name(plan) if traits.started else "")
+    by_pass = traits.timed_by_pass and not any_version
+    version = (plan.fit.engine.engine_version or "") if by_pass else ""
+    return ReplicaNeeds(served_model or name, recipe.model.max_model_len, strict, version)
 
 
 def limits_of_replicas(
@@ -139,7 +127,7 @@ def limits_of_replicas(
     if limits == UNLIMITED:
         lacks = "the recipe has no target for TTFT or E2E"
         hint = "set sla in the recipe"
-    elif any(kind.fit.steps is None for kind in plan.kinds):
+    elif plan.fit.steps is None:
         lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
         hint = "profile and fit engine vllm"
     else:
@@ -157,18 +145,14 @@ def replica_front(serving: ServedReplicas, opened: OpenedFront) -> Iterator[Repl
 
     It can serve when all own replicas are loaded, or a given one is up, or none was within
     `FIRST_PROBES_S`. When it starts, it raises `InputError` for a list that cannot be used, and
-    with `strict` for a replica of another kind; `EngineError` if an own replica never loads.
+    with `strict` for a replica that is not as needed; `EngineError` if an own replica never loads.
     """
-    if _needs_laws(serving.router, serving.kinds):
+    if _lacks_law(serving.router, serving.plan):
         hint = "serve a plan with a fitted law of passes (engine vllm), or choose another --router"
         raise InputError(NO_LAW, hint)
-    with ExitStack() as stack:
-        if serving.ray:
-            there = replicas_on_ray(serving.plan, serving.ray, serving.room_timeout_s)
-            serving = replace(serving, own=stack.enter_context(there))
-        if serving.own is not None:
-            serving = replace(serving, key=secrets.token_urlsafe(24))
-        yield ReplicaFront(serving, _gateway(serving, opened), opened)
+    if serving.own is not None:
+        serving = replace(serving, key=secrets.token_urlsafe(24))
+    yield ReplicaFront(serving, _gateway(serving, opened), opened)
 
 
 class ReplicaFront(FrontServer):
@@ -275,7 +259,8 @@ def _gateway(serving: ServedReplicas, opened: OpenedFront) -> Gateway:
     hang_s = recipe.serve.hang_s
     key = serving.key
     say = opened.say
-    pool = ReplicaPool(balancer, serving.kinds, serving.needs, hang_s=hang_s, key=key, say=say)
+    traits = traits_of_replicas(serving.plan)
+    pool = ReplicaPool(balancer, traits, serving.needs, hang_s=hang_s, key=key, say=say)
     stats = Stats(sla=recipe.sla)
     return Gateway(pool, opened.settings, opened.keyring, stats=stats, log=opened.requests)
 
@@ -284,14 +269,9 @@ def _facts(serving: ServedReplicas, plan: Plan) -> Facts:
     return facts_of(plan, serving.needs.model or model_name(plan))
 
 
-def _kinds_in(plan: Plan) -> list[tuple[str, int]]:
-    """The kinds of a fleet and their numbers of servers; of one kind, nothing that must stay."""
-    return [(kind.recipe.name, kind.workers) for kind in plan.kinds] if plan.others else []
-
-
-def _needs_laws(router: Router, kinds: Sequence[LiveKind]) -> bool:
-    """Whether a router needs laws that the replicas lack."""
-    return router.name == LawRouter.name and any(kind.traits.law is None for kind in kinds)
+def _lacks_law(router: Router, plan: Plan) -> bool:
+    """Whether a router needs the law of a pass, which the plan's fit lacks."""
+    return router.name == LawRouter.name and plan.fit.steps is None
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:
@@ -302,8 +282,8 @@ def new_folder() -> tempfile.TemporaryDirectory[str]:
 class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
 
-    A new plan reaches them one at a time. If the first of a kind cannot load it, all go back to the
-    plan before. `show` is called with each plan that is taken, and `shared` has the live settings.
+    A new plan reaches them one at a time. If the first cannot load it, it goes back to the plan
+    before. `show` is called with each plan that is taken, and `shared` has the live settings.
 
     Attributes:
         failed: a replica could not be loaded the first time; `error` says why.
@@ -339,18 +319,17 @@ class OwnReplicas:
             control_key=serving.control_key,
         )
         self._router = serving.router
-        self._any_version = not any(k.version for k in serving.kinds)
+        self._any_version = not serving.needs.version
         self._count = serving.plan.workers
-        self._order = self._loaded = first  # the newest, and the newest that every kind has loaded
+        self._order = self._loaded = first  # the newest, and the newest that one has loaded
         self._orders = [first] * self._count  # of each replica
         self._lost: dict[int, tuple[ServerOrder, str]] = {}  # what one could not load, and why
-        self._kinds = serving.plan.kind_numbers
         self._servers: dict[int, HostedServer] = {}
         self._replicas: dict[int, LiveReplica] = {}
         self._lost_s: dict[int, float] = {}  # when a replica was lost, until it is up again
         self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
         self._were_ready: set[int] = set()
-        self._trial = -1  # the replica that tries a plan for its kind
+        self._trial = -1  # the replica that tries a plan
         # One thread of a server may wait until it is ready, and another one stop it meanwhile.
         self._threads = ThreadPoolExecutor(2 * self._count, "replica")
         self._tasks: list[asyncio.Task[Any]] = []
@@ -370,10 +349,8 @@ class OwnReplicas:
         """Restart the replicas one at a time, with the flags of `plan`; from the first again if a
         restart was under way. Returns a message.
         """
-        kinds = kinds_of_replicas(plan, any_version=self._any_version)
-        refused = KINDS_CHANGED if _kinds_in(plan) != _kinds_in(self._order.plan) else ""
-        if refused or _needs_laws(self._router, kinds):
-            return f"warning: {refused or NO_LAW}; the replicas stay as they are"
+        if _lacks_law(self._router, plan):
+            return f"warning: {NO_LAW}; the replicas stay as they are"
         if self._rolling is not None:
             self._rolling.cancel()
         self._take(replace(self._order, plan=plan))
@@ -383,10 +360,12 @@ class OwnReplicas:
         return f"restarting {self._count} replicas, one at a time"
 
     def _take(self, order: ServerOrder) -> None:
-        """Make this the newest order; routers take the replicas' kinds from its plan."""
-        if order.plan != self._order.plan:
-            self._pool.renew_kinds(kinds_of_replicas(order.plan, any_version=self._any_version))
-            self._show(order.plan)
+        """Make this the newest order; replicas that are added from now on are as its plan says."""
+        plan = order.plan
+        if plan != self._order.plan:
+            like = replicas_like(plan, "", strict=False, any_version=self._any_version)
+            self._pool.expect(traits_of_replicas(plan), like.version)
+            self._show(plan)
         self._order = order
 
     async def stop(self) -> None:
@@ -401,9 +380,8 @@ class OwnReplicas:
 
     async def _roll(self, order: ServerOrder) -> None:
         before = self._loaded
-        loaded = set[int]()
-        for number, kind in enumerate(self._kinds):
-            why = await self._replace(number, order, is_trial=kind not in loaded)
+        for number in range(self._count):
+            why = await self._replace(number, order, is_trial=number == 0)
             if why:
                 self._take(before)
                 self._say(f"replica {number}: {why}; the plan before goes on")
@@ -411,9 +389,7 @@ class OwnReplicas:
                 for k in sorted(changed, key=lambda k: k != number):  # the one that is down first
                     await self._replace(k, before, is_trial=False)
                 return
-            loaded.add(kind)
-            if loaded == set(self._kinds):
-                self._loaded = order
+            self._loaded = order
         self._say("all replicas were restarted")
 
     async def _replace(self, number: int, order: ServerOrder, *, is_trial: bool) -> str:
@@ -493,7 +469,7 @@ class OwnReplicas:
                 self._were_ready.add(number)
                 if self._shared is not None:
                     await self._in_thread(partial(self._shared.join, str(number), server.url))
-                replica = self._pool.add(server.url, kind=self._kinds[number])
+                replica = self._pool.add(server.url)
                 self._replicas[number] = replica
                 replica.name = f"{number} at {server.url}"
                 replica.lost_s = self._lost_s.pop(number, None)

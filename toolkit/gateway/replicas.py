@@ -20,19 +20,18 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from toolkit.backends.openai import kv_tokens
 from toolkit.endpoints.foreign import decoded, plain
-from toolkit.endpoints.target import Models, Version, error_text, parsed_metrics
+from toolkit.endpoints.target import Models, Version, error_text
 from toolkit.endpoints.upstream import HttpClient, Upstream, UpstreamError
 from toolkit.errors import InputError
 from toolkit.gateway.calls import CHAT, COMPLETIONS
-from toolkit.gateway.sources import once, spelled, split_kind
+from toolkit.gateway.sources import once, spelled
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 from toolkit.serve.background import Background
@@ -62,29 +61,16 @@ _REPORTED = re.compile(
     rb"(waiting|cache_usage)(?:_perc|_ratio)?(?:\{[^\n]*\})? ([^\s]+)",
     re.MULTILINE,
 )
-_CACHE_SIZE = re.compile(
-    rb"^(?:vllm:cache_config_info|sglang:max_total_num_tokens|llmctl_kv_cache_tokens)[^\n]{0,4096}$",
-    re.MULTILINE,
-)
 MAX_ROWS = 1 << 20  # that a replica may report
 _MAX_TOKENS = re.compile(r"max_tokens=(\d{1,9})\b")
 MAX_GONE = 1024  # replicas: the counters of one go on where it is listed again
 MAX_ENGINES = 1024  # of a replica, of which figures are read
-FOREIGN = ("it serves ", "it runs ", "its kind ")  # problems with which a replica is left out
+FOREIGN = ("it serves ", "it runs ")  # problems with which a replica is left out
 MAX_VIA_BYTES = 1024
 LOOP = 508  # the status for a request that went through this front before
-LIKE_SHARE = 0.1  # a cache is a kind's if it differs from that of its fit by no more
 _logger = logging.getLogger(__name__)
 COUNTERS = ("requests", "failures", "moved", "odd_usages")  # of a replica, which only grow
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
-
-
-@dataclass(frozen=True, slots=True)
-class LiveKind:
-    """Replicas of one kind: what a router knows of them, and their server's version ('': any)."""
-
-    traits: ReplicaTraits
-    version: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +79,6 @@ class LiveReplica:
 
     Attributes:
         index: in the balancer.
-        kind: its number; 0 until it is known.
-        kind_listed: the list of replicas names its kind, which else is read from its metrics.
         problem: why it is not up.
         speaks_ids: it gives and takes token ids.
         default_tokens: the most tokens of an answer for which its client names no limit; None: not
@@ -115,8 +99,6 @@ class LiveReplica:
     url: str
     upstream: Upstream
     index: int
-    kind: int = 0
-    kind_listed: bool = True
     state: State = "joining"
     problem: str = "not asked yet"
     model: str = ""
@@ -164,11 +146,13 @@ class ReplicaNeeds:
         model: '': that of the first replica that answers.
         max_model_len: the least; None: any.
         strict: a replica that is not like this ends the gateway; else it is left out.
+        version: of its server; '': any.
     """
 
     model: str = ""
     max_model_len: int | None = None
     strict: bool = False
+    version: str = ""
 
 
 class ReplicaPool:
@@ -176,7 +160,7 @@ class ReplicaPool:
 
     Args:
         balancer: is told which replicas are up, and what they report.
-        kinds: of the replicas; one, or those of a fleet.
+        traits: what is known of each replica.
         needs: what a replica must be like.
         hang_s: a replica is suspect after so many seconds without a byte.
         key: sent to the replicas; '': none.
@@ -186,7 +170,7 @@ class ReplicaPool:
     def __init__(
         self,
         balancer: Balancer,
-        kinds: Sequence[LiveKind],
+        traits: ReplicaTraits,
         needs: ReplicaNeeds,
         *,
         hang_s: float,
@@ -203,12 +187,11 @@ class ReplicaPool:
         self.headers = [*key_header, (b"via", f"1.1 {self.name}".encode())]
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
         self.balancer = balancer
-        self.kinds = kinds
+        self._traits = traits
         self._needs = needs
         self.hang_s = hang_s
         self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
-        # for each kind, indexes of the balancer: their replicas are gone
-        self._free: list[list[int]] = [[] for _ in kinds]
+        self._free: list[int] = []  # indexes of the balancer: their replicas are gone
         self.background = Background(say)
         self.losses = 0  # of replicas that were up, each time
         self.listed: list[str] = []  # as `renew` was given them last
@@ -216,54 +199,38 @@ class ReplicaPool:
         self._gone: dict[str, LiveReplica] = {}  # by URL
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
 
-    def kind_of(self, replica: LiveReplica) -> str:
-        """The name of a replica's kind; '' while it is not known."""
-        known = replica.kind_listed or replica.state == "up"
-        return self.kinds[replica.kind].traits.kind if known else ""
-
     @property
     def up(self) -> list[LiveReplica]:
         return [replica for replica in self.replicas if replica.state == "up"]
 
     def renew(self, listed: Sequence[str]) -> str:
-        """Use these replicas from now on, each a URL or KIND=URL. Returns a message about the
-        change. Requests on a replica that is no longer listed may end there.
+        """Use the replicas with these URLs from now on. Returns a message about the change.
+        Requests on a replica that is no longer listed may end there.
 
-        Raises `InputError` for an invalid URL and an unknown kind, and changes nothing then.
+        Raises `InputError` for an invalid URL, and changes nothing then.
         """
-        names = [kind.traits.kind for kind in self.kinds]
-        unnamed = None if names[1:] else 0  # None: the kind is to be read
-        wanted: dict[str, int | None] = {}
-        for name, text in map(split_kind, listed):
-            url = spelled(text)
-            if name and name not in names:
-                several = f"kinds of this plan: {', '.join(names)}"
-                hint = several if names[1:] else "this plan is no fleet"
-                raise InputError(f"replica {text}: there is no kind '{name}'", hint)
-            wanted[url] = names.index(name) if name else unnamed
-        same = set(once(wanted))
-        wanted = {url: kind for url, kind in wanted.items() if url in same}
-        known = {one.url: one.kind if one.kind_listed else None for one in self.replicas}
-        new = [url for url, kind in wanted.items() if url not in known or known[url] != kind]
+        wanted = once(map(spelled, listed))
+        known = {one.url for one in self.replicas}
+        new = [url for url in wanted if url not in known]
         upstreams = {url: self._upstream(url) for url in new}
-        gone = [one for one in self.replicas if one.url in upstreams or one.url not in wanted]
+        gone = [one for one in self.replicas if one.url not in wanted]
         for replica in gone:
             if replica.state == "up":
                 replica.lost_s = time.monotonic()
                 _logger.info("replica %s is no longer listed", replica.called)
             self.remove(replica)
         for url, upstream in upstreams.items():
-            self.add(url, upstream, wanted[url])
+            self.add(url, upstream)
         self.listed = list(listed)
         parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
         parts += [f"new: {', '.join(new)}"] if new else []
         parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []
         return "; ".join(parts)
 
-    def add(self, url: str, upstream: Upstream | None = None, kind: int | None = 0) -> LiveReplica:
-        """Watch a further replica, of a kind; None: it is read from what the replica reports."""
-        upstream = upstream or self._upstream(url)
-        replica = LiveReplica(url, upstream, self._index(kind or 0), kind or 0, kind is not None)
+    def add(self, url: str, upstream: Upstream | None = None) -> LiveReplica:
+        """Watch a further replica."""
+        index = self._free.pop() if self._free else self.balancer.add(self._traits)
+        replica = LiveReplica(url, upstream or self._upstream(url), index)
         if (before := self._gone.pop(url, None)) is not None:
             for name in COUNTERS:
                 setattr(replica, name, getattr(before, name))
@@ -276,15 +243,11 @@ class ReplicaPool:
     def _upstream(self, url: str) -> Upstream:
         return Upstream(url, math.inf, http=self.http)
 
-    def _index(self, kind: int) -> int:
-        """A place in the balancer for a replica of this kind."""
-        free = self._free[kind]
-        return free.pop() if free else self.balancer.add(self.kinds[kind].traits)
-
-    def renew_kinds(self, kinds: Sequence[LiveKind]) -> None:
-        """From now on, add replicas of these kinds, which have the names of those before."""
-        self.kinds = kinds
-        self._free = [[] for _ in kinds]
+    def expect(self, traits: ReplicaTraits, version: str) -> None:
+        """From now on, replicas have these traits, and a server of this version ('': any)."""
+        self._traits = traits
+        self._needs = replace(self._needs, version=version)
+        self._free = []
 
     def remove(self, replica: LiveReplica) -> None:
         """Send a replica nothing more."""
@@ -414,8 +377,8 @@ class ReplicaPool:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            if self.balancer.replicas[replica.index].traits is self.kinds[replica.kind].traits:
-                self._free[replica.kind].append(replica.index)
+            if self.balancer.replicas[replica.index].traits is self._traits:
+                self._free.append(replica.index)
 
     async def _watch(self, replica: LiveReplica) -> None:
         """Probe a replica until cancelled."""
@@ -521,12 +484,9 @@ class ReplicaPool:
         status, body = await self._ask(replica, "/version")
         version = decoded(body, Version) if status == 200 else None
         replica.version = plain(version.version, 80) if version is not None else ""
-        if not replica.kind_listed and (problem := await self._find_kind(replica)):
-            return problem
         known = replica.version.partition("+")[0]  # without what a build adds
-        version_of_kind = self.kinds[replica.kind].version
-        if version_of_kind and known and known != version_of_kind:
-            return f"it runs version {replica.version}, not {version_of_kind}"
+        if needs.version and known and known != needs.version:
+            return f"it runs version {replica.version}, not {needs.version}"
         self.model = self.model or plain(model.id)
         replica.model = model.id
         replica.max_model_len = length
@@ -552,30 +512,6 @@ class ReplicaPool:
             return None
         found = _MAX_TOKENS.search(error_text(body)) if status == 400 else None
         return int(found[1]) if found else None
-
-    async def _find_kind(self, replica: LiveReplica) -> str:
-        """Read a replica's kind from the size of its cache, and give it an index of that kind.
-        Returns why that is impossible, or ''.
-        """
-        page = await self._metrics_page(replica) or b""
-        lines = b"\n".join(_CACHE_SIZE.findall(page)[:MAX_ENGINES]) + b"\n"
-        size = kv_tokens(parsed_metrics(lines.decode(errors="replace"))) or 0
-        sizes = [kind.traits.capacity_tokens for kind in self.kinds]
-        like = [k for k, each in enumerate(sizes) if abs(size - each) <= LIKE_SHARE * each]
-        if len(like) != 1:
-            traits = [kind.traits for kind in self.kinds]
-            kinds = ", ".join(f"{each.kind} {each.capacity_tokens}" for each in traits)
-            reported = f"it reports a cache of {size} tokens" if size else "it reports no cache"
-            remedy = f"name it: --replica KIND={replica.url}"
-            return f"its kind is unknown: {reported}; of {kinds}; {remedy}"
-        if like[0] != replica.kind:
-            if replica.attempts:
-                return "requests of its former kind have not left it"
-            self._release(replica)
-            replica.kind = like[0]
-            replica.index = self._index(like[0])
-            self.by_index[replica.index] = replica
-        return ""
 
     async def _ask(
         self,

@@ -15,7 +15,6 @@ from typing import Protocol
 from toolkit.endpoints.target import server_url
 from toolkit.endpoints.upstream import Upstream
 from toolkit.errors import InputError
-from toolkit.files.recipe import NAME_PATTERN
 from toolkit.serve.server import WatchedFiles
 
 MAX_REPLICAS = 1024
@@ -27,7 +26,7 @@ HINT = "--replicas takes FILE or dns://NAME:PORT"
 
 
 class ReplicaSource(Protocol):
-    """A list of replicas that may change. Each is a URL, or of a fleet KIND=URL."""
+    """A list of the URLs of replicas, which may change."""
 
     async def wait(self) -> bool:
         """Wait until it may have changed; False: it never will."""
@@ -51,40 +50,8 @@ class GivenReplicas(ReplicaSource):
         return self._urls
 
 
-class SeveralSources(ReplicaSource):
-    """The replicas of several sources; those of one that has a kind are of this kind."""
-
-    def __init__(self, sources: Sequence[tuple[str, ReplicaSource]]) -> None:
-        self._sources = sources
-        self._waits: dict[asyncio.Future[bool], ReplicaSource] = {}
-
-    async def wait(self) -> bool:
-        if not self._waits:
-            self._waits = {asyncio.ensure_future(one.wait()): one for _, one in self._sources}
-        try:
-            while self._waits:
-                await asyncio.wait(self._waits, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in self._waits if task.done()]:
-                    source = self._waits.pop(task)
-                    if task.result():
-                        self._waits[asyncio.ensure_future(source.wait())] = source
-                        return True
-        except asyncio.CancelledError:
-            for task in self._waits:
-                task.cancel()
-            raise
-        return False
-
-    async def read(self) -> list[str]:
-        listed = []
-        for kind, source in self._sources:
-            urls = await source.read()
-            listed += [f"{kind}={url}" if kind and "=" not in url else url for url in urls]
-        return listed
-
-
 class ListedReplicas(ReplicaSource):
-    """A file with one URL, or KIND=URL, a line; `#` begins a comment."""
+    """A file with one URL a line; `#` begins a comment."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -141,21 +108,8 @@ class NamedReplicas(ReplicaSource):
         return urls[:MAX_REPLICAS]
 
 
-def replica_source(texts: Sequence[str]) -> ReplicaSource:
-    """The source that `--replicas` options name, each SOURCE or KIND=SOURCE. Raises `InputError`
-    for one that cannot be used.
-    """
-    listed = [(kind, _source(rest)) for kind, rest in map(split_kind, texts)]
-    return listed[0][1] if len(listed) == 1 and not listed[0][0] else SeveralSources(listed)
-
-
-def split_kind(text: str) -> tuple[str, str]:
-    """The kind, and the URL or source, of KIND=URL; '' for one without a kind."""
-    name, mark, rest = text.partition("=")
-    return (name, rest) if mark and re.fullmatch(NAME_PATTERN, name) else ("", text)
-
-
-def _source(text: str) -> ReplicaSource:
+def replica_source(text: str) -> ReplicaSource:
+    """The source that `--replicas` names. Raises `InputError` for one that cannot be used."""
     scheme, has_scheme, rest = text.partition("://")
     if not has_scheme:
         return ListedReplicas(Path(text))
@@ -194,9 +148,8 @@ async def follow_source(
 
 def _checked(text: str) -> str:
     """The replica in its one spelling. Raises `InputError` for what no request can be sent to."""
-    kind, url = split_kind(text)
-    Upstream(url if not url.lower().startswith("https") else "http" + url[5:], ANSWER_S)
-    return f"{kind}={spelled(url)}" if kind else spelled(url)
+    Upstream(text if not text.lower().startswith("https") else "http" + text[5:], ANSWER_S)
+    return spelled(text)
 
 
 def spelled(url: str) -> str:
@@ -213,10 +166,9 @@ def once(urls: Iterable[str]) -> list[str]:
     No other name is resolved: what it stands for may change, and two names may lead to several
     servers behind one address.
     """
-    found: dict[tuple[str, str], str] = {}
-    for text in urls:
-        kind, url = split_kind(text)
-        found.setdefault((kind, re.sub(r"(?<=://)localhost(?=[:/]|$)", "127.0.0.1", url)), text)
+    found: dict[str, str] = {}
+    for url in urls:
+        found.setdefault(re.sub(r"(?<=://)localhost(?=[:/]|$)", "127.0.0.1", url), url)
     return list(found.values())
 
 

@@ -334,7 +334,7 @@ class EngineProcess(ProfileBench):
         """The processes that will serve: several equal workers."""
         from toolkit.workers.pool import ProcessWorkers
 
-        return ProcessWorkers([recipe] * recipe.workers)
+        return ProcessWorkers(recipe, recipe.workers)
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
         """See `TimedEngine.admit`. Raises `Died` if it killed the process."""

@@ -129,11 +129,11 @@ def profile(
     Raises `EngineError` if a recipe for a GPU finds none, the engine cannot be loaded or keeps
     dying, or no point of the grid can be measured.
     """
-    require_gpu([recipe])
+    require_gpu(recipe)
     engine = recipe.engine
     if recipe.hardware.device == "cuda" and traits_of(engine.name).load:
         # The workers that run slices come last: too few GPUs for them are reported now.
-        share_gpus([1] * recipe.workers, visible_gpus(), shared=engine.share_gpus)
+        share_gpus(recipe.workers, 1, visible_gpus(), shared=engine.share_gpus)
     started_s = time.perf_counter()
     with timed(recipe) as bench:
         load_s = time.perf_counter() - started_s

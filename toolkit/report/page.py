@@ -192,22 +192,15 @@ def _what_to_run(files: Material) -> list[tuple[str, str]]:
     recipe = files.recipe
     facts: list[tuple[str, str]] = []
     if plan is not None:
-        facts += _policy(plan.policy.name, plan.policy.parameters, plan.kind_parameters)
-        kinds = [(f"{kind.recipe.name}: ", kind.fit, kind.workers) for kind in plan.kinds]
+        facts += _policy(plan.policy.name, plan.policy.parameters)
     elif tuning is not None:
         outcome = tuning.recommended
-        facts += _policy(outcome.policy, outcome.parameters, outcome.kind_parameters)
-        kinds = [("", files.fit, tuning.workers)] if files.fit else []
-        if tuning.sizing and tuning.sizing.kinds:
-            servers = [f"{kind.workers} of {kind.recipe}" for kind in tuning.sizing.kinds]
-            facts.append(("Servers", ", ".join(servers)))
-            kinds = []
-    else:
-        kinds = [("", files.fit, recipe.workers)] if files.fit else []
-    several = len(kinds) > 1
-    for name, fit, workers in kinds:
+        facts += _policy(outcome.policy, outcome.parameters)
+    fit = plan.fit if plan else files.fit
+    if fit is not None:
+        workers = (plan or tuning or recipe).workers
         where = f"{fit.engine.engine} on {fit.engine.device}"
-        facts.append(("Workers", f"{name if several else ''}{workers} with engine {where}"))
+        facts.append(("Workers", f"{workers} with engine {where}"))
     if plan is not None and plan.workload:
         trace = plan.workload.trace
         rate = plan.workload.request_rate_rps
@@ -218,16 +211,9 @@ def _what_to_run(files: Material) -> list[tuple[str, str]]:
     return facts
 
 
-def _policy(
-    name: str,
-    parameters: Mapping[str, ParameterValue],
-    kinds: Mapping[str, Mapping[str, ParameterValue]],
-) -> list[tuple[str, str]]:
+def _policy(name: str, parameters: Mapping[str, ParameterValue]) -> list[tuple[str, str]]:
     facts = [("Policy", name)]
-    named = {"Parameters": parameters} | {f"Parameters of {kind}": kinds[kind] for kind in kinds}
-    for key, of_kind in named.items():
-        facts += [(key, words(of_kind))] if of_kind else []
-    return facts
+    return [*facts, ("Parameters", words(parameters))] if parameters else facts
 
 
 def _checks(files: Material) -> list[str]:
@@ -314,10 +300,8 @@ def _notes(files: Material) -> list[str]:
             lines.append(line)
     plan = files.plan
     best = tuning.recommended
-    # an older tuning says nothing of a fleet's further kinds
-    kinds = plan.kind_parameters if plan is not None and best.kind_parameters else {}
-    recommended = (best.policy, best.parameters, best.kind_parameters)
-    if plan is not None and (plan.policy.name, plan.policy.parameters, kinds) != recommended:
+    recommended = (best.policy, best.parameters)
+    if plan is not None and (plan.policy.name, plan.policy.parameters) != recommended:
         other = f"the plan runs other settings than {files.file_name('tuning')} found"
         lines.insert(0, f"{other}; the rest is about the found ones")
     noted = [f"The trace: {note}." for note in tuning.trace_notes]

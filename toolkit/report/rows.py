@@ -67,7 +67,7 @@ def policy_rows(result: Tuning) -> list[Row]:
     for one in result.policies:
         router = one.outcome.replica_router
         metrics = one.outcome.metrics
-        name = router.name if router else marked(one.policy, result.engines)
+        name = router.name if router else marked(one.policy, result.engine)
         goodput_rps = metrics.get("goodput_rps", 0.0)
         latency_s = metrics.get(result.latency_metric, 0.0)
         rows.append([name, one.trials, goodput_rps, latency_s, one.feasible])
@@ -104,10 +104,9 @@ def change_rows(result: Tuning, metrics: Iterable[str]) -> list[Row]:
 
 
 def settings_of(outcome: Outcome) -> dict[str, ParameterValue]:
-    """The policy's parameters, those of further kinds, then the router and its parameters."""
+    """The policy's parameters, then the router and its parameters."""
     router = outcome.replica_router
-    found = outcome.every_parameter
     if router is None:
-        return found
+        return outcome.parameters
     own = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
-    return {**found, "replica_router": router.name, **own}
+    return {**outcome.parameters, "replica_router": router.name, **own}

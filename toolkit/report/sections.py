@@ -336,7 +336,7 @@ def tuning_section(files: Material) -> Section:
     section.tables += _on_trace(tuning)
     if tuning.policies:
         names = [result.policy for result in tuning.policies]
-        remark = footnote(names, tuning.engines)
+        remark = footnote(names, tuning.engine)
         caption = "Each policy's best settings on the whole trace" + (
             f" ({remark})" if remark else ""
         )

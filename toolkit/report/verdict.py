@@ -269,39 +269,18 @@ def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
 
 
 def size_lines(result: Tuning) -> list[str]:
-    """How many workers, or servers of each kind, suffice, and what one more of them does."""
+    """How many workers suffice, and what one more of them does."""
     sizing = result.sizing
     if sizing is None:
         return []
     settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
-    if sizing.kinds:
-        counts = ", ".join(f"{kind.workers} of {kind.recipe}" for kind in sizing.kinds)
-        tried = sum(row.settings == sizing.settings for row in sizing.rows)
-        usd = sum((kind.usd_per_hour or 0.0) * kind.workers for kind in sizing.kinds)
-        price = ""
-        none = "no fewer servers keep all limits"
-        order = "of equal number: more of the kinds named first"
-        if usd:
-            price = f", {number(usd)} USD an hour"
-            none = "no cheaper counts keep all limits"
-            order = "of equal cost: fewer servers, then more of the kinds named first"
-        simulated = f"{tried} were simulated with these settings"
-        lines = [
-            f"servers needed: {counts}{price}, with {settings}",
-            f"  {none}: {simulated}, {sizing.excluded} cannot do the work by the laws",
-            f"  {order}",
-        ]
-        worse = [kind.recipe for kind in sizing.kinds if kind.one_more_keeps is False]
-        if worse:
-            lines.append(f"  with one more of {' or '.join(worse)} a limit is broken again")
-        return lines
     needed = f"workers needed: {sizing.workers}, with {settings}"
     if sizing.one_more_keeps is None:
         return [f"{needed}; a server is one worker"]
     lines = [needed]
     if not sizing.one_more_keeps:
         lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
-    if not (result.engines and traits_of(result.engines[0]).server):
+    if not traits_of(result.engine).server:
         again = f"workers: {sizing.workers} in the recipe, then profile and fit again, since"
         slow = "workers on one machine slow each other, and the fit holds for its own number"
         lines += [f"  to serve it: {again}", f"  {slow}"]
@@ -311,8 +290,6 @@ def size_lines(result: Tuning) -> list[str]:
 def _alternative_lines(result: Tuning) -> list[str]:
     """What else would serve this traffic, the cheapest change first; may be empty."""
     found = result.alternatives
-    if found is None:
-        return []
     lines: list[str] = []
     best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
     if best is not None:
@@ -331,7 +308,7 @@ def _alternative_lines(result: Tuning) -> list[str]:
     if most_rps:
         lines.append(f"  fewer requests: at most {number(most_rps)} requests/s (--rate)")
     policy = result.recommended.policy
-    if traits_of(result.engines[0]).server and policy not in BUILT_IN:
+    if traits_of(result.engine).server and policy not in BUILT_IN:
         lines.append(f"  not more workers: '{policy}' inside a server is simulated for one server")
     if not (found.workers or most_rps):
         lines.append("  a looser target in the recipe's sla")

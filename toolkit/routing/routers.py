@@ -495,12 +495,12 @@ def targets_of(name: str, sla: Mapping[str, float]) -> dict[str, Value]:
     return {key: limit for key, limit in limits.items() if key in known and limit < math.inf}
 
 
-def router_of(recipe: Recipe, name: str | None = None, workers: int = 0) -> RouterSpec | None:
-    """The recipe's router before its replicas of a server (of all kinds, `workers`), or the router
-    `name` at its defaults, with all parameters; None where there are no replicas. The recipe's
-    targets are those of a router that is not given any.
+def router_of(recipe: Recipe, name: str | None = None) -> RouterSpec | None:
+    """The recipe's router before its replicas of a server, or the router `name` at its defaults,
+    with all parameters; None where there are no replicas. The recipe's targets are those of a
+    router that is not given any.
     """
-    if (workers or recipe.workers) == 1 or not traits_of(recipe.engine.name).server:
+    if recipe.workers == 1 or not traits_of(recipe.engine.name).server:
         return None
     own = recipe.replica_router
     given = own.parameters if name in (None, own.name) else {}

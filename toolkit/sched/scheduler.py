@@ -34,7 +34,7 @@ from toolkit.sched.types import (
     Worker,
 )
 from toolkit.sched.view import Decision, View
-from toolkit.sched.waiting import RETURN_S, WaitingPool
+from toolkit.sched.waiting import WaitingPool
 
 # A job that ran alone is given up at its second failure without a token in between, which is what
 # a request that breaks its worker does. One that makes progress goes on, but not for ever.
@@ -48,7 +48,7 @@ _TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 class Scheduler:
     """Requests in, batches out.
 
-    `workers` has one `Worker` per engine instance, numbered from 0; they may be of several kinds.
+    `workers` has one `Worker` per engine instance, numbered from 0; all have equal laws.
     `seed` is that of the policy's random draws. `finished` are output lengths of earlier requests,
     with which the history starts.
     """
@@ -70,11 +70,10 @@ class Scheduler:
         self.interrupts: list[int] = []  # what `take_interrupts` will return; drivers may read it
         self._rounds = WorkerRounds()
         for worker in self.workers:
-            worker.longest = longest(worker.memory, policy.continuous)
             ranking = policy.ranking(worker.latency)
             if ranking is not None:
                 worker.waiting = RankedJobs(ranking)
-        self._longest = max(worker.longest for worker in self.workers)
+        self._longest = longest(self.workers[0].memory, policy.continuous)
         self._pool = WaitingPool(self.workers)
         self._jobs: dict[str, Job] = {}  # those that have not ended, by request id
         self._releases = type(policy).release is not Policy.release
@@ -88,7 +87,6 @@ class Scheduler:
         """The batches to start now, at most one per worker."""
         view = self._view
         view.now_s = now_s
-        self._refuse_stranded(now_s)
         if view.due and self._releases:
             self._release(now_s)
         self._route(now_s)
@@ -165,8 +163,7 @@ class Scheduler:
     @property
     def wake_at_s(self) -> float:
         """When to call `tick` again even if nothing happens; infinity if there is no need."""
-        due_s = self._view.due_s if self._pool.jobs else math.inf
-        return min(due_s, self._pool.wake_at_s) if self._view.mixed else due_s
+        return self._view.due_s if self._pool.jobs else math.inf
 
     @property
     def jobs(self) -> int:
@@ -336,8 +333,6 @@ class Scheduler:
         self._view.workers_changed()
         self._view.changed(index)
         self._rounds.lose(worker, now_s)
-        if self._view.mixed:
-            self._pool.worker_lost(now_s)
         if not any(other.alive for other in self.workers):
             return  # its jobs wait until it comes back
         self._pool.take_back(worker)
@@ -348,8 +343,6 @@ class Scheduler:
         self.workers[index].alive = True
         self._view.workers_changed()
         self._view.make_due(self.workers[index])
-        if self._view.mixed:
-            self._pool.divide()
 
     def resize(self, index: int, capacity_tokens: int) -> None:
         """A worker's memory has room for so many tokens from now on, where an engine that also
@@ -393,19 +386,6 @@ class Scheduler:
         refused = self._refused
         self._refused = []
         return refused
-
-    def _refuse_stranded(self, now_s: float) -> None:
-        """Refuse the jobs that waited too long for a lost worker."""
-        if not self._view.mixed:
-            return
-        for job in self._pool.given_up(now_s):
-            job.cancelled = True  # keeps its length out of the history
-            reason = (
-                f"prompt + max_tokens is {job.limit_tokens} tokens; the workers that hold so many "
-                f"have been lost for {RETURN_S:g} s"
-            )
-            self._refused.append(Refusal(job.request_id, reason))
-            self._end([job])
 
     def _end(self, ended: list[Job]) -> None:
         for job in ended:

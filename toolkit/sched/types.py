@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal
 
 from mypy_extensions import mypyc_attr
@@ -29,8 +28,6 @@ NO_LIMIT: Final = 1 << 40
 Until = Literal["any", "all"]
 # How newcomers join a padded batch: `engine.joining` of a recipe.
 Joining = Literal["embed", "shape"]
-# What workers of one kind have in common.
-_kind_of = attrgetter("latency", "memory", "swap", "host_tokens", "joining", "slots")
 
 
 @mypyc_attr(acyclic=True)
@@ -285,7 +282,6 @@ class Worker:
         self.queue: deque[Batch] = deque()
         self.load_s = 0.0
         self.oom_events = 0
-        self.longest = NO_LIMIT
         self.swap = swap
         self.host_tokens = host_tokens
         self.joining = joining
@@ -314,14 +310,6 @@ class Worker:
     def has_jobs(self) -> bool:
         """Whether a job waits or has a cache here."""
         return bool(self.waiting.jobs or self.running.jobs or self.paused.jobs or self.swapped.jobs)
-
-    def holds(self, job: Job) -> bool:
-        """Whether the job fits the worker's memory alone, even if it generates all that it may."""
-        return job.limit_tokens <= self.longest
-
-    def is_like(self, other: Worker) -> bool:
-        """Whether the two are of one kind: equal laws, capacity and ways to batch."""
-        return bool(_kind_of(self) == _kind_of(other))
 
     def left_s(self, now_s: float) -> float:
         """Seconds of `load_s` that remain, without what the running batch has done by now."""

@@ -70,9 +70,6 @@ class View:
     batch ended, jobs were routed to it while it was idle, or it came back. A policy that never
     leaves an idle worker with work needs only these, so workers without events cost nothing. A
     policy that may let work wait at an idle worker has to look at `free`.
-
-    If workers are `mixed` (of several kinds), every pooled job fits some worker that is alive
-    (`Worker.holds`), and the policy may only give it to such a worker.
     """
 
     def __init__(
@@ -93,15 +90,10 @@ class View:
         self.arrived: dict[int, int] = {}  # workers that jobs were routed to since, and how many
         self.due: list[Worker] = []
         self.idle: list[int] = []
-        self.mixed = not all(worker.is_like(workers[0]) for worker in workers)
-        self.kinds: list[list[Worker]] = []
-        self.able: Numbers = np.zeros(0, dtype=np.int64)
-        self.kind_of: Numbers = np.zeros(0, dtype=np.int64)
+        self.able: Numbers = np.zeros(0, dtype=np.int64)  # indices of alive workers, ascending
         self.loads = Loads(workers)
         self.figures: dict[Hashable, WorkerFigure] = {}
         self._alive: list[Worker] = []
-        # Indices of able workers, by the number of leading `kinds` that are too small for a job.
-        self._able: dict[int, Numbers] = {}
         self.workers_changed()
         for worker in self.free:
             self.make_due(worker)
@@ -133,23 +125,8 @@ class View:
         for worker in self.due:
             worker.is_due = worker.alive
         self.due = [worker for worker in self.due if worker.alive]
-        self.kinds = by_kind(self._alive) if self.mixed else []
         self.able = np.array([worker.index for worker in self._alive], dtype=np.int64)
-        self.kind_of = np.zeros(len(self.workers), dtype=np.int64)
-        for k, kind in enumerate(self.kinds):
-            self.kind_of[[worker.index for worker in kind]] = k
-        self._able = {}
         self.loads.forget()
-
-    def holders(self, job: Job) -> Numbers:
-        """The indices of the alive workers that hold the job (`Worker.holds`), ascending."""
-        if not self.mixed:
-            return self.able
-        # kinds ascend by what they hold
-        small = sum([not kind[0].holds(job) for kind in self.kinds])
-        if small not in self._able:
-            self._able[small] = self.able[self.kind_of[self.able] >= small]
-        return self._able[small]
 
     def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
         """The numbers that `amount` computes per worker, cached under `key` for the next call."""
@@ -161,18 +138,6 @@ class View:
         """For the scheduler: a worker's waiting or running jobs changed; its figures are stale."""
         for figure in self.figures.values():
             figure.forget(index)
-
-
-def by_kind(workers: Sequence[Worker]) -> list[list[Worker]]:
-    """The workers of each kind, in the order of the longest requests that each kind takes."""
-    kinds: list[list[Worker]] = []
-    for worker in workers:
-        kind = next((kind for kind in kinds if kind[0].is_like(worker)), None)
-        if kind is None:
-            kinds.append([worker])
-        else:
-            kind.append(worker)
-    return sorted(kinds, key=lambda kind: kind[0].longest)
 
 
 class Decision:

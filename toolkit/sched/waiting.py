@@ -1,4 +1,4 @@
-"""The jobs that wait and are in no batch: in the pool, at a worker, or stranded.
+"""The jobs that wait and are in no batch: in the pool, or at a worker.
 
 A new job, and a job that continues after its batch, gets a ticket and enters the pool. A policy
 that routes moves it to a worker (`Worker.waiting`); every policy takes jobs from either into a
@@ -7,14 +7,10 @@ batch. Evicted jobs go back to their worker.
 At a worker, jobs wait in order of urgency (a smaller `Request.priority` first), evicted jobs before
 others of the same urgency, and then by arrival: `WaitingJobs`. `toolkit.sched.ranked` also keeps
 them in the order of a policy.
-
-In a fleet of several kinds, a stranded job fits only workers that are lost. It waits, because these
-are started again, but for at most `RETURN_S`: a kind of worker may not come back.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from toolkit.sched.types import Batch, Job, Worker
 
-# Seconds that jobs wait for a lost worker; loading the weights of a large model takes less.
-RETURN_S = 300.0
 # Deferred jobs that come forward together: few enough to defer again cheaply, and enough for one
 # attempt to admit.
 RECALL_COUNT = 64
@@ -148,45 +142,28 @@ class WaitingJobs:
 class WaitingPool:
     """The jobs that wait at a scheduler. It writes `Job.ticket`, `Job.home` and `Worker.waiting`.
 
-    Jobs of a batch that was lost with its worker wait in that worker's queue, each to run alone.
-
     Attributes:
         jobs: those in the pool, oldest ticket first. The list object is never replaced: policies
             see it as `View.pool`.
-        stranded: those that no alive worker holds, likewise.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.jobs: list[Job] = []
-        self.stranded: list[Job] = []
         self._workers = workers
-        self._longest = math.inf  # prompt + output in tokens that an alive worker holds
-        self._lost_s = -math.inf
         self._tickets = 0
 
     @property
     def count(self) -> int:
-        """The number of waiting jobs: pooled, at workers, and stranded."""
-        at_workers = sum([worker.waiting.count for worker in self._workers])
-        return len(self.jobs) + len(self.stranded) + at_workers
-
-    @property
-    def wake_at_s(self) -> float:
-        """When the stranded jobs are given up; infinity if there are none."""
-        if self.stranded or any(worker.queue and not worker.alive for worker in self._workers):
-            return self._lost_s + RETURN_S
-        return math.inf
+        """The number of waiting jobs: pooled, and at workers."""
+        return len(self.jobs) + sum([worker.waiting.count for worker in self._workers])
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Append jobs to the pool with new tickets. Jobs that fit no alive worker are stranded."""
+        """Append jobs to the pool with new tickets."""
         for job in jobs:
             job.ticket = self._tickets
             job.home = -1
             self._tickets += 1
-            if job.limit_tokens <= self._longest:
-                self.jobs.append(job)
-            else:
-                self.stranded.append(job)
+            self.jobs.append(job)
 
     def route(self, homes: Sequence[int]) -> None:
         """Move each pooled job to the worker of this index."""
@@ -224,11 +201,9 @@ class WaitingPool:
 
     def remove(self, job: Job) -> bool:
         """Remove a waiting job; False if it does not wait."""
-        waiting: WaitingJobs | list[Job]
+        waiting: WaitingJobs | list[Job] = self.jobs
         if job.home >= 0:
             waiting = self._workers[job.home].waiting
-        else:
-            waiting = self.stranded if job in self.stranded else self.jobs
         if job not in waiting:
             return False
         waiting.remove(job)
@@ -240,32 +215,3 @@ class WaitingPool:
         while lost.waiting.count:
             jobs.append(lost.waiting.popleft())
         self.add(jobs)
-
-    def worker_lost(self, now_s: float) -> None:
-        """`divide` after a worker was lost. The wait of stranded jobs starts again."""
-        self._lost_s = now_s
-        self.divide()
-
-    def divide(self) -> None:
-        """In a fleet of several kinds, strand the jobs that no alive worker holds.
-
-        If no worker is alive, none is stranded.
-        """
-        alive = [worker.longest for worker in self._workers if worker.alive]
-        self._longest = max(alive, default=math.inf)
-        all_jobs = sorted([*self.jobs, *self.stranded], key=lambda job: job.ticket)
-        self.jobs[:] = [job for job in all_jobs if job.limit_tokens <= self._longest]
-        self.stranded = [job for job in all_jobs if job.limit_tokens > self._longest]
-
-    def given_up(self, now_s: float) -> list[Job]:
-        """Remove and return the jobs that were stranded too long."""
-        if now_s < self.wake_at_s:
-            return []
-        jobs = self.stranded
-        self.stranded = []
-        for worker in self._workers:
-            if not worker.alive:
-                jobs += [job for batch in worker.queue for job in batch.jobs]
-                worker.queue.clear()
-                worker.load_s = 0.0
-        return jobs

@@ -65,22 +65,20 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
             f"put a front before it with --replica {engine.url}; or replay a trace against it: "
             f"llmctl bench --plan plan.json --url {engine.url}",
         )
-    workers: list[Worker] = []
-    for kind in plan.kinds:
-        refuse_unservable(policy, kind.recipe.engine.name)
-        laws = laws_from_fit(kind.fit)
-        workers += [
-            Worker(
-                index,
-                laws.rounds if policy.continuous else laws.latency,
-                laws.round_memory if policy.continuous else laws.memory,
-                swap=laws.swap,
-                host_tokens=laws.host_tokens,
-                joining=laws.joining,
-                slots=laws.slots,
-            )
-            for index in range(len(workers), len(workers) + kind.workers)
-        ]
+    refuse_unservable(policy, engine.name)
+    laws = laws_from_fit(plan.fit)
+    workers = [
+        Worker(
+            index,
+            laws.rounds if policy.continuous else laws.latency,
+            laws.round_memory if policy.continuous else laws.memory,
+            swap=laws.swap,
+            host_tokens=laws.host_tokens,
+            joining=laws.joining,
+            slots=laws.slots,
+        )
+        for index in range(plan.workers)
+    ]
     if event_sink is None:
         return Scheduler(policy, workers)
     event_sink(EventLogHeader(plan.policy.name, dict(plan.policy.parameters), plan.workers))
@@ -88,12 +86,12 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
 
 
 def make_stats(plan: Plan) -> Stats:
-    """Counters that know the range in which the laws of all the plan's workers were measured."""
-    fits = [kind.fit for kind in plan.kinds]
-    ranges = [law.valid for fit in fits for law in (fit.prefill, fit.decode)]
+    """Counters that know the range in which the laws of the plan's workers were measured."""
+    prefill = plan.fit.prefill.valid
+    decode = plan.fit.decode.valid
     return Stats(
-        min(valid.batch_size_max for valid in ranges),
-        min(valid.length_max for valid in ranges),
+        min(prefill.batch_size_max, decode.batch_size_max),
+        min(prefill.length_max, decode.length_max),
         plan.recipe.sla,
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 from starlette.types import ASGIApp
 
@@ -105,9 +104,8 @@ def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFro
     """
     plan = serving.plan
     if not serving.ray:
-        require_gpu(kind.recipe for kind in plan.kinds)
-        for kind in plan.kinds:
-            traits_of(kind.recipe.engine.name).require()
+        require_gpu(plan.recipe)
+        traits_of(plan.recipe.engine.name).require()
     where = f" on Ray ({serving.ray})" if serving.ray else ""
     opened.say(f"loading {plan.workers} workers of {plan.recipe.name}{where}")
     settings = opened.settings
@@ -138,17 +136,14 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     serve_spec = plan.recipe.serve
     patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
     if not ray:
-        recipes = [kind.recipe for kind in plan.kinds for _ in range(kind.workers)]
-        yield ProcessWorkers(recipes, patience)
+        yield ProcessWorkers(plan.recipe, plan.workers, patience)
         return
     from toolkit.cluster.connect import joined
-    from toolkit.cluster.places import places, refuse_local_fleet
+    from toolkit.cluster.places import MachineShare
     from toolkit.cluster.workers import RayWorkers
 
-    refuse_local_fleet(plan.kinds, ray)
-    worker_places = places(plan.kinds)
-    with joined(ray, sum(place.share.cpus for place in worker_places)):
-        yield RayWorkers(worker_places, room_timeout_s, patience)
+    with joined(ray, MachineShare.of(plan.recipe).cpus * plan.workers):
+        yield RayWorkers(plan.recipe, plan.workers, room_timeout_s, patience)
 
 
 def _driver(serving: OwnWorkers, workers: Workers, opened: OpenedFront) -> Driver:
@@ -156,10 +151,7 @@ def _driver(serving: OwnWorkers, workers: Workers, opened: OpenedFront) -> Drive
     requests = opened.requests
 
     def accept(loaded: list[EngineFacts]) -> None:
-        facts = iter(loaded)  # in the order of the workers' numbers, kind by kind
-        for kind in plan.kinds:
-            identities = map(identity, islice(facts, kind.workers))
-            refuse_foreign(kind.fit.engine, identities, serving.on_foreign)
+        refuse_foreign(plan.fit.engine, map(identity, loaded), serving.on_foreign)
 
     def log(active: ActiveRequest, start_s: float) -> None:
         assert requests is not None

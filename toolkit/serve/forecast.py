@@ -17,26 +17,20 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 import numpy as np
 
 from toolkit.routing.admission import UNLIMITED, Delay, LatencyLimits, PredictedLatency
-from toolkit.sched.queues import requests_per_s
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Worker
-from toolkit.sched.view import by_kind
 
 MEAN_DECAY = 0.98  # weight that a mean of lengths keeps with each new request
 # Time constant of the pace, in seconds of predicted batch time. The laws alone have this weight at
 # the start, and the weight of a batch falls by a factor of e for each such span that follows it.
 PACE_TIME_CONSTANT_S = 4.0
-
-
-# Predicts from workers of one kind, the time in seconds, and the number of waiting requests.
-Predictor = Callable[[Sequence[Worker], float, int], PredictedLatency]
 
 
 class Forecast:
@@ -53,7 +47,6 @@ class Forecast:
         self.pace = Pace()
         self._scheduler = scheduler
         self._continuous = scheduler.policy.continuous
-        self._uniform = all(worker.is_like(scheduler.workers[0]) for worker in scheduler.workers)
         self._prompt_tokens = Mean(typical_tokens)
         self._output_tokens = Mean(typical_tokens)
         self._slice_steps = typical_tokens  # of the last slice
@@ -80,11 +73,7 @@ class Forecast:
             predictor = self._predict_slices
             queued = sum(batch.size for worker in workers for batch in worker.queue)
             waiting = max(waiting - queued, 0)
-        predicted = (
-            predictor(workers, now_s, waiting)
-            if self._uniform
-            else self._predict_fleet(predictor, workers, now_s, waiting)
-        )
+        predicted = predictor(workers, now_s, waiting)
         return PredictedLatency(*(self.pace.value * seconds for seconds in predicted))
 
     def submitted(self, prompt_tokens: int) -> None:
@@ -104,21 +93,6 @@ class Forecast:
         """A request ended well, `after_s` seconds after it arrived, with `tokens` of output."""
         self._e2e_delay.add(predicted.e2e_s, after_s)
         self._output_tokens.add(tokens)
-
-    def _predict_fleet(
-        self, predictor: Predictor, workers: Sequence[Worker], now_s: float, waiting: int
-    ) -> PredictedLatency:
-        """The mean over the kinds of workers, weighted by their share of the throughput."""
-        kinds = by_kind(workers)
-        prompt = self._prompt_tokens.value
-        output = max(self._output_tokens.value, 1.0)
-        rates = np.array([len(kind) * requests_per_s(kind[0], prompt, output) for kind in kinds])
-        shares = rates / rates.sum()
-        predicted = [
-            predictor(kind, now_s, round(waiting * share))
-            for kind, share in zip(kinds, shares, strict=True)
-        ]
-        return PredictedLatency(*(shares @ np.array(predicted)).tolist())
 
     def _predict_slices(
         self, workers: Sequence[Worker], now_s: float, waiting: int

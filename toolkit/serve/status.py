@@ -18,8 +18,8 @@ import base64
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -55,26 +55,14 @@ SHOWN = ("p50", "p95", "p99")
 
 
 @dataclass(frozen=True, slots=True)
-class KindFacts:
-    """The workers of one kind: recipe, engine, device, how many there are, and the parameters of
-    their policy, which only kinds of servers have each of its own.
-    """
-
-    name: str
-    engine: str
-    device: str
-    workers: int
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     """The settings of the server that the page shows."""
 
     model: str
     policy: str
     parameters: Mapping[str, ParameterValue]
-    kinds: Sequence[KindFacts]  # in the order of the workers' numbers; several only for a fleet
+    engine: str
+    device: str
     sla: Mapping[str, float]
     predicted: Mapping[str, float]  # from the tuning, on held-out windows
 
@@ -82,20 +70,19 @@ class Facts:
 def facts_of(plan: Plan, model: str) -> Facts:
     """The facts of a plan. A model folder is shown by its last part, without its path."""
     name = PurePath(model).name if model.startswith(("/", ".", "~")) else model
-    kinds = [
-        KindFacts(
-            kind.recipe.name,
-            kind.fit.engine.engine,
-            kind.fit.engine.device,
-            kind.workers,
-            plan.policy_of(number),
-        )
-        for number, kind in enumerate(plan.kinds)
-    ]
+    engine = plan.fit.engine
     predicted = {
         limit.name: limit.predicted for limit in plan.limits if limit.predicted is not None
     }
-    return Facts(name, plan.policy.name, plan.policy.parameters, kinds, plan.recipe.sla, predicted)
+    return Facts(
+        name,
+        plan.policy.name,
+        plan.policy.parameters,
+        engine.engine,
+        engine.device,
+        plan.recipe.sla,
+        predicted,
+    )
 
 
 class StatusPage:
@@ -142,7 +129,8 @@ class StatusPage:
         shown = {
             "version": toolkit.__version__,
             "model": facts.model,
-            "kinds": facts.kinds,
+            "engine": facts.engine,
+            "device": facts.device,
             "policy": facts.policy,
             "parameters": dict(facts.parameters),
             "targets": [

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import compress
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
@@ -44,7 +42,7 @@ from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
-from toolkit.sim.replicas import RoutedRun, Routing, ServedKind
+from toolkit.sim.replicas import RoutedRun, Routing
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
 from toolkit.sim.world import World, caches_of
@@ -55,7 +53,7 @@ from toolkit.traces.windows import mean_rate, scale_rate
 @dataclass(slots=True, frozen=True)
 class SimResult:
     """The times of the requests, the counters of the simulation, and the requests that were refused
-    since they can never be served. Of a fleet of servers also the results of its `kinds`.
+    since they can never be served.
 
     `concurrency`: so many requests at once were served in a closed loop; 0: they came by
     themselves, so that arrivals have a rate. `front_s`: the part of the front in a mean time to
@@ -65,7 +63,6 @@ class SimResult:
     served: Served
     counters: dict[str, float]
     refusals: Sequence[Refusal] = ()
-    kinds: Sequence[SimResult] = ()
     concurrency: int = 0
     front_s: float = 0.0
 
@@ -117,12 +114,11 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if isinstance(policy, VllmPolicy):
-        engines = [kind.engine_of(kind.flags or policy) for kind in world.kinds]
-        usable = [engine.capacity_tokens for engine in engines]
+        usable = world.engine_of(policy).capacity_tokens
     else:
         world = world.under(policy)
-        usable = [kind.memory.usable_tokens for kind in world.kinds]
-    if min(usable) < 1:
+        usable = world.memory.usable_tokens
+    if usable < 1:
         raise InputError(
             "the fitted memory has no room: 0 tokens of KV cache are usable",
             "profile where the cache is larger, or give --set capacity_tokens=N",
@@ -130,7 +126,7 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
     check()
     gaps = TokenGaps() if world.token_gaps else None
-    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.size, token_gaps=gaps)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers, token_gaps=gaps)
     if isinstance(policy, VllmPolicy):
         return _served_by_engines(requests, policy, world, ledger, trace)
     assert not isinstance(policy, BuiltIn)
@@ -140,7 +136,7 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         raise _gives_itself(what, policy)
     arrivals = _reuse(trace, world).arrivals(range(len(requests)), ledger.arrival_s)
     refusals = _run(requests, policy, world, ledger, arrivals)
-    counts = counters(ledger, len(refusals), usable[0])
+    counts = counters(ledger, len(refusals), usable)
     served = world.front.seen(ledger.served())
     return SimResult(served, counts, refusals, front_s=world.front.first_s)
 
@@ -160,65 +156,23 @@ def _reuse(trace: Trace, world: World) -> Reuse:
 def _served_by_engines(
     requests: Sequence[Request], policy: VllmPolicy, world: World, ledger: Ledger, trace: Trace
 ) -> SimResult:
-    """Serve on engines with schedulers of their own: alike and in turn, or behind a router."""
-    several = bool(world.others)
+    """Serve on engines with schedulers of their own: in turn, or behind a router."""
     ledger.knows_lost = world.engine().link is None  # vLLM does not count them
+    engine = world.engine_of(policy)
     front = None if world.front == NO_DELAY else world.front
-    kinds = []
-    for kind in world.kinds:
-        book = ledger.of_kind() if several else ledger
-        flags = kind.flags or policy
-        kinds.append(ServedKind(kind.engine_of(flags), flags, kind.workers, book, front))
-    engine = kinds[0].engine
     reuse = _reuse(trace, world)
+    routing = world.routing
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
-    in_line = several or (world.concurrency and world.size > 1)
-    routing = world.routing or (Routing.of_front(RoundRobinRouter()) if in_line else None)
+    if routing is None and world.concurrency and world.workers > 1:
+        routing = Routing.of_front(RoundRobinRouter())
     if routing is None:
-        drain = world.drain
-        refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=drain)
-        usual = kinds[0].usual_front
-        served = usual.seen(ledger.served())
-        counts = counters(ledger, len(refusals), engine.capacity_tokens)
-        return SimResult(served, counts, refusals, front_s=usual.first_s)
-    routed = RoutedRun(requests, kinds, ledger, reuse, routing)
-    refusals = routed.serve(drain=world.drain)
-    if several:
-        for one in kinds:
-            ledger.add(one.ledger, engine.capacity_tokens / one.engine.capacity_tokens)
-    # as clients see the requests, each behind the front of the kind that served it
-    kind_of = np.array(routed.kind_of)
-    fronts = [kind.usual_front for kind in kinds]
-    served = ledger.served()
-    first_s = np.array([front.first_s for front in fronts])[kind_of]
-    served = replace(
-        served,
-        first_token_s=served.first_token_s + first_s,
-        finish_s=served.finish_s + np.array([front.last_s for front in fronts])[kind_of],
-    )
+        refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=world.drain)
+    else:
+        routed = RoutedRun(requests, policy, engine, ledger, reuse, routing, front)
+        refusals = routed.serve(drain=world.drain)
+    usual = front or engine.front(ledger.row_steps / max(ledger.decoding_steps, 1))
     counts = counters(ledger, len(refusals), engine.capacity_tokens)
-    parts = _parts(served, kinds, kind_of) if several else []
-    return SimResult(served, counts, refusals, parts, front_s=float(first_s.mean()))
-
-
-def _parts(
-    served: Served, kinds: Sequence[ServedKind], kind_of: NDArray[np.int64]
-) -> list[SimResult]:
-    """The result of each kind: the requests that it served, and its own counters."""
-    results = []
-    first = 0
-    for number, kind in enumerate(kinds):
-        chosen = kind_of == number
-        book = kind.ledger
-        part = Served(**{f.name: getattr(served, f.name)[chosen] for f in fields(Served)})
-        last = first + kind.count
-        book.outcomes = list(compress(book.outcomes, chosen))
-        book.token_gaps = None
-        book.busy_s = book.busy_s[first:last]
-        book.completed_s = book.completed_s[first:last]
-        results.append(SimResult(part, counters(book, 0, kind.engine.capacity_tokens)))
-        first = last
-    return results
+    return SimResult(usual.seen(ledger.served()), counts, refusals, front_s=usual.first_s)
 
 
 def _run(
@@ -236,22 +190,15 @@ def _run(
     clients = None
     if arrivals.follow:
         clients = Clients(arrivals, requests, ledger.outcomes, world.front.last_s)
-    workers = [*virtual_workers(policy, world, ledger, requests)]
-    books = [ledger.of_kind() for _ in world.others]
-    for kind, book in zip(world.others, books, strict=True):
-        workers += virtual_workers(policy, kind, book, requests, first=len(workers))
-    refusals = run(scheduler, requests, workers, drain=world.drain, clients=clients)
-    for kind, book in zip(world.others, books, strict=True):
-        ledger.add(book, world.memory.usable_tokens / kind.memory.usable_tokens)
-    return refusals
+    workers = virtual_workers(policy, world, ledger, requests)
+    return run(scheduler, requests, workers, drain=world.drain, clients=clients)
 
 
 def virtual_workers(
-    policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request], *, first: int = 0
+    policy: Policy, world: World, ledger: Ledger, requests: Sequence[Request]
 ) -> Sequence[VirtualWorker]:
-    """The workers that run what `policy` decides, numbered from `first`. They write what happens to
-    `requests` into `ledger`. Of a fleet, these are the workers of the first kind, since each kind
-    has a ledger of its own (`Ledger.of_kind`).
+    """The workers that run what `policy` decides, numbered from 0. They write what happens to
+    `requests` into `ledger`.
     """
     latency = world.latency
     valid = world.valid
@@ -267,8 +214,8 @@ def virtual_workers(
             world.joining,
             world.memory.usable_tokens,
         )
-        kind = RoundWorker if world.joining is None else SlabWorker
-        return [kind(first + k, ledger, setup) for k in range(world.workers)]
+        made = RoundWorker if world.joining is None else SlabWorker
+        return [made(index, ledger, setup) for index in range(world.workers)]
     # at a fixed concurrency, requests arrive between batches
     arrivals_s = [] if world.concurrency else [request.arrival_s for request in requests]
     intake = Intake(arrivals_s, world.arrival_cost_s)

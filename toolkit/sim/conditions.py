@@ -12,7 +12,7 @@ from statistics import fmean, geometric_mean
 
 from toolkit.estimators.laws import WithOverhead
 from toolkit.sim.worker import NO_DELAY, FrontDelay
-from toolkit.sim.world import World, fleet
+from toolkit.sim.world import World
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,15 +56,11 @@ def mean_conditions(several: Sequence[ServerConditions]) -> ServerConditions:
 
 
 def in_conditions(world: World, conditions: ServerConditions) -> World:
-    """The same workers, of all kinds, under such conditions; their scheduler believes the fit."""
+    """The same workers under such conditions; their scheduler believes the fit. Static batches and
+    rounds are slower by the same factor.
+    """
     if conditions == AS_FITTED:
         return world
-    slowed = fleet([_slowed(kind, conditions) for kind in world.kinds])
-    return replace(slowed, finished=conditions.finished)
-
-
-def _slowed(world: World, conditions: ServerConditions) -> World:
-    """One kind of workers. Static batches and rounds are slower by the same factor."""
     front = world.front
     paged = world.paged
     rounds = world.rounds
@@ -84,4 +80,5 @@ def _slowed(world: World, conditions: ServerConditions) -> World:
         front=front,
         arrival_cost_s=conditions.arrival_cost_s,
         paged=paged,
+        finished=conditions.finished,
     )

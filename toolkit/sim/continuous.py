@@ -37,7 +37,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class RoundSetup:
-    """The arguments that all `RoundWorker`s of a kind share."""
+    """The arguments that all `RoundWorker`s share."""
 
     latency: LatencyLaw
     runs_out: RunsOut | None = None  # with new rows in a round; None: never

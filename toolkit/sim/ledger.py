@@ -13,7 +13,7 @@ import statistics
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -165,28 +165,6 @@ class Ledger:
         self.busy_s = [0.0] * self.workers
         self.completed_s = [0.0] * self.workers
 
-    def of_kind(self) -> Ledger:
-        """A ledger for the workers of another kind, which shares the lists of the requests.
-
-        Its counters start at zero, since its tokens are a share of another memory.
-        """
-        other = Ledger([], [], 0, token_gaps=self.token_gaps)
-        for name in SHARED:
-            setattr(other, name, getattr(self, name))
-        other.knows_lost = self.knows_lost
-        return other
-
-    def add(self, other: Ledger, usable_ratio: float) -> None:
-        """Add the counters of `other`. A worker's memory here is `usable_ratio` times the memory of
-        a worker there.
-        """
-        for name in COUNTED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in TOKENS:
-            setattr(self, name, getattr(self, name) + getattr(other, name) * usable_ratio)
-        self.peak_tokens = max(self.peak_tokens, other.peak_tokens * usable_ratio)
-        self.peak_host_tokens = max(self.peak_host_tokens, other.peak_host_tokens)
-
     def served(self) -> Served:
         """The requests as arrays for `toolkit.metrics`."""
         outcomes = self.outcomes
@@ -198,16 +176,6 @@ class Ledger:
             max_gap_s=np.array([outcome.max_gap_s for outcome in outcomes]),
             ok=np.array([outcome.ok for outcome in outcomes], dtype=bool),
         )
-
-
-SHARED = ("arrival_s", "output_tokens", "outcomes", "busy_s", "completed_s")
-PEAKS = ("peak_tokens", "peak_host_tokens")
-TOKENS = ("memory_token_steps", "future_token_attempts")  # sums of tokens
-COUNTED = [
-    f.name
-    for f in fields(Ledger)
-    if type(f.default) in (int, float) and f.name not in PEAKS + TOKENS
-]
 
 
 def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Several paged engines behind one router, on one clock; of one kind, or of several (`ServedKind`).
+"""Several equal paged engines behind one router, on one clock.
 
 The router is the one that serves: `Balancer` of `toolkit.routing`, with what it can know. It learns
 of a first token and of an end when a client would, and each replica's own figures come to it every
@@ -32,7 +32,6 @@ from toolkit.routing.types import (
     ReplicaReport,
     ReplicaTraits,
     RoutedRequest,
-    weighed,
 )
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
@@ -108,88 +107,54 @@ class Routing:
         return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS, limits=limits)
 
 
-@dataclass(frozen=True, slots=True)
-class ServedKind:
-    """Replicas that are alike: `count` of them, with this engine, these flags of its scheduler, and
-    a ledger of their own. `front` is what clients wait beyond the passes; None: as the engine says.
-    """
-
-    engine: PagedEngine
-    flags: VllmPolicy
-    count: int
-    ledger: Ledger
-    front: FrontDelay | None = None
-
-    def seen_after(self, rows: float) -> FrontDelay:
-        """What a client waits beyond passes of so many rows."""
-        return self.front or self.engine.front(rows)
-
-    @property
-    def usual_front(self) -> FrontDelay:
-        """The same for the mean number of rows in the ledger."""
-        return self.seen_after(self.ledger.row_steps / max(self.ledger.decoding_steps, 1))
-
-
-def traits_of_kinds(kinds: Sequence[ServedKind]) -> list[ReplicaTraits]:
-    """What a router knows of the replicas of each kind."""
-    return weighed(
-        [
-            ReplicaTraits(
-                kind.engine.capacity_tokens,
-                kind.flags.max_num_batched_tokens,
-                kind.flags.max_num_seqs,
-                PassTimes(kind.engine.believed or kind.engine.steps),
-                str(number) if len(kinds) > 1 else "",
-            )
-            for number, kind in enumerate(kinds)
-        ]
-    )
-
-
 class RoutedRun:
-    """One simulation: requests are served on the replicas of all kinds, behind a router.
+    """One simulation: requests are served on as many replicas of an engine as `ledger` has workers,
+    behind a router.
 
-    `ledger` has the requests; the kinds' ledgers share its lists, or are it. `kind_of` is the
-    number of the kind that served each request last; -1: none did.
+    `flags` are those of each replica's scheduler. `front` is what clients wait beyond the passes;
+    None: as the engine says.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
-        kinds: Sequence[ServedKind],
+        flags: VllmPolicy,
+        engine: PagedEngine,
         ledger: Ledger,
         reuse: Reuse,
         routing: Routing,
+        front: FrontDelay | None = None,
     ) -> None:
         self._requests = requests
+        self._flags = flags
+        self._engine = engine
         self._ledger = ledger
-        self._kinds = kinds
         self._reuse = reuse
-        shares = bool(reuse)
-        # the kind of each replica
-        self._numbers = [number for number, kind in enumerate(kinds) for _ in range(kind.count)]
-        self.kind_of = [-1] * len(requests)
-        self._shares = [shares and kind.flags.prefix_caching for kind in kinds]
+        self._front = front
+        self._shares = bool(reuse) and flags.prefix_caching
         self._replicas = [
-            PagedRun(index, kind.engine, kind.flags, kind.ledger, shares=shares, tells=True)
-            for index, kind in enumerate(kinds[number] for number in self._numbers)
+            PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=True)
+            for index in range(ledger.workers)
         ]
         self._leaves: list[Node] = []
         self._watched: list[bool] = []
-        if any(self._shares):
-            # of unlike engines the longest: the others then find at most a block less
-            lookahead = max(kind.engine.hash_lookahead for kind in kinds)
+        if self._shares:
             self._leaves, self._watched = reuse.contents(
-                range(len(requests)), requests, ledger.output_tokens, lookahead
+                range(len(requests)), requests, ledger.output_tokens, engine.hash_lookahead
             )
         self._copies: list[dict[Node, Node]] = [{} for _ in self._replicas]
-        size = reuse.shared.block_tokens if reuse.shared else kinds[0].engine.block_tokens
+        size = reuse.shared.block_tokens if reuse.shared else engine.block_tokens
         self._merged = max(routing.block_tokens // size, 1)  # blocks that the router sees as one
         self._router_block_tokens = self._merged * size
-        traits = traits_of_kinds(kinds)
+        traits = ReplicaTraits(
+            engine.capacity_tokens,
+            flags.max_num_batched_tokens,
+            flags.max_num_seqs,
+            PassTimes(engine.believed or engine.steps),
+        )
         self._balancer = Balancer(
             routing.router,
-            [traits[number] for number in self._numbers],
+            [traits] * ledger.workers,
             block_tokens=self._router_block_tokens,
             seed=routing.seed,
             limits=routing.limits,
@@ -197,7 +162,7 @@ class RoutedRun:
         self._report_s = routing.report_s if routing.router.reads_reports else math.inf
         self._arrivals = reuse.arrivals(range(len(requests)), ledger.arrival_s)
         self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
-        # (time, kind, number or replica, what else); an entry of WORK is stale if its replica is
+        # (time, event, number or replica, what else); an entry of WORK is stale if its replica is
         # to work at another time
         self._events: list[tuple[float, int, int, int]] = []
         self._outages = routing.outages
@@ -215,8 +180,7 @@ class RoutedRun:
         ledger = self._ledger
         events = self._events
         replicas = self._replicas
-        for book in (ledger, *(kind.ledger for kind in self._kinds)):
-            book.shares = bool(self._reuse)
+        ledger.shares = bool(self._reuse)
         for outage in self._outages:
             events.append((outage.from_s, CHANGE, outage.replica, 1 if outage.drain else 0))
             if outage.to_s < math.inf:
@@ -253,16 +217,14 @@ class RoutedRun:
             elif kind == ARRIVE:
                 request = self._requests[subject]
                 output = ledger.output_tokens[subject]
-                # each kind must be able to serve all, as servers of one context are
-                reasons = (refusal(request, output, k.flags, k.engine) for k in self._kinds)
-                refused = next(filter(None, reasons), None)
+                refused = refusal(request, output, self._flags, self._engine)
                 if refused is None and not any(r.is_up for r in self._balancer.replicas):
                     refused = Refusal(request.request_id, "no replica was up when it came")
                 if refused is None:
                     refused = self._route(subject, now_s)
                 if refused is not None:
                     refusals.append(refused)
-                    arrivals.ended([subject], now_s, self._kinds[0].seen_after(0).last_s)
+                    arrivals.ended([subject], now_s, self._seen_after(0).last_s)
             elif generated < 0:
                 self._balancer.first_token(self._requests[subject].request_id, now_s)
             else:
@@ -332,8 +294,7 @@ class RoutedRun:
         if moved:
             self._ledger.moved += 1
             self._ledger.recomputed_tokens += prompt
-        kind = self.kind_of[number] = self._numbers[index]
-        shares = self._shares[kind]
+        shares = self._shares
         row = PagedRequest(
             number,
             prompt,
@@ -354,21 +315,24 @@ class RoutedRun:
     def _take(self, replica: PagedRun, index: int) -> None:
         """Schedule what a replica does next, and what the router learns of what it did."""
         events = self._events
-        kind = self._kinds[self._numbers[index]]
         if replica.next_s < math.inf:
             heappush(events, (replica.next_s, WORK, index, 0))
         for first_s, number in replica.first_tokens:
-            heappush(events, (first_s + kind.seen_after(0).first_s, LEARN, number, -1))
+            heappush(events, (first_s + self._seen_after(0).first_s, LEARN, number, -1))
         for end_s, number, rows in replica.ends:
-            front = kind.seen_after(rows)
+            front = self._seen_after(rows)
             output = self._ledger.output_tokens[number]
             heappush(events, (end_s + front.last_s, LEARN, number, output))
         if replica.ends:
             end_s, _, rows = replica.ends[0]  # they ended with one pass
             numbers = [number for _, number, _ in replica.ends]
-            self._arrivals.ended(numbers, end_s, kind.seen_after(rows).last_s)
+            self._arrivals.ended(numbers, end_s, self._seen_after(rows).last_s)
         replica.first_tokens.clear()
         replica.ends.clear()
+
+    def _seen_after(self, rows: int) -> FrontDelay:
+        """What a client waits beyond passes of this many rows."""
+        return self._front or self._engine.front(rows)
 
     def _routed(self, number: int, request: Request) -> RoutedRequest:
         """The request as the router sees it: the hashes of its full blocks, and its session.

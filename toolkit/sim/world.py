@@ -3,7 +3,7 @@
 The parts, in this order:
 
 - `Validity`: where the laws were measured; workers count the extrapolated batches outside;
-- `World`, `world_from_fit` and `world_of`: a world, made from a fit or the workers of a plan;
+- `World`, `world_from_fit` and `world_of`: a world, made from a fit, or from a recipe with its fit;
 - `WorldSettings`, `assign_settings` and `make_world`: the worlds that a command may simulate, a
   fit's or the token-step world, with the settings that the command gives;
 - `policy_for`: the policy that runs in such a world.
@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit, Range
-from toolkit.files.plan import Kind
-from toolkit.files.recipe import AcceptanceSpec, ServeSpec
+from toolkit.files.recipe import AcceptanceSpec, Recipe, ServeSpec
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
-from toolkit.sched.policies import BUILT_IN, make_any
+from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, choice, declared, parameter, validate
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
@@ -88,11 +86,7 @@ class RoundLaws:
 
 @dataclass(slots=True, frozen=True)
 class World:
-    """What is simulated besides the policy.
-
-    A fleet has `others`: further kinds of workers behind the same scheduler. Each is a world, of
-    which only what concerns its workers counts. Its workers are numbered after these, kind by kind.
-    """
+    """What is simulated besides the policy."""
 
     latency: LatencyLaw
     memory: MemoryLaw
@@ -128,10 +122,6 @@ class World:
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
-    # Of a fleet's further kind of such engines: its scheduler's, and its recipe's name; None: the
-    # flags of the simulated policy.
-    flags: VllmPolicy | None = None
-    name: str = ""
     # A session's turn arrives when the turn before has ended and its client has thought about it;
     # False: when the trace says so.
     closed_loop: bool = True
@@ -139,17 +129,6 @@ class World:
     # a closed loop of sessions, says so. The first ones start spread over `ramp_s`.
     concurrency: int = 0
     ramp_s: float = 0.0
-    others: tuple[World, ...] = ()
-
-    @property
-    def kinds(self) -> tuple[World, ...]:
-        """This world and `others`."""
-        return (self, *self.others)
-
-    @property
-    def size(self) -> int:
-        """Workers of all kinds."""
-        return sum(kind.workers for kind in self.kinds)
 
     @property
     def refuses(self) -> bool:
@@ -168,13 +147,12 @@ class World:
                 f"{groups} groups of KV caches with windows or states",
                 f"policy '{VllmPolicy.name}' knows them",
             )
-        others = tuple(kind.under(policy) for kind in self.others)
         laws = self.rounds if policy.continuous else None
         if laws is None:
-            return replace(self, others=others)
+            return self
         front = self.front if laws.front == NO_DELAY else laws.front
         taken = replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed)
-        return replace(taken, front=front, rounds=None, others=others)
+        return replace(taken, front=front, rounds=None)
 
     def engine(self) -> PagedEngine:
         """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
@@ -192,39 +170,24 @@ class World:
         tokens = flags.num_speculative_tokens
         return self.engine().with_drafts(tokens, self.acceptance, self.seed)
 
-    def range_of(self, policy: str) -> Validity | PassRange | str | None:
-        """Where the laws that apply under the policy of this name were measured; for a fleet, the
-        ranges of all kinds in words.
-        """
-        ranges = [
-            kind.paged.valid if kind.paged and policy == VllmPolicy.name else kind.valid
-            for kind in self.kinds
-        ]
-        if not self.others:
-            return ranges[0]
-        return "; or ".join(dict.fromkeys(str(valid) for valid in ranges if valid)) or None
+    def range_of(self, policy: str) -> Validity | PassRange | None:
+        """Where the laws that apply under the policy of this name were measured."""
+        return self.paged.valid if self.paged and policy == VllmPolicy.name else self.valid
 
     def scheduled(self) -> list[Worker]:
-        """All workers as the scheduler knows them, numbered from 0."""
-        kinds = [kind for kind in self.kinds for _ in range(kind.workers)]
+        """The workers as the scheduler knows them, numbered from 0."""
         return [
             Worker(
                 index,
-                kind.believed or kind.latency,
-                kind.memory,
-                swap=kind.swap,
-                host_tokens=kind.host_tokens if kind.swap else 0,
-                joining=kind.joining,
-                slots=kind.slots,
+                self.believed or self.latency,
+                self.memory,
+                swap=self.swap,
+                host_tokens=self.host_tokens if self.swap else 0,
+                joining=self.joining,
+                slots=self.slots,
             )
-            for index, kind in enumerate(kinds)
+            for index in range(self.workers)
         ]
-
-
-def fleet(kinds: Sequence[World]) -> World:
-    """One world with the workers of all `kinds`; everything else is as in the first."""
-    first, *others = kinds
-    return replace(first, others=tuple(others))
 
 
 def world_from_fit(
@@ -286,84 +249,16 @@ def caches_of(fit: Fit) -> CacheSettings | None:
     )
 
 
-def world_of(kinds: Sequence[Kind], *, max_new_tokens: int, seed: int = 0) -> World:
-    """The world that the fits of all kinds of workers of a plan or a fleet describe together."""
-    worlds = [
-        world_from_fit(
-            kind.fit,
-            workers=kind.workers,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            flush_s=kind.recipe.engine.flush_s,
-        )
-        for kind in kinds
-    ]
-    worlds = [
-        replace(world, acceptance=kind.recipe.serve.acceptance)
-        for world, kind in zip(worlds, kinds, strict=True)
-    ]
-    return flagged(fleet(worlds), kinds)
-
-
-def flagged(world: World, kinds: Sequence[Kind], given: Mapping[str, Value] | None = None) -> World:
-    """The world of a fleet's `kinds`; servers after the first have the flags of their recipes, and
-    `given` ones (`settings_of_kinds`).
-    """
-    if not world.others or not traits_of(kinds[0].recipe.engine.name).server:
-        return world
-    settings = settings_of_kinds(given or {}, kinds)
-    flags = [flags_of(kind, own) for kind, own in zip(kinds, settings, strict=True)]
-    others = zip(world.others, flags[1:], kinds[1:], strict=True)
-    named = (replace(other, flags=own, name=kind.recipe.name) for other, own, kind in others)
-    return replace(world, others=tuple(named))
-
-
-def reflagged(world: World, flags: Mapping[str, Mapping[str, Value]]) -> World:
-    """The world of a fleet of servers with other flags of kinds after the first, by their names; a
-    kind that is not named keeps its own, and a name of no kind is ignored. Where one flag bounds
-    another, it is moved to the nearest allowed value.
-    """
-    others = [
-        replace(other, flags=VllmPolicy(**VllmPolicy.within(flags[other.name])))  # type: ignore[arg-type]
-        if other.name in flags
-        else other
-        for other in world.others
-    ]
-    return replace(world, others=tuple(others))
-
-
-def settings_of_kinds(given: Mapping[str, Value], kinds: Sequence[Kind]) -> list[dict[str, Value]]:
-    """The given parameters of each kind. Of a fleet's servers, `flag` is of all kinds, and
-    `kind.flag` of the kind with this recipe; keys of no kind are left as they are, in all. Kinds of
-    workers have one scheduler, and so the same parameters.
-    """
-    names = [kind.recipe.name for kind in kinds]
-    if not traits_of(kinds[0].recipe.engine.name).server:
-        return [dict(given) for _ in names]
-    common: dict[str, Value] = {}
-    own: dict[str, dict[str, Value]] = {name: {} for name in names}
-    for key, value in given.items():
-        name, _, flag = key.rpartition(".")
-        if name in own:
-            own[name][flag] = value
-        else:
-            common[key] = value
-    return [common | own[name] for name in names]
-
-
-def flags_of(kind: Kind, given: Mapping[str, Value]) -> VllmPolicy:
-    """The flags of a kind of servers: its recipe's, with `given` ones in their place. `InputError`
-    if its recipe has another policy than `vllm`.
-    """
-    policy = kind.recipe.policy
-    flags = make_any(policy.name, policy.parameters | dict(given))
-    if not isinstance(flags, VllmPolicy):
-        raise InputError(
-            f"recipe '{kind.recipe.name}': policy '{policy.name}': in a fleet of servers each runs "
-            f"its own scheduler, '{VllmPolicy.name}'",
-            f"set policy.name to {VllmPolicy.name}, with its flags as parameters",
-        )
-    return flags
+def world_of(recipe: Recipe, fit: Fit, workers: int) -> World:
+    """The world of `workers` workers of a recipe by the laws of its fit."""
+    world = world_from_fit(
+        fit,
+        workers=workers,
+        max_new_tokens=recipe.serve.max_new_tokens,
+        seed=recipe.tune.seed,
+        flush_s=recipe.engine.flush_s,
+    )
+    return replace(world, acceptance=recipe.serve.acceptance)
 
 
 # `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and
@@ -442,39 +337,28 @@ class WorldSettings:
 
 
 def assign_settings(
-    policies: Sequence[str], given: Mapping[str, Value], kinds: Sequence[str] = ()
+    policies: Sequence[str], given: Mapping[str, Value]
 ) -> tuple[dict[str, Value], dict[str, dict[str, Value]]]:
     """Split `given` into the settings of the world and the parameters of each policy.
 
     `policy.key` belongs to that policy, `router.key` to the world's router; `key` to the world, or
-    to every policy that has it. `kind.flag` stays so, for `settings_of_kinds`, where `kinds` of
-    servers are simulated. `InputError` for a key that none has.
+    to every policy that has it. `InputError` for a key that none has.
     """
     # `make_any` refuses an unknown policy.
     known = {name: declared(type(make_any(name, {}))).keys() for name in policies}
     own = {f.name for f in fields(WorldSettings)}
     of_world: dict[str, Value] = {}
     of_policy: dict[str, dict[str, Value]] = {name: {} for name in policies}
-    built_in = [policy for policy in policies if policy in BUILT_IN]
     for key, value in given.items():
         name, dot, parameter = key.partition(".")
-        kind = key.rpartition(".")[0]
-        if kind in kinds and built_in:
-            for policy in built_in:
-                of_policy[policy][key] = value
-        elif name in ROUTERS and given.get("replica_router") != name:
+        if name in ROUTERS and given.get("replica_router") != name:
             raise InputError(
                 f"--set {key}: replica_router is not '{name}'", f"add --set replica_router={name}"
             )
-        elif name in ROUTERS or key in own:
+        if name in ROUTERS or key in own:
             of_world[key] = value
         elif dot and name in known:
             of_policy[name][parameter or key] = value
-        elif dot and kinds:
-            raise InputError(
-                f"--set {key}: '{kind}' is neither a policy that runs nor a kind of the fleet",
-                nearest(kind, [*known, *kinds]),
-            )
         elif dot:
             raise InputError(
                 f"--set {key}: policy '{name}' is not among those that run", nearest(name, known)
@@ -499,26 +383,12 @@ def make_world(
     workers: int = 0,
     max_new_tokens: int = 0,
     seed: int = 0,
-    others: Sequence[Kind] = (),
 ) -> World:
     """The world of a fit, or without one the token-step world; `given` are `WorldSettings`.
 
     `workers` 0: as many as were profiled, or 1. `max_new_tokens` 0: the default of recipes, or
-    Table 1's 4,096. `others` are a fleet's kinds of workers besides those of `fit`. `InputError`
-    for a setting that is not possible.
+    Table 1's 4,096. `InputError` for a setting that is not possible.
     """
-    if others:
-        if given.get("capacity_tokens"):
-            raise InputError(
-                "capacity_tokens is one number, and the fleet's kinds of workers have memories of "
-                "their own",
-                "leave it out, or simulate each kind with its own fit",
-            )
-        kinds = [(fit, workers), *((kind.fit, kind.workers) for kind in others)]
-        limit = max_new_tokens
-        return fleet(
-            [make_world(f, given, workers=n, max_new_tokens=limit, seed=seed) for f, n in kinds]
-        )
     given = dict(given)
     of_router = {key.partition(".")[2]: given.pop(key) for key in list(given) if "." in key}
     if fit is None:

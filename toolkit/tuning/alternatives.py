@@ -44,17 +44,14 @@ class WorkerCounts:
         return self.rows[key].feasible
 
 
-def sizing_row(
-    evaluate: Evaluate, settings: str, task: Task, counts: Sequence[int] = ()
-) -> SizingRow:
-    """How named settings do on the task's workers; `counts`: of each kind of a fleet."""
+def sizing_row(evaluate: Evaluate, settings: str, task: Task) -> SizingRow:
+    """How named settings do on the task's workers."""
     [done] = evaluate([task])
     usage = done.usage(task.setup.limits)
     binding = max(usage, key=lambda key: usage[key])
     return SizingRow(
         settings=settings,
-        workers=task.setup.world.size,
-        counts=list(counts),
+        workers=task.setup.world.workers,
         feasible=done.feasible(task.setup.limits),
         goodput_rps=done.goodput_rps,
         attainment_percent=done.outcome.metrics.get(ATTAINMENT, 0.0),
@@ -141,7 +138,7 @@ def alternatives(
     best = max(searched, key=lambda candidate: candidate.rank(limits))
     better = best.goodput_rps > NOTABLE_GAIN * chosen.goodput_rps
     better = better or (best.feasible(limits) and not feasible)
-    not_served = refusal(best.outcome.policy, [engine]) is not None
+    not_served = refusal(best.outcome.policy, engine) is not None
     return Alternatives(
         best_of_all=best.outcome.policy if not_served and better else None, workers=workers
     )

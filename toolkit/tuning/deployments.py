@@ -252,7 +252,7 @@ def _unrouted(recipe: Recipe) -> Recipe:
 def _policies(recipe: Recipe, fit: Fit, named: Sequence[str]) -> list[str]:
     engine = recipe.engine.name
     if ALL in named:
-        return [name for name in usual_policies(fit) if refusal(name, [engine]) is None]
+        return [name for name in usual_policies(fit) if refusal(name, engine) is None]
     for name in named:
         refuse_unservable(make_any(name, {}), engine)
     return list(named)

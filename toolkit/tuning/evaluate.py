@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import (
     BEHIND,
@@ -45,7 +44,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.replicas import Routing
-from toolkit.sim.world import World, reflagged, world_of
+from toolkit.sim.world import World, world_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import cut
 
@@ -63,23 +62,17 @@ SCREEN_REQUESTS = 10  # of each part, at least
 TINY_S = 1e-9  # a window ends before its end
 
 
-def make_world(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> World:
-    """The simulated machine of a recipe; `others` are a fleet's further kinds of workers."""
-    kinds = all_kinds(recipe, fit, others)
-    world = world_of(kinds, max_new_tokens=recipe.serve.max_new_tokens, seed=recipe.tune.seed)
+def make_world(recipe: Recipe, fit: Fit) -> World:
+    """The simulated machine of a recipe."""
+    world = world_of(recipe, fit, recipe.workers)
     world = replace(world, concurrency=recipe.tune.concurrency or 0)
-    router = router_of(recipe, workers=world.size)
+    router = router_of(recipe)
     if router is None:
         return world
     targets = recipe.serve.admission == "targets" and recipe.tune.max_refused_percent is not None
     limits = LatencyLimits.of(recipe.sla) if targets else UNLIMITED
     chosen = make_router(router.name, router.parameters)
     return replace(world, routing=Routing.of_front(chosen, limits))
-
-
-def all_kinds(recipe: Recipe, fit: Fit, others: Sequence[Kind]) -> list[Kind]:
-    """The recipe's own workers, then a fleet's further kinds."""
-    return [Kind(recipe=recipe, fit=fit, workers=recipe.workers), *others]
 
 
 @dataclass(slots=True, frozen=True)
@@ -200,7 +193,6 @@ class Task:
     `router` is before several replicas of a server; None: as the setup's world says. A task that
     `stops_above` a share ends once it uses more than that of a limit, whatever the other windows
     give (`hopeless`); None: it never ends early.
-    `kind_parameters`: see `Outcome`; kinds without any have those of the setup's world.
     """
 
     setup: EvaluationSetup
@@ -208,18 +200,11 @@ class Task:
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     router: RouterSpec | None = None
     stops_above: float | None = None
-    kind_parameters: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, setup: EvaluationSetup, outcome: Outcome) -> Task:
         """The settings of an outcome on another setup."""
-        return cls(
-            setup,
-            outcome.policy,
-            outcome.parameters,
-            outcome.replica_router,
-            kind_parameters=outcome.kind_parameters,
-        )
+        return cls(setup, outcome.policy, outcome.parameters, outcome.replica_router)
 
     @property
     def key(self) -> str:
@@ -232,7 +217,7 @@ class Task:
 
     def simulate(self, window: int) -> SimulatedWindow:
         """Simulate one window of the setup."""
-        world = self._world
+        world = self.setup.world
         if self.router is not None:
             router = make_router(self.router.name, self.router.parameters)
             routing = world.routing or Routing.of_front(router)
@@ -304,9 +289,6 @@ class Task:
             parameters=parameters(self._candidate()),
             metrics=metrics,
             replica_router=self.router,
-            kind_parameters={
-                kind.name: parameters(kind.flags) for kind in self._world.others if kind.flags
-            },
         )
         stopped = len(results) if len(results) < len(self.setup.windows) else None
         return Evaluation(outcome, sla_ratios(served, sla), stopped_after=stopped)
@@ -323,10 +305,6 @@ class Task:
     def requests(self, evaluation: Evaluation) -> int:
         """How many requests were simulated for this evaluation of the task."""
         return sum(map(len, self.setup.windows[: evaluation.stopped_after]))
-
-    @property
-    def _world(self) -> World:
-        return reflagged(self.setup.world, self.kind_parameters)
 
     def _candidate(self) -> AnyPolicy:
         """The policy. Parameters are drawn independently; where one bounds another, it is moved to

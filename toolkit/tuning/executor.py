@@ -363,9 +363,7 @@ class JournalFile:
 
 def _key(task: Task, *, early: bool = False) -> str:
     router = task.router and task.router.model_dump()
-    kinds = {name: dict(flags) for name, flags in task.kind_parameters.items()}
     settings = [task.policy, dict(task.parameters), *([router] if router else [])]
-    settings += [kinds] if kinds else []
     label = f"{task.setup.label}, may end early" if early else task.setup.label
     return json.dumps([label, *settings], sort_keys=True)
 

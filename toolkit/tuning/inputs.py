@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Kind
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.routing.routers import router_of
@@ -17,15 +16,9 @@ from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.sim.api import usual_policies
 from toolkit.sim.world import World
 from toolkit.traces.windows import TraceWindow
-from toolkit.tuning.evaluate import (
-    CandidateLimits,
-    EvaluationSetup,
-    Task,
-    all_kinds,
-    make_world,
-)
+from toolkit.tuning.evaluate import CandidateLimits, EvaluationSetup, Task, make_world
 from toolkit.tuning.search import SearchSettings
-from toolkit.tuning.spaces import make_spaces, over_drafts, router_spaces, with_kinds
+from toolkit.tuning.spaces import make_spaces, over_drafts, router_spaces
 from toolkit.tuning.workload import Workload, whole_setup
 
 
@@ -37,22 +30,16 @@ class Inputs:
     fit: Fit
     workload: Workload
     profile: Profile | None = None  # that the fit was made from, for resampling it
-    others: tuple[Kind, ...] = ()  # of a fleet: its further kinds of workers
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """The workers of the recipe, and a fleet's further kinds."""
-        return all_kinds(self.recipe, self.fit, self.others)
 
     @property
     def settings(self) -> SearchSettings:
         """See `settings_of`."""
-        return settings_of(self.recipe, self.fit, self.others)
+        return settings_of(self.recipe, self.fit)
 
     @property
     def world(self) -> World:
         """The recipe's machine."""
-        return make_world(self.recipe, self.fit, self.others)
+        return make_world(self.recipe, self.fit)
 
     def setup(self, label: str, windows: Sequence[TraceWindow]) -> EvaluationSetup:
         """The recipe's machine, targets and limits on `windows`."""
@@ -70,10 +57,7 @@ class Inputs:
         return replace(task, setup=self.whole(task.policy))
 
     def _label(self, label: str) -> str:
-        label += f", {self.world.size} workers"
-        if self.others:
-            label += "".join(f", {kind.workers} of {kind.recipe.name}" for kind in self.kinds)
-        return label
+        return f"{label}, {self.recipe.workers} workers"
 
 
 def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
@@ -85,30 +69,30 @@ def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
     }
 
 
-def settings_of(recipe: Recipe, fit: Fit, others: Sequence[Kind] = ()) -> SearchSettings:
-    """The recipe's settings of the search; `others` are a fleet's further kinds of workers.
+def settings_of(recipe: Recipe, fit: Fit) -> SearchSettings:
+    """The recipe's settings of the search.
 
     "All" policies are those that the laws of `fit` can simulate. Raises `InputError` for wrong
     settings.
     """
     spec = recipe.tune
-    workers = recipe.workers + sum(kind.workers for kind in others)
+    workers = recipe.workers
     ranges = {**ranges_of_release(fit), **spec.space}
     spaces = make_spaces(recipe.policy, spec.policies, ranges, workers, usual_policies(fit))
-    if fit.steps is not None and not others:
+    if fit.steps is not None:
         numbers = [steps.draft_tokens for steps in (fit.steps, *fit.drafts)]
         spaces = [over_drafts(space, numbers) for space in spaces]
-    if router_of(recipe, workers=workers) is not None:
+    if router_of(recipe) is not None:
         if spaces[0].policy not in BUILT_IN:  # each replica has a scheduler of its own
             raise InputError(
                 f"policy '{spaces[0].policy}' on {workers} replicas: only the policies of a "
                 f"server's own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
                 "set policy.name to one of them, or workers to 1",
             )
-        spaces = router_spaces(with_kinds(spaces[0], others, workers), recipe, workers)
-    engines = [recipe.engine.name, *(kind.recipe.engine.name for kind in others)]
-    served = frozenset(space.key for space in spaces if refusal(space.policy, engines) is None)
-    # Policies that the engines can serve come first, in case there are few trials.
+        spaces = router_spaces(spaces[0], recipe)
+    engine = recipe.engine.name
+    served = frozenset(space.key for space in spaces if refusal(space.policy, engine) is None)
+    # Policies that the engine can serve come first, in case there are few trials.
     own, *rest = spaces
     rest.sort(key=lambda space: space.key not in served)
     return SearchSettings([own, *rest], spec.trials, spec.seed, served)

@@ -61,7 +61,7 @@ def _rank(tuning: Tuning) -> tuple[bool, int, float, float, float]:
     then the highest rate at which known settings keep the limits, the goodput, the latency.
     """
     metrics = tuning.recommended.metrics
-    gpus = tuning.workers * (tuning.tensor_parallel_size or 1) if tuning.sizing else 0
+    gpus = tuning.workers * tuning.tensor_parallel_size if tuning.sizing else 0
     most_rps = tuning.capacity and tuning.capacity.most_rps
     latency_s = metrics.get("e2e_mean_s", 0.0)
     return tuning.keeps_limits, -gpus, most_rps or 0.0, metrics["goodput_rps"], -latency_s

@@ -34,12 +34,10 @@ from toolkit.tuning.executor import Evaluate, Runner, collect
 from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps
 
 BATCH = 8  # trials that are suggested at once, and can run in parallel
-ALIKE = 10  # trials: TPE draws so many at random, and all kinds of servers have the same flags
 IMPORTANCE_TRIALS = 10  # the least number of trials from which importance is computed
 HOPELESS = 4.0  # times the used share of a limit of the best trial, where none keeps all limits
 POLICY = "policy"
 LATENCY = "e2e_p95_s"  # beside goodput in the front, where no target binds
-Numbers = optuna.distributions.IntDistribution | optuna.distributions.FloatDistribution
 Progress = Callable[[float], None]  # called with the best goodput so far
 
 
@@ -47,15 +45,13 @@ Progress = Callable[[float], None]  # called with the best goodput so far
 class SearchSettings:
     """What to search and how. The first of `spaces` belongs to the recipe's own policy.
 
-    `served` are the keys of the spaces with a policy that the recipe's engine can run. In the first
-    `alike` trials every kind of a fleet's servers has the flags of the first kind.
+    `served` are the keys of the spaces with a policy that the recipe's engine can run.
     """
 
     spaces: Sequence[PolicySpace]
     trials: int
     seed: int
     served: frozenset[str]
-    alike: int = ALIKE
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,43 +93,6 @@ class Found:
         ]
 
 
-class _AlikeFirst(optuna.samplers.TPESampler):  # type: ignore[misc]  # optuna says no types of it
-    """TPE with a random start in which all kinds of a fleet's servers have the first kind's flags.
-
-    So the start varies as few parameters as for one kind, and its results count for each kind. Then
-    TPE suggests flags for each kind.
-
-    Args:
-        alike: so many trials at most have the same flags, as near as a kind's range allows.
-        twins: the names of flags of further kinds, each with the first kind's.
-    """
-
-    def __init__(self, seed: int, alike: int, twins: Mapping[str, str]) -> None:
-        super().__init__(seed=seed, constant_liar=True)
-        self._alike = alike
-        self._twins = twins
-
-    def sample_independent(
-        self,
-        study: optuna.Study,
-        trial: optuna.trial.FrozenTrial,
-        param_name: str,
-        param_distribution: optuna.distributions.BaseDistribution,
-    ) -> object:
-        """See `BaseSampler.sample_independent`."""
-        twin = self._twins.get(param_name)
-        among = param_distribution
-        if twin is not None and trial.number < self._alike:
-            value = trial.params[twin]
-            if isinstance(among, optuna.distributions.CategoricalDistribution):
-                if value in among.choices:
-                    return value
-            else:
-                assert isinstance(among, Numbers)
-                return min(max(value, among.low), among.high)
-        return super().sample_independent(study, trial, param_name, param_distribution)
-
-
 def search(
     setup: EvaluationSetup, runner: Runner, settings: SearchSettings, progress: Progress
 ) -> Found:
@@ -143,9 +102,7 @@ def search(
     suggestions of TPE. Trials may be screened (`_screened`) or stop early (`_stops_above`).
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    own = settings.spaces[0]
-    twins = {f"{own.policy}.{name}": f"{own.policy}.{first}" for name, first in own.twins.items()}
-    sampler = _AlikeFirst(settings.seed, settings.alike, twins)
+    sampler = optuna.samplers.TPESampler(seed=settings.seed, constant_liar=True)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     several = len(settings.spaces) > 1
     for space in settings.spaces:

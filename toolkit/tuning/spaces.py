@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import optuna
 
 from toolkit.errors import InputError, nearest
-from toolkit.files.plan import Kind
 from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
 from toolkit.files.tuning import Outcome, ParameterValue, searched_key
 from toolkit.routing.routers import ROUTERS, refuse_unknown_router, router_of
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Parameter, Value, declared, defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.world import flags_of
 from toolkit.tuning.evaluate import EvaluationSetup, Task
 
 T = TypeVar("T")
@@ -46,34 +44,22 @@ class PolicySpace:
     upper end of its range stands for 0.
 
     With a `router`, the policy runs on replicas behind it, and searched parameters of the router
-    have names like `router.parameter`. In a fleet of servers, `kinds` are the flags at the start of
-    each kind after the first; searched ones have names like `kind.flag`.
+    have names like `router.parameter`.
     """
 
     policy: str
     start: Mapping[str, Value]
     distributions: Distributions
     router: RouterSpec | None = None
-    kinds: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """See `Outcome.key`."""
         return searched_key(self.policy, self.router.name if self.router else None)
 
-    @property
-    def twins(self) -> dict[str, str]:
-        """The searched flags of further kinds, each with the first kind's of the same name."""
-        named = {key: key.rpartition(".") for key in self.distributions}
-        return {
-            key: flag
-            for key, (owner, _, flag) in named.items()
-            if owner in self.kinds and flag in self.distributions
-        }
-
     def first(self) -> dict[str, Value]:
         """The searched parameters at the start, as they would be drawn."""
-        whole = parameters(make_any(self.policy, self.start)) | self._of_others()
+        whole = parameters(make_any(self.policy, self.start)) | self._of_router()
         return {name: self._unbounded(name) or whole[name] for name in self.distributions}
 
     def task(self, setup: EvaluationSetup, values: Mapping[str, ParameterValue]) -> Task:
@@ -87,14 +73,13 @@ class PolicySpace:
         if router is not None:
             changed = {"parameters": router.parameters | by_owner[router.name]}
             router = router.model_copy(update=changed)
-        kinds = {name: {**start, **by_owner[name]} for name, start in self.kinds.items()}
-        return Task(setup, self.policy, own, router, kind_parameters=kinds)
+        return Task(setup, self.policy, own, router)
 
     def values(self, outcome: Outcome) -> dict[str, ParameterValue]:
         """All parameters of an outcome of this space, by the names that `task` takes."""
         router = outcome.replica_router
         named = _named(router.name, router.parameters) if router else {}
-        return {**outcome.every_parameter, **named}
+        return {**outcome.parameters, **named}
 
     def in_turn(self) -> PolicySpace:
         """The space of the same policy on the same replicas, behind the round-robin router."""
@@ -105,13 +90,6 @@ class PolicySpace:
     def _of_router(self) -> dict[str, Value]:
         return _named(self.router.name, self.router.parameters) if self.router else {}
 
-    def _of_others(self) -> dict[str, Value]:
-        """The parameters of the router and of further kinds at the start, by their names here."""
-        found = self._of_router()
-        for kind, flags in self.kinds.items():
-            found |= _named(kind, flags)
-        return found
-
     def value_of(self, name: str, drawn: Value) -> Value:
         """The value of a searched parameter that was drawn as `drawn`."""
         return 0 if drawn == self._unbounded(name) else drawn
@@ -121,12 +99,12 @@ class PolicySpace:
         among = self.distributions[name]
         if not isinstance(among, optuna.distributions.IntDistribution) or not among.log:
             return 0
-        known = defaults(KNOWN[self.policy]) | dict(self.start) | self._of_others()
+        known = defaults(KNOWN[self.policy]) | dict(self.start) | self._of_router()
         return 0 if known[name] else int(among.high)
 
 
 def _named(owner: str, given: Mapping[str, T]) -> dict[str, T]:
-    """The parameters of a router or a kind by their names in a search."""
+    """The parameters of a router by their names in a search."""
     return {f"{owner}.{name}": value for name, value in given.items()}
 
 
@@ -146,23 +124,7 @@ def over_drafts(space: PolicySpace, numbers: Sequence[int]) -> PolicySpace:
     return replace(space, distributions={**space.distributions, DRAFTS: chosen})
 
 
-def with_kinds(own: PolicySpace, kinds: Sequence[Kind], workers: int) -> PolicySpace:
-    """The space of a fleet's servers: `own`, and the flags of the further `kinds`, which start at
-    their recipes' values and have the ranges of their recipes' `tune.space`.
-
-    Raises `InputError` for a kind with another policy, and for ranges as `make_spaces`.
-    """
-    starts = {}
-    distributions = dict(own.distributions)
-    for kind in kinds:
-        recipe = kind.recipe
-        starts[recipe.name] = parameters(flags_of(kind, {}))
-        [space] = make_spaces(recipe.policy, [], recipe.tune.space, workers)
-        distributions |= _named(recipe.name, space.distributions)
-    return replace(own, distributions=distributions, kinds=starts)
-
-
-def router_spaces(space: PolicySpace, recipe: Recipe, workers: int) -> list[PolicySpace]:
+def router_spaces(space: PolicySpace, recipe: Recipe) -> list[PolicySpace]:
     """The space behind the recipe's own router, then behind each other one of `tune.routers`.
 
     There, "all" stands for all, "own" for the recipe's. The parameters of the recipe's router start
@@ -177,7 +139,7 @@ def router_spaces(space: PolicySpace, recipe: Recipe, workers: int) -> list[Poli
             refuse_unknown_router(name, "tune.routers: ")
     spaces = []
     for name in _names(own, routers, groups):
-        router = router_of(recipe, name, workers)
+        router = router_of(recipe, name)
         assert router is not None, "routers are searched only for replicas"
         narrowed = {
             key.removeprefix(f"{name}."): values

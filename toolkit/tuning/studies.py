@@ -41,7 +41,7 @@ class Studies:
 
     Args:
         url: `sqlite:///FILE` or `postgresql://USER@HOST/DATABASE`; `InputError` if unusable.
-        name: of the recipe or fleet that is tuned.
+        name: of the recipe that is tuned.
         fingerprint: digests and settings that decide the results. Each fingerprint has its own
             studies.
     """

@@ -43,7 +43,7 @@ from toolkit.files.tuning import (
 from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.sched.policies import BUILT_IN, engines_for, refusal
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.world import World, fleet
+from toolkit.sim.world import World
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.tuning.alternatives import (
     RATES,
@@ -177,7 +177,7 @@ def tune_to_size(
     return result.model_copy(update={"sizing": sizing})
 
 
-def settings_name(outcome: Outcome, workers: int | str) -> str:
+def settings_name(outcome: Outcome, workers: int) -> str:
     """The name in a table of sizes of settings that a search with so many workers found."""
     behind = f", {outcome.replica_router.name}" if outcome.replica_router else ""
     return f"tuned for {workers}{behind}"
@@ -198,7 +198,6 @@ def reported(
     """
     recipe = inputs.recipe
     settings = inputs.settings
-    engines = [kind.recipe.engine.name for kind in inputs.kinds]
     evaluate = partial(collect, runner, tick=partial(progress, 0.0))
     judged = judge_candidates(found, settings, inputs.judge, evaluate)
     best = _best_served(judged, settings)
@@ -214,20 +213,15 @@ def reported(
     verdict = _verdict(inputs, judged.default, chosen)
     recommended = judged.default if verdict["keep_defaults"] else chosen
     cut = inputs.workload.windows
-    others = None
-    capacity = None
-    if not inputs.others:
-        others = alternatives(inputs, evaluate, recommended, [*judged.of_space.values()])
-        capacity = _capacity(inputs, evaluate, judged.default, recommended)
     return Tuning.model_validate(
         {
             **head,
             "recipe_name": recipe.name,
-            "analytic": _analytic(inputs),
+            "analytic": inputs.fit.engine.analytic,
             "seed": settings.seed,
             "sla": recipe.sla,
-            "workers": inputs.world.size,
-            "tensor_parallel_size": None if inputs.others else recipe.engine.tensor_parallel_size,
+            "workers": recipe.workers,
+            "tensor_parallel_size": recipe.engine.tensor_parallel_size,
             "request_rate_rps": inputs.workload.rate_rps,
             "concurrency": recipe.tune.concurrency,
             "trace_notes": list(cut.trace.notes),
@@ -240,27 +234,23 @@ def reported(
             **verdict,
             "judged": _judged_part(inputs.workload, recommended.outcome.policy),
             "further": [evaluation.outcome for evaluation in judged.further],
-            "capacity": capacity,
+            "capacity": _capacity(inputs, evaluate, judged.default, recommended),
             "sensitivity": sensitivity(found.setup, runner, space, chosen, progress),
             "policies": [
-                _result(found, best, settings, engines, inputs) for best in judged.of_space.values()
+                _result(found, best, settings, inputs) for best in judged.of_space.values()
             ],
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
             "uncertainty": _uncertainty(inputs, evaluate, (judged.default.outcome, chosen.outcome)),
-            "engines": engines,
-            "alternatives": others,
+            "engine": recipe.engine.name,
+            "alternatives": alternatives(
+                inputs, evaluate, recommended, [*judged.of_space.values()]
+            ),
             "cost": _cost(inputs, recommended.outcome),
             "draft_gain": _draft_gain(inputs, recommended.outcome),
         }
     )
-
-
-def _analytic(inputs: Inputs) -> str | None:
-    """What the laws that were computed assume, each once; None where all were measured."""
-    assumed = [kind.fit.engine.analytic for kind in inputs.kinds if kind.fit.engine.analytic]
-    return "; ".join(dict.fromkeys(assumed)) or None
 
 
 def _window_length(workload: Workload) -> WindowLength:
@@ -317,20 +307,17 @@ def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
 def _cost(inputs: Inputs, outcome: Outcome) -> Cost | None:
     """What the settings of `outcome` cost; None without a price or without served requests."""
     rate_rps = served_rps(outcome.metrics)
-    usd_per_hour = 0.0
-    for kind in inputs.kinds:
-        price = kind.recipe.hardware.usd_per_hour
-        if price is None or not rate_rps:
-            return None
-        usd_per_hour += price * kind.workers
-    steps = None if inputs.others else inputs.fit.steps
+    price = inputs.recipe.hardware.usd_per_hour
+    if price is None or not rate_rps:
+        return None
     trace = inputs.workload.judged(outcome.policy).trace
-    return cost_of(usd_per_hour, rate_rps, outcome.metrics, steps, trace)
+    usd_per_hour = price * inputs.recipe.workers
+    return cost_of(usd_per_hour, rate_rps, outcome.metrics, inputs.fit.steps, trace)
 
 
 def _draft_gain(inputs: Inputs, outcome: Outcome) -> DraftGain | None:
     """Up to how many running requests drafts pay; None where there is no choice of their number."""
-    if inputs.others or not inputs.fit.drafts or outcome.policy != VllmPolicy.name:
+    if not inputs.fit.drafts or outcome.policy != VllmPolicy.name:
         return None
     flags = VllmPolicy(**VllmPolicy.within(outcome.parameters))  # type: ignore[arg-type]
     return draft_gain(inputs.world, flags, inputs.workload.trace)
@@ -420,7 +407,6 @@ def _result(
     found: Found,
     best: Evaluation,
     settings: SearchSettings,
-    engines: Sequence[str],
     inputs: Inputs,
 ) -> PolicyResult:
     policy = best.outcome.policy
@@ -432,7 +418,7 @@ def _result(
         feasible=best.feasible(inputs.whole(policy).limits),
         judged_requests=len(inputs.workload.judged(policy).trace),
         importance=importance(found, next(space for space in settings.spaces if space.key == key)),
-        refusal=refusal(policy, engines),
+        refusal=refusal(policy, inputs.recipe.engine.name),
         engines=engines_for(policy),
     )
 
@@ -458,10 +444,9 @@ def _uncertainty(
         method = "measured servers" if inputs.fit.engine.analytic_error else "held-out errors"
     else:
         fits = resampled_fits(measured, inputs.fit, draws, seed)
-    others = [scaled_fits(kind.fit, draws, seed + k) for k, kind in enumerate(inputs.others, 1)]
     tasks = []
-    for k, drawn in enumerate(zip(fits, *others, strict=True)):
-        world = fleet(list(map(_drawn_world, setup.world.kinds, drawn)))
+    for k, drawn in enumerate(fits):
+        world = _drawn_world(setup.world, drawn)
         drawn_setup = replace(setup, label=f"{setup.label}, draw {k}", world=world)
         tasks += [Task.of(drawn_setup, outcome) for outcome in pair]
     done = evaluate(tasks)

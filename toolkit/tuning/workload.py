@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Kind
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome
 from toolkit.metrics import MOST_BEHIND_PERCENT
@@ -61,12 +60,7 @@ class Workload:
         return busiest(self.trace, most_requests(policy))
 
 
-def make_workload(
-    recipe: Recipe,
-    fit: Fit,
-    trace: Trace,
-    others: Sequence[Kind] = (),
-) -> Workload:
+def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
     """The trace with the recipe's lengths, at the recipe's rate or load, or else at its own rate.
     At a fixed concurrency the times only cut it into windows.
 
@@ -80,7 +74,7 @@ def make_workload(
     fitted = prepare(trace, recipe)
     rate_rps = spec.request_rate_rps
     if rate_rps is None and spec.load is not None:
-        rate_rps = load_rate_rps(recipe, fit, fitted, spec.load, others)
+        rate_rps = load_rate_rps(recipe, fit, fitted, spec.load)
         wait_s, _ = longest_wait_s(recipe.sla)
         lasts_s = (len(fitted) - 1) / rate_rps
         if lasts_s < wait_s:  # the rate follows from the load, so the length of the trace does, too
@@ -108,12 +102,9 @@ def check_length(trace: Trace, recipe: Recipe) -> None:
         )
 
 
-def load_rate_rps(
-    recipe: Recipe, fit: Fit, trace: Trace, load: float, others: Sequence[Kind] = ()
-) -> float:
+def load_rate_rps(recipe: Recipe, fit: Fit, trace: Trace, load: float) -> float:
     """The rate that is `load` times the capacity of the recipe's own settings."""
-    world = make_world(recipe, fit, others)
-    setup = whole_setup(world, trace, recipe, recipe.policy.name)
+    setup = whole_setup(make_world(recipe, fit), trace, recipe, recipe.policy.name)
     found = rate_capacity(setup, own_settings(recipe), in_process)
     if found is None:
         raise LimitsBrokenError(

@@ -491,25 +491,23 @@ class ProcessWorkers(WorkerPool):
     """The pool of processes on this machine.
 
     Args:
-        recipes: what each worker loads, by number.
+        recipe: what each worker loads.
+        workers: how many there are.
         patience: as in `WorkerPool`.
 
     Raises `EngineError` if there are fewer GPUs than the workers take and the recipe does not share
     them (`engine.share_gpus`).
     """
 
-    def __init__(self, recipes: Sequence[Recipe], patience: Patience = PATIENCE) -> None:
-        super().__init__(len(recipes), patience)
-        self._recipes = recipes
-        sizes = [int(recipe.hardware.device == "cuda") for recipe in recipes]
-        visible = visible_gpus() if any(sizes) else []
-        shared = all(
-            recipe.engine.share_gpus for recipe, size in zip(recipes, sizes, strict=True) if size
-        )
-        self._gpus = share_gpus(sizes, visible, shared=shared)
+    def __init__(self, recipe: Recipe, workers: int, patience: Patience = PATIENCE) -> None:
+        super().__init__(workers, patience)
+        self._recipe = recipe
+        size = int(recipe.hardware.device == "cuda")
+        visible = visible_gpus() if size else []
+        self._gpus = share_gpus(workers, size, visible, shared=recipe.engine.share_gpus)
 
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
-        recipe = self._recipes[worker]
+        recipe = self._recipe
         share = self._gpus[worker]
         engine = recipe.engine.on_part_of_gpu(share.workers)
         start = Start(recipe.model_copy(update={"engine": engine}).model_dump_json())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,31 +50,15 @@ def _gpu_count() -> int:
     return sum(path.name.removeprefix("nvidia").isdigit() for path in DEVICES.glob("nvidia*"))
 
 
-def gpu_models() -> list[str]:
-    """The names of this machine's NVIDIA GPUs, in the order of their PCI addresses; none where the
-    driver's folder is hidden.
-    """
-    pages = sorted(NVIDIA_GPUS.glob("*/information"))
-    found = [re.search(r"^Model:\s*(.+?)\s*$", page.read_text(), re.MULTILINE) for page in pages]
-    return [match[1] for match in found if match]
-
-
-def require_gpu(recipes: Iterable[Recipe]) -> None:
-    """Raise `EngineError` if one of `recipes` needs a GPU and this machine has none that a process
-    can use.
+def require_gpu(recipe: Recipe) -> None:
+    """Raise `EngineError` if the recipe needs a GPU and this machine has none that a process can
+    use.
 
     It only looks at files, which takes no time, so it comes before slow work such as fetching a
     model. If there is a GPU that cannot be used, the worker that loads reports it.
     """
-    if sys.platform != "linux":
-        return
-    needing = (
-        recipe
-        for recipe in recipes
-        if recipe.hardware.device == "cuda" and traits_of(recipe.engine.name).loads_model
-    )
-    recipe = next(needing, None)
-    if recipe is None:
+    needs = recipe.hardware.device == "cuda" and traits_of(recipe.engine.name).loads_model
+    if not needs or sys.platform != "linux":
         return
     hidden = os.environ.get(GPUS_VARIABLE) in ("", "-1")
     if hidden or not (_gpu_count() or any(any(DEVICES.glob(name)) for name in DEVICE_FILES)):
@@ -100,9 +83,9 @@ class GpuShare:
 
 
 def share_gpus(
-    sizes: Sequence[int], visible: Sequence[str], *, shared: bool = False
+    workers: int, size: int, visible: Sequence[str], *, shared: bool = False
 ) -> list[GpuShare]:
-    """The GPUs of each worker; `sizes` are the numbers of GPUs that the workers take.
+    """The GPUs of each worker, which takes `size` of the `visible` ones.
 
     Workers get different GPUs while there are enough. With `shared`, further workers begin again
     with the first GPU. Without it, `EngineError` is raised: two workers on one GPU would each claim
@@ -110,7 +93,7 @@ def share_gpus(
     """
     chosen: list[Sequence[str]] = []
     first = 0
-    for size in sizes:
+    for _ in range(workers):
         if first + size > len(visible):
             first = 0
         names = visible[first : first + size]
@@ -120,7 +103,7 @@ def share_gpus(
     busiest = max(used.values(), default=1)
     if busiest > 1 and not shared:
         raise EngineError(
-            f"{len(sizes)} workers take {sum(sizes)} GPUs, and this machine has {len(visible)} "
+            f"{workers} workers take {workers * size} GPUs, and this machine has {len(visible)} "
             f"({GPUS_VARIABLE}={','.join(visible)})",
             "start fewer workers, or set engine.share_gpus: true in the recipe to divide each "
             "GPU's memory between its workers",

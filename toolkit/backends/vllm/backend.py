@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -65,13 +64,12 @@ from toolkit.backends.vllm.touched import (
     read_vllm,
     refuse_missing,
 )
-from toolkit.cluster.servers import ServerSeat
 from toolkit.engines.saved import saved_model
-from toolkit.errors import EngineError, ForeignError, InputError, LlmctlError
+from toolkit.errors import EngineError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
 from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import Plan
-from toolkit.files.profile import OnForeign, refuse_foreign
+from toolkit.files.profile import refuse_foreign
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.process import ProfileBench
 from toolkit.sched.policies import make_any
@@ -81,7 +79,6 @@ from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.sim.drafts import rates_of
 from toolkit.workers.process import (
     GPUS_VARIABLE,
-    gpu_models,
     require_gpu,
     share_gpus,
     visible_gpus,
@@ -119,7 +116,7 @@ class VllmBackend:
         plan that was fitted on another CPU or version, and `EngineError` if vLLM is not installed,
         cannot load, or ends by itself.
         """
-        require_gpu([order.plan.recipe])
+        require_gpu(order.plan.recipe)
         check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
         _refuse_other(order)
         # Report a bad address before anything slow; vLLM takes the port later.
@@ -143,43 +140,15 @@ class VllmBackend:
                 ended[AT_LIMIT] = max(ended.get(AT_LIMIT, 0) - asked, 0)
             return ended
 
-    def replica(
-        self, order: ServerOrder, number: int, folder: Path, seat: ServerSeat | None = None
-    ) -> VllmServer:
+    def replica(self, order: ServerOrder, number: int, folder: Path) -> VllmServer:
         """See `StartsReplicas.replica`. Raises `InputError` for a plan that was fitted on another
-        device or version of vLLM, and `EngineError` for too few GPUs or CPUs.
+        CPU or version of vLLM, and `EngineError` for too few GPUs or CPUs.
         """
-        whole = order.plan
-        kind = order.plan.kind_numbers[number]
-        if whole.others:
-            order = replace(order, plan=whole.alone(kind))
-        recipe = order.plan.recipe
-        try:
-            require_gpu([recipe])
-            _refuse_other(order)
-            if whole.others or seat is not None:
-                _refuse_other_gpu(order.plan, order.on_foreign if seat is not None else None)
-        except LlmctlError as error:
-            if not whole.others:
-                raise
-            raise type(error)(
-                f"kind '{recipe.name}' is for another machine: {error.message}",
-                f"start its servers there, and serve them here: --replica {recipe.name}=URL",
-            ) from None
+        require_gpu(order.plan.recipe)
+        _refuse_other(order)
         for part in ("plan", "server"):
             (folder / part).mkdir()
-        command = command_of(order, folder / "plan")
-        if seat is None:
-            command = _with_share(command, whole, number)
-        else:
-            command = replace(command, own_cpus=seat.cpus, used_cpus=seat.used_cpus)
-            if len(command.cpus[0]) < len(seat.cpus):
-                needs = ", ".join(map(str, seat.cpus))
-                has = len(os.sched_getaffinity(0))
-                raise EngineError(
-                    f"a server needs the CPUs {needs} of this machine, and it has {has}",
-                    "start Ray with fewer CPUs there: ray start --num-cpus",
-                )
+        command = _with_share(command_of(order, folder / "plan"), order.plan, number)
         port = free_port(order.host)
         return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
 
@@ -264,53 +233,29 @@ def _has(installed: Installed) -> list[Check]:
     return checks
 
 
-def _with_share(command: VllmCommand, whole: Plan, number: int) -> VllmCommand:
+def _with_share(command: VllmCommand, plan: Plan, number: int) -> VllmCommand:
     """The command of server `number` with its share of this machine's devices, which all servers of
     the plan divide. Raises `EngineError` if there are too few.
     """
-    gpus = []
-    threads = []
-    for kind in whole.kind_numbers:
-        recipe = whole.kinds[kind].recipe
-        on_cpu = recipe.hardware.device == "cpu"
-        gpus.append(0 if on_cpu else recipe.engine.tensor_parallel_size)
-        threads.append(recipe.engine.threads or 0 if on_cpu else 0)
+    engine = plan.recipe.engine
+    on_cpu = plan.recipe.hardware.device == "cpu"
+    threads = engine.threads or 0 if on_cpu else 0
     variables = dict(command.variables)
-    if gpus[number]:
-        names = share_gpus(gpus, visible_gpus())[number].names
+    if not on_cpu:
+        shares = share_gpus(plan.workers, engine.tensor_parallel_size, visible_gpus())
+        names = shares[number].names
         if names is not None:
             variables[GPUS_VARIABLE] = names
-            variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if whole.others else {}
-    first = sum(threads[:number])
-    own = range(first, first + threads[number])
-    used = range(sum(threads))
+    own = range(number * threads, (number + 1) * threads)
+    used = range(plan.workers * threads)
     command = replace(command, variables=variables, own_cpus=own, used_cpus=used)
-    if len(command.cpus[0]) < threads[number]:
+    if len(command.cpus[0]) < threads:
         raise EngineError(
-            f"{whole.workers} servers of {threads[number]} threads need {sum(threads)} CPUs, and "
-            f"this machine has {len(os.sched_getaffinity(0))}",
+            f"{plan.workers} servers of {threads} threads need {len(used)} CPUs, and this machine "
+            f"has {len(os.sched_getaffinity(0))}",
             "start fewer with --workers, or set fewer engine.threads in the recipe",
         )
     return command
-
-
-def _refuse_other_gpu(plan: Plan, on_foreign: OnForeign | None) -> None:
-    """Raise `ForeignError` for a fit of a GPU that this machine does not have, where the driver
-    says which it has; `on_foreign` gets the message instead.
-    """
-    device = plan.fit.engine.device
-    models = gpu_models()
-
-    def words(name: str) -> set[str]:
-        return set(re.findall(r"[a-z0-9]+", name.lower()))
-
-    is_here = any(words(device) <= words(model) for model in models)
-    if plan.recipe.hardware.device == "cpu" or is_here or not models:
-        return
-    message = f"its fit is of {device}, and here are {', '.join(dict.fromkeys(models))}"
-    if on_foreign is None:
-        raise ForeignError(message)
-    on_foreign(message)
 
 
 class EndRequested(BaseException):

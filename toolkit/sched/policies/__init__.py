@@ -4,7 +4,7 @@ its class to the list below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from toolkit.engine_traits import ENGINES, traits_of
@@ -132,49 +132,42 @@ MARK = "*"
 FUTURE = "the future, which no server knows,"
 
 
-def refusal(policy: str, engines: Iterable[str]) -> str | None:
-    """Why not all of `engines` can run the policy of this name; None if they can.
+def refusal(policy: str, engine: str) -> str | None:
+    """Why the engine cannot run the policy of this name; None if it can.
 
-    Without engines, in a simulation in token steps, only oracles are refused.
+    Without an engine (''), in a simulation in token steps, only oracles are refused.
     """
-    engines = list(engines)
-    if not engines:
-        return _refused(policy, STARTED[0]) if policy in ORACLES else None
-    return next((reason for engine in engines if (reason := _refused(policy, engine))), None)
-
-
-def engines_for(policy: str) -> list[str]:
-    """The toolkit's engines that can run the policy of this name: none for an oracle."""
-    return [engine for engine in STARTED if _refused(policy, engine) is None]
-
-
-def marked(policy: str, engines: Iterable[str]) -> str:
-    """The policy's name as tables show it."""
-    return policy if refusal(policy, engines) is None else f"{policy} {MARK}"
-
-
-def footnote(policies: Iterable[str], engines: Sequence[str]) -> str:
-    """What the mark means for those of `policies` that have it; '' if none has."""
-    needs: dict[str, list[str]] = {}
-    shown = set(policies)
-    for name in KNOWN:
-        if name in shown and refusal(name, engines) is not None:
-            needs.setdefault(" or ".join(engines_for(name)) or FUTURE, []).append(name)
-    if not needs:
-        return ""
-    same_engine = len(set(engines)) == 1
-    several = "not every engine here" if engines else "no server"
-    which = f"engine '{engines[0]}'" if same_engine else several
-    verb = "cannot" if same_engine else "can"
-    laws = "; simulated by its laws all the same" if same_engine else ""
-    what = "; ".join(f"{need} for {', '.join(names)}" for need, names in needs.items())
-    return f"{MARK} {which} {verb} run it{laws}. It takes {what}."
-
-
-def _refused(policy: str, engine: str) -> str | None:
+    if not engine:
+        return refusal(policy, STARTED[0]) if policy in ORACLES else None
     assert policy in KNOWN
     try:
         refuse_unservable(make_any(policy, {}), engine)
     except InputError as error:
         return error.message
     return None
+
+
+def engines_for(policy: str) -> list[str]:
+    """The toolkit's engines that can run the policy of this name: none for an oracle."""
+    return [engine for engine in STARTED if refusal(policy, engine) is None]
+
+
+def marked(policy: str, engine: str) -> str:
+    """The policy's name as tables show it."""
+    return policy if refusal(policy, engine) is None else f"{policy} {MARK}"
+
+
+def footnote(policies: Iterable[str], engine: str) -> str:
+    """What the mark means for those of `policies` that have it; '' if none has."""
+    needs: dict[str, list[str]] = {}
+    shown = set(policies)
+    for name in KNOWN:
+        if name in shown and refusal(name, engine) is not None:
+            needs.setdefault(" or ".join(engines_for(name)) or FUTURE, []).append(name)
+    if not needs:
+        return ""
+    what = "; ".join(f"{need} for {', '.join(names)}" for need, names in needs.items())
+    if not engine:
+        return f"{MARK} no server can run it. It takes {what}."
+    laws = "simulated by its laws all the same"
+    return f"{MARK} engine '{engine}' cannot run it; {laws}. It takes {what}."

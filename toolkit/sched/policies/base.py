@@ -95,7 +95,7 @@ class RoundPolicy(Policy):
         raise NotImplementedError
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return ROUTERS[self.router](view, self.max_batch_size) if view.alive() else None
+        return ROUTERS[self.router](view) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         rounds = [self.plan_round(view, worker, now_s) for worker in view.due if worker.has_jobs]

@@ -3,11 +3,6 @@
 A router is a function of the view that gives each pooled job a worker, in the pool's order; a
 parameter of the policy names it. It counts work in tokens, and knows of output lengths only those
 of requests that ended.
-
-If workers are of several kinds, each is rated by its own laws for its speed with a full memory
-(`toolkit.sched.queues`). A worker that is twice as fast gets twice as much, counted in requests or
-in tokens, and memory counts as a share of the worker's capacity. A job only goes where it fits even
-at its longest.
 """
 
 from __future__ import annotations
@@ -18,44 +13,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.figures import Numbers, WorkerFigure
-from toolkit.sched.queues import by_pace, tokens_per_s
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import View
 
-# Maps the view and the most rows that the policy runs on a worker to a worker for each pooled job.
-Router = Callable[[View, int], Sequence[int]]
+# Maps the view to a worker for each pooled job.
+Router = Callable[[View], Sequence[int]]
 
 
-def round_robin(view: View, rows: int) -> Sequence[int]:
-    """In turn by order of arrival; among several kinds, in proportion to speed."""
-    if view.mixed:
-        expected = view.finished.mean()
-        kinds = [kind[0] for kind in view.kinds]
-        homes = []
-        for job in view.pool:
-            able = view.holders(job)
-            homes.append(int(able[by_pace(job, kinds, view.kind_of[able], expected, rows)]))
-        return homes
+def round_robin(view: View) -> Sequence[int]:
+    """In turn by order of arrival."""
     alive = view.alive()
     return [alive[job.ticket % len(alive)].index for job in view.pool]
 
 
-def least_loaded(view: View, rows: int) -> Sequence[int]:
-    """To the worker with the fewest outstanding tokens: held by its jobs and expected of them.
-
-    Among several kinds, to the worker that needs the least time for these and the request's own.
-    """
-    return _to_least(view, view.pool, rows)
+def least_loaded(view: View) -> Sequence[int]:
+    """To the worker with the fewest outstanding tokens: held by its jobs and expected of them."""
+    return _to_least(view, view.pool)
 
 
-def max_min(view: View, rows: int) -> Sequence[int]:
+def max_min(view: View) -> Sequence[int]:
     """Like least-loaded, the longest request that came at once first (SCLS 4.5, Eq. 11)."""
     order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
-    homes = dict(zip(order, _to_least(view, [view.pool[k] for k in order], rows), strict=True))
+    homes = dict(zip(order, _to_least(view, [view.pool[k] for k in order]), strict=True))
     return [homes[k] for k in range(len(order))]
 
 
-def future_memory(view: View, _rows: int) -> Sequence[int]:
+def future_memory(view: View) -> Sequence[int]:
     """To the worker that will have the lowest peak of memory with the request.
 
     The peak is that of Past-Future, Eq. 2-4, with expected lengths.
@@ -74,40 +57,13 @@ def future_memory(view: View, _rows: int) -> Sequence[int]:
     return homes
 
 
-def soonest(
-    view: View,
-    figure: WorkerFigure,
-    job_tokens: int,
-    job: Job,
-    expected: int,
-    rows: int,
-    *,
-    depends: bool = True,
-) -> int:
-    """The worker that would be first to finish its tokens of `figure` and `job_tokens` more.
-
-    `depends`: whether the figure depends on `expected`.
-    """
-    able = view.holders(job)
-    paces = np.array([tokens_per_s(kind[0], job, expected, rows) for kind in view.kinds])[
-        view.kind_of[able]
-    ]
-    return figure.least(
-        able, expected if depends else 0, lambda tokens: (tokens + job_tokens) / paces
-    )
-
-
-def _to_least(view: View, jobs: Sequence[Job], rows: int) -> list[int]:
+def _to_least(view: View, jobs: Sequence[Job]) -> list[int]:
     expected = view.finished.mean()
     figure = view.figure("outstanding", _outstanding)
     homes = []
     for job in jobs:
-        job_tokens = job.length + max(expected - job.generated, 1)
-        if view.mixed:
-            index = soonest(view, figure, job_tokens, job, expected, rows)
-        else:
-            index = figure.least(view.able, expected)
-        figure.add(index, job_tokens)
+        index = figure.least(view.able, expected)
+        figure.add(index, job.length + max(expected - job.generated, 1))
         homes.append(index)
     return homes
 
@@ -138,33 +94,21 @@ def _lowest_peak(
     view: View, figure: WorkerFigure, added: Mapping[int, Sequence[Job]], job: Job, expected: int
 ) -> int:
     """The worker with the lowest peak of memory, with the job and those `added` to it before."""
-    able = view.holders(job)
-    fresh = max(expected, 1)
-    paged = not any(kind[0].padded for kind in view.kinds or (view.workers,))
-    capacities = (
-        np.array([kind[0].capacity_tokens for kind in view.kinds])[view.kind_of[able]]
-        if view.mixed
-        else 1
-    )
-    if not job.generated and paged:
+    if not job.generated and not view.workers[0].padded:
         # A new job has the most remaining tokens, so it comes first in the order of Eq. 2-4: it
         # raises the peak by its input.
-        if not view.mixed:
-            return figure.least(able, expected)
-        return figure.least(able, expected, lambda tokens: (tokens + job.length) / capacities)
+        return figure.least(view.able, expected)
 
     def bound(peaks: Numbers, rows: Numbers) -> NDArray[np.float64]:
         if job.generated:
             return np.zeros(len(peaks))
-        alone = np.where(rows == 1, job.length + fresh, 0)
-        return np.asarray(np.maximum(peaks, alone) / capacities)
+        alone = np.where(rows == 1, job.length + max(expected, 1), 0)
+        return np.maximum(peaks, alone).astype(np.float64)
 
     def exact(index: int) -> float:
-        worker = view.workers[index]
-        peak = _peak(worker, [*added.get(index, ()), job], expected)
-        return peak / worker.capacity_tokens if view.mixed else peak
+        return _peak(view.workers[index], [*added.get(index, ()), job], expected)
 
-    return figure.least_by(able, expected, bound, exact)
+    return figure.least_by(view.able, expected, bound, exact)
 
 
 def _future_memory(worker: Worker, expected: int, newcomers: Sequence[Job] = ()) -> tuple[int, int]:

@@ -4,18 +4,15 @@ Cheng et al., *Slice-Level Scheduling for High Throughput and Load Balanced LLM 
 4.4 to 4.6. `SlicePolicy`: every T seconds all pooled requests are batched so that the total serving
 time is least (Algorithm 1), and the batches go to the least loaded workers, longest first (Eq. 11).
 T adapts to the load (Eq. 12). A batch runs for one slice; requests that have not ended return to
-the pool with their generated tokens as part of the input. Workers of several kinds are beyond the
-paper: `share_out` divides the pool among the kinds, and each kind then proceeds as in the paper.
+the pool with their generated tokens as part of the input.
 `toolkit.sched.kernels.split_by_serving_time` is Algorithm 1.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -26,75 +23,6 @@ from toolkit.sched.policies.routers import round_robin
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Batch, Job, Worker
 from toolkit.sched.view import Decision, View
-
-# Dividing the pool among kinds of workers with different laws.
-#
-# Algorithm 1 uses one law, but a batch made by the laws of a large card is wrong for a small one.
-# So the pool, ordered by length, is cut, and each kind batches its own stretch by its own laws: the
-# rows of a batch have similar lengths, and little is padded. Of a few cuts, which give one kind the
-# shortest or the longest jobs, the one with the least total wait is taken: the sum over all jobs of
-# the seconds until their batch is done. Minimising the makespan instead would make all jobs wait
-# for the slow workers (docs/decisions/).
-#
-# A job that only larger workers hold goes to them whatever the cut. A kind that would end later
-# than the others with even one job gets none.
-
-# Cuts that are tried from either end, between two kinds; fewer if there are more kinds.
-CUTS_PER_END = 8
-
-# Makes batches of jobs by the laws of one worker.
-Batching = Callable[[Sequence[Job], Worker], list[Batch]]
-# Assigns batches to workers of one kind; returns the least load after it, in seconds.
-Offloading = Callable[[list[Batch], Sequence[Worker]], float]
-
-
-def share_out(
-    jobs: Sequence[Job],
-    kinds: Sequence[Sequence[Worker]],
-    batch: Batching,
-    offload: Offloading,
-    now_s: float,
-) -> list[Batch]:
-    """Batch all `jobs` for workers of several kinds, and assign the batches.
-
-    The jobs are ordered by length, and the last of `kinds` holds all of them. For two kinds,
-    `batch` is called at most 2 `CUTS_PER_END` + 2 times, with at most all jobs.
-    """
-
-    def share(part: Sequence[Job], kind: Sequence[Worker]) -> tuple[list[Batch], float]:
-        """The batches of one kind, and the sum over its jobs of the seconds until done."""
-        if not part:
-            return [], 0.0
-        batches = batch(part, kind[0])
-        offload(batches, kind)
-        done_s = {worker.index: worker.left_s(now_s) for worker in kind}
-        waits_s = 0.0
-        for one in batches:
-            done_s[one.worker] += one.estimated_s
-            waits_s += len(one.jobs) * done_s[one.worker]
-        return batches, waits_s
-
-    def best(part: Sequence[Job], number: int) -> tuple[list[Batch], float]:
-        """The same of the kinds from `number` on, with the least wait over the cuts."""
-        kind = kinds[number]
-        others = len(kinds) - number - 1
-        if not others or not part:
-            return share(part, kind)
-
-        def split(own: Sequence[Job]) -> tuple[list[Batch], float]:
-            taken = {job.ticket for job in own}
-            batches, waits_s = share(own, kind)
-            rest = [job for job in part if job.ticket not in taken]
-            others_batches, others_waits_s = best(rest, number + 1)
-            return [*others_batches, *batches], others_waits_s + waits_s
-
-        able = [job for job in part if kind[0].holds(job)]
-        steps = max(CUTS_PER_END // others**2, 1)
-        counts = sorted({len(able) * step // steps for step in range(1, steps + 1)} - {0})
-        cuts = [[], *[able[:count] for count in counts], *[able[-k:] for k in counts[:-1]]]
-        return min(map(split, cuts), key=itemgetter(1))
-
-    return best(jobs, 0)[0]
 
 
 @policy("slice")
@@ -128,8 +56,6 @@ class SlicePolicy(Policy):
     def plan(self, view: View, now_s: float) -> Decision:
         if not view.pool:
             return Decision()
-        if view.mixed:
-            return self._plan_mixed(view, now_s)
         alive = view.alive()
         waiting = now_s < view.due_s and not (
             self.eager and any(not view.workers[index].queue for index in view.idle)
@@ -145,30 +71,6 @@ class SlicePolicy(Policy):
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
         return Decision(batches, wake_at_s=now_s + interval_s)
 
-    def _plan_mixed(self, view: View, now_s: float) -> Decision:
-        """Like `plan`, with each kind of workers batching its share of the pool by its own laws.
-
-        If the policy is `eager`, only idle workers get work, one batch each, and Gamma is not used.
-        Jobs that a busy worker serves best wait in the pool, where later arrivals may join their
-        batch. Of a worker's batches, the one with the oldest job runs, so that no job is passed
-        over for ever.
-        """
-        idle = [index for index in view.idle if not view.workers[index].queue]
-        if not view.kinds or (not self.eager and now_s < view.due_s):
-            return Decision()
-        if self.eager and not idle:
-            return Decision(wake_at_s=math.inf)  # wait for the end of the next batch
-        jobs = sorted(view.pool, key=attrgetter("length"))
-        offload = offload_max_min if self.max_min else offload_in_turn
-        batches = share_out(jobs, view.kinds, self.batch, offload, now_s)
-        if self.eager:
-            return Decision(_oldest(batches, idle), wake_at_s=math.inf)
-        loads_s = {worker.index: worker.load_s for worker in view.alive()}
-        for batch in batches:
-            loads_s[batch.worker] += batch.estimated_s
-        interval_s = max(self.interval_factor * min(loads_s.values()), self.min_interval_s)
-        return Decision(batches, wake_at_s=now_s + interval_s)
-
     def batch(self, pool: Sequence[Job], worker: Worker) -> list[Batch]:
         """Algorithm 1 over `pool`, by the laws of `worker`. The batches are not assigned yet."""
         if len(pool) == 1:
@@ -178,7 +80,7 @@ class SlicePolicy(Policy):
         lengths = lengths[order]
         max_batch = worker.memory.max_batch(lengths, self.slice_tokens, self.memory_reserve)
         largest = min(int(max_batch.max()), len(pool), self.max_batch_size or len(pool))
-        # `np.clip` takes several times as long, which most pools of a large fleet would feel.
+        # `np.clip` takes several times as long, and most pools are small.
         max_batch = np.minimum(np.maximum(max_batch, 1), max(largest, 1))
         # A power of two, so that the law caches few tables.
         table = worker.latency.serve_table(1 << max(largest, 1).bit_length(), self.slice_tokens)
@@ -208,14 +110,6 @@ class SlicePolicy(Policy):
         if len(parts) > 3:
             seconds = max(seconds, parts[3] + length * (parts[4] + length * square))
         return Batch(-1, (job,), steps, length, seconds)
-
-
-def _oldest(batches: Sequence[Batch], workers: Sequence[int]) -> list[Batch]:
-    """For each worker, the batch with the oldest job."""
-    oldest: dict[int, Batch] = {}
-    for batch in sorted(batches, key=lambda batch: min(job.ticket for job in batch.jobs)):
-        oldest.setdefault(batch.worker, batch)
-    return [oldest[index] for index in workers if index in oldest]
 
 
 def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
@@ -253,9 +147,8 @@ class SequencePolicy(Policy):
     """Sequence-level scheduling (SLS), the baseline of SCLS: fixed batches in turn (section 5.1).
 
     A worker takes a number of requests, first come first served, and runs the batch until its
-    longest output ends. Paper: 16 rows on transformers, 12 on DeepSpeed. In a fleet of several
-    kinds the turns are in proportion to speed, and a batch has no more rows than memory holds.
-    With `slice_tokens` it is Slice-Only (SO), the first step of the paper's ablation.
+    longest output ends. Paper: 16 rows on transformers, 12 on DeepSpeed. With `slice_tokens` it is
+    Slice-Only (SO), the first step of the paper's ablation.
     """
 
     batch_size: int = parameter(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
@@ -264,34 +157,18 @@ class SequencePolicy(Policy):
     )
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        alive = view.alive()
-        if view.mixed and alive:
-            return round_robin(view, self.batch_size)
-        return [alive[job.ticket % len(alive)].index for job in view.pool] if alive else None
+        return round_robin(view) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         return Decision(
-            [
-                self._batch(view, worker)
-                for worker in view.due
-                if worker.waiting and not worker.queue
-            ]
+            [self._batch(worker) for worker in view.due if worker.waiting and not worker.queue]
         )
 
-    def _batch(self, view: View, worker: Worker) -> Batch:
+    def _batch(self, worker: Worker) -> Batch:
         jobs = tuple(islice(worker.waiting, self.batch_size))
-        length, steps = self._sizes(jobs)
-        while (
-            view.mixed
-            and len(jobs) > int(worker.memory.max_batch(np.array([length]), steps, 0.0)[0]) > 0
-        ):
-            jobs = jobs[:-1]  # one number of rows does not suit unequal memories
-            length, steps = self._sizes(jobs)
+        length = max(job.length for job in jobs)
+        longest = max(job.remaining_limit for job in jobs)
+        steps = min(self.slice_tokens or longest, longest)
         return Batch(
             worker.index, jobs, steps, length, serving_s(worker.latency, len(jobs), length, steps)
         )
-
-    def _sizes(self, jobs: Sequence[Job]) -> tuple[int, int]:
-        """The longest input, and the steps of a batch."""
-        longest = max(job.remaining_limit for job in jobs)
-        return max(job.length for job in jobs), min(self.slice_tokens or longest, longest)

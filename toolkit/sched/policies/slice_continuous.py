@@ -12,8 +12,7 @@ the first rule that applies decides:
 
 A worker has promised the sum of L + S over its running and waiting jobs (Eq. 5, in tokens).
 Requests are routed to the worker that promised the least, the longest first (Eq. 11 with memory as
-the load). If workers are of several kinds, they go to the worker that needs the least time for what
-it promised.
+the load).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, parameter, policy
-from toolkit.sched.policies.routers import ROUTERS, soonest
+from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import View
 
@@ -173,7 +172,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
                 continue
             needs = length + self.period
             gains = free[target] - needs - self.margin * worker.capacity_tokens
-            moves = target != source and gains >= free[source] and view.workers[target].holds(job)
+            moves = target != source and gains >= free[source]
             if not moves and (fits or not crowded):
                 continue
             leaving.append(job)
@@ -189,16 +188,9 @@ class SliceContinuousPolicy(ContinuousPolicy):
             return ContinuousPolicy.route(self, view, now_s)
         promised = self._promises(view)
         homes = [-1] * len(view.pool)
-        expected = view.finished.mean()
         for k, job in sorted(enumerate(view.pool), key=_longest_first):
-            job_tokens = job.length + self.period
-            if view.mixed:
-                homes[k] = soonest(
-                    view, promised, job_tokens, job, expected, self.max_batch_size, depends=False
-                )
-            else:
-                homes[k] = promised.least(view.able, 0)
-            promised.add(homes[k], job_tokens)
+            homes[k] = promised.least(view.able, 0)
+            promised.add(homes[k], job.length + self.period)
         return homes
 
     def _promises(self, view: View) -> WorkerFigure:
