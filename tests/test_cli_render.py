@@ -12,6 +12,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import (
+    Alternatives,
     JudgedPart,
     Limit,
     Outcome,
@@ -62,6 +63,9 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
         seed=0,
         sla={"ttft_p99_s": 2.0},
         workers=2,
+        tensor_parallel_size=1,
+        engine="transformers",
+        alternatives=Alternatives(best_of_all=None, workers=None),
         request_rate_rps=3.0,
         trace_notes=[],
         search_windows=[window],

@@ -33,9 +33,6 @@ class Search:
             self.done += 1
             self._watch(0.0)
 
-    def expects(self, more: int) -> None:
-        self._watch.expect(more)
-
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
@@ -99,21 +96,6 @@ def test_what_an_earlier_run_kept_comes_at_once_and_is_not_timed(
 
 def test_a_short_rest_is_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     Search().evaluates(TOTAL, 0.01)
-    assert not printed(capsys)
-
-
-def test_more_simulations_than_expected_are_announced_with_a_new_estimate(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    search = Search()
-    search.evaluates(ESTIMATE_AFTER + 1, 1.0)
-    assert len(printed(capsys)) == 1
-    search.expects(50)
-    search.evaluates(1, 1.0)
-    said, line = printed(capsys)
-    assert says(said, "50")
-    assert f"for {TOTAL + 50 - search.done} more simulations" in line
-    search.expects(2)
     assert not printed(capsys)
 
 

@@ -570,7 +570,7 @@ class Tuning(Envelope):
     uncertainty: Uncertainty | None = None
     sizing: Sizing | None = optional("where the number of workers was requested")
     engine: str = Field(description="the recommendation is the best policy that it runs")
-    alternatives: Alternatives
+    alternatives: Alternatives = Field(description="what else would serve this traffic")
     cost: Cost | None = optional("where the recipe has a price, and requests are served")
     draft_gain: DraftGain | None = optional(
         "of vLLM with laws for several numbers of drafts; none elsewhere"

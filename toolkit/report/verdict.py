@@ -34,9 +34,6 @@ METHODS = {
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
     lines = [*_warnings(result), *size_lines(result), *_judged_lines(result)]
-    if not result.keeps_limits and result.alternatives is None:
-        remedies = "fewer requests (--rate), more workers, or a looser target in the recipe's sla"
-        lines.append(f"remedy: {remedies}")
     if result.keep_defaults and not result.keeps_limits:
         lines.append("nothing better than the defaults was found; they also break limits")
     elif result.keep_defaults:
