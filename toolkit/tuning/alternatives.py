@@ -40,24 +40,19 @@ class WorkerCounts:
         key = settings, workers
         if key not in self.rows:
             setup = at_size(self.setup(outcome.policy), workers)
-            self.rows[key] = sizing_row(self.evaluate, settings, Task.of(setup, outcome))
+            [done] = self.evaluate([Task.of(setup, outcome)])
+            usage = done.usage(setup.limits)
+            binding = max(usage, key=lambda key: usage[key])
+            self.rows[key] = SizingRow(
+                settings=settings,
+                workers=workers,
+                feasible=done.feasible(setup.limits),
+                goodput_rps=done.goodput_rps,
+                attainment_percent=done.outcome.metrics.get(ATTAINMENT, 0.0),
+                binding=binding,
+                binding_ratio=usage[binding],
+            )
         return self.rows[key].feasible
-
-
-def sizing_row(evaluate: Evaluate, settings: str, task: Task) -> SizingRow:
-    """How named settings do on the task's workers."""
-    [done] = evaluate([task])
-    usage = done.usage(task.setup.limits)
-    binding = max(usage, key=lambda key: usage[key])
-    return SizingRow(
-        settings=settings,
-        workers=task.setup.world.workers,
-        feasible=done.feasible(task.setup.limits),
-        goodput_rps=done.goodput_rps,
-        attainment_percent=done.outcome.metrics.get(ATTAINMENT, 0.0),
-        binding=binding,
-        binding_ratio=usage[binding],
-    )
 
 
 def at_size(setup: EvaluationSetup, workers: int) -> EvaluationSetup:

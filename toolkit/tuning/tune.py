@@ -213,6 +213,7 @@ def reported(
     verdict = _verdict(inputs, judged.default, chosen)
     recommended = judged.default if verdict["keep_defaults"] else chosen
     cut = inputs.workload.windows
+    others = alternatives(inputs, evaluate, recommended, [*judged.of_space.values()])
     return Tuning.model_validate(
         {
             **head,
@@ -244,9 +245,7 @@ def reported(
             "front": front(trials, latency),
             "uncertainty": _uncertainty(inputs, evaluate, (judged.default.outcome, chosen.outcome)),
             "engine": recipe.engine.name,
-            "alternatives": alternatives(
-                inputs, evaluate, recommended, [*judged.of_space.values()]
-            ),
+            "alternatives": others,
             "cost": _cost(inputs, recommended.outcome),
             "draft_gain": _draft_gain(inputs, recommended.outcome),
         }
