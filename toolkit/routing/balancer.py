@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -44,8 +44,6 @@ class ReplicaAdded(msgspec.Struct, frozen=True, tag="added", omit_defaults=True)
     pass_tokens: int
     max_rows: int
     has_law: bool
-    kind: str = ""
-    weight: float = 1.0
 
 
 class Routed(msgspec.Struct, frozen=True, tag="route"):
@@ -134,16 +132,15 @@ class Balancer:
         if self._sink is not None:
             has_law = traits.law is not None
             sizes = traits.capacity_tokens, traits.pass_tokens, traits.max_rows
-            self._sink(ReplicaAdded(*sizes, has_law, traits.kind, traits.weight))
+            self._sink(ReplicaAdded(*sizes, has_law))
         return replica.index
 
     def _add(self, traits: ReplicaTraits) -> Replica:
         replica = Replica(len(self.replicas), traits)
-        view = self._view
         self.replicas.append(replica)
-        view.even &= traits.weight == self.replicas[0].weight
         # How many blocks to remember for it; 0: any number.
-        bound = max(self.router.index_blocks or traits.capacity_tokens // view.block_tokens, 0)
+        size = self._view.block_tokens
+        bound = max(self.router.index_blocks or traits.capacity_tokens // size, 0)
         if self._index_limit:
             bound = min(bound or self._index_limit, self._index_limit)
         self._index.add_replica(bound)
@@ -284,20 +281,19 @@ def read_routes(lines: Iterable[bytes]) -> tuple[Balancer, list[BalancerEvent]]:
 def replay_routes(
     events: Iterable[BalancerEvent],
     balancer: Balancer,
-    law: PassLaw | Mapping[str, PassLaw] | None = None,
+    law: PassLaw | None = None,
 ) -> Iterator[str]:
     """Make the logged calls on a fresh balancer and yield a line for each choice that differs.
 
-    `law` is that of the replicas that the log adds; of a fleet's, by their kind.
+    `law` is that of the replicas that the log adds.
     """
     for number, event in enumerate(events, start=1):
         match event:
             case RoutingLogHeader():
                 pass
-            case ReplicaAdded(capacity, pass_tokens, rows, has_law, kind, weight):
-                own = law.get(kind) if isinstance(law, Mapping) else law
-                own = own if has_law else None
-                balancer.add(ReplicaTraits(capacity, pass_tokens, rows, own, kind, weight))
+            case ReplicaAdded(capacity, pass_tokens, rows, has_law):
+                own = law if has_law else None
+                balancer.add(ReplicaTraits(capacity, pass_tokens, rows, own))
             case Routed(now_s, request, logged, excluded, is_offer):
                 choose = balancer.offer if is_offer else balancer.route
                 chosen = _logged(choose(request, now_s, excluded))

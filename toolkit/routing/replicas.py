@@ -73,7 +73,7 @@ class Replica:
     """One replica, as the router knows it.
 
     Attributes:
-        capacity_tokens, pass_tokens, max_rows, kind, weight: of its traits.
+        capacity_tokens, pass_tokens, max_rows: of its traits.
         sent: the requests that it has, by id, in the order in which they were sent.
         prefills: how many of these have no token yet.
         prefill_tokens: what these have to compute.
@@ -87,9 +87,9 @@ class Replica:
 
     __slots__ = (
         "_report", "_reported_usage", "_reported_waiting", "_stalls", "_uses",
-        "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up", "kind",
+        "blocks", "capacity_tokens", "decode_tokens", "in_time", "index", "is_up",
         "max_rows", "pass_tokens", "prefill_cached", "prefill_tokens", "prefilled_s", "prefills",
-        "prompt_tokens", "sent", "traits", "weight",
+        "prompt_tokens", "sent", "traits",
     )  # fmt: skip
 
     def __init__(self, index: int, traits: ReplicaTraits) -> None:
@@ -98,8 +98,6 @@ class Replica:
         self.capacity_tokens = traits.capacity_tokens
         self.pass_tokens = traits.pass_tokens
         self.max_rows = traits.max_rows
-        self.kind = traits.kind
-        self.weight = traits.weight
         self.is_up = True
         self.sent: dict[str, Sent] = {}
         self.prefills = self.prefill_tokens = self.prefill_cached = self.decode_tokens = 0
@@ -315,11 +313,10 @@ class RouterView:
         routed: how many requests were routed before.
         rings: what `session` keeps between requests.
         outlook: where a router says what it expects of the request, if it does.
-        even: whether all replicas have one weight, so that no request looks at all weights.
     """
 
     __slots__ = (
-        "_blocks", "_index", "_matched", "block_tokens", "blocks", "even", "every",
+        "_blocks", "_index", "_matched", "block_tokens", "blocks", "every",
         "expected_tokens", "now_s", "outlook", "replicas", "rings", "rng", "routed",
     )  # fmt: skip
 
@@ -331,8 +328,7 @@ class RouterView:
         self._index = index
         self.block_tokens = block_tokens
         self.expected_tokens = float(DEFAULT_EXPECTED_TOKENS)
-        self.rng = rng
-        self.even = True  # rng: for ties
+        self.rng = rng  # for ties
         self.routed = self.blocks = 0
         self.rings: dict[object, tuple[list[int], list[int]]] = {}
         self.now_s = 0.0

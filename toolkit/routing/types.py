@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -13,9 +13,6 @@ DEFAULT_EXPECTED_TOKENS = 128  # of an output, before the first has ended
 # seconds between two readings of a replica's own figures, where the router reads them.
 BLOCK_TOKENS = 64
 REPORT_EVERY_S = 0.25
-# Requests by which kinds of replicas are weighed, in tokens.
-TYPICAL_PROMPT = 768
-TYPICAL_OUTPUT = 256
 
 
 class RoutedRequest(msgspec.Struct, frozen=True):
@@ -67,27 +64,12 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
         pass_tokens: the most new tokens of a forward pass.
         max_rows: the most requests that run at once.
         law: of its forward passes; None if it was never fitted.
-        kind: of a fleet's replica, the name of its kind.
-        weight: the requests that it serves for one of the fleet's first kind (`weighed`).
     """
 
     capacity_tokens: int
     pass_tokens: int = 2048
     max_rows: int = 256
     law: PassLaw | None = None
-    kind: str = ""
-    weight: float = 1.0
-
-    @property
-    def pace(self) -> float:
-        """Typical requests per second while its cache or its rows are full; needs a law."""
-        assert self.law is not None
-        rows = max(min(self.max_rows, self.capacity_tokens // (TYPICAL_PROMPT + TYPICAL_OUTPUT)), 1)
-        new = min(rows * TYPICAL_PROMPT / TYPICAL_OUTPUT, max(self.pass_tokens - rows, 1))
-        prompts = new / TYPICAL_PROMPT
-        context = rows * (TYPICAL_PROMPT + TYPICAL_OUTPUT / 2)
-        attended = new * TYPICAL_PROMPT / 2
-        return prompts / self.law.pass_s(rows, context, max(prompts, 1.0), new, attended)
 
 
 def strictest(sla: Mapping[str, float], metric: str) -> float:
@@ -95,14 +77,3 @@ def strictest(sla: Mapping[str, float], metric: str) -> float:
     limits = (limit for key, limit in sla.items() if key.startswith(f"{metric}_"))
     return min(limits, default=math.inf)
 
-
-def weighed(kinds: Sequence[ReplicaTraits]) -> list[ReplicaTraits]:
-    """The kinds of a fleet with weights: by their laws, or by cache size where one has no law."""
-    if len(kinds) == 1:
-        return list(kinds)
-    lawful = all(kind.law is not None for kind in kinds)
-    sizes = [kind.pace if lawful else float(kind.capacity_tokens) for kind in kinds]
-    return [
-        msgspec.structs.replace(kind, weight=size / sizes[0])
-        for kind, size in zip(kinds, sizes, strict=True)
-    ]
