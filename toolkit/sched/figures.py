@@ -22,7 +22,6 @@ from toolkit.sched.types import Worker
 Numbers = NDArray[np.int64]
 # Maps a worker and an expected output length to its figure and the figure's rows.
 Amount = Callable[[Worker, int], tuple[int, int]]
-Score = Callable[[Numbers], NDArray[np.float64]]  # maps figures to scores
 FEW_WORKERS = 32  # up to so many, scanning all of them is faster than keeping a heap
 
 
@@ -62,19 +61,15 @@ class WorkerFigure:
             self._bounds_for = expected
         return self._bounds
 
-    def least(self, able: Numbers, expected: int, score: Score | None = None) -> int:
-        """The first of the workers `able` (ascending) with the least number.
-
-        With `score`, the least score: a function of the figures of `able` that grows with each.
-        """
-        if score is None and self._is_few:
+    def least(self, able: Numbers, expected: int) -> int:
+        """The first of the workers `able` (ascending) with the least number."""
+        if self._is_few:
             return self._least_of_few(able.tolist(), expected)
         figures = self.bounds(expected)
         every = len(able) == len(figures)
         computed = self._cells[2]
         while True:
-            own = figures if every else figures[able]
-            index = int((own if score is None else score(own)).argmin())
+            index = int((figures if every else figures[able]).argmin())
             if not every:
                 index = int(able[index])
             if computed[index] == expected:
