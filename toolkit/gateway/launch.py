@@ -102,15 +102,20 @@ def replicas_like(
     plan: Plan, served_model: str, *, strict: bool, any_version: bool = False
 ) -> ReplicaNeeds:
     """What the replicas of a plan must be like. Of a server that runs already, the recipe's
-    `served_model` is the name; without one, any. The context is at least the recipe's. Where the
-    fit is of an engine's passes, they must have the version that was fitted, unless `any_version`.
+    `served_model` is the name; without one, any. The context is at least the recipe's, and the
+    version `fitted_version`, unless `any_version`.
     """
     recipe = plan.recipe
-    traits = traits_of(recipe.engine.name)
-    name = recipe.engine.served_model or (model_name(plan) if traits.started else "")
-    by_pass = traits.timed_by_pass and not any_version
-    version = (plan.fit.engine.engine_version or "") if by_pass else ""
+    started = traits_of(recipe.engine.name).started
+    name = recipe.engine.served_model or (model_name(plan) if started else "")
+    version = "" if any_version else fitted_version(plan)
     return ReplicaNeeds(served_model or name, recipe.model.max_model_len, strict, version)
+
+
+def fitted_version(plan: Plan) -> str:
+    """The version of the engine that was fitted, where the fit is of its passes; '' elsewhere."""
+    by_pass = traits_of(plan.recipe.engine.name).timed_by_pass
+    return (plan.fit.engine.engine_version or "") if by_pass else ""
 
 
 def limits_of_replicas(
@@ -363,8 +368,8 @@ class OwnReplicas:
         """Make this the newest order; replicas that are added from now on are as its plan says."""
         plan = order.plan
         if plan != self._order.plan:
-            like = replicas_like(plan, "", strict=False, any_version=self._any_version)
-            self._pool.expect(traits_of_replicas(plan), like.version)
+            version = "" if self._any_version else fitted_version(plan)
+            self._pool.expect(traits_of_replicas(plan), version)
             self._show(plan)
         self._order = order
 
