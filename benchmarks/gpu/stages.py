@@ -26,7 +26,7 @@ from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.files.strict import Envelope, Strict
-from toolkit.profiling.run import ProfileEstimate as Planned
+from toolkit.profiling.run import ProfileWork
 from toolkit.units import MIB
 
 # KV cache of a worker, in longest requests: SLS, which reckons with the longest, gets batches of
@@ -177,21 +177,15 @@ def measure_profile(folder: Path, engine: str) -> None:
 class Printing:
     """A `ProfileProgress` for a log: the plan, and a line for every tenth of it."""
 
-    def planned(self, plan: Planned) -> None:
+    def planned(self, plan: ProfileWork) -> None:
         self._steps = plan.steps
         self._done = 0
-        print(
-            f"{plan.points} points, {plan.steps} measurements, about {plan.about_s:.0f} s",
-            flush=True,
-        )
+        print(f"{plan.points} points, {plan.steps} measurements", flush=True)
 
     def advanced(self, text: str) -> None:
         self._done += 1
         if self._done % max(self._steps // 10, 1) == 0:
             print(f"{self._done} of {self._steps}: {text}", flush=True)
-
-    def expects(self, about_s: float) -> None:
-        """Nothing is told."""
 
 
 def fit(folder: Path, engine: str) -> None:
