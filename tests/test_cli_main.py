@@ -115,7 +115,7 @@ def test_version(capsys):
         ("--verbos", "--verbos", "llmctl --help"),
         ("schema --jsn", "--jsn", "llmctl schema --help"),
         ("schema extra", "extra", "llmctl schema --help"),
-        ("render", "'RECIPE|FLEET|PLAN.json'", "llmctl render --help"),
+        ("render", "'RECIPE|PLAN.json'", "llmctl render --help"),
         ("tuen", "'tuen'", "'tune'"),
         ("simulat", "'simulat'", "'simulate'"),
         ("xyz", "'xyz'", "bench"),

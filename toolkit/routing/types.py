@@ -76,4 +76,3 @@ def strictest(sla: Mapping[str, float], metric: str) -> float:
     """The strictest target of a metric in a recipe, in seconds; infinity if it has none."""
     limits = (limit for key, limit in sla.items() if key.startswith(f"{metric}_"))
     return min(limits, default=math.inf)
-
