@@ -379,7 +379,7 @@ def _series(
         values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
         limits = "keeps all limits" if trial.feasible else "breaks a limit"
         which = f"trial {trial.number}, {outcome.policy}"
-        label = f"{which}: {values}, {limits}; {words(outcome.every_parameter)}"
+        label = f"{which}: {values}, {limits}; {words(outcome.parameters)}"
         points.append((latency_s, goodput_rps, label))
     return ChartSeries(name, points, kind)
 

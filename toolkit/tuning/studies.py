@@ -155,7 +155,7 @@ def _numbers(outcome: Outcome) -> tuple[dict[str, float], dict[str, BaseDistribu
     """The policy's numbers for Optuna's dashboard, each with a distribution of that one value."""
     numbers = {
         f"{outcome.policy}.{name}": value
-        for name, value in outcome.every_parameter.items()
+        for name, value in outcome.parameters.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
     ranges = {
