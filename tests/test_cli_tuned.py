@@ -33,7 +33,7 @@ TUNE = {
 
 @pytest.fixture(scope="module")
 def tuned_folder(tmp_path_factory) -> Path:
-    """Two tuned replicas of a server whose passes are long whatever they hold, and their trace."""
+    """Two tuned replicas of a server with passes that are long at any size, and their trace."""
     here = tmp_path_factory.mktemp("tuned")
     fit = changed(samples.paged_fit(65536), steps__base_s=0.06, steps__token_s=[1e-5, 1e-5])
     sla = {"ttft_p95_s": 2.0, "mtpot_p95_s": 0.08}
