@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from toolkit.deploy.order import Options, Order
 from toolkit.deploy.plan import make_plan
-from toolkit.deploy.render import digest
 from toolkit.files.fit import Fit
 from toolkit.files.io import file_text, write_file
 from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
@@ -70,4 +69,4 @@ def on(device: str) -> Fit:
 
 def order(made: Plan, **options: object) -> Order:
     text = file_text(made)
-    return Order(made, text, digest(text.encode()), Options(**options))  # type: ignore[arg-type]
+    return Order(made, text, Options(**options))  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def test_a_folder_has_the_plan_and_a_way_to_check_it():
     assert Path("here/plan.json").read_bytes() == Path("plan.json").read_bytes()
     assert Path("here/serve.sh").stat().st_mode & 0o100
     manifest = read_manifest(Path("here"))
-    assert (manifest.target, set(manifest.made_from)) == ("local", {"fit", "plan"})
+    assert manifest.target == "local"
 
 
 @pytest.mark.usefixtures("plan")

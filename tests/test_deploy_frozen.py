@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.cli.basis import plan_from
 from toolkit.deploy.order import Options, Order
-from toolkit.deploy.render import TARGETS, digest, render_target
+from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
 from toolkit.files.io import file_text, shipped_fit
 
@@ -41,7 +41,7 @@ def rendered(case: str, target: str) -> Any:
     text = file_text(plan)
     options = Options(folder="/srv/llmctl", replicas=replicas)
     try:
-        files = render_target(target, Order(plan, text, digest(text.encode()), options))
+        files = render_target(target, Order(plan, text, options))
     except InputError as error:
         return {"refused": error.message}
     shown = {name: text for name, text in files.items() if not name.endswith(LEFT_OUT)}

@@ -201,25 +201,24 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
 def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     """Write the target's folder, or compare it: `TargetMissedError` where it differs."""
     from toolkit.deploy.reckon import default_trace, ttft_targets
-    from toolkit.deploy.render import changes, manifest_of, render_target, write
+    from toolkit.deploy.render import changes, render_target, write
 
     folder = args.out or Path(target)
     order = _order(plan, near, folder, args)
     files = render_target(target, order)
     if args.check:
         changed = changes(files, folder)
-        shown = "\n".join(change.diff.rstrip("\n") for change in changed) or "up to date"
+        shown = "\n".join(diff.rstrip("\n") for diff in changed.values()) or "up to date"
         emit(args.as_json, {"changes": changed}, lambda: print(shown))
         if changed:
-            names = ", ".join(change.file for change in changed)
+            names = ", ".join(changed)
             raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
         return
     inputs = {"source": args.source, "fit": args.fit, "tuning": args.tuning, "trace": args.trace}
     for name, content in files.items():
         if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
             keep_inputs(inputs | {"out": folder / name})
-    manifest = manifest_of(files, target, order.name, order.stamp())
-    write(files, folder, manifest, force=args.force)
+    manifest = write(files, folder, target, force=args.force)
     rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
     written = {"folder": str(folder), **manifest.model_dump()}
     emit(args.as_json, written, lambda: table(["file", ">bytes"], rows))
@@ -242,7 +241,6 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
     from toolkit.deploy.plan import differences
     from toolkit.deploy.reckon import tuned_trace
-    from toolkit.deploy.render import digest
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
@@ -279,4 +277,4 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
     path = trace_path(args.trace) if args.trace else tuned_trace(plan, folders)
     trace = read_trace(path)[0] if path else None
-    return Order(plan, text, digest(text.encode()), options, validation, trace)
+    return Order(plan, text, options, validation, trace)

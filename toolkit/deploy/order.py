@@ -60,6 +60,11 @@ def check_image(image: str) -> str:
     return image
 
 
+def digest(content: bytes) -> str:
+    """Return the sha256, in hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
 def inside(folder: Path, name: str) -> Path:
     """Return the path of a rendered file, one or two plain names below `folder`.
 
@@ -169,13 +174,12 @@ class Options:
 class Order:
     """A plan with everything that a target may need.
 
-    `text` is the plan's file, `digest` its sha256. `validation` has the errors of the fit's
+    `text` is the plan's file. `validation` has the errors of the fit's
     predictions, if they were measured. `trace` is the traffic for the autoscaling threshold.
     """
 
     plan: Plan
     text: str
-    digest: str
     options: Options = field(default_factory=Options)
     validation: Validation | None = None
     trace: Trace | None = None
@@ -201,7 +205,7 @@ class Order:
                         f"plan.json: inputs.{role}.sha256 is not a sha256",
                         f"make it with: {Plan.remake}",
                     )
-        return digests | {"plan": self.digest}
+        return digests | {"plan": digest(self.text.encode())}
 
     def comment(self) -> str:
         """Return the head of a file: its origin, and whether its limits are kept, as predicted."""

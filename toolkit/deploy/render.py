@@ -14,13 +14,11 @@ A missing value is an error, never an empty string. Each value is quoted for its
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -30,7 +28,7 @@ import jinja2
 import toolkit
 from toolkit.deploy.dashboard import Names, dashboard
 from toolkit.deploy.flags import check_servable_elsewhere, vllm_start
-from toolkit.deploy.order import KEY_FOLDER, Order, inside
+from toolkit.deploy.order import KEY_FOLDER, Order, digest, inside
 from toolkit.deploy.reckon import margin_percent
 from toolkit.deploy.values import Values
 from toolkit.engine_traits import traits_of
@@ -321,17 +319,7 @@ class Manifest(Strict):
     schema_version: Literal[1] = 1
     tool_version: str
     target: str
-    name: str
-    made_from: dict[str, str]
     files: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A file that differs from the one that would be rendered, with a unified diff."""
-
-    file: str
-    diff: str
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -342,11 +330,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     return validate(Manifest, read_bytes(path), path, "render to another folder")
 
 
-def changes(files: Mapping[str, str], folder: Path) -> list[Change]:
-    """Return the changes that `write` would make, also to files that it would remove."""
+def changes(files: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return a unified diff of each file that `write` would change or remove, by its name."""
     manifest = read_manifest(folder)
     gone = {name: "" for name in manifest.files if name not in files} if manifest else {}
-    found = []
+    found = {}
     for name, content in (dict(files) | gone).items():
         path = inside(folder, name)
         old = read_bytes(path).decode(errors="replace") if path.exists() else ""
@@ -358,11 +346,11 @@ def changes(files: Mapping[str, str], folder: Path) -> list[Change]:
         )
         whole = (ln if ln.endswith("\n") else f"{ln}\n\\ no newline at the end\n" for ln in lines)
         if diff := "".join(whole):
-            found.append(Change(name, diff))
+            found[name] = diff
     return found
 
 
-def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: bool) -> None:
+def write(files: Mapping[str, str], folder: Path, target: str, *, force: bool) -> Manifest:
     """Write all files, each atomically, then the manifest; remove files of an earlier rendering.
 
     Unless `force`, files that were changed by hand raise `InputError` before anything is written.
@@ -391,22 +379,7 @@ def write(files: Mapping[str, str], folder: Path, manifest: Manifest, *, force: 
             path.chmod(path.stat().st_mode | 0o111 & ~mask)
     for name in known.keys() - files.keys():
         inside(folder, name).unlink(missing_ok=True)
+    digests = {name: digest(content.encode()) for name, content in files.items()}
+    manifest = Manifest(tool_version=toolkit.__version__, target=target, files=digests)
     write_file(manifest, folder / MANIFEST)
-
-
-def manifest_of(
-    files: Mapping[str, str], target: str, name: str, made_from: Mapping[str, str]
-) -> Manifest:
-    """Return the manifest of `files`."""
-    return Manifest(
-        tool_version=toolkit.__version__,
-        target=target,
-        name=name,
-        made_from=dict(made_from),
-        files={name: digest(content.encode()) for name, content in files.items()},
-    )
-
-
-def digest(content: bytes) -> str:
-    """Return the sha256, in hex."""
-    return hashlib.sha256(content).hexdigest()
+    return manifest
