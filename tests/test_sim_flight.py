@@ -1,5 +1,5 @@
 """Passes under way: a plain form of vLLM's loop, today's results where launches cost nothing,
-leaps, outages, reports and replicas.
+leaps, reports and replicas.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.flight import EMPTY_S, steps_before, stretch_s
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Outage, Routing
+from toolkit.sim.replicas import Routing
 
 # Graphs of up to 4 tokens. A graph of a row takes 3 ms to launch and 5 ms on the GPU; a prompt of
 # 10 tokens takes 20 ms to launch, and as long on the GPU as its launch.
@@ -249,31 +249,6 @@ def test_drawn_launches_come_in_turn() -> None:
     assert found.max_gap_s[0] == pytest.approx(30e-3)
     # launches 3 to 30 follow, the last of 30 ms; then its plan without rows
     assert found.finish_s[0] == pytest.approx(40e-3 + 28 * 20e-3 + EMPTY_S)
-
-
-@pytest.mark.parametrize("spread", [(), (0.5, 1.5)])
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("at_s", [0.0613, 0.1237, 0.2503])
-def test_a_request_goes_on_if_its_replica_dies_in_a_leap(spread, mode, apart, depth, at_s) -> None:
-    """It has the tokens that the plain loop has given it by then, and the other replica computes
-    it as a request of so many more tokens.
-    """
-    law = replace(LAW, graphs=GraphSettings(mode, (1, 2, 4) if mode != "NONE" else (), apart))
-    law = replace(law, spread=spread)
-    (times,) = serve([(0.0, 10, 60, 0)], FLAGS, law, 90, 4, depth)
-    given = sum(time_s <= at_s for time_s in times)
-    (more,) = serve([(at_s, 10 + given, 60 - given, 0)], FLAGS, law, 90, 4, depth)
-    there = world(engine_of(law, depth, 90), 2, routing=Routing(outages=(Outage(0, at_s),)))
-    result = simulate(trace_of([(0.0, 10, 60, 0)]), FLAGS, there)
-    assert 1 < given < 60
-    assert result.counters["recomputed_tokens"] == 10 + given
-    assert result.served.first_token_s[0] == pytest.approx(times[0], abs=1e-9)
-    assert result.served.finish_s[0] == pytest.approx(more[-1], abs=1e-9)
-    every = [*times[:given], *more]
-    gap_s = max(after - before for before, after in pairwise(every))
-    assert result.served.max_gap_s[0] == pytest.approx(gap_s, abs=1e-9)
 
 
 APART = replace(LAW, graphs=replace(GRAPHS, apart=True))

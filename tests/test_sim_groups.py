@@ -244,18 +244,6 @@ def test_a_threshold_for_long_prefills_is_refused() -> None:
         )
 
 
-def test_the_engine_dies_with_what_it_has_generated() -> None:
-    scheduler = GroupedScheduler(caches([FULL, WINDOW]), VllmPolicy(), 60)
-    rows = [PagedRequest(0, 40, 20), PagedRequest(1, 12, 4)]
-    for row in rows:
-        scheduler.add(row)
-    for _ in range(8):
-        scheduler.schedule()
-        scheduler.settle(scheduler.commit())
-    assert scheduler.abort() == [rows[0]]
-    assert rows[0].left == 12
-
-
 @pytest.mark.parametrize("number", range(8))
 def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     """As vLLM 0.32.0's own classes made them, with the blocks that each group holds."""

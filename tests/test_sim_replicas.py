@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from paged import LAW, trace_of, world
-from said import says
 
 from toolkit.errors import InputError
 from toolkit.estimators.pipeline import PassTimes
@@ -17,9 +16,9 @@ from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.routing.types import ReplicaTraits, RoutedRequest
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.api import SimResult, simulate
+from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Outage, Routing, read_outages
+from toolkit.sim.replicas import Routing
 from toolkit.sim.world import WorldSettings
 from toolkit.traces.types import Trace
 
@@ -171,85 +170,6 @@ def test_the_world_s_setting_names_a_router() -> None:
     assert routing.router.name == "llm-d"
     with pytest.raises(InputError, match=r"replica_router.*'llmd'"):
         WorldSettings(replica_router="llmd")
-
-
-def outages_of(*lines: dict[str, object]) -> tuple[Outage, ...]:
-    return tuple(Outage(**line) for line in lines)
-
-
-def failing(trace: Trace, outages: tuple[Outage, ...], engine: PagedEngine) -> SimResult:
-    """The result on three replicas."""
-    routing = Routing(make_router("least-requests", {}), outages=outages)
-    return simulate(trace, POLICY, replace(world(engine, 3), routing=routing))
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("shares", [False, True])
-def test_requests_of_a_replica_that_dies_go_on_elsewhere(ahead: bool, shares: bool) -> None:
-    for seed in range(4):
-        trace = made_up(seed, gap_s=0.01)
-        if not shares:
-            trace = replace(trace, shared=None)
-        engine = PagedEngine(LAW, 60, 4, ahead)
-        quiet = failing(trace, (), engine)
-        died = outages_of({"replica": 1, "from_s": 0.3, "to_s": 0.9}, {"replica": 0, "from_s": 1.0})
-        found = failing(trace, died, engine)
-        assert found.served.ok.all()
-        assert found.counters["moved_requests"] > 0
-        assert found.counters["recomputed_tokens"] > found.counters["moved_requests"]
-        same(found, failing(trace, died, engine))
-        np.testing.assert_array_equal(found.served.output_tokens, quiet.served.output_tokens)
-        assert (found.served.first_token_s <= found.served.finish_s).all()
-
-
-def test_tokens_that_a_client_has_are_not_generated_again() -> None:
-    trace = trace_of([(0.0, 20, 40), (0.0, 20, 40), (0.0, 20, 40)])
-    engine = PagedEngine(LAW, 60, 4)
-    quiet = failing(trace, (), engine)
-    at_s = float(quiet.served.finish_s.min()) * 0.9
-    found = failing(trace, outages_of({"replica": 0, "from_s": at_s}), engine)
-    late = found.served.finish_s - quiet.served.finish_s
-    whole = quiet.served.finish_s - quiet.served.arrival_s
-    assert found.counters["moved_requests"] == 1
-    assert found.counters["recomputed_tokens"] > 20 + 30
-    assert 0 < late.max() < 0.5 * whole.max()
-    assert (found.served.first_token_s == quiet.served.first_token_s).all()
-
-
-def test_a_replica_that_drains_loses_nothing_and_gets_nothing() -> None:
-    trace = made_up(1, gap_s=0.02)
-    engine = PagedEngine(LAW, 60, 4)
-    drained = outages_of({"replica": 2, "from_s": 0.5, "to_s": 1.8, "drain": True})
-    found = failing(trace, drained, engine)
-    assert found.served.ok.all()
-    assert "moved_requests" not in found.counters
-
-
-def test_with_all_replicas_away_requests_are_refused() -> None:
-    trace = trace_of([(0.0, 20, 40), (0.0, 20, 40), (0.0, 20, 40), (0.1, 20, 4), (5.0, 20, 4)])
-    away = outages_of(*({"replica": k, "from_s": 0.05, "to_s": 2.0} for k in range(3)))
-    found = failing(trace, away, PagedEngine(LAW, 60, 4))
-    assert [refused.request_id for refused in found.refusals] == ["3"]
-    assert found.served.ok.tolist() == [True, True, True, False, True]
-    assert found.served.finish_s[0] > 2.0
-
-
-def test_outages_are_read_and_wrong_lines_are_named(tmp_path) -> None:
-    file = tmp_path / "failures.jsonl"
-    file.write_text('{"replica": 1, "from_s": 2, "to_s": 3}\n\n{"replica": 0, "from_s": 1}\n')
-    assert [one.replica for one in read_outages(file, 2)] == [0, 1]
-    for text, named in [
-        ("{", ("line 1", "truncated")),
-        ('{"replica": 0}', ("line 1", "`from_s`")),
-        ('{"replica": 0, "from_s": 1, "x": 1}', ("line 1", "`x`")),
-        ('{"replica": 2, "from_s": 1}', ("2", "0", "1")),
-        ('{"replica": 1, "from_s": 3, "to_s": 2}', ("from_s", "to_s")),
-        ('{"replica": 1, "from_s": 1}\n{"replica": 1, "from_s": 2}', ("replica 1", "2 s")),
-    ]:
-        file.write_text(text)
-        with pytest.raises(InputError) as caught:
-            read_outages(file, 2)
-        assert says(caught.value.message, "failures.jsonl", *named)
 
 
 def test_reports_come_as_late_as_they_are_live() -> None:

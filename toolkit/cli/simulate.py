@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
@@ -29,37 +28,7 @@ from toolkit.cli.stage import (
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
-    from toolkit.sched.protocols import AnyPolicy
-    from toolkit.sim.api import SimResult
-    from toolkit.sim.world import World
-    from toolkit.traces.types import Trace
-
-
-def _failure_notes(
-    requests: Trace,
-    policy: AnyPolicy,
-    world: World,
-    result: SimResult,
-    targets: Mapping[str, float],
-) -> list[str]:
-    """What failures of replicas cost: a line for each metric, without and with them."""
-    from toolkit.sim.api import simulate
-
-    moved = result.counters.get("moved_requests", 0.0)
-    if not moved or world.routing is None:
-        return []
-    tokens = result.counters["recomputed_tokens"]
-    quiet = replace(world, routing=replace(world.routing, outages=()))
-    before = simulate(requests, policy, quiet).metrics(targets)
-    after = result.metrics(targets)
-    return [
-        f"{moved:,.0f} times a request went on elsewhere, {tokens:,.0f} tokens sent again",
-        *(
-            f"  {name}: {number(before[name])} without failures, {number(after[name])} with"
-            for name in ("goodput_rps", "ttft_p99_s", "e2e_mean_s", "mtpot_p99_s")
-            if name in before and name in after
-        ),
-    ]
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +39,6 @@ class SimulateOptions(StageOptions):
         autocompletion=arguments.policy,
     )
     rate: RateOption = None
-    replica_failures: Path | None = option(
-        None,
-        "JSON lines of replicas that die or drain, and when they come back; the result says what "
-        "that costs.",
-        "--failures",
-    )
     scheduler: str = option(
         MODEL,
         "Which scheduler plans vLLM's passes: llmctl's model of it, or the installed vLLM's own "
@@ -110,7 +73,7 @@ def command(args: SimulateOptions) -> None:
     stage = open_stage(args, args.rate)
     targets = stage.targets
     [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
-    [contender] = stage.contenders([policy], args.replica_failures)
+    [contender] = stage.contenders([policy])
     chosen = contender.policy
     world = contender.world
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
@@ -123,7 +86,6 @@ def command(args: SimulateOptions) -> None:
     else:
         result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
-    note(*_failure_notes(requests, chosen, world, result, targets))
     note(*result_notes(result.refusals, metrics, world.range_of(policy)))
     note(*short_notes(requests, targets, world))
     note(*filter(None, [footnote([policy], stage.engine)]))

@@ -211,12 +211,9 @@ class Stage:
             return [tuned.policy]
         return named or usual
 
-    def contenders(self, names: Sequence[str], failures: Path | None = None) -> list[Contender]:
+    def contenders(self, names: Sequence[str]) -> list[Contender]:
         """The policies of these names, each with the world that it runs in; print what the recipe
         gave. A router is only before a policy that is built into an engine.
-
-        Args:
-            failures: a file of failures of replicas.
 
         Raises `InputError` for an unknown policy, and for settings that cannot be.
         """
@@ -234,7 +231,7 @@ class Stage:
         found = []
         for name in names:
             settings = of_world if name in BUILT_IN else of_others
-            world = self._world(settings, failures)
+            world = self._world(settings)
             check_capacity(settings, world, self.trace)
             found.append(Contender(policy_for(self.fit, name, of_policy[name]), world))
         self._note_recipe(front, own)
@@ -253,16 +250,14 @@ class Stage:
         if said:
             note(f"from recipe {self.recipe.name}: {'; '.join(said)}")
 
-    def _world(self, settings: Mapping[str, Value], failures: Path | None) -> World:
-        """The simulated world with these settings, the targets for its router and its front, and a
-        file of failures of replicas.
+    def _world(self, settings: Mapping[str, Value]) -> World:
+        """The simulated world with these settings, and the targets for its router and its front.
 
         `InputError` for a setting that it cannot have.
         """
         from toolkit.routing.admission import UNLIMITED, LatencyLimits
         from toolkit.routing.routers import make_router, targets_of
         from toolkit.sched.policies.parameters import parameters
-        from toolkit.sim.replicas import Routing, read_outages
         from toolkit.sim.world import make_world
 
         world = make_world(
@@ -277,10 +272,8 @@ class Stage:
             world = replace(world, flush_s=self.recipe.engine.flush_s, acceptance=acceptance)
         traffic = self.traffic
         world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
-        routing = world.routing or Routing()
-        if failures is not None:
-            routing = replace(routing, outages=read_outages(failures, world.workers))
-        elif world.routing is None:
+        routing = world.routing
+        if routing is None:
             return world
         router = routing.router
         wanted = targets_of(router.name, self.targets)

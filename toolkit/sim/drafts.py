@@ -390,9 +390,6 @@ class DraftScheduler(PassScheduler):
             for part in under_way.popleft():
                 self._learn(part)
 
-    def abort(self) -> list[PagedRequest]:
-        return [row for row in (*self.running, *self.waiting) if row.left]
-
     def _plan_running(
         self, plan: list[DraftPart], preempted: list[PagedRequest]
     ) -> tuple[int, bool]:

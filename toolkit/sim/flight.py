@@ -15,7 +15,7 @@ the flight goes from pass to pass.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from typing import Final, TypeAlias
 
 from toolkit.estimators.pipeline import PipelineLaw
@@ -95,16 +95,6 @@ class Flight:
         self.steps = steps
         grown = self.shape if steps == 1 else grown_shape(self.shape, steps)
         self.due_s = self.end_s = self._begins_s(steps) + self._law.forward_s(grown)
-
-    def tokens_s(self, step: int) -> float:
-        """When the tokens of a pass exist; the first is 1."""
-        if step == 1:
-            return self.due_s if self.steps == 1 else self.first_s
-        return self._begins_s(step) + self._law.forward_s(grown_shape(self.shape, step))
-
-    def ended(self, now_s: float) -> int:
-        """How many passes have ended at `now_s`."""
-        return bisect_right(range(1, self.steps + 1), now_s, key=self.tokens_s)
 
     def largest_gap_s(self, end_s: float) -> float:
         """The largest gap between tokens of two of several passes, the last at `end_s`."""
@@ -238,22 +228,6 @@ class OverlappingFlight(Flight):
             self.due_s = self._begins_s(steps)
             self.end_s = self.due_s + self._law.gpu_s(grown_shape(self.shape, steps))
             self._launched_s = self.due_s  # it ended before that, and no launch begins before that
-
-    def tokens_s(self, step: int) -> float:
-        """When the tokens of a pass before the last exist; the first is 1."""
-        if step == 1:
-            return self.first_s
-        if self._times_s:
-            return self._times_s[step]
-        if self._by_launches:
-            return self._begins_s(step + 1)
-        return self._begins_s(step) + self._law.gpu_s(grown_shape(self.shape, step))
-
-    def ended(self, now_s: float) -> int:
-        """How many passes have ended at `now_s`: not the last one, which is under way until the
-        next is planned.
-        """
-        return bisect_right(range(1, self.steps), now_s, key=self.tokens_s)
 
     def largest_gap_s(self, end_s: float) -> float:
         """As `Flight.largest_gap_s`."""

@@ -170,10 +170,6 @@ class InstalledScheduler(PassScheduler):
             self._entered.discard(row.number)
             self._rows.pop(row.number, None)
 
-    def abort(self) -> list[PagedRequest]:
-        self.close()
-        return [row for row in (*self.running, *self.waiting) if row.left]
-
     def close(self) -> None:
         self._link.close(self._number)
 

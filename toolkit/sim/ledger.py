@@ -150,8 +150,6 @@ class Ledger:
     query_tokens: int = 0
     hit_tokens: int = 0
     lost_tokens: int = 0
-    moved: int = 0  # requests that went on at another replica
-    recomputed_tokens: int = 0  # of their prompts and of what they had generated
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
@@ -229,9 +227,6 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics["future_required_memory_percent"] = 100.0 * future / usable_tokens
     if ledger.token_gaps is not None:
         metrics |= ledger.token_gaps.summary()
-    if ledger.moved:
-        metrics["moved_requests"] = float(ledger.moved)
-        metrics["recomputed_tokens"] = float(ledger.recomputed_tokens)
     # how evenly (CT STD of the SCLS paper) and how much the workers were busy
     metrics["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
     makespan_s = max(ledger.completed_s, default=0.0)

@@ -382,12 +382,6 @@ class PagedScheduler(PassScheduler):
                 # a row that stopped was in one more pass, which computed nothing that is known
                 self._pool.give(row, held, held - (self._unknown if row.stops else 0))
 
-    def abort(self) -> list[PagedRequest]:
-        for row in self.running:
-            if row.end:
-                self._leave(row)
-        return [row for row in (*self.running, *self.waiting) if row.left]
-
     def _make_room(self, preempted: list[PagedRequest]) -> int:
         """Preempt rows, the last admitted first, until the others have the blocks that they need
         for the next pass, and append them to `preempted`. Returns how many blocks were given out.

@@ -396,14 +396,9 @@ class PagedRun:
         self._most_held = 0  # blocks
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
-        self._moved_here: set[int] = set()  # requests that had tokens when they came
         self._changed: list[Mapping[str, Value]] = []  # settings that the next pass will have
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
-        self._restart(0.0)
-
-    def _restart(self, now_s: float) -> None:
-        """It begins with an empty cache and without requests."""
         self.scheduler = self._engine.scheduler(self._flags, shares=self._shares)
         self._arrived: list[PagedRequest] = []
         self._flight = flight_of(self._engine.steps, ahead=self._ahead)
@@ -412,14 +407,12 @@ class PagedRun:
         self._can_cut = False  # whether a request that comes ends the leap
         self._done_s = -math.inf  # when the tokens of the last pass before them exist
         self._under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
-        self._plan_s = now_s  # when the next pass is planned
+        self._plan_s = 0.0  # when the next pass is planned
         self.next_s = math.inf
 
-    def arrive(self, row: PagedRequest, now_s: float, *, has_tokens: bool = False) -> None:
-        """A request comes; `has_tokens`: it has some from another engine."""
+    def arrive(self, row: PagedRequest, now_s: float) -> None:
+        """A request comes."""
         self._arrived.append(row)
-        if has_tokens:
-            self._moved_here.add(row.number)
         if self._leap is None:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
@@ -489,26 +482,6 @@ class PagedRun:
             scheduler.settle(self._under_way)
             self._under_way = []
             self.next_s = self._plan_s
-
-    def die(self, now_s: float) -> list[PagedRequest]:
-        """The engine dies and comes back empty; its requests in order, with what they lack as
-        `left`. A pass counts as ended if the pass after it was planned.
-        """
-        leap = self._leap
-        flight = self._flight
-        if leap is not None:
-            ended = flight.ended(now_s)
-            if ended:
-                end_s = flight.tokens_s(ended)
-                flight.keep(ended)
-                self._give(self._commit(leap), end_s)
-        self._count()
-        rows = [*self.scheduler.abort(), *self._arrived]
-        for row in rows:
-            if row.mark:
-                self._close(row, self._last_s)
-        self._restart(now_s)
-        return sorted(rows, key=lambda row: row.number)
 
     def report(self, now_s: float) -> ReplicaReport:
         """Its own figures."""
@@ -641,9 +614,6 @@ class PagedRun:
                 if self._tells:
                     self.first_tokens.append((first_s, row.number))
                 continue
-            if row.number in self._moved_here:
-                self._moved_here.remove(row.number)
-                self.first_tokens.append((first_s, row.number))
             gap_s = first_s - outcome.last_token_s
             outcome.max_gap_s = max(outcome.max_gap_s, gap_s)
             if ledger.token_gaps is not None:

@@ -124,10 +124,6 @@ class EngineScheduler(Generic[Row]):
         """The tokens of a pass are known; free the blocks of the rows that `ended` with it."""
         raise NotImplementedError
 
-    def abort(self) -> list[PagedRequest]:
-        """The engine dies: its unfinished requests. What they generated is off their `left`."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """It is needed no more."""
 

@@ -14,13 +14,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from itertools import pairwise
-from pathlib import Path
+from heapq import heappop, heappush
 
-import msgspec
-
-from toolkit.errors import InputError
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.interrupts import check
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
@@ -40,53 +35,8 @@ from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
 from toolkit.sim.worker import FrontDelay
 
-# At the same time: what the router learns, then replicas that come and go, then arrivals, then what
-# replicas do.
-LEARN, CHANGE, ARRIVE, WORK = range(4)
-SLOW_START_S = 10.0  # a replica that came back gets its share of the requests after this long
-
-
-class Outage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A replica gets no requests from `from_s` to `to_s`, and comes back with an empty cache.
-
-    Its requests go on elsewhere from the tokens that their clients have: at once, or with `drain`
-    when `to_s` comes and they have not ended. Without `to_s` it does not come back.
-    """
-
-    replica: int
-    from_s: float
-    to_s: float = math.inf
-    drain: bool = False
-
-
-def read_outages(path: Path, replicas: int) -> tuple[Outage, ...]:
-    """The outages of a file of JSON lines. `InputError` names a wrong line."""
-    outages: list[Outage] = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}", "give a file of JSON lines") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            outage = msgspec.json.decode(line, type=Outage)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path.name}: line {number}: {error}", OUTAGE_HINT) from None
-        if not (0 <= outage.replica < replicas and 0 <= outage.from_s < outage.to_s):
-            what = f"replica {outage.replica} away from {outage.from_s:g} s to {outage.to_s:g} s"
-            limit = f"replicas are 0 to {replicas - 1}, and from_s is below to_s"
-            raise InputError(f"{path.name}: line {number}: {what}: {limit}", OUTAGE_HINT)
-        outages.append(outage)
-    outages.sort(key=lambda outage: (outage.replica, outage.from_s))
-    for before, after in pairwise(outages):
-        if before.replica == after.replica and after.from_s < before.to_s:
-            again = f"replica {after.replica} goes away at {after.from_s:g} s, and is away"
-            raise InputError(f"{path.name}: {again} until {before.to_s:g} s", OUTAGE_HINT)
-    return tuple(outages)
-
-
-OUTAGE_HINT = 'a line is {"replica": 0, "from_s": 60, "to_s": 90} or has "drain": true besides'
+# At the same time: what the router learns, then arrivals, then what replicas do.
+LEARN, ARRIVE, WORK = range(3)
 
 
 @dataclass(frozen=True)
@@ -97,7 +47,6 @@ class Routing:
     report_s: float = 0.1  # seconds between two reports of a replica; llm-d reads every 0.05 s
     report_age_s: float = 0.0  # how old a report is when it comes
     seed: int = 0  # of ties
-    outages: tuple[Outage, ...] = ()
     limits: LatencyLimits = UNLIMITED  # the targets by which the front refuses new requests
     block_tokens: int = 0  # of the blocks that prompts are matched by; at least the trace's own
 
@@ -165,12 +114,8 @@ class RoutedRun:
         # (time, event, number or replica, what else); an entry of WORK is stale if its replica is
         # to work at another time
         self._events: list[tuple[float, int, int, int]] = []
-        self._outages = routing.outages
-        self._back_s = [-math.inf] * len(self._replicas)
-        self._slow: list[int] = []  # those that came back shortly
         self._report_age_s = routing.report_age_s
         self._reports: deque[tuple[float, int, ReplicaReport]] = deque()  # under way
-        self._lost: list[PagedRequest] = []  # no replica is up for them
 
     def serve(self, *, drain: bool) -> list[Refusal]:
         """Serve all; return the refusals of requests that can never be served.
@@ -181,11 +126,6 @@ class RoutedRun:
         events = self._events
         replicas = self._replicas
         ledger.shares = bool(self._reuse)
-        for outage in self._outages:
-            events.append((outage.from_s, CHANGE, outage.replica, 1 if outage.drain else 0))
-            if outage.to_s < math.inf:
-                events.append((outage.to_s, CHANGE, outage.replica, 2))
-        heapify(events)
         refusals: list[Refusal] = []
         report_s = self._report_s
         arrivals = self._arrivals
@@ -201,15 +141,12 @@ class RoutedRun:
             while report_s <= now_s:
                 comes_s = report_s + self._report_age_s
                 for index, replica in enumerate(replicas):
-                    if self._balancer.replicas[index].is_up:
-                        self._reports.append((comes_s, index, replica.report(report_s)))
+                    self._reports.append((comes_s, index, replica.report(report_s)))
                 report_s += self._report_s
             while self._reports and self._reports[0][0] <= now_s:
                 _, index, report = self._reports.popleft()
                 self._balancer.report(index, report)
-            if kind == CHANGE:
-                self._change(subject, now_s, generated)
-            elif kind == WORK:
+            if kind == WORK:
                 replica = replicas[subject]
                 if replica.next_s == now_s:
                     replica.work(drain=drain or arrivals.left > 0, follow=arrivals.follow)
@@ -218,8 +155,6 @@ class RoutedRun:
                 request = self._requests[subject]
                 output = ledger.output_tokens[subject]
                 refused = refusal(request, output, self._flags, self._engine)
-                if refused is None and not any(r.is_up for r in self._balancer.replicas):
-                    refused = Refusal(request.request_id, "no replica was up when it came")
                 if refused is None:
                     refused = self._route(subject, now_s)
                 if refused is not None:
@@ -233,81 +168,29 @@ class RoutedRun:
             replica.close()
         return refusals
 
-    def _change(self, index: int, now_s: float, what: int) -> None:
-        """A replica dies (0), gets no more requests (1), or comes back with an empty cache (2)."""
-        replica = self._replicas[index]
-        comes = what == 2
-        if not comes:
-            self._balancer.change(index, is_up=False)
-        lost = [] if what == 1 else replica.die(now_s)
-        self._take(replica, index)
-        if comes:
-            self._copies[index] = {}
-            self._back_s[index] = now_s
-            self._slow = sorted({*self._slow, index})
-            self._balancer.change(index, is_up=True, is_fresh=True)
-            lost = [*self._lost, *lost]
-            self._lost = []
-        for row in lost:
-            self._balancer.ended(self._requests[row.number].request_id, -1)
-        for row in lost:
-            self._route(row.number, now_s, row.left, () if comes else (index,))
-
-    def _barred(self, now_s: float) -> tuple[int, ...]:
-        """Replicas that came back shortly and have their share for now, as in the live front."""
-        if not self._slow:
-            return ()
-        slow = self._slow = [i for i in self._slow if now_s - self._back_s[i] < SLOW_START_S]
-        up = [replica for replica in self._balancer.replicas if replica.is_up]
-        mean = sum(replica.requests for replica in up) / max(len(up), 1)
-        return tuple(
-            index
-            for index in slow
-            if self._balancer.replicas[index].requests
-            >= 1 + mean * (now_s - self._back_s[index]) / SLOW_START_S
-        )
-
-    def _route(
-        self, number: int, now_s: float, left: int | None = None, excluded: tuple[int, ...] = ()
-    ) -> Refusal | None:
-        """Send a request to a replica. One that moves lacks `left` tokens; a new one may be
-        refused.
-        """
+    def _route(self, number: int, now_s: float) -> Refusal | None:
+        """Send a request to a replica, or refuse it."""
         request = self._requests[number]
         output = self._ledger.output_tokens[number]
-        moved = left is not None
-        left = output if left is None else left
-        prompt = request.prompt_tokens + output - left
-        routed = self._routed(number, request)
-        if left < output:
-            limit = request.max_new_tokens - (output - left)
-            routed = msgspec.structs.replace(routed, prompt_tokens=prompt, max_new_tokens=limit)
-        send = self._balancer.route if moved else self._balancer.offer
-        index = send(routed, now_s, (*excluded, *self._barred(now_s)))
+        index = self._balancer.offer(self._routed(number, request), now_s)
         if isinstance(index, Overload):
             first_s = index.predicted.ttft_s
             text = f"its first token was forecast after {first_s:.3g} s, too late for the targets"
             return Refusal(request.request_id, text)
-        if index is None:
-            self._lost.append(PagedRequest(number, prompt, left))
-            return None
-        if moved:
-            self._ledger.moved += 1
-            self._ledger.recomputed_tokens += prompt
+        assert index is not None  # all replicas are up
         shares = self._shares
         row = PagedRequest(
             number,
-            prompt,
-            left,
+            request.prompt_tokens,
+            output,
             stops=output < request.max_new_tokens,
-            limit=request.max_new_tokens - (output - left),
+            limit=request.max_new_tokens,
             content=copy_of(self._leaves[number], self._copies[index]) if shares else None,
             watched=shares and self._watched[number],
         )
         replica = self._replicas[index]
         before_s = replica.next_s
-        has_tokens = moved and self._ledger.outcomes[number].first_token_s >= 0.0
-        replica.arrive(row, now_s, has_tokens=has_tokens)
+        replica.arrive(row, now_s)
         if replica.next_s != before_s:
             heappush(self._events, (replica.next_s, WORK, index, 0))
         return None

@@ -230,12 +230,6 @@ class GroupedScheduler(EngineScheduler[GroupRow]):
         if self._can_count and self._plan is None:
             self._join_steady()
 
-    def abort(self) -> list[PagedRequest]:
-        """The engine dies: its unfinished requests. What they generated is off their `left`."""
-        self._leave_all()
-        rows = [row.request for row in (*self.running, *self.waiting)]
-        return [request for request in rows if request.left]
-
     def close(self) -> None:
         """It is needed no more."""
 
