@@ -135,6 +135,7 @@ async def fronted(
     said: list[str] | None = None,
     limits: LatencyLimits = UNLIMITED,
     law: PassLaw | None = None,
+    starts: tuple[str, ...] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Front, list[StandIn]]]:
     """A front before stand-ins, or new ones with these options; by default before two."""
@@ -157,10 +158,10 @@ async def fronted(
     with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):
         server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
         await server.start(listener)
-        pool.renew([each.url for each in servers])
+        pool.renew([each.url for each in servers] if starts is None else starts)
         async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
             front = Front(http, gateway)
-            if needs.model == MODEL:
+            if needs.model == MODEL and starts is None:
                 await front.until("up", sum(each.model == MODEL for each in servers))
             async with asyncio.timeout(30):
                 yield front, servers
