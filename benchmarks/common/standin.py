@@ -138,7 +138,6 @@ class StandIn:
         max_model_len: the context: a request that does not fit gets 400, as from vLLM.
         token_bytes: of a prompt's token in the usage: a token is one byte, and four in real text.
         default_tokens: of an answer without a limit by its client; 0: what the context has left.
-        gives_usage: counts tokens for the client.
         has_responses: serves /v1/responses.
         served: requests for tokens by path.
         used: tokens of prompts and answers that it computed.
@@ -161,7 +160,6 @@ class StandIn:
     first_s: float = 0.0
     token_bytes: int = 1
     default_tokens: int = 0
-    gives_usage: bool = True
     has_responses: bool = True
     used: int = 0
     cut_at: int = -1
@@ -331,7 +329,7 @@ class StandInConnection(asyncio.Protocol):
         if path == "/v1/embeddings":
             tokens = sum(map(len, prompts_of({"prompt": body["input"]}, chat=False)))
             server.used += tokens
-            usage = _usage(tokens, 0) if server.gives_usage else None
+            usage = _usage(tokens, 0)
             self._whole({"object": "list", "data": [], "usage": usage})
             return
         if path == "/v1/responses":
@@ -424,7 +422,7 @@ class StandInConnection(asyncio.Protocol):
         status = "cancelled" if self.aborted else ended
         usage = {"input_tokens": counted, "output_tokens": row.count}
         parts = [{"type": "output_text", "text": row.text}]
-        whole = about | {"status": status, "usage": usage if server.gives_usage else None}
+        whole = about | {"status": status, "usage": usage}
         whole["output"] = [{"type": "message", "role": "assistant", "content": parts}]
         if status == "incomplete":
             whole["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -488,7 +486,7 @@ class StandInConnection(asyncio.Protocol):
             message = {"role": "assistant", "content": row.text}
             choices.append(choice | ({"message": message} if chat else {"text": row.text}))
         usage = {"usage": _usage(counted, sum(row.count for row in rows))}
-        self._whole({"id": "whole", "choices": choices} | (usage if server.gives_usage else {}))
+        self._whole({"id": "whole", "choices": choices} | usage)
 
     async def _stream(
         self,
@@ -532,7 +530,7 @@ class StandInConnection(asyncio.Protocol):
             self._event(line)
         if self.aborted:
             self._event(about | {"choices": [{"index": 0, "finish_reason": "abort"}]})
-        if (body.get("stream_options") or {}).get("include_usage") and self.server.gives_usage:
+        if (body.get("stream_options") or {}).get("include_usage"):
             usage = _usage(counted, sum(row.count for row in rows))
             self._event(about | {"choices": [], "usage": usage})
         self._payload(b"data: [DONE]\n\n")
