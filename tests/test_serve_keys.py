@@ -1,4 +1,4 @@
-"""API keys: which are accepted, what a file of keys may hold, and who may ask for priority."""
+"""API keys: accepted and refused keys, the file of keys, and priority."""
 
 import hashlib
 from pathlib import Path

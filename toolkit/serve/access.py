@@ -101,8 +101,8 @@ Callers = tuple[str, tuple[ApiKey, ...]]  # the one shared key, or several keys
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """A client with a key. The account without a name is shared by all who have the one key, or by
-    everybody where there is no key.
+    """A client with a key of the keys file. Without such a file, all clients share the account
+    without a name.
     """
 
     name: str = ""
