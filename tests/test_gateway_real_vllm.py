@@ -1,5 +1,5 @@
-"""Two real vLLM servers behind the front, here or in actors of Ray: one is killed in the middle of
-a stream; and they make responses.
+"""Two real vLLM servers behind the front: one is killed in the middle of a stream; and both answer
+/v1/responses.
 
 The tests need vLLM, or VLLM_PYTHON as the Python of an environment that has it.
 """
@@ -57,18 +57,17 @@ def kill_the_busy(url: str) -> None:
             parent = process.parent()
             if parent is None or parent.cmdline() == words:  # the watcher of the server
                 continue
-            in_actor = parent.cmdline()[0].startswith("ray::ServerActor")
-            (parent if in_actor else process).kill()
+            process.kill()
 
 
 @contextmanager
-def two_servers(folder: Path, *words: str, args: Sequence[str] = ()) -> Iterator[str]:
+def two_servers(folder: Path, args: Sequence[str] = ()) -> Iterator[str]:
     """The URL of a front before two servers with further `args`, which ends well."""
     served = recipe()
     vllm = served.engine.vllm.model_copy(update={"args": list(args)})
     served = served.model_copy(update={"engine": served.engine.model_copy(update={"vllm": vllm})})
     write_file(samples.plan(served, samples.vllm_fit(), workers=2), folder / "plan.json")
-    command = ["serve", str(folder / "plan.json"), "--port", "0", "--json", *words]
+    command = ["serve", str(folder / "plan.json"), "--port", "0", "--json"]
     with (
         (folder / "log").open("w") as log,
         subprocess.Popen(
@@ -84,9 +83,8 @@ def two_servers(folder: Path, *words: str, args: Sequence[str] = ()) -> Iterator
     assert server.returncode == 0, (folder / "log").read_text()[-2000:]
 
 
-@pytest.mark.parametrize("where", [[], ["--ray", "local"]], ids=["here", "on Ray"])
-def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path, where: list[str]):
-    with two_servers(tmp_path, *where) as url:
+def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path):
+    with two_servers(tmp_path) as url:
         body = {"prompt": "Once upon", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
         calm = stream(url, body)
         assert calm[1]["completion_tokens"] == 150
@@ -99,13 +97,11 @@ def test_a_killed_server_costs_no_token_and_comes_back(tmp_path: Path, where: li
                 break
             time.sleep(0.5)
         assert [each["state"] for each in shown] == ["up", "up"]
-    assert 'llmctl_continued_total{by="ids"' in told
+    (line,) = [line for line in told.splitlines() if line.startswith("llmctl_continued_total")]
+    assert line.endswith(" 1.0")
 
 
-def test_responses_pass_and_are_found_where_they_were_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+def test_responses_pass(tmp_path: Path):
     body = {"input": "Once", "max_output_tokens": 12, "temperature": 0, "ignore_eos": True}
     template = tmp_path / "template.jinja"
     template.write_text("{% for each in messages %}{{ each.role }}: {{ each.content }}{% endfor %}")
@@ -114,13 +110,7 @@ def test_responses_pass_and_are_found_where_they_were_made(
         answers = [httpx.post(route, json=body, timeout=120) for _ in range(4)]
         assert [each.status_code for each in answers] == [200] * 4, answers[0].text
         made = [each.json() for each in answers]
-        for one in made:
-            assert one["usage"]["output_tokens"] == 12
-            assert httpx.get(f"{route}/{one['id']}").json()["output"] == one["output"]
-            more = body | {"previous_response_id": one["id"]}
-            after = httpx.post(route, json=more, timeout=120).json()
-            assert after["usage"]["input_tokens"] > one["usage"]["input_tokens"]
-            assert httpx.post(f"{route}/{one['id']}/cancel").status_code == 400
+        assert [one["usage"]["output_tokens"] for one in made] == [12] * 4
         answer = httpx.post(route, json=body | {"stream": True}, timeout=120).text
         assert answer.startswith("event: response.created\ndata: ")
         events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: ")]
@@ -128,6 +118,3 @@ def test_responses_pass_and_are_found_where_they_were_made(
         assert events[-1]["response"]["usage"] == made[0]["usage"]
         requests = [each["requests"] for each in httpx.get(f"{url}/replicas").json()["replicas"]]
         assert min(requests) > 0
-        told = httpx.get(f"{url}/metrics").text
-        assert 'llmctl_requests_total{finish_reason="length"' in told
-        assert httpx.get(f"{route}/resp_other").status_code == 404
