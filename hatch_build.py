@@ -73,7 +73,6 @@ MODULES = (
     "toolkit.sim.groups.state",
     "toolkit.sim.groups.steady",
     "toolkit.sim.groups.window",
-    "toolkit.sim.installed",
     "toolkit.sim.ledger",
     "toolkit.sim.loop",
     "toolkit.sim.paged",

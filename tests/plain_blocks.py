@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.backends.vllm.conformance.workloads import CaseArrivals, outputs_of, tokens_of
+from toolkit.backends.vllm.conformance.cases import CaseArrivals, outputs_of, tokens_of
 
 
 @dataclass(eq=False)

@@ -10,9 +10,11 @@ import samples
 import vllm_tree
 
 import toolkit
+from benchmarks.engines.workloads import MAKERS, SHIPPED, cases_of, make_case
 from toolkit.backends.vllm.conformance import results, run
-from toolkit.backends.vllm.conformance.kinds import first_difference, kinds
-from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
+from toolkit.backends.vllm.conformance.cases import Case, shipped_cases, tokens_of
+from toolkit.backends.vllm.conformance.kinds import KINDS
+from toolkit.backends.vllm.conformance.modelled import first_difference, passes_of_case
 from toolkit.backends.vllm.conformance.results import (
     ComparedKind,
     Conformance,
@@ -24,7 +26,6 @@ from toolkit.backends.vllm.conformance.results import (
     shipped_results,
 )
 from toolkit.backends.vllm.conformance.run import Loaded, compare, within
-from toolkit.backends.vllm.conformance.workloads import make_case, tokens_of
 from toolkit.backends.vllm.touched import Installed
 from toolkit.catalogue.classes import CLASSES
 from toolkit.cli import main
@@ -51,7 +52,6 @@ def found(version: str = "0.99.0", *rows: ComparedKind, tool: str = "") -> Confo
         vllm=version,
         tool_version=tool or toolkit.__version__,
         date="2026-11-27",
-        seed=1000,
         seconds=12.5,
         rows=list(rows or [row()]),
         missing={},
@@ -91,8 +91,12 @@ def agrees(python: str, cases: list) -> Loaded:
     return Loaded("0.99.0", Path(python), [passes_of_case(case) for case in cases])
 
 
+def full(count: int, seed: int = 1000) -> list[Case]:
+    return cases_of([FULL], count, seed)
+
+
 def test_a_vllm_that_plans_alike_agrees(installed: Installed) -> None:
-    result = compare(str(installed.folder), workloads=3, only=[FULL])
+    result = compare(str(installed.folder), full(3))
     assert result.agrees
     assert [one.scheduler for one in result.rows] == ["Scheduler", "AsyncScheduler"]
     assert all((one.workloads, one.differing) == (3, 0) for one in result.rows)
@@ -106,11 +110,11 @@ def test_a_pass_that_differs_is_counted_and_named(
 ) -> None:
     def differs(python: str, cases: list) -> Loaded:
         loaded = deepcopy(agrees(python, cases))
-        loaded.results[1][7]["free"] += 1
+        loaded.results[2][7]["free"] += 1
         return loaded
 
     monkeypatch.setattr(run, "run_cases", differs)
-    result = compare(str(installed.folder), workloads=3, seed=5, only=[FULL])
+    result = compare(str(installed.folder), full(3, seed=5))
     assert not result.agrees
     assert [one.differing for one in result.rows] == [1, 0]
     assert result.rows[0].first == "workload 6, pass 7"
@@ -118,7 +122,7 @@ def test_a_pass_that_differs_is_counted_and_named(
 
 @pytest.mark.slow
 def test_what_cannot_be_run_is_counted_with_its_error(tmp_path: Path) -> None:
-    result = compare(python_of(tmp_path), workloads=2, only=[FULL])
+    result = compare(python_of(tmp_path), full(2))
     assert [one.differing for one in result.rows] == [2, 2]
     assert "Error" in result.rows[0].first
 
@@ -127,7 +131,7 @@ def test_what_cannot_be_run_is_counted_with_its_error(tmp_path: Path) -> None:
 def test_another_vllm_than_the_one_that_was_read_is_refused(tmp_path: Path) -> None:
     """As an overlay of files that Python does not load."""
     with pytest.raises(EngineError, match=r"0\.99\.0.*0\.32\.0"):
-        compare(python_of(tmp_path, loaded="0.32.0"), workloads=1, only=[FULL])
+        compare(python_of(tmp_path, loaded="0.32.0"), full(1))
 
 
 def test_kinds_whose_parts_are_missing_are_not_run(installed: Installed) -> None:
@@ -135,13 +139,13 @@ def test_kinds_whose_parts_are_missing_are_not_run(installed: Installed) -> None
     scheduler = installed.folder / "v1/core/sched/scheduler.py"
     renamed = scheduler.read_text().replace("def finish_requests", "def end_requests")
     scheduler.write_text(renamed)
-    result = compare(str(installed.folder), workloads=1, only=[FULL, "our policies inside"])
+    result = compare(str(installed.folder), cases_of([FULL, "our policies inside"], 1))
     assert {one.kind for one in result.rows} == {FULL}
     assert len(result.missing) == 1
     assert "finish_requests" in next(iter(result.missing))
 
 
-def test_kinds_that_a_release_schedules_by_other_rules_are_compared_only_if_named(
+def test_kinds_that_a_release_schedules_by_other_rules_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = Installed("0.30.0", vllm_tree.write(tmp_path, "0.30.0"))
@@ -151,33 +155,34 @@ def test_kinds_that_a_release_schedules_by_other_rules_are_compared_only_if_name
 
     monkeypatch.setattr(run, "read_vllm", lambda *_: there)
     monkeypatch.setattr(run, "run_cases", ends_at_once)
-    whole = compare("python", workloads=1)
+    whole = compare("python", cases_of(MAKERS, 1))
     assert set(whole.refused) == {"states", "drafts by ngram", "drafts by eagle"}
     assert not {one.kind for one in whole.rows} & set(whole.refused)
-    named = compare("python", workloads=1, only=["states"])
-    assert [one.kind for one in named.rows] == ["states", "states"]
 
 
 @pytest.mark.slow
 def test_the_command_keeps_the_result_and_exits_by_it(
-    tmp_path: Path, own_folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    own_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("toolkit.backends.vllm.conformance.cases.shipped_cases", lambda: full(1))
     with pytest.raises(SystemExit) as ended:
-        main.run(["vllm-check", "--python", python_of(tmp_path), "--workloads", "1"])
+        main.run(["vllm-check", "--python", python_of(tmp_path)])
     assert ended.value.code == 4
     assert read_result(own_folder / "0.99.0.json").vllm == "0.99.0"
     assert FULL in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_an_unknown_kind_and_a_python_without_vllm_are_refused(
+def test_a_python_without_vllm_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words, code in ((["--kind", "windws"], 2), (["--python", str(tmp_path)], 3)):
-        with pytest.raises(SystemExit) as ended:
-            main.run(["vllm-check", *words])
-        assert ended.value.code == code
-        assert len(capsys.readouterr().err.splitlines()) == 2
+    with pytest.raises(SystemExit) as ended:
+        main.run(["vllm-check", "--python", str(tmp_path)])
+    assert ended.value.code == 3
+    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_a_verdict_cites_the_result_of_its_version() -> None:
@@ -228,21 +233,22 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_result(file)
 
 
-def test_every_kind_has_known_classes_and_its_own_workloads() -> None:
-    names = [kind.name for kind in kinds()]
-    assert len(set(names)) == len(names)
-    for kind in kinds():
-        assert set(kind.classes) <= CLASSES.keys()
-        cases = [kind.make(seed, ahead) for seed in (1, 2) for ahead in (False, True)]
-        assert [case["ahead"] for case in cases] == [False, True, False, True]
-        assert json.loads(json.dumps(cases)) == cases
+def test_every_kind_has_known_classes_and_workloads_that_ship() -> None:
+    assert [kind.name for kind in KINDS] == list(MAKERS)
+    assert all(set(kind.classes) <= CLASSES.keys() for kind in KINDS)
+    shipped = shipped_cases()
+    of_kind = [case["kind"] for case in shipped]
+    assert all(of_kind.count(kind.name) == 2 * SHIPPED for kind in KINDS)
+    some = [case for case in shipped if case["seed"] < 1002]
+    assert some == cases_of(MAKERS, 2), "python -m benchmarks.engines.workloads --write"
 
 
 def test_a_workload_has_no_settings_that_a_release_lacks() -> None:
     case = {"retention": 0, "groups": [{"kind": "state", "block": 8, "checkpoint": 1}]}
-    assert within(case, Installed("0.30.0", None)) == case
+    assert within(case, Installed("0.30.0", None)) == case | {"version": "0.30.0"}
     assert within(case, Installed("0.29.1", None))["retention"] == 0
     assert within(case, Installed("0.28.3", None)) == {
+        "version": "0.28.3",
         "retention": None,
         "groups": [{"kind": "state", "block": 8}],
     }

@@ -10,8 +10,9 @@ import pytest
 from real_vllm import PYTHON, differences, needed
 
 from benchmarks.engines import vllm_past_future as bench
+from benchmarks.engines import workloads
 from benchmarks.engines.random_llama import save_llama
-from toolkit.backends.vllm.conformance.kinds import inside
+from toolkit.backends.vllm.conformance.modelled import differs
 from toolkit.backends.vllm.conformance.run import run_cases
 
 
@@ -46,7 +47,11 @@ def test_tokens_are_vllm_s_own_and_the_log_replays(
 @pytest.mark.slow
 def test_past_future_counts_the_blocks_that_vllm_holds() -> None:
     """Prompts in a tree, whole in a pass; those that came first end while others go on."""
-    cases = [inside.make(seed, ahead) for seed in (1, 2) for ahead in (False, True)]
+    cases = [
+        workloads.make("our policies inside", seed, ahead)
+        for seed in (1, 2)
+        for ahead in (False, True)
+    ]
     for case, passes in zip(cases, run_cases(PYTHON, cases).passes(), strict=True):
-        assert inside.differs(case, passes) is None
+        assert differs(case, passes) is None
         assert max(one["blocks"][2] for one in passes) > 0, "some are counted with no request"

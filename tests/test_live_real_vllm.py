@@ -6,8 +6,8 @@ The tests need vLLM, or VLLM_PYTHON as the Python of an environment that has it.
 import pytest
 from real_vllm import PYTHON, needed
 
-from benchmarks.engines import live_settings
-from toolkit.backends.vllm.conformance.kinds import live
+from benchmarks.engines import live_settings, workloads
+from toolkit.backends.vllm.conformance.modelled import differs
 from toolkit.backends.vllm.conformance.run import run_cases
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 
@@ -15,9 +15,9 @@ pytestmark = [needed, pytest.mark.slow]
 
 
 def test_vllm_s_schedulers_take_new_settings_as_the_simulator_does() -> None:
-    cases = [live.make(seed, seed % 2 == 1) for seed in range(5000, 5060)]
+    cases = [workloads.make("live settings", seed, seed % 2 == 1) for seed in range(5000, 5060)]
     theirs = run_cases(PYTHON, cases).passes()
-    differ = [live.differs(case, found) for case, found in zip(cases, theirs, strict=True)]
+    differ = [differs(case, found) for case, found in zip(cases, theirs, strict=True)]
     assert differ == [None] * len(cases)
 
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 from real_vllm import PYTHON, needed
 
-from toolkit.backends.vllm.driver import prepare
+from toolkit.backends.vllm.conformance.run import prepare
 from toolkit.catalogue.classes import of_resolved
 from toolkit.catalogue.resolved import Resolved
 
@@ -38,12 +38,12 @@ CASES = [
 ]
 PRINT = """
 import dataclasses, json, os, sys
-from toolkit.backends.vllm.conformance import child
-os.environ |= child.ENVIRONMENT
-child.as_cpu_build()
-from toolkit.backends.vllm.conformance.driven import Driven
+from toolkit.backends.vllm.conformance import driven
+os.environ |= driven.ENVIRONMENT
+driven.as_cpu_build()
 from toolkit.backends.vllm.resolved import resolved_of
-found = [resolved_of(Driven(sys.argv[1], case).scheduler) for case in json.loads(sys.argv[2])]
+made = [driven.DrivenScheduler(sys.argv[1], case) for case in json.loads(sys.argv[2])]
+found = [resolved_of(one.scheduler) for one in made]
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
 

@@ -11,7 +11,7 @@ import pytest
 from paged import FLAT, LAW, trace_of, world
 from said import says
 
-from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
+from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
 from toolkit.estimators.pipeline import GRAPH, PIECEWISE, GraphSettings
 from toolkit.estimators.steps import StepShape

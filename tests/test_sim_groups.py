@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paged import FLAT, pass_by_pass, same_times, trace_of, world
 from said import says
 
-from toolkit.backends.vllm.conformance.kinds import block_sizes
-from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
+from benchmarks.engines import workloads
+from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
 from toolkit.estimators.steps import StepLaw
@@ -86,7 +86,7 @@ def test_counting_changes_nothing_where_prompts_get_keys_late() -> None:
     """With blocks of two sizes, others may look for a block of a prompt that gets its key while the
     row decodes. vLLM 0.32 and 0.33 plan this workload as row by row.
     """
-    case = block_sizes.KIND.make(50005, True) | {"version": "0.33.0"}
+    case = workloads.make("block sizes", 50005, True) | {"version": "0.33.0"}
     counted = passes_of_case(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheSettings, "can_count", lambda *_: False)

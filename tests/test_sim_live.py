@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from paged import FLAT
 
-from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
+from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Request

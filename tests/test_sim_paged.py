@@ -12,7 +12,7 @@ from paged import FLAT, LAW, pass_by_pass, same_times, trace_of, world
 from said import says
 
 from benchmarks.engines import vllm_passes as bench
-from toolkit.backends.vllm.conformance.kinds.full import passes_of_case
+from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory

@@ -11,8 +11,9 @@ import pytest
 from paged import FLAT, LAW, pass_by_pass, same_times, trace_of, world
 from plain_blocks import PlainScheduler
 
-from toolkit.backends.vllm.conformance.kinds import full
-from toolkit.backends.vllm.conformance.workloads import make_case
+from benchmarks.engines.workloads import make_case
+from toolkit.backends.vllm.conformance import modelled
+from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
@@ -46,7 +47,7 @@ def free_blocks(pool: SharedPool) -> list[int]:
 @pytest.mark.parametrize("first", range(0, 300, 60))
 def test_runs_of_blocks_do_what_blocks_do(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass, what it finds, and the order in which free blocks will be given out."""
-    step = full.step_of
+    step = modelled.step_of
     queues = []
 
     def recorded(scheduler: PagedScheduler, *, counts: bool = False):
@@ -55,14 +56,14 @@ def test_runs_of_blocks_do_what_blocks_do(first: int, monkeypatch: pytest.Monkey
             queues.append(free_blocks(scheduler.pool))
         return found
 
-    monkeypatch.setattr(full, "step_of", recorded)
+    monkeypatch.setattr(modelled, "step_of", recorded)
     preempted = hits = 0
     for seed in range(first, first + 60):
         case = make_case(seed)
         plain = PlainScheduler(case)
         theirs = plain.run()
         queues.clear()
-        assert full.passes_of_case(case) == theirs, seed
+        assert passes_of_case(case) == theirs, seed
         if queues:
             size = case["block_tokens"]
             assert queues == [[len(key) // size - 1 for key in one] for one in plain.queues], seed
@@ -78,7 +79,7 @@ def test_shared_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     blocks of prompts, sessions in open and closed loop, preemptions.
     """
     case, theirs = json.loads((DATA / "vllm-0.32.0-shared.json").read_text())[number]
-    assert full.passes_of_case(case) == theirs
+    assert passes_of_case(case) == theirs
     assert PlainScheduler(case).run() == theirs
 
 

@@ -234,21 +234,3 @@ def sla_ratios(served: Served, sla: Mapping[str, float]) -> dict[str, float]:
         metric, stat, _ = key.split("_")
         ratios[key] = statistic(values[metric], stat) / limit
     return ratios
-
-
-SAME = 1e-9  # a smaller share between two figures is rounding
-# What a simulation that leaps over passes of the same rows spreads evenly over them.
-SPREAD = ("itl_", "utilisation_", "consumed_memory_percent")
-
-
-def differences(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of both that are not the same, each with the share by which they differ, but for
-    those that depend on whether passes were simulated one by one.
-    """
-    found = {}
-    for name in one:
-        if name in other and one[name] != other[name] and not name.startswith(SPREAD):
-            share = abs(one[name] - other[name]) / max(abs(one[name]), abs(other[name]))
-            if share > SAME:
-                found[name] = share
-    return found

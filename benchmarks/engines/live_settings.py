@@ -25,7 +25,7 @@ import httpx
 
 from benchmarks.common.command import make_parser
 from toolkit.backends.vllm.command import VllmCommand, flags_of, vllm_server
-from toolkit.backends.vllm.conformance.kinds.full import step_of
+from toolkit.backends.vllm.conformance.modelled import step_of
 from toolkit.backends.vllm.control import MIDDLEWARE
 from toolkit.backends.vllm.from_log import read_passes
 from toolkit.backends.vllm.setup import CONTROL_VARIABLE, ITERATIONS_VARIABLE, PYTHON_VARIABLE

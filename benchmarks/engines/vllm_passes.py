@@ -3,8 +3,8 @@
     python -m benchmarks.engines.vllm_passes --log LOG.jsonl --requests REQUESTS.jsonl
     python -m benchmarks.engines.vllm_passes --vllm-python PYTHON [--cases 400] [--seed 1000]
 
-Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM. `llmctl
-vllm-check` compares the passes of made-up workloads, with as many of each kind as it is told.
+Takes seconds with --log, minutes otherwise. Needs that log, or an environment with vLLM.
+`benchmarks.engines.workloads` compares the passes of any number of made-up workloads.
 
 The first compares with a log of a real vLLM (`--scheduler-cls
 toolkit.backends.vllm.iterations.logged_scheduler`) and the requests that it served, one JSON object
@@ -31,10 +31,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from toolkit.backends.vllm.conformance.kinds import first_difference
-from toolkit.backends.vllm.conformance.kinds.full import ModelledScheduler, rows_of, step_of
+from benchmarks.engines.workloads import make_case
+from toolkit.backends.vllm.conformance.cases import Case
+from toolkit.backends.vllm.conformance.modelled import (
+    ModelledScheduler,
+    first_difference,
+    rows_of,
+    step_of,
+)
 from toolkit.backends.vllm.conformance.run import run_cases
-from toolkit.backends.vllm.conformance.workloads import Case, make_case
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.common.command import make_parser
-from toolkit.backends.vllm.conformance.child import main
-from toolkit.backends.vllm.conformance.driven import Driven
+from toolkit.backends.vllm.conformance.cases import Case
+from toolkit.backends.vllm.conformance.driven import DrivenScheduler, main
 
 if TYPE_CHECKING:
     from toolkit.estimators.steps import StepShape
 
 
-class Timed(Driven):
+class TimedScheduler(DrivenScheduler):
     """One of vLLM's schedulers on one workload of requests that come at times."""
 
     def times(self) -> list[list[float]]:
@@ -114,9 +114,9 @@ def _shape(rows: Sequence[Sequence[int]], inputs: Sequence[int]) -> StepShape:
     )
 
 
-def times_of(model: str, case: dict[str, Any]) -> list[list[float]]:
+def times_of(model: str, case: Case) -> list[list[float]]:
     """The times of all tokens of each request."""
-    return Timed(model, case).times()
+    return TimedScheduler(model, case).times()
 
 
 if __name__ == "__main__":

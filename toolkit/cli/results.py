@@ -39,10 +39,6 @@ class Simulation(BaseModel):
     )
     trace: Requests = Field(description="which requests were simulated")
     concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
-    installed_vllm: str | None = Field(
-        default=None,
-        description="the version of the vLLM that planned the passes with its own scheduler; null: "
-        "llmctl's model of it, or another policy",
     )
 
 

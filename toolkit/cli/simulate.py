@@ -9,13 +9,6 @@ from typing import TYPE_CHECKING
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, RateOption, command_of, option
 from toolkit.cli.basis import note_rest, plain
-from toolkit.cli.installed import (
-    INSTALLED,
-    MODEL,
-    python_of,
-    refuse_other_schedulers,
-    simulate_installed,
-)
 from toolkit.cli.output import emit, note, table
 from toolkit.cli.results import Simulation
 from toolkit.cli.stage import (
@@ -39,17 +32,6 @@ class SimulateOptions(StageOptions):
         autocompletion=arguments.policy,
     )
     rate: RateOption = None
-    scheduler: str = option(
-        MODEL,
-        "Which scheduler plans vLLM's passes: llmctl's model of it, or the installed vLLM's own "
-        "scheduler, without a GPU, exact and slow.",
-        metavar="model|installed",
-    )
-    vllm_python: str | None = option(
-        None,
-        "The Python of the environment with that vLLM; default: the recipe's, or the one that "
-        "vllm-check takes.",
-        metavar="FILE",
     )
     as_json: JsonOption = False
 
@@ -68,8 +50,6 @@ def command(args: SimulateOptions) -> None:
     from toolkit.sim.api import simulate
     from toolkit.traces.windows import scale_rate
 
-    valid = (MODEL, INSTALLED)
-    refuse_other_schedulers("--scheduler", args.scheduler, valid, args.vllm_python)
     stage = open_stage(args, args.rate)
     targets = stage.targets
     [policy] = stage.policies([args.policy] if args.policy else [], [stage.own_policy])
@@ -79,12 +59,7 @@ def command(args: SimulateOptions) -> None:
     requests = stage.trace if args.rate is None else scale_rate(stage.trace, args.rate)
     note_rest(requests)
     note(*sharing_notes(requests, [policy]))
-    version = None
-    if args.scheduler == INSTALLED:
-        python = python_of(args.vllm_python, stage.recipe)
-        result, version = simulate_installed(requests, chosen, world, python)
-    else:
-        result = simulate(requests, chosen, world)
+    result = simulate(requests, chosen, world)
     metrics = result.metrics(targets)
     note(*result_notes(result.refusals, metrics, world.range_of(policy)))
     note(*short_notes(requests, targets, world))
@@ -98,7 +73,6 @@ def command(args: SimulateOptions) -> None:
         verdict=judge(result.served, targets) if targets else None,
         trace=plain(requests),
         concurrency=result.concurrency,
-        installed_vllm=version,
         **metrics,
     )
 

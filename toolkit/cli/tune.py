@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,6 @@ from toolkit.cli.basis import (
     note_trace,
     parallel_size,
 )
-from toolkit.cli.installed import INSTALLED, confirm, python_of, refuse_other_schedulers
 from toolkit.cli.output import emit, note, progress
 from toolkit.cli.stage import sharing_notes
 from toolkit.cli.tune_output import TuneProgress, show
@@ -176,18 +175,6 @@ class TuneOptions:
         "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
-    confirm: str | None = _computing(
-        None,
-        "Simulate the best five settings once more by the installed vLLM's own scheduler "
-        "(installed), and say whether it finds the same.",
-        metavar="installed",
-    )
-    vllm_python: str | None = _computing(
-        None,
-        "The Python of the environment with that vLLM; default: the recipe's, or the one that "
-        "vllm-check takes.",
-        metavar="FILE",
-    )
     storage: str = _computing(
         "",
         "Keep the trials in a database, sqlite:///FILE or postgresql://...; default: a file "
@@ -245,7 +232,6 @@ def command(args: TuneOptions) -> None:
     from toolkit.tuning.inputs import settings_of
     from toolkit.tuning.workload import make_workload
 
-    refuse_other_schedulers("--confirm", args.confirm, (INSTALLED,), args.vllm_python)
     opened = _open(args)
     keep_inputs({**opened.inputs, "out": args.out})  # also a fit that was found here
     recipe = opened.recipe
@@ -261,9 +247,6 @@ def command(args: TuneOptions) -> None:
     made_from = head(opened.inputs | {"trace": file})
     searches = Searches(args, opened, machines, workload, made_from)
     result = searches.run(refused)
-    if args.confirm == INSTALLED:
-        inputs = searches.inputs_of(result)
-        result = confirm(result, inputs, python_of(args.vllm_python, inputs.recipe))
     write_file(result, args.out)
     searches.forget()
     emit(args.as_json, result, lambda: show(result))
@@ -429,13 +412,6 @@ class Searches:
         if failed and not tunings:
             raise failed
         return compared(able, tunings, refused) if len(self.machines) > 1 or refused else tunings[0]
-
-    def inputs_of(self, result: Tuning) -> Inputs:
-        """What the search of the chosen machine started from, with its number of workers."""
-        size = result.tensor_parallel_size
-        [inputs, *_] = [self._inputs(one) for one in self.machines if size == one.size]
-        recipe = inputs.recipe.model_copy(update={"workers": result.workers})
-        return replace(inputs, recipe=recipe)
 
     def forget(self) -> None:
         """Drop what the stores keep: the result is written."""

@@ -9,26 +9,13 @@ from pathlib import Path
 
 from toolkit.cli.arguments import JsonOption, command_of, option
 from toolkit.cli.output import emit, note, table
-from toolkit.errors import InputError, TargetMissedError, nearest
-
-WORKLOADS = 40
+from toolkit.errors import TargetMissedError
 
 
 @dataclass(frozen=True, slots=True)
 class VllmCheckOptions:
     python: str = option(
         "", "The Python that has vLLM; default: LLMCTL_VLLM_PYTHON, else llmctl's own."
-    )
-    workloads: int = option(
-        WORKLOADS,
-        "So many made-up workloads of each kind with each of vLLM's two schedulers; without --kind "
-        "fewer of a slow kind.",
-        min=1,
-        max=10_000,
-    )
-    seed: int = option(1000, "The seed of the first workload; the others follow.", min=0)
-    kind: list[str] | None = option(
-        None, "Compare only this kind of model, such as 'full attention'; repeatable."
     )
     out: Path | None = option(
         None, "Write the result to this file, in place of the folder where verdicts look it up."
@@ -41,31 +28,25 @@ def command(args: VllmCheckOptions) -> None:
     """Compare the installed vLLM with what llmctl knows of it, without a GPU and without weights.
 
     First its files: every import, method, attribute, flag and metric that llmctl touches. Then its
-    schedulers, which plan made-up workloads beside the simulator's model of them, pass by pass. The
-    result is kept by version, and verdicts of tune, capacity and simulate cite it. Kinds that the
-    version schedules by other rules are refused by name everywhere, and compared only with --kind.
+    schedulers, which plan the workloads that ship beside the simulator's model of them, pass by
+    pass. The result is kept by version, and verdicts of tune, capacity and simulate cite it. Kinds
+    that the version schedules by other rules are refused by name everywhere, and not compared.
     Exits with 4 where something is missing or differs.
     """
-    from toolkit.backends.vllm.conformance.kinds import kinds
+    from toolkit.backends.vllm.conformance.cases import shipped_cases
     from toolkit.backends.vllm.conformance.results import keep
     from toolkit.backends.vllm.conformance.run import compare
     from toolkit.backends.vllm.setup import PYTHON_VARIABLE
     from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
     from toolkit.files.io import write_file
 
-    names = [kind.name for kind in kinds()]
-    for name in args.kind or ():
-        if name not in names:
-            raise InputError(f"--kind {name}: there is no such kind", nearest(name, names))
     python = args.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
-    found = compare(python, args.workloads, args.seed, args.kind or ())
-    if args.out is not None:
+    found = compare(python, shipped_cases())
+    if args.out is None:
+        kept = keep(found)
+    else:
         write_file(found, args.out)
         kept = args.out
-    elif args.kind:
-        kept = None
-    else:
-        kept = keep(found)
 
     def show() -> None:
         print(f"vLLM {found.vllm}: {len(TOUCHED) - len(found.missing)} of {len(TOUCHED)} items")
@@ -85,9 +66,8 @@ def command(args: VllmCheckOptions) -> None:
         print(f"{found.passes:,} passes in {found.seconds:g} s")
 
     emit(args.as_json, found, show)
-    if kept is not None:
-        cited = "" if args.out is not None else "; tune, capacity and simulate cite it"
-        note(f"wrote {kept}{cited}")
+    cited = "" if args.out is not None else "; tune, capacity and simulate cite it"
+    note(f"wrote {kept}{cited}")
     if not found.agrees:
         lacking = {need for item in TOUCHED if item.words in found.missing for need in item.needs}
         without = [CAPABILITIES[need].without for need in CAPABILITIES if need in lacking]

@@ -472,29 +472,6 @@ class DraftGain(Strict):
     most_rows: int = Field(description="max_num_seqs of the recommended settings")
 
 
-class Confirmed(Strict):
-    """The settings of a trial on the search windows, by the installed vLLM's own scheduler."""
-
-    trial: int = Field(description="its number")
-    goodput_rps: float
-    model_goodput_rps: float = Field(description="as the search found it")
-    feasible: bool = Field(description="all limits are kept")
-    metric: str | None = optional("the metric that differs the most; none: all are the same")
-    apart_percent: float = Field(description="by how much it differs")
-
-
-class Confirmation(Strict):
-    """The best settings by the installed vLLM's own scheduler, the best first."""
-
-    vllm_version: str
-    settings: list[Confirmed]
-
-    @property
-    def holds(self) -> bool:
-        """Whether the search found the same for all of them."""
-        return all(one.metric is None for one in self.settings)
-
-
 class Tuning(Envelope):
     """tuning.json, whole."""
 
@@ -575,7 +552,6 @@ class Tuning(Envelope):
     draft_gain: DraftGain | None = optional(
         "of vLLM with laws for several numbers of drafts; none elsewhere"
     )
-    confirmation: Confirmation | None = optional("where --confirm asked for it")
 
     @property
     def load(self) -> str:

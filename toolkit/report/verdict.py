@@ -53,7 +53,7 @@ def verdict(result: Tuning) -> list[str]:
         *_cost_lines(result),
         *_draft_lines(result),
     ]
-    lines += [*_alternative_lines(result), *_how_sure(result), *_confirmed_lines(result)]
+    lines += [*_alternative_lines(result), *_how_sure(result)]
     best = result.best.policy
     refused = next((one.refusal for one in result.policies if one.policy == best), None)
     if refused and not result.keep_defaults:
@@ -102,21 +102,6 @@ def _draft_lines(result: Tuning) -> list[str]:
         return [f"{which} cost more than they give, however few requests run"]
     more = gain.rows + 1
     return [f"from {more} running requests on, {which} cost more than they give"]
-
-
-def _confirmed_lines(result: Tuning) -> list[str]:
-    """Whether the installed vLLM's own scheduler finds the same; empty where it was not asked."""
-    confirmation = result.confirmation
-    if confirmation is None:
-        return []
-    count = len(confirmation.settings)
-    which = f"the best {count} settings by the scheduler of vLLM {confirmation.vllm_version}"
-    if confirmation.holds:
-        return [f"confirmed: {which} give the same figures"]
-    apart = [one for one in confirmation.settings if one.metric is not None]
-    worst = max(apart, key=lambda one: one.apart_percent)
-    far = f"{worst.metric} by {number(worst.apart_percent)} %"
-    return [f"not confirmed: {len(apart)} of {which} differ, {far} at most"]
 
 
 def _capacity_lines(result: Tuning) -> list[str]:

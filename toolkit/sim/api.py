@@ -157,7 +157,6 @@ def _served_by_engines(
     requests: Sequence[Request], policy: VllmPolicy, world: World, ledger: Ledger, trace: Trace
 ) -> SimResult:
     """Serve on engines with schedulers of their own: in turn, or behind a router."""
-    ledger.knows_lost = world.engine().link is None  # vLLM does not count them
     engine = world.engine_of(policy)
     front = None if world.front == NO_DELAY else world.front
     reuse = _reuse(trace, world)

@@ -146,7 +146,6 @@ class Ledger:
     # of paged engines: tokens that admitted requests looked for in the cache and found there, and
     # those that had been there but were evicted; the same for requests that were preempted before
     shares: bool = False  # whether requests share prompts; otherwise these counters say nothing
-    knows_lost: bool = True  # whether `lost_tokens` are counted
     query_tokens: int = 0
     hit_tokens: int = 0
     lost_tokens: int = 0
@@ -213,8 +212,7 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics["query_tokens"] = float(ledger.query_tokens)
         metrics["hit_tokens"] = float(ledger.hit_tokens)
         metrics["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
-        if ledger.knows_lost:
-            metrics["lost_hit_tokens"] = float(ledger.lost_tokens)
+        metrics["lost_hit_tokens"] = float(ledger.lost_tokens)
         metrics["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
         metrics["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
         metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)

@@ -43,9 +43,7 @@ from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
 from toolkit.sim.groups.caches import CacheSettings
 from toolkit.sim.groups.row import GroupRow
 from toolkit.sim.groups.scheduler import GroupedScheduler
-from toolkit.sim.installed import InstalledScheduler
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.link import SchedulerLink
 from toolkit.sim.loop import CHECK_EVERY
 from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.passes import EngineScheduler, PagedPass
@@ -87,7 +85,6 @@ class PagedEngine:
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
     are accepted; `keeps_known` and `hash_lookahead` as of `DraftScheduler`. `others` are the same
     engine with other numbers of drafts.
-    `link` leads to the installed vLLM's own scheduler; None: the model of it plans.
     """
 
     steps: EngineLaw
@@ -105,7 +102,6 @@ class PagedEngine:
     keeps_known: bool = False
     hash_lookahead: int = 0
     others: tuple[PagedEngine, ...] = ()
-    link: SchedulerLink | None = None
 
     @classmethod
     def of(
@@ -144,9 +140,9 @@ class PagedEngine:
                 "OTHER",
             )
         if not tokens:
-            return replace(found[0], link=self.link, others=())
+            return replace(found[0], others=())
         drafts = drafts_of(found[0].draft_method, tokens, acceptance, seed)
-        return replace(found[0], drafts=drafts, link=self.link, others=())
+        return replace(found[0], drafts=drafts, others=())
 
     @property
     def capacity_tokens(self) -> int:
@@ -175,20 +171,6 @@ class PagedEngine:
         """
         blocks = self.blocks
         size = self.block_tokens
-        if self.link is not None:
-            if self.caches is not None:
-                problem, hint = self.caches.start_problem(blocks, flags, ahead=self.ahead)
-                if problem:
-                    raise InputError(problem, hint)
-            return InstalledScheduler(
-                self.link,
-                flags,
-                blocks,
-                size,
-                ahead=self.ahead,
-                drafts=self.drafts,
-                caches=self.caches,
-            )
         if self.caches is not None:
             if self.drafts is not None:
                 raise InputError(
@@ -199,7 +181,7 @@ class PagedEngine:
                 raise InputError(
                     f"long_prefill_token_threshold is {flags.long_prefill_token_threshold}, which "
                     "is not modelled with several groups of caches",
-                    "leave it at 0, or simulate with --scheduler installed",
+                    "leave it at 0",
                 )
             return GroupedScheduler(self.caches, flags, blocks, ahead=self.ahead)
         if self.drafts is not None:
@@ -207,7 +189,7 @@ class PagedEngine:
                 raise InputError(
                     f"prefill_schedule_interval is {flags.prefill_schedule_interval}, which is not "
                     "modelled with speculative decoding",
-                    "leave it at 1, or simulate with --scheduler installed",
+                    "leave it at 1",
                 )
             return DraftScheduler(
                 flags,
@@ -494,12 +476,7 @@ class PagedRun:
         waiting = len(scheduler.waiting) + len(self._arrived)
         return ReplicaReport(waiting, min(used / self._blocks, 1.0), now_s)
 
-    def close(self) -> None:
-        """It will do no more: write what was found in the cache into the ledger."""
-        self._count()
-        self.scheduler.close()
-
-    def _count(self) -> None:
+    def count(self) -> None:
         """Write what was found in the cache into the ledger."""
         ledger = self._ledger
         pool = self.scheduler.pool
@@ -707,7 +684,7 @@ def _drive(
             arrivals.ended(numbers, end_s, (front or engine.front(running)).last_s)
             run.ends.clear()
             run.first_tokens.clear()
-    run.close()
+    run.count()
 
 
 def refusal(

@@ -1,8 +1,8 @@
 """The scheduler of a paged engine as the simulator drives it: it plans passes, and knows no time.
 
-`EngineScheduler` is what all of them have in common: the models of vLLM's with one group of caches
+`EngineScheduler` is what the models of vLLM's have in common: with one group of caches
 (`toolkit.sim.paged`), with drafts (`toolkit.sim.drafts`) and with several groups
-(`toolkit.sim.groups`), and the installed vLLM's own (`toolkit.sim.installed`).
+(`toolkit.sim.groups`).
 """
 
 from __future__ import annotations
@@ -123,9 +123,6 @@ class EngineScheduler(Generic[Row]):
     def settle(self, ended: Sequence[PagedRequest]) -> None:
         """The tokens of a pass are known; free the blocks of the rows that `ended` with it."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """It is needed no more."""
 
 
 class PassScheduler(EngineScheduler[PagedRequest]):

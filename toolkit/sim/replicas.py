@@ -165,7 +165,7 @@ class RoutedRun:
             else:
                 self._balancer.ended(self._requests[subject].request_id, generated)
         for replica in replicas:
-            replica.close()
+            replica.count()
         return refusals
 
     def _route(self, number: int, now_s: float) -> Refusal | None:

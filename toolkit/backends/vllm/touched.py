@@ -125,7 +125,6 @@ IMPORTS: tuple[tuple[str, str, Needs], ...] = (
     ("vllm.v1.request", "Request", ALL),
     (CACHES, "FullAttentionSpec UniformTypeKVCacheSpecs", ("inside", "simulation")),
     (CACHES, "KVCacheConfig KVCacheGroupSpec SlidingWindowSpec MambaSpec", SIMULATION),
-    (CACHES, "ChunkedLocalAttentionSpec", SIMULATION),
     (ENGINE, "DPEngineCoreProc", SIMULATION),
     (CLIENT, "DPLBAsyncMPClient", SIMULATION),
     ("vllm.v1.outputs", "ModelRunnerOutput DraftTokenIds", SIMULATION),

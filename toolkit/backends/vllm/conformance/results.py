@@ -31,7 +31,7 @@ class ComparedKind(Strict):
     differing: int = Field(description="workloads with a pass that differs")
     passes: int
     cited: bool = Field(description="it counts in verdicts about models of these classes")
-    first: str = Field("", description="the first difference: seed and pass, or an error")
+    first: str = Field("", description="the first difference: workload and pass, or an error")
 
 
 class Conformance(Strict):
@@ -40,7 +40,6 @@ class Conformance(Strict):
     vllm: str
     tool_version: str
     date: str = Field(description="YYYY-MM-DD")
-    seed: int
     seconds: float
     rows: list[ComparedKind]
     refused: dict[str, str] = Field(

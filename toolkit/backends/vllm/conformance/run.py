@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -13,23 +14,33 @@ from pathlib import Path
 from typing import Any
 
 import toolkit
-from toolkit.backends.vllm.conformance.kinds import ModelKind, kinds
+from toolkit.backends.vllm.command import link_package
+from toolkit.backends.vllm.conformance.cases import Case
+from toolkit.backends.vllm.conformance.kinds import KINDS, ModelKind
+from toolkit.backends.vllm.conformance.modelled import differs, drafts_of_case
 from toolkit.backends.vllm.conformance.results import ComparedKind, Conformance
-from toolkit.backends.vllm.conformance.workloads import Case
-from toolkit.backends.vllm.driver import prepare
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import Installed, Sources, check, read_vllm
 from toolkit.catalogue.classes import DRAFTING, of_release
 from toolkit.errors import EngineError
 from toolkit.sim.drafts import keeps_known_outputs
 
-CHILD = "toolkit.backends.vllm.conformance.child"
-WORKLOADS = 40  # of each kind with each of the two schedulers
-SEED = 1000
+CHILD = "toolkit.backends.vllm.conformance.driven"
 SCHEDULERS = {False: "Scheduler", True: "AsyncScheduler"}
 LOAD_S = 1800.0
 RETENTION = "0.29"  # the first release that has it in KVCacheConfig
 CHECKPOINTS = "0.30"  # the first release that has their alignment, which the workloads set
+# A model that vLLM knows without any code of its own; only its config is read.
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1 << 20,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +54,19 @@ class Loaded:
     results: list[Any]
 
     def passes(self) -> list[Any]:
-        """The results. `EngineError` for a workload that ended with an error."""
+        """Return the results. Raises `EngineError` if a workload ended with an error."""
         for number, one in enumerate(self.results):
             if isinstance(one, dict):
                 raise EngineError(f"workload {number}: {one['error']}")
         return self.results
 
 
-def compare(
-    python: str, workloads: int = WORKLOADS, seed: int = SEED, only: Sequence[str] = ()
-) -> Conformance:
-    """Compare the simulator with the vLLM of a Python; `only`: names of kinds; none: all but
-    those that are refused by name in this release.
+def compare(python: str, cases: Sequence[Case]) -> Conformance:
+    """Compare the simulator with the vLLM of a Python, on workloads of `kinds.KINDS`.
 
-    Raises `EngineError` where there is no vLLM, where it cannot be loaded, or where Python loads
-    another than the one that was found.
+    Kinds that are refused by name in this release, or that it does not have, are left out. Raises
+    `EngineError` where there is no vLLM, where it cannot be loaded, or where Python loads another
+    than the one that was found.
     """
     start_s = time.monotonic()
     installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
@@ -65,43 +74,37 @@ def compare(
     assert installed.folder is not None  # `check` has read it
     sources = Sources(installed.folder)
     lacks = {need for one in missing for need in one.item.needs}
-    chosen = []
     refused: dict[str, str] = {}
-    for kind in kinds():
+    able = []
+    for kind in KINDS:
         if kind.needs in lacks or not installed.has(kind.since):
             continue
-        if kind.name in only:
-            chosen.append(kind)
-        elif not only:
-            others = of_release(kind.classes, installed.version)
-            if others:
-                refused[kind.name] = ", ".join(one.what for one in others)
-            else:
-                chosen.append(kind)
-    cases = [
-        (kind, ahead, number, within(kind.make(number, ahead), installed))
-        for kind in chosen
-        for ahead in SCHEDULERS
-        for number in range(seed, seed + (workloads if only else -(-workloads // kind.one_in)))
-    ]
-    loaded = Loaded(installed.version, installed.folder, [])
-    if cases:
-        loaded = run_cases(python, [case for *_, case in cases])
+        others = of_release(kind.classes, installed.version)
+        if others:
+            refused[kind.name] = ", ".join(one.what for one in others)
+        else:
+            able.append(kind)
+    names = {kind.name for kind in able}
+    wanted = [within(case, installed) for case in cases if case["kind"] in names]
+    results: list[Any] = []
+    if wanted:
+        loaded = run_cases(python, wanted)
         installed.refuse_another(python, loaded.version, loaded.folder)
+        results = loaded.results
     rows = []
-    for kind in chosen:
+    for kind in able:
         for ahead, scheduler in SCHEDULERS.items():
-            mine = [
-                (number, {**case, "version": loaded.version}, theirs)
-                for (one, is_ahead, number, case), theirs in zip(cases, loaded.results, strict=True)
-                if one is kind and is_ahead == ahead
+            pairs = [
+                (case, theirs)
+                for case, theirs in zip(wanted, results, strict=True)
+                if (case["kind"], case["ahead"]) == (kind.name, ahead)
             ]
-            rows.append(_row(kind, scheduler, mine))
+            if pairs:
+                rows.append(_row(kind, scheduler, pairs))
     return Conformance(
         vllm=installed.version,
         tool_version=toolkit.__version__,
         date=datetime.now(UTC).date().isoformat(),
-        seed=seed,
         seconds=round(time.monotonic() - start_s, 1),
         rows=rows,
         refused=refused,
@@ -112,11 +115,11 @@ def compare(
 
 
 def within(case: Case, installed: Installed) -> Case:
-    """The workload as a release serves it: it keeps every end of windows and states where it has no
-    `retention`, makes no checkpoints inside a prefill before it has them, and keeps blocks of
-    outputs with drafts by its own rule.
+    """Return the workload as a release serves it: it keeps every end of windows and states where it
+    has no `retention`, makes no checkpoints inside a prefill before it has them, and keeps blocks
+    of outputs with drafts by its own rule.
     """
-    changed = dict(case)
+    changed = dict(case, version=installed.version)
     if not installed.has(RETENTION):
         changed["retention"] = None
     if "drafts" in case:
@@ -124,12 +127,25 @@ def within(case: Case, installed: Installed) -> Case:
         uses_states = DRAFTING[case["drafts"]["method"]]
         changed["keeps_known"] = later
         changed["hash_lookahead"] = int(later and uses_states)
+        changed["drafts"] = drafts_of_case(case)
     if "groups" in case and not installed.has(CHECKPOINTS):
         changed["groups"] = [
             {name: value for name, value in group.items() if name != "checkpoint"}
             for group in case["groups"]
         ]
     return changed
+
+
+def prepare(folder: Path) -> tuple[str, dict[str, str]]:
+    """Put into `folder` what a process of vLLM's Python needs. Returns the folder of a model, and
+    an environment that has llmctl's package.
+    """
+    link_package(folder)
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return str(model), os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
@@ -154,24 +170,26 @@ def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
     return Loaded(content["version"], Path(content["folder"]), content["results"])
 
 
-def _row(kind: ModelKind, scheduler: str, ran: Sequence[tuple[int, Case, Any]]) -> ComparedKind:
+def _row(kind: ModelKind, scheduler: str, pairs: Sequence[tuple[Case, Any]]) -> ComparedKind:
+    """Compare workloads of one kind with the passes that one of vLLM's schedulers planned."""
     passes = differing = 0
     first = ""
-    for number, case, theirs in ran:
+    for case, theirs in pairs:
         if isinstance(theirs, dict):
-            differing += 1
-            first = first or f"workload {number}: {theirs['error']}"
-            continue
-        passes += len(theirs)
-        at = kind.differs(case, theirs)
-        if at is not None:
-            differing += 1
-            first = first or f"workload {number}, pass {at}"
+            at = theirs["error"]
+        else:
+            passes += len(theirs)
+            number = differs(case, theirs)
+            if number is None:
+                continue
+            at = f"pass {number}"
+        differing += 1
+        first = first or f"workload {case['seed']}, {at}"
     return ComparedKind(
         kind=kind.name,
         classes=list(kind.classes),
         scheduler=scheduler,
-        workloads=len(ran),
+        workloads=len(pairs),
         differing=differing,
         passes=passes,
         cited=kind.cited,

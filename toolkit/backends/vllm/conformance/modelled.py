@@ -1,18 +1,17 @@
-"""Models with one cache that keeps every token: full attention, MLA, mixtures of experts.
+"""The passes that the simulator plans for a workload, and where vLLM's are others.
 
-The simulator's passes are those of `toolkit.sim.paged.PagedScheduler`, and of workloads with
-`groups` or `drafts`, which other kinds make, those of `toolkit.sim.groups` and
-`toolkit.sim.drafts`.
+The simulator's scheduler is `toolkit.sim.paged.PagedScheduler`; of workloads with `groups` or
+`drafts` it is that of `toolkit.sim.groups` or `toolkit.sim.drafts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from toolkit.backends.vllm.conformance.kinds import ModelKind, first_difference
-from toolkit.backends.vllm.conformance.workloads import Case, CaseArrivals, Pass, make_case
+from toolkit.backends.vllm.conformance.cases import Case, CaseArrivals, Pass
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest, contents
@@ -27,7 +26,7 @@ ModelledScheduler: TypeAlias = PagedScheduler | DraftScheduler | GroupedSchedule
 
 
 def passes_of_case(case: Case) -> list[Pass]:
-    """The passes of our model for a made-up workload; the last one is {"stuck": ...} where it does
+    """Return the simulator's passes for a workload; the last one is {"stuck": ...} where it does
     not end.
     """
     scheduler = scheduler_of(case)
@@ -67,8 +66,25 @@ def passes_of_case(case: Case) -> list[Pass]:
             return found
 
 
+def drafts_of_case(case: Case) -> dict[str, Any]:
+    """Return the drafts of a workload with those that are accepted and proposed in each pass."""
+    drafts = case["drafts"]
+    drawn = _drawn(drafts)
+    turns = range(max(one[3] for one in case["requests"]) + 1)
+    numbers = range(len(case["requests"]))
+    return drafts | {
+        "accepts": [[drawn.accepted(number, turn) for turn in turns] for number in numbers],
+        "offers": [[drawn.offered(number, turn) for turn in turns] for number in numbers],
+    }
+
+
+def _drawn(drafts: Mapping[str, Any]) -> DrawnDrafts:
+    rates = tuple(drafts["rates"])
+    return DrawnDrafts(drafts["method"], rates, drafts["proposed"], drafts["seed"])
+
+
 def scheduler_of(case: Case) -> ModelledScheduler:
-    """The simulator's scheduler with the caches, drafts and flags of a workload."""
+    """Return the simulator's scheduler with the caches, drafts and flags of a workload."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
     flags = VllmPolicy(
         **{name: case[name] for name in names},
@@ -77,14 +93,11 @@ def scheduler_of(case: Case) -> ModelledScheduler:
     )
     reserves = case.get("reserve_full_isl", True)
     if "drafts" in case:
-        drafts = case["drafts"]
         return DraftScheduler(
             flags,
             case["blocks"],
             case["block_tokens"],
-            DrawnDrafts(
-                drafts["method"], tuple(drafts["rates"]), drafts["proposed"], drafts["seed"]
-            ),
+            _drawn(case["drafts"]),
             ahead=case["ahead"],
             shares="ids" in case,
             reserves=reserves,
@@ -113,7 +126,7 @@ def scheduler_of(case: Case) -> ModelledScheduler:
 
 
 def cache_groups(case: Case) -> tuple[CacheGroup, ...]:
-    """The cache groups of a workload."""
+    """Return the cache groups of a workload."""
     return tuple(
         CacheGroup(
             group["kind"],
@@ -137,7 +150,7 @@ def _alone(case: Case) -> list[PagedRequest]:
 
 
 def rows_of(case: Case) -> list[PagedRequest]:
-    """The requests of a workload that says what they share."""
+    """Return the requests of a workload that says what they share."""
     requests = case["requests"]
     counts = [len(ids) for ids in case["ids"]]
     shared = SharedBlocks(
@@ -164,7 +177,7 @@ def rows_of(case: Case) -> list[PagedRequest]:
 
 
 def step_of(scheduler: ModelledScheduler, *, counts: bool = False) -> Pass:
-    """Plan one pass of our model; `counts`: with the tokens that were found in the cache."""
+    """Plan one pass of the simulator; `counts`: with the tokens that were found in the cache."""
     pool = scheduler.pool
     before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     plan = scheduler.schedule()
@@ -186,14 +199,44 @@ def step_of(scheduler: ModelledScheduler, *, counts: bool = False) -> Pass:
     return step
 
 
-def make(seed: int, ahead: bool) -> Case:
-    """A made-up workload with one of vLLM's two schedulers."""
-    return make_case(seed) | {"ahead": ahead}
-
-
 def differs(case: Case, theirs: list[Pass]) -> int | None:
-    """The first pass in which the simulator differs."""
+    """Return the first pass of vLLM's in which the simulator differs; None: none does."""
+    if "policy" in case:
+        return _counts_differ(case, theirs)
     return first_difference(passes_of_case(case), theirs)
 
 
-KIND = ModelKind("full attention", (), make, differs, order=0)
+def first_difference(ours: list[Pass], theirs: list[Pass]) -> int | None:
+    """Return the first pass that differs; None: no pass differs."""
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return number
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def _counts_differ(case: Case, theirs: list[Pass]) -> int | None:
+    """Return the first pass in which a policy of ours inside vLLM counts blocks wrongly, or the
+    last one where a request's tokens are not all computed; None: there is no such pass.
+
+    Until vLLM preempts, our scheduler counts the blocks of prompts that vLLM's block manager holds.
+    Where it has admitted a request that vLLM has still to place, because the cache is full, it
+    counts no fewer.
+    """
+    ends: dict[int, int] = {}
+    whole = True  # vLLM has preempted nothing itself: what it computes again is counted roughly
+    for number, one in enumerate(theirs):
+        if "stuck" in one:
+            return number
+        held, counted, uncounted, unplaced = one["blocks"]
+        whole = whole and not one["preempted"]
+        exact = held == counted + uncounted
+        enough = unplaced > 0 and held < counted + uncounted
+        if whole and not exact and not enough:
+            return number
+        for row, computed, new in one["rows"]:
+            ends[row] = max(ends.get(row, 0), computed + new)
+    for number, (_, prompt, output, _) in enumerate(case["requests"]):
+        # an asynchronous scheduler computes a token more than it learns that it needed
+        if not prompt + output - 1 <= ends.get(number, 0) <= prompt + output + int(case["ahead"]):
+            return len(theirs)
+    return None
