@@ -173,7 +173,7 @@ def routers() -> str:
     """TTFT of one trace under four routers."""
     experiment = api.open_experiment(
         "bursty-small",
-        "llama-3.1-8b-a100-80gb-rebatch",
+        "llama-3.1-8b-a100-80gb",
         rate_rps=20,
         workers=4,
         capacity_tokens=12_000,

@@ -30,14 +30,12 @@ class Made:
         return new_recipe(find_model(self.model), Wish(GPUS[self.gpu], **self.wish)).text
 
 
-ONE: dict[str, Any] = {"gpus": 1}
 FP8_ON_TWO: dict[str, Any] = {"gpus": 2, "tensor_parallel": 2, "quantization": "fp8"}
 FP8_ON_FOUR: dict[str, Any] = {"gpus": 4, "tensor_parallel": 4, "quantization": "fp8"}
 ON_FOUR: dict[str, Any] = {"gpus": 4, "tensor_parallel": 4}
 RECIPES = (
     Made("llama-3.1-8b", "h100-sxm"),
     Made("llama-3.1-8b", "l40s"),
-    Made("llama-3.1-8b", "rtx-4090", ONE),
     Made("llama-3.3-70b", "a100-80gb", ON_FOUR),
     Made("llama-3.3-70b", "h100-sxm", ON_FOUR),
     Made("llama-3.3-70b", "h100-sxm", FP8_ON_TWO),
@@ -46,7 +44,6 @@ RECIPES = (
     Made("llama-3.3-70b", "l40s", FP8_ON_FOUR),
     Made("qwen3-8b", "h100-sxm"),
     Made("qwen3-8b", "l40s"),
-    Made("qwen3-8b", "rtx-4090", ONE),
     Made("qwen3-32b", "a100-80gb"),
     Made("qwen3-32b", "h100-sxm"),
     Made("qwen3-32b", "h200"),

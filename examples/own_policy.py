@@ -18,7 +18,7 @@ class HalfPromisedPolicy(api.ContinuousPolicy):
 
 
 experiment = api.open_experiment(
-    "bursty-small", "llama-3.1-8b-a100-80gb-rebatch", rate_rps=5, capacity_tokens=20_000
+    "bursty-small", "llama-3.1-8b-a100-80gb", rate_rps=5, capacity_tokens=20_000
 )
 for policy in ("conservative", "past-future", HalfPromisedPolicy(), HalfPromisedPolicy(share=0.1)):
     found = experiment.run(policy).metrics({"ttft_p99_s": 2, "mtpot_p99_s": 1})

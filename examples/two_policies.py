@@ -5,7 +5,7 @@ from numpy import arange
 
 from toolkit import api
 
-experiment = api.open_experiment("bursty-small", "llama-3.1-8b-a100-80gb-rebatch", rate_rps=20)
+experiment = api.open_experiment("bursty-small", "llama-3.1-8b-a100-80gb", rate_rps=20)
 for policy in ("past-future", "fcfs"):
     result = experiment.run(policy)
     found = result.metrics({"ttft_p99_s": 2})

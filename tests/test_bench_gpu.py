@@ -46,7 +46,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-2-7b-h200", "llama-2-13b-a100-80gb-transformers", "tiny-llama-cpu-rebatch"]
+    "name", ["llama-2-7b-h200", "llama-3.1-8b-h200-transformers", "tiny-llama-cpu-rebatch"]
 )
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_recipe_gets_random_weights_and_a_small_cache(name, quick):

@@ -48,7 +48,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         "trace generate --metrics page --out page",
         "trace record --upstream http://127.0.0.1:9 --upstream-ca log.csv --out log.csv",
         "profile recipe.yaml --out recipe.yaml",
-        "profile recipe.yaml --analytic --like profile.json recipe.yaml",
         "fit profile.json --out profile.json",
         "tune recipe.yaml --out fit.json",
         "tune recipe.yaml --trace log.csv --out link",

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from toolkit import extras
-from toolkit.deploy.doctor import check_engine, check_machine
+from toolkit.deploy.doctor import check_engines, check_machine
 from toolkit.engine_traits import ENGINES
 from toolkit.engines.devices import CudaDevice, find_devices
 from toolkit.engines.tokenizer import FileTokenizer
 from toolkit.errors import EngineError
 
 ABSENT = ("torch", "transformers", "tokenizers", "safetensors", "deepspeed")
-FIT = "llama-3.1-8b-h200-rebatch"
+FIT = "llama-3.1-8b-h200"
 SMALL = ("--trials", 1, "--draws", 0, "--jobs", 1, "--policies", "own")
 SIMULATE = ("simulate", "--fit", FIT, "--trace", "t.jsonl", "--policy", "past-future", "--json")
 RENDER = ("render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu", "--target", "compose")
@@ -136,8 +136,7 @@ def test_doctor_notes_what_is_absent_and_is_content(
     devices = find_devices()
     assert devices.torch == ""
     checks = {
-        each.name: each
-        for each in [*check_machine(devices, tmp_path), *check_engine(None, devices)]
+        each.name: each for each in [*check_machine(devices, tmp_path), *check_engines(devices)]
     }
     assert {each.status for each in checks.values()} <= {"ok", "note"}
     assert checks["numba"].status == "ok"

@@ -42,7 +42,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GPU_RECIPE = "llama-3.1-8b-h200"
-OTHER_GPU_RECIPE = "llama-3.1-8b-a100-80gb-rebatch"
 TIMEOUT_S = 300
 # What pages leave to their readers.
 WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy"}
@@ -283,7 +282,7 @@ def compile_kernels(site: Path) -> None:
     trace = site.parent / "few.jsonl"
     rows = [{"timestamp": k, "input_length": 9 + k, "output_length": 5 + k} for k in range(40)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["compare", "--fit", "llama-3.1-8b-h200-rebatch", "--trace", trace]
+    words = ["compare", "--fit", GPU_RECIPE, "--trace", trace]
     subprocess.run(
         [sys.executable, "-P", "-m", "toolkit", *words],
         env=os.environ | {"PYTHONPATH": str(site)},
@@ -443,12 +442,9 @@ def recorded(folder: Folder) -> None:
 
 
 def quick_recipe(folder: Folder) -> None:
-    """A recipe with a grid that takes seconds to measure, and a profile as if from another GPU."""
+    """A recipe with a grid that takes seconds to measure."""
     folder.words["RECIPE"] = "quick.yaml"
     (folder.path / "quick.yaml").write_text(QUICK)
-    other = json.loads(shipped(folder, OTHER_GPU_RECIPE, "profile.json"))
-    other["engine"]["analytic"] = ""
-    (folder.path / "measured.json").write_text(json.dumps(other))
 
 
 def tuned_on_azure(folder: Folder) -> None:

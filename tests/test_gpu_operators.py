@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from toolkit.catalogue.gpus import GPUS
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import (
     AllReduce,
@@ -164,18 +165,38 @@ def test_more_gpus_are_faster_but_not_in_proportion() -> None:
 def test_a_gpu_by_its_name_and_its_data_sheet() -> None:
     assert operators_of("H200", 4.8e12, 989e12, 450e9) == measured_operators("h200_sxm")
     assert operators_of("NVIDIA A100-SXM4-80GB", 2.039e12, 312e12).name == "a100_sxm"
-    pcie = operators_of("H100 PCIe", 2.0e12, 756e12)  # another card of that family
-    sxm = measured_operators("h100_sxm")
-    shares = [one.gemm["bfloat16"].bytes_per_s / one.bandwidth for one in (pcie, sxm)]
-    assert shares[0] == pytest.approx(shares[1])
-    assert "H100 PCIe was not measured" in pcie.source
-    assert "l40s" in operators_of("L4", 300e9, 121e12).source
-    assert "a100_sxm" in operators_of("something else", 1.9e12, 300e12).source
-    slow = operators_of("h100-pcie", 2.0e12, 756e12, 64e9)  # no NVLink
-    assert slow.all_reduce[2].bytes_per_s < 0.3 * pcie.all_reduce[2].bytes_per_s
-    assert slow.all_reduce == measured_operators("rtx_pro_6000_server").all_reduce
-    ratio = pcie.pass_seconds(DENSE, [PROMPT])[0] / sxm.pass_seconds(DENSE, [PROMPT])[0]
-    assert 1.2 < ratio < 989 / 756 + 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "flops", "link"),
+    [
+        ("H100 PCIe", 2.0e12, 756e12, None),  # another card of that family
+        ("H100", 3.35e12, 989e12, 64e9),  # without its link
+        ("L4", 300e9, 121e12, None),
+        ("H20", 4.0e12, 148e12, None),
+    ],
+)
+def test_a_gpu_that_was_not_measured_is_refused_by_name(
+    name: str, bandwidth: float, flops: float, link: float | None
+) -> None:
+    with pytest.raises(InputError) as error:
+        operators_of(name, bandwidth, flops, link)
+    assert name in error.value.message
+    assert "h200_sxm" in error.value.hint
+
+
+def test_the_catalogue_says_which_gpus_were_measured() -> None:
+    found = {}
+    for name, gpu in GPUS.items():
+        sheet = (1e9 * gpu.bandwidth_gb_s, 1e12 * gpu.tflops["bf16"], 1e9 * gpu.link_gb_s)
+        try:
+            found[name] = operators_of(name, *sheet).name
+        except InputError:
+            found[name] = ""
+    assert {name for name, known in found.items() if known} == {
+        gpu.name for gpu in GPUS.values() if gpu.measured
+    }
+    assert set(measured_gpus()) == set(found.values()) - {""}
 
 
 def test_what_was_not_measured_is_refused_by_name() -> None:

@@ -16,7 +16,7 @@ CASES = [
     ("qwen3-30b-a3b --gpu h100-sxm", 1),
     ("gpt-oss-20b --gpu h100-sxm", "sliding windows"),
     ("deepseek-v3 --gpu h200 --gpus 8", "MLA"),
-    ("mistral-small-24b --gpu a100-80gb --lora", "LoRA"),
+    ("llama-3.1-8b --gpu rtx-4090 --gpus 1", "rtx-4090"),
 ]
 
 

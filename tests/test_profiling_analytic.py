@@ -1,49 +1,46 @@
-"""Profiles of absent hardware: the roofline by hand, its assumptions, and a fitted efficiency."""
+"""Profiles of absent hardware: what they hold, their errors, and what they refuse."""
 
+import json
 from pathlib import Path
 
 import pytest
 import samples
 from commands import llmctl
+from orders import changed
 
 from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import measured_elsewhere
 from toolkit.estimators.fitting import fit_file, fit_profile
-from toolkit.estimators.roofline import (
-    Efficiency,
-    ModelSizes,
-    Peaks,
-    Roofline,
-    decode_shape,
-    fit_efficiency,
-    prefill_shape,
-)
-from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
-from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
+from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
-from toolkit.profiling.analytic import Basis, analytic_profile, basis_of, pass_times
+from toolkit.profiling.analytic import analytic_profile, pass_times
 from toolkit.units import GIB
-
-SIZES = ModelSizes(
-    weight_bytes=2000, weights=1000, layers=2, attention_width=10, kv_bytes_per_token=4
-)
-PEAKS = Peaks(flops_per_s=1e6, bytes_per_s=1e5)
-REACHED = Efficiency(compute=0.5, traffic=0.8, pass_s=0.01)
-
 
 HEAD = {"tool_version": "0", "environment": samples.ENVIRONMENT, "inputs": {}}
 
 
-def recipe(**hardware: object) -> Recipe:
+LLAMA_7B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+}
+
+
+def recipe(ranks: int = 1, vllm: object = None, **config: object) -> Recipe:
+    """A model on an A100 by vLLM."""
     return samples.recipe(
         model={
             "source": "random",
-            "config": {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096},
+            "config": LLAMA_7B | config,
             "max_model_len": 4096,
-            "dtype": "float16",
+            "dtype": "bfloat16",
             "kv_bytes_per_token": 524288,
             "weight_bytes": 13476831232,
         },
@@ -53,9 +50,9 @@ def recipe(**hardware: object) -> Recipe:
             "memory_gib": 79.1,
             "peak_tflops": 312,
             "bandwidth_gb_s": 2039,
-        }
-        | hardware,
-        engine={"name": "transformers"},
+        },
+        engine={"name": "vllm", "tensor_parallel_size": ranks, "vllm": vllm},
+        policy={"name": "vllm", "parameters": {}},
         workers=1,
         profile={
             "batch_sizes": [1, 2, 4, 8, 16, 32],
@@ -64,34 +61,6 @@ def recipe(**hardware: object) -> Recipe:
             "memory_lengths": [256, 1024],
         },
     )
-
-
-def test_a_pass_takes_the_time_of_its_bottleneck():
-    line = Roofline(PEAKS, SIZES, REACHED)
-    flops = 2 * 1000 * 3 * 50 + 2 * 2 * 10 * 3 * 50 * 50
-    assert line.pass_seconds([prefill_shape(3, 50)]) == [0.01 + flops / 0.5e6]  # arithmetic
-    assert line.pass_seconds([decode_shape(1, 10)]) == [0.01 + (2000 + 10 * 4) / 0.8e5]  # traffic
-
-
-def test_the_efficiency_is_recovered_from_predicted_times():
-    line = Roofline(PEAKS, SIZES, REACHED)
-
-    def seconds(shape: StepShape) -> list[float]:
-        return line.pass_seconds([shape]).tolist()
-
-    prefill = [
-        PrefillPoint(batch_size=n, input_length=k, seconds=seconds(prefill_shape(n, k)))
-        for n in (1, 4, 16)
-        for k in (8, 64)
-    ]
-    decode = [
-        DecodePoint(batch_size=n, cached_length=k, seconds=seconds(decode_shape(n, k)))
-        for n in (1, 2, 64)
-        for k in (8, 64)
-    ]
-    found, error = fit_efficiency(PEAKS, SIZES, prefill, decode)
-    assert (found.compute, found.traffic, found.pass_s) == pytest.approx((0.5, 0.8, 0.01), rel=1e-3)
-    assert error < 0.1
 
 
 @pytest.mark.slow
@@ -111,68 +80,26 @@ def test_an_analytic_profile_can_be_fitted_and_stays_marked(
         assert llmctl(*words) == 0
         assert "analytic, nothing" in capsys.readouterr().err, words[0]
     made = read_file(Profile, profile)
-    assert "0.5 of the peak FLOP/s" in made.engine.analytic
+    assert "a100_sxm" in made.engine.analytic
     assert made.engine.capacity_tokens == (int(79.1 * (1 << 30) * 0.9) - 13476831232) // 524288
     fitted = fit_profile(made)
     assert fitted.decode.fit.error.median_percent < 5.0
     assert fitted.memory.capacity_tokens == made.engine.capacity_tokens
 
 
-def test_the_efficiency_can_be_fitted_to_a_measured_profile():
-    computed = analytic_profile(recipe(), HEAD, Basis(Efficiency(0.31, 0.62, 0.004), "made up"))
-    with pytest.raises(InputError, match="analytic"):
-        basis_of(computed, recipe())
-    facts = computed.engine.model_copy(update={"analytic": ""})
-    basis = basis_of(computed.model_copy(update={"engine": facts}), recipe())
-    assert basis.efficiency.compute == pytest.approx(0.31, rel=0.02)
-    assert "fitted to test" in basis.text()
-
-
 @pytest.mark.parametrize("number", ["peak_tflops", "bandwidth_gb_s", "memory_gib"])
 def test_a_number_that_the_recipe_lacks_is_named(number: str):
     with pytest.raises(InputError, match=f"hardware.{number}"):
-        analytic_profile(recipe(**{number: None}), HEAD)
+        analytic_profile(changed(recipe(), **{f"hardware__{number}": None}), HEAD)
 
 
 def test_weights_that_leave_no_cache_are_refused():
     with pytest.raises(InputError, match=r"12\.6 GiB.*KV"):
-        analytic_profile(recipe(memory_gib=12.0), HEAD)
+        analytic_profile(changed(recipe(), hardware__memory_gib=12.0), HEAD)
 
 
-def test_a_mixed_pass_reads_the_weights_once():
-    line = Roofline(PEAKS, SIZES, REACHED)
-    moved = 1 * 10 + 50
-    flops = 2 * 1000 * 51 + 4 * 2 * 10 * (10 + 50 * 50 / 2)
-    mixed = StepShape(1, 10, 1, 50, chunk_attended(0, 50))
-    expected = 0.01 + max(flops / 0.5e6, (2000 + moved * 4) / 0.8e5)
-    assert line.pass_seconds([mixed]) == [expected]
-
-
-LLAMA_7B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-}
-
-
-def vllm_recipe(ranks: int = 1, vllm: object = None, **config: object) -> Recipe:
-    """A model on an A100 by vLLM."""
-    made = recipe()
-    engine = {"name": "vllm", "tensor_parallel_size": ranks, "vllm": vllm}
-    policy = {"name": "vllm", "parameters": {}}
-    given = made.model_dump()
-    given |= {"engine": engine, "policy": policy}
-    given["model"]["config"] = LLAMA_7B | config
-    given["model"]["dtype"] = "bfloat16"
-    return Recipe.model_validate(given)
-
-
-def test_an_analytic_profile_for_vllm_has_passes():
-    made = analytic_profile(vllm_recipe(), HEAD)
+def test_an_analytic_profile_has_passes():
+    made = analytic_profile(recipe(), HEAD)
     assert made.steps
     assert made.steps.blocks == made.engine.capacity_tokens // 16
     assert made.engine.analytic_error
@@ -182,7 +109,7 @@ def test_an_analytic_profile_for_vllm_has_passes():
 
 
 def test_a_fit_is_as_far_off_as_predictions_beside_measured_servers():
-    made = analytic_profile(vllm_recipe(), HEAD)
+    made = analytic_profile(recipe(), HEAD)
     known = made.engine.analytic_error
     assert known
     assert known.gpu is None  # no server on an A100 was compared
@@ -207,7 +134,6 @@ def test_a_fit_is_as_far_off_as_predictions_beside_measured_servers():
         ("qwen3-30b-a3b-h100-sxm", None),
         ("llama-3.1-8b-a100-80gb", None),
         ("llama-3.1-8b-l40s", None),
-        ("llama-3.1-8b-rtx-4090", None),
     ],
 )
 def test_an_error_is_of_the_recipes_gpu_and_class_or_of_no_gpu(name: str, compared: str | None):
@@ -234,7 +160,7 @@ def test_the_error_beside_measured_servers_counts_for_max_error(
 
 
 def test_gpus_that_share_a_model_hold_more_and_are_faster():
-    one, two = (analytic_profile(vllm_recipe(ranks), HEAD) for ranks in (1, 2))
+    one, two = (analytic_profile(recipe(ranks), HEAD) for ranks in (1, 2))
     assert two.engine.tensor_parallel_size == 2
     assert two.engine.kv_bytes_per_token == one.engine.kv_bytes_per_token // 2
     budget = int(79.1 * GIB * 0.9) - 13476831232 // 2
@@ -251,16 +177,16 @@ def test_a_mixture_of_experts_reads_what_its_tokens_touch():
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1024,
     }
-    made = analytic_profile(vllm_recipe(**experts), HEAD)
+    made = analytic_profile(recipe(**experts), HEAD)
     at = {(p.batch_size, p.cached_length): p.seconds[0] for p in made.decode}
     assert at[2, 32] > 1.2 * at[1, 32]
     # a dense model of as many weights reads all of them for the first row already
-    dense = analytic_profile(vllm_recipe(intermediate_size=64 * 1024), HEAD)
+    dense = analytic_profile(recipe(intermediate_size=64 * 1024), HEAD)
     assert at[1, 32] < 0.5 * next(p.seconds[0] for p in dense.decode if p.batch_size == 1)
 
 
 def test_without_graphs_a_pass_takes_its_launches():
-    made = analytic_profile(vllm_recipe(vllm={"enforce_eager": True}), HEAD)
+    made = analytic_profile(recipe(vllm={"enforce_eager": True}), HEAD)
     assert min(point.seconds[0] for point in made.decode) == pytest.approx(32 * 0.8e-3)
     assert "CUDA graphs" in made.engine.analytic
 
@@ -278,7 +204,7 @@ def test_without_graphs_a_pass_takes_its_launches():
 )
 def test_what_is_not_modelled_is_refused_by_name(config: dict[str, object], what: str):
     with pytest.raises(InputError, match=what):
-        analytic_profile(vllm_recipe(**config), HEAD)
+        analytic_profile(recipe(**config), HEAD)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +212,7 @@ def test_what_is_not_modelled_is_refused_by_name(config: dict[str, object], what
 )
 def test_flags_that_change_the_laws_are_refused(flag: str, named: str):
     with pytest.raises(InputError, match=f"analytic profile.*{named}"):
-        analytic_profile(vllm_recipe(vllm={"args": [flag]}), HEAD)
+        analytic_profile(recipe(vllm={"args": [flag]}), HEAD)
 
 
 def cached_in(dtype: str, gpu: str, bytes_per_token: int = 65536) -> Recipe:
@@ -313,7 +239,6 @@ def test_a_kv_cache_of_8_bits_holds_twice_as_much_and_is_read_sooner(gpu: str):
     ("dtype", "gpu", "size"),
     [
         ("fp8", "a100-80gb", 65536),  # not measured there
-        ("fp8", "rtx-4090", 65536),  # another GPU's figures
         ("fp8_e5m2", "h200", 65536),  # another format
         ("int8_per_token_head", "h200", 65536),
         ("fp8", "h200", 131072),  # bytes of 16 bits
@@ -325,12 +250,17 @@ def test_other_caches_are_refused_by_name(dtype: str, gpu: str, size: int):
     assert dtype in error.value.message
 
 
-def test_a_roofline_knows_neither_several_gpus_nor_experts():
-    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1024}
-    for wanted, named in (
-        (vllm_recipe(2), "tensor_parallel_size 2"),
-        (vllm_recipe(**experts), "64 experts"),
-    ):
-        engine = wanted.engine.model_copy(update={"name": "transformers"})
-        with pytest.raises(InputError, match=named):
-            analytic_profile(wanted.model_copy(update={"engine": engine}), HEAD)
+@pytest.mark.parametrize(
+    ("hardware", "named"),
+    [({"gpu": "rtx-4090"}, "rtx-4090"), ({"gpu": "h100-pcie"}, "h100-pcie"), ({}, "transformers")],
+)
+def test_another_gpu_or_engine_is_refused_by_name(hardware: dict[str, str], named: str):
+    data = recipe().model_dump(mode="json", exclude_unset=True)
+    if hardware:
+        data["hardware"] = hardware
+    else:
+        data |= {"engine": {"name": "transformers"}, "policy": {"name": "slice"}}
+    with pytest.raises(InputError) as error:
+        analytic_profile(Recipe.model_validate_json(json.dumps(data)), HEAD)
+    assert named in error.value.message
+    assert "llmctl profile" in error.value.hint

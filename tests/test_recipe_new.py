@@ -365,30 +365,6 @@ def test_every_gpu_has_a_name_of_its_own() -> None:
     assert len({gpu_words(gpu.device) for gpu in GPUS.values()}) == len(GPUS)
 
 
-@pytest.mark.parametrize("given", ["", "adapter_config.json"])
-def test_the_folder_of_an_adapter_names_the_base_model(tmp_path: Path, given: str) -> None:
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base-8b"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
-    with pytest.raises(InputError) as caught:
-        find_model.find_model(str(tmp_path / given))
-    assert "org/base-8b" in caught.value.message
-    assert "llmctl recipe new org/base-8b" in caught.value.hint
-
-
-@pytest.mark.parametrize("content", ["{}", "[1]", '{"base_model_name_or_path": 3}'])
-def test_an_adapter_without_a_base_model(tmp_path: Path, content: str) -> None:
-    (tmp_path / "adapter_config.json").write_text(content)
-    with pytest.raises(InputError) as caught:
-        find_model.find_model(str(tmp_path))
-    assert "base model" in caught.value.hint
-
-
-def test_a_model_with_an_adapter_s_file_beside_its_config_is_a_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-8b"].config))
-    assert find_model.find_model(str(tmp_path)).config["model_type"] == "qwen3"
-
-
 def test_an_unknown_type_says_what_to_do_and_not_to_rename_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

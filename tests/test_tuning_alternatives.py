@@ -7,7 +7,7 @@ from said import says
 from test_tuning import trace
 
 from toolkit.cli.arguments import open_recipe
-from toolkit.files.shipped import recipe_path, siblings
+from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Alternatives, Tuning
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN, STARTED, engines_for, footnote, marked, refusal
@@ -67,7 +67,6 @@ def test_own_simulates_no_policy_and_no_engine_but_the_recipe_s(
 
     monkeypatch.setattr(Task, "simulate", simulate)
     shipped = open_recipe(recipe_path("llama-3.1-8b-h200-transformers"))
-    assert siblings(shipped)
     given = inputs(
         {"ttft_p99_s": 0.01},
         model=shipped.model.model_dump(exclude_unset=True),

@@ -9,11 +9,10 @@ import samples
 from test_sim_paged_commands import trace
 from test_tuning_drafts import fit_with, recipe_with
 
-from toolkit.cli.basis import computed_fit, has_computed_laws
+from toolkit.cli.basis import computed_fit
 from toolkit.errors import InputError
 from toolkit.files.capacity import Capacities, CapacityOf, Requests
 from toolkit.files.fit import Fit
-from toolkit.files.io import read_file, shipped_fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.report.capacity import conclusion
@@ -173,14 +172,6 @@ def test_measured_laws_answer_no_other_recipe(shipped: Recipe, own_fit: Fit, wor
     assert "profile" in error.value.hint
 
 
-def test_a_roofline_answers_for_no_other_recipe() -> None:
-    recipe = load_recipe(recipe_path(f"{NAME}-transformers"))
-    fit = read_file(Fit, shipped_fit(recipe.name) or "")
-    assert not has_computed_laws(recipe, fit)
-    with pytest.raises(InputError):
-        changed_deployment(recipe, fit, RecipeChange.parsed("model.dtype=float16", recipe), None)
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -200,7 +191,7 @@ def test_what_is_not_computed_is_refused(
 
 
 def test_a_fit_that_is_not_computed_so_is_no_base(shipped: Recipe, own_fit: Fit) -> None:
-    engine = own_fit.engine.model_copy(update={"analytic": "a roofline"})
+    engine = own_fit.engine.model_copy(update={"analytic": "other operators"})
     other = own_fit.model_copy(update={"engine": engine})
     with pytest.raises(InputError):
         changed_deployment(

@@ -43,17 +43,16 @@ from toolkit.estimators.gpu_operators import (
 CORE = "aic-core/src/aiconfigurator_core"
 COMMIT = "095f58a51c4ca8e61b66ec108d86f223f8d559ce"
 MS = 1e-3
-# The name of each GPU in the data and in llmctl's catalogue, words that name it, and words of GPUs
-# that were not measured and are most like it.
-GPUS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "h200_sxm": ("h200", ("h200",), ("h20", "mi300", "mi325")),
-    "h100_sxm": ("h100-sxm", ("h100", "h800"), ("gh200",)),
-    "a100_sxm": ("a100-80gb", ("a100", "a800"), ("a30", "a40", "v100")),
-    "l40s": ("l40s", ("l40s",), ("l40", "l4", "a10", "rtx6000ada")),
-    "b300_sxm": ("b300", ("b300",), ("gb300",)),
-    "gb200": ("gb200", ("gb200",), ()),
-    "b200_sxm": ("b200", ("b200",), ()),
-    "rtx_pro_6000_server": ("rtx-pro-6000", ("pro6000",), ("5090", "4090")),
+# The name of each GPU in the data, its name in llmctl's catalogue, and words that name it.
+GPUS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "h200_sxm": ("h200", ("h200",)),
+    "h100_sxm": ("h100-sxm", ("h100", "h800")),
+    "a100_sxm": ("a100-80gb", ("a100", "a800")),
+    "l40s": ("l40s", ("l40s",)),
+    "b300_sxm": ("b300", ("b300",)),
+    "gb200": ("gb200", ("gb200",)),
+    "b200_sxm": ("b200", ("b200",)),
+    "rtx_pro_6000_server": ("rtx-pro-6000", ("pro6000",)),
 }
 
 
@@ -343,7 +342,6 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
                 "flops": one.flops,
                 "link": one.link,
                 "names": GPUS[name][1],
-                "like": GPUS[name][2],
                 "source": one.source,
                 "gemm": {key: asdict(law) for key, law in one.gemm.items()},
                 "decode": asdict(one.decode),

@@ -104,7 +104,9 @@ def find_fit(file: Path, recipe: Recipe, given: Path | None, *, force: bool = Fa
     path = given or _fit_here(recipe) or shipped_fit(file.stem)
     if path is not None:
         return FoundFit(read_fit(path, file, force=force), path)
-    if not is_computed(recipe):
+    from toolkit.profiling.analytic import by_operators
+
+    if not by_operators(recipe):
         raise InputError(
             f"recipe '{recipe.name}' has no shipped fit, and there is no fit.json of it here",
             "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
@@ -123,18 +125,6 @@ def _fit_here(recipe: Recipe) -> Path | None:
         note(f"fit.json of this folder is of recipe '{other}', and is not used")
         return None
     return here
-
-
-def is_computed(recipe: Recipe) -> bool:
-    """Whether laws for the recipe can be computed from measured operators."""
-    from toolkit.profiling.analytic import by_operators
-
-    return by_operators(recipe)
-
-
-def has_computed_laws(recipe: Recipe, fit: Fit) -> bool:
-    """Whether the laws of other tensor parallelisms can be computed beside this fit."""
-    return bool(fit.engine.analytic) and is_computed(recipe)
 
 
 def computed_fit(file: Path, recipe: Recipe) -> Fit:

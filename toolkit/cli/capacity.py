@@ -27,7 +27,6 @@ from toolkit.cli.basis import (
     FoundFit,
     computed_fit,
     find_fit,
-    has_computed_laws,
     note_found,
     note_other_count,
     note_trace,
@@ -269,8 +268,8 @@ def _also(
     from toolkit.tuning.changes import RecipeChange
     from toolkit.tuning.deployments import changed_deployment
 
-    computed = has_computed_laws(one.recipe, one.found.fit)
-    compute = partial(computed_fit, one.file) if computed else None
+    analytic = one.found.fit.engine.analytic
+    compute = partial(computed_fit, one.file) if analytic else None
     changes = [RecipeChange.parsed(words, recipe) for words in args.also or []]
     return [changed_deployment(recipe, one.found.fit, change, compute, seen) for change in changes]
 
@@ -336,7 +335,7 @@ def _of_parallelism(
     found: list[Rated] = []
     for one in recipes:
         own = one.recipe.engine.tensor_parallel_size
-        if has_computed_laws(one.recipe, one.found.fit):
+        if one.found.fit.engine.analytic:
             gpus = max((workers or one.recipe.workers) * own, *sizes)
             found += [_computed(one, size, gpus) for size in sizes]
         elif own in sizes:

@@ -36,15 +36,13 @@ def doctor(
     Prints what is missing and how to add it. A recipe for other hardware is valid (exit 0), except
     with --strict. A wrong recipe is an error (exit 2).
     """
-    from toolkit.deploy.doctor import check_engine, check_machine, check_recipe
+    from toolkit.deploy.doctor import check_engines, check_machine, check_recipe
     from toolkit.engines.devices import find_devices
 
     loaded = open_recipe(recipe) if recipe else None
     devices = find_devices()
     checks = check_machine(devices, Path.cwd())
-    if loaded:
-        checks += check_recipe(loaded, devices)
-    checks += check_engine(loaded, devices)
+    checks += check_recipe(loaded, devices) if loaded else check_engines(devices)
     absent = [check.name for check in checks if check.status == "missing"]
 
     def show() -> None:
@@ -81,7 +79,7 @@ def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that ship: model, hardware, engine, policy, and the basis of each recipe's
     fit.
 
-    An analytic fit was computed, from measured operators or data sheets; a measured one comes from
+    An analytic fit was computed, from measured operators; a measured one comes from
     a profile of that hardware.
     """
     lines = []

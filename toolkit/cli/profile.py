@@ -30,7 +30,6 @@ from toolkit.files.fit import Fit, LatencyFit, OverheadFit, PipelineFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
-from toolkit.files.shipped import recipe_path
 from toolkit.report.rows import error_cells
 from toolkit.units import counted, number, percent, seconds, size
 
@@ -52,13 +51,7 @@ class ProfileOptions:
     )
     analytic: bool = option(
         False,
-        "Measure nothing; compute passes from the recipe's hardware and model numbers.",
-    )
-    like: tuple[Path, Path] | None = option(
-        None,
-        "With --analytic: a roofline with the efficiency of a measured profile of the same engine, "
-        "and that profile's recipe.",
-        metavar="PROFILE RECIPE",
+        "Measure nothing; compute the passes of vLLM on a GPU from its measured operators.",
     )
     drafts: int | None = option(
         None,
@@ -84,7 +77,7 @@ def profile(args: ProfileOptions) -> None:
     recipe = args.recipe
     out = args.out
     check_writable(out)
-    if args.analytic or args.like:
+    if args.analytic:
         _profile_analytically(args)
         return
     others = OtherLoad()
@@ -228,18 +221,11 @@ def _measured(args: FitOptions) -> tuple[Profile, dict[str, Path]]:
 
 
 def _profile_analytically(args: ProfileOptions) -> None:
-    from toolkit.profiling.analytic import analytic_profile, basis_of
+    from toolkit.profiling.analytic import analytic_profile
 
-    if not args.analytic:
-        raise InputError("--like needs --analytic", "add --analytic")
     loaded = open_recipe(args.recipe).measured
-    basis = None
-    if args.like is not None:
-        made_with = recipe_path(args.like[1])
-        measured = read_file(Profile, args.like[0], inputs={"recipe": made_with})
-        basis = basis_of(measured, open_recipe(made_with))
     made_from = head(inputs={"recipe": args.recipe}, device=loaded.hardware.name)
-    made = analytic_profile(loaded, made_from, basis)
+    made = analytic_profile(loaded, made_from)
     write_file(made, args.out)
     emit(args.as_json, made, lambda: show_profile(made))
     note(*analytic_notes(made.engine))

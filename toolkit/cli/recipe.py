@@ -64,7 +64,6 @@ class NewOptions:
     quantization: str = option(
         "", "Quantize 16-bit weights as vLLM loads them: fp8; default: as the checkpoint is."
     )
-    lora: bool = option(False, "Serve LoRA adapters beside the model: vLLM's --enable-lora.")
     engine: str = option("vllm", "The engine: vllm, rebatch or transformers.")
     max_model_len: int | None = option(
         None,
@@ -106,7 +105,6 @@ def new(args: NewOptions) -> None:
         engine=args.engine,
         max_model_len=args.max_model_len,
         targets=parse_sla(args.target, "--target"),
-        lora=args.lora,
         traffic=_traffic(args.trace),
     )
     made = new_recipe(found, wish)
@@ -149,11 +147,13 @@ def gpus(as_json: JsonOption = False) -> None:
         price = None if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:.2f}"
         flops = (gpu.tflops["bf16"], gpu.tflops.get("fp8"))
         memory = f"{gpu.memory_gib:g}"
-        rows.append([gpu.name, memory, gpu.bandwidth_gb_s, *flops, link, gpu.link_gb_s, price])
+        name = f"{gpu.name}{' *' if gpu.measured else ''}"
+        rows.append([name, memory, gpu.bandwidth_gb_s, *flops, link, gpu.link_gb_s, price])
 
     def show() -> None:
         table(columns, rows)
         print("bf16, fp8: dense TFLOP/s; $/h: an example; sources: --json")
+        print("*: its operators were measured, so laws can be computed for it")
 
     emit(as_json, {"gpus": list(GPUS.values())}, show)
 

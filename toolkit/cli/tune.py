@@ -36,7 +36,6 @@ from toolkit.cli.basis import (
     FoundFit,
     computed_fit,
     find_fit,
-    has_computed_laws,
     note_found,
     note_trace,
     parallel_size,
@@ -283,7 +282,7 @@ def _open(args: TuneOptions) -> Opened:
     recipe = _with_settings(open_recipe(args.recipe), args)
     found = find_fit(args.recipe, recipe, args.fit, force=args.force)
     file = found.file
-    if _sizes(args, recipe) and has_computed_laws(recipe, found.fit):
+    if _sizes(args, recipe) and found.fit.engine.analytic:
         file = None  # laws are computed for each size
     inputs = {"recipe": args.recipe} | ({"fit": file} if file else {})
     return Opened(recipe, found.fit, file, inputs)
@@ -340,7 +339,7 @@ def _machines(args: TuneOptions, opened: Opened) -> tuple[list[Arrangement], dic
         refuse_useless({"--gpus": args.gpus}, "--workers says how many workers there are")
     gpus = args.gpus or max((workers or recipe.workers) * own, *sizes)
     refused = {}
-    if not has_computed_laws(recipe, opened.fit):
+    if not opened.fit.engine.analytic:
         if own not in sizes:
             raise InputError(
                 f"tensor parallelism {sizes[0]}: the laws are of {own}; {ONE_SIZE}",

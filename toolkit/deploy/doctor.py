@@ -22,14 +22,14 @@ from toolkit.backends import Check, Checks, backend_of
 from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import HINT, refusal
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
-from toolkit.engine_traits import MODEL_LIBRARIES, traits_of
+from toolkit.engine_traits import MODEL_LIBRARIES
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
 from toolkit.extras import DISTRIBUTION, absent, install
 from toolkit.files.io import usable_cpus
 from toolkit.files.modelled import classes_of
 from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
-from toolkit.files.shipped import load_recipe, shipped_recipes, siblings
+from toolkit.files.shipped import load_recipe, shipped_recipes
 from toolkit.units import GIB, MIB, size
 
 LOW_DISK_BYTES = 2 * GIB
@@ -155,32 +155,22 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
     return [*checks, *backend.check(recipe)] if isinstance(backend, Checks) else checks
 
 
-def check_engine(recipe: Recipe | None, devices: Devices) -> list[Check]:
-    """A note with the recipes for vLLM: for this recipe's model and GPU, or for the GPUs here.
-
-    Without a recipe, also a note where the libraries of our own engines are not installed. Empty
-    where there are no such recipes, or the recipe is for a server itself.
+def check_engines(devices: Devices) -> list[Check]:
+    """Return a note with the recipes for vLLM on the GPUs here, and one where the libraries of our
+    own engines are not installed.
     """
-    guide = "; see llmctl docs how-to/vllm"
-    if recipe is None:
-        shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
-        names = [
-            one.name
-            for one in shipped
-            if one.engine.name == "vllm"
-            and one.hardware.device == "cuda"
-            and any(_is_wanted(gpu, one.hardware) for gpu in devices.gpus)
-        ]
-        text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-        remedy = f"llmctl doctor RECIPE says what is missing{guide}"
-        notes = [Check("engine", "note", text, remedy)] if names else []
-        return [*_without_engines(), *notes]
-    others = map(load_recipe, siblings(recipe))
-    names = [other.name for other in others if other.engine.name == "vllm"]
-    if not names or traits_of(recipe.engine.name).server:
-        return []
-    text = f"'{recipe.engine.name}'; vLLM serves more from a GPU, by recipe {', '.join(names)}"
-    return [Check("engine", "note", text, f"llmctl doctor {names[0]}{guide}")]
+    shipped = map(load_recipe, sorted(shipped_recipes().glob("*.yaml")))
+    names = [
+        one.name
+        for one in shipped
+        if one.engine.name == "vllm"
+        and one.hardware.device == "cuda"
+        and any(_is_wanted(gpu, one.hardware) for gpu in devices.gpus)
+    ]
+    text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
+    remedy = "llmctl doctor RECIPE says what is missing; see llmctl docs how-to/vllm"
+    notes = [Check("engine", "note", text, remedy)] if names else []
+    return [*_without_engines(), *notes]
 
 
 def _without_engines() -> list[Check]:

@@ -289,12 +289,12 @@ class EngineConstants:
 
 @dataclass(frozen=True, slots=True)
 class GpuOperators:
-    """The operators of one GPU, or of one that is taken to be like it.
+    """The operators of one GPU.
 
     Attributes:
-        bandwidth: bytes/s of the memory by the data sheet, to which others are compared.
-        flops: FLOP/s in bf16, likewise.
-        link: bytes/s to another GPU of the machine, in one direction, likewise.
+        bandwidth: bytes/s of the memory, by the data sheet.
+        flops: FLOP/s in bf16, by the data sheet.
+        link: bytes/s to another GPU of the machine, in one direction, by the data sheet.
         gemm, experts: by precision; all_reduce: by number of GPUs.
         engine: what no kernel tells.
         source: where the coefficients come from, for readers.
@@ -311,32 +311,6 @@ class GpuOperators:
     all_reduce: Mapping[int, AllReduce]
     engine: EngineConstants
     source: str
-
-    def like(self, name: str, bandwidth: float, flops: float) -> GpuOperators:
-        """The operators of another GPU: each reaches the same shares of its own peaks. All-reduces
-        stay, since these peaks do not tell them.
-        """
-        faster = bandwidth / self.bandwidth
-        stronger = flops / self.flops
-
-        def scaled(one: Any) -> Any:
-            changed = {"bytes_per_s": one.bytes_per_s * faster}
-            if hasattr(one, "flops_per_s"):
-                changed["flops_per_s"] = one.flops_per_s * stronger
-            return replace(one, **changed)
-
-        return replace(
-            self,
-            name=name,
-            bandwidth=bandwidth,
-            flops=flops,
-            gemm={key: scaled(one) for key, one in self.gemm.items()},
-            decode=scaled(self.decode),
-            chunk=scaled(self.chunk),
-            experts={key: scaled(one) for key, one in self.experts.items()},
-            source=f"the shares of both peaks that {self.name} reaches, since {name} was not "
-            f"measured; {self.source}",
-        )
 
     def pass_seconds(
         self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int = 1
@@ -445,9 +419,7 @@ class GpuOperators:
         return self.engine.kernel_s * rest_kernels(model) + moving
 
     def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
-        measured = _known(
-            self.all_reduce, ranks, f"all-reduces among {ranks} GPUs like {self.name}"
-        )
+        measured = _known(self.all_reduce, ranks, f"all-reduces among {ranks} GPUs of {self.name}")
         law = replace(measured, bytes_per_s=measured.bytes_per_s * self.engine.reduce_speed)
         return np.asarray(self.engine.reduce_s + law.seconds(size_bytes))
 
@@ -531,49 +503,26 @@ def engine_constants(family: str) -> EngineConstants:
 
 
 SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU
+MEASURE = "measure it on the GPU, without --analytic: llmctl profile RECIPE"
 
 
 def operators_of(
     name: str, bandwidth: float, flops: float, link: float | None = None
 ) -> GpuOperators:
-    """The operators of a GPU by its name and its data sheet: bytes/s, and FLOP/s in bf16.
+    """Return the operators of a GPU by its name and its data sheet: bytes/s, FLOP/s in bf16, and
+    the link in bytes/s in one direction.
 
-    Where that GPU was not measured, each operator reaches the shares of the peaks that it has on
-    the GPU that is like it: of the same family if the name tells, else with the nearest peaks.
-    All-reduces are those of the GPU with the nearest `link` (bytes/s in one direction), if it is
-    given, and that GPU's otherwise.
+    Raises `InputError` for a GPU that was not measured: another name, or another card of a family.
     """
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
-    found = measured_operators(_most_like(plain, bandwidth, flops))
-    known = {found.bandwidth: bandwidth, found.flops: flops, found.link: link or found.link}
-    if all(abs(math.log(wanted / own)) < SAME for own, wanted in known.items()):
-        return found
-    made = found.like(name, bandwidth, flops)
-    if link is None:
-        return made
-
-    def distance(gpu: str) -> float:
-        return abs(math.log(link / _table()["gpus"][gpu]["link"]))
-
-    nearest = min(measured_gpus(), key=distance)
-    linked = measured_operators(nearest) if distance(found.name) > distance(nearest) else found
-    reduces = {
-        ranks: replace(one, bytes_per_s=one.bytes_per_s * link / linked.link)
-        for ranks, one in linked.all_reduce.items()
-    }
-    return replace(made, link=link, all_reduce=reduces)
-
-
-def _most_like(name: str, bandwidth: float, flops: float) -> str:
-    """The measured GPU of that name or family, else the one with the nearest peaks."""
-    gpus: dict[str, dict[str, Any]] = _table()["gpus"]
-    for words in ("names", "like"):
-        for known, one in gpus.items():
-            if any(word in name for word in one[words]):
-                return known
-
-    def distance(known: str) -> float:
-        moving = math.log(bandwidth / gpus[known]["bandwidth"])
-        return math.hypot(moving, math.log(flops / gpus[known]["flops"]))
-
-    return min(gpus, key=distance)
+    for known, one in _table()["gpus"].items():
+        if any(word in plain for word in one["names"]):
+            found = measured_operators(known)
+            own = (found.bandwidth, found.flops, found.link)
+            pairs = zip((bandwidth, flops, link or found.link), own, strict=True)
+            if all(abs(math.log(wanted / its)) < SAME for wanted, its in pairs):
+                return found
+            break
+    measured = ", ".join(measured_gpus())
+    problem = f"operators of {name} were not measured, so no laws can be computed for it"
+    raise InputError(problem, f"measured: {measured}; else {MEASURE}")

@@ -12,7 +12,6 @@ from toolkit.errors import InputError, nearest
 from toolkit.files.strict import parse_json, read_bytes
 
 HUB_ID = r"[\w.-]+/[\w.-]+"
-ADAPTER = "adapter_config.json"  # of peft, in the folder of a LoRA adapter
 MAX_CONFIG_BYTES = 8 << 20
 MAX_CONFIG_DEPTH = 12  # a recipe has it at depth 3, and at most 16
 HUB_S = 5.0  # the hub answers within this, or there is no network
@@ -69,8 +68,6 @@ def find_model(model: str) -> FoundModel:
 
 
 def _in_folder(folder: Path, file: Path) -> FoundModel:
-    if file.name == ADAPTER or (not file.is_file() and (folder / ADAPTER).is_file()):
-        raise _adapter(folder)
     if not file.is_file():
         raise InputError(f"{folder}: no config.json in it", "give the folder of a model")
     source = str(folder)
@@ -79,20 +76,6 @@ def _in_folder(folder: Path, file: Path) -> FoundModel:
     weights = any(folder.glob("*.safetensors"))
     name = folder.absolute().name
     return FoundModel(name, source, "", _read(file), f"its sizes are from {file}", weights)
-
-
-def _adapter(folder: Path) -> InputError:
-    """The error for the folder of an adapter, which names the model that it belongs to."""
-    data = parse_json(read_bytes(folder / ADAPTER), folder / ADAPTER)
-    known = data if isinstance(data, dict) else {}
-    base = known.get("base_model_name_or_path")
-    kind = known.get("peft_type")
-    of_base = f" of {base}" if isinstance(base, str) and base else ""
-    of_kind = f" ({kind})" if isinstance(kind, str) else ""
-    return InputError(
-        f"{folder}: an adapter{of_kind}{of_base}, not a model",
-        f"make the recipe for its base model: llmctl recipe new {base if of_base else 'BASE'}",
-    )
 
 
 def _from_hub(model: str) -> FoundModel:

@@ -112,7 +112,6 @@ class Wish:
         tensor_parallel: GPUs per group.
         quantization: '': as the checkpoint is.
         targets: of latency, in seconds.
-        lora: adapters are served beside the model.
         traffic: what the limits of lengths follow from.
     """
 
@@ -123,7 +122,6 @@ class Wish:
     engine: str = "vllm"
     max_model_len: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)
-    lora: bool = False
     traffic: TraceLengths | None = None
 
 
@@ -191,9 +189,6 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     if facts.scheme and not traits_of(wish.engine).quantizes:
         problem = f"--engine {wish.engine}: it does not run {facts.scheme.name} weights"
         raise InputError(problem, "leave --engine out: vLLM runs them")
-    if wish.lora and not traits_of(wish.engine).quantizes:
-        problem = f"--lora: engine '{wish.engine}' serves no adapters"
-        raise InputError(problem, "leave --engine out: vLLM serves them")
     longest = wish.max_model_len or _length(facts, wish)
     refuse(found.name, of_config(found.config, longest))
     if longest > facts.context:
@@ -333,13 +328,10 @@ def _notes(
         notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
     if not traits_of(wish.engine).timed_by_pass:
         notes.append(f"engine '{wish.engine}' is slower than vLLM on a GPU")
-    if wish.lora:
-        notes.append(
-            "LoRA: the memory of adapters is not counted, and neither computed nor measured laws "
-            "know their work; measure a server that runs one, as engine openai"
-        )
-    elif reasons := not_computed(special_of(facts.config, longest), scheme.name if scheme else ""):
+    if reasons := not_computed(special_of(facts.config, longest), scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
+    elif not gpu.measured:
+        notes.append(f"measure it (llmctl profile): operators of {gpu.name} were not measured")
     elif traits_of(wish.engine).timed_by_pass:
         which = "" if wish.traffic else " --trace TRACE"
         notes.append(f"next: llmctl capacity or llmctl tune, with recipe.yaml{which}")
@@ -508,10 +500,6 @@ def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
         lines += _line(f"  tensor_parallel_size: {room.gpus}", reason)
     left = f"leaves at most {room.tokens:,} tokens of KV cache beside the weights"
     lines += _line(f"  gpu_memory_utilization: {SHARE:g}", left)
-    if wish.lora:
-        lines.append("  vllm:")
-        reason = 'and the adapters: "--lora-modules", "NAME=FOLDER"'
-        lines += _line('    args: ["--enable-lora"]', reason)
     return lines
 
 

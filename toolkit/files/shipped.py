@@ -18,7 +18,6 @@ from toolkit.files.recipe import NAME_PATTERN, Recipe
 from toolkit.files.strict import load_yaml, validate
 
 AnyPath = str | os.PathLike[str]
-FORMER_SUFFIX = "-vllm"  # of recipes for vLLM, which have bare names now
 
 
 def shipped_recipes() -> Path:
@@ -98,40 +97,9 @@ def shipped_names() -> list[str]:
 
 
 def nearest_shipped(name: str, known: Collection[str]) -> str:
-    """A hint for an unknown `name`: its new name, the nearest, or where all are listed."""
-    bare = name.removesuffix(FORMER_SUFFIX)
-    if bare != name and bare in known:
-        return f"it is called '{bare}' now: bare names are the recipes for vLLM"
+    """Return a hint for an unknown `name`: the nearest, or where all are listed."""
     hint = nearest(name, known)
     return hint if hint.startswith("did you mean") else "llmctl recipes lists those that ship"
-
-
-MEASURED = "-measured"  # the end of the name of a recipe that is as it was measured on a GPU
-
-
-def siblings(recipe: Recipe) -> list[Path]:
-    """The shipped recipes that serve `recipe`'s model on its GPU with another engine, by name. One
-    of a measured server is not among them: its sibling without `-measured` is.
-
-    Empty for a CPU, because a recipe does not say whether two CPUs are the same hardware.
-    """
-    if recipe.hardware.device == "cpu":
-        return []
-
-    def key(one: Recipe) -> tuple[str, str, str, str, int]:
-        model = one.model
-        hardware = one.hardware
-        parallel = one.engine.tensor_parallel_size
-        return model.source, model.dtype, hardware.device, hardware.name, parallel
-
-    def is_sibling(other: Recipe) -> bool:
-        longer = other.model.max_model_len >= recipe.model.max_model_len
-        if other.name.endswith(MEASURED) or other.engine.name == recipe.engine.name:
-            return False
-        return longer and key(other) == key(recipe)
-
-    paths = sorted(shipped_recipes() / f"{name}.yaml" for name in shipped_names())
-    return [path for path in paths if is_sibling(load_recipe(path))]
 
 
 def load_recipe(path: AnyPath) -> Recipe:

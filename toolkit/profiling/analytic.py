@@ -1,13 +1,11 @@
-"""A profile of hardware that is not available, computed from the recipe's numbers.
+"""A profile of a GPU that is not at hand, computed from the recipe's numbers for engine vllm.
 
 It has the grid and the sections of a measured profile, so everything that reads a profile reads it
 too. It is marked as analytic, and its assumptions are written into it (`engine.analytic`).
 
-- A pass of vLLM on a GPU is the sum of its operators (`estimators.gpu_operators`), which others
-  measured on that GPU or on one like it. How far off predictions by these laws were beside measured
-  servers of that GPU is written into the profile and the fit (`engine.analytic_error`).
-- A pass of other engines is a roofline. Its efficiency is assumed, or comes from a measured profile
-  of the same engine on other hardware.
+A pass is the sum of its operators (`estimators.gpu_operators`), which others measured on that GPU.
+How far off predictions by these laws were beside measured servers of that GPU is written into the
+profile and the fit (`engine.analytic_error`).
 """
 
 from __future__ import annotations
@@ -36,21 +34,12 @@ from toolkit.estimators.fitting import fit_file, fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
     ACTIVATION_BYTES,
+    MEASURE,
     GpuOperators,
     ModelShapes,
-    measured_gpus,
     operators_of,
 )
 from toolkit.estimators.part_fits import point_of
-from toolkit.estimators.roofline import (
-    Efficiency,
-    ModelSizes,
-    Peaks,
-    Roofline,
-    decode_shape,
-    fit_efficiency,
-    prefill_shape,
-)
 from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
@@ -73,8 +62,6 @@ from toolkit.profiling.shapes import shapes_of
 from toolkit.units import GIB, MIB
 
 Number = TypeVar("Number", int, float)
-# What a plain eager engine reaches, roughly. Not measured.
-ASSUMED = Efficiency(compute=0.5, traffic=0.7, pass_s=0.005)
 BLOCK_TOKENS = 16  # tokens of a KV block, vLLM's default on a GPU
 NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they turn on
     "--kv-cache-dtype": "a KV cache of another dtype",
@@ -86,31 +73,6 @@ NARROW_CACHES = ("fp8", "fp8_e4m3")  # one format; its kernels were measured on 
 EAGER_LAYER_S = 0.8e-3  # launches of a layer's kernels one by one: our own H200 run, 25.5 ms of 32
 FRONT_ROWS = (1, 16, 64)  # at which the front is written down
 PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
-
-
-@dataclass(slots=True, frozen=True)
-class Basis:
-    """The efficiency and its source, in words for `EngineFacts.analytic`."""
-
-    efficiency: Efficiency
-    source: str
-
-    def text(self) -> str:
-        """All assumptions, in one line."""
-        one = self.efficiency
-        shares = f"{one.compute:.3g} of the peak FLOP/s, {one.traffic:.3g} of the bandwidth"
-        return f"roofline with {shares}, {one.pass_s * 1e3:.3g} ms per pass ({self.source})"
-
-
-def basis_of(measured: Profile, recipe: Recipe) -> Basis:
-    """The efficiency that a profile measured by `recipe` shows; `InputError` if it is analytic."""
-    if measured.engine.analytic:
-        why = "the profile to learn from is analytic itself"
-        raise InputError(why, "give one that was measured")
-    peaks = peaks_of(recipe)
-    sizes = sizes_of(recipe)
-    efficiency, error = fit_efficiency(peaks, sizes, measured.prefill, measured.decode)
-    return Basis(efficiency, f"fitted to {measured.recipe_name}, median error {error:.0f} %")
 
 
 @dataclass(slots=True, frozen=True)
@@ -130,31 +92,23 @@ class ComputedPasses:
         return float(self.seconds([shape])[0])
 
 
-def pass_times(recipe: Recipe, basis: Basis | None = None) -> ComputedPasses:
-    """The times of the recipe's passes: the sums of operators for vLLM on a GPU, else a roofline
-    with the efficiency of `basis`. `InputError` names what is not known of the model.
+def pass_times(recipe: Recipe) -> ComputedPasses:
+    """Return the times of the recipe's passes, by the sums of operators.
+
+    Raises `InputError` with the name of what is not known of the model or the GPU.
     """
     refuse_not_computed(recipe)
-    if basis is None and by_operators(recipe):
-        return _operator_times(recipe)
-    _refuse_roofline(recipe)
-    basis = basis or Basis(ASSUMED, "assumed")
-    line = Roofline(peaks_of(recipe), sizes_of(recipe), basis.efficiency)
-    return ComputedPasses(line.pass_seconds, basis.text())
-
-
-def by_operators(recipe: Recipe) -> bool:
-    """Whether the recipe's passes are computed as sums of operators."""
-    return traits_of(recipe.engine.name).timed_by_pass and recipe.hardware.device == "cuda"
-
-
-def _operator_times(recipe: Recipe) -> ComputedPasses:
-    peaks = peaks_of(recipe)
+    bandwidth_gb_s, tflops = _needed(
+        {
+            "hardware.bandwidth_gb_s": recipe.hardware.bandwidth_gb_s,
+            "hardware.peak_tflops": recipe.hardware.peak_tflops,
+        }
+    )
     vllm = recipe.engine.vllm
     gpu = recipe.hardware.gpu
     link = gpu_of(gpu).link_gb_s * 1e9 if gpu else None
     name = gpu or recipe.hardware.name
-    operators = operators_of(name, peaks.bytes_per_s, peaks.flops_per_s, link)
+    operators = operators_of(name, bandwidth_gb_s * 1e9, tflops * 1e12, link)
     model = shapes_of(recipe)
     _refuse_cache(recipe, model, operators)
     ranks = recipe.engine.tensor_parallel_size
@@ -173,6 +127,11 @@ def _operator_times(recipe: Recipe) -> ComputedPasses:
     return ComputedPasses(seconds, source, error, engine.front_s, engine.front_row_s)
 
 
+def by_operators(recipe: Recipe) -> bool:
+    """Whether the recipe is for vLLM on a GPU, of which passes are sums of operators."""
+    return traits_of(recipe.engine.name).timed_by_pass and recipe.hardware.device == "cuda"
+
+
 def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -> None:
     """Raise `InputError` for a KV cache of 8 bits on a GPU where its reading was not measured, or
     was measured faster than the memory is, and for bytes of a token that are not the cache's.
@@ -182,9 +141,8 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
     if model.cache_bytes >= ACTIVATION_BYTES or dtype is None:
         return
     read = operators.decode
-    measured = operators.name in measured_gpus() and read.narrow != 1.0
     # Faster than the memory: what was measured was not read from there.
-    if not measured or read.narrow * read.bytes_per_s > operators.bandwidth:
+    if read.narrow == 1.0 or read.narrow * read.bytes_per_s > operators.bandwidth:
         _refuse([f"a KV cache in {dtype} on {operators.name}"], MEASURE)
     found = kv_bytes_per_token(recipe.model.config, dtype)
     claimed = recipe.model.kv_bytes_per_token
@@ -193,15 +151,26 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
         raise InputError(problem, found[1])
 
 
-def analytic_profile(recipe: Recipe, head: EnvelopeFields, basis: Basis | None = None) -> Profile:
-    """The profile that `pass_times` predict. `InputError` names what they do not know of the
-    recipe's model, and numbers that the recipe lacks.
+def analytic_profile(recipe: Recipe, head: EnvelopeFields) -> Profile:
+    """Return the profile that `pass_times` predict.
+
+    Raises `InputError` with the name of what they do not know of the recipe's model or GPU, or of
+    numbers that the recipe lacks.
     """
-    times = pass_times(recipe, basis)
-    facts = _facts(recipe, sizes_of(recipe), times)
-    timed_by_pass = traits_of(recipe.engine.name).timed_by_pass
-    passes = _steps(recipe, facts, times) if timed_by_pass else None
-    return computed_profile(recipe, head, facts, times, passes)
+    times = pass_times(recipe)
+    facts = _facts(recipe, times)
+    return computed_profile(recipe, head, facts, times, _steps(recipe, facts, times))
+
+
+def prefill_shape(batch_size: int, input_length: int) -> StepShape:
+    """Return the pass over [N, L] tokens."""
+    n = batch_size
+    return StepShape(0, 0, n, n * input_length, n * chunk_attended(0, input_length))
+
+
+def decode_shape(batch_size: int, cached_length: int) -> StepShape:
+    """Return a step of N rows with L cached tokens each."""
+    return StepShape(batch_size, batch_size * cached_length)
 
 
 def computed_profile(
@@ -209,9 +178,9 @@ def computed_profile(
     head: EnvelopeFields,
     facts: EngineFacts,
     times: ComputedPasses,
-    passes: StepsProfile | None,
+    passes: StepsProfile,
 ) -> Profile:
-    """The recipe's grid as `times` compute it, beside `passes`."""
+    """Return the recipe's grid as `times` compute it, beside `passes`."""
     points, skipped = grid(recipe.profile, facts)
     prefill = []
     decode = []
@@ -256,13 +225,18 @@ def computed_profile(
 
 
 def analytic_fit(recipe: Recipe, head: EnvelopeFields) -> Fit:
-    """The laws of `analytic_profile`. `InputError` likewise."""
+    """Return the laws of `analytic_profile`, which raises `InputError`."""
     profile = analytic_profile(recipe, head)
     return fit_file(profile, fit_profile(profile), head)
 
 
 def refuse_not_computed(recipe: Recipe) -> None:
-    """Raise `InputError` for what would be computed as something else."""
+    """Raise `InputError` for another engine than vLLM on a GPU, and for what would be computed as
+    something else.
+    """
+    if not by_operators(recipe):
+        engine = f"engine '{recipe.engine.name}' on {recipe.hardware.name}"
+        _refuse([engine], f"it computes engine vllm on a GPU; {MEASURE}")
     model = recipe.model
     vllm = recipe.engine.vllm
     unmodelled = refused(classes_of(recipe))
@@ -271,35 +245,12 @@ def refuse_not_computed(recipe: Recipe) -> None:
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
     cache = vllm.kv_cache_dtype if vllm else None
-    if cache not in (None, model.dtype) and not (cache in NARROW_CACHES and by_operators(recipe)):
+    if cache not in (None, model.dtype, *NARROW_CACHES):
         reasons.append(f"a KV cache in {cache}")
     reasons = list(dict.fromkeys(reasons))
     if recipe.hardware.gpu and model.dtype == "float32":
         reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")
-    hint = MEASURE
-    if any(one.name == "lora" for one in unmodelled):
-        hint = "measure a server with an adapter from outside: llmctl docs explanation/profiling"
-    elif unmodelled:
-        hint = HINT
-    _refuse(reasons, hint)
-
-
-def _refuse_roofline(recipe: Recipe) -> None:
-    """Raise `InputError` for what a roofline does not know, beside `refuse_not_computed`: it knows
-    a dense model with weights of `model.dtype` on one device.
-    """
-    reasons = []
-    if recipe.engine.tensor_parallel_size > 1:
-        ranks = recipe.engine.tensor_parallel_size
-        reasons.append(f"tensor parallelism (tensor_parallel_size {ranks})")
-    if experts := special_of(recipe.model.config).experts:
-        reasons.append(f"mixtures of experts ({experts} experts)")
-    if scheme := _scheme(recipe):
-        reasons.append(f"quantized weights ({scheme})")
-    _refuse(reasons, f"of engine '{recipe.engine.name}'; {MEASURE}")
-
-
-MEASURE = "measure it on the GPU, without --analytic: llmctl profile RECIPE"
+    _refuse(reasons, HINT if unmodelled else MEASURE)
 
 
 def _refuse(reasons: list[str], hint: str) -> None:
@@ -312,35 +263,6 @@ def _scheme(recipe: Recipe) -> str:
     return scheme.name if scheme else ""
 
 
-def peaks_of(recipe: Recipe) -> Peaks:
-    """The device's peak compute and bandwidth, from the recipe."""
-    tflops = recipe.hardware.peak_tflops
-    gb_s = recipe.hardware.bandwidth_gb_s
-    tflops, gb_s = _needed({"hardware.peak_tflops": tflops, "hardware.bandwidth_gb_s": gb_s})
-    return Peaks(tflops * 1e12, gb_s * 1e9)
-
-
-def sizes_of(recipe: Recipe) -> ModelSizes:
-    """The model's sizes, from the recipe."""
-    model = recipe.model
-    config = recipe.model.config
-    layers = config.get("num_hidden_layers")
-    hidden = config.get("hidden_size")
-    heads = config.get("num_attention_heads")
-    head_dim = config.get("head_dim")
-    width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else hidden
-    weight_bytes, kv_bytes, layers, width = _needed(
-        {
-            "model.weight_bytes": model.weight_bytes,
-            "model.kv_bytes_per_token": model.kv_bytes_per_token,
-            "model.config.num_hidden_layers": layers if isinstance(layers, int) else None,
-            "model.config.hidden_size": width if isinstance(width, int) else None,
-        }
-    )
-    weights = weight_bytes // DTYPE_BYTES[model.dtype]
-    return ModelSizes(weight_bytes, weights, layers, width, kv_bytes)
-
-
 def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
     """These numbers of a recipe. Raises `InputError` with the names of those that it lacks."""
     if missing := [name for name, number in numbers.items() if number is None]:
@@ -349,16 +271,24 @@ def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
     return [number for number in numbers.values() if number is not None]
 
 
-def _facts(recipe: Recipe, sizes: ModelSizes, times: ComputedPasses) -> EngineFacts:
-    """What the engine would resolve; bytes are of each of a worker's GPUs."""
+def _facts(recipe: Recipe, times: ComputedPasses) -> EngineFacts:
+    """Return what the engine would resolve; bytes are of each of a worker's GPUs."""
     engine = recipe.engine
-    ranks = recipe.engine.tensor_parallel_size
-    kv_bytes = sizes.kv_bytes_per_token // cache_parts(special_of(recipe.model.config), ranks)
+    model = recipe.model
+    ranks = engine.tensor_parallel_size
+    weight_bytes, kv_bytes = _needed(
+        {
+            "model.weight_bytes": model.weight_bytes,
+            "model.kv_bytes_per_token": model.kv_bytes_per_token,
+        }
+    )
+    parameters = weight_bytes // DTYPE_BYTES[model.dtype]
+    kv_bytes //= cache_parts(special_of(model.config), ranks)
     if engine.kv_cache_memory_mib is not None:
         budget = int(engine.kv_cache_memory_mib * MIB)
     else:
         (memory_gib,) = _needed({"hardware.memory_gib": recipe.hardware.memory_gib})
-        weight_bytes = sizes.weight_bytes // ranks
+        weight_bytes //= ranks
         budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - weight_bytes
         if budget < kv_bytes:
             share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
@@ -369,16 +299,16 @@ def _facts(recipe: Recipe, sizes: ModelSizes, times: ComputedPasses) -> EngineFa
     return EngineFacts(
         engine=engine.name,
         engine_version="",
-        model_type=str(recipe.model.config.get("model_type", "")),
-        parameters=sizes.weights,
-        dtype=recipe.model.dtype,
+        model_type=str(model.config.get("model_type", "")),
+        parameters=parameters,
+        dtype=model.dtype,
         device=recipe.hardware.name,
         threads=engine.threads,
         kv_bytes_per_token=kv_bytes,
         kv_budget_bytes=budget,
         capacity_tokens=budget // kv_bytes,
-        max_model_len=recipe.model.max_model_len,
-        vocab_size=recipe.model.vocab_size,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
         prefill_emits_token=True,
         tensor_parallel_size=ranks,
         analytic=times.source,
@@ -387,10 +317,8 @@ def _facts(recipe: Recipe, sizes: ModelSizes, times: ComputedPasses) -> EngineFa
 
 
 def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsProfile:
-    """Passes of a paged engine over the recipe's grid: decoding rows, prompts, and both together.
-
-    A pass includes the gap between two passes. A client's further waiting is known of vLLM on a
-    GPU, and elsewhere taken as 0.
+    """Return passes over the recipe's grid: decoding rows, prompts, and both together. A pass
+    includes the gap between two passes.
     """
     spec = recipe.profile
     vllm = recipe.engine.vllm

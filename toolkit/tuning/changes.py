@@ -232,12 +232,11 @@ BYTES: dict[str, tuple[Callable[[Recipe], int], tuple[str, ...]]] = {
 }
 
 
-def measured_laws(change: RecipeChange, recipe: Recipe, fit: Fit) -> InputError:
+def measured_laws(change: RecipeChange, recipe: Recipe) -> InputError:
     """Return the error for a change of keys on which laws depend that are not computed anew."""
     [key, *_] = [key for key in change.values if under(key, LAW_KEYS)]
-    basis = "are a roofline" if fit.engine.analytic else "were measured"
     return change.error(
-        f"{key} changes the laws, and those of '{recipe.name}' {basis}",
+        f"{key} changes the laws, and those of '{recipe.name}' were measured",
         "copy the recipe under a new name with that key, profile and fit it, and name both: "
         "llmctl capacity RECIPE RECIPE2 --fit fit.json --fit fit2.json",
     )

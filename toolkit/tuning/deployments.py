@@ -179,7 +179,7 @@ def changed_deployment(
     changed = changed_recipe(recipe, change)
     if change.of_laws:
         if compute is None:
-            raise measured_laws(change, recipe, fit)
+            raise measured_laws(change, recipe)
         refuse_drafts(change)
         before = compute(recipe)
         if before.engine != fit.engine:
