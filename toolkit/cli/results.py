@@ -39,7 +39,6 @@ class Simulation(BaseModel):
     )
     trace: Requests = Field(description="which requests were simulated")
     concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
-    )
 
 
 class ComparedRun(Strict):

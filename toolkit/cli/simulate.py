@@ -32,7 +32,6 @@ class SimulateOptions(StageOptions):
         autocompletion=arguments.policy,
     )
     rate: RateOption = None
-    )
     as_json: JsonOption = False
 
 
