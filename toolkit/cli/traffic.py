@@ -56,7 +56,7 @@ def read_traffic(options: TrafficOptions, rate: object) -> Traffic:
     Args:
         rate: the command's --rate, to which it scales the trace; None: it has none.
 
-    Raises `InputError` where options contradict each other, and for a trace that cannot be read.
+    Raises `InputError` if options contradict each other, or the trace cannot be read.
     """
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path

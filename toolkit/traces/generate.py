@@ -124,7 +124,7 @@ def clip_note(drawn: Floats, longest: int, what: str) -> tuple[str, ...]:
 def parse_lengths(text: str, longest: int = MAX_LENGTH) -> Lengths:
     """Parse `lognormal:400:1`, `uniform:32:4096`, `pareto:20:1.5` or `fixed:128`.
 
-    Raises `InputError` for an unknown distribution and for wrong numbers.
+    Raises `InputError` if the distribution is unknown, or a number is wrong.
     """
     kind, *rest = text.split(":")
     if kind not in FORMS:
@@ -193,7 +193,7 @@ class Arrivals:
 def parse_times(text: str) -> Lengths:
     """A distribution of times in ms, from one in seconds with the spelling of `parse_lengths`.
 
-    Raises `InputError` for an unknown distribution and for wrong numbers.
+    Raises `InputError` if the distribution is unknown, or a number is wrong.
     """
     kind, *numbers = text.split(":")
     try:
@@ -409,9 +409,9 @@ def check_count(count: float, what: str) -> None:
 
 
 def limited(trace: Trace, max_tokens: int) -> Trace:
-    """The same requests with `max_tokens` as the limit that their clients set.
+    """Return the requests with `max_tokens` as the limit that their clients set.
 
-    Raises `InputError` where an output is longer.
+    Raises `InputError` if an output is longer.
     """
     longest = int(trace.output_tokens.max())
     if longest > max_tokens:
@@ -424,7 +424,7 @@ def limited(trace: Trace, max_tokens: int) -> Trace:
 
 
 def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
-    """The same requests in the same order with drawn arrival times, for traces that have none.
+    """Return the requests in their order with drawn arrival times, for traces that have none.
 
     Of a session, the first turn's time is drawn, and the others stay as long after it as they are.
     """

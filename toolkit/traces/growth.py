@@ -43,7 +43,7 @@ class Growth:
 
     @classmethod
     def parsed(cls, text: str) -> Growth:
-        """Read `FROM-TO=FACTOR`. `InputError` for other words, and for impossible numbers."""
+        """Parse `FROM-TO=FACTOR`. Raises `InputError` if it is something else, or impossible."""
         found = re.fullmatch(rf"({NUMBER})-({NUMBER})=({NUMBER})", text)
         if not found:
             raise InputError(f"--grow {text}: it is not HOURS=FACTOR", EXAMPLE)
@@ -68,7 +68,7 @@ class Growth:
             hours: on one clock.
             daily: the hours are those of each day, over midnight where the end is the earlier one.
 
-        Raises `InputError` for hours that this clock does not have.
+        Raises `InputError` if this clock does not have these hours.
         """
         found = np.full(len(hours), -1)
         if not daily:
@@ -99,8 +99,7 @@ def grown(
             and hours count from that request.
         seed: of the choice of requests and of their times.
 
-    Raises `InputError` where hours overlap, hold no request, or get none, and for a trace without
-    times.
+    Raises `InputError` if hours overlap, hold no request, or get none, or the trace has no times.
     """
     if not trace.arrival_s[-1]:
         raise InputError(

@@ -40,10 +40,10 @@ Floats = NDArray[np.float64]
 
 
 def repeated(trace: Trace, times: int, seed: int = 0) -> Trace:
-    """The trace `times` times, end to end; the first time as it is. The module says what each
-    repeat draws anew. The first repeats of a longer result are the same.
+    """Return the trace `times` times, end to end; the first time as it is. The module says what
+    each repeat draws anew. The first repeats of a longer result are the same.
 
-    Raises `InputError` for a number below 1, a trace without times, and prompts with too many
+    Raises `InputError` if `times` is below 1, the trace has no times, or its prompts have too many
     blocks.
     """
     if times < 1:

@@ -41,7 +41,7 @@ def mean_rate(trace: Trace) -> float:
 
 
 def check_rate(rate_rps: float) -> None:
-    """`InputError` for a rate outside `MIN_RATE_RPS` to `MAX_RATE_RPS`."""
+    """Raise `InputError` if a rate is not from `MIN_RATE_RPS` to `MAX_RATE_RPS`."""
     if not MIN_RATE_RPS <= rate_rps <= MAX_RATE_RPS:
         hint = f"give a rate from {MIN_RATE_RPS:g} to {MAX_RATE_RPS:,.0f}"
         raise InputError(f"a rate of {rate_rps:g} requests/s is not possible", hint)
@@ -50,7 +50,7 @@ def check_rate(rate_rps: float) -> None:
 def scale_rate(trace: Trace, rate_rps: float) -> Trace:
     """Stretch or compress the arrival times to a mean rate; burstiness and order stay.
 
-    Raises `InputError` for a rate outside `MIN_RATE_RPS` to `MAX_RATE_RPS`, and for a trace that
+    Raises `InputError` if the rate is not from `MIN_RATE_RPS` to `MAX_RATE_RPS`, or if the trace
     has no rate: one request, or all at once.
     """
     check_rate(rate_rps)
@@ -81,7 +81,7 @@ def scale_lengths(
     factor, the greater of the two, since answers become parts of prompts; a turn that still does
     not hold the turn before and its answer starts a session of its own.
 
-    Raises `InputError` where `max_new_tokens` leaves no token for the prompt.
+    Raises `InputError` if `max_new_tokens` leaves no token for the prompt.
     """
     room = max_model_len - max_new_tokens
     if max_new_tokens < 1 or room < 1:
@@ -118,14 +118,14 @@ def scale_lengths(
 def leave_out_longer(
     trace: Trace, max_model_len: int, max_new_tokens: int, model_context: int | None = None
 ) -> Trace:
-    """The requests that fit into a context, prompt and output together, with their own lengths:
-    what a server such as vLLM takes. The result's `scaling` counts those that are left out.
+    """Return the requests that fit into a context, prompt and output together, with their own
+    lengths: what a server such as vLLM takes. The result's `scaling` counts those left out.
 
     Where an output is longer than `max_new_tokens`, the limit of requests that have none becomes
     the longest output, or what their prompt leaves of the context: a server sets no lower one, and
     nothing tells a scheduler which outputs are long.
 
-    Raises `InputError` where no request fits.
+    Raises `InputError` if no request fits.
     """
     longest = trace.prompt_tokens + trace.output_tokens
     fits = longest <= max_model_len
@@ -156,7 +156,7 @@ def leave_out_longer(
 
 
 def with_long_limits(trace: Trace, max_new_tokens: int, max_model_len: int) -> Trace:
-    """The trace with limits of outputs that cut none of them; see `leave_out_longer`."""
+    """Return the trace with limits of outputs that cut none of them; see `leave_out_longer`."""
     most = int(trace.output_tokens.max())
     if most <= max_new_tokens:
         return trace
@@ -184,17 +184,17 @@ def fit_lengths(
     max_new_tokens: int,
     model_context: int | None = None,
 ) -> Trace:
-    """The trace for an engine: of a server the requests that fit (`leave_out_longer`), of our own
-    engines all of them, scaled (`scale_lengths`).
+    """Return the trace for an engine: for a server the requests that fit (`leave_out_longer`), for
+    our own engines all of them, scaled (`scale_lengths`).
     """
     fit = leave_out_longer if traits_of(engine).server else scale_lengths
     return fit(trace, max_model_len, max_new_tokens, model_context)
 
 
 def divide_lengths(trace: Trace, divisor: float) -> Trace:
-    """All lengths divided by one factor and rounded up. What prompts share stays shared.
+    """Divide all lengths by one factor, rounded up. What prompts share stays shared.
 
-    Raises `InputError` for a factor below 1.
+    Raises `InputError` if the factor is below 1.
     """
     if not 1.0 <= divisor <= MAX_DIVISOR:
         raise InputError(
@@ -253,8 +253,8 @@ def _fit(lengths: Tokens, limit: int, least: float) -> tuple[Tokens, ScaledLengt
 def prepare(
     trace: Trace, recipe: Recipe, rate_rps: float | None = None, max_new_tokens: int | None = None
 ) -> Trace:
-    """The trace within the recipe's limits, or another limit of outputs, and, where given, with a
-    mean rate.
+    """Return the trace within the recipe's limits, or another limit of outputs, and with a mean
+    rate if one is given.
     """
     model = recipe.model
     context = model.config.get("max_position_embeddings")
@@ -294,11 +294,11 @@ def excerpt(trace: Trace, start_s: float, duration_s: float | None) -> Trace:
 
 
 def cut(trace: Trace, start_s: float, end_s: float, *, warm_s: float = 0.0) -> Trace:
-    """The requests that arrive in [start_s, end_s). With `warm_s`, requests of so many seconds
-    before them are a warm-up. Times count from the beginning of the warm-up.
+    """Return the requests that arrive in [start_s, end_s). Requests of the `warm_s` seconds before
+    them are a warm-up. Times count from the beginning of the warm-up.
 
     Sessions are cut: a turn that continues one before the cut becomes a first turn. Notes say how
-    many these are, and what it costs that a cache is empty at the cut. Raises `InputError` where
+    many these are, and what it costs that a cache is empty at the cut. Raises `InputError` if
     no request arrives in [start_s, end_s).
     """
     first, last = np.searchsorted(trace.arrival_s, [start_s, end_s], side="left")
@@ -336,8 +336,8 @@ def cut(trace: Trace, start_s: float, end_s: float, *, warm_s: float = 0.0) -> T
 
 
 def busiest(trace: Trace, most: int) -> TraceWindow:
-    """The whole trace if it has at most `most` requests; else so many, the busiest of the trace
-    among them: their middle is the middle of the busiest tenth of that number.
+    """Return the whole trace if it has at most `most` requests; else `most`, the busiest among
+    them: their middle is the middle of the busiest tenth of that number.
     """
     last_s = float(trace.arrival_s[-1])
     if len(trace) <= most:
@@ -381,7 +381,7 @@ def fit_windows(
     length hold a request; else, and without a wish, as long as fits with gaps. See `split_windows`.
 
     Raises `InputError` for a wish that is not positive and for a trace with requests that all
-    arrive at once; `EmptyWindowError` where even the longest windows would hold no request.
+    arrive at once; `EmptyWindowError` if even the longest windows would hold no request.
     """
     duration_s = float(trace.arrival_s[-1])
     if duration_s == 0:
@@ -429,7 +429,7 @@ def split_windows(
     Args:
         warm: whether the requests of as many seconds before a window are its warm-up.
 
-    Raises `InputError` where the trace has not so many stretches, `EmptyWindowError` where no
+    Raises `InputError` if the trace has not so many stretches, `EmptyWindowError` if no
     request arrives in half of them or more.
     """
     count = search + held_out

@@ -58,7 +58,7 @@ def to_ms(seconds: float) -> float:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write `trace` to `path` atomically, without its notes. Raises `InputError` where it cannot be
+    """Write `trace` to `path` atomically, without its notes. Raises `InputError` if it cannot be
     written.
     """
     shared = trace.shared
@@ -99,7 +99,7 @@ def _turns(sessions: Sessions | None, count: int) -> tuple[Iterable[int | None],
 
 
 def write_lines(lines: Iterable[TraceLine], path: Path) -> None:
-    """Write `lines` to `path` atomically. Raises `InputError` where it cannot be written."""
+    """Write `lines` to `path` atomically. Raises `InputError` if it cannot be written."""
     write_text(path, "".join(_encode(line).decode() + "\n" for line in lines))
 
 
@@ -110,7 +110,7 @@ def ms_or_none(seconds: float) -> float | None:
 
 class TraceLog:
     """Appends lines to `path`. At `max_bytes` it renames the file to `path`.1, replacing an older
-    one, and begins a new file. Raises `InputError` where `path` cannot be written, or holds
+    one, and begins a new file. Raises `InputError` if `path` cannot be written, or holds
     something else than a trace.
     """
 
