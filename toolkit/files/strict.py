@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 # Of the workflow's files. It grows where a file of an earlier llmctl would be misunderstood.
-FORMAT = 2
+FORMAT: Literal[2] = 2
 LONG_KEY = 80  # characters of a key in a message
 MAX_LINES = 3  # of problems in one error
 MAX_FILE_BYTES = 1 << 28  # of JSON
