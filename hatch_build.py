@@ -39,7 +39,6 @@ MODULES = (
     "toolkit.routing.replicas",
     "toolkit.routing.routers",
     "toolkit.sched.caches",
-    "toolkit.sched.figures",
     "toolkit.sched.memory",
     "toolkit.sched.policies.base",
     "toolkit.sched.policies.baton",

@@ -12,7 +12,7 @@ from said import says
 from toolkit.files.io import head, shipped_fits, write_file
 from toolkit.files.shipped import shipped_names
 
-LIMIT = "1,024"
+LIMIT = "256"
 MODEL = {
     "source": "random",
     "config": {"model_type": "fake"},

@@ -74,7 +74,7 @@ def _of_command(*_: object) -> None:
 def _start_clock() -> None:
     if not _ctrl_c.came:
         _ctrl_c.came = True
-        # not `threading.Thread`, whose lock this thread may hold just now
+        # not `threading.Thread`: its lock may be held by this thread just now
         _thread.start_new_thread(_end_late, ())
 
 

@@ -33,7 +33,7 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 SLA_KEYS = [f"{metric}_{statistic}_s" for metric in METRICS for statistic in STATISTICS]
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
-MAX_WORKERS = 1024
+MAX_WORKERS = 256
 WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
 MORE_WORKERS = "for more, put several servers behind a router"
 MAX_TRIALS = 100_000  # TPE's time for a trial grows with the number of trials before it

@@ -39,8 +39,6 @@ class BatchQueues:
             self.batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
-        if self._view.loads.kept:
-            self._view.loads.note(worker)
         if not worker.is_due:
             self._view.make_due(worker)
         if first:
@@ -56,7 +54,6 @@ class BatchQueues:
         worker.load_s = (
             max(worker.load_s - batch.estimated_s, 0.0) if worker.queue or worker.batch else 0.0
         )
-        self._view.loads.note(worker)
 
     def take_out(self, job: Job) -> bool:
         """Remove a cancelled job from its queued batch, and the batch if it becomes empty.

@@ -10,7 +10,6 @@ jobs in `waiting`, of waiting batches in `queues`, and of rounds in `caches`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -155,7 +154,6 @@ class Scheduler:
                 batch.started_s = now_s
                 worker.batch = batch
                 view.changed(worker.index)
-                del view.idle[bisect_left(view.idle, worker.index)]
                 started.append(batch)
         view.due.clear()
         return started
@@ -229,7 +227,6 @@ class Scheduler:
         view = self._view
         view.changed(worker.index)
         if worker.alive:
-            insort(view.idle, worker.index)
             worker.is_due = True
             view.due.append(worker)
         if isinstance(result, RoundResult):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.figures import Amount, Loads, Numbers, WorkerFigure
 from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Batch, Job, Worker
 
@@ -63,6 +62,74 @@ class LengthHistory:
         return self._sorted[: self._count]
 
 
+# Maps a worker and an expected output length to a number.
+Amount = Callable[[Worker, int], int]
+STALE = -1
+
+
+class WorkerFigure:
+    """One number for each worker, which may depend on `expected`, the expected length of an output.
+
+    It only changes when a round ends or a job comes or goes. So `amount` computes it anew only for
+    workers that the scheduler has marked, and for another `expected`.
+    """
+
+    def __init__(self, workers: Sequence[Worker], amount: Amount) -> None:
+        self._amount = amount
+        self._values = [0] * len(workers)
+        self._expected = [STALE] * len(workers)  # the length that each number was computed for
+
+    def of(self, worker: Worker, expected: int) -> int:
+        """The number of a worker."""
+        index = worker.index
+        if self._expected[index] != expected:
+            self.write(index, expected, self._amount(worker, expected))
+        return self._values[index]
+
+    def least(self, workers: Sequence[Worker], expected: int) -> int:
+        """The index of the first of the workers with the least number."""
+        found = -1
+        least = 0
+        for worker in workers:
+            value = self.of(worker, expected)
+            if found < 0 or value < least:
+                found = worker.index
+                least = value
+        return found
+
+    def least_by(
+        self, workers: Sequence[Worker], expected: int, exact: Callable[[Worker], int]
+    ) -> int:
+        """The index of the first of the workers with the least `exact` number, which is never below
+        this one: it is only computed for workers that might be the least.
+        """
+        found = -1
+        least = 0
+        for bound, place in sorted(
+            [(self.of(worker, expected), place) for place, worker in enumerate(workers)]
+        ):
+            if found >= 0 and bound > least:
+                break
+            value = exact(workers[place])
+            if found < 0 or value < least or (value == least and place < found):
+                found = place
+                least = value
+        return workers[found].index
+
+    def write(self, index: int, expected: int, value: int) -> None:
+        """Set a worker's number, such as what it will be once a decision has been applied."""
+        self._values[index] = value
+        self._expected[index] = expected
+
+    def add(self, index: int, tokens: int) -> None:
+        """Count a job that the current decision gives to this worker."""
+        self._values[index] += tokens
+
+    def forget(self, index: int) -> None:
+        """Mark the worker's number as stale."""
+        self._expected[index] = STALE
+
+
 class View:
     """What a policy may read. The lists are the scheduler's own and change: never write to them.
 
@@ -89,9 +156,6 @@ class View:
         self.prioritised = False
         self.arrived: dict[int, int] = {}  # workers that jobs were routed to since, and how many
         self.due: list[Worker] = []
-        self.idle: list[int] = []
-        self.able: Numbers = np.zeros(0, dtype=np.int64)  # indices of alive workers, ascending
-        self.loads = Loads(workers)
         self.figures: dict[Hashable, WorkerFigure] = {}
         self._alive: list[Worker] = []
         self.workers_changed()
@@ -121,12 +185,9 @@ class View:
     def workers_changed(self) -> None:
         """For the scheduler: a worker was lost or came back."""
         self._alive = [worker for worker in self.workers if worker.alive]
-        self.idle = [worker.index for worker in self._alive if worker.batch is None]
         for worker in self.due:
             worker.is_due = worker.alive
         self.due = [worker for worker in self.due if worker.alive]
-        self.able = np.array([worker.index for worker in self._alive], dtype=np.int64)
-        self.loads.forget()
 
     def figure(self, key: Hashable, amount: Amount) -> WorkerFigure:
         """The numbers that `amount` computes per worker, cached under `key` for the next call."""

@@ -11,10 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from heapq import heappop, heappush
 from typing import Final, Protocol
-
-from mypy_extensions import mypyc_attr
 
 from toolkit.errors import LlmctlError
 from toolkit.interrupts import check
@@ -32,58 +29,39 @@ class SimulationStalledError(LlmctlError):
     """Requests wait, but no event will ever come."""
 
 
-@mypyc_attr(acyclic=True)
-class BatchEnd:
-    """When what a worker runs ends; ends are in order of time, then of batches.
+class BatchEnds:
+    """When each worker's batch ends. A worker has one end: a new one replaces it.
 
-    An interrupted round has the batch id -1, so that it comes before all others that end then.
+    `next_s` is when the next batch ends; infinity: none runs.
     """
 
-    __slots__ = ("at_s", "batch_id", "worker")
-
-    def __init__(self, at_s: float, batch_id: int, worker: int) -> None:
-        self.at_s = at_s
-        self.batch_id = batch_id
-        self.worker = worker
-
-    def __lt__(self, other: BatchEnd) -> bool:
-        if self.at_s != other.at_s:
-            return self.at_s < other.at_s
-        if self.batch_id != other.batch_id:
-            return self.batch_id < other.batch_id
-        return self.worker < other.worker
-
-
-class BatchEnds:
-    """When each worker's batch ends. A worker has one end: a new one replaces it."""
-
     def __init__(self, workers: int) -> None:
-        self._heap: list[BatchEnd] = []  # an entry is stale if its worker's end is another
-        self._end_of: list[BatchEnd | None] = [None] * workers
+        self.next_s = math.inf
+        self._at_s = [math.inf] * workers
+        self._batch_ids = [0] * workers
 
-    def put(self, end: BatchEnd) -> None:
+    def put(self, worker: int, at_s: float, batch_id: int) -> None:
         """The worker's batch ends then."""
-        self._end_of[end.worker] = end
-        heappush(self._heap, end)
+        self._at_s[worker] = at_s
+        self._batch_ids[worker] = batch_id
+        self.next_s = min(self._at_s)
 
-    def of(self, worker: int) -> BatchEnd | None:
-        """The end of what a worker runs; None: it runs nothing."""
-        return self._end_of[worker]
-
-    def next_s(self) -> float:
-        """When the next batch ends; infinity: none runs."""
-        while self._heap:
-            end = self._heap[0]
-            if self._end_of[end.worker] is end:
-                return end.at_s
-            heappop(self._heap)
-        return math.inf
+    def of(self, worker: int) -> float:
+        """When what a worker runs ends; infinity: it runs nothing."""
+        return self._at_s[worker]
 
     def take(self) -> int:
-        """The worker of the next batch that ends, which from now on runs nothing."""
-        end = heappop(self._heap)
-        self._end_of[end.worker] = None
-        return end.worker
+        """Return the worker of the next batch that ends; from now on the worker runs nothing. Of
+        batches with one end the smallest id is the first; an interrupted round has the id -1.
+        """
+        found = -1
+        for worker, at_s in enumerate(self._at_s):
+            first = found < 0 or self._batch_ids[worker] < self._batch_ids[found]
+            if at_s == self.next_s and first:
+                found = worker
+        self._at_s[found] = math.inf
+        self.next_s = min(self._at_s)
+        return found
 
 
 class VirtualWorker(Protocol):
@@ -215,7 +193,7 @@ class SimulatedDriver:
             events += 1
             if events % CHECK_EVERY == 0:
                 check()
-            now_s = min(ends.next_s(), arrivals.next_s)
+            now_s = min(ends.next_s, arrivals.next_s)
             wake_s = scheduler.wake_at_s
             if wake_s < now_s:
                 now_s = wake_s
@@ -224,7 +202,7 @@ class SimulatedDriver:
                 break
             else:
                 idle_wakes = 0
-            while ends.next_s() <= now_s:
+            while ends.next_s <= now_s:
                 self._complete(ends.take(), now_s)
             while arrivals.next_s <= now_s:
                 self._submit(arrivals.next_s, arrivals.take(), now_s)
@@ -265,15 +243,15 @@ class SimulatedDriver:
 
     def _start(self, batch: Batch, now_s: float) -> None:
         end_s = self._workers[batch.worker].run(batch, now_s)
-        self._ends.put(BatchEnd(end_s, batch.batch_id, batch.worker))
+        self._ends.put(batch.worker, end_s, batch.batch_id)
         if self._clients is not None:
             self._clients.started(batch, end_s)
 
     def _interrupt(self, index: int, now_s: float) -> None:
         end_s = self._workers[index].interrupt(now_s)
-        known = self._ends.of(index)
-        if known is not None and known.at_s != end_s:
-            self._ends.put(BatchEnd(end_s, -1, index))
+        known_s = self._ends.of(index)
+        if known_s < math.inf and known_s != end_s:
+            self._ends.put(index, end_s, -1)
 
 
 def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:

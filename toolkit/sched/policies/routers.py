@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from toolkit.sched.figures import Numbers, WorkerFigure
 from toolkit.sched.types import Job, Worker
-from toolkit.sched.view import View
+from toolkit.sched.view import View, WorkerFigure
 
 # Maps the view to a worker for each pooled job.
 Router = Callable[[View], Sequence[int]]
@@ -53,7 +51,7 @@ def future_memory(view: View) -> Sequence[int]:
         if len(homes) < len(view.pool):
             new_jobs = added.setdefault(index, [])
             new_jobs.append(job)
-            figure.write(index, expected, *_future_memory(view.workers[index], expected, new_jobs))
+            figure.write(index, expected, _future_memory(view.workers[index], expected, new_jobs))
     return homes
 
 
@@ -62,19 +60,17 @@ def _to_least(view: View, jobs: Sequence[Job]) -> list[int]:
     figure = view.figure("outstanding", _outstanding)
     homes = []
     for job in jobs:
-        index = figure.least(view.able, expected)
+        index = figure.least(view.alive(), expected)
         figure.add(index, job.length + max(expected - job.generated, 1))
         homes.append(index)
     return homes
 
 
-def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
-    """Tokens that a worker's jobs hold and are expected to add, and the number of jobs."""
+def _outstanding(worker: Worker, expected: int) -> int:
+    """Tokens that a worker's jobs hold and are expected to add."""
     running = worker.running
     waiting = worker.waiting
     tokens = 0
-    rows = waiting.count
-    rows += len(running.jobs)
     tokens += running.used
     for job in running.jobs:
         tokens += max(expected - job.generated - (running.steps - job.joined), 1)
@@ -83,11 +79,10 @@ def _outstanding(worker: Worker, expected: int) -> tuple[int, int]:
     for job in returned:
         tokens += max(expected - job.generated, 1)
     for parked in (worker.paused, worker.swapped):
-        rows += len(parked.jobs)
         tokens += parked.tokens
         for job in parked.jobs:
             tokens += max(expected - job.generated, 1)
-    return tokens, rows
+    return tokens
 
 
 def _lowest_peak(
@@ -97,25 +92,19 @@ def _lowest_peak(
     if not job.generated and not view.workers[0].padded:
         # A new job has the most remaining tokens, so it comes first in the order of Eq. 2-4: it
         # raises the peak by its input.
-        return figure.least(view.able, expected)
+        return figure.least(view.alive(), expected)
 
-    def bound(peaks: Numbers, rows: Numbers) -> NDArray[np.float64]:
-        if job.generated:
-            return np.zeros(len(peaks))
-        alone = np.where(rows == 1, job.length + max(expected, 1), 0)
-        return np.maximum(peaks, alone).astype(np.float64)
+    def exact(worker: Worker) -> int:
+        return _peak(worker, [*added.get(worker.index, ()), job], expected)
 
-    def exact(index: int) -> float:
-        return _peak(view.workers[index], [*added.get(index, ()), job], expected)
-
-    return figure.least_by(view.able, expected, bound, exact)
+    if job.generated:
+        return min(view.alive(), key=exact).index
+    return figure.least_by(view.alive(), expected, exact)
 
 
-def _future_memory(worker: Worker, expected: int, newcomers: Sequence[Job] = ()) -> tuple[int, int]:
-    """The peak of a worker with `newcomers` and a new job of no input, and the number of jobs."""
-    aside = len(worker.paused.jobs) + len(worker.swapped.jobs)
-    rows = len(worker.running.jobs) + worker.waiting.count + aside + len(newcomers) + 1
-    return _peak(worker, newcomers, expected, empty=1), rows
+def _future_memory(worker: Worker, expected: int, newcomers: Sequence[Job] = ()) -> int:
+    """The peak of a worker with `newcomers` and a new job of no input."""
+    return _peak(worker, newcomers, expected, empty=1)
 
 
 def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int = 0) -> int:

@@ -10,7 +10,6 @@ the pool with their generated tokens as part of the input.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from itertools import islice
 
@@ -58,14 +57,13 @@ class SlicePolicy(Policy):
             return Decision()
         alive = view.alive()
         waiting = now_s < view.due_s and not (
-            self.eager and any(not view.workers[index].queue for index in view.idle)
+            self.eager and any(not worker.queue for worker in view.free)
         )
         if waiting or not alive:
             return Decision()
         batches = self.batch(view.pool, alive[0])
         if self.max_min:
-            # The workers after the first len(batches) + 1 cannot get any of these batches.
-            least_load_s = _offload(batches, view.loads.least(len(batches) + 1))
+            least_load_s = offload_max_min(batches, alive)
         else:
             least_load_s = offload_in_turn(batches, alive)
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
@@ -118,18 +116,13 @@ def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
     Sorts `batches` in place. Equal loads go to the worker with the fewest batches so far, so that
     none starves. Returns the least load afterwards, in seconds.
     """
-    return _offload(batches, [(worker.load_s, worker.assigned, worker.index) for worker in workers])
-
-
-def _offload(batches: list[Batch], heap: list[tuple[float, int, int]]) -> float:
-    """The same for (load in s, batches so far, index) of workers, a list that it reorders."""
-    heapq.heapify(heap)
+    loads = [(worker.load_s, worker.assigned, worker.index) for worker in workers]
     batches.sort(key=lambda batch: -batch.estimated_s)
     for batch in batches:
-        load_s, assigned, index = heap[0]
-        batch.worker = index
-        heapq.heapreplace(heap, (load_s + batch.estimated_s, assigned + 1, index))
-    return heap[0][0]
+        least = min(loads)
+        load_s, assigned, batch.worker = least
+        loads[loads.index(least)] = (load_s + batch.estimated_s, assigned + 1, batch.worker)
+    return min(loads)[0]
 
 
 def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:

@@ -20,14 +20,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from toolkit.sched.figures import WorkerFigure
 from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.types import NO_LIMIT, Job, Worker
-from toolkit.sched.view import View
+from toolkit.sched.view import View, WorkerFigure
 
 SLICES = "slices"
 NO_FREE_TOKENS = -(1 << 62)  # free tokens of a lost worker: less than any other has
@@ -151,7 +150,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         steps = worker.running.steps
         source = worker.index
         target = source
-        if len(view.able) > 1:
+        if len(view.alive()) > 1:
             others = list(free)
             others[source] = NO_FREE_TOKENS
             target = others.index(max(others))
@@ -189,7 +188,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         promised = self._promises(view)
         homes = [-1] * len(view.pool)
         for k, job in sorted(enumerate(view.pool), key=_longest_first):
-            homes[k] = promised.least(view.able, 0)
+            homes[k] = promised.least(view.alive(), 0)
             promised.add(homes[k], job.length + self.period)
         return homes
 
@@ -197,7 +196,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """What each worker promised."""
         return view.figure(SLICES, self._promised)
 
-    def _promised(self, worker: Worker, _expected: int) -> tuple[int, int]:
+    def _promised(self, worker: Worker, _expected: int) -> int:
         """The tokens that a worker promised, whatever the progress of the running round."""
         waiting = worker.waiting
         running = worker.running
@@ -209,14 +208,14 @@ class SliceContinuousPolicy(ContinuousPolicy):
                 promised += slices.left(job)
             if worker.batch is not None:  # prefills' tokens, counted when the round ends
                 promised += len(worker.batch.jobs) * worker.emits
-        return promised, 0
+        return promised
 
     def _free(self, view: View) -> list[int]:
         """Each worker's capacity less what it promised [n]; `NO_FREE_TOKENS` for lost workers."""
-        promised = self._promises(view).bounds().tolist()
+        promised = self._promises(view)
         free = [NO_FREE_TOKENS] * len(view.workers)
         for worker in view.alive():
-            free[worker.index] = worker.capacity_tokens - promised[worker.index]
+            free[worker.index] = worker.capacity_tokens - promised.of(worker, 0)
         return free
 
     def _limit(self, worker: Worker) -> int:
