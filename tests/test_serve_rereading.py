@@ -17,7 +17,7 @@ from benchmarks.common.serving import Server, fake_plan
 from toolkit.errors import InputError
 from toolkit.serve import server as process
 from toolkit.serve.access import ApiKey, read_keys
-from toolkit.serve.server import Followed, WatchedFiles, follow
+from toolkit.serve.server import WatchedFiles, follow
 
 ANA = "sk-ana-canary"
 BEN = "sk-ben-canary"
@@ -170,7 +170,7 @@ def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: py
     async def test() -> None:
         file.write_text("1")
         following = asyncio.create_task(
-            follow([Followed(WatchedFiles([file], number), take)], said.put_nowait)
+            follow([(WatchedFiles([file], number), take)], said.put_nowait)
         )
         lines = []
         for text in ("2", "x", "3"):

@@ -238,7 +238,6 @@ def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> Fro
     from toolkit.serve.launch import FrontConfig
     from toolkit.serve.server import Ending, is_loopback
 
-    callers, watched_keys = given.access
     host, port = _address(args, given.plan)
     if args.ssl_certfile is None and args.ssl_keyfile is not None:
         raise InputError("--ssl-keyfile without a certificate", "give --ssl-certfile as well")
@@ -247,12 +246,11 @@ def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> Fro
         settings=replace(settings, open_metrics=args.open_metrics, status_page=page),
         host=host,
         port=port,
-        access=callers,
+        keys=given.keys,
         insecure=args.insecure,
         event_log=args.event_log,
         request_log=args.request_log,
         ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        callers=watched_keys,
         certificate=args.ssl_certfile,
         certificate_key=args.ssl_keyfile,
         manager=given.manager,
@@ -262,7 +260,7 @@ def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> Fro
 def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     """A front over workers of our own. `InputError` for options that it does not have."""
     from toolkit.serve.assemble import make_limits, make_settings
-    from toolkit.serve.engine_front import OwnWorkers, engine_front
+    from toolkit.serve.engine_front import engine_front
 
     plan = given.plan
     _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--strict")
@@ -273,14 +271,7 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         allow_end_after=args.allow_end_after,
         vllm_metrics=args.vllm_metrics,
     )
-    workers = OwnWorkers(
-        plan,
-        limits=make_limits(plan, args.admission, replays=args.allow_end_after),
-        on_foreign=warn if args.force else None,
-        ray=args.ray,
-        room_timeout_s=args.room_timeout,
-        control_key=_control_key(args),
-    )
+    control_key = _control_key(args)
     config = _config(args, given, settings)
     announce = partial(
         serve_start.announce_plan,
@@ -289,8 +280,16 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         settings.model,
         status_page=config.settings.status_page,
     )
-    make = partial(engine_front, workers)
-    return serve_start.FrontToStart(config, make, announce, workers.control_key)
+    make = partial(
+        engine_front,
+        plan,
+        limits=make_limits(plan, args.admission, replays=args.allow_end_after),
+        on_foreign=warn if args.force else None,
+        ray=args.ray,
+        room_timeout_s=args.room_timeout,
+        control_key=control_key,
+    )
+    return serve_start.FrontToStart(config, make, announce, control_key)
 
 
 def _control_key(args: ServeOptions) -> str:
@@ -319,7 +318,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
         args.served_model_name or model_name(plan),
         *_address(args, plan),
         Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        given.access[0][0],
+        given.keys.value[0],
         args.insecure,
         args.event_log,
         warn if args.force else None,

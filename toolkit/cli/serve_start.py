@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from toolkit.serve.launch import FrontConfig, FrontServer, Manager, OpenedFront
     from toolkit.serve.server import WatchedFiles
 
-    Access = tuple[Callers, WatchedFiles[Callers] | None]  # the keys, and the file to watch
-
 
 class Prepared(NamedTuple):
     """What every server needs, checked.
@@ -43,7 +41,7 @@ class Prepared(NamedTuple):
 
     plan: Plan
     file: Path
-    access: Access
+    keys: WatchedFiles[Callers]
     manager: Manager
 
 
@@ -57,14 +55,14 @@ def prepare(args: ServeOptions) -> Prepared:
     forget_variable("LLMCTL_API_KEY")
     forget_variable(CONTROL_KEY_VARIABLE)
     manager = Manager.take()
-    access = find_keys(args.api_key, args.api_key_file, args.api_keys)
+    keys = find_keys(args.api_key, args.api_key_file, args.api_keys)
     plan = plan_to_serve(args)
     plan = override(plan, args.policy, args.settings, args.workers)
     broken = args.force or args.allow_broken_limits
     accept(plan, str(args.tuning or args.plan or args.source), broken=broken)
     check_engine(plan, args.engine)
     file = args.plan or Path(args.source or "")
-    return Prepared(plan, file, access, manager)
+    return Prepared(plan, file, keys, manager)
 
 
 def plan_to_serve(args: ServeOptions) -> Plan:
@@ -145,10 +143,10 @@ def read_key(key: str, file: Path | None) -> str:
     return words[0]
 
 
-def find_keys(key: str, file: Path | None, keys: Path | None) -> Access:
-    """The API key, or the keys of a file; and the file, where one may change while the server runs.
+def find_keys(key: str, file: Path | None, keys: Path | None) -> WatchedFiles[Callers]:
+    """Return the API key, or the keys of a file, which may change while the server runs.
 
-    `InputError` for both a key and a file of keys, and for a file without a key.
+    Raises InputError if both a key and a file of keys are given, and for a file without a key.
     """
     from toolkit.serve.access import read_keys
     from toolkit.serve.server import WatchedFiles
@@ -158,14 +156,9 @@ def find_keys(key: str, file: Path | None, keys: Path | None) -> Access:
             "an API key and a file of keys are given",
             "keep --api-keys, or the key of --api-key, --api-key-file or LLMCTL_API_KEY",
         )
-    source: WatchedFiles[Callers]
     if keys is not None:
-        source = WatchedFiles([keys], lambda: ("", read_keys(keys)))
-    elif file is not None and not key:
-        source = WatchedFiles([file], lambda: (read_key("", file), ()))
-    else:
-        return (read_key(key, file), ()), None
-    return source.value, source
+        return WatchedFiles([keys], lambda: ("", read_keys(keys)))
+    return WatchedFiles([file] if file else [], lambda: (read_key(key, file), ()))
 
 
 def forget_variable(name: str) -> None:

@@ -42,7 +42,7 @@ from toolkit.serve.assemble import model_name
 from toolkit.serve.control import SettingsMiddleware
 from toolkit.serve.launch import FrontServer, OpenedFront
 from toolkit.serve.limits import WireLimits, possible_connections
-from toolkit.serve.server import Ending, Followed, WatchedFiles, first_of
+from toolkit.serve.server import Ending, WatchedFiles, first_of
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import Facts, StatusPage, facts_of
 
@@ -182,7 +182,7 @@ class ReplicaFront(FrontServer):
             self._own = OwnReplicas(serving, pool, self._show, shared)
         pool.http.most_kept = possible_connections(limits) // 2
         if self._own is not None and serving.reread is not None:  # at SIGHUP alone
-            self.followed = [Followed(WatchedFiles([], serving.reread), self._own.renew)]
+            self.followed = [(WatchedFiles([], serving.reread), self._own.renew)]
         start = pool.background.start
         self.at_start = [partial(start, "silent replicas", pool.sweep)]
         if opened.settings.status_page:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.types import ASGIApp
@@ -29,27 +28,6 @@ from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
 WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
-
-
-@dataclass(slots=True, frozen=True)
-class OwnWorkers:
-    """What a front serves with workers of its own.
-
-    Attributes:
-        limits: the latency targets of admission.
-        on_foreign: called if the engine is not the fitted one; None: the server refuses to start.
-        ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
-            this machine.
-        room_timeout_s: for the cluster to have room for all workers.
-        control_key: the policy's parameters can be changed with it; '': they cannot.
-    """
-
-    plan: Plan
-    limits: LatencyLimits = UNLIMITED
-    on_foreign: OnForeign | None = None
-    ray: str = ""
-    room_timeout_s: float = 60.0
-    control_key: str = ""
 
 
 class EngineFront(FrontServer):
@@ -95,31 +73,47 @@ class EngineFront(FrontServer):
 
 
 @contextmanager
-def engine_front(serving: OwnWorkers, opened: OpenedFront) -> Iterator[EngineFront]:
-    """The front for a plan, not started.
+def engine_front(
+    plan: Plan,
+    opened: OpenedFront,
+    *,
+    limits: LatencyLimits = UNLIMITED,
+    on_foreign: OnForeign | None = None,
+    ray: str = "",
+    room_timeout_s: float = 60.0,
+    control_key: str = "",
+) -> Iterator[EngineFront]:
+    """Make the front for a plan, not started.
+
+    Args:
+        limits: the latency targets of admission.
+        on_foreign: called if the engine is not the fitted one; None: the server refuses to start.
+        ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
+            this machine.
+        room_timeout_s: for the cluster to have room for all workers.
+        control_key: the policy's parameters can be changed with it; '': they cannot.
 
     Raises `ForeignError` when it starts, if the workers load another engine, model or device than
     the laws are about; `InputError` for a plan that cannot be used, and `EngineError` if a recipe
     needs a GPU or a library that is missing.
     """
-    plan = serving.plan
-    if not serving.ray:
+    if not ray:
         require_gpu(plan.recipe)
         traits_of(plan.recipe.engine.name).require()
-    where = f" on Ray ({serving.ray})" if serving.ray else ""
+    where = f" on Ray ({ray})" if ray else ""
     opened.say(f"loading {plan.workers} workers of {plan.recipe.name}{where}")
     settings = opened.settings
     tokenizer = load_tokenizer(plan.recipe.model)
     warm_up(plan)
     with ExitStack() as stack:
-        workers = stack.enter_context(_workers(plan, serving.ray, serving.room_timeout_s))
-        driver = _driver(serving, workers, opened)
-        if serving.control_key:
+        workers = stack.enter_context(_workers(plan, ray, room_timeout_s))
+        driver = _driver(plan, workers, opened, limits, on_foreign)
+        if control_key:
             refuse_fixed(driver.scheduler)
         routes = Routes(driver, tokenizer, settings, opened.keyring)
         app: ASGIApp = routes.gate()
-        if serving.control_key:
-            app = with_control(app, driver, serving.control_key, opened.say)
+        if control_key:
+            app = with_control(app, driver, control_key, opened.say)
         front = EngineFront(driver, app, opened.say)
         if settings.status_page:
             facts = facts_of(plan, settings.model)
@@ -146,12 +140,17 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
         yield RayWorkers(plan.recipe, plan.workers, room_timeout_s, patience)
 
 
-def _driver(serving: OwnWorkers, workers: Workers, opened: OpenedFront) -> Driver:
-    plan = serving.plan
+def _driver(
+    plan: Plan,
+    workers: Workers,
+    opened: OpenedFront,
+    limits: LatencyLimits,
+    on_foreign: OnForeign | None,
+) -> Driver:
     requests = opened.requests
 
     def accept(loaded: list[EngineFacts]) -> None:
-        refuse_foreign(plan.fit.engine, map(identity, loaded), serving.on_foreign)
+        refuse_foreign(plan.fit.engine, map(identity, loaded), on_foreign)
 
     def log(active: ActiveRequest, start_s: float) -> None:
         assert requests is not None
@@ -162,7 +161,7 @@ def _driver(serving: OwnWorkers, workers: Workers, opened: OpenedFront) -> Drive
         workers,
         make_stats(plan),
         on_end=log if requests else None,
-        limits=serving.limits,
+        limits=limits,
         accept=accept,
     )
 

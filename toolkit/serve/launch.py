@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import uvloop
 from starlette.types import ASGIApp
@@ -105,13 +105,11 @@ class FrontConfig:
     settings: FrontSettings
     host: str
     port: int
-    access: Callers = ("", ())  # the one key, or several keys; without any everything is open
+    keys: WatchedFiles[Callers]  # without any key everything is open
     insecure: bool = False
     event_log: Path | None = None
     request_log: Path | None = None
     ending: Ending = field(default_factory=Ending)
-    # The file of the keys, if it may change while the server runs.
-    callers: WatchedFiles[Callers] | None = None
     certificate: Path | None = None  # with it the server speaks TLS
     certificate_key: Path | None = None  # None: in the certificate's file
     manager: Manager = field(default_factory=Manager)  # gets health reports
@@ -155,7 +153,7 @@ class FrontServer(ABC):
         self.stats = stats
         self.background = background
         self.at_start: list[Callable[[], object]] = []
-        self.followed: list[Followed[Any]] = []
+        self.followed: list[Followed] = []
 
     @property
     @abstractmethod
@@ -198,7 +196,7 @@ def launch(
     `on_ready` gets the URL once the front can serve. Raises `InputError` for an address or a log
     that cannot be used, and what `make` and the front raise.
     """
-    asks_key = any(config.access)
+    asks_key = any(config.keys.value)
     check_exposure(config.host, asks_key=asks_key, insecure=config.insecure)
     local = is_loopback(config.host) and not asks_key
     with ExitStack() as stack:
@@ -208,16 +206,16 @@ def launch(
         requests = stack.enter_context(TraceLog(config.request_log)) if config.request_log else None
         opened = OpenedFront(
             replace(config.settings, local_hosts_only=local),
-            Keyring(*config.access),
+            Keyring(*config.keys.value),
             config.ending.say,
             events,
             requests,
         )
         front = stack.enter_context(make(opened))
         start = front.background.start
-        keys = config.callers
-        followed = [Followed(keys, opened.keyring.renew)] if keys else []
-        followed += front.followed
+        followed = list(front.followed)
+        if config.keys.files:
+            followed.append((config.keys, opened.keyring.renew))
         front.at_start += [
             partial(start, "log of refusals", RefusalLog(front.stats).follow),
             partial(start, "files that change", partial(follow, followed, config.ending.say)),

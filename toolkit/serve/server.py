@@ -200,10 +200,10 @@ class WatchedFiles(Generic[ValueT]):
     """The value that `read` makes of some files. `read` raises `InputError` if it cannot."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], ValueT]) -> None:
-        self._files = tuple(files)
+        self.files = tuple(files)
         self._read = read
         # Taken before reading: a file that changes meanwhile is read once more.
-        self._fingerprints = [_fingerprint(file) for file in self._files]
+        self._fingerprints = [_fingerprint(file) for file in self.files]
         self.value = read()
 
     def changed(self, *, always: bool = False) -> ValueT | None:
@@ -211,7 +211,7 @@ class WatchedFiles(Generic[ValueT]):
 
         Raises `InputError` once for each bad version.
         """
-        fingerprints = [_fingerprint(file) for file in self._files]
+        fingerprints = [_fingerprint(file) for file in self.files]
         if fingerprints == self._fingerprints and not always:
             return None
         self._fingerprints = fingerprints
@@ -232,25 +232,23 @@ def _fingerprint(file: Path) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-@dataclass(slots=True, frozen=True)
-class Followed(Generic[ValueT]):
-    """Watched files, and what applies their new value. `apply` returns a message about it."""
-
-    source: WatchedFiles[ValueT]
-    apply: Callable[[ValueT], str]
-
-    async def check(self, *, always: bool) -> str:
-        """Apply a change. Returns the message about it, or '' if nothing has changed."""
-        try:
-            # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would pause
-            # all streams.
-            value = await asyncio.to_thread(self.source.changed, always=always)
-        except LlmctlError as error:
-            return f"warning: {error.message}; the version read before stays in force"
-        return "" if value is None else self.apply(value)
+# Watched files, and a function that takes their new value and returns a message about the change.
+Followed = tuple[WatchedFiles[Any], Callable[[Any], str]]
 
 
-async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]) -> None:
+async def _take_change(followed: Followed, *, always: bool) -> str:
+    """Return the message about a change, or '' if nothing has changed."""
+    source, take = followed
+    try:
+        # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would pause all
+        # streams.
+        value = await asyncio.to_thread(source.changed, always=always)
+    except LlmctlError as error:
+        return f"warning: {error.message}; the version read before stays in force"
+    return "" if value is None else take(value)
+
+
+async def follow(everything: Sequence[Followed], say: Callable[[str], None]) -> None:
     """Check all files again and again, and at once at SIGHUP. Returns only if there are none.
 
     In a terminal SIGHUP ends the server (`end_signals`), and checks nothing.
@@ -267,7 +265,7 @@ async def follow(everything: Sequence[Followed[Any]], say: Callable[[str], None]
             always = hangup.is_set()
             hangup.clear()
             for followed in everything:
-                if message := await followed.check(always=always):
+                if message := await _take_change(followed, always=always):
                     with suppress(OSError):  # stderr is closed at the other end
                         say(message)
     finally:
