@@ -15,10 +15,6 @@ COPY toolkit toolkit
 COPY recipes recipes
 COPY profiles profiles
 COPY templates templates
-COPY docs/tutorials docs/tutorials
-COPY docs/how-to docs/how-to
-COPY docs/reference docs/reference
-COPY docs/explanation docs/explanation
 RUN PIP_NO_CACHE_DIR=1 sh locks/install.sh python engines $(printf %s "$EXTRAS" | tr '[],' '   ') \
     && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin llmctl \
     && install -d -o 10001 -g 10001 /models

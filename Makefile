@@ -29,7 +29,7 @@ compile: $(STAMP)  ## compile the scheduler and the simulator, where a C compile
 	@$(BIN)/python hatch_build.py
 
 demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU (TRACE=file for a trace of yours)
-	$(BIN)/llmctl demo --out demo-out $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python examples/demo.py --out demo-out $(if $(TRACE),--trace $(TRACE))
 
 demo-ray: $(STAMP)  ## serve on a Ray cluster of two nodes on this machine, lose one under load and no request
 	$(BIN)/python -m benchmarks.serving.demo_ray --out demo-out/ray

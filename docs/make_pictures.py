@@ -113,7 +113,7 @@ def pipeline() -> str:
     parts.append(arrow([(tuning, 128), (tuning, 74)]))
     parts.append(box(tuning - 300, 128, 150, "a trace", ["of your traffic:", "times and lengths"]))
     parts.append(arrow([(tuning - 150, 154), (tuning - 82, 154)]))
-    parts.append(box(server - 94, 128, 158, "bench, validate", ["measured beside", "predicted"]))
+    parts.append(box(server - 94, 128, 158, "bench", ["measured beside", "predicted"]))
     parts.append(arrow([(tuning + 82, 154), (server - 94, 154)], "prediction"))
     parts.append(arrow([(server, 128), (server, 59)]))
     label = "The pipeline: recipe, profile, fit, tuning, plan, server; tune uses a simulator"

@@ -1,4 +1,5 @@
-"""Makes the shipped recipes that `llmctl recipe new` writes: `make reference`.
+"""Makes the shipped recipes that `llmctl recipe new` writes, and the JSON Schema of recipes, which
+editors use: `make reference`.
 
     python -m docs.make_recipes
 
@@ -8,12 +9,14 @@ were written by hand (for the papers, for measured GPUs, for CPUs) are left alon
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.catalogue.gpus import GPUS
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import Wish, new_recipe
+from toolkit.files.recipe import recipe_schema
 from toolkit.files.shipped import shipped_recipes
 
 
@@ -70,5 +73,7 @@ def names_and_texts() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    schema = json.dumps(recipe_schema(), indent=2)
+    (shipped_recipes() / "recipe.schema.json").write_text(f"{schema}\n", encoding="utf-8")
     for name, text in names_and_texts().items():
         (shipped_recipes() / f"{name}.yaml").write_text(text, encoding="utf-8")

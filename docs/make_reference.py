@@ -41,8 +41,7 @@ NOTE = (
 )
 # Environment variables that llmctl reads: their meaning. A test compares the names with the code.
 VARIABLES = {
-    "LLMCTL_API_KEY": "the key that `serve` requires, and that clients (`bench`, `validate`, "
-    "`status`) send",
+    "LLMCTL_API_KEY": "the key that `serve` requires, and that clients (`bench`, `status`) send",
     "LLMCTL_API_KEYS": "`serve`: the file of several keys, as `--api-keys`",
     "LLMCTL_COMPILED": "0: plain Python; 1: an error if compiled code cannot be built or used",
     "LLMCTL_ENGINE_API_KEY": "engine `openai`: the key of the server that is measured",
@@ -149,7 +148,8 @@ def commands() -> str:
         if inner is None:
             parts.append(command_section(name, command, "##"))
         else:
-            parts.append(f"## {name}\n\n{main.COMMANDS[name].help}")
+            about = main.COMMANDS[name].help
+            parts.append(f"## {name}\n\n{about[0].upper()}{about[1:]}.")
             parts += [command_section(f"{name} {one}", sub, "###") for one, sub in inner.items()]
     return joined(parts)
 

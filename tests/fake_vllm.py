@@ -247,8 +247,7 @@ class Values(list):
 
 def pass_series() -> SimpleNamespace:
     """`toolkit.backends.vllm.iterations.PassSeries`, with what it was given."""
-    names = ("took", "predicted", "ttft", "e2e", "launches", "predicted_launches", "gpu")
-    return SimpleNamespace(**{name: Values() for name in (*names, "predicted_gpu")})
+    return SimpleNamespace(**{name: Values() for name in ("took", "predicted", "ttft", "e2e")})
 
 
 def install(version="0.32.0+cpu") -> dict[str, ModuleType]:

@@ -10,7 +10,7 @@ import samples
 from said import says
 from sse_server import late_client, serve_request, sse_server, whole
 
-from toolkit.bench.predict import conditions_of
+from toolkit.bench.predict import slowdown_of
 from toolkit.bench.session import GIVEN
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError, LateClientError
@@ -308,7 +308,7 @@ def test_a_late_client_s_report_is_written_and_does_not_count(capsys, tmp_path, 
     assert report.late
     assert report.measured["requests"] == 5
     with pytest.raises(InputError, match="measured"):
-        conditions_of(report)
+        slowdown_of(report)
 
 
 def test_a_client_in_time_is_recorded_too(capsys, trace):

@@ -1,4 +1,4 @@
-"""`simulate --json` and `compare --json` print the documented keys."""
+"""`simulate --json` prints the documented keys."""
 
 import re
 from fnmatch import fnmatchcase
@@ -30,8 +30,8 @@ def keys_under(head: str) -> set[str]:
 @pytest.mark.parametrize(
     ("head", "model"),
     [
-        ("`simulate --json`", Simulation),
-        ("`compare --json`", Comparison),
+        ("one run", Simulation),
+        ("several runs", Comparison),
         ("a run of `runs`", ComparedRun),
     ],
 )
@@ -72,9 +72,9 @@ def test_every_documented_metric_is_printed(capsys, tmp_path):
     assert expected - names.keys() == set()
 
 
-def test_compare_prints_its_model(capsys):
-    words = "--fit tiny-llama-cpu --policies slice,past-future-oracle"
-    shown = printed(capsys, f"compare {words} {WORDS}")
+def test_several_runs_print_their_model(capsys):
+    words = "--fit tiny-llama-cpu --policy slice,past-future-oracle"
+    shown = printed(capsys, f"simulate {words} {WORDS}")
     found = Comparison.model_validate(shown)
     assert found.model_dump(mode="json") == shown
     assert {run.policy: run.servable for run in found.runs} == {

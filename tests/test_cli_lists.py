@@ -90,7 +90,7 @@ def test_completion_offers_shipped_names_and_local_files(tmp_path):
     here = [name for name in shipped_names() if name.startswith("tiny-")]
     assert completed("tune", "tiny-", cwd=tmp_path) == sorted([*here, "tiny-mine.yaml"])
     assert completed("simulate", "--fit", "unit") == [UNIT_STEP]
-    assert completed("compare", "--policies", "slice,past-future-s") == ["slice,past-future-sla"]
+    assert completed("simulate", "--policy", "slice,past-future-s") == ["slice,past-future-sla"]
 
 
 @pytest.mark.parametrize(

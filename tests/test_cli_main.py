@@ -46,7 +46,7 @@ def every_command() -> Iterator[tuple[str, Any]]:
 
 @pytest.fixture
 def command(monkeypatch) -> Callable[[Callable[[], None]], None]:
-    """Replaces the function of `llmctl schema` by another one."""
+    """Replaces the function of `llmctl policies` by another one."""
 
     def replace(function: Callable[[], None]) -> None:
         module = ModuleType("toolkit.cli.listings")
@@ -83,6 +83,8 @@ def test_help_lists_every_command(capsys):
     shown = ran(capsys, "--help").out
     assert [name for name in NAMES if f" {name} " not in shown] == []
     assert ran(capsys, "").out == shown, "no words at all are help"
+    assert len(shown.splitlines()) <= 28, "about a screen"
+    assert [title for title in main.GROUPS if title not in shown] == []
 
 
 def test_every_command_offers_json():
@@ -101,7 +103,7 @@ def test_no_line_of_the_help_is_cut(width, monkeypatch, capsys):
 
 def test_the_help_names_the_extra_that_a_picture_needs(capsys):
     """`llmctl-toolkit[plot]` would be taken for markup, and its brackets left out."""
-    shown = ran(capsys, "compare --help").out
+    shown = ran(capsys, "simulate --help").out
     assert "extra 'plot'" in " ".join(shown.replace("│", "").split())
 
 
@@ -113,8 +115,8 @@ def test_version(capsys):
     ("words", "named", "remedy"),
     [
         ("--verbos", "--verbos", "llmctl --help"),
-        ("schema --jsn", "--jsn", "llmctl schema --help"),
-        ("schema extra", "extra", "llmctl schema --help"),
+        ("policies --jsn", "--jsn", "llmctl policies --help"),
+        ("policies extra", "extra", "llmctl policies --help"),
         ("render", "'RECIPE|PLAN.json'", "llmctl render --help"),
         ("tuen", "'tuen'", "'tune'"),
         ("simulat", "'simulat'", "'simulate'"),
@@ -145,7 +147,7 @@ def test_each_error_has_its_exit_code(error, code, command, capsys):
         raise error
 
     command(fail)
-    assert ran(capsys, "schema", code=code) == ("", "error: it failed\nhint: do this\n")
+    assert ran(capsys, "policies", code=code) == ("", "error: it failed\nhint: do this\n")
 
 
 def test_several_problems_are_several_lines(command, capsys):
@@ -153,7 +155,7 @@ def test_several_problems_are_several_lines(command, capsys):
         raise InputError("a: wrong\nb: wrong")
 
     command(fail)
-    assert ran(capsys, "schema", code=2).err == "error: a: wrong\nerror: b: wrong\n"
+    assert ran(capsys, "policies", code=2).err == "error: a: wrong\nerror: b: wrong\n"
 
 
 def test_a_bug_shows_its_traceback(command):
@@ -162,7 +164,7 @@ def test_a_bug_shows_its_traceback(command):
 
     command(fail)
     with pytest.raises(ZeroDivisionError):
-        main.run(["schema"])
+        main.run(["policies"])
 
 
 def test_an_interrupt_says_what_is_kept(command, capsys):
@@ -170,8 +172,8 @@ def test_an_interrupt_says_what_is_kept(command, capsys):
         raise KeyboardInterrupt
 
     command(interrupted)
-    kept = main.COMMANDS["schema"].interrupted
-    assert ran(capsys, "schema", code=130).err == f"\ninterrupted; {kept}\n"
+    kept = main.COMMANDS["policies"].interrupted
+    assert ran(capsys, "policies", code=130).err == f"\ninterrupted; {kept}\n"
 
 
 def test_a_command_may_choose_its_exit_code(command):
@@ -179,16 +181,16 @@ def test_a_command_may_choose_its_exit_code(command):
         raise typer.Exit(7)
 
     command(leave)
-    assert llmctl("schema") == 7
+    assert llmctl("policies") == 7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("printed", "words"),
     [
-        ("print('x' * 99)", ["schema"]),
-        ("print('x' * 99 * 100_000)", ["schema"]),
-        ("table(['name', 'value'], [('a', 1)])", ["schema"]),
+        ("print('x' * 99)", ["policies"]),
+        ("print('x' * 99 * 100_000)", ["policies"]),
+        ("table(['name', 'value'], [('a', 1)])", ["policies"]),
         ("None", ["--help"]),
         ("None", ["tune", "--help"]),
     ],
@@ -218,7 +220,7 @@ run({words})
         "--help",
         "tune --help",
         "trace inspect chat-small",
-        "compare --fit unit-step --trace bursty-small --policies fcfs,conservative",
+        "simulate --fit unit-step --trace bursty-small --policy fcfs,conservative",
         "simulate --fit unit-step --trace bursty-small --policy fcfs",
     ],
 )
@@ -237,14 +239,14 @@ def test_another_broken_pipe_is_a_bug(command, capfd):
 
     command(fail)
     with pytest.raises(RuntimeError, match="stdout"):
-        main.run(["schema"])
+        main.run(["policies"])
 
 
 @pytest.mark.slow
 def test_a_full_disk_under_stdout_is_one_line():
-    """As in `llmctl schema > file`; Python must not complain at exit of unprinted text."""
+    """As in `llmctl policies > file`; Python must not complain at exit of unprinted text."""
     with open("/dev/full", "w") as full:
-        line = [sys.executable, "-m", "toolkit", "schema"]
+        line = [sys.executable, "-m", "toolkit", "policies"]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     error, hint = done.stderr.splitlines()

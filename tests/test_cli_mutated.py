@@ -33,7 +33,6 @@ READS = {  # a file, and the commands that read it
     ],
     "plan.json": [REPORT, "render plan.json --target systemd --out rendered"],
     "bench.json": [REPORT],
-    "validation.json": [REPORT],
     "trace.jsonl": ["trace inspect trace.jsonl", "trace convert trace.jsonl converted.jsonl"],
     "log.csv": ["trace inspect log.csv"],
     "log.json": ["trace inspect log.json"],

@@ -1,6 +1,4 @@
-"""`simulate` and `compare` run a recipe's own settings as `tune` judges them; options replace
-them.
-"""
+"""`simulate` runs a recipe's own settings as `tune` judges them; options replace them."""
 
 from pathlib import Path
 from typing import Any
@@ -107,8 +105,8 @@ def test_another_policy_has_its_defaults_and_the_recipe_s_targets(replicas, caps
     assert says(said[0], "replica_router", "'by-law'")
 
 
-def test_compare_runs_the_recipe_s_policy_with_its_parameters(replicas, capsys):
-    found = printed(capsys, f"compare {ONE} --rate 60 --policies fcfs,vllm")
+def test_beside_others_the_recipe_s_policy_has_its_parameters(replicas, capsys):
+    found = printed(capsys, f"simulate {ONE} --rate 60 --policy fcfs,vllm")
     runs = {one["policy"]: one for one in found["runs"]}
     wanted = judged("one.yaml", 60.0)
     assert {key: runs["vllm"]["metrics"][key] for key in wanted} == wanted
@@ -137,7 +135,7 @@ def test_without_a_recipe_the_engine_s_own_policy_runs(replicas, capsys):
     assert not {"goodput_rps", "sla_attainment_percent"} & found.keys()
 
 
-@pytest.mark.parametrize("command", ["simulate --policy slice", "compare --policies slice,fcfs"])
+@pytest.mark.parametrize("command", ["simulate --policy slice", "simulate --policy slice,fcfs"])
 def test_without_targets_nothing_is_called_good(command, capsys):
     out = ran(capsys, f"{command} --fit unit-step --trace bursty-small").out
     assert "goodput" not in out

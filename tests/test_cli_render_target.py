@@ -10,10 +10,14 @@ import pytest
 from commands import llmctl, ran, refused
 from said import says
 
+from toolkit.bench.client import Replay
+from toolkit.bench.report import Prediction
+from toolkit.bench.report import report as bench_report
 from toolkit.deploy.render import read_manifest
+from toolkit.endpoints.load import Sample
 from toolkit.errors import InputError
 from toolkit.files import io
-from toolkit.files.bench import MetricError, Validation
+from toolkit.files.bench import Compared
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
@@ -139,24 +143,25 @@ def test_a_given_plan_stays_unchanged(plan):
     assert render("--target local --check") == 4
 
 
-def test_the_validation_beside_the_plan_is_the_bound_of_the_check(plan):
-    error = MetricError(
+def test_the_bench_beside_the_plan_is_the_bound_of_the_check(plan):
+    row = Compared(
         metric="throughput_rps",
         measured=3.0,
         predicted=3.3,
-        error_percent=10.0,
-        worst_percent=-31.5,
+        error_percent=-31.5,
+        as_fitted=None,
+        as_fitted_error_percent=None,
     )
-    found = Validation(
-        **head({"plan": "plan.json"}),
+    found = bench_report(
+        Replay([Sample(0, 10, 5, 0, 1, 3, 0.5, 5, "")], False),
+        head({"plan": "plan.json"}),
         model="m",
-        policy="slice",
-        notes=[],
-        windows=[],
-        metrics=[error],
-        requests=[],
+        lengths="hidden",
+        trace_notes=[],
+        sla={},
+        predicted=Prediction(),
     )
-    write_file(found, "validation.json")
+    write_file(found.model_copy(update={"compared": [row]}), "bench.json")
     assert render("--target local") == 0
     assert "MAX_ERROR:-32" in Path("local/bench.sh").read_text()
 

@@ -1,4 +1,4 @@
-"""`simulate` and `compare` scale lengths as `tune` does, by the recipe of the fit."""
+"""`simulate` scales lengths as `tune` does, by the recipe of the fit."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning
 
 SIMULATE = "simulate --policy slice --trace trace.jsonl"
-COMPARE = "compare --policies slice,sequence --trace trace.jsonl"
+SEVERAL = "simulate --policy slice,sequence --trace trace.jsonl"
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def test_all_commands_scale_alike(folder, capsys):
     assert llmctl("tune recipe.yaml --trace trace.jsonl --jobs 1 --draws 0") == 0
     tuned = read_file(Tuning, "tuning.json").scaling
     assert tuned.max_new_tokens == 128
-    assert scaling(capsys, SIMULATE) == scaling(capsys, COMPARE) == tuned.model_dump(mode="json")
+    assert scaling(capsys, SIMULATE) == scaling(capsys, SEVERAL) == tuned.model_dump(mode="json")
 
 
-@pytest.mark.parametrize("command", [SIMULATE, COMPARE])
+@pytest.mark.parametrize("command", [SIMULATE, SEVERAL])
 def test_the_first_line_says_how_lengths_were_scaled(folder, command, capsys):
     lines = ran(capsys, command).err.splitlines()
     assert says(lines[0], "384")
@@ -75,7 +75,7 @@ def test_the_recipe_is_found_beside_the_fit_here_and_by_option(folder, monkeypat
     assert changed["max_new_tokens"] == 100, "the recipe counts as it is now, as in `tune`"
 
 
-@pytest.mark.parametrize("command", [SIMULATE, COMPARE])
+@pytest.mark.parametrize("command", [SIMULATE, SEVERAL])
 def test_without_its_recipe_a_limit_is_required(folder, command, capsys):
     Path("recipe.yaml").unlink()
     error, hint = refused(capsys, command)

@@ -37,9 +37,8 @@ def lengths(tmp_path: Path) -> str:
         "--ramp 3",
     ],
 )
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_options_that_contradict_each_other(command, words, capsys):
-    said = refused(capsys, f"{command} {FIT} {words}")
+def test_options_that_contradict_each_other(words, capsys):
+    said = refused(capsys, f"simulate {FIT} {words}")
     assert sum(line.startswith("error:") for line in said) == 1
 
 
@@ -61,9 +60,9 @@ def test_so_many_at_once_are_in_the_system_on_average(capsys, lengths):
     assert found["throughput_rps"] * found["e2e_mean_s"] == pytest.approx(8, rel=0.05)
 
 
-def test_compare_takes_the_same_options(capsys, lengths):
-    words = f"{lengths} --concurrency 8 --policies slice,sequence"
-    found = printed(capsys, f"compare {FIT} {words}")
+def test_several_policies_take_the_same_options(capsys, lengths):
+    words = f"{lengths} --concurrency 8 --policy slice,sequence"
+    found = printed(capsys, f"simulate {FIT} {words}")
     assert found["concurrency"] == 8
     assert [run["rate_rps"] for run in found["runs"]] == [0, 0]
 

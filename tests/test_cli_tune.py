@@ -240,7 +240,7 @@ def test_the_fewest_workers_are_printed_and_written(files, capsys):
         (
             "--policies past-future-oracle",
             ("'past-future-oracle'",),
-            "llmctl docs explanation/policies",
+            "docs/explanation/policies.md",
         ),
         ("--workers 0", ("--workers 0", "1", "'auto'"), ""),
         ("--workers many", ("--workers many", "1", "'auto'"), ""),

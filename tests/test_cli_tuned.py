@@ -1,4 +1,4 @@
-"""`simulate --tuning` and `compare --tuning` simulate what `tune` recommends."""
+"""`simulate --tuning` simulates what `tune` recommends."""
 
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,13 @@ def test_options_replace_what_was_tuned(tuned, capsys):
 
 
 def test_compare_shows_the_tuned_servers_at_several_rates(tuned, capsys):
-    runs = printed(capsys, f"compare {SERVERS} --rate 10,25")["runs"]
+    runs = printed(capsys, f"simulate {SERVERS} --rate 10,25")["runs"]
     assert [run["policy"] for run in runs] == ["vllm", "vllm"]
     assert runs[0]["parameters"] == tuned.recommended.parameters
     alone = simulated(capsys, f"{SERVERS} --rate 25")
     assert runs[1]["metrics"]["e2e_mean_s"] == alone["e2e_mean_s"]
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -94,9 +93,8 @@ def test_compare_shows_the_tuned_servers_at_several_rates(tuned, capsys):
         ("--fit few.fit.json --policy slice", "policy 'vllm'"),
     ],
 )
-def test_a_tuning_that_does_not_belong_is_refused(tuned, command, words, said, capsys):
-    given = words.replace("--policy", "--policies") if command == "compare" else words
-    line = f"{command} --tuning tuning.json --trace trace.jsonl {given}"
+def test_a_tuning_that_does_not_belong_is_refused(tuned, words, said, capsys):
+    line = f"simulate --tuning tuning.json --trace trace.jsonl {words}"
     assert said in "\n".join(refused(capsys, line))
 
 
@@ -114,5 +112,5 @@ def test_a_recipe_is_simulated_as_it_was_tuned(folder, capsys):  # noqa: F811
     for name in ("goodput_rps", "throughput_rps", "e2e_mean_s", *made.sla):
         assert again[name] == best.metrics[name], name
     assert simulated(capsys, f"{words} --workers 3")["workers"] == 3
-    runs = printed(capsys, f"compare {words} --policies fcfs,{best.policy}")["runs"]
+    runs = printed(capsys, f"simulate {words} --policy fcfs,{best.policy}")["runs"]
     assert {run["policy"]: run["parameters"] for run in runs}[best.policy] == best.parameters

@@ -43,7 +43,6 @@ def stage(tmp_path, monkeypatch) -> Path:
     "line",
     [
         "simulate --fit unit-step",
-        "compare --fit unit-step",
         "tune recipe.yaml",
         "serve recipe.yaml --fit fit.json",
     ],
@@ -104,10 +103,9 @@ def test_the_shipped_fit_is_offered_instead_of_another_recipes(capsys):
     assert hint.endswith(f"--fit {one}")
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_without_a_fit_those_that_ship_are_named(command, tmp_path, monkeypatch, capsys):
+def test_without_a_fit_those_that_ship_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    error, hint = refused(capsys, command)
+    error, hint = refused(capsys, "simulate")
     assert says(error, "fit.json")
     assert says(hint, "llmctl fit PROFILE", "--fit")
     assert [name for name in shipped_fits() if name not in hint] == []

@@ -138,7 +138,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("toolkit", "recipes", "profiles", "templates", "docs"):
+    for name in ("toolkit", "recipes", "profiles", "templates"):
         skipped = shutil.ignore_patterns("_compiled", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=skipped)
     path = folder / "hatch_build.py"

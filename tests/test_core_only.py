@@ -67,7 +67,6 @@ def test_the_core_works_without_the_engines(tmp_path: Path) -> None:
         tmp_path,
         ("recipes",),
         ("policies",),
-        ("schema",),
         ("doctor",),
         ("doctor", "llama-3.1-8b-h200"),
         generate,
@@ -91,7 +90,6 @@ def test_what_needs_an_engine_says_how_to_install_it(tmp_path: Path) -> None:
         ("profile", "tiny-llama-cpu"): ENGINES_COMMAND,
         ("profile", "tiny-llama-cpu-rebatch"): ENGINES_COMMAND,
         ("profile", "tiny-llama-cpu-deepspeed"): of_deepspeed,
-        ("demo", "--out", "demo"): ENGINES_COMMAND,
         ("serve", "compose/plan.json", "--port", 0): ENGINES_COMMAND,
     }
     ended = run_without(tmp_path, RENDER, *wanted)[1:]
@@ -100,7 +98,6 @@ def test_what_needs_an_engine_says_how_to_install_it(tmp_path: Path) -> None:
         assert [line for line in error.splitlines() if line.startswith("hint: ")] == [
             f"hint: {command}"
         ]
-    assert not (tmp_path / "demo").exists()
 
 
 def test_an_absent_library_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

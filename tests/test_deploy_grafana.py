@@ -25,7 +25,6 @@ SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
 COLUMNS = 24  # of Grafana's grid
 NOT_SHOWN = {
-    "llmctl_slice_sums_total": "sums of products, from which `bench` reads what an arrival costs",
     "llmctl_engine_info": "what runs, in labels: no number",
     "llmctl_batch_time_ratio": (
         "a histogram of what the panels of actual over predicted time show as two sums"

@@ -48,3 +48,10 @@ def test_every_variable_that_the_code_names_is_documented() -> None:
     files = [*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "templates").glob("*.j2")]
     texts = "\n".join(file.read_text(encoding="utf-8") for file in files)
     assert set(re.findall(r"LLMCTL_[A-Z_]*[A-Z]\b", texts)) == set(VARIABLES)
+
+
+def test_every_page_that_a_message_names_exists() -> None:
+    texts = (file.read_text(encoding="utf-8") for file in (ROOT / "toolkit").rglob("*.py"))
+    pages = {page for text in texts for page in re.findall(r"docs/[a-z-]+/[a-z-]+\.md", text)}
+    assert len(pages) > 5
+    assert [page for page in pages if not (ROOT / page).is_file()] == []

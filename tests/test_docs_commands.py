@@ -49,14 +49,12 @@ WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy
 SHORTER = {
     "--duration 20": "--duration 2",
     "--duration 30": "--duration 2",
-    "--windows 3 --window 20 --max-error 15": "--windows 2 --window 2 --max-error 1000",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
 }
 # What commands that do not say it get, by their first word. A process takes seconds to start.
 FEWER = {
     "tune": {"--trials": "8", "--draws": "2", "--jobs": "1"},
     "bench": {"--duration": "2", "--warmup": "1"},
-    "validate": {"--warmup": "1"},
 }
 # Pages with output that every machine prints alike: their fits ship.
 FIGURES = ("docs/how-to/capacity.md", "docs/tutorials/reading-a-verdict.md")
@@ -282,7 +280,7 @@ def compile_kernels(site: Path) -> None:
     trace = site.parent / "few.jsonl"
     rows = [{"timestamp": k, "input_length": 9 + k, "output_length": 5 + k} for k in range(40)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["compare", "--fit", GPU_RECIPE, "--trace", trace]
+    words = ["simulate", "--fit", GPU_RECIPE, "--policy", "all", "--trace", trace]
     subprocess.run(
         [sys.executable, "-P", "-m", "toolkit", *words],
         env=os.environ | {"PYTHONPATH": str(site)},
@@ -477,10 +475,7 @@ SCRIPTS = RESULTS | {
         before={"llmctl serve plan.json": planned_for_this_machine},
         instead={f"llmctl profile {GPU_RECIPE}": analytic_profile},
     ),
-    "docs/tutorials/first-run.md": Script(
-        instead={"llmctl profile": measured_here},
-        elsewhere={"llmctl demo": "takes five minutes; `make package` runs it where asked to"},
-    ),
+    "docs/tutorials/first-run.md": Script(instead={"llmctl profile": measured_here}),
     "docs/tutorials/your-model.md": Script(
         prepare=stand_in_for_vllm,
         before={"llmctl serve plan.json": planned_for_this_machine},
@@ -496,7 +491,9 @@ SCRIPTS = RESULTS | {
             f"{CAPACITY} --also num_speculative_tokens": InputError.exit_code,
         }
     ),
-    "docs/how-to/measure.md": Script(before={"llmctl validate plan.json --tuning": tuned_on_azure}),
+    "docs/how-to/measure.md": Script(
+        before={"llmctl bench --plan plan.json --tuning": tuned_on_azure}
+    ),
     "docs/how-to/ray.md": Script(elsewhere={"llmctl serve plan.json --ray": CLUSTER}),
     "docs/how-to/record-a-trace.md": Script(
         prepare=planned_without_work,

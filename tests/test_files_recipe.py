@@ -87,7 +87,7 @@ def test_many_mistakes_are_three_lines_and_a_count(tmp_path: Path) -> None:
 def test_a_recipe_is_a_mapping(tmp_path: Path, text: str) -> None:
     error = problem(tmp_path, text)
     assert says(error.message, "small.yaml")
-    assert says(error.hint, "`name:`", "llmctl docs reference/recipe")
+    assert says(error.hint, "`name:`", "docs/reference/recipe.md")
 
 
 def test_a_bare_name_is_a_shipped_recipe() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from test_shipped_profiles import rounded
 
-from benchmarks.engines.gpu_windows import NAME, errors_of
+from benchmarks.engines.gpu_windows import NAME, SPEED, errors_of
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.part_fits import fit_steps
 from toolkit.files.fit import Fit
@@ -12,23 +12,19 @@ from toolkit.files.profile import Profile
 from toolkit.files.shipped import shipped_profiles
 
 FOLDER = shipped_profiles() / NAME
-LIMITS = {  # of the error's size, in percent: throughput, TPOT, E2E, and TTFT by window
-    "warmup": (1.0, 3.0, 3.0, {10.0: 10.0, 18.0: 16.0}),
-    "hindsight": (1.0, 1.0, 1.0, {10.0: 8.0, 18.0: 8.0}),
-}
+TTFT_LIMITS = {10.0: 13.0, 18.0: 23.0}  # of the error's size, in percent, by window
 
 
 @pytest.mark.slow
 def test_windows_are_predicted_from_profile_and_warm_up():
-    rows = [row for row in errors_of(read_file(Fit, FOLDER / "fit.json")) if row["conditions"]]
-    assert len(rows) == 4
+    rows = [row for row in errors_of(read_file(Fit, FOLDER / "fit.json")) if row["knows"] == SPEED]
+    assert len(rows) == 2
     for row in rows:
-        throughput, tpot, e2e, ttft = LIMITS[row["conditions"]]
         error = row["error"]
-        assert abs(error["throughput_rps"]) <= throughput
-        assert abs(error["tpot_mean_s"]) <= tpot
-        assert abs(error["e2e_mean_s"]) <= e2e
-        assert abs(error["ttft_mean_s"]) <= ttft[row["rate_rps"]]
+        assert abs(error["throughput_rps"]) <= 1.0
+        assert abs(error["tpot_mean_s"]) <= 5.0
+        assert abs(error["e2e_mean_s"]) <= 5.0
+        assert abs(error["ttft_mean_s"]) <= TTFT_LIMITS[row["rate_rps"]]
 
 
 @pytest.mark.slow

@@ -419,9 +419,9 @@ def test_releases_that_were_tried_are_taken(version):
         ("past-future reserv=1", ("'past-future'", "'reserv'", "'reserve'")),
         ("past-future reserve=2", ("'past-future'", "reserve", "2", "0.99")),
         ("past-future reserve", ("'reserve'", "KEY=VALUE")),
-        ("slice", ("'slice'", "llmctl docs how-to/vllm")),
-        ("baton", ("'baton'", "llmctl docs how-to/vllm")),
-        ("srpt-oracle", ("'srpt-oracle'", "llmctl docs explanation/policies")),
+        ("slice", ("'slice'", "docs/how-to/vllm.md")),
+        ("baton", ("'baton'", "docs/how-to/vllm.md")),
+        ("srpt-oracle", ("'srpt-oracle'", "docs/explanation/policies.md")),
         ("past-future-sla", ("'past-future-sla'", "LLMCTL_VLLM_FIT")),
     ],
 )

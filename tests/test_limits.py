@@ -1,29 +1,24 @@
 """A tuning that breaks limits: every command refuses it or warns, and shows the broken limits."""
 
-import io
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import orders
 import pytest
 import samples
-import typer
 from commands import llmctl
 from said import says
 from test_cli_render import RECIPE, limits, outcome, tuning
 
 from benchmarks.common.serving import Server, fake_plan
-from toolkit.cli import demo
 from toolkit.cli.serve_start import announce_plan
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.deploy.plan import OVERRIDDEN, UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
-from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Limit, Tuning, TuningWindow, breaks, recipe_limits
+from toolkit.files.tuning import Limit, Tuning, breaks, recipe_limits
 from toolkit.report.material import gather
 from toolkit.report.page import report
 from toolkit.serve.status import facts_of
@@ -327,55 +322,3 @@ def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:
 )
 def test_a_broken_limit_is_shown_with_its_unit_and_enough_digits(limit: Limit, told: str) -> None:
     assert breaks([limit]) == f"break 1 of 1 limit: {limit.name} is {told}"
-
-
-def test_the_demo_continues_where_no_settings_keep_the_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The commands are not run: what is looked at is which there are, and with which options."""
-    ran: list[list[str]] = []
-
-    class Ended:
-        def __init__(self, code: int) -> None:
-            self._code = code
-
-        def wait(self) -> int:
-            return self._code
-
-    @contextmanager
-    def start(self: demo.Stages, words: list[object], end: str = "") -> Iterator[Ended]:
-        ran.append([str(word) for word in words])
-        yield Ended(5 if words[0] == "tune" else 0)
-
-    @contextmanager
-    def server(self: demo.Stages, plan: Path, *options: object) -> Iterator[str]:
-        ran.append(["serve", plan.name, *map(str, options)])
-        yield "http://127.0.0.1:1"
-
-    window = TuningWindow.model_construct(start_s=0.0, end_s=1.0)
-    promised = Tuning.model_construct(request_rate_rps=30.0, held_out_windows=[window])
-    seen = BenchReport.model_construct(measured=dict.fromkeys(demo.COMPARED, 1.0))
-    held = [demo.Held("goodput_rps", None, 1.0, 1.0, 1.0, None)]
-    for name, value in {
-        "overload": [],
-        "_safe_rows": 4,
-        "_held": held,
-        "simulate_sharing": {},
-        "find_rate": demo.Speed(1.0, 30.0, 30.0),
-        "_late": False,
-    }.items():
-        monkeypatch.setattr(demo, name, lambda *_, value=value: value)
-    monkeypatch.setattr(demo.Stages, "_start", start)
-    monkeypatch.setattr(demo.Stages, "server", server)
-    monkeypatch.setattr(
-        "toolkit.cli.demo.read_file", lambda kind, _: promised if kind is Tuning else seen
-    )
-    assert llmctl("demo", "--out", tmp_path / "out") == 0
-    told = {words[0]: ALLOW_BROKEN in words for words in reversed(ran)}  # the first of each
-    assert told == {
-        "profile": False, "fit": False, "tune": False, "render": True, "serve": True,
-        "bench": False, "report": False,
-    }  # fmt: skip
-    assert "the demo continues" in capsys.readouterr().out
-    with pytest.raises(typer.Exit):
-        demo.Stages(io.StringIO()).llmctl("tune")

@@ -1,4 +1,4 @@
-"""What benchmarks of live servers share: their server, and the errors of their windows."""
+"""What benchmarks of live servers share: their server, and the errors of their replays."""
 
 import argparse
 from pathlib import Path
@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks.common.serving import fake_plan
 from benchmarks.engines.live import Work, middle, table
-from toolkit.files.bench import CacheUse, WindowResult
+from toolkit.files.bench import BenchReport, CacheUse
 
 
-def window(measured: float, predicted: float, cache: CacheUse | None = None) -> WindowResult:
+def window(measured: float, predicted: float, cache: CacheUse | None = None) -> BenchReport:
     names = ("throughput_rps", "tpot_mean_s", "ttft_mean_s")
-    return WindowResult.model_construct(
+    return BenchReport.model_construct(
         measured=dict.fromkeys(names, measured),
         predicted=dict.fromkeys(names, predicted),
         cache=cache,

@@ -152,7 +152,7 @@ def test_7b_on_an_a100_holds_the_papers_120_000_tokens() -> None:
 
 def test_the_schema_file_is_current() -> None:
     written = json.loads((shipped_recipes() / "recipe.schema.json").read_text())
-    assert written == recipe_schema(), "write it again: llmctl schema > recipes/recipe.schema.json"
+    assert written == recipe_schema(), "write it again: python -m docs.make_recipes"
 
 
 @pytest.mark.parametrize(

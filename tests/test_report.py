@@ -22,14 +22,7 @@ from toolkit.bench.report import Prediction
 from toolkit.bench.report import report as bench_report
 from toolkit.deploy.plan import make_plan
 from toolkit.endpoints.load import Sample
-from toolkit.files.bench import (
-    BenchReport,
-    ClientTimes,
-    MetricError,
-    RequestError,
-    Validation,
-    WindowResult,
-)
+from toolkit.files.bench import BenchReport, ClientTimes
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
@@ -46,17 +39,12 @@ from toolkit.files.tuning import (
 from toolkit.report.material import EnvelopeT, Material, gather
 from toolkit.report.page import report, summary_section
 from toolkit.report.parts import ChartSeries, Judged, bars, chart
-from toolkit.report.sections import (
-    bench_section,
-    fit_section,
-    tuning_section,
-    validation_section,
-)
+from toolkit.report.sections import bench_section, fit_section, tuning_section
 from toolkit.sched.policies import KNOWN
 from toolkit.sched.policies.parameters import defaults
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
-SECTIONS = ("verdict", "bench", "validation", "tuning", "fit", "plan", "origin")
+SECTIONS = ("verdict", "bench", "tuning", "fit", "plan", "origin")
 
 
 def of_files(content: EnvelopeT, **made_from: Path) -> EnvelopeT:
@@ -67,10 +55,8 @@ def of_files(content: EnvelopeT, **made_from: Path) -> EnvelopeT:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """All the files of a recipe, each made from the ones before."""
-    paths = {
-        role: tmp_path / f"{role}.json"
-        for role in ("recipe", "profile", "fit", "tuning", "plan", "validation")
-    }
+    roles = ("recipe", "profile", "fit", "tuning", "plan")
+    paths = {role: tmp_path / f"{role}.json" for role in roles}
     recipe = samples.recipe(description=EVIL)
     write_file(recipe, paths["recipe"])
     profile = synthetic_profiles.make_profile(noise=0.05)
@@ -78,41 +64,10 @@ def folder(tmp_path) -> Path:
     fit = of_files(samples.fit(), recipe=paths["recipe"], profile=paths["profile"])
     write_file(fit, paths["fit"])
     made_from = {"recipe": paths["recipe"], "fit": paths["fit"]}
-    tuned = tuning(made_from, sla=recipe.sla)
+    tuned = tuning(made_from, sla=recipe.sla, trace_notes=[EVIL])
     write_file(tuned, paths["tuning"])
     plan = make_plan(recipe, fit, tuned, made_from | {"tuning": paths["tuning"]})
     write_file(plan, paths["plan"])
-    window = WindowResult(
-        start_s=0,
-        end_s=9,
-        requests=7,
-        failed=1,
-        slowdown=1,
-        measured={"throughput_rps": 2},
-        predicted={"throughput_rps": 3},
-    )
-    validation = Validation(
-        **head({"plan": paths["plan"], "fit": paths["fit"]}),
-        model=EVIL,
-        policy="slice",
-        notes=[EVIL],
-        windows=[window],
-        metrics=[
-            MetricError(
-                metric="throughput_rps", measured=2, predicted=3, error_percent=50, worst_percent=50
-            )
-        ],
-        requests=[
-            RequestError(
-                latency=EVIL,
-                median_percent=1,
-                median_absolute_percent=2,
-                p90_absolute_percent=3,
-                requests=7,
-            )
-        ],
-    )
-    write_file(validation, paths["validation"])
     return tmp_path
 
 
@@ -206,7 +161,6 @@ def test_the_page_starts_with_the_verdict_in_words(folder):
         "as the tuning judged it: all requests together"
     )
     assert "goodput none 3.2 requests/s" in text
-    assert says(text, "validation.json")
     assert (
         html.index("badge") < html.index("llmctl serve") < html.index("<table") < html.index("<svg")
     )
@@ -259,23 +213,6 @@ def test_measured_values_are_shown_and_judged(folder):
     assert "130 %, broken" in text
 
 
-@pytest.mark.parametrize(
-    ("requests", "told"),
-    [(27, "measurement broke TTFT p99 (validation.json)"), (90, "as predicted")],
-)
-def test_a_validation_at_the_plan_s_rate_judges_the_targets(folder, requests, told):
-    make_tuning(folder)
-    old = read_file(Validation, folder / "validation.json")
-    late = MetricError(
-        metric="ttft_p99_s", measured=2.5, predicted=1.5, error_percent=-40, worst_percent=-40
-    )
-    window = old.windows[0].model_copy(update={"requests": requests})
-    changed = old.model_copy(update={"metrics": [late], "windows": [window]})
-    made = of_files(changed, plan=folder / "plan.json", fit=folder / "fit.json")
-    write_file(made, folder / "validation.json")
-    assert told in text_of(verdict_of(folder))
-
-
 def test_a_bench_at_another_rate_does_not_judge_the_targets(folder):
     make_tuning(folder)
     make_bench(folder, "overload.json", 9.0, ttft_p99_s=50.0)
@@ -323,14 +260,9 @@ def test_measurements_of_a_late_client_are_named_and_left_out(folder):
     make_bench(folder, "mine.json", 3.0)
     late = read_file(BenchReport, folder / "mine.json").model_copy(update={"client": LATE})
     write_file(late, folder / "late.json")
-    old = read_file(Validation, folder / "validation.json")
-    window = old.windows[0].model_copy(update={"warmup_client": LATE})
-    write_file(old.model_copy(update={"windows": [window]}), folder / "validation.json")
     found = material(folder)
     assert [one.name for one in found.benches] == ["mine.json"]
-    assert found.validation is None
-    assert {"late.json", "validation"} == found.why.keys()
-    assert not [one for one in found.sources if one.role == "validation"]
+    assert found.why.keys() == {"late.json"}
 
 
 def test_the_page_begins_with_its_date_and_its_machine(folder):
@@ -352,11 +284,9 @@ def test_a_large_error_is_red_and_says_so():
     assert "large" in drawn[-43.0]
 
 
-def test_the_errors_of_benches_and_of_a_validation_are_drawn_so(folder):
+def test_the_errors_of_benches_are_drawn_so(folder):
     make_bench(folder, "mine.json", 3.0)
-    found = material(folder)
-    for section in (bench_section(found), validation_section(found)):
-        assert any("large" in figure.svg for figure in section.figures)
+    assert any("large" in figure.svg for figure in bench_section(material(folder)).figures)
 
 
 def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder):
@@ -437,7 +367,6 @@ def test_points_and_bars_have_their_values_as_titles(folder):
         titles, "0", "goodput_rps", "3.2", "requests/s", "e2e_p95_s", "6", "slice_tokens", "128"
     )
     assert says(titles, "p99", "1.5", "2")
-    assert "throughput_rps: +50" in titles or "throughput_rps: 50 %" in titles
 
 
 def test_the_page_shows_all_files(folder):
@@ -448,13 +377,12 @@ def test_the_page_shows_all_files(folder):
         "plan",
         "profile",
         "tuning",
-        "validation",
         "bench",
     ]
     page = report(found)
     assert re.findall(r'<section id="(\w+)"', page) == list(SECTIONS)
     assert "This makes it" not in page
-    assert page.count("<svg") >= 7
+    assert page.count("<svg") >= 6
     assert all(one.sha256 in page for one in found.sources)
     assert page == page_of_plan(folder)
     assert len(page.encode()) < 2 << 20
@@ -464,7 +392,7 @@ def test_names_are_escaped(folder):
     page = page_of_plan(folder)
     assert "<script" not in page
     assert "<img" not in page
-    assert page.count("&lt;script&gt;") >= 3
+    assert page.count("&lt;script&gt;") >= 2
     assert "<script" not in bars({EVIL: 1.0}) + chart(
         EVIL, EVIL, [ChartSeries(EVIL, [(1, 2, EVIL)]), ChartSeries("b", [(1, 2, "")])]
     )
@@ -475,7 +403,7 @@ def test_a_missing_file_names_the_command_that_makes_it(folder, tmp_path):
     empty.mkdir()
     page = report(gather(str(folder / "plan.json"), empty))
     assert says(page, "llmctl tune test --fit fit.json --trace TRACE")
-    assert says(page, "llmctl validate plan.json --url URL")
+    assert says(page, "llmctl bench --plan plan.json")
     page = report(gather("tiny-llama-cpu", empty))
     assert says(page, "llmctl profile tiny-llama-cpu", "llmctl fit profile.json")
     assert says(page, "llmctl render tiny-llama-cpu --fit fit.json")

@@ -207,25 +207,6 @@ async def test_the_scheduler_never_sees_the_length_of_a_replayed_request(
     assert live.tokens[:5] == generate("hello", 5)
 
 
-@with_driver()
-async def test_requests_that_arrive_while_a_slice_runs_are_counted_with_it(
-    driver: Driver, hands: HandWorkers
-):
-    submit(driver, ask("first", limit=8))
-    await turns()
-    for name in ("second", "third"):
-        submit(driver, ask(name, limit=8))
-    hands.finish()
-    sums = driver.stats.slice_sums
-    assert (sums["batches"], sums["arrived"], sums["arrived_arrived"]) == (1, 2, 4)
-    assert sums["took"] == pytest.approx(driver.stats.batch_s)
-    assert sums["expected"] == pytest.approx(driver.stats.predicted_batch_s)
-    assert sums["took_arrived"] == pytest.approx(2 * sums["took"])
-    await turns()
-    hands.finish()
-    assert (sums["batches"], sums["arrived"], sums["arrived_arrived"]) == (2, 2, 4)
-
-
 @with_driver(capacity=40)
 async def test_a_request_beyond_all_memory_is_refused(driver: Driver, hands: HandWorkers):
     with pytest.raises(RefusedError, match="memory holds 40"):

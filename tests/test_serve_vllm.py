@@ -22,10 +22,8 @@ from benchmarks.common.serving import Server
 from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import backend
 from toolkit.errors import EngineError, InputError
-from toolkit.files.bench import Validation
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.sched.iterations import header_of, passes_of
 from toolkit.sched.policies import make_any, refuse_unservable
 from toolkit.serve.server import Ending
 
@@ -79,34 +77,6 @@ def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path
     assert "INFO: ready" in server.said
 
 
-def test_the_passes_of_each_window_are_kept_where_the_server_logs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("toolkit.bench.client.LEAST_LATE_S", 3600.0)  # however busy the machine is
-    path = plan_for(tmp_path, "vllm")
-    log = tmp_path / "passes.jsonl"
-    plan = read_file(Plan, path)
-    fit = plan.fit.model_copy(update={"steps": samples.paged_fit().steps})
-    write_file(plan.model_copy(update={"fit": fit}), path)
-    with served(path, "--pass-log", str(log)) as server:
-        words = ["validate", path, "--url", server.url, "--trace", "chat-small", "--rate", 20]
-        words += ["--windows", 2, "--window", 0.5, "--warmup", 0]
-        assert llmctl(*words, "--server-passes", str(log)) == 0
-        server.end()
-    found = read_file(Validation, tmp_path / "validation.json")
-    every = passes_of(log.read_bytes().splitlines()[1:])
-    kept = []
-    for number, window in enumerate(found.windows, start=1):
-        assert window.passes == f"validation.passes-{number}.jsonl"
-        head, *lines = (tmp_path / window.passes).read_bytes().splitlines()
-        assert header_of(head).blocks > 0
-        kept += passes_of(lines)
-        assert window.front_by_passes_s is not None
-        assert 0.0 < window.front_by_passes_s < window.measured["ttft_mean_s"]
-    assert kept
-    assert [one.step for one in kept] == [one.step for one in every][-len(kept) :]
-
-
 def refused(capfd: pytest.CaptureFixture[str], plan: Path, *words: str, code: int = 2) -> str:
     """Why `serve` ends, in this process."""
     capfd.readouterr()
@@ -117,17 +87,6 @@ def refused(capfd: pytest.CaptureFixture[str], plan: Path, *words: str, code: in
 def test_a_log_of_passes_needs_their_law(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     err = refused(capfd, plan_for(tmp_path, "vllm"), "--pass-log", str(tmp_path / "log"))
     assert says(err, "--pass-log")
-
-
-@pytest.mark.parametrize("content", [None, "", '{"a": 1}\n'])
-def test_what_is_no_log_of_passes_is_refused_before_a_request_is_sent(
-    tmp_path: Path, content: str | None
-):
-    log = tmp_path / "passes.jsonl"
-    if content is not None:
-        log.write_text(content)
-    words = ["validate", str(plan_for(tmp_path, "vllm")), "--url", "http://127.0.0.1:9"]
-    assert llmctl(*words, "--server-passes", str(log)) == 2
 
 
 def test_the_last_line_says_how_requests_ended(tmp_path: Path):

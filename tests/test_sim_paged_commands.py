@@ -1,4 +1,4 @@
-"""Policy `vllm` in the commands simulate, compare, tune and render, and where it is refused."""
+"""Policy `vllm` in the commands simulate, tune and render, and where it is refused."""
 
 import json
 from pathlib import Path
@@ -59,13 +59,15 @@ def test_simulate_has_its_flags_as_parameters(
 
 
 @pytest.mark.slow
-def test_compare_runs_it_on_its_own_engine_s_fit_only(
+def test_all_policies_have_it_on_its_own_engine_s_fit_only(
     paged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_file(samples.fit(), tmp_path / "other.json")
     found = []
-    for fit, more in ((paged, "--policies vllm,fcfs"), (tmp_path / "other.json", "")):
-        words = f"compare --trace chat-small --fit {fit} --max-new-tokens 256 --json {more}"
+    for fit, names in ((paged, "vllm,fcfs"), (tmp_path / "other.json", "all")):
+        words = (
+            f"simulate --trace chat-small --fit {fit} --max-new-tokens 256 --policy {names} --json"
+        )
         assert llmctl(*words.split()) == 0
         found.append({run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]})
     assert found[0] == {"vllm", "fcfs"}

@@ -4,11 +4,10 @@
 
 Takes some seconds. Needs nothing else: the windows' requests and what clients measured are in
 docs/results/data/h200-windows.json; the profile and the fit are those that ship as
-llama-3.1-8b-h200-measured. Nothing is adjusted to the windows but where a row says *in hindsight*.
+llama-3.1-8b-h200-measured. Nothing is adjusted to the windows.
 
-Rows of each window: by the fit alone; with the front and the speed that the warm-up before it
-showed; in hindsight, with the launches and the front that the window itself had. The second window
-found prompts of the first one in the cache, so it is simulated after that.
+Rows of each window: by the fit alone, and at the speed that the warm-up before it showed. The
+second window found prompts of the first one in the cache, so it is simulated after that.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles
 from toolkit.metrics import Served, summarize
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
-from toolkit.sim.conditions import ServerConditions, in_conditions
-from toolkit.sim.worker import FrontDelay
-from toolkit.sim.world import world_from_fit
+from toolkit.sim.world import slowed, world_from_fit
 from toolkit.traces.types import SharedBlocks, Trace
 
 NAME = "llama-3.1-8b-h200-measured"
 WINDOWS = ROOT / "docs/results/data/h200-windows.json"
+FIT = "the fit alone"
+SPEED = "the warm-up's speed"
 REST_S = 1000.0  # between two windows
 SHOWN = ("throughput_rps", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "e2e_mean_s")
 
@@ -65,26 +64,16 @@ def shared_prompts(prompts: np.ndarray, first: int) -> SharedBlocks:
     return SharedBlocks(size, np.array(blocks, np.int64), np.array(offsets, np.int64))
 
 
-def conditions_of(said: dict[str, float] | None) -> ServerConditions:
-    """The conditions that the file says; without any, as fitted."""
-    if said is None:
-        return ServerConditions()
-    front = FrontDelay(said["front_first_s"], said["front_last_s"])
-    launches = said["launch_slowdown"]
-    return ServerConditions(said["slowdown"], front, launch_slowdown=launches)
-
-
 def predicted(
-    fit: Fit, recipe: Recipe, windows: Sequence[dict[str, Any]], place: int, conditions: str | None
+    fit: Fit, recipe: Recipe, windows: Sequence[dict[str, Any]], place: int, slowdown: float
 ) -> dict[str, float]:
-    """Its metrics by the fit, under its `conditions`: "warmup", "hindsight" or as fitted."""
+    """Return a window's metrics by the fit, at a speed."""
     window = windows[place]
     before = windows[window["after"]]["requests"] if window["after"] is not None else []
     trace = trace_of(window["requests"], before)
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     world = world_from_fit(fit, workers=1, max_new_tokens=recipe.serve.max_new_tokens)
-    said = window[conditions] if conditions else None
-    served = simulate(trace, policy, in_conditions(world, conditions_of(said))).served
+    served = simulate(trace, policy, slowed(world, slowdown)).served
     return summarize(served.after(len(before)), {})
 
 
@@ -100,21 +89,21 @@ def measured(window: dict[str, Any]) -> dict[str, float]:
 
 
 def errors_of(fit: Fit) -> list[dict[str, Any]]:
-    """Each window under each conditions: the error of each figure, in percent."""
+    """Return the error of each figure in percent, of each window by the fit and at its speed."""
     windows = json.loads(WINDOWS.read_text(encoding="utf-8"))["windows"]
     recipe = load_recipe(recipe_path(NAME))
     found = []
     for place, window in enumerate(windows):
         truth = measured(window)
-        for conditions in (None, "warmup", "hindsight"):
-            said = predicted(fit, recipe, windows, place, conditions)
+        for knows, slowdown in ((FIT, 1.0), (SPEED, window["warmup"]["slowdown"])):
+            said = predicted(fit, recipe, windows, place, slowdown)
             error = {name: 100.0 * (said[name] / truth[name] - 1.0) for name in SHOWN}
-            found.append({"rate_rps": window["rate_rps"], "conditions": conditions, "error": error})
+            found.append({"rate_rps": window["rate_rps"], "knows": knows, "error": error})
     return found
 
 
 def main() -> None:
-    """Print a row for each window and each knowledge of its conditions."""
+    """Print two rows for each window."""
     parser = make_parser(__doc__)
     default = shipped_profiles() / NAME / "fit.json"
     parser.add_argument("--fit", type=Path, default=default, help="default: the shipped one")
@@ -122,7 +111,7 @@ def main() -> None:
     rows = [
         [
             f"{row['rate_rps']:g}",
-            row["conditions"] or "the fit alone",
+            row["knows"],
             *(f"{row['error'][name]:+.1f} %" for name in SHOWN),
         ]
         for row in errors_of(read_file(Fit, given.fit))

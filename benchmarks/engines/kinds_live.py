@@ -7,7 +7,7 @@ Takes about 25 minutes on a quiet machine with two cores. Needs an environment w
 Two tiny models of random weights on one core; client and front have the other. `windows` is a
 Gemma 3 of which three of four layers see 64 tokens, so that vLLM has several groups of caches.
 `drafts` is a Llama with drafts from n-grams. Each is profiled, fitted and rendered. Then three
-windows of the shipped trace are predicted and measured by `llmctl validate`, all three `--repeats`
+parts of the shipped trace are predicted and measured by `llmctl bench`, all three `--repeats`
 times in turn; the table has the medians of the errors, in percent.
 
 How many drafts are accepted depends on the texts. So other windows are served first, and the
@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
-from benchmarks.engines.live import Replay, Work, add_work, middle, replay, table, windows_of
+from benchmarks.engines.live import Replay, Work, add_work, middle, replay, report_of, table
 from toolkit.endpoints.acceptance import acceptance_of
 from toolkit.endpoints.target import Target, scrape
 
@@ -36,7 +36,8 @@ CHAT = "chat-small"
 EQUAL = "equal.jsonl"  # of the traces, outputs that are all about as long
 GENERATED = "--rate 12 --duration 300 --prompt uniform:40:200 --output uniform:60:68 --longest 512"
 RATES = {"windows": 6.0, "drafts": 12.0}  # requests/s
-CALIBRATION_SEED = 1000  # its windows begin elsewhere
+STARTS_S = {CHAT: (10.0, 40.0, 70.0), EQUAL: (60.0, 140.0, 220.0)}  # of the three parts
+CALIBRATION_S = 100.0  # where another part begins
 
 
 def measure(given: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
@@ -48,22 +49,24 @@ def measure(given: argparse.Namespace, kind: str) -> list[dict[str, Any]]:
     if not work.has(plan):
         recipe = work.recipe if kind == "windows" else accepting(given, work, fit, trace)
         work.llmctl("render", str(recipe), "--fit", fit, "--out", plan)
-    words = words_of(given, kind, trace, seed=1)
-    replays = [
-        Replay(plan, f"{kind}-{repeat}.json", words) for repeat in range(1, given.repeats + 1)
+    turns = [
+        [
+            Replay(plan, f"{kind}-{part}-{repeat}.json", words_of(given, kind, trace, start_s))
+            for part, start_s in enumerate(STARTS_S[trace], start=1)
+        ]
+        for repeat in range(1, given.repeats + 1)
     ]
-    replay(work, replays)
-    runs = [windows_of(work, one) for one in replays]
+    replay(work, [one for turn in turns for one in turn])
     return [
-        {"name": f"{kind} {number}", **middle(windows)}
-        for number, windows in enumerate(zip(*runs, strict=True), start=1)
+        {"name": f"{kind} {part}", **middle([report_of(work, one) for one in runs])}
+        for part, runs in enumerate(zip(*turns, strict=True), start=1)
     ]
 
 
-def words_of(given: argparse.Namespace, kind: str, trace: str, seed: int) -> list[str]:
-    """What windows of a trace are replayed."""
-    words = ["--trace", trace, "--rate", str(RATES[kind]), "--windows", "3", "--seed", str(seed)]
-    return [*words, "--window", str(given.window), "--warmup", str(given.warmup)]
+def words_of(given: argparse.Namespace, kind: str, trace: str, start_s: float) -> list[str]:
+    """Return the words that name a part of a trace."""
+    words = ["--trace", trace, "--rate", str(RATES[kind]), "--start", str(start_s)]
+    return [*words, "--duration", str(given.window), "--warmup", str(given.warmup)]
 
 
 def accepting(given: argparse.Namespace, work: Work, fit: str, trace: str) -> Path:
@@ -71,10 +74,10 @@ def accepting(given: argparse.Namespace, work: Work, fit: str, trace: str) -> Pa
     work.llmctl("trace", "generate", "--out", EQUAL, *GENERATED.split())
     first = with_acceptance(work, {"length": 1.5})  # of a prediction that is not read
     work.llmctl("render", str(first), "--fit", fit, "--out", "first.json")
-    words = words_of(given, "drafts", trace, CALIBRATION_SEED)
+    words = words_of(given, "drafts", trace, CALIBRATION_S)
     with work.serving("first.json") as url:
-        words = ["--url", url, *words, "--out", "calibration.json"]
-        work.llmctl("validate", "first.json", *words, apart=True)
+        words = ["--url", url, "--plan", "first.json", *words, "--out", "calibration.json"]
+        work.llmctl("bench", *words, apart=True)
         found = acceptance_of(scrape(Target(url, "", "", None, own=False)))
     if found is None or found.rates is None:
         raise ValueError("vLLM's metrics have no drafts")

@@ -1,4 +1,4 @@
-"""What benchmarks of live servers share: a folder of work, and windows predicted and measured.
+"""What benchmarks of live servers share: a folder of work, and replays predicted and measured.
 
 Each result is a file in the folder, and the same command continues after those that are there.
 """
@@ -21,7 +21,7 @@ from benchmarks.common.serving import Server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.endpoints.target import look
-from toolkit.files.bench import Validation, WindowResult
+from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
 from toolkit.files.shipped import load_recipe
 
@@ -97,8 +97,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Replay:
-    """Windows that are predicted under a plan and then measured; the result lies in `out`.
-    `words`: of `llmctl validate`, which windows of which trace, and what warms up before them.
+    """A part of a trace that is predicted under a plan and then measured; the report lies in `out`.
+    `words`: of `llmctl bench`, which part of which trace, and what warms up before it.
     """
 
     plan: str
@@ -114,19 +114,19 @@ def replay(work: Work, replays: Sequence[Replay]) -> None:
     with work.serving(left[0].plan) as url:
         for one in left:
             began_s = time.monotonic()
-            words = ["--url", url, *one.words, "--out", one.out]
-            work.llmctl("validate", one.plan, *words, apart=True)
+            words = ["--url", url, "--plan", one.plan, *one.words, "--out", one.out]
+            work.llmctl("bench", *words, apart=True)
             load = " ".join(f"{mean:.1f}" for mean in os.getloadavg())
             print(f"{one.out}: {time.monotonic() - began_s:.0f} s; load {load}", flush=True)
 
 
-def windows_of(work: Work, one: Replay) -> list[WindowResult]:
-    """The windows of a result."""
-    return read_file(Validation, work.folder / one.out).windows
+def report_of(work: Work, one: Replay) -> BenchReport:
+    """Return the report of a replay."""
+    return read_file(BenchReport, work.folder / one.out)
 
 
-def middle(runs: Sequence[WindowResult]) -> dict[str, Any]:
-    """Of the runs of one window: medians of what was measured and predicted, and the errors."""
+def middle(runs: Sequence[BenchReport]) -> dict[str, Any]:
+    """Of the runs of one part: medians of what was measured and predicted, and the errors."""
     found: dict[str, Any] = {"runs": len(runs)}
     for name in METRICS:
         pairs = [pair for run in runs if (pair := _predicted_measured(run, name)) is not None]
@@ -139,7 +139,7 @@ def middle(runs: Sequence[WindowResult]) -> dict[str, Any]:
     return found
 
 
-def _predicted_measured(run: WindowResult, name: str) -> tuple[float, float] | None:
+def _predicted_measured(run: BenchReport, name: str) -> tuple[float, float] | None:
     """A metric as predicted and as measured; None: hits in a cache that were not counted."""
     if name != "hit_percent":
         return run.predicted[name], run.measured[name]

@@ -8,7 +8,7 @@ conversation_trace.jsonl.
 A Llama of 1.7 million random weights with 4,096 positions, one core, two traces: Mooncake's divided
 by 16 (a block of 512 tokens becomes one of 32, vLLM's here) without prompts above 3,900 tokens, and
 generated sessions. It is profiled and fitted. Then three windows of Mooncake's in open loop and
-three of the sessions in closed loop (`llmctl validate`, which predicts each before it measures it),
+three of the sessions in closed loop (`llmctl bench`, which predicts each before it measures it),
 each `--repeats` times: all in turn, then all again, since the machine's speed changes within
 minutes. A prediction knows the speed from the requests that warm up before its window. The table
 has the medians of the errors, in percent, and of hits in points.
@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import keep
-from benchmarks.engines.live import Replay, Work, add_work, middle, replay, table, windows_of
+from benchmarks.engines.live import Replay, Work, add_work, middle, replay, report_of, table
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import divide_lengths
@@ -41,7 +41,7 @@ GENERATED = (
     " --prompt lognormal:150:0.7 --output lognormal:30:0.6 --longest 512 --block-tokens 32"
 )
 PLAN = "defaults.json"
-SEEDS = (1, 2, 3)
+STARTS_S = (200.0, 500.0, 800.0)  # of the three windows
 
 
 def prepare(work: Work, mooncake: str) -> None:
@@ -66,19 +66,19 @@ def main() -> None:
     work = Work(given, RECIPE)
     if not work.has(PLAN):
         prepare(work, given.trace)
-    common = ["--windows", "1", "--window", str(given.window), "--warmup", str(given.warmup)]
+    common = ["--duration", str(given.window), "--warmup", str(given.warmup)]
     by_window: dict[str, list[Replay]] = {}
     for repeat in range(1, given.repeats + 1):
-        for trace, seed in product(RATES, SEEDS):
-            name = f"{Path(trace).stem} {seed}"
+        for trace, (number, start_s) in product(RATES, enumerate(STARTS_S, start=1)):
+            name = f"{Path(trace).stem} {number}"
             words = ["--trace", trace, "--rate", str(RATES[trace]), "--loop", LOOPS[trace]]
-            words += ["--seed", str(seed), *common]
+            words += ["--start", str(start_s), *common]
             out = f"window-{name.replace(' ', '-')}-{repeat}.json"
             by_window.setdefault(name, []).append(Replay(PLAN, out, words))
     replay(work, [one for turn in zip(*by_window.values(), strict=True) for one in turn])
     results = []
     for name, replays in by_window.items():
-        runs = [run for one in replays for run in windows_of(work, one)]
+        runs = [report_of(work, one) for one in replays]
         results.append({"name": name, **middle(runs)})
     print(table(results))
     keep("windows", results)

@@ -6,28 +6,26 @@ Takes about ten minutes with one repeat on a quiet machine. Needs an environment
 a trace.
 
 It runs `llmctl profile`, `fit`, `tune` and `render`. Then, `--repeats` times, it starts vLLM's own
-server under either plan, in alternating order, and replays the windows that the tuning held out
-(`llmctl validate --tuning`). Errors are of the means over a run's windows, in percent.
+server under either plan, in alternating order, and replays a window that the tuning held out
+(`llmctl bench --tuning`). Errors are in percent.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
-from benchmarks.engines.live import Replay, Work, add_work, error, replay, windows_of
+from benchmarks.engines.live import Replay, Work, add_work, error, replay, report_of
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
-from toolkit.files.bench import WindowResult
+from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
 from toolkit.files.tuning import Tuning
 from toolkit.traces.types import trace_path
 
 SYSTEMS = ("defaults", "tuned")
+GOODPUT = "goodput_rps"
 SHOWN = {
     "throughput_rps": ("requests/s", ".3f"),
     "ttft_mean_s": ("TTFT mean s", ".3f"),
@@ -51,24 +49,16 @@ def prepare(work: Work, trace: str, rate: float | None) -> None:
     work.llmctl("render", recipe, *fit, *tuned)
 
 
-def row(name: str, windows: Sequence[WindowResult]) -> str:
-    """A run's means over its windows, with the errors of what was predicted and, in hindsight, of
-    the same at the speed that the windows themselves had, if that is known.
-    """
-    cells = [name, f"{goodput(windows):.3f}"]
+def row(name: str, run: BenchReport) -> str:
+    """Return a run's figures, with the errors at the warm-up's speed and as fitted."""
+    cells = [name, f"{run.measured[GOODPUT]:.3f}"]
     for metric, (_, form) in SHOWN.items():
-        measured = fmean(one.measured[metric] for one in windows)
-        predicted = fmean(one.predicted[metric] for one in windows)
-        hindsight = fmean(one.predicted_in_hindsight.get(metric, math.nan) for one in windows)
-        errors = [error(metric, one, measured) for one in (predicted, hindsight)]
+        measured = run.measured[metric]
+        both = run.predicted[metric], run.predicted_as_fitted[metric]
+        errors = [error(metric, one, measured) for one in both]
         cells.append(f"{measured:{form}} | {errors[0]:+.1f} ({errors[1]:+.1f})")
-    speeds = [f"{one.slowdown:.2f}/{one.slowdown_meanwhile or 1.0:.2f}" for one in windows]
-    return f"| {' | '.join([*cells, ', '.join(speeds)])} |"
-
-
-def goodput(windows: Sequence[WindowResult]) -> float:
-    """Its mean over the windows."""
-    return fmean(one.measured["goodput_rps"] for one in windows)
+    before = run.warmup.slowdown if run.warmup else 1.0
+    return f"| {' | '.join([*cells, f'{before:.2f}/{run.replay_slowdown or 1.0:.2f}'])} |"
 
 
 def main() -> None:
@@ -82,7 +72,7 @@ def main() -> None:
         "--rate", type=float, help="requests per second; default: the recipe's load"
     )
     parser.add_argument(
-        "--warmup", type=float, default=2.0, help="seconds of other requests before each window"
+        "--warmup", type=float, default=2.0, help="seconds of other requests before each replay"
     )
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
@@ -91,24 +81,26 @@ def main() -> None:
     if not work.has("tuned.json"):
         prepare(work, trace, given.rate)
     words = ["--trace", trace, "--tuning", "tuning.json", "--warmup", str(given.warmup)]
-    runs: dict[str, list[list[WindowResult]]] = {system: [] for system in SYSTEMS}
+    runs: dict[str, list[BenchReport]] = {system: [] for system in SYSTEMS}
     for repeat in range(given.repeats):
         for system in SYSTEMS if repeat % 2 == 0 else SYSTEMS[::-1]:
             one = Replay(f"{system}.json", f"{system}-{repeat + 1}.json", words)
             replay(work, [one])
-            runs[system].append(windows_of(work, one))
+            runs[system].append(report_of(work, one))
     tuning = read_file(Tuning, work.folder / "tuning.json")
     flags = ", ".join(f"{key}={value}" for key, value in tuning.recommended.parameters.items())
     gain = "-" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
     print(f"{tuning.request_rate_rps:.3g} requests/s; {flags}: {gain} predicted")
-    titles = " | ".join(f"{title} | error (in hindsight)" for title, _ in SHOWN.values())
-    print(f"\n| flags | goodput/s | {titles} | slowdown before/in each window |")
+    titles = " | ".join(f"{title} | error (as fitted)" for title, _ in SHOWN.values())
+    print(f"\n| flags | goodput/s | {titles} | slowdown before/in the replay |")
     print(f"|---|{'---:|' * (2 * len(SHOWN) + 1)}---|")
     for system, found in runs.items():
-        for number, windows in enumerate(found, start=1):
-            print(row(f"{system} {number}", windows))
+        for number, report in enumerate(found, start=1):
+            print(row(f"{system} {number}", report))
     pairs = zip(runs["tuned"], runs["defaults"], strict=True)
-    ratios = ", ".join(f"{goodput(tuned) / goodput(usual):.2f}" for tuned, usual in pairs)
+    ratios = ", ".join(
+        f"{tuned.measured[GOODPUT] / usual.measured[GOODPUT]:.2f}" for tuned, usual in pairs
+    )
     print(f"\nGoodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {ratios}.")
 
 

@@ -95,7 +95,6 @@ def main() -> int:
         words += ["--trace", given.trace, "--window", str(WINDOW_S), "--force"]
         words += ["--out", str(out / "live-tuning.json")]
         words += ["--plan-out", str(out / "live-plan.json")]
-        words += ["--server-passes", str(out / "passes.jsonl")]
         words += ["--rate", str(given.rate)] if given.rate else []
         code = subprocess.run([*LLMCTL, *words], cwd=ROOT).returncode
     passes = out / "passes.jsonl"

@@ -47,7 +47,6 @@ OWN_HEAD = (
     "|---:|---|---:|---:|---:|---:|"
 )
 OWN_SHOWN = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")
-KNOWLEDGE = {None: "the fit alone", "warmup": "the warm-up's front and speed"}
 
 
 def kaist_table(data: Path) -> str:
@@ -91,10 +90,9 @@ def own_table() -> str:
     fit = read_file(Fit, shipped_profiles() / NAME / "fit.json")
     lines = [OWN_HEAD]
     for row in errors_of(fit):
-        if row["conditions"] in KNOWLEDGE:
-            errors = [f"{row['error'][key]:+.1f} %" for key in OWN_SHOWN]
-            cells = [f"{row['rate_rps']:g}", KNOWLEDGE[row["conditions"]], *errors]
-            lines.append(f"| {' | '.join(cells)} |")
+        errors = [f"{row['error'][key]:+.1f} %" for key in OWN_SHOWN]
+        cells = [f"{row['rate_rps']:g}", row["knows"], *errors]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -29,9 +29,9 @@ import psutil
 import typer
 
 from benchmarks.common.command import LLMCTL, ended, make_parser
+from benchmarks.common.serving import Server
 from toolkit.bench.predict import counts
 from toolkit.cli.arguments import open_recipe
-from toolkit.cli.demo import Stages
 from toolkit.cli.output import table
 from toolkit.endpoints.target import Target, find_target
 from toolkit.errors import InputError
@@ -109,23 +109,35 @@ def cluster() -> Iterator[Nodes]:
             address_file.unlink(missing_ok=True)
 
 
-def make_plan(stage: Stages, out: Path) -> Path:
+def title(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def run(*words: object) -> None:
+    """Show a command of llmctl and run it; `typer.Exit` where it fails."""
+    line = [str(word) for word in words]
+    print(f"$ llmctl {' '.join(line)}", flush=True)
+    code = subprocess.run([*LLMCTL, *line], check=False).returncode
+    if code:
+        raise typer.Exit(code)
+
+
+def make_plan(out: Path) -> Path:
     """A quick profile of the tiny Llama, its fit and its plan."""
     recipe = open_recipe(Path("tiny-llama-cpu"))
     small = recipe.model_copy(update={"profile": recipe.profile.model_copy(update=SMALL)})
     files = {name: out / f"{name}.json" for name in ("recipe", "profile", "fit", "plan")}
     write_file(small, files["recipe"])
-    stage.llmctl("profile", files["recipe"], "--out", files["profile"])
-    stage.llmctl("fit", files["profile"], "--out", files["fit"])
-    stage.llmctl("render", files["recipe"], "--fit", files["fit"], "--out", files["plan"])
+    run("profile", files["recipe"], "--out", files["profile"])
+    run("fit", files["profile"], "--out", files["fit"])
+    run("render", files["recipe"], "--fit", files["fit"], "--out", files["plan"])
     return files["plan"]
 
 
 class Replay:
     """One server and one replay against it; the replay's output goes to a file."""
 
-    def __init__(self, stage: Stages, plan: Path, out: Path, arguments: argparse.Namespace) -> None:
-        self._stage = stage
+    def __init__(self, plan: Path, out: Path, arguments: argparse.Namespace) -> None:
         self._plan = plan
         self._out = out
         self._load = ["--rate", arguments.rate, "--duration", arguments.seconds, "--warmup", 0]
@@ -138,9 +150,11 @@ class Replay:
         replay, and another one joins.
         """
         report = self._out / f"bench-{name}.json"
-        with self._stage.server(self._plan, *serve) as url:
-            target = find_target(url)
-            words = ["bench", "--url", url, "--plan", self._plan, *self._load, "--out", report]
+        options = ["--port", "0", "--allow-end-after", *map(str, serve)]
+        with Server(self._plan, *options, log=self._out / "serve.log") as server:
+            target = find_target(server.url)
+            words = ["--url", server.url, "--plan", self._plan, *self._load, "--out", report]
+            words = ["bench", *words]
             words = [str(word) for word in words]
             print(f"$ llmctl {' '.join(words)}", flush=True)
             with (self._out / f"bench-{name}.txt").open("w") as said:
@@ -154,7 +168,9 @@ class Replay:
             if nodes:
                 _wait(lambda: counts(target)["llmctl_workers_alive"] == 2)
                 print("  both workers are alive again")
-            return read_file(BenchReport, report), counts(target)
+            seen = counts(target)
+            server.end()
+        return read_file(BenchReport, report), seen
 
     def _disturb(self, target: Target, nodes: Nodes, bench: subprocess.Popen[bytes]) -> None:
         _wait(lambda: bench.poll() is not None or counts(target)["llmctl_requests_running"] > 0)
@@ -200,19 +216,18 @@ def demo(arguments: argparse.Namespace) -> None:
     began_s = time.monotonic()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    stage = Stages(sys.stdout)
     print(f"a Ray cluster of two nodes on this machine; {ESTIMATE}")
-    stage.title("1/5  measure a tiny Llama, quickly, and plan")
-    replay = Replay(stage, arguments.plan or make_plan(stage, out), out, arguments)
-    stage.title("2/5  two workers in processes, for comparison")
+    title("1/5  measure a tiny Llama, quickly, and plan")
+    replay = Replay(arguments.plan or make_plan(out), out, arguments)
+    title("2/5  two workers in processes, for comparison")
     results = {PROCESSES: replay.run("processes")}
-    stage.title("3/5  a Ray cluster: two nodes of one CPU each, entered with a token")
+    title("3/5  a Ray cluster: two nodes of one CPU each, entered with a token")
     with cluster() as nodes:
         address = nodes.cluster.address
         print(f"  its head is {address}")
-        stage.title("4/5  two workers on Ray")
+        title("4/5  two workers on Ray")
         results["Ray"] = replay.run("ray", "--ray", address)
-        stage.title("5/5  the same, and a node is killed under load")
+        title("5/5  the same, and a node is killed under load")
         results["Ray, a node killed"] = replay.run("ray-killed", "--ray", address, nodes=nodes)
     print()
     show(results)

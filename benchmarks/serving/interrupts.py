@@ -1,9 +1,9 @@
 """Ctrl-C at random moments in every long command: how it ends, and what it leaves.
 
-    python -m benchmarks.serving.interrupts [--tries 50] [--commands tune,compare] [--seed 0]
+    python -m benchmarks.serving.interrupts [--tries 50] [--commands tune,simulate] [--seed 0]
 
 Takes about two minutes per try of all commands on two shared, busy cores. Needs nothing but the
-package. `serve`, `bench`, `validate` and `trace record` use fake engines, the others the tiny
+package. `serve`, `bench` and `trace record` use fake engines, the others the tiny
 Llama's laws that ship.
 
 Each command runs once to its end. Then it is started anew for every try, and its whole process
@@ -104,7 +104,11 @@ CASES = (
         result="plan.json",
     ),
     Case("report", "report PLAN --out OUT/report.html"),
-    Case("compare", f"compare --fit {FIT} --trace chat-small --json", stdout=True),
+    Case(
+        "simulate, policies",
+        f"simulate --fit {FIT} --trace chat-small --policy all --json",
+        stdout=True,
+    ),
     Case("capacity", f"capacity tiny-llama-cpu --fit {FIT} --trace chat-small --json", stdout=True),
     Case("simulate, slices", f"simulate --fit {FIT} --trace TRACE --json", stdout=True),
     Case(
@@ -115,7 +119,7 @@ CASES = (
     Case(
         "simulate, routed",
         "simulate --fit llama-3.1-8b-h200 --trace TRACE --policy vllm --workers 4"
-        " --set replica_router=sglang --json",
+        " --router least-requests --json",
         stdout=True,
     ),
     Case(
@@ -126,12 +130,7 @@ CASES = (
     Case("trace convert", "trace convert TRACE OUT/converted.jsonl", result="converted.jsonl"),
     Case("trace record", "trace record --upstream URL --out OUT/recorded.jsonl", for_s=3),
     Case("bench", "bench --url URL --plan PLAN --duration 4 --warmup 1 --out OUT/bench.json"),
-    Case(
-        "validate",
-        "validate PLAN --url URL --windows 3 --window 2 --warmup 1 --out OUT/validation.json",
-    ),
     Case("serve", "serve PLAN --port 0", for_s=5),
-    Case("demo", "demo RECIPE --out OUT/demo", for_s=20),
     Case("doctor", "doctor tiny-llama-cpu"),
 )
 

@@ -11,7 +11,6 @@ Writes docs/pictures/report-light.webp and report-dark.webp (the top of the page
 from __future__ import annotations
 
 import base64
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 from benchmarks.common import ROOT
-from benchmarks.common.command import make_parser
-from toolkit.cli.demo import Stages
+from benchmarks.common.command import llmctl, make_parser
 
 PICTURES = ROOT / "docs" / "pictures"
 REPORT = {"width": 1200, "height": 834}
@@ -34,11 +32,10 @@ def main() -> None:
         "folder", type=Path, nargs="?", default=Path("demo-out"), help="the demo's folder"
     )
     folder = parser.parse_args().folder
-    stages = Stages(sys.stdout)
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
         page = Path(scratch) / "report.html"
-        stages.llmctl("report", folder / "plan.json", "--out", page)
+        llmctl("report", str(folder / "plan.json"), "--out", str(page))
         take(browser, page.as_uri())
         browser.close()
 

@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.endpoints.fronts import name_of
 from toolkit.endpoints.load import (
     INTERRUPTED,
     LoadClient,
@@ -139,8 +138,7 @@ class LoadSpec:
     the output length, so the scheduler knows it.
 
     With a `concurrency` so many requests run at once, in the trace's order; the first ones start
-    spread over `ramp_s`. 0: they are sent at the trace's times. `named`: the server gets a name
-    for each request (`toolkit.endpoints.fronts`).
+    spread over `ramp_s`. 0: they are sent at the trace's times.
     """
 
     lengths: Lengths
@@ -151,7 +149,6 @@ class LoadSpec:
     dialect: Dialect = FULL
     concurrency: int = 0
     ramp_s: float = 0.0
-    named: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -205,21 +202,18 @@ class LengthLimits(NamedTuple):
     own: bool = True
 
 
-def limits_of(
-    plan: Plan | None, target: Target, output: int | None = None, vocabulary: int | None = None
-) -> LengthLimits:
-    """The given limits, else the plan's, else the server's, else limits that any server accepts."""
+def limits_of(plan: Plan | None, target: Target) -> LengthLimits:
+    """Return the plan's limits, else the server's, else limits that any server accepts."""
     if plan is not None:
         model = plan.recipe.model
         serve = plan.recipe.serve
         engine = plan.fit.engine
-        output = output or serve.max_new_tokens
-        vocabulary = vocabulary or engine.vocab_size
+        output = serve.max_new_tokens
         own = not traits_of(plan.recipe.engine.name).server
-        return LengthLimits(model.max_model_len, output, vocabulary, own)
+        return LengthLimits(model.max_model_len, output, engine.vocab_size, own)
     context = target.max_model_len
     usual = DEFAULT_LIMIT if context is None else min(DEFAULT_LIMIT, context // 2)
-    return LengthLimits(context, output or usual, vocabulary or SAFE_VOCABULARY, target.own)
+    return LengthLimits(context, usual, SAFE_VOCABULARY, target.own)
 
 
 def fitted(trace: Trace, limits: LengthLimits, rate: float | None) -> Trace:
@@ -394,7 +388,7 @@ class _Sender:
             keep=sample.keeps_answer,
         )
         session = str(self._sessions[row]) if self._sessions else ""
-        return make_request(self._target, fields, session, name_of(row) if load.named else "")
+        return make_request(self._target, fields, session)
 
     async def _place(self, at_s: float, rows: Iterator[int]) -> None:
         """From `at_s` on, take the next of `rows` and send its request, one after the other."""

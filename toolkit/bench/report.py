@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.bench.client import Lengths, Replay, client_times, served
-from toolkit.bench.predict import ServerTimes
 from toolkit.endpoints.load import INTERRUPTED, Sample
 from toolkit.endpoints.target import CacheCounts
 from toolkit.files.bench import BenchReport, CacheUse, Compared, Scheduling, TargetResult, Warmup
 from toolkit.files.io import EnvelopeFields
-from toolkit.metrics import FRONT, Served, sla_ratios, summarize
+from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.traces.types import Trace
 from toolkit.traces.write import TraceLine, to_ms
 
@@ -21,7 +20,6 @@ COMPARED = (
     "throughput_rps",
     "goodput_rps",
     *(f"{name}_{stat}_s" for name in ("ttft", "tpot", "e2e") for stat in ("mean", "p95", "p99")),
-    FRONT,
 )
 NUMBER = re.compile(r"\d+(\.\d+)?")
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
@@ -47,23 +45,20 @@ def report(
     changes: str = "",
     sla: Mapping[str, float],
     predicted: Prediction,
-    times: ServerTimes | None = None,
-    in_hindsight: Mapping[str, float] | None = None,
+    slowdown: float | None = None,
     scheduling: Scheduling | None = None,
     cache: CacheUse | None = None,
     policy: str | None = None,
     request_rate_rps: float | None = None,
     concurrency: int = 0,
 ) -> BenchReport:
-    """The report of a replay; `times` are the server's during it.
+    """Return the report of a replay; `slowdown` is of the server's batches during it.
 
     An interrupted replay is not compared, since the prediction is of all requests.
     """
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
     seen = served(answered)
     measured = summarize(seen, sla) if answered else {}
-    if measured and times and times.front:
-        measured[FRONT] = times.front.first_s
     if replay.interrupted:
         predicted = Prediction(warmup=predicted.warmup)
     return BenchReport(
@@ -86,11 +81,7 @@ def report(
         client=client_times(replay, sla),
         sla=dict(sla),
         warmup=predicted.warmup,
-        replay_slowdown=times.slowdown if times else None,
-        replay_launch_slowdown=times.launch_slowdown if times else None,
-        replay_arrival_cost_s=times.arrivals.cost_s if times else 0.0,
-        replay_front=times.front if times else None,
-        predicted_in_hindsight={} if replay.interrupted else dict(in_hindsight or {}),
+        replay_slowdown=slowdown,
         scheduling=scheduling,
         cache=cache,
         measured=measured,

@@ -30,8 +30,8 @@ DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen3_moe")
 KNOWN_TYPES = (*DENSE, *EXPERTS)
 BY_HAND = (
-    "write its recipe by hand, with model.kv_bytes_per_token and model.weight_bytes (llmctl docs "
-    f"reference/recipe), and measure it: llmctl profile; known are {', '.join(KNOWN_TYPES)}"
+    "write its recipe by hand, with model.kv_bytes_per_token and model.weight_bytes (docs/"
+    f"reference/recipe.md), and measure it: llmctl profile; known are {', '.join(KNOWN_TYPES)}"
 )
 NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

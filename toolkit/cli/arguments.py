@@ -225,12 +225,6 @@ RecipeTraceOption = Annotated[
 RateOption = Annotated[
     float | None, typer.Option(help="Scale arrivals to this many requests per second.")
 ]
-MaxErrorOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, help="Exit with 4 where throughput or a mean latency differs by more percent."
-    ),
-]
 ModelOption = Annotated[
     str | None, typer.Option(help="The model's name; default: the first that the server lists.")
 ]

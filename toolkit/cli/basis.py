@@ -1,4 +1,4 @@
-"""What predictions rest on: fits, validations and traces, read and printed."""
+"""What predictions rest on: fits, benches and traces, read and printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, StaleError
-from toolkit.files.bench import Validation
+from toolkit.files.bench import BENCH, BenchReport
 from toolkit.files.capacity import Requests
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, head, read_file, shipped_fit
@@ -27,7 +27,6 @@ from toolkit.tuning.parallel import on_gpus
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
 
-VALIDATION = "validation.json"  # lies beside the fit that it is about
 FIT_USUAL = (
     "Default: fit.json in this folder, else the shipped one, else for vLLM on a GPU laws that are "
     "computed from measured operators."
@@ -88,8 +87,8 @@ def note_found(found: Iterable[FoundFit]) -> None:
     for one in found:
         lines += [*analytic_notes(one.fit.engine), *agreement_notes(one.fit)]
         if one.file is not None:
-            validation = find_validation(one.file, digest(one.file).sha256)
-            lines += [validation.summary()] if validation else []
+            bench = find_bench(one.file, digest(one.file).sha256)
+            lines += [bench.summary()] if bench else []
     note(*dict.fromkeys(lines))
 
 
@@ -165,8 +164,7 @@ def plan_from(
     force: bool = False,
 ) -> tuple[Plan, Path]:
     """Make the plan of a recipe and its fit; with a tuning or a policy, if given. Returns the plan
-    and the file beside which its validation may lie: its fit, or the recipe where the laws are
-    computed.
+    and the file beside which its bench may lie: its fit, or the recipe where the laws are computed.
 
     A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws, these,
     for the tensor parallelism that it chose. Raises the errors of `find_fit` and `make_plan`.
@@ -223,26 +221,26 @@ def agreement_notes(fit: Fit) -> list[str]:
     return [agreement(version, classes)] if version else []
 
 
-def find_validation(near: Path, fit_sha256: str) -> Validation | None:
-    """The validation beside the file `near`, if it is about the fit with this digest; else the
-    reason is printed.
+def find_bench(near: Path, fit_sha256: str) -> BenchReport | None:
+    """Return bench.json beside the file `near`, if it compares predictions of the fit with this
+    digest; else print the reason.
     """
-    beside = near.with_name(VALIDATION)
+    beside = near.with_name(BENCH)
     if not beside.is_file():
         return None
     try:
-        validation = read_file(Validation, beside)
+        bench = read_file(BenchReport, beside)
     except InputError as error:
         note(f"{beside.name} is not used: {error.message}")
         return None
-    about = validation.inputs.get("fit")
+    about = bench.inputs.get("fit")
     if about is None or about.sha256 != fit_sha256:
         note(f"{beside.name} is not used: it is about another fit")
         return None
-    if validation.late:
-        note(f"{beside.name} is not used: {validation.late}")
+    if bench.late:
+        note(f"{beside.name} is not used: {bench.late}")
         return None
-    return validation
+    return bench if bench.summary() else None
 
 
 def note_trace(trace: Trace) -> None:

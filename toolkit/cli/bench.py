@@ -1,10 +1,8 @@
-"""`llmctl bench` and `validate`: a trace, or some windows of it, replayed against a running server,
-measured beside predicted.
-"""
+"""`llmctl bench`: a trace, replayed against a running server, measured beside predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,27 +15,25 @@ from toolkit.cli.arguments import (
     ForeignOption,
     JsonOption,
     LoopOption,
-    MaxErrorOption,
     ModelOption,
     RateOption,
     SlaOption,
-    TraceOption,
-    argument,
     command_of,
     option,
     parse_sla,
     refuse_useless,
 )
-from toolkit.cli.basis import VALIDATION, note_trace, plan_address, read_tuning, warn
+from toolkit.cli.basis import note_trace, plan_address, read_tuning, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.traffic import TrafficOptions, read_traffic
-from toolkit.errors import LlmctlError
-from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport, Validation, took_text
-from toolkit.files.io import check_writable, read_file, write_file, write_text
+from toolkit.errors import InputError, LlmctlError
+from toolkit.files.bench import BENCH, NOT_SERVERS, SAME_RATE, BenchReport, took_text
+from toolkit.files.io import check_writable, read_file, write_file
 from toolkit.files.plan import Plan
+from toolkit.files.tuning import Tuning
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
-from toolkit.report.rows import compared_rows, mean_rows, request_rows
-from toolkit.units import bracketed, percent, seconds
+from toolkit.report.rows import compared_rows
+from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
     from toolkit.bench.session import ReplaySetup, RequestSettings
@@ -57,9 +53,23 @@ class BenchOptions(TrafficOptions):
         None, "The server's plan: lengths are scaled to its model, metrics predicted from it."
     )
     rate: RateOption = None
-    start: float = option(0.0, "Skip this many seconds of the (scaled) trace.", min=0.0)
+    load: float | None = option(
+        None,
+        "Replay at this multiple of the rate at which the plan keeps its targets as fast as the "
+        "machine is now, which warm-ups show; at the asked or tuned rate where that is no more, "
+        "and at least half of what the plan keeps.",
+        min=0.01,
+    )
+    tuning: Path | None = option(
+        None,
+        "Replay the first window that the search of this tuning.json did not see, at the tuned "
+        "rate; with --rate the same requests at another one.",
+    )
+    start: float | None = option(None, "Skip this many seconds of the (scaled) trace.", min=0.0)
     duration: float | None = option(
-        None, "Replay this many seconds; default: to the end of the trace.", min=0.0
+        None,
+        "Replay this many seconds at most; default: to the end of the trace, or of the window.",
+        min=0.0,
     )
     warmup: float = option(
         20.0,
@@ -67,8 +77,12 @@ class BenchOptions(TrafficOptions):
         "fast the machine is; 0: no warm-up. Only with --plan.",
         min=0.0,
     )
-    max_error: MaxErrorOption = None
-    out: Path | None = option(None, "Write the report to this file, as JSON.")
+    max_error: float | None = option(
+        None, "Exit with 4 where throughput or a mean latency differs by more percent.", min=0.0
+    )
+    out: Path | None = option(
+        None, "Write the report to this file; default: bench.json beside the plan, if there is one."
+    )
     save_requests: Path | None = option(
         None, "Write the times of every request to this file, as a canonical trace."
     )
@@ -79,15 +93,8 @@ class BenchOptions(TrafficOptions):
         "max_tokens. Default: 'hidden' if the server allows it (llmctl serve --allow-end-after), "
         "else 'given'.",
     )
-    max_new_tokens: int | None = option(
-        None, "The limit of requests without one in the trace; default: the plan's, or 256.", min=1
-    )
-    vocab_size: int | None = option(
-        None, "Draw the prompts' tokens below this number; default: the plan's, or 256.", min=1
-    )
     model: ModelOption = None
     api_key: ApiKeyOption = ""
-    timeout: float = option(600.0, "Give up a request after this many seconds.", min=0.001)
     seed: int | None = option(
         None,
         "Draw the prompts from this seed; default: other prompts in each run, so that a prefix "
@@ -102,44 +109,58 @@ class BenchOptions(TrafficOptions):
 @command_of(BenchOptions)
 def bench(args: BenchOptions) -> None:
     """Replay a trace against a running server, and print measured values beside the plan's
-    predictions.
+    predictions: as fitted, and at the speed that a warm-up shows.
 
     Requests are sent at the trace's times, whatever the server does, and latencies count from these
     times. With --concurrency the next one is sent when any one ends. Ctrl-C ends the replay early
     and reports the requests that were answered. The client also measures how late it is itself;
     beyond 10 % of what it measures the report is marked, and the exit code is 6.
+
+    With --plan the report is written beside it. `tune`, `simulate`, `capacity` and `render` quote
+    the errors of a bench.json that is about their fit.
     """
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold, refuse_late, unused_seed
     from toolkit.traces.windows import excerpt
     from toolkit.traces.write import write_lines
 
-    for file in filter(None, (args.out, args.save_requests)):
+    written = args.out or (args.plan.with_name(BENCH) if args.plan else None)
+    for file in filter(None, (written, args.save_requests)):
         check_writable(file)
     planned = read_file(Plan, args.plan) if args.plan else None
     targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
+    if args.tuning:
+        refuse_useless({"--start": args.start}, "--tuning says which part is replayed")
     traffic = read_traffic(args, args.rate)
+    tuned = read_tuning(args.tuning, {"trace": traffic.path})
+    rate = tuned.request_rate_rps if tuned and args.rate is None else args.rate
     if traffic.concurrency:
-        refuse_useless({"--loop": args.loop}, "--concurrency is a closed loop of its own")
-    of_prompts = (args.lengths, args.max_new_tokens, args.vocab_size)
+        useless = {"--loop": args.loop, "--load": args.load}
+        refuse_useless(useless, "--concurrency is a closed loop of its own")
     settings = RequestSettings(
-        args.rate,
-        *of_prompts,
-        args.timeout,
+        rate,
+        args.lengths,
         unused_seed() if args.seed is None else args.seed,
         args.loop,
         concurrency=traffic.concurrency,
         ramp_s=traffic.ramp_s,
     )
     setup = _prepare_replay(args, traffic.trace, planned, settings)
-    part = excerpt(setup.trace, args.start, args.duration)
-    note_trace(part)
     note(*setup.notes)
-    if not traffic.concurrency:
-        note(*_rate_notes(planned, setup.trace))
-    measurement = Measurement(setup, part, planned, targets, note, alone)
     try:
-        measurement.warm_up(args.warmup, args.start + float(part.arrival_s[-1]))
+        if args.load is not None:
+            setup = _at_load(args.load, planned, setup, args.warmup)
+        start_s = args.start or 0.0
+        duration_s = args.duration
+        if tuned:
+            start_s, lasts_s = held_out_window(tuned, setup.trace)
+            duration_s = lasts_s if duration_s is None else min(duration_s, lasts_s)
+        part = excerpt(setup.trace, start_s, duration_s)
+        note_trace(part)
+        if not traffic.concurrency:
+            note(*_rate_notes(planned, setup.trace))
+        measurement = Measurement(setup, part, planned, targets, note, alone)
+        measurement.warm_up(args.warmup, start_s + float(part.arrival_s[-1]))
     except InterruptedReplayError:
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(EXIT_CODE) from None
@@ -149,10 +170,12 @@ def bench(args: BenchOptions) -> None:
         result = measurement.report(counted, made_from)
         if args.save_requests:
             write_lines(request_lines(counted.replay.samples), args.save_requests)
-        if args.out:
-            write_file(result, args.out)
+        if written:
+            write_file(result, written)
         emit(args.as_json, result, lambda: _show(result))
         _print_notes(result)
+        if written:
+            note(f"wrote {written}")
     if result.interrupted:
         raise typer.Exit(EXIT_CODE)
     if not result.measured["throughput_rps"]:
@@ -165,7 +188,7 @@ def bench(args: BenchOptions) -> None:
 
 
 def _prepare_replay(
-    args: BenchOptions | ValidateOptions,
+    args: BenchOptions,
     trace: Trace,
     planned: Plan | None,
     settings: RequestSettings,
@@ -178,6 +201,118 @@ def _prepare_replay(
     served_model = args.model or (planned.recipe.engine.served_model if planned else None)
     target = find_target(address, served_model, args.api_key)
     return prepare_replay(target, trace, planned, settings, warn if args.force else None)
+
+
+LEAST = 0.5  # the asked rate is replayed if it is at least this share of what the plan keeps
+ALIKE = 1.4  # a machine is as fast at rates that differ by no larger factor
+TRIES = 4  # measurements of the speed, each at the rate that the one before allows
+
+
+def find_rate(
+    asked_rps: float, load: float, keeps: Callable[[float], tuple[float, float | None]]
+) -> tuple[float, float]:
+    """Return `load` times the rate that a plan keeps at the machine's present speed, or the asked
+    rate if that is no more and not far less; and how many times as long as fitted batches take.
+
+    A machine that others use is slower under load. So the speed is measured again until that was
+    about at the rate that it allows. Where others come and go, so that this does not settle, the
+    slowest speed decides.
+
+    Args:
+        keeps: serves requests at a rate; returns the slowdown, and the rate that the plan keeps at
+            that speed. None: no rate; the rate is then slowed as the batches are.
+    """
+    rate_rps = asked_rps
+    seen: list[tuple[float, float]] = []  # allowed rates with their slowdowns
+    for _ in range(TRIES):
+        tried_rps = rate_rps
+        slowdown, found_rps = keeps(tried_rps)
+        capacity_rps = found_rps or asked_rps / max(slowdown, 1.0)
+        rate_rps = load * capacity_rps
+        if LEAST * capacity_rps <= asked_rps <= rate_rps:
+            rate_rps = asked_rps
+        seen.append((rate_rps, slowdown))
+        if 1.0 / ALIKE <= rate_rps / tried_rps <= ALIKE:
+            return rate_rps, slowdown
+    return min(seen)
+
+
+def _at_load(load: float, plan: Plan | None, setup: ReplaySetup, about_s: float) -> ReplaySetup:
+    """Return the replay at the rate of `find_rate`; each warm-up takes about `about_s` seconds.
+
+    Raises InputError where the speed of the server cannot be found, InterruptedReplayError.
+    """
+    from toolkit.bench.predict import SEEDS, other_requests, reports_batch_times, warm_up
+    from toolkit.traces.windows import mean_rate, scale_rate
+
+    if plan is None or not about_s or not reports_batch_times(plan, setup.target):
+        raise InputError(
+            "--load: the speed of the server is not known",
+            "it needs --plan, a warm-up, and a server that llmctl started",
+        )
+    trace = setup.trace
+    asked_rps = mean_rate(trace)
+    seed = setup.load.seed
+
+    def keeps(rate_rps: float) -> tuple[float, float | None]:
+        nonlocal seed
+        seed += SEEDS  # each warm-up has other prompts
+        others = other_requests(trace, 0.0, max(round(about_s * rate_rps), 1), rate_rps)
+        with alone("measuring the speed", len(others)) as advance:
+            warm = warm_up(setup.target, others, replace(setup.load, seed=seed), advance)
+        slowdown = warm.slowdown if warm else 1.0
+        kept_rps = _kept_rate(plan, trace, slowdown)
+        kept = f"up to {number(kept_rps)} requests/s" if kept_rps else "at no rate"
+        note(f"{took_text(slowdown, 'take')}: the plan then keeps its targets {kept}")
+        return slowdown, kept_rps
+
+    rate_rps, _ = find_rate(asked_rps, load, keeps)
+    if rate_rps == asked_rps:
+        return setup
+    note(f"replaying {number(rate_rps)} requests/s in place of {number(asked_rps)}")
+    return replace(setup, trace=scale_rate(trace, rate_rps))
+
+
+def _kept_rate(plan: Plan, trace: Trace, slowdown: float) -> float | None:
+    """Return the highest rate at which a plan keeps all targets at a speed; None: at none."""
+    from toolkit.files.tuning import Outcome
+    from toolkit.tuning.deployments import Deployment, measure
+    from toolkit.tuning.workload import in_process
+
+    outcome = Outcome(
+        policy=plan.policy.name,
+        parameters=plan.policy.parameters,
+        metrics={},
+        replica_router=plan.replica_router,
+    )
+    recipe = plan.recipe.model_copy(update={"workers": plan.workers})
+    deployment = Deployment(recipe, plan.fit, "plan", outcome, slowdown)
+    found = measure(deployment, trace, in_process, concurrency=False)
+    return found.rate.load if found.rate else None
+
+
+def held_out_window(tuning: Tuning, trace: Trace) -> tuple[float, float]:
+    """Return the start and the duration, in seconds of the scaled `trace`, of the first window that
+    the search of a tuning did not see. At another rate it has the same requests.
+
+    `tune` repeats a short trace: the window is then the same part of the trace itself. Raises
+    InputError for a tuning without such windows, or at a fixed concurrency.
+    """
+    from toolkit.traces.windows import mean_rate
+
+    if tuning.concurrency or not tuning.held_out_windows:
+        raise InputError(
+            "--tuning: it has no window of a rate that its search did not see",
+            "leave it out, and name the part with --start and --duration",
+        )
+    window = tuning.held_out_windows[0]
+    slower = tuning.request_rate_rps / mean_rate(trace)
+    start_s = slower * window.start_s
+    lasts_s = slower * (window.end_s - window.start_s)
+    whole_s = float(trace.arrival_s[-1])
+    if start_s + lasts_s > whole_s:
+        start_s = max(min(start_s % whole_s, whole_s - lasts_s), 0.0)
+    return start_s, lasts_s
 
 
 def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
@@ -204,7 +339,9 @@ def _show(result: BenchReport) -> None:
     predicted = bool(result.predicted)
     warm = predicted and result.warmup is not None
     columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
-    heading = _heading(result, f"{result.answered:,} requests")
+    heading = f"{result.answered:,} requests"
+    if result.late:
+        heading = f"{NOT_SERVERS}: the client was late"
     title = f"{heading}{bracketed(result.changes)}"
     table(columns[: 2 + 2 * predicted + 2 * warm], compared_rows(result), title)
     if not result.targets:
@@ -220,34 +357,11 @@ def _show(result: BenchReport) -> None:
     table(columns[: 4 + 2 * predicted], rows)
 
 
-def _heading(result: BenchReport | Validation, otherwise: str = "") -> str:
-    """The heading of a table of measurements: `otherwise`, unless the client was late."""
-    return f"{NOT_SERVERS}: the client was late" if result.late else otherwise
-
-
 def _print_notes(result: BenchReport) -> None:
     """Print what a reader must know before trusting the table."""
     if result.warmup and result.replay_slowdown:
-        slow = took_text(result.replay_slowdown, result.replay_launch_slowdown)
         before = f"{result.warmup.slowdown:.2f}"
-        if result.warmup.launch_slowdown is not None:
-            before += f" and {result.warmup.launch_slowdown:.2f}"
-        note(f"during the replay {slow}; in the warm-up {before}")
-        cost_s = result.replay_arrival_cost_s
-        before_s = result.warmup.arrival_cost_s
-        if cost_s or before_s:
-            added = f"{seconds(cost_s)} to each; in the warm-up {seconds(before_s)}"
-            note(f"a request that arrived added {added}")
-        metrics = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")
-        predicted = result.predicted_in_hindsight
-        measured = result.measured
-        errors = [
-            f"{name} {percent(100.0 * (predicted[name] / measured[name] - 1.0))}"
-            for name in metrics
-            if name in predicted and measured.get(name)
-        ]
-        if errors:  # none where the replay was interrupted
-            note(f"at that speed the prediction's errors would be: {', '.join(errors)}")
+        note(f"during the replay {took_text(result.replay_slowdown)}; in the warm-up {before}")
     note(*(facts.text() for facts in (result.scheduling, result.cache) if facts))
     if result.interrupted:
         answered = f"{result.answered:,} of {result.requests:,} requests were answered"
@@ -263,137 +377,3 @@ def _print_notes(result: BenchReport) -> None:
         note(f"{result.wrong_length:,} outputs had another length than in the trace")
     if result.client:
         note(result.client.text())
-
-
-@dataclass(frozen=True, slots=True)
-class ValidateOptions:
-    plan: Path = argument("The plan of the server, from `llmctl render`.", metavar="PLAN.json")
-    url: str | None = option(
-        None,
-        "URL of the server; default: the recipe's engine.url, or its serve.port on this machine.",
-    )
-    trace: TraceOption = "chat-small"
-    rate: RateOption = None
-    windows: int = option(3, "Replay this many windows, spread evenly over the trace.", min=1)
-    window_s: float = option(
-        20.0, "Seconds of each window, if the trace is long enough.", "--window", min=0.1
-    )
-    tuning: Path | None = option(
-        None,
-        "Replay the held-out windows of this tuning.json at its rate, instead of --windows and "
-        "--rate.",
-    )
-    warmup: float = option(
-        20.0, "Seconds of other requests before each window, at its rate; 0: no warm-up.", min=0.0
-    )
-    max_error: MaxErrorOption = None
-    out: Path | None = option(
-        None, "Write the result to this file; default: validation.json beside the plan."
-    )
-    model: ModelOption = None
-    api_key: ApiKeyOption = ""
-    seed: int = option(
-        0,
-        "Draw the windows' positions from this seed. The prompts are others in each run, so that a "
-        "prefix cache holds none of them.",
-        min=0,
-    )
-    save_requests: Path | None = option(
-        None,
-        "Write every request, also of warm-ups, as measured and as predicted to this file (JSONL).",
-    )
-    server_passes: Path | None = option(
-        None,
-        "The server's --pass-log, on this machine: the passes of each window are written beside "
-        "the result, and the time of the front is told apart.",
-    )
-    loop: LoopOption = None
-    force: ForeignOption = False
-    as_json: JsonOption = False
-
-
-@command_of(ValidateOptions)
-def validate(args: ValidateOptions) -> None:
-    """Compare a plan's predictions with the server that runs it.
-
-    Windows of a trace are replayed, each after some other requests that show how fast the machine
-    is now. The result is written beside the plan; `tune` and `render` show it if it is about their
-    fit. Ctrl-C ends the command early; the windows that were replayed are reported. Where the
-    client itself was late in one of them, the file is marked and not used, and the exit code is 6.
-    """
-    from toolkit.bench.passes import PassLogs
-    from toolkit.bench.session import RequestSettings, Session, hold, refuse_late, unused_seed
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
-    from toolkit.traces.windows import TraceWindow, cut, fit_windows
-
-    written = args.out or args.plan.with_name(VALIDATION)
-    for file in filter(None, (written, args.save_requests)):
-        check_writable(file)
-    planned = read_file(Plan, args.plan)
-    logs = PassLogs(args.server_passes, written) if args.server_passes else None
-    path = trace_path(args.trace)
-    tuned = read_tuning(args.tuning, {"trace": path})
-    rate = tuned.request_rate_rps if tuned else args.rate
-    settings = RequestSettings(rate, seed=unused_seed(), loop=args.loop)
-    setup = _prepare_replay(args, read_trace(path)[0], planned, settings)
-    if tuned:
-        spans = [(window.start_s, window.end_s) for window in tuned.held_out_windows]
-        chosen = [TraceWindow(*span, cut(setup.trace, *span)) for span in spans]
-    else:
-        windows = fit_windows(setup.trace, args.window_s, args.windows, 0, args.seed)
-        setup = replace(setup, trace=windows.trace)
-        chosen = windows.search
-    note_trace(setup.trace)
-    note(*setup.notes)
-    session = Session(setup, planned, args.warmup, alone, logs)
-    interrupted = session.run(chosen)
-    if not session.results:
-        note("interrupted before a window was replayed to its end: nothing was written")
-        raise typer.Exit(EXIT_CODE)
-    with held():  # what was measured is written and shown
-        result = session.validation(path, args.plan)
-        write_file(result, written)
-        if args.save_requests:
-            write_text(args.save_requests, "".join(session.lines))
-        emit(args.as_json, result, lambda: _show_validation(result))
-        note(f"wrote {written}")
-    if interrupted:
-        done = f"{len(session.results)} of {len(chosen)} windows are replayed and reported"
-        note(f"interrupted: {done}")
-        raise typer.Exit(EXIT_CODE)
-    refuse_late(result)
-    if args.max_error is not None:
-        hold(((row.metric, row.error_percent) for row in result.metrics), args.max_error)
-
-
-def _show_validation(result: Validation) -> None:
-    """Print the errors for people."""
-    columns = ["metric", ">measured", ">predicted", ">its error", ">worst window"]
-    title = f"{_heading(result, 'means over the windows')}{bracketed(result.changes)}"
-    table(columns, mean_rows(result), title)
-    columns = ["request by request", ">median error", ">median size of it", ">requests"]
-    table(columns, request_rows(result))
-    slow = ", ".join(f"{window.slowdown:.2f}" for window in result.windows)
-    took = f"batches took {slow} times as long as fitted"
-    launches = [window.launch_slowdown for window in result.windows]
-    if any(launches):
-        slow_launches = ", ".join(f"{one:.2f}" if one else "unknown" for one in launches)
-        took = f"passes took {slow} times as long as fitted on the GPU, launches {slow_launches}"
-    note(f"before the windows, {took}; the predictions include that")
-    for number, window in enumerate(result.windows, start=1):
-        if window.cache:
-            note(f"window {number}: {window.cache.text()}")
-        if window.front_by_passes_s is not None:
-            front, ttft = (
-                seconds(each) for each in (window.front_by_passes_s, window.measured["ttft_mean_s"])
-            )
-            note(f"window {number}: {front} of the TTFT of {ttft} were the front's, by its passes")
-        elif window.passes:
-            note(f"window {number}: --server-passes has none of its passes: is it this server's?")
-    failed = sum(window.failed for window in result.windows)
-    refused = sum(window.refused for window in result.windows)
-    if failed:
-        note(f"{failed:,} requests failed")
-    if refused:
-        note(f"of these {refused:,} were refused for load; the prediction serves every request")

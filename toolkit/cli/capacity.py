@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from toolkit.catalogue.gpus import gpu_words
@@ -57,7 +58,6 @@ from toolkit.tuning.parallel import ONE_SIZE, on_gpus
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
-    from toolkit.sim.conditions import ServerConditions
     from toolkit.traces.types import Trace
     from toolkit.tuning.capacity import Capacity
     from toolkit.tuning.deployments import Deployment, Measured
@@ -196,7 +196,7 @@ def command(args: CapacityOptions) -> None:
             tuning=own,
             policies=names_in(args.policies) or (),
             routers=names_in(args.routers) or (),
-            conditions=seen,
+            slowdown=seen,
         )
         deployments += _also(args, one, changed, seen)
     if args.lost:
@@ -259,9 +259,7 @@ def _note_counts(found: Sequence[Measured]) -> None:
                 note_other_count(f"{name} was measured", deployment.fit, count)
 
 
-def _also(
-    args: CapacityOptions, one: Rated, recipe: Recipe, seen: ServerConditions
-) -> list[Deployment]:
+def _also(args: CapacityOptions, one: Rated, recipe: Recipe, seen: float) -> list[Deployment]:
     """The recipe with each change of --also. `InputError` as `RecipeChange.parsed` and
     `changed_deployment`.
     """
@@ -274,24 +272,22 @@ def _also(
     return [changed_deployment(recipe, one.found.fit, change, compute, seen) for change in changes]
 
 
-def _seen(args: CapacityOptions, recipes: Sequence[object]) -> ServerConditions:
-    """The conditions of --bench; without it, as fitted."""
-    from toolkit.bench.predict import conditions_of
+def _seen(args: CapacityOptions, recipes: Sequence[object]) -> float:
+    """Return the slowdown that --bench found, the geometric mean of several; without it, 1."""
+    from toolkit.bench.predict import slowdown_of
     from toolkit.files.bench import BenchReport, took_text
-    from toolkit.sim.conditions import AS_FITTED, mean_conditions
 
     if not args.bench:
-        return AS_FITTED
+        return 1.0
     if len(recipes) > 1:
         raise InputError(
             f"--bench: it is of one server, and {len(recipes)} recipes are given",
             "give one recipe with --bench",
         )
-    each = [conditions_of(read_file(BenchReport, path)) for path in args.bench]
-    seen = mean_conditions(each)
+    slowdown = geometric_mean(slowdown_of(read_file(BenchReport, path)) for path in args.bench)
     files = ", ".join(str(path) for path in args.bench)
-    note(f"by {files}: {took_text(seen.slowdown, seen.launch_slowdown, 'take')}")
-    return seen
+    note(f"by {files}: {took_text(slowdown, 'take')}")
+    return slowdown
 
 
 def _recipes(args: CapacityOptions) -> list[Rated]:

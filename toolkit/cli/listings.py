@@ -1,10 +1,7 @@
-"""`llmctl doctor`, `recipes`, `policies` and `schema`: what this machine and this version of llmctl
-have.
-"""
+"""`llmctl doctor`, `recipes` and `policies`: what this machine and this version of llmctl have."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,7 +14,6 @@ from toolkit.cli.output import aligned, emit, paragraph, table
 from toolkit.errors import EngineError
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, shipped_fit
-from toolkit.files.recipe import recipe_schema
 from toolkit.files.shipped import load_recipe, shipped_names
 from toolkit.sched.catalogue import ABOUT
 
@@ -116,7 +112,7 @@ def policies(as_json: JsonOption = False) -> None:
     """List the policies: what each does, which paper or system describes it, and which engines run
     it.
 
-    A policy that needs the future runs in simulations only. `llmctl docs explanation/policies` has
+    A policy that needs the future runs in simulations only. docs/explanation/policies.md has
     the details and the parameters.
     """
     from toolkit.sched.policies import KNOWN, engines_for
@@ -133,10 +129,3 @@ def policies(as_json: JsonOption = False) -> None:
     groups[SIMULATED] = groups.pop(SIMULATED)  # it is the last one
     heads = ("policy", "what it does", "described by")
     emit(as_json, {"policies": lines}, lambda: _show_groups(heads, groups))
-
-
-def schema(as_json: JsonOption = False) -> None:
-    """Print the JSON Schema of recipes, which is also in recipes/recipe.schema.json; --json prints
-    it on one line.
-    """
-    print(json.dumps(recipe_schema(), indent=None if as_json else 2))

@@ -1,7 +1,7 @@
 """`llmctl`: the table of commands, and where errors become exit codes.
 
-`llmctl --help` lists the commands from the table below and imports none of them, which keeps it
-fast; a command's module is imported when the command is called.
+`llmctl --help` lists the commands from the table below, by groups, and imports none of them, which
+keeps it fast; a command's module is imported when the command is called.
 """
 
 from __future__ import annotations
@@ -40,53 +40,54 @@ class CommandEntry:
     module: str = ""
 
 
-COMMANDS = {
-    "doctor": CommandEntry(
-        "Check this machine, and whether it can run a recipe.", module="listings"
-    ),
-    "recipe": CommandEntry("Make a recipe for a model and a GPU; list those that are known."),
-    "profile": CommandEntry(
-        "Measure an engine: prefill, decode, slices and the memory edge.",
-        "the points measured so far are kept; the same command resumes",
-    ),
-    "fit": CommandEntry("Fit the laws of time and memory to a profile.", module="profile"),
-    "tune": CommandEntry(
-        "Search the scheduler's settings on a trace, with the simulator.",
-        "finished trials are kept beside the result; the same command resumes",
-    ),
-    "render": CommandEntry("Write the plan that `serve` starts, and explain every value."),
-    "serve": CommandEntry(
-        "Start a server with OpenAI's API, N workers and one scheduler.", "the server has stopped"
-    ),
-    "set": CommandEntry(
-        "Show or change the settings of a running vLLM, between two passes.", module="settings"
-    ),
-    "bench": CommandEntry("Replay a trace against a server, measured beside predicted."),
-    "validate": CommandEntry(
-        "Compare a plan's predictions with the server that runs it.", module="bench"
-    ),
-    "report": CommandEntry("Write an offline HTML page: fit, tuning, validation, plan."),
-    "simulate": CommandEntry("Simulate a trace under a policy with fitted laws, without a model."),
-    "capacity": CommandEntry(
-        "Find the highest rate at which all targets hold, what it costs, how many GPUs.",
-        "nothing is kept; the same command begins anew",
-    ),
-    "compare": CommandEntry("Compare policies on one trace: a table, and plots."),
-    "trace": CommandEntry("Inspect, convert, generate and record traces."),
-    "vllm-check": CommandEntry(
-        "Compare the installed vLLM with what llmctl knows of it.", module="vllm_check"
-    ),
-    "demo": CommandEntry(
-        "Run all steps on this machine: profile, fit, tune, serve, bench.",
-        "finished stages are kept in the output folder",
-    ),
-    "recipes": CommandEntry("List the recipes that ship.", module="listings"),
-    "policies": CommandEntry(
-        "List the policies: what each does, and which engines run it.", module="listings"
-    ),
-    "schema": CommandEntry("Print the JSON Schema of recipes.", module="listings"),
-    "docs": CommandEntry("Print a page of the documentation, or list its pages."),
+GROUPS = {
+    "The workflow: each step writes a file that the next one reads": {
+        "recipe": CommandEntry("make a recipe for a model and a GPU; list those that are known"),
+        "profile": CommandEntry(
+            "measure an engine: prefill, decode, slices, the memory edge",
+            "the points measured so far are kept; the same command resumes",
+        ),
+        "fit": CommandEntry("fit the laws of time and memory to a profile", module="profile"),
+        "tune": CommandEntry(
+            "search the scheduler's settings on a trace, with the simulator",
+            "finished trials are kept beside the result; the same command resumes",
+        ),
+        "render": CommandEntry("write the plan that `serve` starts, and files to deploy it"),
+        "serve": CommandEntry(
+            "start a server with OpenAI's API, N workers and one scheduler",
+            "the server has stopped",
+        ),
+        "bench": CommandEntry("replay a trace against a server, measured beside predicted"),
+        "report": CommandEntry("write an offline HTML page: fit, tuning, benches, plan"),
+    },
+    "Questions": {
+        "simulate": CommandEntry("policies, routers and rates on a trace, without a model"),
+        "capacity": CommandEntry(
+            "the highest rate at which all targets hold, its cost, the GPUs",
+            "nothing is kept; the same command begins anew",
+        ),
+        "doctor": CommandEntry("what this machine has and a recipe lacks", module="listings"),
+        "vllm-check": CommandEntry(
+            "the installed vLLM beside what llmctl knows of it", module="vllm_check"
+        ),
+        "recipes": CommandEntry("the recipes that ship", module="listings"),
+        "policies": CommandEntry(
+            "the policies: what each does, which engines run it", module="listings"
+        ),
+    },
+    "A running server": {
+        "set": CommandEntry("show or change its settings, between two passes", module="settings"),
+    },
+    "Traces": {
+        "trace": CommandEntry("inspect, convert, generate and record traces"),
+    },
 }
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+
+
+ABOUT = """\
+Measure an LLM engine, fit its time and memory, find the scheduler settings that
+serve your traffic best, and start exactly that."""
 
 
 class LazyGroup(TyperGroup):
@@ -99,6 +100,15 @@ class LazyGroup(TyperGroup):
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name].help)
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        width = max(map(len, COMMANDS))
+        lines = ["Usage: llmctl COMMAND [OPTIONS]", ABOUT]
+        for title, group in GROUPS.items():
+            lines.append(title)
+            lines += [f"  {name:<{width}}  {entry.help}" for name, entry in group.items()]
+        lines.append("Options: --version, --install-completion, --show-completion; COMMAND --help")
+        formatter.write("\n".join(lines))
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[Any, Any, list[str]]:  # type: ignore[override]
         known = self.list_commands(ctx)
@@ -187,12 +197,7 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Measure an LLM engine, fit its time and memory, find the scheduler settings that serve your
-    traffic best, and start exactly that.
-
-    `profile` writes profile.json, `fit` fit.json, `tune` tuning.json, `render`
-    plan.json; `serve` starts what plan.json says.
-    """
+    """The options before a command."""
 
 
 def run(args: Sequence[str] | None = None) -> None:

@@ -331,7 +331,7 @@ def put_trace(trace: Trace, out: Path, as_json: bool, added: int | None = None) 
 
 
 # Plots: for the terminal as plain text (bars, curves of one letter each, and points), and for
-# `llmctl compare --png` with matplotlib, of the extra `plot`.
+# `llmctl simulate --png` with matplotlib, of the extra `plot`.
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 ROWS = 12

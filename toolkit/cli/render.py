@@ -25,7 +25,7 @@ from toolkit.cli.basis import (
     FoundFit,
     accept,
     analytic_notes,
-    find_validation,
+    find_bench,
     note_found,
     plan_from,
 )
@@ -61,8 +61,7 @@ class RenderOptions:
     settings: SetOption = None
     target: str | None = option(
         None,
-        "Write files for local, systemd, compose, kubernetes or vllm; see "
-        "llmctl docs how-to/deploy.",
+        "Write files for local, systemd, compose, kubernetes or vllm; see docs/how-to/deploy.md.",
         metavar="TARGET",
         autocompletion=arguments.rendered_targets,
     )
@@ -180,7 +179,7 @@ def command(args: RenderOptions) -> None:
 
 
 def _plan(args: RenderOptions) -> tuple[Plan, Path]:
-    """The plan, read or made, and the file beside which its validation may lie: the plan's own, or
+    """The plan, read or made, and the file beside which its bench may lie: the plan's own, or
     as `plan_from`. `InputError` for arguments that contradict each other.
     """
     source = args.source
@@ -232,8 +231,8 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     elif order.trace is None and ttft_targets(plan.recipe):
         lengths = f"computed for the lengths of {default_trace(plan.recipe)}"
         note(f"no --trace was given: the number that may wait is {lengths}")
-    if order.validation:
-        note(order.validation.summary())
+    if order.bench:
+        note(order.bench.summary())
     note(f"the head of {folder / next(iter(files))} says how to start the server")
 
 
@@ -255,7 +254,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
                 if existing.is_file() and not differences(read_file(Plan, existing), plan):
                     text = existing.read_text(encoding="utf-8")
     fit = plan.inputs.get("fit")
-    validation = find_validation(near, fit.sha256) if fit else None
+    bench = find_bench(near, fit.sha256) if fit else None
     options = Options(
         image=args.image,
         namespace=args.namespace,
@@ -277,4 +276,4 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
     path = trace_path(args.trace) if args.trace else tuned_trace(plan, folders)
     trace = read_trace(path)[0] if path else None
-    return Order(plan, text, options, validation, trace)
+    return Order(plan, text, options, bench, trace)

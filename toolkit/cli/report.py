@@ -34,7 +34,7 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML page about a recipe: the verdict first, then benches, validation, tuning, fit
+    """Write one HTML page about a recipe: the verdict first, then benches, tuning, fit
     and plan.
 
     Files of `llmctl bench --out` are found by their contents. The page needs no network and runs no

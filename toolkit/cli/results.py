@@ -1,4 +1,4 @@
-"""What `simulate --json` and `compare --json` print, version 1.
+"""What `simulate --json` prints of one run and of several, version 1.
 
 Keys may be added within a version; removing or renaming a key, or changing its meaning, makes the
 next version. docs/reference/simulation.md lists the keys, and a test compares that page with
@@ -17,17 +17,18 @@ from toolkit.files.tuning import ParameterValue
 
 
 class Simulation(BaseModel):
-    """`simulate --json`: these keys, and every metric as a number with its unit in its name."""
+    """One run: these keys, and every metric as a number with its unit in its name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, float] = Field(init=False)
 
     schema_version: Literal[1] = 1
     policy: str = Field(description="its name")
+    router: str | None = Field(description="before replicas; null: none")
     parameters: dict[str, ParameterValue] = Field(
         description="all parameters of the policy, defaults included"
     )
-    workers: int = Field(description="of the server")
+    workers: int
     seed: int = Field(description="of the draws")
     sla: dict[str, float] = Field(
         description="targets in seconds, of --sla, or of the tuning or the recipe"
@@ -42,9 +43,10 @@ class Simulation(BaseModel):
 
 
 class ComparedRun(Strict):
-    """One policy at one rate."""
+    """One policy before one router at one rate."""
 
     policy: str = Field(description="its name")
+    router: str | None = Field(description="before replicas; null: none")
     parameters: dict[str, ParameterValue] = Field(
         description="all parameters of the policy, defaults included"
     )
@@ -54,11 +56,14 @@ class ComparedRun(Strict):
     servable: bool = Field(description="false: the fit's engine cannot run the policy")
     refusal: str | None = Field(description="why the engine cannot run it; null where it can")
     problem: str = Field(description="why there are no metrics; empty where there are")
+    verdict: Literal["kept", "broken", "overloaded"] | None = Field(
+        description="as of one run; null without targets or metrics"
+    )
     metrics: dict[str, float] = Field(description="every metric, with its unit in its name")
 
 
 class Comparison(Strict):
-    """`compare --json`."""
+    """Several runs."""
 
     schema_version: Literal[1] = 1
     sla: dict[str, float] = Field(
@@ -66,7 +71,7 @@ class Comparison(Strict):
     )
     trace: Requests = Field(description="which requests were simulated")
     concurrency: int = Field(description="requests at once, --concurrency; 0: they came by time")
-    workers: int = Field(description="of the server")
+    workers: int
     seed: int = Field(description="of the draws")
     interrupted: bool = Field(description="true: Ctrl-C ended it, and runs are missing")
     runs: list[ComparedRun] = Field(

@@ -1,4 +1,4 @@
-"""What `simulate` and `compare` run: a trace, laws, and the settings of one or more policies.
+"""What `simulate` runs: a trace, laws, and the settings of one or more policies and routers.
 
 `open_stage` reads the files and finds the settings: the command line's, else those that a tuning
 recommends, else the recipe's own, which `tune` judges first. `Stage.contenders` gives each policy
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from toolkit.sched.types import Refusal
     from toolkit.sim.world import World
     from toolkit.traces.types import Trace
+
+
+ALL = "all"  # of policies, or of routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +156,11 @@ class OwnSettings:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A policy, and the world that it runs in."""
+    """A policy, and the world that it runs in; `router` is the one before its replicas, or ''."""
 
     policy: AnyPolicy
     world: World
+    router: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +200,15 @@ class Stage:
         built_in = [name for name in usual_policies(self.fit) if name in BUILT_IN]
         return built_in[0] if built_in else PolicySpec().name
 
-    def policies(self, named: Sequence[str], usual: Sequence[str]) -> Sequence[str]:
-        """The policies to simulate: the `named` ones, else the `usual` ones. Tuned servers behind a
-        router run no policy but their own. `InputError` where the tuning's policy is not `named`.
+    def policies(self, named: Sequence[str]) -> Sequence[str]:
+        """Return the policies to simulate: the `named` ones, else the own one; "all" stands for the
+        own one and all that need no future. Raises InputError where the tuning's policy is not
+        among them.
         """
+        from toolkit.sim.api import usual_policies
+
+        if ALL in named:
+            named = list(dict.fromkeys([self.own_policy, *usual_policies(self.fit)]))
         tuned = self.tuning.recommended if self.tuning else None
         if tuned and named and tuned.policy not in named:
             raise InputError(
@@ -207,15 +216,46 @@ class Stage:
                 f"simulate: {', '.join(named)}",
                 f"name {tuned.policy}, or leave --tuning out",
             )
-        if tuned and tuned.replica_router and not named:
-            return [tuned.policy]
-        return named or usual
+        return named or [self.own_policy]
 
-    def contenders(self, names: Sequence[str]) -> list[Contender]:
-        """The policies of these names, each with the world that it runs in; print what the recipe
-        gave. A router is only before a policy that is built into an engine.
+    def contenders(self, names: Sequence[str], routers: Sequence[str] = ()) -> list[Contender]:
+        """Return the policies of these names, each with the world that it runs in; print what the
+        recipe gave. A router is only before a policy that is built into an engine.
 
-        Raises `InputError` for an unknown policy, and for settings that cannot be.
+        Args:
+            routers: each of them is before such a policy in turn; none: the one of the settings.
+
+        Raises InputError for an unknown policy or router, and for settings that cannot be.
+        """
+        from toolkit.routing.routers import ROUTERS
+        from toolkit.sched.policies import BUILT_IN
+
+        routers = list(ROUTERS) if ALL in routers else routers
+        if routers and not BUILT_IN.keys() & names:
+            raise InputError(
+                f"--router {routers[0]}: policy '{names[0]}' is one scheduler for all workers",
+                f"leave it out, or simulate the policy '{next(iter(BUILT_IN))}'",
+            )
+        found: list[Contender] = []
+        for router in routers or [""]:
+            others = set(routers) - {router}
+            given = {k: v for k, v in self.given.items() if k.partition(".")[0] not in others}
+            if router:
+                given["replica_router"] = router
+            # without a router of its own, a policy runs once
+            here = [one for one in names if one in BUILT_IN or router in ("", *routers[:1])]
+            found += self._before(here, given, tell=not found)
+        return found
+
+    def _before(
+        self,
+        names: Sequence[str],
+        given: Mapping[str, Value],
+        *,
+        tell: bool,
+    ) -> list[Contender]:
+        """Return these policies before one router, with the settings `given`; if `tell`, print what
+        the recipe gave.
         """
         from toolkit.sched.policies import BUILT_IN
         from toolkit.sim.world import assign_settings, check_capacity, policy_for
@@ -223,18 +263,22 @@ class Stage:
         front: Mapping[str, Value] = {}
         own: Mapping[str, Value] | None = None  # the recipe's policy is not among them
         if self.own and BUILT_IN.keys() & names:
-            front = self.own.front(self.given)
+            front = self.own.front(given)
         if self.own and self.own_policy in names:
-            own = self.own.parameters(self.given)
-        of_world, of_policy = assign_settings(names, {**front, **(own or {}), **self.given})
-        of_others = {k: v for k, v in of_world.items() if k in self.given or k not in front}
+            own = self.own.parameters(given)
+        of_world, of_policy = assign_settings(names, {**front, **(own or {}), **given})
+        chosen = {**given, **front}
+        of_others = {k: v for k, v in of_world.items() if k in self.given or k not in chosen}
         found = []
         for name in names:
             settings = of_world if name in BUILT_IN else of_others
             world = self._world(settings)
             check_capacity(settings, world, self.trace)
-            found.append(Contender(policy_for(self.fit, name, of_policy[name]), world))
-        self._note_recipe(front, own)
+            router = world.routing.router.name if world.routing and name in BUILT_IN else ""
+            policy = policy_for(self.fit, name, of_policy[name])
+            found.append(Contender(policy, world, router))
+        if tell:
+            self._note_recipe(front, own)
         return found
 
     def _note_recipe(self, front: Mapping[str, Value], own: Mapping[str, Value] | None) -> None:

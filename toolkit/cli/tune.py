@@ -189,10 +189,6 @@ class TuneOptions:
         metavar="URL",
     )
     minutes: float = _running(10.0, "Measure for so long.", min=0.1)
-    server_passes: Path | None = _running(
-        None,
-        "The server's --pass-log, on this machine: the law is fitted again from its passes.",
-    )
     plan_out: Path = _running(
         Path("live-plan.json"), "Write the plan that starts with the best settings to this file."
     )

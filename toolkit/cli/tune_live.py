@@ -18,7 +18,7 @@ from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.settings import control_of
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable, digest, head, read_file, write_file
-from toolkit.files.live import LiveTuning, PredictionError
+from toolkit.files.live import LiveTuning
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
 from toolkit.units import seconds
@@ -26,7 +26,6 @@ from toolkit.units import seconds
 if TYPE_CHECKING:
     from toolkit.cli.tune import TuneOptions
     from toolkit.live.search import LiveSearch
-    from toolkit.sim.world import World
 
 OUT = Path("tuning.json")  # the default of `llmctl tune`, which has another form
 LIVE_OUT = Path("live-tuning.json")
@@ -114,7 +113,6 @@ def tune_live(args: TuneOptions) -> None:
             journal=journal,
             note=note,
             advanced=lambda text: advance(text=text),
-            refit=lambda: _refitted(args, plan, world),
         )
         try:
             search.run()
@@ -140,26 +138,9 @@ def _plan(args: TuneOptions) -> Plan:
     return plan_from(args.recipe, args.fit, None, force=args.force)[0]
 
 
-def _refitted(args: TuneOptions, plan: Plan, world: World) -> World | None:
-    """The world by the passes that the server has made by now; None where they are not known or
-    show too little.
-    """
-    from toolkit.backends.vllm.from_log import read_passes
-    from toolkit.live.law import refitted
-
-    if args.server_passes is None:
-        return None
-    try:
-        return refitted(plan.recipe, world, read_passes(args.server_passes))
-    except InputError as error:
-        note(f"the law is not fitted again: {error.message}")
-        return None
-
-
 def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object) -> LiveTuning:
-    """The result, with the law fitted again; the server gets the best settings if they are sure."""
+    """Return the result; the server gets the best settings if they are sure."""
     from toolkit.live.search import prediction_error, restart_gain
-    from toolkit.live.space import policy_of
     from toolkit.traces.windows import mean_rate
 
     trials = [trial for trial in search.trials if trial.first is not None]
@@ -172,18 +153,10 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
         sure = gain.low_percent > 0.0
     if sure:
         search.finish(chosen)
-    again: PredictionError | None = None
-    world = search.refit()
-    if world is not None:
-        for trial in trials:
-            policy = policy_of(search.planned, trial.settings)
-            trial.refitted = search.bursts.predict(0, policy, world)
-        again = prediction_error([(t.refitted, t.first) for t in trials if t.refitted and t.first])
     state = search.control.get()
     highs = {one.name: int(one.high or 0) for one in state.settings}
-    used = world or search.world
     has_now = chosen if sure else search.start
-    restart = restart_gain(search.bursts, search.planned, has_now, highs, used)
+    restart = restart_gain(search.bursts, search.planned, has_now, highs, search.world)
     assert isinstance(made_from, dict)
     return LiveTuning.model_validate(
         {
@@ -203,7 +176,6 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
             "applied": sure,
             "trials": [trial.described() for trial in trials],
             "prediction": prediction_error([(t.predicted, t.first) for t in trials if t.first]),
-            "refitted": again,
             "restart": restart,
         }
     )
@@ -220,12 +192,11 @@ def _show(result: LiveTuning) -> None:
             trial.rounds,
             trial.first.goodput_rps,
             trial.predicted.goodput_rps,
-            trial.refitted and trial.refitted.goodput_rps,
         ]
         for number, trial in enumerate(ranked[:SHOWN], start=1)
     ]
     columns = ["", *(f">{SHORT.get(name, name)}" for name in names)]
-    columns += [">rounds", ">goodput", ">predicted", ">refitted"]
+    columns += [">rounds", ">goodput", ">predicted"]
     spent = f"{len(result.trials)} settings in {result.bursts} bursts, {seconds(result.spent_s)}"
     table(columns, rows, f"{spent}: goodput of the first burst, requests/s")
     gain = result.gain
@@ -241,11 +212,9 @@ def _show(result: LiveTuning) -> None:
         print("no gain is sure: the server has the settings of before")
         if result.best != result.start:
             print(f"the best so far, which longer --minutes may confirm: {words}")
-    errors = {"as fitted": result.prediction, "by its own passes": result.refitted}
-    for name, error in errors.items():
-        if error is not None:
-            off = f"TTFT {error.ttft_percent:.0f} %, E2E {error.e2e_percent:.0f} % off (median)"
-            print(f"predictions {name}: {off}, rank correlation {error.rank_correlation:.2f}")
+    error = result.prediction
+    off = f"TTFT {error.ttft_percent:.0f} %, E2E {error.e2e_percent:.0f} % off (median)"
+    print(f"predictions: {off}, rank correlation {error.rank_correlation:.2f}")
     if result.restart is not None:
         wider = ", ".join(f"{name}={value}" for name, value in result.restart.settings.items())
         print(f"a restart with {wider} would add {result.restart.percent:.1f} % (predicted)")

@@ -168,7 +168,7 @@ def check_engines(devices: Devices) -> list[Check]:
         and any(_is_wanted(gpu, one.hardware) for gpu in devices.gpus)
     ]
     text = f"vLLM serves the most from this GPU; its recipes: {', '.join(names)}"
-    remedy = "llmctl doctor RECIPE says what is missing; see llmctl docs how-to/vllm"
+    remedy = "llmctl doctor RECIPE says what is missing; see docs/how-to/vllm.md"
     notes = [Check("engine", "note", text, remedy)] if names else []
     return [*_without_engines(), *notes]
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from toolkit.deploy.plan import LIMITS
 from toolkit.errors import InputError
-from toolkit.files.bench import Validation
+from toolkit.files.bench import BenchReport
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import NAME_PATTERN, VALUE_PATTERN
 from toolkit.files.tuning import breaks, broken
@@ -174,14 +174,14 @@ class Options:
 class Order:
     """A plan with everything that a target may need.
 
-    `text` is the plan's file. `validation` has the errors of the fit's
+    `text` is the plan's file. `bench` has the errors of the fit's
     predictions, if they were measured. `trace` is the traffic for the autoscaling threshold.
     """
 
     plan: Plan
     text: str
     options: Options = field(default_factory=Options)
-    validation: Validation | None = None
+    bench: BenchReport | None = None
     trace: Trace | None = None
 
     @property

@@ -23,6 +23,7 @@ import numpy as np
 from toolkit.deploy.order import Order, Sourced
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
+from toolkit.files.bench import HELD_TO
 from toolkit.files.io import digest
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import DTYPE_BYTES, Recipe, ServeSpec, TuneSpec
@@ -49,7 +50,7 @@ SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloa
 MAX_BACKLOG = 4096  # requests: no server needs a longer queue
 STEPS = 8  # between a rate and twice it: 9 % each
 MAX_OCTAVES = 10  # a rate is tried up to 1,024 times the trace's own, and down to a 1,024th
-# Percent by which a prediction may be off: without a validation, and the least.
+# Percent by which a prediction may be off: without a bench, and the least.
 USUAL_ERROR = 25
 MIN_ERROR = 10
 
@@ -78,10 +79,11 @@ def drain_s(order: Order) -> Sourced[int]:
 
 def margin_percent(order: Order) -> Sourced[int]:
     """Percent by which predictions of this fit may be off: at most as measured, if it was."""
-    if order.validation is None:
-        return Sourced(USUAL_ERROR, "the fit's predictions are not validated")
-    worst = max((abs(metric.worst_percent) for metric in order.validation.metrics), default=0.0)
-    why = f"the worst error of the fit's validation, at least {MIN_ERROR} %"
+    if order.bench is None:
+        return Sourced(USUAL_ERROR, "no bench has measured the fit's predictions")
+    errors = {row.metric: abs(row.error_percent or 0.0) for row in order.bench.compared}
+    worst = max((errors.get(metric, 0.0) for metric in HELD_TO), default=0.0)
+    why = f"the worst error in the fit's bench, at least {MIN_ERROR} %"
     return Sourced(max(math.ceil(worst), MIN_ERROR), why)
 
 

@@ -223,27 +223,13 @@ class PipelineLaw:
         """Seconds from the end of a pass that nothing overlaps to the next: in its launch."""
         return 0.0
 
-    def times(self, factor: float, launch_factor: float | None = None) -> PipelineLaw:
-        """The law of a GPU that takes `factor` times as long, and of launches that take
-        `launch_factor` times as long (None: `factor`).
-        """
-        launches = factor if launch_factor is None else launch_factor
-        changed = {name: factor * getattr(self, name) for name in GPU_COEFFICIENTS}
-        changed |= {name: launches * getattr(self, name) for name in LAUNCH_COEFFICIENTS}
-        return replace(self, **changed)
+    def times(self, factor: float) -> PipelineLaw:
+        """Return the law of passes that take `factor` times as long, launches and GPU alike."""
+        return replace(self, **{name: factor * getattr(self, name) for name in COEFFICIENTS})
 
 
 _OTHERS: Final = ("graphs", "spread", "experts", "experts_per_token")
 COEFFICIENTS: Final = tuple(each.name for each in fields(PipelineLaw) if each.name not in _OTHERS)
-LAUNCH_COEFFICIENTS: Final = (
-    "graph_s",
-    "graph_row_s",
-    "piece_s",
-    "piece_row_s",
-    "eager_s",
-    "eager_chunk_s",
-)
-GPU_COEFFICIENTS: Final = tuple(name for name in COEFFICIENTS if name not in LAUNCH_COEFFICIENTS)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

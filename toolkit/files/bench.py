@@ -1,7 +1,6 @@
-"""bench.json and validation.json: measurements of a replayed trace, each with its prediction.
+"""bench.json: what `llmctl bench` measured of a running server, beside the plan's prediction.
 
-bench.json is about one replay against a server. validation.json compares a plan's predictions
-with measurements on several windows of a trace. All errors are 100 (predicted / measured - 1).
+All errors are 100 (predicted / measured - 1).
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from pydantic import Field
 from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.units import bracketed, seconds
 
-SUMMARY_METRICS = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # of a validation, in one line
+BENCH = "bench.json"  # the usual name; it lies beside the plan
+HELD_TO = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")  # by --max-error
+SUMMARY_METRICS = ("throughput_rps", "ttft_mean_s", "e2e_mean_s")  # of a report, in one line
 SAME_RATE = 0.02  # request rates that differ by a smaller share are equal: people round them
-
-
 LATE_SHARE = 0.1  # of the measured mean latency that the client's own delay may reach
 LEAST_LATE_S = 0.005  # a smaller delay is never too much: a busy loop of Python has it
 NOT_SERVERS = "not the server's figures"
@@ -57,38 +56,20 @@ class ClientTimes(Strict):
         )
 
 
-class Front(Strict):
-    """Mean delay in seconds from the server's driver to the client, arrivals included."""
-
-    first_s: float  # of first tokens
-    last_s: float  # of last tokens
-
-
-def took_text(slowdown: float, launch_slowdown: float | None, verb: str = "took") -> str:
-    """How long batches take against the fit, in words."""
-    if launch_slowdown is None:
-        return f"batches {verb} {slowdown:.2f} times as long as fitted"
-    launches = f"their launches {launch_slowdown:.2f} times"
-    return f"passes {verb} {slowdown:.2f} times as long as fitted on the GPU, {launches}"
+def took_text(slowdown: float, verb: str = "took") -> str:
+    """Say how long batches take beside the fit."""
+    return f"batches {verb} {slowdown:.2f} times as long as fitted"
 
 
 class Warmup(Strict):
-    """Batch times of other requests before the replay, measured and predicted by the laws."""
+    """The speed of the server, from other requests before the replay."""
 
     requests: int = Field(description="the first quarter settles the server and is not timed")
-    batch_s: float
-    predicted_batch_s: float
+    batch_s: float = Field(description="measured time of the batches")
+    predicted_batch_s: float = Field(description="time of the same batches by the laws")
     slowdown: float = Field(
-        description="batch_s / predicted_batch_s without the arrivals' cost; the prediction "
-        "multiplies every batch time by it. Of passes that overlap: of their work on the GPU"
+        description="batch_s / predicted_batch_s; the prediction multiplies every batch time by it"
     )
-    launch_slowdown: float | None = optional(
-        "the same of the launches of passes that overlap; none: there are none, or not known"
-    )
-    arrival_cost_s: float = Field(
-        0.0, description="what each arriving request adds to every slice that runs then"
-    )
-    front: Front | None = optional("added to every predicted latency; none: it had other clients")
     client: ClientTimes | None = optional("none: nothing was served")
 
 
@@ -99,7 +80,7 @@ class Compared(Strict):
     measured: float | None
     predicted: float | None
     error_percent: float | None
-    as_fitted: float | None = Field(description="predicted without the warm-up's slowdown")
+    as_fitted: float | None = Field(description="predicted without the warm-up's factor")
     as_fitted_error_percent: float | None
 
 
@@ -230,20 +211,14 @@ class BenchReport(Envelope):
     sla: dict[str, float]
     warmup: Warmup | None
     replay_slowdown: float | None = Field(
-        description="as in `warmup`, from the replay's own batches; known afterwards"
-    )
-    replay_launch_slowdown: float | None = optional("as in `warmup`, likewise")
-    replay_arrival_cost_s: float = Field(0.0, description="as in `warmup`, from the replay itself")
-    replay_front: Front | None = optional("as in `warmup`, from the replay itself")
-    predicted_in_hindsight: dict[str, float] = Field(
-        {}, description="with the replay's own slowdown and front, so the rest is the laws' error"
+        description="the slowdown of the replay's own batches, known afterwards; none: not counted"
     )
     scheduling: Scheduling | None = Field(
         description="the server's scheduling time during the replay; only llmctl servers report it"
     )
     measured: dict[str, float]
     predicted: dict[str, float]
-    predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's corrections")
+    predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's factor")
     compared: list[Compared]
     cache: CacheUse | None = optional("none: neither the server nor the prediction has one")
     targets: list[TargetResult] = Field(
@@ -259,99 +234,15 @@ class BenchReport(Envelope):
             return f"in the warm-up {self.warmup.client.text()}"
         return ""
 
-
-class WindowResult(Strict):
-    """One window of a validation, measured and predicted by metric."""
-
-    start_s: float = Field(description="in the scaled trace")
-    end_s: float
-    requests: int
-    failed: int
-    refused: int = Field(
-        0, description="of the failed: for load (HTTP 429, 503), which is not predicted"
-    )
-    slowdown: float = Field(
-        description="measured over fitted batch time, just before the window; 1: not known. Of "
-        "passes that overlap: of their work on the GPU"
-    )
-    launch_slowdown: float | None = optional(
-        "the same of launches of passes that overlap; none: there are none, or not known"
-    )
-    arrival_cost_s: float = Field(
-        0.0, description="what each arrival added to every slice that ran, just before"
-    )
-    front_first_s: float = Field(
-        0.0, description="delay of first tokens from the server's driver to clients, just before"
-    )
-    front_last_s: float = Field(0.0, description="the same delay of last tokens")
-    measured: dict[str, float]
-    predicted: dict[str, float]
-    slowdown_meanwhile: float | None = optional(
-        "as `slowdown`, from the window's own batches, afterwards; none: not known"
-    )
-    launch_slowdown_meanwhile: float | None = optional("as `launch_slowdown`, likewise")
-    passes: str = Field("", description="the file of its passes beside this one; empty: not kept")
-    front_by_passes_s: float | None = optional(
-        "mean time before a first token that no pass explains, by that file; none: not kept"
-    )
-    cache: CacheUse | None = optional("as in bench.json")
-    client: ClientTimes | None = optional("as in bench.json")
-    warmup_client: ClientTimes | None = optional("of the warm-up just before; none: there was none")
-    predicted_in_hindsight: dict[str, float] = Field(
-        {}, description="with that and the window's own front, so the rest is the laws' error"
-    )
-
-
-class MetricError(Strict):
-    """A metric over all windows, measured and predicted."""
-
-    metric: str
-    measured: float = Field(description="mean over the windows")
-    predicted: float
-    error_percent: float = Field(description="of the means")
-    worst_percent: float = Field(description="of the window where it is largest, with its sign")
-
-
-class RequestError(Strict):
-    """A latency compared request by request; errors in percent of the measured values."""
-
-    latency: str
-    median_percent: float = Field(description="signed: half of the requests were predicted lower")
-    median_absolute_percent: float
-    p90_absolute_percent: float
-    requests: int
-
-
-class Validation(Envelope):
-    """validation.json, whole."""
-
-    remake: ClassVar[str] = "llmctl validate PLAN --url URL"
-
-    model: str
-    policy: str
-    notes: list[str] = Field(
-        description="changes to the trace, and whether requests gave their output lengths"
-    )
-    changes: str = Field(
-        "", description="what makes the requests other ones than the trace's; empty: nothing"
-    )
-    windows: list[WindowResult]
-    metrics: list[MetricError]
-    requests: list[RequestError]
-
-    @property
-    def late(self) -> str:
-        """Why this does not count as measured, in words; '' if it does."""
-        for number, window in enumerate(self.windows, start=1):
-            if window.client and window.client.late:
-                return f"window {number}: {window.client.text()}"
-            if window.warmup_client and window.warmup_client.late:
-                return f"in the warm-up of window {number} {window.warmup_client.text()}"
-        return ""
-
     def summary(self) -> str:
-        """One line to show with a prediction."""
-        found = {metric.metric: metric.error_percent for metric in self.metrics}
-        errors = [f"{name} {found[name]:+.1f} %" for name in SUMMARY_METRICS if name in found]
-        windows = f"validated on {len(self.windows)} windows{bracketed(self.changes)}"
-        return f"{windows}, the prediction's errors: {', '.join(errors)}"
+        """Return one line on the prediction's errors; '' where nothing was predicted."""
+        found = {row.metric: row.error_percent for row in self.compared}
+        errors = [
+            f"{name} {error:+.1f} %"
+            for name in SUMMARY_METRICS
+            if (error := found.get(name)) is not None
+        ]
+        if not errors:
+            return ""
+        measured = f"measured with {self.answered:,} requests{bracketed(self.changes)}"
+        return f"{measured}, the prediction's errors: {', '.join(errors)}"

@@ -28,9 +28,6 @@ class LiveTrial(Strict):
     rounds: int = Field(description="how many rounds of the halving it took part in")
     first: BurstFigures = Field(description="of its burst in the first round")
     predicted: BurstFigures = Field(description="of the same burst, before any measurement")
-    refitted: BurstFigures | None = optional(
-        "the same by the law of the server's own passes; none: its log was not given"
-    )
 
 
 class PredictionError(Strict):
@@ -79,6 +76,4 @@ class LiveTuning(Envelope):
     applied: bool = Field(description="whether the server has the best settings now")
     trials: list[LiveTrial]
     prediction: PredictionError
-    refitted: PredictionError | None = optional("by the law of the server's own passes")
     restart: RestartGain | None = optional("none: nothing better is predicted")
-    not_shown: list[str] = Field([], description="terms that the server's passes do not identify")

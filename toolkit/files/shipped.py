@@ -35,11 +35,6 @@ def shipped_templates() -> Path:
     return _shipped("templates")
 
 
-def shipped_docs() -> Path:
-    """The folder of the pages that `llmctl docs` prints."""
-    return _shipped("docs")
-
-
 def _shipped(kind: str) -> Path:
     package = Path(toolkit.__file__).parent
     installed = package / "_data" / kind
@@ -116,12 +111,10 @@ def load_recipe(path: AnyPath) -> Recipe:
             shown = "empty"
         elif isinstance(data, list):
             shown = "a list"
-        hint = "a recipe starts with `name:`; see llmctl docs reference/recipe"
+        hint = "a recipe starts with `name:`; see docs/reference/recipe.md"
         raise InputError(f"{file.name}: {shown}, not a mapping", hint)
     if "model" not in data and {"architectures", "model_type"} & data.keys():
         problem = f"{file.name}: a model's config, not a recipe"
         raise InputError(problem, _made_from(file, str(path)))
     # Validate as JSON: pydantic's strict mode then takes lists for tuples, but not "5" for 5.
-    return validate(
-        Recipe, json.dumps(data), file, "see llmctl docs reference/recipe for every key"
-    )
+    return validate(Recipe, json.dumps(data), file, "see docs/reference/recipe.md for every key")

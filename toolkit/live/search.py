@@ -84,7 +84,6 @@ class TriedSettings:
     measured: list[BurstFigures] = field(default_factory=list)
     gains: list[float] = field(default_factory=list)
     rounds: int = 0
-    refitted: BurstFigures | None = None
 
     @property
     def gain(self) -> float:
@@ -100,7 +99,6 @@ class TriedSettings:
             rounds=self.rounds,
             first=self.first,
             predicted=self.predicted,
-            refitted=self.refitted,
         )
 
 
@@ -152,7 +150,6 @@ class LiveSearch:
     Args:
         planned: the flags that the server was started with.
         budget_s: seconds of all bursts, those of earlier runs of the same search included.
-        refit: the world by the passes that the server has made by now; None: unknown.
     """
 
     control: SettingsClient
@@ -164,7 +161,6 @@ class LiveSearch:
     journal: BurstJournal
     note: Note
     advanced: Callable[[str], None]
-    refit: Callable[[], World | None] = lambda: None
     clock: Callable[[], float] = time.monotonic
     trials: list[TriedSettings] = field(default_factory=list)
     start: Settings = field(default_factory=dict)
@@ -212,10 +208,6 @@ class LiveSearch:
         self._first_round(reference)
         known = [trial for trial in self.trials if trial.first is not None]
         second = _better(known, SECOND_MIN)[: self._time_for(SECOND_SHARE)]
-        world = self.refit()
-        if world is not None:
-            count = max(len(second) // KEPT, 1)
-            second = second[: max(len(second) - count, 1)] + self._new_by(world, space, count)
         self._there_and_back(second, 1)
         third = _better(second, THIRD_MIN)[: self._time_for(THIRD_SHARE)]
         self._there_and_back(third, 2)
@@ -228,7 +220,7 @@ class LiveSearch:
         for settings in drawn(space, POOL, self.seed):
             check()
             if settings not in [trial.settings for trial in pool] and settings != self.start:
-                pool.append(TriedSettings(settings, self._predicted(settings, self.world)))
+                pool.append(TriedSettings(settings, self._predicted(settings)))
         ranked = sorted(pool, key=lambda trial: -trial.predicted.score)
         chosen = ranked[: round(PROPOSED * count)]
         others = [trial for trial in pool if trial not in chosen]
@@ -236,23 +228,8 @@ class LiveSearch:
         order = np.random.default_rng(self.seed).permutation(len(chosen))
         return [chosen[place] for place in order]
 
-    def _new_by(self, world: World, space: Sequence[Dimension], count: int) -> list[TriedSettings]:
-        """Settings that were not tried, the best ones by the law of the server's own passes."""
-        tried = [trial.settings for trial in self.trials]
-        pool = [one for one in drawn(space, POOL, self.seed + 1) if one not in tried]
-        found = [(self._predicted(one, world).score, number) for number, one in enumerate(pool)]
-        new = []
-        for _, number in sorted(found, reverse=True)[:count]:
-            settings = pool[number]
-            trial = TriedSettings(settings, self._predicted(settings, self.world))
-            trial.first = self._burst_if_time(settings, 0)
-            if trial.first is not None:
-                new.append(trial)
-        self.trials += new
-        return new
-
-    def _predicted(self, settings: Settings, world: World) -> BurstFigures:
-        return self.bursts.predict(0, policy_of(self.planned, settings), world)
+    def _predicted(self, settings: Settings) -> BurstFigures:
+        return self.bursts.predict(0, policy_of(self.planned, settings), self.world)
 
     def _first_round(self, reference: BurstFigures) -> None:
         """A burst with each, and one with the start after every few; a line through these is what

@@ -1,1 +1,1 @@
-"""One offline HTML page about a recipe: its verdict, benches, validation, tuning, fit and plan."""
+"""One offline HTML page about a recipe: its verdict, benches, tuning, fit and plan."""

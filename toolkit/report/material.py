@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from toolkit.errors import InputError
-from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport, Validation
+from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, read_file
 from toolkit.files.plan import Plan
@@ -30,7 +30,7 @@ from toolkit.units import counted, number
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
 Basis = tuple[str, str]  # what laws come from: the role of a file and its digest
-ROLES = ("recipe", "profile", "fit", "tuning", "plan", "validation")
+ROLES = ("recipe", "profile", "fit", "tuning", "plan")
 BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # no other workflow file has them all
 MAX_BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
 FACTS = ("Python", "system", "processor", "CPUs", "device", "packages")
@@ -75,7 +75,6 @@ class Material:
     fit: Fit | None = None
     tuning: Tuning | None = None
     plan: Plan | None = None
-    validation: Validation | None = None
     benches: list[BenchResult] = field(default_factory=list)
     sources: list[SourceFile] = field(default_factory=list)
     why: dict[str, str] = field(default_factory=dict)
@@ -141,11 +140,6 @@ def gather(source: str, folder: Path | None = None) -> Material:
     if profile_sha256:
         files.profile = _take(files, Profile, folder / "profile.json", sha256=profile_sha256)
     files.tuning = _take(files, Tuning, folder / "tuning.json", basis)
-    files.validation = _take(files, Validation, folder / "validation.json", basis)
-    if files.validation and files.validation.late:
-        files.why["validation"] = f"validation.json is {NOT_SERVERS}: {files.validation.late}"
-        files.validation = None
-        files.sources.pop()
     _take_benches(files, folder, basis)
     return files
 
@@ -239,7 +233,7 @@ def environment_section(files: Material) -> Section:
         (file.role, file.name, file.date, file.sha256) for file in files.sources
     ]
     section.tables.append(Table("Files", ["role", "name", "date", "sha256"], rows))
-    of_roles = (files.profile, files.fit, files.tuning, files.plan, files.validation)
+    of_roles = (files.profile, files.fit, files.tuning, files.plan)
     by_role: dict[str, Envelope | None] = dict(zip(ROLES[1:], of_roles, strict=True))
     contents = {role: content for role, content in by_role.items() if content is not None}
     shown = {file.sha256 for file in files.sources}

@@ -2,8 +2,8 @@
 
 A section shows its charts before its tables. Tables are folded, except for that of the verdict.
 The verdict comes first: what to run, its predicted results, each target kept or broken, and checks.
-Its badge is the conclusion in one sentence. A value counts as measured where a bench or a
-validation of the shown plan ran at the rate that the plan was tuned for.
+Its badge is the conclusion in one sentence. A value counts as measured where a bench of
+the shown plan ran at the rate that the plan was tuned for.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ from toolkit.report.sections import (
     fit_section,
     plan_section,
     tuning_section,
-    validation_section,
 )
 from toolkit.report.verdict import verdict
 from toolkit.units import number, percent, words
 
 SHOWN_METRICS = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # besides the limits
 CHECKED_METRICS = ("goodput_rps", "throughput_rps", "e2e_mean_s")
-# Windows of a bursty trace have other rates than the whole trace. Within this share of the plan's
-# rate, a validation counts as being at that rate.
-WINDOWS_RATE = 0.2
 NOTABLE_SLOWDOWN = 1.2  # above it, the slow machine is named where a target was broken
 
 
@@ -64,7 +60,7 @@ class Promise:
 
     metrics: Mapping[str, float]
     limits: list[Limit]
-    measured: list[MeasuredTargets]
+    measured: MeasuredTargets | None
 
 
 def summary_section(files: Material) -> Section:
@@ -112,35 +108,26 @@ def _share(limit: Limit) -> float | None:
     return 2.0 if used else 0.0
 
 
-def _judge(limit: Limit, value: float | None) -> Judged | None:
-    """A measured value with its judgement against the limit."""
+def _judge(limit: Limit, bench: MeasuredTargets | None) -> Judged | None:
+    """Return the measured value of a limit with its judgement; None where it was not measured."""
+    value = bench.values.get(limit.name) if bench else None
     if value is None:
         return None
     kept = value <= limit.limit if limit.bound == "at most" else value >= limit.limit
     return Judged(quantity(limit.name, value), kept)
 
 
-def _measured(files: Material) -> list[MeasuredTargets]:
-    """The newest bench and the validation of the shown plan that ran at its rate."""
+def _measured(files: Material) -> MeasuredTargets | None:
+    """Return the newest bench of the shown plan that ran at its rate."""
     rate = files.rate_rps
     sla = files.recipe.sla
-    measured = []
     for bench in files.benches:
         if bench.of_plan and bench.at_rate(rate) and bench.content.sla == sla:
             # Not every target is a metric of a bench.
             targets = {target.target: target.measured_s for target in bench.content.targets}
             every = bench.content.measured | targets
-            measured.append(MeasuredTargets(bench.name, every, bench.content.replay_slowdown))
-            break
-    validation = files.validation
-    if validation is not None and rate and files.is_of_plan(validation):
-        requests = sum(window.requests for window in validation.windows)
-        seconds = sum(window.end_s - window.start_s for window in validation.windows)
-        values = {row.metric: row.measured for row in validation.metrics}
-        at_rate = abs(requests - rate * seconds) <= WINDOWS_RATE * rate * seconds
-        if at_rate and values.keys() & sla.keys():
-            measured.append(MeasuredTargets(files.file_name("validation"), values))
-    return measured
+            return MeasuredTargets(bench.name, every, bench.content.replay_slowdown)
+    return None
 
 
 def _badge(files: Material, promise: Promise | None) -> Badge:
@@ -148,11 +135,11 @@ def _badge(files: Material, promise: Promise | None) -> Badge:
         what = "These settings were not tuned" if files.plan else "Nothing was tuned yet"
         return Badge("open", f"{what}: nothing predicts whether the targets will be kept.")
     missed = broken(promise.limits)
+    bench = promise.measured
     measured = [
-        (limit, source)
-        for source in promise.measured
-        for limit in promise.limits
-        if (judged := _judge(limit, source.values.get(limit.name))) and not judged.kept
+        metric_name(limit.name)
+        for limit in (promise.limits if bench else ())
+        if (judged := _judge(limit, bench)) and not judged.kept
     ]
     if missed:
         texts = []
@@ -163,20 +150,18 @@ def _badge(files: Material, promise: Promise | None) -> Badge:
                 what += f", {number(100 * share)} % of the limit"
             texts.append(what)
         return Badge("broken", f"Not every target is kept, as predicted: {'; '.join(texts)}.")
-    if measured:
-        names = _listed([metric_name(limit.name) for limit, _ in measured])
-        where = _listed(sorted({source.name for _, source in measured}))
-        slow = max((source.slowdown or 0.0 for _, source in measured), default=0.0)
-        text = f"Predicted to keep every target, but the measurement broke {names} ({where})."
-        if slow > NOTABLE_SLOWDOWN:
-            text += f" Batches took {slow:.2f} times as long as fitted."
+    if bench and measured:
+        names = _listed(measured)
+        text = f"Predicted to keep every target, but the measurement broke {names} ({bench.name})."
+        if bench.slowdown and bench.slowdown > NOTABLE_SLOWDOWN:
+            text += f" Batches took {bench.slowdown:.2f} times as long as fitted."
         return Badge("broken", text)
     unpredicted = [metric_name(limit.name) for limit in promise.limits if limit.kept is None]
     if unpredicted:
         return Badge("open", f"Nothing predicts {_listed(unpredicted)}.")
-    if promise.measured:
-        where = _listed([source.name for source in promise.measured])
-        return Badge("kept", f"Every target is kept: as predicted, and as measured ({where}).")
+    if bench:
+        text = f"Every target is kept: as predicted, and as measured ({bench.name})."
+        return Badge("kept", text)
     return Badge("kept", "Every target is kept, as predicted; not measured at this rate yet.")
 
 
@@ -239,50 +224,45 @@ def _checks(files: Material) -> list[str]:
         if content.replay_slowdown:
             text += f"; batches took {content.replay_slowdown:.2f} times as long as fitted"
         texts.append(text)
-    if files.validation is not None:
-        other = "" if files.is_of_plan(files.validation) else " (another plan of the same fit)"
-        texts.append(f"{files.file_name('validation')}{other}: {files.validation.summary()}")
     none = "no running server yet: every number is simulated with the fit"
     return [f"Checked against {text}." for text in texts or [none]]
 
 
 def _table(promise: Promise) -> Table:
     """The shown metrics, then every limit: predicted and, where known, measured."""
-    sources = [f"measured, {source.name}" for source in promise.measured]
+    bench = promise.measured
     rows: list[list[Cell]] = []
     known = {limit.name for limit in promise.limits}
     for key in SHOWN_METRICS:
         if key in promise.metrics and key not in known:
-            values = [promise.metrics[key], *(m.values.get(key) for m in promise.measured)]
+            values = [promise.metrics[key], *([bench.values.get(key)] if bench else [])]
             shown = [None if value is None else quantity(key, value) for value in values]
             rows.append([metric_name(key), "none", *shown])
     for limit in promise.limits:
-        measured = [_judge(limit, m.values.get(limit.name)) for m in promise.measured]
+        measured = [_judge(limit, bench)] if bench else []
         text = limit.prediction()
         kept = limit.kept
         predicted = text if kept is None else Judged(text, kept)
         rows.append([metric_name(limit.name), limit.allowed(), predicted, *measured])
-    columns = ["", "limit", "predicted", *sources]
+    columns = ["", "limit", "predicted", *([f"measured, {bench.name}"] if bench else [])]
     return Table("What it will give", columns, rows, folded=False)
 
 
 def _shares(promise: Promise) -> Figure:
     """The used share of each latency target, predicted and measured."""
+    bench = promise.measured
     shares: dict[str, float] = {}
     titles: dict[str, str] = {}
     for limit in promise.limits:
         if not limit.name.endswith("_s") or limit.predicted is None:
             continue
         values = {"predicted": limit.predicted}
-        for source in promise.measured:
-            if limit.name in source.values:
-                values[f"measured, {source.name}"] = source.values[limit.name]
+        if bench and limit.name in bench.values:
+            values["measured"] = bench.values[limit.name]
         for where, value in values.items():
-            name = f"{metric_name(limit.name)}, {where.partition(',')[0]}"
-            if name not in shares:  # the bench comes first of two measurements
-                shares[name] = 100 * value / limit.limit
-                text = f"{quantity(limit.name, value)}, {limit.allowed()}"
-                titles[name] = f"{metric_name(limit.name)}, {where}: {text}"
+            name = f"{metric_name(limit.name)}, {where}"
+            shares[name] = 100 * value / limit.limit
+            titles[name] = f"{name}: {quantity(limit.name, value)}, {limit.allowed()}"
     svg = bars(shares, " %", limit=100.0, titles=titles)
     return Figure(svg, "used share of each latency target; kept up to the dashed line")
 
@@ -313,7 +293,6 @@ def report(files: Material) -> str:
     sections = [
         summary_section(files),
         bench_section(files),
-        validation_section(files),
         tuning_section(files),
         fit_section(files),
         plan_section(files),

@@ -86,7 +86,6 @@ TITLES = {  # of the sections, by their keys, in their order on the page
     "verdict": "The verdict",
     "capacity": "The curves",
     "bench": "The benches",
-    "validation": "The validation",
     "tuning": "The tuning",
     "fit": "The fit",
     "plan": "The plan",

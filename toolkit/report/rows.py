@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from toolkit.files.bench import BenchReport, Validation
+from toolkit.files.bench import BenchReport
 from toolkit.files.fit import HeldOutError
 from toolkit.files.tuning import Outcome, ParameterValue, Tuning
 from toolkit.units import number, percent
@@ -32,26 +32,6 @@ def compared_rows(replayed: BenchReport) -> list[Row]:
 
 def _error(error_percent: float | None) -> str | None:
     return None if error_percent is None else percent(error_percent)
-
-
-def mean_rows(validation: Validation) -> list[Row]:
-    """Each metric over the windows: measured, predicted, its error, and the worst window's."""
-    rows: list[Row] = []
-    for one in validation.metrics:
-        errors = [percent(one.error_percent), percent(one.worst_percent)]
-        rows.append([one.metric, one.measured, one.predicted, *errors])
-    return rows
-
-
-def request_rows(validation: Validation) -> list[Row]:
-    """Each latency request by request: the median of the errors and of their sizes, and how many
-    requests.
-    """
-    rows: list[Row] = []
-    for one in validation.requests:
-        size = f"{one.median_absolute_percent:.1f} %"
-        rows.append([one.latency, percent(one.median_percent), size, one.requests])
-    return rows
 
 
 def policy_rows(result: Tuning) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The sections about benches, the validation, the tuning, the fit and the plan.
+"""The sections about benches, the tuning, the fit and the plan.
 
 Each `..._section` shows one kind of file. Where the file is missing, the section names the command
 that makes it.
@@ -36,10 +36,8 @@ from toolkit.report.rows import (
     change_rows,
     compared_rows,
     error_cells,
-    mean_rows,
     parallel_rows,
     policy_rows,
-    request_rows,
     settings_of,
 )
 from toolkit.sched.policies import footnote
@@ -400,27 +398,3 @@ def _on_trace(tuning: Tuning) -> list[Table]:
         Table(caption, ["metric", "defaults", "best", "change"], changes),
         Table(named, ["parameter", "default", "best"], settings),
     ]
-
-
-def validation_section(files: Material) -> Section:
-    """The predictions and measurements of `validation.json`, with signed errors."""
-    validation = files.validation
-    if validation is None:
-        lead = "The predictions were not compared with a running server yet."
-        return _missing(files, "validation", lead, "llmctl validate plan.json --url URL")
-    requests = sum(window.requests for window in validation.windows)
-    failed = sum(window.failed for window in validation.windows)
-    lead = (
-        f"{requests:,} requests in {len(validation.windows)} windows of a trace, replayed against "
-        f"{validation.model} with policy '{validation.policy}'; {failed:,} failed."
-    )
-    section = Section("validation", lead, lines=[validation.summary()])
-    errors = {row.metric: row.error_percent for row in validation.metrics}
-    caption = f"the prediction's error, of the means over the windows; {LARGE}"
-    section.figures.append(Figure(bars(errors, " %", large=LARGE_PERCENT), caption))
-    columns = ["metric", "measured", "predicted", "its error", "worst window"]
-    section.tables.append(Table("Means over the windows", columns, mean_rows(validation)))
-    columns = ["latency", "median error", "median absolute error", "requests"]
-    section.tables.append(Table("Request by request", columns, request_rows(validation)))
-    section.lines += [f"Noted: {note}." for note in validation.notes]
-    return section

@@ -175,7 +175,6 @@ class Driver:
         refusal = self.scheduler.submit(submitted, now_s)
         if refusal:
             raise RefusedError(refusal.reason)
-        self.stats.arrived += 1
         active = ActiveRequest(request, output, reply, now_s, predicted)
         self._active.begin(active)
         if request.timeout_s < math.inf:
@@ -230,7 +229,7 @@ class Driver:
             for batch in batches:
                 self.stats.count_start(batch)
                 self.forecast.started(batch)
-            for active in self._activity.launch(batches, self.stats.arrived):
+            for active in self._activity.launch(batches):
                 if math.isnan(active.started_s):
                     active.started_s = now_s
                     self.stats.queue.observe(now_s - active.arrival_s)
@@ -295,8 +294,7 @@ class Driver:
             event.failure,
         )
         law = self.scheduler.workers[event.worker].latency
-        arrived = self.stats.arrived - flight.submitted_before
-        self.stats.count_batch(flight.batch, result, event.steps, now_s, law, arrived)
+        self.stats.count_batch(flight.batch, result, event.steps, now_s, law)
         self._complete(flight, event, result, now_s)
 
     def _round_done(self, event: RoundDone) -> None:
@@ -360,11 +358,11 @@ class WorkerActivity:
         self._resident = [ResidentRows() for _ in range(workers.size)]  # of workers with rounds
         self._just_freed: set[int] = set()
 
-    def launch(self, batches: Iterable[Batch], submitted: int) -> list[ActiveRequest]:
+    def launch(self, batches: Iterable[Batch]) -> list[ActiveRequest]:
         """Send the batches of a tick, and return the requests that begin to run.
 
-        `submitted` is the number of requests submitted so far. A worker that gets no batch stays
-        idle, so its next batch does not follow the last one at once.
+        A worker that gets no batch stays idle, so its next batch does not follow the last one at
+        once.
         """
         started: list[ActiveRequest] = []
         for batch in batches:
@@ -372,7 +370,7 @@ class WorkerActivity:
             follows = batch.worker in self._just_freed
             requests = tuple(self._find(job.request_id) for job in batch.jobs)
             started += requests
-            flight = self.flights[worker] = InFlightBatch(batch, follows, submitted)
+            flight = self.flights[worker] = InFlightBatch(batch, follows)
             if batch.keep_cache:
                 plan = self._resident[worker].begin(batch, self._find)
                 self._workers.run(worker, RunRound(batch.batch_id, plan), batch.estimated_s)

@@ -236,7 +236,6 @@ class InFlightBatch:
 
     batch: Batch
     follows: bool  # it was sent as soon as the worker's last batch had ended
-    submitted_before: int  # requests that had been submitted when it started
     # Of each row of a slice; of a round, `ResidentRows` knows the rows.
     requests: tuple[ActiveRequest, ...] = ()
     received: list[int] = field(default_factory=list)  # tokens

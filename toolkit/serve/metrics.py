@@ -98,9 +98,6 @@ class Exposition:
             name = re.sub("_s$", "_seconds", attribute)
             value = getattr(stats, attribute)
             yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
-        sums = "Sums over slices: measured time, predicted time, arrivals, and their products."
-        name = "llmctl_slice_sums"
-        yield by_label(CounterMetricFamily, name, sums, labels, "of", stats.slice_sums)
         compared = [stats.compared[index] for index in range(len(now.workers))]
         yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
         yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)

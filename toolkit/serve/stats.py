@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations_with_replacement
 
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.rounds import groups_alike
@@ -109,36 +108,6 @@ class LawComparison:
     predicted_s: float = 0.0
 
 
-_SLICE_VALUES = ("due", "took", "expected", "arrived")
-_SLICE_PRODUCTS = {  # by name: due_due, due_took, ...
-    f"{one}_{other}": (one, other) for one, other in combinations_with_replacement(_SLICE_VALUES, 2)
-}
-
-
-class SliceSums(dict[str, float]):
-    """Sums over static batches, by name, from which a reader can estimate what an arrival costs.
-
-    Per batch there are the measured time (`took`), the law's time (`expected`), both in seconds,
-    and the requests that arrived meanwhile (`arrived`). A batch that is late for another reason
-    meets more arrivals. Therefore `due` counts the requests that would have arrived in the law's
-    time at the same rate. The sums of products, such as `took_arrived`, are enough for a linear
-    regression.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys(("batches", *_SLICE_VALUES, *_SLICE_PRODUCTS), 0.0))
-
-    def add(self, took_s: float, expected_s: float, arrived: int) -> None:
-        """Add a batch that has ended well."""
-        due = arrived * expected_s / took_s if took_s > 0.0 else 0.0
-        values = {"due": due, "took": took_s, "expected": expected_s, "arrived": arrived}
-        self["batches"] += 1
-        for name, value in values.items():
-            self[name] += value
-        for name, (one, other) in _SLICE_PRODUCTS.items():
-            self[name] += values[one] * values[other]
-
-
 @dataclass(slots=True)
 class Stats:
     """All counters of one server. Times are in seconds."""
@@ -159,9 +128,7 @@ class Stats:
     generation_tokens: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     within_targets: int = 0  # ended well and met every target, as in `toolkit.metrics.meets_sla`
-    arrived: int = 0  # requests that were submitted
     batches: int = 0
-    slice_sums: SliceSums = field(default_factory=SliceSums)
     # By worker.
     compared: defaultdict[int, LawComparison] = field(
         default_factory=lambda: defaultdict(LawComparison)
@@ -257,12 +224,10 @@ class Stats:
         steps: int,
         now_s: float,
         law: LatencyLaw,
-        arrived: int = 0,
     ) -> None:
         """Count a static batch that has ended, and compare its time with the law.
 
-        `steps` is how many steps it ran, which may be fewer than planned. `arrived` is how many
-        requests were submitted while it ran.
+        `steps` is how many steps it ran, which may be fewer than planned.
         """
         self._count_batch(result.failure, batch.size, batch.input_length + batch.steps)
         if not result.failure and steps:
@@ -270,7 +235,6 @@ class Stats:
             expected_s = law.prefill_s(batch.size, batch.input_length)
             expected_s += law.decode_s(batch.size, batch.input_length, iterations)
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
-            self.slice_sums.add(now_s - batch.started_s, expected_s, arrived)
 
     def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
         """Count a round that has ended. Call this before the scheduler updates the residents."""

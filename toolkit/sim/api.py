@@ -1,18 +1,15 @@
-"""`simulate`: serve a trace under a policy in a world, and `compare` several policies and rates.
+"""`simulate`: serve a trace under a policy in a world.
 
 `simulate` turns a trace into requests, builds the virtual workers of the world (`virtual_workers`),
 drives the scheduler over them (`toolkit.sim.loop`) and returns times and counters. A policy that is
-built into an engine runs in `toolkit.sim.paged_engine` instead. `compare` yields one `PolicyRun`
-after the other, as each is done.
+built into an engine runs in `toolkit.sim.paged_engine` instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
@@ -21,10 +18,8 @@ from toolkit.interrupts import check, held
 from toolkit.metrics import (
     FRONT,
     SERVED,
-    Floats,
     Served,
     behind_percent,
-    latencies,
     sessions_rate_rps,
     sla_ratios,
     summarize,
@@ -32,7 +27,6 @@ from toolkit.metrics import (
 from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.base import Policy
-from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
@@ -40,14 +34,13 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
-from toolkit.sim.loop import Clients, SimulationStalledError, VirtualWorker, collector_off, run
+from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import RoutedRun, Routing
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import NO_DELAY, Intake, SimWorker
+from toolkit.sim.worker import NO_DELAY, SimWorker
 from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import mean_rate, scale_rate
 
 
 @dataclass(slots=True, frozen=True)
@@ -215,9 +208,6 @@ def virtual_workers(
         )
         made = RoundWorker if world.joining is None else SlabWorker
         return [made(index, ledger, setup) for index in range(world.workers)]
-    # at a fixed concurrency, requests arrive between batches
-    arrivals_s = [] if world.concurrency else [request.arrival_s for request in requests]
-    intake = Intake(arrivals_s, world.arrival_cost_s)
     return [
         SimWorker(
             latency,
@@ -225,24 +215,10 @@ def virtual_workers(
             world.runs_out,
             streams=world.streams,
             flush_s=world.flush_s,
-            intake=intake,
             outside=outside,
         )
         for _ in range(world.workers)
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRun:
-    """One policy at one rate. `problem` says why there are no metrics."""
-
-    policy: str
-    parameters: Mapping[str, Value]
-    rate_rps: float  # of arrivals; 0: all come at once, or at a fixed concurrency
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    e2e_s: Floats = field(default_factory=lambda: np.empty(0))  # of the requests that ended
-    refusals: Sequence[Refusal] = ()
-    problem: str = ""
 
 
 def usual_policies(fit: Fit | None) -> list[str]:
@@ -257,29 +233,3 @@ def usual_policies(fit: Fit | None) -> list[str]:
     if fit and caches_of(fit) is not None:
         return built_in
     return [*built_in, *(name for name in POLICIES if name not in ORACLES)]
-
-
-def compare(
-    trace: Trace,
-    policies: Sequence[AnyPolicy],
-    world: World,
-    rates: Sequence[float],
-    sla: Mapping[str, float],
-) -> Iterator[PolicyRun]:
-    """Run each policy at each of `rates` (none: the trace's own), all on the same requests and
-    draws.
-
-    If the simulation of a policy stalls, its run has a `problem`; the others go on.
-    """
-    for scaled in [scale_rate(trace, rate) for rate in rates] or [trace]:
-        for policy in policies:
-            given = parameters(policy)
-            rate = 0.0 if world.concurrency else mean_rate(scaled)
-            try:
-                result = simulate(scaled, policy, world)
-            except SimulationStalledError as error:
-                yield PolicyRun(policy.name, given, rate, problem=error.message)
-                continue
-            metrics = result.metrics(sla)
-            e2e_s = latencies(result.served)["e2e"]
-            yield PolicyRun(policy.name, given, rate, metrics, e2e_s, result.refusals)

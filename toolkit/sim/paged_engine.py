@@ -27,7 +27,6 @@ import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.files.recipe import AcceptanceSpec
@@ -222,15 +221,10 @@ class PagedEngine:
             others=tuple(engine.drawn(law) for engine, law in pairs),
         )
 
-    def slowed(self, factor: float, launch_factor: float | None = None) -> PagedEngine:
-        """The same engine with every pass `factor` times as long, and every launch, where the law
-        has them, `launch_factor` times (None: as all else).
-        """
-        steps = self.steps
-        others = tuple(engine.slowed(factor, launch_factor) for engine in self.others)
-        if isinstance(steps, PipelineLaw):
-            return replace(self, steps=steps.times(factor, launch_factor), others=others)
-        return replace(self, steps=steps.times(factor), others=others)
+    def slowed(self, factor: float) -> PagedEngine:
+        """Return the same engine with every pass `factor` times as long."""
+        others = tuple(engine.slowed(factor) for engine in self.others)
+        return replace(self, steps=self.steps.times(factor), others=others)
 
 
 @dataclass(slots=True, frozen=True)

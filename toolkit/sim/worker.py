@@ -4,13 +4,12 @@ of a batch at once by the fitted laws.
 A batch costs one evaluation of the laws and a few additions per job, and nothing per token.
 
 `FrontDelay` is what HTTP, parsing and tokenizing on the way in and the stream on the way out add to
-latencies, `Intake` what arriving requests cost running batches, `SimWorker` the worker.
+latencies, `SimWorker` the worker.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -50,37 +49,6 @@ class FrontDelay:
 NO_DELAY = FrontDelay()
 
 
-class Intake:
-    """What arriving requests cost running batches, where workers compute on the front's own cores:
-    batches are slower while many requests arrive.
-
-    Args:
-        arrivals_s: when requests arrive, in ascending order.
-        cost_s: seconds that each arrival adds to every batch that runs then.
-    """
-
-    def __init__(self, arrivals_s: Sequence[float], cost_s: float) -> None:
-        if not cost_s >= 0.0:
-            raise InputError(
-                f"an arrival that costs batches {cost_s} s is not possible; it is >= 0"
-            )
-        self._arrivals_s = arrivals_s
-        self._cost_s = cost_s
-
-    def end_s(self, start_s: float, work_s: float) -> float:
-        """When a batch that started at `start_s` has done `work_s` seconds of its own work."""
-        end_s = start_s + work_s
-        if not self._cost_s:
-            return end_s
-        arrivals_s = self._arrivals_s
-        met = 0
-        first = bisect_right(arrivals_s, start_s)  # arrivals up to the start cost it nothing
-        while (now_met := bisect_left(arrivals_s, end_s, first + met) - first) > met:
-            met = now_met
-            end_s = start_s + work_s + met * self._cost_s
-        return end_s
-
-
 class SimWorker:
     """Runs the static batches of one worker on virtual time.
 
@@ -91,7 +59,6 @@ class SimWorker:
         streams: tokens reach the client as they come; False: with their batch, as in the SCLS
             paper.
         flush_s: the least seconds between two reports of a slice's tokens after its first ones.
-        intake: what arriving requests cost a running batch.
         outside: whether a batch is outside the range that the laws were measured in, so that it
             counts as extrapolated; None: none is.
     """
@@ -104,7 +71,6 @@ class SimWorker:
         *,
         streams: bool,
         flush_s: float,
-        intake: Intake,
         outside: Outside | None,
     ) -> None:
         self._latency = latency
@@ -113,7 +79,6 @@ class SimWorker:
         self._runs_out = runs_out
         self._streams = streams
         self._flush_s = flush_s
-        self._intake = intake
         self._emits = int(latency.prefill_emits_token)
         self._result = BatchResult(-1, -1, (), ())
 
@@ -124,7 +89,7 @@ class SimWorker:
         prefill_s = self._latency.prefill_s(size, length)
         if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
             self._ledger.oom_batches += 1
-            failed_s = self._intake.end_s(now_s, prefill_s)
+            failed_s = now_s + prefill_s
             result = BatchResult(batch.batch_id, batch.worker, [0] * size, [False] * size, "oom")
             return self._end(result, now_s, failed_s)
         known = self._ledger.outcomes
@@ -150,9 +115,7 @@ class SimWorker:
         ledger.future_token_attempts += peak
         if self._outside is not None:
             ledger.extrapolated += self._outside(size, length, size, length + ran)
-        done_s = self._intake.end_s(
-            now_s, prefill_s + self._latency.decode_s(size, length, ran - self._emits)
-        )
+        done_s = now_s + (prefill_s + self._latency.decode_s(size, length, ran - self._emits))
         result = BatchResult(batch.batch_id, batch.worker, generated, finished)
         self._stamp(batch, result, outcomes, now_s, prefill_s, done_s)
         return self._end(result, now_s, done_s)
@@ -189,9 +152,7 @@ class SimWorker:
 
         def made_s(tokens: int) -> float:
             """When each row has `tokens` new tokens."""
-            return self._intake.end_s(
-                now_s, prefill_s + self._latency.decode_s(size, length, tokens - emits)
-            )
+            return now_s + (prefill_s + self._latency.decode_s(size, length, tokens - emits))
 
         first_s = made_s(1) if streams else done_s
         if self._ledger.token_gaps is not None:

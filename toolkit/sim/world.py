@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from toolkit.errors import InputError, nearest
-from toolkit.estimators.laws import unit_step
+from toolkit.estimators.laws import WithOverhead, unit_step
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit, Range
@@ -116,9 +116,6 @@ class World:
     # output lengths of requests that ended before the first arrival, for policies that look back
     finished: tuple[int, ...] = ()
     front: FrontDelay = NO_DELAY  # what HTTP, tokenizing and the stream add for clients
-    # Seconds that an arriving request adds to every static batch that runs then, where workers
-    # compute on the front's cores.
-    arrival_cost_s: float = 0.0
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
@@ -188,6 +185,25 @@ class World:
             )
             for index in range(self.workers)
         ]
+
+
+def slowed(world: World, factor: float) -> World:
+    """Return the same workers on a machine on which every batch takes `factor` times as long. Their
+    scheduler believes the fit.
+    """
+    if factor == 1.0:
+        return world
+    rounds = world.rounds
+    if rounds is not None:
+        slow = WithOverhead(rounds.latency, 0.0, factor)
+        rounds = replace(rounds, latency=slow, believed=rounds.latency)
+    return replace(
+        world,
+        latency=WithOverhead(world.latency, 0.0, factor),
+        believed=world.latency,
+        rounds=rounds,
+        paged=world.paged.slowed(factor) if world.paged is not None else None,
+    )
 
 
 def world_from_fit(

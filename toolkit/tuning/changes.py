@@ -149,7 +149,7 @@ def _put(data: dict[str, Any], key: str, value: JsonValue, change: RecipeChange)
         if inner is None:
             inner = data[name] = {}
         if not isinstance(inner, dict):
-            raise change.error(f"{key}: '{name}' has no keys", "see llmctl docs reference/recipe")
+            raise change.error(f"{key}: '{name}' has no keys", "see docs/reference/recipe.md")
         data = inner
     data[last] = deepcopy(value)
 
@@ -160,7 +160,7 @@ def _checked(data: dict[str, Any], change: RecipeChange) -> Recipe:
         return Recipe.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         first = problems(error, Recipe, data)[0]
-        raise change.error(first, "see llmctl docs reference/recipe-keys") from None
+        raise change.error(first, "see docs/reference/recipe-keys.md") from None
 
 
 def _refuse_key(key: str, changed: Recipe, change: RecipeChange) -> None:

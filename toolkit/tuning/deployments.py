@@ -23,7 +23,7 @@ from toolkit.files.tuning import Outcome, Tuning
 from toolkit.routing.routers import ROUTERS, router_of
 from toolkit.sched.policies import BUILT_IN, make_any, refusal, refuse_unservable
 from toolkit.sim.api import usual_policies
-from toolkit.sim.conditions import AS_FITTED, ServerConditions, in_conditions
+from toolkit.sim.world import slowed
 from toolkit.traces.sharing import reusable_tokens
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import check_rate
@@ -63,7 +63,7 @@ class Deployment:
         label: what its settings are: "defaults", "tuned", "policy NAME", "router NAME", or the
             changed keys.
         outcome: its metrics do not count.
-        conditions: of its machine.
+        slowdown: factor of every batch time, on its machine as it is now.
         lost: so many of its workers are gone. It has the capacity of the others.
         changed: keys of the recipe, by their paths, that differ from the recipe's file.
     """
@@ -72,7 +72,7 @@ class Deployment:
     fit: Fit
     label: str
     outcome: Outcome
-    conditions: ServerConditions = AS_FITTED
+    slowdown: float = 1.0
     lost: int = 0
     changed: Mapping[str, JsonValue] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Deployment:
 
     def setup(self, trace: Trace) -> EvaluationSetup:
         """Where its settings are judged: on the whole trace, with all workers."""
-        world = in_conditions(make_world(self.recipe, self.fit), self.conditions)
+        world = slowed(make_world(self.recipe, self.fit), self.slowdown)
         label = f"{self.recipe.name}, {self.recipe.workers} workers"
         return whole_setup(world, trace, self.recipe, self.outcome.policy, label)
 
@@ -136,13 +136,13 @@ def deployments_of(
     tuning: Tuning | None = None,
     policies: Sequence[str] = (),
     routers: Sequence[str] = (),
-    conditions: ServerConditions = AS_FITTED,
+    slowdown: float = 1.0,
 ) -> list[Deployment]:
     """The recipe's own settings, then the tuned ones, then policies and routers by name.
 
-    "all" stands for all that the engine can run, and for all routers. All have the `conditions` of
-    one machine. Raises `InputError` for a policy or router that does not exist, a policy that the
-    engine cannot run, and routers where there is one worker.
+    "all" stands for all that the engine can run, and for all routers. All are on one machine,
+    slower than fitted by the factor `slowdown`. Raises `InputError` for a policy or router that
+    does not exist, a policy that the engine cannot run, and routers where there is one worker.
     """
     own = own_settings(recipe)
     found = [Deployment(recipe, fit, "defaults", own).with_workers(recipe.workers)]
@@ -157,7 +157,7 @@ def deployments_of(
     for name in _routers(recipe, routers):
         outcome = own.model_copy(update={"replica_router": router_of(recipe, name)})
         found.append(Deployment(recipe, fit, f"router {name}", outcome))
-    return [replace(one, conditions=conditions) for one in found]
+    return [replace(one, slowdown=slowdown) for one in found]
 
 
 def changed_deployment(
@@ -165,7 +165,7 @@ def changed_deployment(
     fit: Fit,
     change: RecipeChange,
     compute: Callable[[Recipe], Fit] | None,
-    conditions: ServerConditions = AS_FITTED,
+    slowdown: float = 1.0,
 ) -> Deployment:
     """Return the recipe's own settings, with some of its keys changed.
 
@@ -193,7 +193,7 @@ def changed_deployment(
             raise change.error(error.message, error.hint) from None
         check_laws(change, before, fit)
     check_drafts(change, changed, fit)
-    [own] = deployments_of(changed, fit, conditions=conditions)
+    [own] = deployments_of(changed, fit, slowdown=slowdown)
     return replace(own, label=change.text.replace(",", ", "), changed=change.values)
 
 

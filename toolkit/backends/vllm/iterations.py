@@ -36,7 +36,7 @@ from toolkit.backends.vllm import control
 from toolkit.backends.vllm.command import POLICY
 from toolkit.backends.vllm.control import EngineControl
 from toolkit.backends.vllm.knobs import LiveSettings
-from toolkit.backends.vllm.overlap import EndedPass, Following, OverlappingPasses
+from toolkit.backends.vllm.overlap import Following, OverlappingPasses
 from toolkit.backends.vllm.resolved import rank_of, refuse_unlike, resolved_of
 from toolkit.backends.vllm.scheduler import LlmctlScheduler
 from toolkit.backends.vllm.setup import (
@@ -282,31 +282,16 @@ def logged_scheduler(*args: Any, **kwargs: Any) -> Logged:
 
 class PassSeries:
     """The sums as Prometheus series, in seconds. They have the names of llmctl's own server, so a
-    dashboard or an alert for one server works for the other. Passes that overlap have sums of
-    their launches and of their work on the GPU, too.
+    dashboard or an alert for one server works for the other.
     """
 
-    def __init__(self, *, overlapping: bool) -> None:
+    def __init__(self) -> None:
         self.took = Counter("llmctl_batch_seconds", "Time of passes.")
         self.predicted = Counter(
             "llmctl_predicted_batch_seconds", "Time of the same passes as the laws predict it."
         )
         self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
         self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
-        if not overlapping:
-            return
-        self.launches = Counter(
-            "llmctl_launch_seconds", "Time of the launches of passes that overlap."
-        )
-        self.predicted_launches = Counter(
-            "llmctl_predicted_launch_seconds", "Time of the same launches as the law predicts it."
-        )
-        self.gpu = Counter(
-            "llmctl_gpu_seconds", "Time on the GPU, of passes that overlap and waited for it."
-        )
-        self.predicted_gpu = Counter(
-            "llmctl_predicted_gpu_seconds", "Time of the same work as the law predicts it."
-        )
 
 
 class PassCounts:
@@ -363,7 +348,9 @@ class PassCounts:
     def passed(self, logged: LoggedPass, following: Following | None = None) -> None:
         """A pass has ended, and its tokens exist; `following` was scheduled behind it meanwhile."""
         if logged.rows and self._overlapping is not None:
-            self._count_overlapping(self._overlapping.ended(logged, following))
+            took_s, predicted_s = self._overlapping.ended(logged, following)
+            self._series.took.inc(took_s)
+            self._series.predicted.inc(predicted_s)
         elif logged.rows:
             shape = shape_of_rows(logged.rows, self._window)
             start_s = logged.start_s
@@ -385,15 +372,6 @@ class PassCounts:
             if arrived_s is not None:
                 self._series.e2e.observe(logged.end_s - arrived_s)
         self._reset_if_idle()
-
-    def _count_overlapping(self, ended: EndedPass) -> None:
-        series = self._series
-        series.took.inc(ended.pass_s)
-        series.predicted.inc(ended.predicted_s)
-        series.launches.inc(ended.launch_s)
-        series.predicted_launches.inc(ended.predicted_launch_s)
-        series.gpu.inc(ended.gpu_s)
-        series.predicted_gpu.inc(ended.predicted_gpu_s)
 
     def _reset_if_idle(self) -> None:
         if not self._arrived_s:
@@ -425,8 +403,7 @@ class Counted(PassLoggingMixin):
                     "profile engine vllm again; then: llmctl fit, render",
                 )
             law = law_of_steps(fit)
-            series = PassSeries(overlapping=isinstance(law, PipelineLaw))
-            self._counts = PassCounts(law, series)
+            self._counts = PassCounts(law, PassSeries())
 
     def add_request(self, request: VllmRequest) -> None:
         if request.request_id not in self.requests:

@@ -1,9 +1,7 @@
-"""What passes that overlap took, on the GPU and to be launched, beside what their law says.
+"""What passes that overlap took, beside what their law says.
 
-The two drift apart: launches take the time of a CPU core that other processes use, too, and a GPU
-has its work to itself. So each has sums of its own. A pass is predicted when it has ended, since it
-may end with the launch of the next one, and behind the measured times of the passes before it, so
-that no error of a pass counts again in the next.
+A pass is predicted when it has ended, since it may end with the launch of the next one, and behind
+the measured times of the passes before it, so that no error of a pass counts again in the next.
 """
 
 from __future__ import annotations
@@ -44,22 +42,6 @@ def sampler_s(one: LoggedPass, following: Following, *, from_idle: bool) -> floa
     return shown_s
 
 
-@dataclass(frozen=True, slots=True)
-class EndedPass:
-    """Measured and predicted seconds of a pass; both are 0 for a part that its times do not show.
-
-    `pass_s` is from the end of the pass before, or from its schedule after idle time, to its
-    tokens.
-    """
-
-    pass_s: float
-    predicted_s: float
-    launch_s: float = 0.0
-    predicted_launch_s: float = 0.0
-    gpu_s: float = 0.0
-    predicted_gpu_s: float = 0.0
-
-
 class OverlappingPasses:
     """Follows the passes of one engine, in their order."""
 
@@ -68,12 +50,14 @@ class OverlappingPasses:
         self._end_s = -math.inf  # of the pass before: its tokens
         self._launched_s = -math.inf  # its launch
         self._gpu_s = -math.inf  # its end on the GPU
-        self._gpu_known = True  # measured; else by the law
         self._sampler_s = math.inf  # of a launch, after `launched_s`: the least that was seen
 
-    def ended(self, one: LoggedPass, following: Following | None) -> EndedPass:
-        """The times of a pass that has ended; `following` is the pass that was scheduled behind it
-        meanwhile, if there is one that computes something.
+    def ended(self, one: LoggedPass, following: Following | None) -> tuple[float, float]:
+        """Return the measured and predicted seconds of a pass that has ended: from the end of the
+        pass before, or from its schedule after idle time, to its tokens.
+
+        `following` is the pass that was scheduled behind it meanwhile, if there is one that
+        computes something.
         """
         law = self._law
         apart = law.graphs.apart
@@ -100,22 +84,10 @@ class OverlappingPasses:
         usual_launched_s = begins_s + usual_launch_s
         usual_end_s = max(gpu_start_s(usual_launched_s) + work_s, usual_launched_s, usual_next_s)
         from_s = max(self._end_s, one.start_s)
-        found = EndedPass(one.end_s - from_s, usual_end_s - from_s)
         starts_s = gpu_start_s(launched_s)
         waited = stamped and one.ready_s > max(launched_s, held_s) + WAITED_S
-        if stamped:
-            known = waited and (self._gpu_known or self._gpu_s < starts_s)
-            found = EndedPass(
-                found.pass_s,
-                found.predicted_s,
-                launched_s - begins_s,
-                usual_launch_s,
-                one.ready_s - starts_s if known else 0.0,
-                work_s if known else 0.0,
-            )
         done_s = max(starts_s + work_s, launched_s)
         self._gpu_s = one.ready_s if waited else min(done_s, one.ready_s or done_s)
-        self._gpu_known = waited
         self._launched_s = launched_s
         self._end_s = one.end_s
-        return found
+        return one.end_s - from_s, usual_end_s - from_s

@@ -136,13 +136,13 @@ def refuse_inside(policy: Policy, *, timed: bool) -> None:
     if policy.name in UNFIT_POLICIES:
         raise InputError(
             f"policy '{policy.name}' cannot run inside this engine: {UNFIT_POLICIES[policy.name]}",
-            "choose a continuous one; see llmctl docs how-to/vllm",
+            "choose a continuous one; see docs/how-to/vllm.md",
         )
     if policy.name in TIMED and not timed:
         raise InputError(
             f"policy '{policy.name}' needs the times of steps, and no fit was given",
             "set LLMCTL_VLLM_FIT to the fit.json of this engine; "
-            "llmctl docs how-to/vllm says how to make one",
+            "docs/how-to/vllm.md says how to make one",
         )
 
 

@@ -56,7 +56,7 @@ def make_policy(name: str, parameters: Mapping[str, Value]) -> Policy:
         raise InputError(
             f"policy '{name}' is built into the engine '{BUILT_IN[name].engine}': "
             "our scheduler cannot run it",
-            "choose another policy; see llmctl docs explanation/policies",
+            "choose another policy; see docs/explanation/policies.md",
         )
     return _make(POLICIES, name, parameters)
 
@@ -83,7 +83,7 @@ def refuse_oracle(name: str) -> None:
     if name in ORACLES:
         raise InputError(
             f"policy '{name}' knows the true output lengths, so it exists in simulations only",
-            "choose another policy to serve with; see llmctl docs explanation/policies",
+            "choose another policy to serve with; see docs/explanation/policies.md",
         )
 
 
@@ -108,7 +108,7 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
                 f"policy '{policy.name}' lays its rows out in {batches}, and engine '{engine}' "
                 "pages its memory",
                 f"choose the engine's own, '{own[0]}', or a continuous one; "
-                "see llmctl docs how-to/vllm",
+                "see docs/how-to/vllm.md",
             )
     elif policy.continuous and traits.load and not traits.keeps_rows:
         able = next(other.name for other in ENGINES.values() if other.keeps_rows)
@@ -121,7 +121,7 @@ def refuse_unservable(policy: AnyPolicy, engine: str) -> None:
 
 
 # A policy that an engine cannot run may still be simulated with that engine's laws. Its figures
-# then only estimate what another engine would give. `simulate`, `compare`, `tune` and the report
+# then only estimate what another engine would give. `simulate`, `tune` and the report
 # all mark it with `MARK` after its name and one footnote under the table.
 
 # Engines that a recipe can start, in the order in which they are recommended.

@@ -1,4 +1,4 @@
-"""`llmctl compare`: its table, plots, settings and notes, and Ctrl-C."""
+"""`llmctl simulate`: several policies, routers and rates side by side, plots, notes, and Ctrl-C."""
 
 import json
 import sys
@@ -10,10 +10,12 @@ import samples
 from commands import printed, ran, refused
 from said import says
 
+from toolkit.cli import simulate as command
 from toolkit.cli.output import COLUMNS, ROWS, FigurePanel, bars, chart, draw
 from toolkit.files.io import write_file
+from toolkit.routing.routers import ROUTERS
 from toolkit.sched.policies import ORACLES, POLICIES, footnote
-from toolkit.sim import api as comparison
+from toolkit.sim import api
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.world import make_world, policy_for
@@ -36,8 +38,8 @@ def stage(tmp_path, monkeypatch) -> str:
 
 @pytest.mark.slow
 def test_a_run_is_what_simulate_gives(stage, capsys):
-    words = "--policies slice,past-future --sla ttft_p99_s=1 --set past-future.reserve=0.2"
-    runs = printed(capsys, f"compare {stage} {words}")["runs"]
+    words = "--policy slice,past-future --sla ttft_p99_s=1 --set past-future.reserve=0.2"
+    runs = printed(capsys, f"simulate {stage} {words}")["runs"]
     found = {run["policy"]: run for run in runs}
     assert found["past-future"]["parameters"]["reserve"] == 0.2
     fit = samples.fit()
@@ -49,14 +51,14 @@ def test_a_run_is_what_simulate_gives(stage, capsys):
 
 
 @pytest.mark.slow
-def test_by_default_all_but_the_oracles_run(stage, capsys):
-    runs = printed(capsys, f"compare {stage}")["runs"]
+def test_all_are_all_but_the_oracles(stage, capsys):
+    runs = printed(capsys, f"simulate {stage} --policy all")["runs"]
     assert {run["policy"] for run in runs} == POLICIES.keys() - ORACLES
     assert all(run["servable"] for run in runs)
 
 
 def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
-    out, err = ran(capsys, f"compare {stage} --policies fcfs,past-future-oracle")
+    out, err = ran(capsys, f"simulate {stage} --policy fcfs,past-future-oracle")
     assert max(map(len, out.splitlines())) <= 80
     assert "past-future-oracle *" in out
     said = " ".join(out.split())
@@ -67,8 +69,8 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
 
 
 def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
-    words = "--policies sequence,past-future,slice --rate 40,10 --rate 160 --sla e2e_p99_s=1"
-    runs = printed(capsys, f"compare {stage} {words}")["runs"]
+    words = "--policy sequence,past-future,slice --rate 40,10 --rate 160 --sla e2e_p99_s=1"
+    runs = printed(capsys, f"simulate {stage} {words}")["runs"]
     assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
     keys = [
         (run["rate_rps"], -run["metrics"]["goodput_rps"], run["metrics"]["e2e_mean_s"])
@@ -79,7 +81,7 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
 
 @pytest.mark.parametrize("words", ["", "--rate 10,20"])
 def test_every_plot_fits_the_terminal(words, stage, capsys):
-    line = f"compare {stage} --policies fcfs,slice --sla ttft_p99_s=9 {words}"
+    line = f"simulate {stage} --policy fcfs,slice --sla ttft_p99_s=9 {words}"
     out = ran(capsys, line).out
     assert "goodput, requests/s" in out
     assert "a fcfs  b slice" in out or "a slice  b fcfs" in out
@@ -89,42 +91,32 @@ def test_every_plot_fits_the_terminal(words, stage, capsys):
 @pytest.mark.parametrize(
     ("words", "named", "remedy"),
     [
-        ("--policies slic", "'slic'", "'slice'"),
+        ("--policy slic", "'slic'", "'slice'"),
         ("--set fcfs.x=1", "--set fcfs.x", "slice"),
         ("--set slice.x=1", "'x'", "slice_tokens"),
         ("--rate fast", "--rate fast", "5,10,20"),
         ("--rate -1", "-1", "1e-06"),
-        ("--columns goodput --sla ttft_p99_s=1", "'goodput'", "'goodput_rps'"),
-        ("--columns goodput_rps", "'goodput_rps'", "--sla ttft_p99_s=2"),
-        ("--policies ,", "--policies ','", ""),
+        ("--policy ,", "--policy ','", ""),
         ("--rate ,", "--rate ','", ""),
-        ("--columns ,", "--columns ','", ""),
+        ("--router ,", "--router ','", ""),
+        ("--router round-robin", "--router round-robin", "'vllm'"),
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(words, named, remedy, stage, capsys):
-    error, hint = refused(capsys, f"compare {stage} --policies slice {words}")
+    error, hint = refused(capsys, f"simulate {stage} --policy slice {words}")
     assert says(error, named)
     assert says(hint, remedy)
 
 
-def test_chosen_columns_are_shown(stage, capsys):
-    columns = "pad_tokens_per_request,rounds"
-    assert refused(capsys, f"compare {stage} --policies slice --columns {columns},batches")
-    out = ran(capsys, f"compare {stage} --policies slice,fcfs --columns {columns}").out
-    assert "tokens per request" in out
-    (row,) = [line for line in out.splitlines() if line.startswith(" slice") and "#" not in line]
-    assert row.split()[-1] == "-"  # a policy of static batches has no rounds
-
-
 def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
-    real = comparison.compare
+    real = command._all_runs
 
     def interrupted(*args):
         yield next(real(*args))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparison, "compare", interrupted)
-    out, err = ran(capsys, f"compare {stage} --policies slice,fcfs --json", code=130)
+    monkeypatch.setattr(command, "_all_runs", interrupted)
+    out, err = ran(capsys, f"simulate {stage} --policy slice,fcfs --json", code=130)
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
@@ -132,23 +124,23 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
 
 
 def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
-    real = comparison.simulate
+    real = api.simulate
 
     def stalls(trace, policy, world):
         if policy.name == "slice":
             raise SimulationStalledError("the simulation stalled: 5 wait")
         return real(trace, policy, world)
 
-    monkeypatch.setattr(comparison, "simulate", stalls)
-    out, err = ran(capsys, f"compare {stage} --policies slice,fcfs")
+    monkeypatch.setattr(api, "simulate", stalls)
+    out, err = ran(capsys, f"simulate {stage} --policy slice,fcfs")
     assert says(err, "slice", "5 wait")
     assert " slice " in out
 
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_runs(stage, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(comparison, "compare", lambda *args: pytest.fail("it ran"))
-    error, hint = refused(capsys, f"compare {stage} --png x.png")
+    monkeypatch.setattr(command, "_all_runs", lambda *args: pytest.fail("it ran"))
+    error, hint = refused(capsys, f"simulate {stage} --policy all --png x.png")
     assert says(error, "--png", "matplotlib")
     assert says(hint, "llmctl-toolkit[plot]")
 
@@ -188,15 +180,14 @@ def test_a_log_axis_leaves_out_what_has_no_logarithm():
     assert lines[ROWS + 1].split()[0] == "1"
 
 
-@pytest.mark.parametrize("command", ["simulate", "compare"])
-def test_a_negative_seed_is_refused(command, capsys):
-    assert "'--seed'" in refused(capsys, f"{command} --fit unit-step --seed -1")[0]
+def test_a_negative_seed_is_refused(capsys):
+    assert "'--seed'" in refused(capsys, "simulate --fit unit-step --seed -1")[0]
 
 
 def test_extrapolation_is_noted_once_with_the_share_of_each_policy(stage, capsys):
     many = Trace(np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, np.int64))
     write_trace(many, Path("trace.jsonl"))
-    err = ran(capsys, f"compare {stage} --policies aggressive,slice").err
+    err = ran(capsys, f"simulate {stage} --policy aggressive,slice").err
     [line] = [line for line in err.splitlines() if "outside what the fit measured" in line]
     assert "aggressive" in line
     assert "slice" in line
@@ -204,14 +195,14 @@ def test_extrapolation_is_noted_once_with_the_share_of_each_policy(stage, capsys
 
 def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     write_file(samples.fit(engine="transformers"), Path("fit.json"))
-    out = ran(capsys, f"compare {stage} --policies slice,past-future,baton").out
+    out = ran(capsys, f"simulate {stage} --policy slice,past-future,baton").out
     assert "past-future *" in out
     assert "baton *" in out
     assert "slice *" not in out
     said = " ".join(out.split())
-    assert footnote(["slice", "past-future", "baton"], ["transformers"]) in said
+    assert footnote(["slice", "past-future", "baton"], "transformers") in said
     assert says(said, "vllm", "rebatch", "past-future")
-    found = printed(capsys, f"compare {stage} --policies slice,past-future")["runs"]
+    found = printed(capsys, f"simulate {stage} --policy slice,past-future")["runs"]
     runs = {run["policy"]: run for run in found}
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
@@ -222,4 +213,31 @@ def test_simulate_marks_an_unservable_policy(stage, capsys):
     write_file(samples.fit(engine="transformers"), Path("fit.json"))
     out, err = ran(capsys, f"simulate {stage} --policy past-future")
     assert "policy 'past-future *'" in out
-    assert footnote(["past-future"], ["transformers"]) in " ".join(err.split())
+    assert footnote(["past-future"], "transformers") in " ".join(err.split())
+
+
+REPLICAS = "--fit llama-3.1-8b-h200 --trace bursty-small --workers 3"
+
+
+@pytest.mark.slow
+def test_routers_stand_side_by_side(capsys):
+    words = f"simulate {REPLICAS} --router round-robin,least-requests"
+    runs = printed(capsys, words)["runs"]
+    assert {run["router"] for run in runs} == {"round-robin", "least-requests"}
+    assert {run["policy"] for run in runs} == {"vllm"}
+    alone = printed(capsys, f"simulate {REPLICAS} --router least-requests")
+    [same] = [run for run in runs if run["router"] == "least-requests"]
+    assert (alone["router"], alone["e2e_mean_s"]) == (
+        "least-requests",
+        same["metrics"]["e2e_mean_s"],
+    )
+    out = ran(capsys, words).out
+    assert " least-requests " in out
+    assert max(map(len, out.splitlines())) <= 80
+    every = printed(capsys, f"simulate {REPLICAS} --router all --policy vllm,slice")["runs"]
+    assert [run["policy"] for run in every].count("slice") == 1
+    assert {run["router"] for run in every if run["policy"] == "vllm"} == set(ROUTERS)
+
+
+def test_an_unknown_router_is_refused(capsys):
+    assert says(refused(capsys, f"simulate {REPLICAS} --router nearest")[0], "nearest")
