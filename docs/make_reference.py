@@ -45,7 +45,6 @@ VARIABLES = {
     "LLMCTL_API_KEYS": "`serve`: the file of several keys, as `--api-keys`",
     "LLMCTL_COMPILED": "0: plain Python; 1: an error if compiled code cannot be built or used",
     "LLMCTL_ENGINE_API_KEY": "engine `openai`: the key of the server that is measured",
-    "LLMCTL_STORAGE": "`tune`: the database of evaluations, as `--storage`",
     "LLMCTL_URL": "`bench.sh` of a rendered folder: the server's address",
     "LLMCTL_VLLM_PYTHON": "engine `vllm`: the Python of the environment that has vLLM",
     "LLMCTL_VLLM_POLICY": "inside vLLM: the policy and its parameters",
@@ -60,7 +59,6 @@ VARIABLES = {
 OTHERS = {
     "CUDA_VISIBLE_DEVICES": "the GPUs that workers may take, in this order",
     "HF_HOME": "where models of the hub are kept; `HF_TOKEN` opens gated ones",
-    "PGPASSWORD": "the password of `tune --storage postgresql://...`",
     "RAY_ADDRESS": "the cluster of `--ray auto`; `RAY_AUTH_MODE` and `RAY_AUTH_TOKEN_PATH` say how "
     "to join it",
     "SSL_CERT_FILE": "authorities that clients trust, in place of the system's",

@@ -90,7 +90,7 @@ profile:
   repeats: 1
   slices: 8
 policy: {name: slice}
-tune: {trials: 2, window_s: 3, draws: 0}
+tune: {trials: 2, window_s: 3}
 serve: {max_new_tokens: 64}
 """
 

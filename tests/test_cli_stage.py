@@ -41,7 +41,7 @@ def scaling(capsys: pytest.CaptureFixture[str], line: str, *words: str) -> dict[
 @pytest.mark.slow
 @without_capacity()
 def test_all_commands_scale_alike(folder, capsys):
-    assert llmctl("tune recipe.yaml --trace trace.jsonl --jobs 1 --draws 0") == 0
+    assert llmctl("tune recipe.yaml --trace trace.jsonl --jobs 1") == 0
     tuned = read_file(Tuning, "tuning.json").scaling
     assert tuned.max_new_tokens == 128
     assert scaling(capsys, SIMULATE) == scaling(capsys, SEVERAL) == tuned.model_dump(mode="json")

@@ -100,7 +100,7 @@ def test_a_tuning_that_does_not_belong_is_refused(tuned, words, said, capsys):
 
 @without_capacity()
 def test_a_recipe_is_simulated_as_it_was_tuned(folder, capsys):  # noqa: F811
-    words = "--jobs 1 --draws 0 --seed 4 --trials 9"
+    words = "--jobs 1 --seed 4 --trials 9"
     assert llmctl(f"tune recipe.yaml --trace trace.jsonl {words}") in (0, 5)
     made = read_file(Tuning, "tuning.json")
     words = "--tuning tuning.json --trace trace.jsonl"

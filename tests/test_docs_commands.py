@@ -53,7 +53,7 @@ SHORTER = {
 }
 # What commands that do not say it get, by their first word. A process takes seconds to start.
 FEWER = {
-    "tune": {"--trials": "8", "--draws": "2", "--jobs": "1"},
+    "tune": {"--trials": "8", "--jobs": "1"},
     "bench": {"--duration": "2", "--warmup": "1"},
 }
 # Pages with output that every machine prints alike: their fits ship.
@@ -446,7 +446,7 @@ def quick_recipe(folder: Folder) -> None:
 
 
 def tuned_on_azure(folder: Folder) -> None:
-    folder.run("llmctl tune tiny-llama-cpu --trace azure.csv --trials 2 --draws 0")
+    folder.run("llmctl tune tiny-llama-cpu --trace azure.csv --trials 2")
     folder.run("llmctl render tiny-llama-cpu --fit fit.json --tuning tuning.json --force")
     serving(folder)
 

@@ -16,7 +16,7 @@ from toolkit.backends.vllm.profile import refuse_unknown_experts
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import touched_experts as touched_by_arrays
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, point_of, resampled_steps
+from toolkit.estimators.part_fits import fit_steps, point_of
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, touched_experts
 from toolkit.files.profile import StepsProfile
@@ -77,8 +77,6 @@ def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
         shape = StepShape(rows, rows * 700)
         assert law.forward_s(shape) == pytest.approx(PASSES.forward_s(shape), rel=0.01)
     assert law.times(2.0).forward_s(shape) == pytest.approx(2.0 * law.forward_s(shape))
-    drawn = law_of_steps(resampled_steps(fit, one_by_one(**EXPERTS), np.random.default_rng(0)))
-    assert drawn.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.05)
     without = fit_steps(one_by_one(), 0)  # knots bend it, but not as much
     assert without.expert_s == 0.0
     assert without.error.p95_percent > 3.0 * fit.error.p95_percent

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from said import says
 from scipy.optimize import curve_fit
-from synthetic_profiles import FACTS, LAW, SIZES, fit_of, make_profile, probe_all
+from synthetic_profiles import FACTS, LAW, SIZES, make_profile, probe_all
 
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
+from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.forms import LawForm, Points, candidates, choose, typical
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.load import memory_from_fit
@@ -110,17 +110,6 @@ def test_a_step_that_is_flat_and_then_linear_has_a_form():
         assert law.decode_s(size, length - 1, 1) == pytest.approx(launches(size, length), rel=0.06)
     assert fit_profile(make_profile(noise=0.02)).decode.fit.form == "bilinear"
     assert not any("flat" in each.form for each in fit_profile(made).prefill.fit.candidates)
-
-
-def test_a_fit_of_a_flat_step_is_resampled_in_its_form():
-    made = launched()
-    fit = fit_of(made)
-    for drawn in resampled_fits(made, fit, 3, seed=0):
-        assert drawn.decode.segments[0].flat == pytest.approx(0.014, rel=0.05)
-    (scaled,) = scaled_fits(fit, 1, seed=0)
-    old = fit.decode.segments[0]
-    new = scaled.decode.segments[0]
-    assert new.flat / old.flat == pytest.approx(new.nl / old.nl)
 
 
 def test_the_simplest_form_is_chosen_when_bends_gain_nothing():

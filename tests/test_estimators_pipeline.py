@@ -11,7 +11,7 @@ from toolkit.errors import InputError
 from toolkit.estimators import pipeline_fit
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, resampled_steps
+from toolkit.estimators.part_fits import fit_steps
 from toolkit.estimators.pipeline import (
     COEFFICIENTS,
     EAGER,
@@ -161,15 +161,6 @@ def test_launches_of_other_processes_do_not_hold_tokens_back():
     _, fit = fitted(APART, stamps=False)
     assert fit.pipeline.apart
     close(law_of_steps(fit), APART, ("decode_s", "cached_s", "token_s", "beside_s"))
-
-
-@pytest.mark.slow
-def test_runs_are_drawn_and_not_passes():
-    measured, fit = fitted(LAW, stamps=True, cv=0.2)
-    rng = np.random.default_rng(1)
-    drawn = [law_of_steps(resampled_steps(fit, measured, rng)).eager_s for _ in range(8)]
-    spread = np.std(drawn) / np.mean(drawn)
-    assert 0.2 < spread / (fit.pipeline.deviation["eager_s"] / fit.pipeline.eager_s) < 5.0
 
 
 @pytest.mark.slow

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from said import says
-from synthetic_profiles import FACTS, LAW, fit_of, make_profile, make_rounds
+from synthetic_profiles import FACTS, LAW, make_profile, make_rounds
 
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import fit_profile, resampled_fits, scaled_fits
+from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.laws import SegmentedLaw, law_of_rounds
 from toolkit.files.profile import Profile
 
@@ -102,15 +101,6 @@ def test_the_error_names_the_missing_measurement(change, named):
     with pytest.raises(InputError) as caught:
         fit_profile(lacking)
     assert says(caught.value.message, *named)
-
-
-def test_drawn_fits_vary_the_rounds_too():
-    found = profile(noise=0.05)
-    fit = fit_of(found)
-    for fits in (resampled_fits(found, fit, 8, 0), scaled_fits(fit, 8, 0)):
-        stretches = [drawn.rounds.overhead.stretch for drawn in fits]
-        assert len(set(stretches)) == 8
-        assert np.mean(stretches) == pytest.approx(fit.rounds.overhead.stretch, rel=0.1)
 
 
 def test_a_profile_without_rounds_and_passes_has_no_laws_of_them():

@@ -5,14 +5,13 @@ The passes are synthetic, by laws with known coefficients.
 
 import itertools
 
-import numpy as np
 import pytest
 from synthetic_profiles import steps_profile
 
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, point_of, resampled_steps
+from toolkit.estimators.part_fits import fit_steps, point_of
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.estimators.steps import StepLaw, StepShape, shape_of_rows
 from toolkit.files.profile import StepsProfile
@@ -72,8 +71,6 @@ def test_the_law_of_a_pass_finds_what_windows_cost() -> None:
     for shape in shapes(1024):
         assert law.forward_s(shape) == pytest.approx(WINDOWS.forward_s(shape), rel=0.02)
         assert law.times(2.0).forward_s(shape) == pytest.approx(2.0 * law.forward_s(shape))
-    drawn = law_of_steps(resampled_steps(fit, profile, np.random.default_rng(0)))
-    assert drawn.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.05)
     without = profile.model_copy(update={"resolved": None})
     assert fit_steps(without, 0).error.p95_percent > 3.0 * fit.error.p95_percent
 

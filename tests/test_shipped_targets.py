@@ -27,7 +27,7 @@ NAMES = (
     "qwen3-8b-a100-80gb",
     "tiny-llama-cpu",
 )
-QUICKLY = {"trials": 4, "draws": 0, "policies": ["own"], "window_s": None}
+QUICKLY = {"trials": 4, "policies": ["own"], "window_s": None}
 
 
 def tuned(name: str, **changes: object) -> Tuning:

@@ -113,7 +113,7 @@ def test_tune_searches_its_flags() -> None:
         engine={"name": "vllm"},
         workers=1,
         policy={"name": "vllm"},
-        tune={"trials": 8, "window_s": 4, "load": 0.9, "draws": 0, "policies": ["own"]},
+        tune={"trials": 8, "window_s": 4, "load": 0.9, "policies": ["own"]},
     )
     fit = samples.paged_fit()
     found = tune(

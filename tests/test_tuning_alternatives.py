@@ -18,7 +18,7 @@ from toolkit.tuning.tune import tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
 TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds
-TUNE = {"trials": 2, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"], **TWO}
+TUNE = {"trials": 2, "request_rate_rps": 60.0, "policies": ["own"], **TWO}
 
 
 def inputs(sla: dict[str, float], **changes: object) -> Inputs:

@@ -17,7 +17,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.report.capacity import conclusion
 from toolkit.traces.types import SharedBlocks
-from toolkit.tuning.changes import RecipeChange, changed_recipe
+from toolkit.tuning.changes import RecipeChange, changed_recipe, on_gpus
 from toolkit.tuning.deployments import (
     Deployment,
     changed_deployment,
@@ -322,3 +322,20 @@ def test_the_conclusion_says_how_many_times_as_much() -> None:
 def test_the_conclusion_has_a_line_for_lost_workers() -> None:
     lines = said(capacity_of(50.0), capacity_of(30.0, lost=1, settings="defaults, 1 lost"))
     assert ["50" in lines[0], "30" in lines[1], len(lines)] == [True, True, 2]
+
+
+def test_the_same_gpus_are_few_large_workers_or_many_small_ones() -> None:
+    one = load_recipe(recipe_path("llama-3.1-8b-h100-sxm"))
+    four = on_gpus(one, 4, 8)
+    assert (four.engine.tensor_parallel_size, four.workers) == (4, 2)
+    assert one.hardware.usd_per_hour is not None
+    assert four.hardware.usd_per_hour == pytest.approx(4 * one.hardware.usd_per_hour)
+    back = on_gpus(four, 1, 8)
+    assert back.hardware.usd_per_hour == pytest.approx(one.hardware.usd_per_hour)
+    assert back.model_copy(update={"workers": 1}).measured == one.measured
+
+
+@pytest.mark.parametrize(("size", "gpus"), [(2, 3), (3, 3), (16, 16)])
+def test_a_size_that_divides_neither_gpus_nor_heads_is_refused(size: int, gpus: int) -> None:
+    with pytest.raises(InputError):
+        on_gpus(load_recipe(recipe_path("llama-3.1-8b-h100-sxm")), size, gpus)

@@ -52,7 +52,7 @@ def recipe_with(**tuned: object) -> Recipe:
         engine={"name": "vllm", "vllm": {"drafts": {"method": "ngram"}}},
         workers=1,
         policy={"name": "vllm"},
-        tune={"trials": 10, "window_s": 4, "load": 0.4, "draws": 2, "policies": ["own"]} | tuned,
+        tune={"trials": 10, "window_s": 4, "load": 0.4, "policies": ["own"]} | tuned,
         serve={"acceptance": ACCEPTANCE},
     )
 

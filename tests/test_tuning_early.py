@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import optuna
 import pytest
 import samples
 from lean import verdict_only
@@ -30,7 +29,6 @@ from toolkit.tuning.evaluate import (
 )
 from toolkit.tuning.executor import (
     InProcessRunner,
-    JournalFile,
     Pieces,
     ProcessPool,
     Remembering,
@@ -38,8 +36,8 @@ from toolkit.tuning.executor import (
     collect,
 )
 from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.journal import EvaluationJournal
 from toolkit.tuning.search import most_good
-from toolkit.tuning.studies import STOPPED, Studies
 from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import Workload, make_workload
 
@@ -193,7 +191,7 @@ class Whole(InProcessRunner):
 def run(runner: Runner, **changes: object) -> Tuning:
     """A search where some settings are too slow for the target."""
     settings = {
-        "trials": 30, "window_s": 4, "request_rate_rps": 32, "draws": 0, "policies": ["sequence"],
+        "trials": 30, "window_s": 4, "request_rate_rps": 32, "policies": ["sequence"],
         "space": {"slice_tokens": [1, 256]},
     }  # fmt: skip
     recipe = samples.recipe(
@@ -247,22 +245,18 @@ class Interrupted(InProcessRunner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "after"), [("journal", 25), ("database", 31)])  # of 30 trials
-def test_a_resumed_search_ends_the_same_trials(
-    early: Tuning, tmp_path: Path, kind: str, after: int
-) -> None:
-    def store() -> JournalFile | Studies:
-        if kind == "journal":
-            return JournalFile(tmp_path / "kept", "same")
-        return Studies(f"sqlite:///{tmp_path}/kept.db", "test", "same")
+@pytest.mark.parametrize("after", [25, 31])  # of 30 trials
+def test_a_resumed_search_ends_the_same_trials(early: Tuning, tmp_path: Path, after: int) -> None:
+    def journal() -> EvaluationJournal:
+        return EvaluationJournal(tmp_path / "kept", "same")
 
     with pytest.raises(KeyboardInterrupt):
-        run(Remembering(Interrupted(after), store()))
-    kept = store()
+        run(Remembering(Interrupted(after), journal()))
+    kept = journal()
     assert any(evaluation.stopped_after for evaluation in kept.known.values())
     assert run(Remembering(InProcessRunner(), kept)).model_dump_json() == early.model_dump_json()
     # everything is kept now, also what came after the search
-    with_all = Remembering(Interrupted(0), store())
+    with_all = Remembering(Interrupted(0), journal())
     assert run(with_all).model_dump_json() == early.model_dump_json()
 
 
@@ -270,7 +264,7 @@ def test_what_ended_early_is_never_taken_for_all_windows(tmp_path: Path) -> None
     where = setup((60, 60), {"ttft_p90_s": 1e-6})
     task = Task(where, "slice", stops_above=1.0)
     whole = Task(where, "slice")
-    runner = Remembering(InProcessRunner(), JournalFile(tmp_path / "kept", "same"))
+    runner = Remembering(InProcessRunner(), EvaluationJournal(tmp_path / "kept", "same"))
     [first] = collect(runner, [task])
     [second] = collect(runner, [whole])
     assert (first.stopped_after, second.stopped_after) == (1, None)
@@ -280,26 +274,13 @@ def test_what_ended_early_is_never_taken_for_all_windows(tmp_path: Path) -> None
 
 
 class Kept:
-    """The store of another runner."""
+    """The journal of another runner."""
 
     def __init__(self, other: Remembering) -> None:
         self.known = other._known
 
-    def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
+    def keep(self, key: str, evaluation: Evaluation) -> None:
         raise AssertionError(key)
 
     def forget(self) -> None:
         raise AssertionError
-
-
-@pytest.mark.slow
-def test_a_database_has_it_as_a_pruned_trial(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/trials.db"
-    task = Task(setup((60, 60), {"ttft_p90_s": 1e-6}), "slice", stops_above=1.0)
-    [found] = collect(Remembering(InProcessRunner(), Studies(url, "test", "one")), [task])
-    storage = optuna.storages.RDBStorage(url)
-    [name] = optuna.get_all_study_names(storage)
-    [trial] = optuna.load_study(study_name=name, storage=storage).trials
-    assert trial.state == optuna.trial.TrialState.PRUNED
-    assert trial.intermediate_values == {1: found.score}
-    assert trial.user_attrs[STOPPED] == 1

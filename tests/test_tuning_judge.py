@@ -194,7 +194,7 @@ def test_other_settings_are_better_where_a_change_is_worth_it(
 
 # The whole of `tune`
 
-TUNE = {"trials": 6, "draws": 0, "window_s": 4.0, "policies": ["own"]}
+TUNE = {"trials": 6, "window_s": 4.0, "policies": ["own"]}
 SLA = {"ttft_p99_s": 20.0}
 
 

@@ -1,7 +1,6 @@
 """Several replicas of a server: `tune` searches the router before them, and the plan names it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,23 +17,17 @@ from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import Tuning
 from toolkit.report.verdict import verdict
-from toolkit.routing.routers import ROUTERS, make_router, router_of
-from toolkit.routing.types import PassLaw
-from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged_engine import PagedEngine, Reuse
-from toolkit.sim.replicas import RoutedRun, Routing
+from toolkit.routing.routers import ROUTERS, router_of
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
-from toolkit.tuning.costs import served_rps
-from toolkit.tuning.evaluate import Evaluation, Task, make_world
+from toolkit.tuning.evaluate import make_world
 from toolkit.tuning.executor import InProcessRunner, Runner
 from toolkit.tuning.inputs import Inputs, settings_of
 from toolkit.tuning.tune import tune, tune_to_size
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
-TUNE = {"trials": 5, "draws": 0, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
+TUNE = {"trials": 5, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
 POLICY = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_tokens": 512}}
 
 
@@ -226,34 +219,6 @@ def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> No
 
 
 @pytest.mark.slow
-def test_a_price_gives_the_cost_of_tokens_which_adds_up() -> None:
-    given = inputs(tune=TUNE | {"routers": ["sglang"], "trials": 2})
-    priced = replace(given, recipe=changed(given.recipe, hardware__usd_per_hour=2.0))
-    result = found_by(priced)
-    cost = result.cost
-    metrics = result.recommended.metrics
-    assert cost is not None
-    assert cost.usd_per_hour == 6.0
-    prices = (cost.usd_per_million_in, cost.usd_per_million_cached, cost.usd_per_million_out)
-    prompt, output = (
-        getattr(given.workload.trace, name).mean() for name in ("prompt_tokens", "output_tokens")
-    )
-    cached = prompt * metrics["hit_percent"] / 100
-    spent = sum(
-        price * tokens
-        for price, tokens in zip(prices, (prompt - cached, cached, output), strict=True)
-        if price is not None
-    )
-    assert spent == pytest.approx(cost.usd_per_million_requests)
-    assert spent * served_rps(metrics) * 3600 / 1e6 == pytest.approx(6.0)
-    assert prices[1] is not None
-    assert prices[0] is not None
-    assert prices[1] < prices[0]
-    assert any(line.startswith("cost: 6 USD an hour") for line in verdict(result))
-    assert found_by(given).cost is None
-
-
-@pytest.mark.slow
 def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_them() -> None:
     sla = {"ttft_p90_s": 0.05}
     bounded = TUNE | {"max_refused_percent": 5.0, "routers": ["own"], "trials": 1}
@@ -265,42 +230,3 @@ def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_
     for change in ({"tune": TUNE}, {"tune": bounded, "serve": {"admission": "queue"}}):
         given = inputs(sla, **change)
         assert not make_world(given.recipe, given.fit).refuses
-
-
-@pytest.mark.slow
-def test_the_verdict_s_draws_move_passes_while_the_router_believes_the_fitted_law() -> None:
-    seen: list[Task] = []
-
-    class Watching(InProcessRunner):
-        def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
-            seen.extend(task for task in tasks if "draw" in task.setup.label)
-            return super().run(tasks)
-
-    spec = {"trials": 1, "draws": 2, "routers": ["own"], "request_rate_rps": 45.0}
-    given = inputs({"ttft_p90_s": 0.1}, workers=2, tune=TUNE | spec)
-    found = found_by(given, Watching())
-    engines = [task.setup.world.engine() for task in seen]
-    fitted = make_world(given.recipe, given.fit).engine()
-    assert len({engine.steps for engine in engines}) == 2
-    assert {engine.believed for engine in engines} == {fitted.steps}
-    assert fitted.believed is None
-    assert found.uncertainty is not None
-    spread = found.uncertainty.defaults_goodput_rps
-    assert spread.low < spread.median < spread.high
-
-
-def test_a_router_believes_the_fitted_law_of_passes() -> None:
-    given = inputs()
-    engine = make_world(given.recipe, given.fit).engine()
-    slow = engine.drawn(engine.steps.times(2.0))
-    routing = Routing(make_router("by-law", {}))
-
-    def law_of(each: PagedEngine) -> PassLaw:
-        run = RoutedRun([], VllmPolicy(), each, Ledger([], [], 1), Reuse(), routing)
-        law = run._balancer.replicas[0].traits.law
-        assert law is not None
-        return law
-
-    shape = (4, 400.0, 1.0, 100.0, 5000.0)
-    assert law_of(slow).pass_s(*shape) == law_of(engine).pass_s(*shape)
-    assert slow.drawn(engine.steps.times(3.0)).believed == engine.steps

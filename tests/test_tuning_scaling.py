@@ -27,7 +27,7 @@ workers: 2
 profile: {batch_sizes: [1], input_lengths: [8], cached_lengths: [8], memory_lengths: [8]}
 sla: {ttft_p99_s: 2}
 policy: {name: sequence, parameters: {batch_size: 4}}
-tune: {trials: 3, window_s: 10, draws: 0, load: 0.8}
+tune: {trials: 3, window_s: 10, load: 0.8}
 serve: {max_new_tokens: 128}
 """
 

@@ -16,7 +16,7 @@ from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.tune import tune_to_size
 from toolkit.tuning.workload import make_workload
 
-TUNE = {"trials": 6, "window_s": 4, "draws": 0, "request_rate_rps": 60.0, "policies": ["own"]}
+TUNE = {"trials": 6, "window_s": 4, "request_rate_rps": 60.0, "policies": ["own"]}
 
 
 @without_capacity()

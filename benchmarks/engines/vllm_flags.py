@@ -43,7 +43,7 @@ def prepare(work: Work, trace: str, rate: float | None) -> None:
     recipe = str(work.recipe)
     given = ["--rate", str(rate)] if rate else []
     codes = (0, LimitsBrokenError.exit_code)
-    work.llmctl("tune", recipe, *fit, "--trace", trace, "--draws", "0", *given, codes=codes)
+    work.llmctl("tune", recipe, *fit, "--trace", trace, *given, codes=codes)
     work.llmctl("render", recipe, *fit, "--policy", "vllm", "--out", "defaults.json")
     tuned = ["--tuning", "tuning.json", ALLOW_BROKEN, "--out", "tuned.json"]
     work.llmctl("render", recipe, *fit, *tuned)

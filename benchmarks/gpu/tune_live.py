@@ -92,7 +92,7 @@ def main() -> int:
         minutes = (given.budget_s - END_S - ready_s) / 60.0
         print(f"ready after {ready_s:.0f} s; {60 * minutes:.0f} s for bursts", flush=True)
         words = ["tune", str(out / "plan.json"), "--live", url, "--minutes", f"{minutes:.2f}"]
-        words += ["--trace", given.trace, "--window", str(WINDOW_S), "--force"]
+        words += ["--trace", given.trace, "--force"]
         words += ["--out", str(out / "live-tuning.json")]
         words += ["--plan-out", str(out / "live-plan.json")]
         words += ["--rate", str(given.rate)] if given.rate else []

@@ -88,7 +88,7 @@ def tuned(recipe: str, trace: str, rate: float, seed: int, trials: int) -> tuple
         tuning = Path(folder) / "tuning.json"
         words = ["tune", *_recipe(recipe), "--trace", trace, "--rate", f"{rate:g}"]
         words += ["--seed", str(seed), "--trials", str(trials), "--policies", "own"]
-        done = llmctl(*words, "--draws", "0", "--out", str(tuning), codes=(0, 5))
+        done = llmctl(*words, "--out", str(tuning), codes=(0, 5))
         result = json.loads(tuning.read_text(encoding="utf-8"))
         said = "broken" if done.returncode else "kept"
         if not result["keeps_up"]:

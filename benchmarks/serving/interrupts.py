@@ -54,7 +54,7 @@ MARK = "LLMCTL_INTERRUPTED_TRY"  # a variable that all processes of a try inheri
 INTERRUPTED = {130}
 
 FIT = "profiles/tiny-llama-cpu/fit.json"
-TUNE = f"tune tiny-llama-cpu --fit {FIT} --trials 4 --draws 0 --window 10 --out OUT/tuning.json"
+TUNE = f"tune tiny-llama-cpu --fit {FIT} --trials 4 --out OUT/tuning.json"
 RECIPE = """
 schema_version: 1
 name: interrupted

@@ -22,7 +22,6 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning
-from toolkit.tuning.parallel import on_gpus
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
@@ -136,13 +135,6 @@ def computed_fit(file: Path, recipe: Recipe) -> Fit:
     return analytic_fit(recipe.measured, made_from)
 
 
-def parallel_size(word: str) -> int:
-    """A number of --tp. `InputError` for another word."""
-    if not word.isdecimal() or len(word) > 4 or int(word) < 1:
-        raise InputError(f"--tp {word}: it is a number of GPUs, 1 or more", "for example --tp 1,2")
-    return int(word)
-
-
 def read_tuning(path: Path | None, made_from: Mapping[str, Path] | None = None) -> Tuning | None:
     """The tuning, if a file is given. `StaleError` where it was made from other files."""
     return read_file(Tuning, path, made_from) if path else None
@@ -166,8 +158,8 @@ def plan_from(
     """Make the plan of a recipe and its fit; with a tuning or a policy, if given. Returns the plan
     and the file beside which its bench may lie: its fit, or the recipe where the laws are computed.
 
-    A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws, these,
-    for the tensor parallelism that it chose. Raises the errors of `find_fit` and `make_plan`.
+    A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws, these.
+    Raises the errors of `find_fit` and `make_plan`.
     """
     from toolkit.deploy.plan import make_plan
 
@@ -175,22 +167,13 @@ def plan_from(
     recipe = open_recipe(file)
     tuned = read_tuning(tuning, {"recipe": file})
     if tuned and "fit" not in tuned.inputs and fit is None:
-        found = FoundFit(computed_fit(file, tuned_recipe(recipe, tuned)), None)
-        recipe = tuned_recipe(recipe, tuned)
+        found = FoundFit(computed_fit(file, recipe), None)
     else:
         found = find_fit(file, recipe, fit, force=force)
         inputs = found.inputs(file)
         tuned = read_tuning(tuning, inputs)
     made_from = found.inputs(file) | ({"tuning": tuning} if tuning else {})
     return make_plan(recipe, found.fit, tuned, made_from, policy), found.file or file
-
-
-def tuned_recipe(recipe: Recipe, tuned: Tuning) -> Recipe:
-    """The recipe with the tensor parallelism and the workers that a tuning chose."""
-    size = tuned.tensor_parallel_size
-    if size == recipe.engine.tensor_parallel_size:
-        return recipe
-    return on_gpus(recipe, size, tuned.workers * size)
 
 
 def plan_address(plan: Plan) -> str:

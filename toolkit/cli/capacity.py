@@ -31,7 +31,6 @@ from toolkit.cli.basis import (
     note_found,
     note_other_count,
     note_trace,
-    parallel_size,
     plain,
     read_tuning,
 )
@@ -54,7 +53,7 @@ from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import changes_in_words, share_used
-from toolkit.tuning.parallel import ONE_SIZE, on_gpus
+from toolkit.tuning.changes import on_gpus
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
@@ -327,7 +326,7 @@ def _of_parallelism(
     """
     if not wanted:
         return recipes
-    sizes = [parallel_size(word) for word in wanted]
+    sizes = [_parallel_size(word) for word in wanted]
     found: list[Rated] = []
     for one in recipes:
         own = one.recipe.engine.tensor_parallel_size
@@ -341,10 +340,18 @@ def _of_parallelism(
     if missing := [size for size in sizes if size not in known]:
         measured = ", ".join(str(one.recipe.engine.tensor_parallel_size) for one in recipes)
         raise InputError(
-            f"--tp {missing[0]}: the recipes were measured with {measured}; {ONE_SIZE}",
+            f"--tp {missing[0]}: the recipes were measured with {measured}, and measured laws do "
+            "not tell another size's",
             f"profile a recipe with engine.tensor_parallel_size: {missing[0]}, and name it too",
         )
     return found
+
+
+def _parallel_size(word: str) -> int:
+    """A number of --tp. `InputError` for another word."""
+    if not word.isdecimal() or len(word) > 4 or int(word) < 1:
+        raise InputError(f"--tp {word}: it is a number of GPUs, 1 or more", "for example --tp 1,2")
+    return int(word)
 
 
 def _computed(one: Rated, size: int, gpus: int) -> Rated:

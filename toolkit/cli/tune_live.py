@@ -58,8 +58,7 @@ def tune_live(args: TuneOptions) -> None:
     refuse_useless(
         {
             "--policies": args.policies, "--routers": args.routers, "--trials": args.trials,
-            "--draws": args.draws, "--workers": args.workers, "--gpus": args.gpus, "--tp": args.tp,
-            "--load": args.load, "--concurrency": args.concurrency,
+            "--workers": args.workers, "--load": args.load, "--concurrency": args.concurrency,
             "--sla": args.sla[0] if args.sla else None,
         },
         why,
@@ -87,7 +86,7 @@ def tune_live(args: TuneOptions) -> None:
     rate = args.rate or recipe.tune.request_rate_rps
     settings = RequestSettings(rate, seed=unused_seed(), loop="open")
     setup = prepare_replay(target, trace, plan, settings, warn if args.force else None)
-    window_s = args.window or min(max(60.0 * args.minutes / BURSTS, WINDOW_S[0]), WINDOW_S[1])
+    window_s = min(max(60.0 * args.minutes / BURSTS, WINDOW_S[0]), WINDOW_S[1])
     cut = fit_windows(setup.trace, window_s, WINDOWS, 0, recipe.tune.seed)
     note_trace(cut.trace)
     bursts = Bursts(target, setup.load, cut.search, recipe.sla, cut.seconds)

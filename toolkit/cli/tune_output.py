@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from toolkit.cli.output import PlotPoint, note, paragraph, scatter, table
 from toolkit.files.tuning import Outcome, Sizing, Tuning, share_used
-from toolkit.report.rows import change_rows, parallel_rows, policy_rows, settings_of
+from toolkit.report.rows import change_rows, policy_rows, settings_of
 from toolkit.units import bracketed, number, seconds, word
 
 ESTIMATE_AFTER = 16  # simulations that are timed before the first estimate: two batches
@@ -105,10 +105,6 @@ def show(result: Tuning) -> None:
     if result.sizing:
         print("\n".join([*size_lines(result), ""]))
         _show_sizing(result.sizing)
-    if result.parallel:
-        columns = [">GPUs of a worker", ">workers", ">in limits", ">up to requests/s"]
-        rows = parallel_rows(result)
-        table([*columns, ">mean E2E, s"], rows, title="the same GPUs, by tensor parallelism")
     if len(result.policies) > 1:
         _show_policies(result)
     rate = f"{result.load} on {result.workers} workers"

@@ -107,8 +107,6 @@ def make_plan(
     policy = _whole(choice.policy, choice.parameters)
     router = choice.router or router_of(recipe)
     explained, workload = _traffic(tuning) if tuning and choice.predicted else ({}, None)
-    if tuning is not None and tuning.parallel:
-        explained["tensor_parallel_size"] = _explain_parallel(tuning)
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
@@ -385,16 +383,6 @@ def _explain_router(router: RouterSpec, recipe: Recipe, choice: Choice) -> Expla
             origin = "recipe: sla"
         explained[f"{router.name}.{name}"] = _explanation(value, origin)
     return explained
-
-
-def _explain_parallel(tuning: Tuning) -> Explanation:
-    """Explain the GPUs of a worker, where several numbers were compared."""
-    tried = [one for one in tuning.parallel if one.outcome is not None]
-    sizes = ", ".join(str(one.tensor_parallel_size) for one in tried)
-    source = f"tuning: the best of {sizes} on the same GPUs"
-    if len(tried) == 1:
-        source = "tuning: the only one that was searched"
-    return _explanation(tuning.tensor_parallel_size, source)
 
 
 def _explain_limits(limits: Sequence[Limit], source: str) -> Explanation:

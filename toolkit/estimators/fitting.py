@@ -3,33 +3,21 @@ fit did not see.
 
 Forms compete on held-out error, where a point is all its repeats; the chosen form is then fitted to
 all points. `fit_profile` does that for every law of a profile, and `fit_file` makes fit.json of it.
-
-`resampled_fits` and `scaled_fits` draw fits that might have been found instead. They show how far
-the error of a fit moves a result that is computed from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.estimators import forms
 from toolkit.estimators.forms import Floats, Form, Points, Rows
-from toolkit.estimators.laws import SegmentedLaw, scaled_segment
-from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import (
-    fit_memory,
-    fit_rounds,
-    fit_steps,
-    picked,
-    resampled_rounds,
-    resampled_steps,
-    with_step_law,
-)
+from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.part_fits import fit_memory, fit_rounds, fit_steps
 from toolkit.files.fit import (
     Candidate,
     Fit,
@@ -248,107 +236,3 @@ def points_of(name: Name, measured: Sequence[PrefillPoint | DecodePoint]) -> Poi
             )
     seconds = [forms.typical(point.seconds) for point in measured]
     return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
-
-
-NORMAL_MEDIAN = 0.6745  # of |x| where x is standard normal
-
-
-def resampled_fits(profile: Profile, fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits of `profile` resampled, in the forms of `fit`.
-
-    Repeats of points, slices and sequences of rounds are drawn with replacement. Points and passes
-    get random weights (the Bayesian bootstrap, Rubin 1981: unlike draws of points it never loses a
-    batch size).
-
-    The draws show what other samples of the same machine would have given. They do not show that
-    the machine may be slower tomorrow.
-    """
-    rng = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(draws):
-        prefill = _refit("prefill", fit.prefill, profile.prefill, rng)
-        decode = _refit("decode", fit.decode, profile.decode, rng)
-        law = SegmentedLaw(
-            tuple(prefill.segments), tuple(decode.segments), fit.engine.prefill_emits_token
-        )
-        served_s, seconds = forms.slice_times(picked(profile.slices, rng), law)
-        overhead = _with_line(fit.overhead, forms.fit_line(served_s, seconds))
-        laws: dict[str, Any] = {"prefill": prefill, "decode": decode, "overhead": overhead}
-        if fit.rounds and profile.rounds:
-            laws["rounds"] = resampled_rounds(fit.rounds, profile.rounds, law, rng)
-        if fit.steps and profile.steps:
-            laws["steps"] = resampled_steps(fit.steps, profile.steps, rng)
-        # The profiles of other numbers of drafts are not here.
-        laws["drafts"] = [_scaled_steps(other, fit.off_percent(other), rng) for other in fit.drafts]
-        drawn.append(fit.model_copy(update=laws))
-    return drawn
-
-
-def _refit(
-    name: Name,
-    law: LatencyFit,
-    measured: Sequence[PrefillPoint | DecodePoint],
-    rng: np.random.Generator,
-) -> LatencyFit:
-    redrawn = [
-        p.model_copy(update={"seconds": rng.choice(p.seconds, len(p.seconds)).tolist()})
-        for p in measured
-    ]
-    points = points_of(name, redrawn)
-    competing = forms.candidates(points, square=name == "prefill")
-    form = next((form for form in competing if form.name == law.form), None)
-    if form is None:
-        raise InputError(
-            f"the points do not determine the form '{law.form}'",
-            "fit the profile again: llmctl fit PROFILE",
-        )
-    coefficients = form.solve(points, rng.exponential(size=len(points)))
-    return law.model_copy(update={"segments": form.segments(coefficients)})
-
-
-def scaled_fits(fit: Fit, draws: int, seed: int) -> list[Fit]:
-    """`draws` fits for use without a profile: each law as a whole times a log-normal factor. The
-    median of the factor's distance from 1 is how far the law is off (`Fit.off_percent`).
-
-    Errors that differ from point to point would partly cancel, so these draws spread wider than
-    `resampled_fits`. The memory law stays: its edge is drawn in every simulation.
-    """
-    rng = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(draws):
-        laws: dict[str, Any] = {
-            "prefill": _scaled(fit.prefill, fit.off_percent(fit.prefill), rng),
-            "decode": _scaled(fit.decode, fit.off_percent(fit.decode), rng),
-            "overhead": _slower(fit.overhead, rng),
-        }
-        if fit.rounds:
-            slower = {"overhead": _slower(fit.rounds.overhead, rng)}
-            laws["rounds"] = fit.rounds.model_copy(update=slower)
-        if fit.steps:
-            laws["steps"] = _scaled_steps(fit.steps, fit.off_percent(fit.steps), rng)
-        laws["drafts"] = [_scaled_steps(other, fit.off_percent(other), rng) for other in fit.drafts]
-        drawn.append(fit.model_copy(update=laws))
-    return drawn
-
-
-def _scaled_steps(steps: StepsFit, off_percent: float, rng: np.random.Generator) -> StepsFit:
-    return with_step_law(steps, law_of_steps(steps).times(_factor(off_percent, rng)))
-
-
-def _factor(off_percent: float, rng: np.random.Generator) -> float:
-    return float(np.exp(rng.standard_normal() * off_percent / 100.0 / NORMAL_MEDIAN))
-
-
-def _scaled(law: LatencyFit, off_percent: float, rng: np.random.Generator) -> LatencyFit:
-    factor = _factor(off_percent, rng)
-    segments = [scaled_segment(segment, factor) for segment in law.segments]
-    return law.model_copy(update={"segments": segments})
-
-
-def _slower(overhead: OverheadFit, rng: np.random.Generator) -> OverheadFit:
-    factor = _factor(overhead.error.median_percent, rng)
-    return _with_line(overhead, (overhead.batch_s * factor, overhead.stretch * factor))
-
-
-def _with_line(overhead: OverheadFit, line: tuple[float, float]) -> OverheadFit:
-    return overhead.model_copy(update={"batch_s": line[0], "stretch": line[1]})

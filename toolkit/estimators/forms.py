@@ -169,12 +169,9 @@ class LawForm:
         bends = f"bends at {', '.join(map(str, self.knots))}" if self.knots else "bilinear"
         return f"{bends} + N*L^2" if self.square else bends
 
-    def solve(self, points: Points, weights: Floats | None = None) -> Floats:
-        """The coefficients [k], all >= 0, with the least sum of squared relative residuals;
-        `weights` [n], or None for equal ones.
-        """
-        root = None if weights is None else np.sqrt(weights)
-        return solve_relative(self._design(points), points.seconds, root)
+    def solve(self, points: Points) -> Floats:
+        """The coefficients [k], all >= 0, with the least sum of squared relative residuals."""
+        return solve_relative(self._design(points), points.seconds)
 
     def predict(self, coefficients: Floats, points: Points) -> Floats:
         """Seconds [n] at the points, from their batch sizes and lengths."""
@@ -228,11 +225,10 @@ class FlatForm:
 
     name: str = "flat, then linear"
 
-    def solve(self, points: Points, weights: Floats | None = None) -> Floats:
+    def solve(self, points: Points) -> Floats:
         """The coefficients [4], the flat time last, with the least sum of squared relative
-        residuals; `weights` [n], or None for equal ones.
+        residuals.
         """
-        weight = np.ones(len(points)) if weights is None else weights
         order = np.argsort(points.seconds, kind="stable")
         columns = self._columns(points)
         best = np.empty(0)
@@ -240,12 +236,12 @@ class FlatForm:
         for count in range(FLAT_POINTS_MIN, len(points) - LINEAR_POINTS_MIN + 1):
             fast = order[:count]
             slow = order[count:]
-            inverse = weight[fast] / points.seconds[fast]
+            inverse = 1.0 / points.seconds[fast]
             flat = inverse.sum() / (inverse / points.seconds[fast]).sum()
-            linear = solve_relative(columns[slow], points.seconds[slow], np.sqrt(weight[slow]))
+            linear = solve_relative(columns[slow], points.seconds[slow])
             coefficients = np.append(linear, flat)
             residual = self.predict(coefficients, points) / points.seconds - 1.0
-            error = float((weight * residual**2).sum())
+            error = float((residual**2).sum())
             if error < least:
                 best = coefficients
                 least = error

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize
@@ -34,8 +34,7 @@ from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
 from toolkit.estimators.front import fit_front
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
-from toolkit.estimators.load import STEP_FIELDS, STEP_LISTS, law_of_steps
-from toolkit.estimators.pipeline import COEFFICIENTS, PipelineLaw
+from toolkit.estimators.load import STEP_FIELDS, STEP_LISTS
 from toolkit.estimators.steps import StepLaw, StepShape, features
 from toolkit.files.fit import (
     BatchRule,
@@ -59,17 +58,11 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 
-T = TypeVar("T")
 MEASURE_AGAIN = "measure again with: llmctl profile RECIPE"
 
 EDGE_TOLERANCE = 0.05  # of the edge; the steps of rules between two probed lengths waste more
 WORKSPACES = np.linspace(0.0, 16.0, 321)  # tried, in tokens of cache per input token
 UNIFORM_STD = 12**-0.5  # of a uniform distribution of width 1: the edge inside its bracket
-
-
-def picked(values: Sequence[T], rng: np.random.Generator) -> list[T]:
-    """As many values, drawn with replacement."""
-    return [values[k] for k in rng.integers(len(values), size=len(values))]
 
 
 def fit_memory(probes: Sequence[MemoryPoint], engine: EngineFacts) -> MemoryFit:
@@ -255,18 +248,6 @@ def _fit_round_overhead(measured: RoundsProfile, law: SegmentedLaw, seed: int) -
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
 
 
-def resampled_rounds(
-    fit: RoundsFit, measured: RoundsProfile, law: SegmentedLaw, rng: np.random.Generator
-) -> RoundsFit:
-    """`fit` with the overhead of sequences drawn with replacement. The parts of a round stay as
-    fitted: they are a few percent of a round.
-    """
-    parts = law_of_parts(law, fit.join, fit.leave, fit.grow)
-    batch_s, stretch = _line(picked(_times_by_sequence(measured, parts), rng))
-    overhead = fit.overhead.model_copy(update={"batch_s": batch_s, "stretch": stretch})
-    return fit.model_copy(update={"overhead": overhead})
-
-
 def _times_by_sequence(measured: RoundsProfile, law: SegmentedLaw) -> list[Floats]:
     """Of each sequence, the seconds of its rounds by the law of their parts, and as measured:
     [2, n]. Rounds without rows are left out.
@@ -386,11 +367,11 @@ class StepPasses:
     root_weight: Floats
 
     @classmethod
-    def of(cls, points: Sequence[StepPoint], factors: Floats | float = 1.0) -> StepPasses:
-        """Each point weighs as its samples that count, times `factors` [n]."""
+    def of(cls, points: Sequence[StepPoint]) -> StepPasses:
+        """Each point weighs as its samples that count."""
         counted = np.array([min(len(one.seconds), forms.SAMPLES_COUNTED_MAX) for one in points])
         seconds = np.array([forms.typical(point.seconds) for point in points])
-        return cls([shape_of(point) for point in points], seconds, np.sqrt(counted * factors))
+        return cls([shape_of(point) for point in points], seconds, np.sqrt(counted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,36 +547,6 @@ def point_of(shape: StepShape, seconds: float) -> StepPoint:
     """A pass of this composition that took so long."""
     names = StepPoint.model_fields.keys() - {"seconds", "host_s", "idle", "launch_s"}
     return StepPoint(**{name: getattr(shape, name) for name in names}, seconds=[seconds], host_s=[])
-
-
-def resampled_steps(fit: StepsFit, measured: StepsProfile, rng: np.random.Generator) -> StepsFit:
-    """The law of passes with the knots of `fit`, from passes with random weights (the Bayesian
-    bootstrap). The gaps between passes are drawn with replacement; the front stays as fitted.
-
-    Of passes that overlap, whole runs have random weights.
-    """
-    points = measured.points
-    experts = (fit.experts, fit.experts_per_token)
-    graphs = pipeline_fit.graphs_of(measured)
-    if fit.pipeline is not None and graphs is not None:
-        law = law_of_steps(fit)
-        assert isinstance(law, PipelineLaw)
-        columns = pipeline_fit.PassColumns.of(points, graphs, experts)
-        return with_step_law(fit, pipeline_fit.drawn_law(columns, law, rng))
-    is_beside = fit.beside_s is not None
-    form = StepForm(tuple(fit.knots), is_beside, experts, fit.window, tuple(fit.row_knots))
-    drawn = form.law(StepPasses.of(points, rng.exponential(size=len(points))))
-    host_s, host_row_s = _fit_host(picked(points, rng))
-    return with_step_law(fit, replace(drawn, host_s=host_s, host_row_s=host_row_s))
-
-
-def with_step_law(fit: StepsFit, law: StepLaw | PipelineLaw) -> StepsFit:
-    """`fit` with the coefficients of `law`."""
-    if isinstance(law, PipelineLaw):
-        changed = {name: getattr(law, name) for name in COEFFICIENTS}
-        assert fit.pipeline is not None
-        return fit.model_copy(update={"pipeline": fit.pipeline.model_copy(update=changed)})
-    return fit.model_copy(update=_coefficients(law))
 
 
 def _coefficients(law: StepLaw) -> dict[str, Any]:

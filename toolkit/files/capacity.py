@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.strict import Strict
-from toolkit.files.tuning import Cost, ParameterValue, Scaling
+from toolkit.files.tuning import ParameterValue, Scaling
 from toolkit.units import bracketed
 
 
@@ -46,6 +46,27 @@ class Needed(Strict):
     workers: int = Field(description="one less breaks a limit")
     gpus: int = Field(description="of all workers")
     usd_per_hour: float | None = Field(description="of all workers; null without a price")
+
+
+class Cost(Strict):
+    """What requests and tokens cost at the capacity, in US dollars.
+
+    The price of an hour is divided by the requests that are served in it. The price of a request is
+    divided among its tokens by the time that the fitted law of a pass gives them: computed prompt
+    tokens, prompt tokens found in the cache, and output tokens.
+    """
+
+    usd_per_hour: float = Field(description="of all workers")
+    usd_per_million_requests: float = Field(
+        description="usd_per_hour over the requests that are served in an hour"
+    )
+    usd_per_million_in: float | None = Field(
+        description="prompt tokens that are computed; null: no law of passes"
+    )
+    usd_per_million_cached: float | None = Field(
+        description="prompt tokens found in the cache; null: none are, or no law of passes"
+    )
+    usd_per_million_out: float | None = Field(description="output tokens; null: no law of passes")
 
 
 class CapacityOf(Strict):

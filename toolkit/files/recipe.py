@@ -37,7 +37,6 @@ MAX_WORKERS = 256
 WORKERS_LIMIT = f"the limit is {MAX_WORKERS:,}, since one scheduler plans for all of them"
 MORE_WORKERS = "for more, put several servers behind a router"
 MAX_TRIALS = 100_000  # TPE's time for a trial grows with the number of trials before it
-MAX_DRAWS = 10_000
 REVISION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 COMMIT_PATTERN = r"[0-9a-f]{40}"
 
@@ -468,11 +467,6 @@ class TuneSpec(Strict):
         description="policies to search besides the recipe's own; 'all': every policy that knows "
         "no more than a server does; 'own': no other",
     )
-    tensor_parallel_sizes: list[Positive] = Field(
-        [],
-        description="GPUs of a worker to compare on the same GPUs, such as [1, 2, 4]; laws are "
-        "computed for each, so the fit must not be a measured one; []: the engine's alone",
-    )
     routers: list[str] = Field(
         ["all"],
         description="where several replicas of a server run: routers to search besides the "
@@ -500,10 +494,6 @@ class TuneSpec(Strict):
     max_refused_percent: Annotated[float, Field(ge=0, le=100)] | None = optional(
         "share of requests that a front before replicas may refuse by its forecast; None: "
         "simulated without refusals"
-    )
-    draws: Annotated[int, Field(ge=0, le=MAX_DRAWS)] = Field(
-        40,
-        description="the verdict is repeated with this many draws of the fitted laws; 0: none",
     )
 
 

@@ -312,30 +312,23 @@ class PolicyResult(Strict):
 
 
 class Interval(Strict):
-    """The 5th, 50th and 95th percentile over the draws."""
+    """The least, the median and the greatest over windows."""
 
     low: float
     median: float
     high: float
 
 
-DrawMethod = Literal["profile", "held-out errors", "measured servers"]
+class HeldOutGain(Strict):
+    """How the gain varies over the windows that the search did not see."""
 
-
-class Uncertainty(Strict):
-    """How the fit's error moves the gain: held-out windows under laws drawn around the fit."""
-
-    method: DrawMethod = Field(
-        description="laws refitted to resampled measurements, or scaled by their held-out errors, "
-        "or by how far analytic predictions were off beside measured servers"
-    )
-    draws: int
+    windows: int
     defaults_goodput_rps: Interval
     best_goodput_rps: Interval
     gain_percent: Interval | None = Field(
-        description="None where the defaults have no goodput in a draw"
+        description="None where the defaults have no goodput in a window"
     )
-    better_percent: float = Field(description="share of the draws in which the best wins")
+    better: int = Field(description="windows in which the best wins")
 
 
 class SizingRow(Strict):
@@ -371,30 +364,6 @@ class Alternatives(Strict):
     workers: int | None = Field(
         description="where limits are broken: how many workers keep them with these settings"
     )
-
-
-class Cost(Strict):
-    """What the recommended settings cost for this traffic, in US dollars.
-
-    The price of an hour is divided by the requests that are served in it: where the server keeps
-    up, the successful ones over the length of their window; where the queue grows with the trace,
-    or there is no target, the throughput.
-
-    The price of a request is divided among its tokens by the time that the fitted law of a pass
-    gives them: computed prompt tokens, prompt tokens found in the cache, and output tokens.
-    """
-
-    usd_per_hour: float = Field(description="of all workers")
-    usd_per_million_requests: float = Field(
-        description="usd_per_hour over the requests that are served in an hour"
-    )
-    usd_per_million_in: float | None = Field(
-        description="prompt tokens that are computed; None: no law of passes"
-    )
-    usd_per_million_cached: float | None = Field(
-        description="prompt tokens found in the cache; None: none are, or no law of passes"
-    )
-    usd_per_million_out: float | None = Field(description="output tokens; None: no law of passes")
 
 
 class TuningWindow(Strict):
@@ -442,25 +411,6 @@ class TunedCapacity(Strict):
         1, description="how often the trace is repeated there, to last long enough"
     )
 
-    @property
-    def most_rps(self) -> float | None:
-        """The higher of the two rates: settings for a low rate may serve less than others."""
-        return max(filter(None, (self.defaults_rps, self.recommended_rps)), default=None)
-
-
-class ParallelSize(Strict):
-    """One of the tensor parallelisms that were compared on the same GPUs."""
-
-    tensor_parallel_size: int = Field(description="GPUs of each worker")
-    workers: int | None = optional("None: it was not tried")
-    outcome: Outcome | None = optional("the settings that its search recommends, whole trace")
-    keeps_limits: bool | None = optional("whether these keep all limits")
-    capacity_rps: float | None = optional(
-        "the highest rate at which these or the recipe's settings keep them; None: not searched"
-    )
-    usd_per_hour: float | None = optional("of all workers, where the recipe has a price")
-    refused: str | None = optional("why it was not tried, or has no answer")
-
 
 class DraftGain(Strict):
     """Up to how many rows a token takes less time with drafts than without, in passes of decodes
@@ -489,10 +439,6 @@ class Tuning(Envelope):
     seed: int
     sla: dict[str, float]
     workers: int
-    tensor_parallel_size: int = Field(description="GPUs of each worker")
-    parallel: list[ParallelSize] = Field(
-        [], description="other tensor parallelisms on the same GPUs, and this one"
-    )
     request_rate_rps: float = Field(
         description="mean rate that the trace was scaled to, or its own"
     )
@@ -544,11 +490,12 @@ class Tuning(Envelope):
     front: list[int] = Field(
         [], description="trials that no other beats in both goodput and latency, by rising latency"
     )
-    uncertainty: Uncertainty | None = None
+    held_out_gain: HeldOutGain | None = optional(
+        "None: the best has the defaults' settings, or no window is held out"
+    )
     sizing: Sizing | None = optional("where the number of workers was requested")
     engine: str = Field(description="the recommendation is the best policy that it runs")
     alternatives: Alternatives = Field(description="what else would serve this traffic")
-    cost: Cost | None = optional("where the recipe has a price, and requests are served")
     draft_gain: DraftGain | None = optional(
         "of vLLM with laws for several numbers of drafts; none elsewhere"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from toolkit.files.bench import BenchReport
 from toolkit.files.fit import HeldOutError
 from toolkit.files.tuning import Outcome, ParameterValue, Tuning
-from toolkit.units import number, percent
+from toolkit.units import percent
 
 Row = list[str | int | float | bool | None]
 
@@ -52,22 +52,6 @@ def policy_rows(result: Tuning) -> list[Row]:
         latency_s = metrics.get(result.latency_metric, 0.0)
         rows.append([name, one.trials, goodput_rps, latency_s, one.feasible])
     return sorted(rows, key=rank)
-
-
-def parallel_rows(result: Tuning) -> list[Row]:
-    """The tensor parallelisms that were compared on the same GPUs: GPUs of a worker, workers,
-    whether the limits are kept, up to which rate, the mean E2E, and why it was not searched.
-    """
-    rows: list[Row] = []
-    for one in result.parallel:
-        rate = "not searched" if one.outcome is None else None
-        if one.capacity_rps is not None:
-            rate = number(one.capacity_rps)
-        latency_s = one.outcome.metrics.get("e2e_mean_s") if one.outcome else None
-        chosen = "chosen" if one.tensor_parallel_size == result.tensor_parallel_size else ""
-        row: Row = [one.tensor_parallel_size, one.workers, one.keeps_limits, rate, latency_s]
-        rows.append([*row, one.refused or chosen])
-    return rows
 
 
 def change_rows(result: Tuning, metrics: Iterable[str]) -> list[Row]:

@@ -36,7 +36,6 @@ from toolkit.report.rows import (
     change_rows,
     compared_rows,
     error_cells,
-    parallel_rows,
     policy_rows,
     settings_of,
 )
@@ -315,10 +314,6 @@ def tuning_section(files: Material) -> Section:
     policies = f"policy '{tuning.best.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section("tuning", lead)
-    if tuning.parallel:
-        columns = ["GPUs of a worker", "workers", "keeps the limits", "up to requests/s"]
-        columns += ["mean E2E, s", ""]
-        section.tables.append(Table("Tensor parallelism", columns, parallel_rows(tuning)))
     shares: dict[str, float] = {}
     for result in tuning.policies:
         if result.policy == tuning.best.policy:

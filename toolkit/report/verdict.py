@@ -12,7 +12,6 @@ from toolkit.engine_traits import traits_of
 from toolkit.files.tuning import (
     BEHIND,
     Interval,
-    ParallelSize,
     Tuning,
     changes_in_words,
     share_used,
@@ -23,12 +22,6 @@ from toolkit.units import bracketed, counted, number, percent
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
 KEPT_SHARE = 0.97  # of the tuned rate: a capacity below it contradicts that this rate is kept
 NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
-
-METHODS = {
-    "profile": "profile resampled",
-    "held-out errors": "laws scaled by their errors",
-    "measured servers": "laws scaled by the errors beside measured servers",
-}
 
 
 def verdict(result: Tuning) -> list[str]:
@@ -48,9 +41,7 @@ def verdict(result: Tuning) -> list[str]:
         lines.append("gain over the defaults: they have no goodput")
     lines += [
         *_capacity_lines(result),
-        *_parallel_lines(result),
         *_router_lines(result),
-        *_cost_lines(result),
         *_draft_lines(result),
     ]
     lines += [*_alternative_lines(result), *_how_sure(result)]
@@ -127,33 +118,6 @@ def _capacity_lines(result: Tuning) -> list[str]:
     return lines
 
 
-def _parallel_lines(result: Tuning) -> list[str]:
-    """Which tensor parallelism is the best on the same GPUs; empty where none were compared."""
-    tried = [one for one in result.parallel if one.outcome is not None]
-    if not tried:
-        return []
-    size = result.tensor_parallel_size
-    own = f"{counted(result.workers, 'worker')} with tensor parallelism {size}"
-    if len(tried) == 1:
-        return [f"{own}: no other was searched"]
-    others = [
-        f"{counted(one.workers or 0, 'worker')} with {one.tensor_parallel_size} {_kept(one)}"
-        for one in tried
-        if one.tensor_parallel_size != size
-    ]
-    chosen = next(one for one in tried if one.tensor_parallel_size == size)
-    return [f"the best of these GPUs: {own} {_kept(chosen)}; {'; '.join(others)}"]
-
-
-def _kept(one: ParallelSize) -> str:
-    """Whether settings keep the limits at the traffic's rate, and up to which."""
-    what = "keep all limits" if one.keeps_limits else "break limits"
-    if one.workers == 1:
-        what = "keeps all limits" if one.keeps_limits else "breaks limits"
-    up_to = f" (up to {number(one.capacity_rps)} requests/s)" if one.capacity_rps else ""
-    return f"{what}{up_to}"
-
-
 def _router_lines(result: Tuning) -> list[str]:
     """What the best settings' router gains over requests in turn; empty without replicas."""
     best = result.best
@@ -178,38 +142,19 @@ def _router_lines(result: Tuning) -> list[str]:
     return [f"router '{name}' over requests in turn, with the same flags: {change}"]
 
 
-def _cost_lines(result: Tuning) -> list[str]:
-    """What the recommended settings cost, and a recipe that is cheaper; empty without a price."""
-    cost = result.cost
-    if cost is None:
-        return []
-    prices = {
-        "in": cost.usd_per_million_in,
-        "cached": cost.usd_per_million_cached,
-        "out": cost.usd_per_million_out,
-    }
-    each = [f"{number(price)} {name}" for name, price in prices.items() if price is not None]
-    tokens = f", USD per million tokens: {', '.join(each)}" if each else ""
-    return [
-        f"cost: {number(cost.usd_per_hour)} USD an hour, "
-        f"{number(cost.usd_per_million_requests)} USD per million requests{tokens}"
-        f"{bracketed(result.changes)}"
-    ]
-
-
 def _how_sure(result: Tuning) -> list[str]:
-    drawn = result.uncertainty
-    if drawn is None:
+    """How the gain varies over held-out windows; empty without a gain to judge."""
+    found = result.held_out_gain
+    if found is None:
         return []
-    gain = f", by {_span(drawn.gain_percent, percent)}" if drawn.gain_percent else ""
-    beats = f"the best beats the defaults in {drawn.better_percent:.0f} % of the draws{gain}"
-    if drawn.gain_percent and _no_gain(drawn.gain_percent.low, drawn.gain_percent.high):
+    gain = f", by {_span(found.gain_percent, percent)}" if found.gain_percent else ""
+    beats = f"the best beats the defaults in {found.better} of them{gain}"
+    if found.gain_percent and _no_gain(found.gain_percent.low, found.gain_percent.high):
         beats = "the difference is less than 0.1 %: no gain in goodput"
     return [
-        f"with the fit's error, in 90 % of {drawn.draws} draws ({METHODS[drawn.method]}), on "
-        f"{len(result.held_out_windows)} windows that the search did not see:",
-        f"  goodput {_span(drawn.best_goodput_rps)}/s, "
-        f"the defaults' {_span(drawn.defaults_goodput_rps)}/s",
+        f"on {found.windows} windows that the search did not see:",
+        f"  goodput {_span(found.best_goodput_rps)}/s, "
+        f"the defaults' {_span(found.defaults_goodput_rps)}/s",
         f"  {beats}",
     ]
 

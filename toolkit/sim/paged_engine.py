@@ -79,7 +79,7 @@ class PagedEngine:
 
     `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
     client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
-    `believed` is the law that a router believes; None: `steps`. `caches` are the groups of KV
+    `caches` are the groups of KV
     caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
     are accepted; `keeps_known` and `hash_lookahead` as of `DraftScheduler`. `others` are the same
@@ -93,7 +93,6 @@ class PagedEngine:
     valid: PassRange | None = None
     front_s: float = 0.0
     front_row_s: float = 0.0
-    believed: EngineLaw | None = None
     caches: CacheSettings | None = None
     draft_method: str = ""
     draft_tokens: int = 0
@@ -208,18 +207,6 @@ class PagedEngine:
         """
         delay_s = self.front_s + self.front_row_s * rows
         return FrontDelay(delay_s, delay_s)
-
-    def drawn(self, steps: EngineLaw, others: Sequence[EngineLaw] = ()) -> PagedEngine:
-        """The same engine with passes by another law, while routers believe the one so far; and
-        with `others` for other numbers of drafts.
-        """
-        pairs = zip(self.others, others, strict=True)
-        return replace(
-            self,
-            steps=steps,
-            believed=self.believed or self.steps,
-            others=tuple(engine.drawn(law) for engine, law in pairs),
-        )
 
     def slowed(self, factor: float) -> PagedEngine:
         """Return the same engine with every pass `factor` times as long."""

@@ -99,7 +99,7 @@ class RoutedRun:
             engine.capacity_tokens,
             flags.max_num_batched_tokens,
             flags.max_num_seqs,
-            PassTimes(engine.believed or engine.steps),
+            PassTimes(engine.steps),
         )
         self._balancer = Balancer(
             routing.router,

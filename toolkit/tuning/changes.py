@@ -1,4 +1,4 @@
-"""A recipe with some of its keys changed, to be shown beside itself: `capacity --also`.
+"""A recipe with some of its keys changed, to be shown beside itself: `capacity --also`, `--tp`.
 
 `RecipeChange.parsed` reads the words, `changed_recipe` applies them and checks the result with the
 recipe's own model. Some keys decide how long a pass takes or how much memory there is
@@ -230,6 +230,29 @@ BYTES: dict[str, tuple[Callable[[Recipe], int], tuple[str, ...]]] = {
     "model.weight_bytes": (_weight_bytes, ("model.quantization", "model.dtype")),
     "model.kv_bytes_per_token": (_cache_bytes, ("model.dtype", "engine.vllm.kv_cache_dtype")),
 }
+
+
+def on_gpus(recipe: Recipe, size: int, gpus: int) -> Recipe:
+    """Return the recipe with `gpus` GPUs in workers of `size` GPUs each.
+
+    A worker's price changes with its GPUs. Raises `InputError` where the size does not divide the
+    GPUs, or the model cannot be divided among so many.
+    """
+    if gpus % size:
+        raise InputError(
+            f"tensor parallelism {size}: it does not divide {gpus} GPUs", "change one of both"
+        )
+    usd = recipe.hardware.usd_per_hour
+    given = recipe.model_dump(exclude_unset=True)
+    given["workers"] = gpus // size
+    given["engine"] = {**given.get("engine", {}), "tensor_parallel_size": size}
+    if usd is not None:
+        given["hardware"]["usd_per_hour"] = usd * size / recipe.engine.tensor_parallel_size
+    try:
+        return Recipe.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise InputError(problem, "choose another tensor parallelism") from None
 
 
 def measured_laws(change: RecipeChange, recipe: Recipe) -> InputError:

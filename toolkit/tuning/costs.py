@@ -6,24 +6,9 @@ from collections.abc import Mapping
 
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.steps import StepShape
+from toolkit.files.capacity import Cost
 from toolkit.files.fit import StepsFit
-from toolkit.files.tuning import BEHIND, Cost
-from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import ATTAINMENT
-
-
-def served_rps(metrics: Mapping[str, float]) -> float:
-    """The rate of requests that are served, by the metrics of an evaluation.
-
-    Where the server keeps up, it is the successful requests over the length of their window. Where
-    the queue grows with the trace, and without targets, it is the throughput.
-    """
-    attained = metrics.get(ATTAINMENT, 0.0) / 100.0
-    if metrics.get(BEHIND, 0.0) > MOST_BEHIND_PERCENT or not attained:
-        return metrics.get("throughput_rps", 0.0)
-    successful = 1.0 - metrics["failed"] / metrics["requests"]
-    return metrics["goodput_rps"] / attained * successful
 
 
 def cost_of(

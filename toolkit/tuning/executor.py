@@ -3,9 +3,8 @@
 A child process gets one window of a task at a time and sends back the result. It ends with its
 parent, also where that is killed. All runners give the same results, in different orders.
 
-The second half keeps evaluations, so that an interrupted search can be resumed: the search is
-deterministic, so it needs the same evaluations again. They are kept in a journal file beside the
-result, or in a database (`toolkit.tuning.studies`), which processes that simulate do not import.
+`Remembering` keeps evaluations in a journal, so that an interrupted search can be resumed: the
+search is deterministic, so it needs the same evaluations again.
 """
 
 from __future__ import annotations
@@ -16,29 +15,25 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import Field, TypeAdapter
-
-from toolkit.errors import InputError, LlmctlError
+from toolkit.errors import LlmctlError
 from toolkit.files.tuning import Outcome
 from toolkit.interrupts import held
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, SimulatedWindow, Task
 
+if TYPE_CHECKING:  # processes that simulate do not import Optuna
+    from toolkit.tuning.journal import EvaluationJournal
+
 POLL_S = 0.2  # how long Ctrl-C may wait for a window's end
 
 Evaluate = Callable[[Sequence[Task]], list[Evaluation]]  # `collect`, with a runner and a tick
-
-_FINGERPRINT = TypeAdapter(str)
-_LINE = TypeAdapter(tuple[str, object, object] | tuple[str, object, object, int])
-_KEPT = TypeAdapter(tuple[Outcome, dict[str, float], Annotated[int, Field(gt=0)] | None])
 
 
 class Runner(Protocol):
@@ -262,23 +257,6 @@ def _unwrap(result: object) -> SimulatedWindow:
     return result
 
 
-class EvaluationStore(Protocol):
-    """Keeps evaluations by the key of their task."""
-
-    @property
-    def known(self) -> Mapping[str, Evaluation]:
-        """The evaluations that an earlier run of the same search left."""
-        ...
-
-    def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
-        """Keep an evaluation; return only when a kill would not lose it."""
-        ...
-
-    def forget(self) -> None:
-        """Called when the result is written, so evaluations need not be kept."""
-        ...
-
-
 class Remembering:
     """A runner that keeps every evaluation and runs only tasks without a kept one.
 
@@ -292,13 +270,13 @@ class Remembering:
     def __init__(
         self,
         runner: Runner,
-        store: EvaluationStore,
+        journal: EvaluationJournal,
         simulated: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._runner = runner
-        self._store = store
+        self._journal = journal
         self._simulated = simulated
-        self._known = dict(store.known)
+        self._known = dict(journal.known)
         self._whole: dict[str, Evaluation] = {}  # of this run, by the key without an early end
         self.remembered = len(self._known)
 
@@ -315,7 +293,7 @@ class Remembering:
         new = [key for key, evaluation in known.items() if evaluation is None]
         fresh = [tasks[wanted[key][0]] for key in new]
         for number, evaluation in self._runner.run(fresh):
-            self._store.keep(new[number], fresh[number], evaluation)
+            self._journal.keep(new[number], evaluation)
             self._simulated(fresh[number].requests(evaluation))
             self._known[new[number]] = evaluation
             yield from self._done(evaluation, tasks, wanted[new[number]])
@@ -328,70 +306,8 @@ class Remembering:
         yield from ((index, evaluation) for index in indexes)
 
 
-class JournalFile:
-    """A file of JSON lines beside the result; removed when the result is written.
-
-    Args:
-        path: the file. Its first line is the fingerprint; others are in the order of completion.
-        fingerprint: digests and settings that decide the results. Another one replaces the file.
-
-    Raises `InputError` for a file with a damaged line, except a last line that a kill tore.
-    """
-
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self._path = path
-        self.known = _read(path, fingerprint)
-        if not self.known:
-            path.write_text(json.dumps(fingerprint) + "\n")
-        else:  # drop a torn last line
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-    def keep(self, key: str, task: Task, evaluation: Evaluation) -> None:
-        """See `EvaluationStore.keep`."""
-        with self._path.open("a") as lines:
-            outcome = evaluation.outcome.model_dump(mode="json")
-            stopped = evaluation.stopped_after
-            line = [key, outcome, evaluation.ratios, *([] if stopped is None else [stopped])]
-            lines.write(json.dumps(line) + "\n")
-            lines.flush()
-            os.fsync(lines.fileno())
-
-    def forget(self) -> None:
-        """Remove the file."""
-        self._path.unlink(missing_ok=True)
-
-
 def _key(task: Task, *, early: bool = False) -> str:
     router = task.router and task.router.model_dump()
     settings = [task.policy, dict(task.parameters), *([router] if router else [])]
     label = f"{task.setup.label}, may end early" if early else task.setup.label
     return json.dumps([label, *settings], sort_keys=True)
-
-
-def _read(path: Path, fingerprint: str) -> dict[str, Evaluation]:
-    if not path.exists():
-        return {}
-    lines = path.read_bytes().split(b"\n")[:-1]  # a kill may have torn the last line
-    known: dict[str, Evaluation] = {}
-    number = 1
-    try:
-        if not lines or _FINGERPRINT.validate_python(json.loads(lines[0])) != fingerprint:
-            return {}
-        for line in lines[1:]:
-            number += 1
-            key, *kept = _LINE.validate_python(json.loads(line))
-            known[key] = evaluation_of(*kept)
-    except (ValueError, RecursionError):
-        raise InputError(
-            f"{path.name}: line {number} is damaged, or the file is no journal of tune",
-            "move it away; tune then begins anew",
-        ) from None
-    return known
-
-
-def evaluation_of(outcome: object, ratios: object, stopped_after: object = None) -> Evaluation:
-    """A kept evaluation. Raises `ValueError` for damaged data."""
-    kept, ratios_kept, windows = _KEPT.validate_python((outcome, ratios, stopped_after))
-    if "goodput_rps" not in kept.metrics:
-        raise ValueError("an evaluation without goodput_rps")
-    return Evaluation(kept, ratios_kept, stopped_after=windows)

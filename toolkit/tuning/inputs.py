@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
-from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.routing.routers import router_of
 from toolkit.sched.policies import BUILT_IN, refusal
@@ -29,7 +28,6 @@ class Inputs:
     recipe: Recipe
     fit: Fit
     workload: Workload
-    profile: Profile | None = None  # that the fit was made from, for resampling it
 
     @property
     def settings(self) -> SearchSettings:

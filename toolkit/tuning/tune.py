@@ -2,7 +2,7 @@
 
 `tune` searches on windows of the trace and judges the result on the whole of it. `tune_to_size`
 also looks for the fewest workers. The parts, in order: the two entry points, the report with its
-verdict, and how much the fit's error moves the gain, on windows that were held out.
+verdict, and how much the gain varies over windows that were held out.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-
-import numpy as np
+from statistics import median
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.estimators.fitting import resampled_fits, scaled_fits
-from toolkit.estimators.load import law_of_steps, laws_from_fit
-from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import (
     BEHIND,
     OOM,
     UNSERVED,
-    Cost,
     DraftGain,
-    DrawMethod,
+    HeldOutGain,
     Interval,
     JudgedPart,
     Limit,
@@ -35,7 +30,6 @@ from toolkit.files.tuning import (
     TunedCapacity,
     Tuning,
     TuningWindow,
-    Uncertainty,
     WindowLength,
     broken,
     recipe_limits,
@@ -43,7 +37,6 @@ from toolkit.files.tuning import (
 from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.sched.policies import BUILT_IN, engines_for, refusal
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.world import World
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.tuning.alternatives import (
     RATES,
@@ -55,7 +48,6 @@ from toolkit.tuning.alternatives import (
     nothing_suffices,
 )
 from toolkit.tuning.capacity import Capacity, rate_capacity
-from toolkit.tuning.costs import cost_of, served_rps
 from toolkit.tuning.drafts import draft_gain
 from toolkit.tuning.evaluate import (
     ATTAINMENT,
@@ -85,23 +77,20 @@ from toolkit.tuning.workload import Workload
 
 # limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
-PERCENTILES = (5, 50, 95)  # of the draws
 
 
 def planned(inputs: Inputs) -> list[int]:
     """The requests of each evaluation that a tuning takes, in their order; about the most."""
     settings = inputs.settings
     cut = inputs.workload.windows
-    searched, held_out = (
-        sum(len(window.trace) for window in windows) for windows in (cut.search, cut.held_out)
-    )
+    searched = sum(len(window.trace) for window in cut.search)
     whole = len(inputs.workload.trace)
     sweep = max(len(sweeps(space, {})) for space in settings.spaces)
     return [
         *[searched] * settings.trials,
         *[whole] * (1 + len(settings.spaces) + 2 * RATES),
         *[searched] * sweep,
-        *[held_out] * (2 * inputs.recipe.tune.draws),
+        *[len(window.trace) for window in cut.held_out for _ in range(2)],
     ]
 
 
@@ -222,7 +211,6 @@ def reported(
             "seed": settings.seed,
             "sla": recipe.sla,
             "workers": recipe.workers,
-            "tensor_parallel_size": recipe.engine.tensor_parallel_size,
             "request_rate_rps": inputs.workload.rate_rps,
             "concurrency": recipe.tune.concurrency,
             "trace_notes": list(cut.trace.notes),
@@ -243,10 +231,11 @@ def reported(
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
-            "uncertainty": _uncertainty(inputs, evaluate, (judged.default.outcome, chosen.outcome)),
+            "held_out_gain": _held_out_gain(
+                inputs, evaluate, judged.default.outcome, chosen.outcome
+            ),
             "engine": recipe.engine.name,
             "alternatives": others,
-            "cost": _cost(inputs, recommended.outcome),
             "draft_gain": _draft_gain(inputs, recommended.outcome),
         }
     )
@@ -301,17 +290,6 @@ def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
         TuningWindow(start_s=window.start_s, end_s=window.end_s, requests=window.trace.counted)
         for window in windows
     ]
-
-
-def _cost(inputs: Inputs, outcome: Outcome) -> Cost | None:
-    """What the settings of `outcome` cost; None without a price or without served requests."""
-    rate_rps = served_rps(outcome.metrics)
-    price = inputs.recipe.hardware.usd_per_hour
-    if price is None or not rate_rps:
-        return None
-    trace = inputs.workload.judged(outcome.policy).trace
-    usd_per_hour = price * inputs.recipe.workers
-    return cost_of(usd_per_hour, rate_rps, outcome.metrics, inputs.fit.steps, trace)
 
 
 def _draft_gain(inputs: Inputs, outcome: Outcome) -> DraftGain | None:
@@ -422,58 +400,31 @@ def _result(
     )
 
 
-def _uncertainty(
-    inputs: Inputs, evaluate: Evaluate, pair: tuple[Outcome, Outcome]
-) -> Uncertainty | None:
-    """The gain of the best over the defaults (`pair`) under drawn laws; None without draws.
+def _held_out_gain(
+    inputs: Inputs, evaluate: Evaluate, default: Outcome, best: Outcome
+) -> HeldOutGain | None:
+    """Return the gain of the best over the defaults on each window that the search did not see.
 
-    In a draw the workers follow the drawn laws while the scheduler believes the fitted ones, as in
-    a live server. The defaults and the best get the same draws. Fits are resampled from the profile
-    where it is known and was measured, else scaled by how far they are off (`Fit.off_percent`).
+    None where both have the same settings, or no window is held out.
     """
-    draws = inputs.recipe.tune.draws
-    seed = inputs.recipe.tune.seed
-    setup = inputs.setup("held out", inputs.workload.windows.held_out)
-    if not draws:
+    windows = inputs.workload.windows.held_out
+    if best.same_settings(default) or not windows:
         return None
-    measured = None if inputs.fit.engine.analytic else inputs.profile
-    method: DrawMethod = "profile"
-    if measured is None:
-        fits = scaled_fits(inputs.fit, draws, seed)
-        method = "measured servers" if inputs.fit.engine.analytic_error else "held-out errors"
-    else:
-        fits = resampled_fits(measured, inputs.fit, draws, seed)
-    tasks = []
-    for k, drawn in enumerate(fits):
-        world = _drawn_world(setup.world, drawn)
-        drawn_setup = replace(setup, label=f"{setup.label}, draw {k}", world=world)
-        tasks += [Task.of(drawn_setup, outcome) for outcome in pair]
+    setups = [inputs.setup(f"held out {k}", [window]) for k, window in enumerate(windows)]
+    tasks = [Task.of(setup, outcome) for setup in setups for outcome in (default, best)]
     done = evaluate(tasks)
     pairs = list(zip(done[0::2], done[1::2], strict=True))
-    better = sum(is_better(best, default, setup.limits) for default, best in pairs)
+    better = sum(is_better(after, before, setups[0].limits) for before, after in pairs)
     defaults, bests = ([one.goodput_rps for one in each] for each in zip(*pairs, strict=True))
     gains = [100.0 * (b / a - 1.0) for a, b in zip(defaults, bests, strict=True) if a > 0]
-    return Uncertainty(
-        method=method,
-        draws=draws,
+    return HeldOutGain(
+        windows=len(windows),
         defaults_goodput_rps=_interval(defaults),
         best_goodput_rps=_interval(bests),
-        gain_percent=_interval(gains) if len(gains) == draws else None,
-        better_percent=100.0 * better / draws,
+        gain_percent=_interval(gains) if len(gains) == len(pairs) else None,
+        better=better,
     )
 
 
-def _drawn_world(world: World, fit: Fit) -> World:
-    laws = laws_from_fit(fit)
-    rounds = world.rounds
-    if rounds is not None:
-        rounds = replace(rounds, latency=laws.rounds, believed=rounds.latency)
-    paged = world.paged
-    if paged is not None and fit.steps is not None:
-        paged = paged.drawn(law_of_steps(fit.steps), list(map(law_of_steps, fit.drafts)))
-    return replace(world, latency=laws.latency, believed=world.latency, rounds=rounds, paged=paged)
-
-
 def _interval(values: Sequence[float]) -> Interval:
-    low, median, high = np.percentile(values, PERCENTILES).tolist()
-    return Interval(low=low, median=median, high=high)
+    return Interval(low=min(values), median=median(values), high=max(values))

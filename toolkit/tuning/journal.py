@@ -1,0 +1,92 @@
+"""The evaluations of an interrupted search, kept beside the result by Optuna's JournalStorage.
+
+The search does not read its trials from there: Optuna's samplers keep their random state in memory,
+and the same seed must give the same bytes. So a search that goes on takes the same steps, and finds
+their evaluations here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from pydantic import Field, TypeAdapter
+
+from toolkit.errors import InputError
+from toolkit.files.tuning import Outcome
+from toolkit.tuning.evaluate import Evaluation
+
+_KEPT = TypeAdapter(tuple[str, Outcome, dict[str, float], Annotated[int, Field(gt=0)] | None])
+ATTRIBUTES = ("key", "outcome", "ratios", "stopped_after")  # of a trial
+
+
+class EvaluationJournal:
+    """A file of Optuna's beside the result, with a trial for each evaluation.
+
+    Args:
+        path: the file, removed when the result is written.
+        fingerprint: digests and settings that decide the results. Another one replaces the file.
+
+    Attributes:
+        known: what an earlier run of the same search left, by the keys of the tasks.
+
+    Raises `InputError` if the file is damaged, except for a last line that a kill tore.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path = path
+        name = hashlib.sha256(fingerprint.encode()).hexdigest()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        try:
+            if path.exists():
+                _drop_torn_line(path)
+            if path.exists() and optuna.get_all_study_names(_storage(path)) != [name]:
+                path.unlink()
+            self._study = optuna.create_study(
+                storage=_storage(path), study_name=name, load_if_exists=True
+            )
+            trials = self._study.get_trials(deepcopy=False)
+            self.known = dict(_evaluation_of(trial.user_attrs) for trial in trials)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be used: {error.strerror}") from None
+        except Exception:  # noqa: BLE001  (whatever Optuna raises for another file)
+            raise InputError(
+                f"{path.name}: it is damaged, or no journal of tune",
+                "move it away; tune then begins anew",
+            ) from None
+
+    def keep(self, key: str, evaluation: Evaluation) -> None:
+        """Keep an evaluation; return only when a kill would not lose it."""
+        outcome = evaluation.outcome.model_dump(mode="json")
+        values = (key, outcome, evaluation.ratios, evaluation.stopped_after)
+        attributes = dict(zip(ATTRIBUTES, values, strict=True))
+        trial = optuna.trial.create_trial(value=evaluation.score, user_attrs=attributes)
+        self._study.add_trial(trial)
+
+    def forget(self) -> None:
+        """Remove the file: the result is written."""
+        self._path.unlink(missing_ok=True)
+
+
+def _storage(path: Path) -> JournalStorage:
+    return JournalStorage(JournalFileBackend(str(path)))
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut a last line that a kill tore, so that the next one does not follow it."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def _evaluation_of(attributes: dict[str, object]) -> tuple[str, Evaluation]:
+    """Return a kept evaluation and the key of its task. Raises `ValueError` for damaged data."""
+    key, outcome, ratios, windows = _KEPT.validate_python(
+        tuple(attributes.get(name) for name in ATTRIBUTES)
+    )
+    if "goodput_rps" not in outcome.metrics:
+        raise ValueError("an evaluation without goodput_rps")
+    return key, Evaluation(outcome, ratios, stopped_after=windows)
