@@ -40,7 +40,9 @@ def test_recipes_stand_side_by_side_with_what_they_cost(capacity):
     assert one["capacity_rps"] > other["capacity_rps"]
     for found, price in ((one, 3.6), (other, 1.8)):
         usd = 1e6 * price / 3600 / found["capacity_rps"]
-        assert found["cost"]["usd_per_million_requests"] == pytest.approx(usd)
+        cost = found["cost"]
+        assert cost["usd_per_million_requests"] == pytest.approx(usd)
+        assert 0.0 < cost["usd_per_million_in"] < cost["usd_per_million_out"]
         needed = found["needed"]
         assert needed["gpus"] == needed["workers"]
         assert needed["usd_per_hour"] == pytest.approx(price * needed["workers"])

@@ -36,8 +36,6 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import (
     FigurePanel,
-    check_png,
-    draw,
     emit,
     note,
     paragraph,
@@ -145,7 +143,6 @@ class CapacityOptions:
         min=1,
         max=1024,
     )
-    png: Path | None = option(None, "Draw the curves to this file; needs the extra 'plot'.")
     html: Path | None = option(None, "Write a page with the curves to this file.")
     as_json: JsonOption = False
 
@@ -176,8 +173,6 @@ def command(args: CapacityOptions) -> None:
     from toolkit.tuning.deployments import check_sharing, deployments_of, measure, with_lost
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
 
-    if args.png:
-        check_png(args.png)
     if args.html:
         check_writable(args.html)
     targets = parse_sla(args.sla)
@@ -231,8 +226,6 @@ def command(args: CapacityOptions) -> None:
     computed = [FoundFit(one.fit, None) for one in deployments if one.changed]
     note_found([*(one.found for one in rated), *computed])
     _note_counts(found)
-    if args.png:
-        draw(_panels(result), args.png)
     if args.html:
         from toolkit.report.capacity import capacity_page
 
@@ -439,17 +432,13 @@ def _trace(args: CapacityOptions, recipe: Recipe) -> Trace:
 
 def _plain(found: Measured, trace: Trace) -> CapacityOf:
     """What was found of a deployment, as `--json` prints it."""
-    from toolkit.tuning.costs import cost_of
+    from toolkit.tuning.deployments import cost_of
     from toolkit.tuning.workload import most_requests
 
     deployment = found.deployment
     rate = found.rate
     at_once = found.concurrency
     metrics = rate.at_capacity.evaluation.outcome.metrics if rate else {}
-    cost = None
-    if rate and deployment.usd_per_hour is not None:
-        rps = rate.served_rps
-        cost = cost_of(deployment.usd_per_hour, rps, metrics, deployment.fit.steps, trace)
     needed = found.needed
     repeats = rate.repeats if rate else 1
     return CapacityOf(
@@ -475,7 +464,7 @@ def _plain(found: Measured, trace: Trace) -> CapacityOf:
         concurrency=int(at_once.load) if at_once else None,
         concurrency_binding=at_once and at_once.binding,
         metrics=metrics,
-        cost=cost,
+        cost=rate and cost_of(deployment, rate, trace),
         needed=needed
         and Needed(
             workers=needed.recipe.workers, gpus=needed.gpus, usd_per_hour=needed.usd_per_hour

@@ -136,13 +136,10 @@ class TuneOptions:
         callback=_limited,
     )
     executor: str = _computing(
-        "local", "Simulate on this machine (local), or on a Ray cluster (ray).", metavar="local|ray"
-    )
-    ray: str = _computing(
-        "auto",
-        "The cluster of --executor ray: a new one on this machine (local), the one that runs on "
-        "it (auto), or the one of a head node.",
-        metavar="local|auto|HOST:PORT",
+        "local",
+        "Simulate on this machine (local), or on the Ray cluster of RAY_ADDRESS, else the one that "
+        "this machine belongs to (ray).",
+        metavar="local|ray",
     )
     live: str | None = _running(
         None,
@@ -316,7 +313,7 @@ def _runner(args: TuneOptions) -> Iterator[tuple[Runner, int]]:
     elif args.executor == "ray":
         from toolkit.cluster.connect import joined, processors
 
-        with joined(args.ray, args.jobs or usable_cpus()) as cluster:
+        with joined("auto", args.jobs or usable_cpus()) as cluster:
             jobs = args.jobs or processors()
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")

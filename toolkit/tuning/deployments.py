@@ -17,6 +17,9 @@ from pydantic import JsonValue
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
+from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.steps import StepShape
+from toolkit.files.capacity import Cost
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
@@ -298,6 +301,46 @@ def measure(
         needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate, known)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
     return Measured(deployment, rate, at_once, needed, lowest)
+
+
+def cost_of(deployment: Deployment, rate: Capacity, trace: Trace) -> Cost | None:
+    """Return what requests with the lengths of `trace` cost at a capacity; None without a price.
+
+    The price of a request is divided among its tokens by the time that the law of a pass gives
+    them. Without that law tokens have no price of their own.
+    """
+    usd_per_hour = deployment.usd_per_hour
+    if usd_per_hour is None:
+        return None
+    usd = usd_per_hour / 3600.0 / rate.served_rps  # of a request
+    cost = Cost(
+        usd_per_hour=usd_per_hour,
+        usd_per_million_requests=1e6 * usd,
+        usd_per_million_in=None,
+        usd_per_million_cached=None,
+        usd_per_million_out=None,
+    )
+    if deployment.fit.steps is None:
+        return cost
+    metrics = rate.at_capacity.evaluation.outcome.metrics
+    prompt = float(trace.prompt_tokens.mean())
+    output = float(trace.output_tokens.mean())
+    cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
+    new = prompt - cached
+    rows = max(metrics.get("batch_size_mean", 1.0), 1.0)
+    law = law_of_steps(deployment.fit.steps)
+    in_s = law.prompt_token_s(new / 2)
+    cached_s = law.prompt_token_s(new) - law.prompt_token_s(0.0)
+    decodes = max(round(rows), 1)
+    out_s = law.step_s(StepShape(decodes, round(decodes * (prompt + output / 2)))) / decodes
+    usd_per_s = usd / (new * in_s + cached * cached_s + output * out_s)
+    return cost.model_copy(
+        update={
+            "usd_per_million_in": 1e6 * usd_per_s * in_s,
+            "usd_per_million_cached": 1e6 * usd_per_s * cached_s if cached else None,
+            "usd_per_million_out": 1e6 * usd_per_s * out_s,
+        }
+    )
 
 
 def _breaks(tried: Sequence[LoadPoint], rate_rps: float) -> bool:

@@ -125,8 +125,6 @@ IMPORTS: tuple[tuple[str, str, Needs], ...] = (
     ("vllm.v1.request", "Request", ALL),
     (CACHES, "FullAttentionSpec UniformTypeKVCacheSpecs", ("inside", "simulation")),
     (CACHES, "KVCacheConfig KVCacheGroupSpec SlidingWindowSpec MambaSpec", SIMULATION),
-    (ENGINE, "DPEngineCoreProc", SIMULATION),
-    (CLIENT, "DPLBAsyncMPClient", SIMULATION),
     ("vllm.v1.outputs", "ModelRunnerOutput DraftTokenIds", SIMULATION),
     ("vllm.v1.structured_output", "StructuredOutputManager", SIMULATION),
     (ARGUMENTS, "EngineArgs", SIMULATION),
@@ -158,8 +156,6 @@ CALLED: tuple[tuple[str, str, Needs], ...] = (
         SIMULATION,
     ),
     (f"{ARGUMENTS}:EngineArgs.create_engine_config", "", SIMULATION),
-    (f"{ENGINE}:DPEngineCoreProc.run_busy_loop", "", SIMULATION),
-    (f"{CLIENT}:DPLBAsyncMPClient.get_core_engine_for_request", "request", SIMULATION),
     (
         f"{SCHEDULER}.__init__",
         "vllm_config kv_cache_config structured_output_manager block_size",
@@ -179,7 +175,7 @@ ATTRIBUTES: tuple[tuple[str, str, Needs, str], ...] = (
     (CACHE_MANAGER, "watermark_blocks", LIVE, ""),
     (REQUEST, "request_id num_computed_tokens num_prompt_tokens arrival_time", ALL, ""),
     (REQUEST, "max_tokens priority resumable block_hashes", ("inside",), ""),
-    (REQUEST, "is_prefill_chunk num_output_tokens num_tokens", SIMULATION, ""),
+    (REQUEST, "is_prefill_chunk num_output_tokens", SIMULATION, ""),
     (OUTPUT, "num_scheduled_tokens total_num_scheduled_tokens", ALL, ""),
     (
         OUTPUT,
