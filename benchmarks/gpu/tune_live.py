@@ -36,7 +36,6 @@ from toolkit.files.live import LiveTuning
 
 SETTINGS_MIN = 40
 END_S = 25.0  # of the budget, for the fit of the passes and the server's end
-WINDOW_S = 1.5
 PASSES_MAX_BYTES = 32 << 20
 
 

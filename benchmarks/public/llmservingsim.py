@@ -28,16 +28,16 @@ from typing import Any
 import numpy as np
 import yaml
 
-from toolkit.errors import InputError
-from toolkit.estimators.laws import unit_step
-from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.operators import (
+from benchmarks.public.law_of_operators import (
     Attention,
     Operator,
     OperatorLaw,
     law_of_passes,
     pass_times,
 )
+from toolkit.errors import InputError
+from toolkit.estimators.laws import unit_step
+from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended
 from toolkit.metrics import Served, summarize
 from toolkit.sched.policies.vllm import VllmPolicy

@@ -31,6 +31,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.common.command import make_parser
+from benchmarks.public.law_of_operators import OperatorLaw, law_of_passes
 from benchmarks.public.operators import GPUS, flat_json
 from benchmarks.public.servers import (
     IN_MXFP4,
@@ -58,7 +59,6 @@ from toolkit.estimators.gpu_operators import (
 )
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.operators import OperatorLaw, law_of_passes
 from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
 from toolkit.metrics import latencies
 from toolkit.sched.policies.vllm import VllmPolicy

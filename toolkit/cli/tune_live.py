@@ -31,7 +31,7 @@ OUT = Path("tuning.json")  # the default of `llmctl tune`, which has another for
 LIVE_OUT = Path("live-tuning.json")
 HERE = "here"
 WINDOWS = 4
-BURSTS = 200  # that a search's time is for, where --window is not given
+BURSTS = 200  # that a search's time is for
 SHOWN = 8
 SHORT = {
     "max_num_seqs": "rows",

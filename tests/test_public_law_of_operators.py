@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from benchmarks.public.law_of_operators import Attention, Operator, law_of_passes, pass_times
 from toolkit.errors import InputError
-from toolkit.estimators.operators import Attention, Operator, law_of_passes, pass_times
 from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended
 
 LAYERS = 4
