@@ -331,20 +331,6 @@ def wide_values(plan: Plan) -> dict[str, int]:
     return found
 
 
-def live_bounds(plan: Plan) -> dict[str, tuple[float, float]]:
-    """The bounds of the settings that a live server of the plan can be tuned by."""
-    wide = wide_values(plan)
-    if not wide:
-        return {}
-    rows = float(wide["max_num_seqs"])
-    bounds = {"max_num_seqs": (1.0, rows)}
-    if make_any(POLICY, plan.policy.parameters).chunked_prefill:  # type: ignore[union-attr]
-        bounds["max_num_batched_tokens"] = (rows, float(wide["max_num_batched_tokens"]))
-        longest = float(plan.recipe.model.max_model_len)
-        bounds["long_prefill_token_threshold"] = (0.0, longest)
-    return bounds | {"watermark": (0.0, 0.3)}
-
-
 def wider(plan: Plan) -> list[str]:
     """The flags of `wide_values`. vLLM takes the last of two equal flags."""
     words: list[str] = []
