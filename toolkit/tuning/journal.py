@@ -44,12 +44,13 @@ class EvaluationJournal:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             if path.exists():
-                _drop_torn_line(path)
-            if path.exists() and optuna.get_all_study_names(_storage(path)) != [name]:
+                _mend(path)
+            storage = _storage(path)
+            if optuna.get_all_study_names(storage) == [name]:
+                self._study = optuna.load_study(study_name=name, storage=storage)
+            else:
                 path.unlink()
-            self._study = optuna.create_study(
-                storage=_storage(path), study_name=name, load_if_exists=True
-            )
+                self._study = optuna.create_study(study_name=name, storage=_storage(path))
             trials = self._study.get_trials(deepcopy=False)
             self.known = dict(_evaluation_of(trial.user_attrs) for trial in trials)
         except OSError as error:
@@ -77,8 +78,11 @@ def _storage(path: Path) -> JournalStorage:
     return JournalStorage(JournalFileBackend(str(path)))
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut a last line that a kill tore, so that the next one does not follow it."""
+def _mend(path: Path) -> None:
+    """Remove what a kill may leave: Optuna's lock, and a torn last line, which the next one would
+    follow.
+    """
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
