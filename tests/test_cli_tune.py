@@ -83,7 +83,7 @@ def test_the_output_fits_80_columns_and_has_the_results(whole, capsys):
         "past-future *",
     ):
         assert said in out
-    assert footnote(["past-future"], ["transformers"]) in " ".join(out.split())
+    assert footnote(["past-future"], "transformers") in " ".join(out.split())
     assert "wrote tuning.json" in err
     assert not Path("tuning.json.partial").exists()
 
@@ -141,7 +141,7 @@ def test_by_default_every_policy_is_searched_and_the_cost_is_noted(files, capsys
     assert {one.policy for one in result.policies if one.refusal is None} == {"slice", "sequence"}
     err = capsys.readouterr().err
     assert says(err, "10 trials", "10 policies", "2")
-    result = tuned(" --policies own --trials 2")
+    result = tuned("--policies own --trials 2")
     assert [one.policy for one in result.policies] == ["sequence"]
     assert says(capsys.readouterr().err, "2 trials")
 
@@ -178,7 +178,7 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files, capsys):
     """A tuning that breaks limits is written and printed nevertheless."""
     extra = "tune: {max_evicted_percent: 5, min_attainment_percent: 99.9,"
     Path("recipe.yaml").write_text(RECIPE.replace("tune: {", extra))
-    assert tune(" --policies slice --json") == 5
+    assert tune("--policies slice --json") == 5
     assert json.loads(capsys.readouterr().out) == json.loads(Path("tuning.json").read_text())
     assert not Path("tuning.json.partial").exists()
     result = read_file(Tuning, "tuning.json")
@@ -201,7 +201,7 @@ def test_every_kind_of_limit_is_judged_by_the_recommendation(files, capsys):
 
 @pytest.mark.slow
 def test_targets_of_the_command_line_replace_the_recipe_s(files, capsys):
-    result = tuned(" --trials 2 --policies slice --sla ttft_p99_s=3 --sla tpot_mean_s=1")
+    result = tuned("--trials 2 --policies slice --sla ttft_p99_s=3 --sla tpot_mean_s=1")
     wanted = {"ttft_p99_s": 3.0, "tpot_mean_s": 1.0}
     assert result.sla == wanted
     assert wanted.keys() <= {one.name for one in result.limits}
@@ -215,7 +215,7 @@ def test_targets_of_the_command_line_replace_the_recipe_s(files, capsys):
 
 @pytest.mark.slow
 def test_own_names_no_policy_that_was_not_searched(whole, capsys):
-    result = tuned(" --trials 1 --policies own", BROKEN)
+    result = tuned("--trials 1 --policies own", BROKEN)
     assert [one.policy for one in result.policies] == ["sequence"]
     assert result.alternatives.best_of_all is None
     assert result.capacity.recommended_rps < result.request_rate_rps
@@ -301,7 +301,7 @@ def first_rows(count: int) -> None:
 @pytest.mark.parametrize(("count", "few"), [(60, True), (120, False)])
 def test_few_requests_are_counted(files, count, few, capsys):
     first_rows(count)
-    result = tuned(" --trials 1 --rate 5", WRITTEN)
+    result = tuned("--trials 1 --rate 5", WRITTEN)
     assert result.judged.requests == count
     assert (f"only {count} requests" in capsys.readouterr().out) is few
 
@@ -337,7 +337,6 @@ def test_a_tuning_with_nothing_to_gain_prints_that_instead_of_a_gain(files, caps
     assert result.keep_defaults
     assert result.recommended.metrics["sla_attainment_percent"] == 100.0
     assert says(said, "nothing", "0.5")
-    assert says(said, "0.1")
     assert "beats the defaults" not in said
     assert "gain over the defaults" not in said
 
