@@ -34,31 +34,18 @@ class Made:
 
 
 FP8_ON_TWO: dict[str, Any] = {"gpus": 2, "tensor_parallel": 2, "quantization": "fp8"}
-FP8_ON_FOUR: dict[str, Any] = {"gpus": 4, "tensor_parallel": 4, "quantization": "fp8"}
 ON_FOUR: dict[str, Any] = {"gpus": 4, "tensor_parallel": 4}
 RECIPES = (
     Made("llama-3.1-8b", "h100-sxm"),
     Made("llama-3.1-8b", "l40s"),
-    Made("llama-3.3-70b", "a100-80gb", ON_FOUR),
     Made("llama-3.3-70b", "h100-sxm", ON_FOUR),
-    Made("llama-3.3-70b", "h100-sxm", FP8_ON_TWO),
-    Made("llama-3.3-70b", "h200", ON_FOUR),
     Made("llama-3.3-70b", "h200", FP8_ON_TWO),
-    Made("llama-3.3-70b", "l40s", FP8_ON_FOUR),
     Made("qwen3-8b", "h100-sxm"),
-    Made("qwen3-8b", "l40s"),
-    Made("qwen3-32b", "a100-80gb"),
     Made("qwen3-32b", "h100-sxm"),
     Made("qwen3-32b", "h200"),
-    Made("qwen3-32b", "l40s", FP8_ON_TWO),
-    Made("qwen3-30b-a3b", "a100-80gb"),
     Made("qwen3-30b-a3b", "h100-sxm"),
     Made("qwen3-30b-a3b", "h200"),
-    Made("qwen3-30b-a3b", "l40s"),
-    Made("mistral-small-24b", "a100-80gb"),
     Made("mistral-small-24b", "h100-sxm"),
-    Made("mistral-small-24b", "h200"),
-    Made("mistral-small-24b", "l40s"),
 )
 
 

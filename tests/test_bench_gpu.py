@@ -46,7 +46,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-2-7b-h200", "llama-3.1-8b-h200-transformers", "tiny-llama-cpu-rebatch"]
+    "name", ["llama-3.1-8b-h200", "llama-3.1-8b-h200-transformers", "tiny-llama-cpu-rebatch"]
 )
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_recipe_gets_random_weights_and_a_small_cache(name, quick):
@@ -64,13 +64,10 @@ def test_a_recipe_gets_random_weights_and_a_small_cache(name, quick):
 
 def test_quick_is_one_model_of_the_shape_of_llama_3_1_8b(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run", "--quick"])
-    (path,) = gpu._recipes_of(gpu._options().models, 141.0)
-    assert path.name == "llama-3.1-8b-h200-transformers.yaml"
-    derived = derive(load_recipe(path), "rebatch", "cuda", "NVIDIA H200", quick=True)
+    assert gpu._options().recipe is None
+    derived = derive(load_recipe(gpu.RECIPE), "rebatch", "cuda", "NVIDIA H200", quick=True)
     assert derived.model.config["hidden_size"] == 4096
     assert derived.model.load_format == "dummy"
-    with pytest.raises(SystemExit, match="70b: not one of 7b, 13b, 8b"):
-        gpu._recipes_of("70b", 0.0)
 
 
 def test_a_folder_holds_one_recipe(tmp_path):

@@ -48,13 +48,13 @@ def test_this_machine_can_run_the_demo(capsys):
 @pytest.mark.slow
 def test_a_recipe_for_another_machine_fails_only_with_strict(capsys, monkeypatch):
     monkeypatch.setattr("toolkit.engines.devices.find_devices", lambda: CPU_ONLY)
-    out = ran(capsys, "doctor llama-2-13b-a100-80gb").out
+    out = ran(capsys, "doctor llama-3.1-8b-a100-80gb").out
     assert says(" ".join(out.split()), "1", "A100-80GB", "79.1")
-    assert says(out, "llama-2-13b-a100-80gb")
+    assert says(out, "llama-3.1-8b-a100-80gb")
     assert max(map(len, out.splitlines())) <= 80
     assert (
         "error: missing: hardware"
-        in ran(capsys, "doctor llama-2-13b-a100-80gb --strict", code=3).err
+        in ran(capsys, "doctor llama-3.1-8b-a100-80gb --strict", code=3).err
     )
 
 

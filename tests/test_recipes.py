@@ -33,10 +33,7 @@ CPU_ONLY = Devices(torch="2.13.0+cpu", cuda="", driver="", gpus=())
 
 # Layers, KV heads, head dimension, bytes per value, and parameters, as published with each model.
 PUBLISHED = {
-    "meta-llama/Llama-2-7b-hf": (32, 32, 128, 2, 6_738_415_616),
-    "meta-llama/Llama-2-13b-hf": (40, 40, 128, 2, 13_015_864_320),
     "meta-llama/Llama-3.1-8B": (32, 8, 128, 2, 8_030_261_248),
-    "Qwen/Qwen3-8B": (36, 8, 128, 2, 8_190_735_360),
 }
 GPUS = {"A100-80GB": ("NVIDIA A100-SXM4-80GB", 79.1), "H200": ("NVIDIA H200", 139.8)}
 
@@ -98,11 +95,9 @@ def test_a_made_recipe_is_what_recipe_new_writes(name: str) -> None:
     assert pass_times(recipe).one(decode_shape(1, 1024)) > 0.0
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-8b"], ids=lambda model: model)
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h200"])
-def test_a_recipe_by_hand_has_what_recipe_new_would_write(
-    tmp_path: Path, model: str, gpu: str
-) -> None:
+def test_a_recipe_by_hand_has_what_recipe_new_would_write(tmp_path: Path, gpu: str) -> None:
+    model = "llama-3.1-8b"
     file = tmp_path / "recipe.yaml"
     file.write_text(new_recipe(find_model(model), Wish(GPUS_KNOWN[gpu])).text, encoding="utf-8")
     made = open_recipe(file)
@@ -141,13 +136,6 @@ def test_a_recipe_for_vllm_has_that_engine(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["engine"].status == "missing"
     assert says(found["engine"].found, "/nowhere/python")
     assert "pip install 'vllm" in found["engine"].remedy
-
-
-@pytest.mark.slow
-def test_7b_on_an_a100_holds_the_papers_120_000_tokens() -> None:
-    path = shipped_recipes() / "llama-2-7b-a100-80gb.yaml"
-    found = {check.name: check.found for check in check_recipe(open_recipe(path), CPU_ONLY)}
-    assert says(found["memory"], "120,092", "29", "4,096")
 
 
 def test_the_schema_file_is_current() -> None:

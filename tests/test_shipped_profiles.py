@@ -124,8 +124,8 @@ def test_without_a_fit_here_the_shipped_one_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert llmctl("render", "qwen3-8b-h200") == 0
-    assert read_file(Plan, "plan.json", {"fit": fit_path("qwen3-8b-h200")}).fit.engine.analytic
+    assert llmctl("render", "llama-3.1-8b-h200") == 0
+    assert read_file(Plan, "plan.json", {"fit": fit_path("llama-3.1-8b-h200")}).fit.engine.analytic
 
 
 @pytest.mark.slow

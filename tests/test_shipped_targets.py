@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 NAMES = (
     "llama-3.1-8b-h200",
     "llama-3.1-8b-h200-measured",
-    "qwen3-8b-a100-80gb",
+    "llama-3.1-8b-a100-80gb",
     "tiny-llama-cpu",
 )
 QUICKLY = {"trials": 4, "policies": ["own"], "window_s": None}

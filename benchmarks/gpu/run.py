@@ -1,6 +1,6 @@
 """Profile, fit, slices and rounds under overload, and swap bandwidth on a GPU, unattended.
 
-    python -m benchmarks.gpu.run [--quick] [--budget-s 540] [--out DIR] [--models 8b]
+    python -m benchmarks.gpu.run [--quick] [--budget-s 540] [--out DIR]
     python -m benchmarks.gpu.run --recipe recipes/tiny-llama-cpu-rebatch.yaml --device cpu --quick
 
 Takes at most ten minutes with --quick (and at most --budget-s, which may be less), else up to 2.8
@@ -48,9 +48,8 @@ from benchmarks.common.command import make_parser
 from benchmarks.gpu.preflight import MISSING, check
 
 GRACE_S = 10.0  # for a stage's processes to end after a signal
-SMALLER_GPU_GIB = 100.0  # a smaller GPU gets the recipes for 80 GB
 INTERRUPTED = 130
-MODELS = {"7b": "llama-2-7b", "13b": "llama-2-13b", "8b": "llama-3.1-8b"}
+RECIPE = ROOT / "recipes" / "llama-3.1-8b-h200-transformers.yaml"
 MARK = "LLMCTL_GPU_STAGE"  # in the environment of all processes of a stage
 PROCESSES = Path("/proc")
 ARCHIVE = "gpu-results.tar.gz"
@@ -130,7 +129,7 @@ def main() -> int:
 
         return run_stage(options.stage, options.recipe[0], options.folder, options)
     budget = Budget(options.budget_s or math.inf)
-    recipes = options.recipe or _recipes_of(options.models, 0.0)
+    recipes = options.recipe or [RECIPE]
     found = check(options.device, recipes, options.results, quick=options.quick)
     print(f"preflight: {found.line()}", flush=True)
     if found.missing:
@@ -138,7 +137,6 @@ def main() -> int:
     if options.resume:
         unpack(options.resume, options.results)
     device = _device(options.device)
-    recipes = options.recipe or _recipes_of(options.models, device.memory_gib)
     folder = options.results / _slug(device.name)
     runs = [
         Run(
@@ -179,10 +177,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--budget-s", type=float, help="seconds for everything; default: the stages' limits"
     )
-    names = ", ".join(f"{key} ({value})" for key, value in MODELS.items())
-    parser.add_argument("--models", default="8b", help=f"separated by commas, of {names}")
     parser.add_argument(
-        "--recipe", type=Path, action="append", help="a recipe instead of --models; repeatable"
+        "--recipe", type=Path, action="append", help=f"default: {RECIPE.stem}; repeatable"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="at most ten minutes a model")
@@ -211,17 +207,6 @@ def _device(kind: str) -> Device:
     if answer.returncode:
         raise SystemExit(f"error: the GPU cannot be used: {answer.stderr.strip().splitlines()[-1]}")
     return Device(*json.loads(answer.stdout.splitlines()[-1])[0])
-
-
-def _recipes_of(models: str, memory_gib: float) -> list[Path]:
-    """The shipped recipes of these models, of the larger GPU where the memory is not known yet."""
-    hardware = "a100-80gb" if 0 < memory_gib < SMALLER_GPU_GIB else "h200"
-    paths = []
-    for model in models.split(","):
-        if model not in MODELS:
-            raise SystemExit(f"error: --models {model}: not one of {', '.join(MODELS)}")
-        paths.append(ROOT / "recipes" / f"{MODELS[model]}-{hardware}-transformers.yaml")
-    return paths
 
 
 def _model(recipe: Path) -> str:
