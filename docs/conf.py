@@ -93,9 +93,7 @@ NAVIGATION = {
         "reliability",
     ],
     "Results": ["index"],
-    "Decisions": ["index"],
 }
-FOLDERS = ("results", "decisions")  # their index pages list what lies beside them
 OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+(?!pictures/)([A-Za-z.][^)#]*)(?:#[^)]*)?\)")
 
 
@@ -113,9 +111,9 @@ def add_navigation(_: Sphinx, name: str, content: list[str]) -> None:
         for caption, pages in NAVIGATION.items():
             folder = caption.lower()
             content[0] += toctree([f"{folder}/{page}" for page in pages], caption)
-    folder = name.removesuffix("/index")
-    if folder in FOLDERS:
-        pages = sorted(page.stem for page in (HERE / folder).glob("*.md"))
+        content[0] += toctree(["decisions"], "Decisions")
+    if name == "results/index":
+        pages = sorted(page.stem for page in (HERE / "results").glob("*.md"))
         content[0] += toctree([page for page in pages if page != "index"])
     here = (HERE / name).parent
 

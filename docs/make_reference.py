@@ -486,7 +486,7 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
         "(`behind_percent` above 5), and where arrivals have no rate (one request, all at once, a "
         "closed loop), they are the makespan, from the first arrival to the last end, as `vllm "
         "bench serve` has it. [Why]"
-        "(../decisions/tuning.md#throughput-and-goodput-share-their-time).",
+        "(../decisions.md#throughput-and-goodput-share-their-time).",
         metrics,
     ),
     "exit-codes": (

@@ -35,7 +35,7 @@ MS = 1e-3
 SEED = 39
 ONE_IN = 10  # settings sets the constants
 # Memory that is neither weights nor KV cache: activations, CUDA graphs, communicators. On our own
-# H200 it was 2.3 % of the tokens of the cache (docs/results/recipe-sizes.md).
+# H200 it was 2.3 % of the tokens of the cache (docs/results/vllm.md).
 RESERVED = 0.03
 
 # ---- rows ----

@@ -1,7 +1,7 @@
 """The load generator's HTTP client: one streaming request, with the time of each token.
 
 It reads OpenAI's event streams only: no redirects, no cookies, no keep-alive. It shares the machine
-with the server that it measures; docs/decisions/server.md has what that costs. It runs on asyncio's
+with the server that it measures; docs/decisions.md has what that costs. It runs on asyncio's
 own loop, and nothing in it waits for a thread: names are resolved before the first request. uvloop
 opens connections by other threads, which wait for hundreds of milliseconds where a server polls.
 """

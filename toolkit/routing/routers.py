@@ -146,7 +146,7 @@ def _point(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-# One score, and the weights, measures and rules of three projects. docs/decisions/ says where
+# One score, and the weights, measures and rules of three projects. docs/decisions.md says where
 # a preset differs from its project.
 
 
