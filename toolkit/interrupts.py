@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 EXIT_CODE = 130  # as shells have it: 128 + SIGINT
-MOST_S = 1.0  # from Ctrl-C to the end of the process
+MOST_S = 0.75  # from Ctrl-C to the end of the process
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar has hidden it
 
 
