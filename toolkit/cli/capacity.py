@@ -51,7 +51,6 @@ from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import changes_in_words, share_used
-from toolkit.tuning.changes import on_gpus
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
@@ -349,6 +348,8 @@ def _parallel_size(word: str) -> int:
 
 def _computed(one: Rated, size: int, gpus: int) -> Rated:
     """The recipe on `gpus` GPUs in workers of `size` GPUs each, and its analytic fit."""
+    from toolkit.tuning.changes import on_gpus
+
     try:
         sized = on_gpus(one.recipe, size, gpus)
         sized = sized.model_copy(update={"name": f"{one.recipe.name}-tp{size}"[-64:]})
