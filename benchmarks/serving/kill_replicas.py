@@ -17,7 +17,8 @@ a little later it is well again. The first replica is never disturbed.
 With `--rolling` the replicas come from a file (`--replicas FILE`) and none fails. They are updated
 one at a time, as an operator would: a new replica starts and is listed; once the front uses it, the
 old one leaves the list. The old one ends when it has no request left, or after up to `DRAIN_MAX_S`
-seconds with the requests that it still has.
+seconds with the requests that it still has. On a busy machine that may happen to a request four
+times in a row: the front gives it up, as the documentation says, and it is counted.
 
 With `--reload` the front starts its servers itself, as vLLM's (`benchmarks.common.standin_vllm`),
 and its plan changes again and again, each time with SIGHUP: other flags; another router or number
@@ -49,6 +50,7 @@ from benchmarks.common.standin_vllm import VERSION, install
 from toolkit.files.io import processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import EngineSpec, PolicySpec, RouterSpec
+from toolkit.gateway.passing import MAX_FAILURES
 
 Figures = dict[str, Any]
 CLIENTS = 48
@@ -69,6 +71,7 @@ SAID = {  # what the front says at SIGHUP, by what has changed
 }
 LETTERS = "acegikmoqsuwy"  # that answers consist of
 BROKE = "the answer broke off"  # in the error of a stream that cannot go on
+GIVEN_UP = f"the request failed on {MAX_FAILURES} replicas"  # as is documented, and told
 
 
 def request_of(rng: random.Random) -> tuple[dict[str, Any], bool]:
@@ -304,6 +307,7 @@ class Load:
         self.left = work
         self.wrong: list[str] = []
         self.broke = 0
+        self.given_up = 0
 
     async def send_all(self, url: str) -> None:
         """Send all requests."""
@@ -323,6 +327,8 @@ class Load:
             if BROKE in problem and "logprobs" in body:
                 self.broke += 1
                 self.left.append((body, chat))
+            elif GIVEN_UP in problem:
+                self.given_up += 1
             elif problem:
                 self.wrong.append(f"{problem}: {json.dumps(body)}")
 
@@ -371,6 +377,7 @@ async def measure(requests: int, count: int, seed: int, mode: str) -> Figures:
         "requests": requests,
         "wrong": load.wrong,
         "broke": load.broke,
+        "given_up": load.given_up,
         "disturbances": dict(trouble.done),
         **_counted(shown, told),
         "seconds": round(time.monotonic() - started_s, 1),
