@@ -189,9 +189,6 @@ class LlmdRouter(ScoredRouter):
     use of a cache is the share that it reports.
     """
 
-    reads_reports: ClassVar[bool] = True
-    index_blocks: ClassVar[int] = 31_250
-
     prefix: float = _weight(3.0, "weight of the matched share of the prompt")
     queue: float = _weight(2.0, "weight of the queue's length")
     kv: float = _weight(2.0, "weight of the use of the KV cache")
@@ -207,9 +204,6 @@ class DynamoRouter(ScoredRouter):
     Both are counted in multiples of the request's own blocks. A matched block saves one to prefill
     and one to keep, hence the weight 2: weight P of the prefill is prefix P + 1 and queue P here.
     """
-
-    index_blocks: ClassVar[int] = -1
-    index_ttl_s: ClassVar[float] = 120.0
 
     prefix: float = _weight(2.0, "weight of the matched share of the prompt")
     queue: float = _weight(1.0, "weight of the tokens to prefill, over those of the request")
@@ -231,8 +225,6 @@ class SglangRouter(ScoredRouter):
     The rule: a match counts only if it is long enough and the load is balanced. A queue is all
     requests of a replica, from 0 for the fewest to 1 for the most.
     """
-
-    index_blocks: ClassVar[int] = -1
 
     prefix: float = _weight(1.0, "weight of the matched share of the prompt")
     queue: float = _weight(0.0, "weight of the queue's length beside a match that counts")
@@ -264,6 +256,14 @@ class SglangRouter(ScoredRouter):
         if high - low > self.abs_load and high > self.rel_load * low:
             return False
         return max(_shares(view)) > self.threshold
+
+
+# Set here, because a compiled class would take them for parameters.
+LlmdRouter.reads_reports = True
+LlmdRouter.index_blocks = 31_250
+DynamoRouter.index_blocks = -1
+DynamoRouter.index_ttl_s = 120.0
+SglangRouter.index_blocks = -1
 
 
 def _highest_score(
