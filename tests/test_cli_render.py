@@ -63,7 +63,6 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
         seed=0,
         sla={"ttft_p99_s": 2.0},
         workers=2,
-        tensor_parallel_size=1,
         engine="transformers",
         alternatives=Alternatives(best_of_all=None, workers=None),
         request_rate_rps=3.0,

@@ -23,7 +23,6 @@ SERVERS = "--fit few.fit.json --tuning tuning.json --trace trace.jsonl"
 SHOWN = ("goodput_rps", "throughput_rps", "ttft_p95_s", "mtpot_p95_s", "e2e_mean_s")
 TUNE = {
     "trials": 12,
-    "draws": 0,
     "windows": 1,
     "held_out_windows": 1,
     "request_rate_rps": 15.0,
