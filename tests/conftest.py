@@ -16,6 +16,8 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
+from toolkit import interrupts
+
 pytest_plugins = ["lanes", "reword"]
 END = "-----END CERTIFICATE-----"
 BRIEF = 5.0  # times the longest target on waiting that a trace lasts where it is judged
@@ -53,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[STATE].cleanup()
+
+
+@pytest.fixture(autouse=True)
+def no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C that ended a server of one test has not come in the next."""
+    monkeypatch.setattr(interrupts, "_ctrl_c", interrupts._CtrlC())
 
 
 @pytest.fixture

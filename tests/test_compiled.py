@@ -132,6 +132,32 @@ def test_worlds_go_to_other_processes_and_back(path: Path) -> None:
     assert copy.deepcopy(world) == world
 
 
+# The frozen data classes of libraries that are not pickled by their fields, after the imports of
+# a simulation: it loads some libraries by the finder, and compiled code loads others.
+UNPICKLED = """
+import copyreg, dataclasses, sys
+import toolkit.sim.world, toolkit.cli.tune
+print([
+    name
+    for module in list(sys.modules.values())
+    if "_compiled" in (getattr(module, "__file__", None) or "")
+    for name, made in vars(module).items()
+    if isinstance(made, type) and made.__module__ == module.__name__
+    if dataclasses.is_dataclass(made) and made.__dataclass_params__.frozen
+    if made not in copyreg.dispatch_table
+])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hatch_build["is_current"](), reason="nothing is compiled here")
+def test_frozen_data_classes_of_libraries_are_pickled_whoever_loads_them() -> None:
+    variables = {**os.environ, "LLMCTL_COMPILED": "1"}
+    words = [sys.executable, "-c", UNPICKLED]
+    done = subprocess.run(words, env=variables, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a wheel is built from, in which one small module is compiled."""

@@ -64,16 +64,25 @@ def unusable() -> str:
 
 
 class _Loader(ExtensionFileLoader):
-    """Loads a library, and says how frozen data classes of it are pickled and copied: by their
-    fields, since those that are compiled have no `__dict__`.
-    """
+    """Loads a library, and says how its frozen data classes are pickled."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        for made in list(vars(module).values()):
-            parameters = getattr(made, "__dataclass_params__", None)
-            if parameters and parameters.frozen and made.__module__ == module.__name__:
-                copyreg.pickle(made, _by_fields)
+        _pickle_by_fields(module)
+        for other in list(sys.modules.values()):  # compiled code loads some past the finder
+            is_library = str(FOLDER) in (getattr(other, "__file__", None) or "")
+            if is_library and not isinstance(other.__loader__, _Loader):
+                _pickle_by_fields(other)
+
+
+def _pickle_by_fields(module: ModuleType) -> None:
+    """Frozen data classes are pickled and copied by their fields: compiled, they have no
+    `__dict__`.
+    """
+    for made in list(vars(module).values()):
+        parameters = getattr(made, "__dataclass_params__", None)
+        if parameters and parameters.frozen and made.__module__ == module.__name__:
+            copyreg.pickle(made, _by_fields)
 
 
 def _by_fields(instance: Any) -> tuple[type, tuple[object, ...]]:
