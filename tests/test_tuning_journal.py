@@ -106,3 +106,13 @@ def test_a_line_that_a_kill_has_torn_is_dropped(path: Path) -> None:
     assert len(EvaluationJournal(path, "one").known) == 1
     path.write_bytes(b'{"op')
     assert EvaluationJournal(path, "one").known == {}
+
+
+@pytest.mark.parametrize("content", [b"notes, without a line's end", b"a line\nand a half"])
+def test_another_file_of_that_name_is_refused_and_stays_as_it_is(
+    content: bytes, path: Path
+) -> None:
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"tuning\.json\.partial"):
+        EvaluationJournal(path, "one")
+    assert path.read_bytes() == content

@@ -22,6 +22,7 @@ from toolkit.files.tuning import Outcome
 from toolkit.tuning.evaluate import Evaluation
 
 _KEPT = TypeAdapter(tuple[str, Outcome, dict[str, float], Annotated[int, Field(gt=0)] | None])
+FIRST = b'{"op_code"'  # how a journal of Optuna's begins
 ATTRIBUTES = ("key", "outcome", "ratios", "stopped_after")  # of a trial
 
 
@@ -80,10 +81,13 @@ def _storage(path: Path) -> JournalStorage:
 
 def _mend(path: Path) -> None:
     """Remove what a kill may leave: Optuna's lock, and a torn last line, which the next one would
-    follow.
+    follow. Raises `ValueError` for a file that is no journal.
     """
+    written = path.read_bytes()
+    if written[: len(FIRST)] != FIRST[: len(written)]:
+        raise ValueError("a file of something else, which stays as it is")
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    os.truncate(path, written.rfind(b"\n") + 1)
 
 
 def _evaluation_of(attributes: dict[str, object]) -> tuple[str, Evaluation]:
