@@ -10,7 +10,8 @@ The plain client is the thirty lines of `plain`: aiohttp on asyncio, at real-tim
 that is allowed, with nothing of llmctl's load generator. Both get the same part of the trace, and
 tell the server the output lengths. The time to first token counts from the scheduled arrival. The
 goal: mean, p95 and p99 agree within 10 % in every turn, or `bench` says that it was late itself.
-With `--turns 0` only the plain client runs, once.
+A server is not equally fast in two replays of the same requests: the last line says how far the
+plain client's own turns lie apart. With `--turns 0` only the plain client runs, once.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def compare() -> None:
     by_plain(target, trace.take(np.arange(min(WARMUP, len(trace)))))
     table = []
     wrong = 0
+    alone = []
     with spinning(given.spinning):
         if not given.turns:
             print("plain client, ms:", by_plain(target, trace))
@@ -147,6 +149,7 @@ def compare() -> None:
             else:
                 first = by_plain(target, trace)
                 second, report = by_bench(words)
+            alone.append(first)
             ratios = [bench / simple for bench, simple in zip(second, first, strict=True)]
             agrees = all(abs(ratio - 1.0) <= AGREE for ratio in ratios)
             wrong += not agrees and not report.late
@@ -159,6 +162,11 @@ def compare() -> None:
     print(markdown(columns, table))
     whole_turns = f"{given.turns - wrong} of {given.turns} turns"
     print(f"{whole_turns} agree within {100 * AGREE:.0f} %, or bench said that it was late")
+    spread = np.max(alone, axis=0) / np.min(alone, axis=0)
+    spreads = ", ".join(
+        f"{name} {ratio:.2f}" for name, ratio in zip(STATISTICS, spread, strict=True)
+    )
+    print(f"the plain client's slowest turn over its fastest: {spreads}")
     if wrong:
         raise SystemExit(1)
 
