@@ -299,7 +299,11 @@ class Server:
                 env=os.environ | environment,
             )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        try:
+            line = self.process.stdout.readline()
+        except BaseException:  # Ctrl-C, or a time limit
+            self.process.kill()
+            raise
         if not line:
             raise RuntimeError(self.process.communicate()[1] or f"it ended: see {log}")
         self.ready = json.loads(line)

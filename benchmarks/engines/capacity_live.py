@@ -29,7 +29,6 @@ from benchmarks.common.command import make_parser
 from benchmarks.engines.live import Work, add_work
 from toolkit.engine_traits import traits_of
 from toolkit.files.bench import BenchReport
-from toolkit.files.io import read_file
 from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.traces.types import trace_path
 
@@ -68,10 +67,9 @@ class Capacity:
     def bench(self, url: str, rate: float, out: str) -> BenchReport:
         """Replay the trace at this rate."""
         given = self._given
-        words = ["--url", url, "--plan", PLAN, "--trace", self._trace, "--rate", f"{rate:.6g}"]
-        words += ["--duration", f"{given.seconds:g}", "--warmup", f"{given.warmup:g}", "--out", out]
-        self._work.llmctl("bench", *words)
-        return read_file(BenchReport, self._work.folder / out)
+        words = ["--trace", self._trace, "--rate", f"{rate:.6g}"]
+        words += ["--duration", f"{given.seconds:g}", "--warmup", f"{given.warmup:g}"]
+        return self._work.bench(url, PLAN, out, *words)
 
 
 def main() -> None:

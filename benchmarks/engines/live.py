@@ -6,14 +6,12 @@ Each result is a file in the folder, and the same command continues after those 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from benchmarks.common.command import llmctl
 from benchmarks.common.results_file import markdown
@@ -25,13 +23,13 @@ from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
 from toolkit.files.shipped import load_recipe
 
-METRICS = {  # title, factor, digits, and the aim: percent, or points of hits
-    "hit_percent": ("hits, %", 1.0, 1, 1.0),
-    "throughput_rps": ("requests/s", 1.0, 2, 5.0),
-    "tpot_mean_s": ("mean TPOT, ms", 1e3, 1, 10.0),
-    "ttft_mean_s": ("mean TTFT, ms", 1e3, 1, 15.0),
+GOODPUT = "goodput_rps"
+SHOWN = {
+    "throughput_rps": ("requests/s", ".3f"),
+    "ttft_mean_s": ("TTFT mean s", ".3f"),
+    "tpot_mean_s": ("TPOT mean s", ".4f"),
+    "mtpot_p99_s": ("MTPOT p99 s", ".3f"),
 }
-COLUMNS = ("window", "", "runs", "measured", "predicted", "error", "aim", "")
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
@@ -94,78 +92,36 @@ class Work:
             finally:
                 server.end()
 
+    def bench(
+        self,
+        url: str,
+        plan: str,
+        out: str,
+        *words: str,
+        apart: bool = False,
+        codes: Container[int] = (0,),
+    ) -> BenchReport:
+        """Replay a trace against a server of the plan; the report."""
+        words = ("--url", url, "--plan", plan, *words, "--out", out)
+        self.llmctl("bench", *words, apart=apart, codes=codes)
+        return read_file(BenchReport, self.folder / out)
 
-@dataclass(frozen=True)
-class Replay:
-    """A part of a trace that is predicted under a plan and then measured; the report lies in `out`.
-    `words`: of `llmctl bench`, which part of which trace, and what warms up before it.
+
+def table(reports: Mapping[str, BenchReport]) -> str:
+    """A row for each report: what was measured, each with the prediction's error in percent at the
+    warm-up's speed, and as fitted in parentheses.
     """
-
-    plan: str
-    out: str
-    words: Sequence[str]
-
-
-def replay(work: Work, replays: Sequence[Replay]) -> None:
-    """Those that have no result yet, on one server of their plan, not on the engine's CPUs."""
-    left = [one for one in replays if not work.has(one.out)]
-    if not left:
-        return
-    with work.serving(left[0].plan) as url:
-        for one in left:
-            began_s = time.monotonic()
-            words = ["--url", url, "--plan", one.plan, *one.words, "--out", one.out]
-            work.llmctl("bench", *words, apart=True)
-            load = " ".join(f"{mean:.1f}" for mean in os.getloadavg())
-            print(f"{one.out}: {time.monotonic() - began_s:.0f} s; load {load}", flush=True)
-
-
-def report_of(work: Work, one: Replay) -> BenchReport:
-    """Return the report of a replay."""
-    return read_file(BenchReport, work.folder / one.out)
-
-
-def middle(runs: Sequence[BenchReport]) -> dict[str, Any]:
-    """Of the runs of one part: medians of what was measured and predicted, and the errors."""
-    found: dict[str, Any] = {"runs": len(runs)}
-    for name in METRICS:
-        pairs = [pair for run in runs if (pair := _predicted_measured(run, name)) is not None]
-        if pairs:
-            found[name] = {
-                "predicted": median(predicted for predicted, _ in pairs),
-                "measured": median(measured for _, measured in pairs),
-                "errors": [error(name, *pair) for pair in pairs],
-            }
-    return found
-
-
-def _predicted_measured(run: BenchReport, name: str) -> tuple[float, float] | None:
-    """A metric as predicted and as measured; None: hits in a cache that were not counted."""
-    if name != "hit_percent":
-        return run.predicted[name], run.measured[name]
-    cache = run.cache
-    if cache is None or cache.predicted_percent is None or cache.hit_percent is None:
-        return None
-    return cache.predicted_percent, cache.hit_percent
-
-
-def error(name: str, predicted: float, measured: float) -> float:
-    """Percent, or points of hits."""
-    if name == "hit_percent":
-        return predicted - measured
-    return 100.0 * (predicted / measured - 1.0)
-
-
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """The windows, each with its `name` and what `middle` found, as a Markdown table."""
     rows = []
-    for one in results:
-        for name, (title, factor, digits, aim) in METRICS.items():
-            if name in one:
-                off = median(one[name]["errors"])
-                measured = f"{factor * one[name]['measured']:.{digits}f}"
-                predicted = f"{factor * one[name]['predicted']:.{digits}f}"
-                kept = "kept" if abs(off) <= aim else "missed"
-                cells = [one["name"], title, one["runs"], measured, predicted]
-                rows.append([*cells, f"{off:+.1f}", f"{aim:g}", kept])
-    return markdown(COLUMNS, rows, words=2)
+    for name, report in reports.items():
+        cells = [name, f"{report.measured.get(GOODPUT, math.nan):.3f}"]
+        for metric, (_, form) in SHOWN.items():
+            measured = report.measured.get(metric, math.nan)
+            predictions = (report.predicted, report.predicted_as_fitted)
+            both = [said.get(metric, math.nan) for said in predictions]
+            errors = [100.0 * (one / measured - 1.0) for one in both]
+            cells += [f"{measured:{form}}", f"{errors[0]:+.1f} ({errors[1]:+.1f})"]
+        before = report.warmup.slowdown if report.warmup else 1.0
+        rows.append([*cells, f"{before:.2f}/{report.replay_slowdown or 1.0:.2f}"])
+    titles = [word for title, _ in SHOWN.values() for word in (title, "error (as fitted)")]
+    columns = ["", "goodput/s", *titles, "slowdown before/in the replay"]
+    return markdown(columns, rows)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
-from benchmarks.engines.live import Replay, Work, add_work, error, replay, report_of
+from benchmarks.engines.live import GOODPUT, Work, add_work, table
 from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import BenchReport
@@ -25,13 +25,6 @@ from toolkit.files.tuning import Tuning
 from toolkit.traces.types import trace_path
 
 SYSTEMS = ("defaults", "tuned")
-GOODPUT = "goodput_rps"
-SHOWN = {
-    "throughput_rps": ("requests/s", ".3f"),
-    "ttft_mean_s": ("TTFT mean s", ".3f"),
-    "tpot_mean_s": ("TPOT mean s", ".4f"),
-    "mtpot_p99_s": ("MTPOT p99 s", ".3f"),
-}
 
 
 def prepare(work: Work, trace: str, rate: float | None) -> None:
@@ -47,18 +40,6 @@ def prepare(work: Work, trace: str, rate: float | None) -> None:
     work.llmctl("render", recipe, *fit, "--policy", "vllm", "--out", "defaults.json")
     tuned = ["--tuning", "tuning.json", ALLOW_BROKEN, "--out", "tuned.json"]
     work.llmctl("render", recipe, *fit, *tuned)
-
-
-def row(name: str, run: BenchReport) -> str:
-    """Return a run's figures, with the errors at the warm-up's speed and as fitted."""
-    cells = [name, f"{run.measured[GOODPUT]:.3f}"]
-    for metric, (_, form) in SHOWN.items():
-        measured = run.measured[metric]
-        both = run.predicted[metric], run.predicted_as_fitted[metric]
-        errors = [error(metric, one, measured) for one in both]
-        cells.append(f"{measured:{form}} | {errors[0]:+.1f} ({errors[1]:+.1f})")
-    before = run.warmup.slowdown if run.warmup else 1.0
-    return f"| {' | '.join([*cells, f'{before:.2f}/{run.replay_slowdown or 1.0:.2f}'])} |"
 
 
 def main() -> None:
@@ -81,27 +62,26 @@ def main() -> None:
     if not work.has("tuned.json"):
         prepare(work, trace, given.rate)
     words = ["--trace", trace, "--tuning", "tuning.json", "--warmup", str(given.warmup)]
-    runs: dict[str, list[BenchReport]] = {system: [] for system in SYSTEMS}
-    for repeat in range(given.repeats):
-        for system in SYSTEMS if repeat % 2 == 0 else SYSTEMS[::-1]:
-            one = Replay(f"{system}.json", f"{system}-{repeat + 1}.json", words)
-            replay(work, [one])
-            runs[system].append(report_of(work, one))
+    runs: dict[str, BenchReport] = {}
+    for repeat in range(1, given.repeats + 1):
+        for system in SYSTEMS if repeat % 2 else SYSTEMS[::-1]:
+            plan = f"{system}.json"
+            out = f"{system}-{repeat}.json"
+            if not work.has(out):
+                with work.serving(plan) as url:
+                    work.bench(url, plan, out, *words, apart=True)
+            runs[f"{system} {repeat}"] = read_file(BenchReport, work.folder / out)
     tuning = read_file(Tuning, work.folder / "tuning.json")
     flags = ", ".join(f"{key}={value}" for key, value in tuning.recommended.parameters.items())
     gain = "-" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
-    print(f"{tuning.request_rate_rps:.3g} requests/s; {flags}: {gain} predicted")
-    titles = " | ".join(f"{title} | error (as fitted)" for title, _ in SHOWN.values())
-    print(f"\n| flags | goodput/s | {titles} | slowdown before/in the replay |")
-    print(f"|---|{'---:|' * (2 * len(SHOWN) + 1)}---|")
-    for system, found in runs.items():
-        for number, report in enumerate(found, start=1):
-            print(row(f"{system} {number}", report))
-    pairs = zip(runs["tuned"], runs["defaults"], strict=True)
+    print(f"{tuning.request_rate_rps:.3g} requests/s; {flags}: {gain} predicted\n")
+    print(table(dict(sorted(runs.items()))))
+    goodput = {name: run.measured[GOODPUT] for name, run in runs.items()}
     ratios = ", ".join(
-        f"{tuned.measured[GOODPUT] / usual.measured[GOODPUT]:.2f}" for tuned, usual in pairs
+        f"{goodput[f'tuned {repeat}'] / goodput[f'defaults {repeat}']:.2f}"
+        for repeat in range(1, given.repeats + 1)
     )
-    print(f"\nGoodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {ratios}.")
+    print(f"Goodput of the tuned flags over that of vLLM's defaults, repeat by repeat: {ratios}.")
 
 
 if __name__ == "__main__":

@@ -1,387 +1,290 @@
-"""Profile, fit, slices and rounds under overload, and swap bandwidth on a GPU, unattended.
+"""The commands of llmctl on a machine with a GPU, unattended: predicted beside measured.
 
-    python -m benchmarks.gpu.run [--quick] [--budget-s 540] [--out DIR]
-    python -m benchmarks.gpu.run --recipe recipes/tiny-llama-cpu-rebatch.yaml --device cpu --quick
+    python -m benchmarks.gpu.run --work DIR --vllm-python PYTHON --model FOLDER [--gpu h200]
+        [--parts vllm live slices rounds] [--budget-s 540] [--out DIR]
+    python -m benchmarks.gpu.run --dry-run --work DIR --vllm-python PYTHON
 
-Takes at most ten minutes with --quick (and at most --budget-s, which may be less), else up to 2.8
-hours a model. Needs torch, transformers, numpy, scipy, numba, pydantic and msgspec, and no
-installed package: run it from the repository root. The second command tries everything but CUDA.
+Takes at most --budget-s seconds. Needs a GPU with 80 GB, llmctl with its engines, and for parts
+`vllm` and `live` an environment with vLLM 0.32 and a folder with the config.json and the tokenizer
+of Llama-3.1-8B. Nothing is downloaded; weights are random. The second command types the same with
+the tiny Llamas on this CPU; with `--parts slices rounds` it needs no vLLM.
 
-A preflight comes first (`benchmarks.gpu.preflight`): it names what is missing in one line, and the
-run exits with code 3. Models have the published shapes and random weights: nothing is downloaded.
---quick is Llama-3.1-8B with a context of 2,048 tokens and outputs of at most 256.
+The parts, in the order of what they are worth:
 
-For each model, on the engines `transformers` (slices) and `rebatch` (rounds): a profile and a fit;
-then requests at an overload through the driver, workers and policies of `llmctl serve`, without
-HTTP: SLS beside SCLS, and Past-Future beside its baselines; last the bandwidth of swaps both ways.
-Results go to RESULTS/DEVICE/MODEL, each file with its environment, and to RESULTS/DEVICE/table.md
-as tables. With --out, DIR has all of it as one archive after every stage (in parts of 16 MiB if it
-is larger), and --resume ARCHIVE continues from one, also on another machine with such a GPU.
+- `vllm`: profile, fit and tune vLLM in its default mode; bench its defaults at each of --rates, and
+  the tuned flags at the last of them;
+- `live`: try settings of that server on one start for --minutes;
+- `slices`: static batches of `transformers`: SLS beside SCLS, at 1.5 times what SCLS is predicted
+  to serve;
+- `rounds`: `rebatch`: Past-Future beside its baselines, likewise; its profile has swaps.
 
-Each stage runs in a process of its own with a time limit, and is skipped when its output exists.
-With --budget-s, a stage that would not fit into what is left is not started. After Ctrl-C, or a
-stage that ran out of time, the same command continues (profiles from their journal). Exit codes:
-0 all stages are done, 1 some are not, 2 wrong input, 3 the preflight found something missing.
+A command is not typed again where its file is there, and a profile goes on from its journal: the
+same command does later what is not done. With --out, gpu-results.tar.gz there has all files after
+every part. Exit codes: 0, all parts are done; 1, some are not.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
-import os
-import re
-import secrets
+import shutil
 import signal
-import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from benchmarks.common import ROOT
-from benchmarks.common.command import make_parser
-from benchmarks.gpu.preflight import MISSING, check
+from benchmarks.common.command import ended, make_parser
+from benchmarks.common.results_file import markdown
+from benchmarks.engines.live import Work, add_work, table
+from toolkit.deploy.order import ALLOW_BROKEN
+from toolkit.errors import LateClientError, LimitsBrokenError
+from toolkit.estimators.load import laws_from_fit
+from toolkit.files.bench import BenchReport
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file, write_file
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe, recipe_path
+from toolkit.units import MIB
 
-GRACE_S = 10.0  # for a stage's processes to end after a signal
-INTERRUPTED = 130
-RECIPE = ROOT / "recipes" / "llama-3.1-8b-h200-transformers.yaml"
-MARK = "LLMCTL_GPU_STAGE"  # in the environment of all processes of a stage
-PROCESSES = Path("/proc")
-ARCHIVE = "gpu-results.tar.gz"
-PART_BYTES = 16 << 20
-PARTS_MAX = 7  # and a table beside them
+END_S = 15.0  # of the budget, to end a part's processes and to write the archive
+LONGEST = 2048  # tokens of a request of our engines
+SHARES = (128, 16, 4)  # the longest request over the lengths of the grid
+CONTEXTS = 32  # longest requests that the KV cache of our engines holds: an overload fills it
+SLS_ROWS = 24  # as many of the longest requests as surely fit
+OVERLOAD = 1.5  # arrivals, as a multiple of the predicted throughput
+TRACE = "chat-small"
+CODES = (0, LimitsBrokenError.exit_code, LateClientError.exit_code)
+STEPS = ((1, 512), (16, 512), (64, 512), (64, 1536))  # rows, and cached tokens of each
+Settings = Mapping[str, Sequence[str]]  # parameters by policy
 
 
-@dataclass(slots=True, frozen=True)
-class Stage:
-    """One step.
+def typed(work: Work, *words: object, makes: str = "") -> None:
+    """Show a command, run it, and show what it prints; not where the file that it makes is there.
+    Raises `SystemExit` if it fails.
+    """
+    if makes and work.has(makes):
+        return
+    line = [str(word) for word in (*words, *(["--out", makes] if makes else []))]
+    print(f"$ llmctl {' '.join(line)}", flush=True)
+    print(work.llmctl(*line, codes=CODES), flush=True)
+
+
+def measured(work: Work, name: str) -> str:
+    """Profile and fit the recipe of a part. Returns the fit's file."""
+    typed(work, "doctor", work.recipe, "--strict")
+    typed(work, "profile", work.recipe, makes=f"{name}-profile.json")
+    typed(work, "fit", f"{name}-profile.json", makes=f"{name}-fit.json")
+    return f"{name}-fit.json"
+
+
+def benched(
+    work: Work, plan: str, rates: Sequence[float], given: argparse.Namespace, *serve: str
+) -> None:
+    """Bench one server of a plan at each rate."""
+    left = {f"bench-{plan}-{rate:g}.json": rate for rate in rates}
+    if all(map(work.has, left)):
+        return
+    with work.serving(f"{plan}.json", *serve) as url:
+        for out, rate in left.items():
+            words = ["--url", url, "--plan", f"{plan}.json", "--trace", TRACE]
+            words += ["--rate", f"{rate:g}", "--duration", f"{given.seconds:g}"]
+            words += ["--warmup", f"{given.seconds / 2:g}"]
+            typed(work, "bench", *words, makes=out)
+
+
+def vllm(work: Work, given: argparse.Namespace) -> None:
+    """vLLM's defaults at each rate, and the tuned flags at the last."""
+    fit = ["--fit", measured(work, "vllm")]
+    words = ["--trace", TRACE, "--rate", given.rates[-1], "--trials", 40]
+    typed(work, "tune", work.recipe, *fit, *words, makes="vllm-tuning.json")
+    typed(work, "render", work.recipe, *fit, "--policy", "vllm", makes="vllm-defaults.json")
+    tuned = ["--tuning", "vllm-tuning.json", ALLOW_BROKEN]
+    typed(work, "render", work.recipe, *fit, *tuned, makes="vllm-tuned.json")
+    benched(work, "vllm-defaults", given.rates, given)
+    benched(work, "vllm-tuned", given.rates[-1:], given)
+
+
+def live(work: Work, given: argparse.Namespace) -> None:
+    """Settings of a running vLLM, on one start."""
+    fit = measured(work, "vllm")
+    words = ["--fit", fit, "--policy", "vllm"]
+    typed(work, "render", work.recipe, *words, makes="vllm-defaults.json")
+    if work.has("live-tuning.json"):
+        return
+    with work.serving("vllm-defaults.json", "--live") as url:
+        words = ["--live", url, "--trace", TRACE, "--rate", str(given.rates[-1])]
+        words += ["--minutes", f"{given.minutes:g}", "--plan-out", "live-plan.json"]
+        typed(work, "tune", "vllm-defaults.json", *words, makes="live-tuning.json")
+
+
+def overloaded(work: Work, fit: str, contenders: Settings, given: argparse.Namespace) -> None:
+    """The same requests under each policy, at an overload of the first one."""
+    words = ["--recipe", str(work.recipe), "--fit", fit, "--trace", TRACE]
+    first, settings = next(iter(contenders.items()))
+    words += ["--policy", first, *settings, "--rate", "1000", "--json"]
+    most_rps = json.loads(work.llmctl("simulate", *words))["throughput_rps"]
+    for policy, settings in contenders.items():
+        words = ["--fit", fit, "--policy", policy, *settings]
+        typed(work, "render", work.recipe, *words, makes=f"{policy}.json")
+        benched(work, policy, [round(OVERLOAD * most_rps, 1)], given, "--allow-end-after")
+
+
+def slices(work: Work, given: argparse.Namespace) -> None:
+    """SCLS beside SLS."""
+    scls = ["--set", "slice_tokens=64", "--set", "min_interval_s=1"]
+    contenders = {"slice": scls, "sequence": ["--set", f"batch_size={SLS_ROWS}"]}
+    overloaded(work, measured(work, "slices"), contenders, given)
+
+
+def rounds(work: Work, given: argparse.Namespace) -> None:
+    """Past-Future beside its baselines."""
+    contenders: Settings = {"past-future": [], "aggressive": [], "conservative": []}
+    overloaded(work, measured(work, "rounds"), contenders, given)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One comparison.
 
     Attributes:
-        needs: the stages that write what it reads.
-        about_s: an estimate with --quick on a GPU of 4 TB/s. It is not started with less time.
-        quick_limit_s, limit_s: it is ended after this, with and without --quick.
+        recipe, dry_recipe: what it runs, on a GPU and with --dry-run.
+        prefix: the first word of its files.
+        least_s: it is not begun with less of the budget left.
     """
 
-    name: str
-    output: str
-    needs: tuple[str, ...]
-    about_s: float
-    quick_limit_s: float
-    limit_s: float
-
-    def allowed_s(self, *, quick: bool) -> float:
-        return self.quick_limit_s if quick else self.limit_s
+    run: Callable[[Work, argparse.Namespace], None]
+    recipe: str
+    dry_recipe: str
+    prefix: str
+    least_s: float
 
 
-# In the order of what they are worth: predicted beside measured comes first.
-STAGES = (
-    Stage("profile-transformers", "profile-transformers.json", (), 60, 130, 2400),
-    Stage("fit-transformers", "fit-transformers.json", ("profile-transformers",), 5, 20, 120),
-    Stage("slices", "slices.json", ("fit-transformers",), 60, 150, 1200),
-    Stage("profile-rebatch", "profile-rebatch.json", (), 75, 200, 2400),
-    Stage("fit-rebatch", "fit-rebatch.json", ("profile-rebatch",), 5, 20, 120),
-    Stage("rounds", "rounds.json", ("fit-rebatch",), 80, 210, 1500),
-    Stage("swap", "swap.json", (), 30, 60, 300),
-)
+PARTS = {
+    "vllm": Part(vllm, "llama-3.1-8b-h200", "tiny-llama-vllm", "vllm", 200.0),
+    "live": Part(live, "llama-3.1-8b-h200", "tiny-llama-vllm", "vllm", 120.0),
+    "slices": Part(slices, "llama-3.1-8b-h200-transformers", "tiny-llama-cpu", "slices", 60.0),
+    "rounds": Part(rounds, "llama-3.1-8b-h200-rebatch", "tiny-llama-cpu-rebatch", "rounds", 60.0),
+}
 
 
-@dataclass(slots=True, frozen=True)
-class Run:
-    """One model on this device. `variables` are for the environment of its stages."""
+def make_recipe(part: Part, given: argparse.Namespace) -> Path:
+    """Write the recipe of a part: a grid of minutes and random weights; for our engines also
+    shorter requests, and a cache that an overload fills. Returns its path.
+    """
+    path: Path = given.work.absolute() / f"{part.prefix}-recipe.json"
+    if path.exists():
+        return path
+    recipe = load_recipe(recipe_path(part.dry_recipe if given.dry_run else part.recipe))
+    data = recipe.model_dump(mode="json", exclude_none=True)
+    longest = min(recipe.model.max_model_len, LONGEST)
+    lengths = [longest // share for share in SHARES]
+    data["profile"] |= {"batch_sizes": [1, 4, 16, 64], "repeats": 1, "warmups": 1}
+    data["profile"] |= {"input_lengths": lengths, "cached_lengths": lengths}
+    data["profile"] |= {"memory_lengths": lengths[1:2], "slice_tokens": [longest // 128]}
+    data["profile"] |= {"slices": 8, "sequences": 5}
+    if recipe.engine.name != "vllm":
+        cache_bytes = CONTEXTS * longest * (recipe.model.kv_bytes_per_token or 0)
+        data["model"] |= {"max_model_len": longest, "tokenizer": "bytes"}
+        data["engine"] |= {"kv_cache_memory_mib": cache_bytes / MIB}
+        data["serve"] |= {"max_new_tokens": longest // 8}
+    elif not given.dry_run:
+        data["model"] |= {"source": str(given.model.absolute()), "revision": ""}
+    if not given.dry_run:
+        data["model"] |= {"load_format": "dummy"}
+        data["hardware"] = given.gpu
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(Recipe.model_validate_json(json.dumps(data)), path)
+    return path
 
-    recipe: Path
-    folder: Path
-    device: str
-    device_name: str
-    quick: bool
-    variables: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, stage: str) -> list[str]:
-        where = ["--recipe", str(self.recipe), "--folder", str(self.folder)]
-        device = ["--device", self.device, "--device-name", self.device_name]
-        quick = ["--quick"] if self.quick else []
-        words = [sys.executable, "-m", "benchmarks.gpu.run", "--stage", stage]
-        return [*words, *where, *device, *quick]
+def step_times(work: Path) -> str:
+    """Milliseconds of a decode step by each fit, beside what it takes to read the weights and the
+    rows' caches once at the data sheet's bandwidth.
+    """
+    names = [part.prefix for part in PARTS.values() if (work / f"{part.prefix}-fit.json").exists()]
+    laws = {name: laws_from_fit(read_file(Fit, work / f"{name}-fit.json")) for name in names}
+    if not laws:
+        return ""
+    recipe = load_recipe(work / f"{next(iter(laws))}-recipe.json")
+    read_bytes_per_s = 1e9 * (recipe.hardware.bandwidth_gb_s or float("inf"))
+    cells = []
+    for rows, cached in STEPS:
+        cache_bytes = rows * cached * (recipe.model.kv_bytes_per_token or 0)
+        floor_s = ((recipe.model.weight_bytes or 0) + cache_bytes) / read_bytes_per_s
+        steps_s = [floor_s, *(each.rounds.decode_s(rows, cached, 1) for each in laws.values())]
+        cells.append([f"{rows} x {cached}", *(f"{1e3 * one:.2f}" for one in steps_s)])
+    return markdown(["rows x cached tokens", "floor, ms", *(f"{name}, ms" for name in laws)], cells)
 
 
-@dataclass(slots=True, frozen=True)
-class Budget:
-    """Seconds for all stages, from now on."""
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError within the block after so many seconds, whatever it waits for."""
 
-    seconds: float
-    start_s: float = field(default_factory=time.monotonic)
+    def is_over(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds:.0f} s; the same command goes on")
 
-    @property
-    def left_s(self) -> float:
-        return self.seconds - (time.monotonic() - self.start_s)
+    before = signal.signal(signal.SIGALRM, is_over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_work(parser)
+    parser.add_argument("--dry-run", action="store_true", help="the tiny Llamas on this CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--gpu", default="h200", help="a GPU of `llmctl recipe gpus`")
+    parser.add_argument("--model", type=Path, help="a folder with config.json and tokenizer")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests/s; default: 10 18")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each bench")
+    parser.add_argument("--minutes", type=float, default=2.5, help="of part live")
+    parser.add_argument("--budget-s", type=float, default=540.0)
+    parser.add_argument("--out", type=Path, help="a folder for the archive")
+    given = parser.parse_args(words)
+    if {"vllm", "live"} & {*given.parts} and not (given.dry_run or given.model):
+        parser.error("parts vllm and live need --model FOLDER")
+    given.rates = given.rates or ([1.0, 2.0] if given.dry_run else [10.0, 18.0])
+    return given
+
+
+def run(given: argparse.Namespace) -> None:
+    """Run the parts, and print what they measured. `SystemExit` if one is not done."""
+    end_s = time.monotonic() + given.budget_s - END_S
+    undone = []
+    for name in given.parts:
+        part = PARTS[name]
+        left_s = end_s - time.monotonic()
+        print(f"\n== {name}: {max(left_s, 0.0):.0f} s are left", flush=True)
+        try:
+            if left_s < part.least_s:
+                raise TimeoutError(f"not begun: it takes at least {part.least_s:.0f} s")
+            with at_most(left_s):
+                part.run(Work(given, make_recipe(part, given)), given)
+        except (RuntimeError, SystemExit, TimeoutError) as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            undone.append(name)
+        if given.out:
+            shutil.make_archive(str(given.out / "gpu-results"), "gztar", given.work)
+    work = given.work.absolute()
+    reports = {
+        path.stem.removeprefix("bench-"): read_file(BenchReport, path)
+        for path in sorted(work.glob("bench-*.json"))
+    }
+    print(f"\n{table(reports)}\n{step_times(work)}")
+    if undone:
+        raise SystemExit(f"not done: {', '.join(undone)}")
 
 
 def main() -> int:
-    options = _options()
-    if options.stage:
-        # torch and the rest are imported only in the stages' own processes
-        from benchmarks.gpu.stages import run_stage
-
-        return run_stage(options.stage, options.recipe[0], options.folder, options)
-    budget = Budget(options.budget_s or math.inf)
-    recipes = options.recipe or [RECIPE]
-    found = check(options.device, recipes, options.results, quick=options.quick)
-    print(f"preflight: {found.line()}", flush=True)
-    if found.missing:
-        return MISSING
-    if options.resume:
-        unpack(options.resume, options.results)
-    device = _device(options.device)
-    folder = options.results / _slug(device.name)
-    runs = [
-        Run(
-            path, folder / _model(path), options.device, device.name, options.quick, found.variables
-        )
-        for path in recipes
-    ]
-    _print_stages(runs)
-    undone: list[str] = []
-    try:
-        for run in runs:
-            names = go(run, budget, lambda: keep(folder, options.results, options.out))
-            undone += [f"{run.folder.name}: {name}" for name in names]
-    except KeyboardInterrupt:
-        print(
-            "\ninterrupted: finished stages are kept, and the same command resumes", file=sys.stderr
-        )
-        return INTERRUPTED
-    finally:
-        keep(folder, options.results, options.out)
-        _print_tables(folder)
-    for name in undone:
-        print(f"not done: {name}", file=sys.stderr)
-    return 1 if undone else 0
-
-
-def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--results", type=Path, default=Path("profiles"), help="the folder of all devices' results"
-    )
-    parser.add_argument(
-        "--out", type=Path, help=f"a folder for {ARCHIVE} and table.md, renewed after every stage"
-    )
-    parser.add_argument(
-        "--resume", type=Path, metavar="ARCHIVE", help="unpack this into --results first"
-    )
-    parser.add_argument(
-        "--budget-s", type=float, help="seconds for everything; default: the stages' limits"
-    )
-    parser.add_argument(
-        "--recipe", type=Path, action="append", help=f"default: {RECIPE.stem}; repeatable"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="at most ten minutes a model")
-    for internal in ("--stage", "--device-name"):
-        parser.add_argument(internal, default="", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-class Device(NamedTuple):
-    """The device of the run."""
-
-    name: str
-    memory_gib: float
-
-
-def _device(kind: str) -> Device:
-    """The first device, found by another process, so that this one holds none of its memory."""
-    if kind == "cpu":
-        return Device("cpu", 0.0)
-    code = "import json; from toolkit.engines.devices import find_devices as f; g = f().gpus; "
-    code += "print(json.dumps([(one.name, one.memory_bytes / 2**30) for one in g[:1]]))"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], env=_environment(), capture_output=True, text=True
-    )
-    if answer.returncode:
-        raise SystemExit(f"error: the GPU cannot be used: {answer.stderr.strip().splitlines()[-1]}")
-    return Device(*json.loads(answer.stdout.splitlines()[-1])[0])
-
-
-def _model(recipe: Path) -> str:
-    """A recipe's name without the hardware, which the folder above names."""
-    return re.sub(r"-(h200-transformers|a100-80gb-transformers|cpu-rebatch|cpu)$", "", recipe.stem)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _left(run: Run) -> list[Stage]:
-    return [stage for stage in STAGES if not (run.folder / stage.output).is_file()]
-
-
-def _print_stages(runs: Sequence[Run]) -> None:
-    for run in runs:
-        left = _left(run)
-        limit_s = sum(stage.allowed_s(quick=run.quick) for stage in left)
-        print(
-            f"{run.folder}: {len(left)} of {len(STAGES)} stages to go, at most"
-            f" {limit_s / 60:.0f} min",
-            flush=True,
-        )
-
-
-def go(run: Run, budget: Budget, done: Callable[[], None] = lambda: None) -> list[str]:
-    """Run the stages that are left, and call `done` after each; the names of those not done."""
-    undone: list[str] = []
-    for stage in _left(run):
-        if any(name in undone for name in stage.needs):
-            undone.append(stage.name)
-            continue
-        left_s = budget.left_s
-        if stage.about_s > left_s:
-            print(
-                f"\n== {stage.name}: not started: it takes about {stage.about_s:.0f} s, and "
-                f"{max(left_s, 0.0):.0f} s of the budget are left",
-                flush=True,
-            )
-            undone.append(stage.name)
-            continue
-        # What is left also has to end the stage's processes and to write the archive.
-        limit_s = min(stage.allowed_s(quick=run.quick), max(left_s - GRACE_S, 1.0))
-        start_s = time.monotonic()
-        print(f"\n== {run.folder.name}: {stage.name}, at most {limit_s:.0f} s", flush=True)
-        problem = _run(run.command(stage.name), limit_s, run.variables)
-        if problem:
-            print(f"{stage.name}: {problem}", file=sys.stderr, flush=True)
-            undone.append(stage.name)
-        else:
-            print(f"{stage.name}: done in {time.monotonic() - start_s:.0f} s", flush=True)
-        done()
-    return undone
-
-
-def _run(command: Sequence[str], limit_s: float, variables: Mapping[str, str] | None = None) -> str:
-    """Why the stage failed, or ''. When this returns, no process of the stage is left."""
-    mark = secrets.token_hex(8)
-    environment = _environment() | dict(variables or {}) | {MARK: mark}
-    child = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        code = child.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return f"not done within {limit_s:.0f} s; the same command resumes it"
-    finally:
-        _end(child, mark)
-    return f"exit code {code}" if code else ""
-
-
-def _end(child: subprocess.Popen[bytes], mark: str) -> None:
-    """End a stage and every process that it started, also in sessions of their own, and wait until
-    they are gone: the next stage needs the device's memory, and measures time.
-    """
-    killed: set[int] = set()  # a process loses its mark early in its death, and its files later
-    for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
-        with contextlib.suppress(ProcessLookupError):
-            if child.poll() is None:
-                os.killpg(child.pid, number)
-        if number == signal.SIGKILL:
-            for process in marked(mark):
-                killed.add(process)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, number)
-        end_s = time.monotonic() + wait_s
-        while time.monotonic() < end_s:
-            if child.poll() is not None and not any(marked(mark)) and all(map(_has_ended, killed)):
-                return
-            time.sleep(0.05)
-
-
-def _has_ended(process: int) -> bool:
-    """Whether a process is gone, or waits to be reaped."""
-    try:
-        state = (PROCESSES / str(process) / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
-
-
-def marked(mark: str = "", processes: Path = PROCESSES) -> Iterator[int]:
-    """The processes that have this mark, or any, in their environment and are not just waiting to
-    be reaped.
-    """
-    wanted = f"{MARK}={mark}".encode()
-    for folder in processes.iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                if any(each.startswith(wanted) for each in variables):
-                    yield int(folder.name)
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
-def keep(folder: Path, results: Path, out: Path | None) -> None:
-    """Write the tables of a device's folder, and with `out` the archive of it."""
-    from benchmarks.gpu.table import tables
-
-    text = tables(folder)
-    if text:
-        (folder / "table.md").write_text(text, encoding="utf-8")
-    if out is None or not folder.is_dir():
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    if text:
-        (out / "table.md").write_text(text, encoding="utf-8")
-    pack(folder, results, out)
-
-
-def pack(folder: Path, results: Path, out: Path, part_bytes: int = PART_BYTES) -> list[Path]:
-    """Write all files of `folder`, journals too, as one archive into `out`; its paths are relative
-    to `results`. An archive that is too large for one file is written in parts, which `cat` joins.
-
-    Raises `SystemExit` for more parts than may come back.
-    """
-    unfinished = out / f".{ARCHIVE}.new"
-    with tarfile.open(unfinished, "w:gz") as archive:
-        archive.add(folder, arcname=folder.relative_to(results).as_posix())
-    for old in out.glob(f"{ARCHIVE}*"):
-        old.unlink()
-    size = unfinished.stat().st_size
-    if size <= part_bytes:
-        unfinished.rename(out / ARCHIVE)
-        return [out / ARCHIVE]
-    if size > PARTS_MAX * part_bytes:
-        raise SystemExit(f"error: the results are {size >> 20} MiB, more than {PARTS_MAX} parts")
-    parts: list[Path] = []
-    with unfinished.open("rb") as stream:
-        while block := stream.read(part_bytes):
-            parts.append(out / f"{ARCHIVE}.{len(parts)}")
-            parts[-1].write_bytes(block)
-    unfinished.unlink()
-    return parts
-
-
-def unpack(archive: Path, results: Path) -> None:
-    """Unpack an archive of an earlier run; results that are here already are replaced."""
-    results.mkdir(parents=True, exist_ok=True)
-    try:
-        with tarfile.open(archive, "r:gz") as opened:
-            if hasattr(tarfile, "data_filter"):  # Python 3.11 has it from 3.11.4 on
-                opened.extraction_filter = tarfile.data_filter
-            opened.extractall(results)
-    except (OSError, tarfile.TarError) as error:
-        raise SystemExit(f"error: --resume {archive}: {error}") from None
-
-
-def _print_tables(folder: Path) -> None:
-    table = folder / "table.md"
-    if table.is_file():
-        print(f"\n{table.read_text(encoding='utf-8')}\nwrote {table}")
+    given = options()
+    return ended(lambda: run(given))
 
 
 if __name__ == "__main__":

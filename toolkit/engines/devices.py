@@ -73,8 +73,8 @@ def choose_attention_kernels() -> None:
     """Leave cuDNN's attention out of those that torch chooses from; call it on CUDA.
 
     cuDNN plans a kernel for each batch size and length, and a decode step has a length that the
-    step before did not have: each would wait for a plan. `benchmarks.gpu.probe` times steps with
-    and without it.
+    step before did not have: each would wait for a plan. On an H200 a step took 1.09 times as long
+    with it (docs/results/gpu.md).
     """
     import torch
 
