@@ -1,4 +1,4 @@
-# On a fresh machine: `make demo`, `make demo-ray` and `make test`. Each sets up .venv first; each may be repeated.
+# On a fresh machine: `make demo` and `make test`. Each sets up .venv first; each may be repeated.
 # The first of these that is Python 3.11, 3.12 or 3.13 and has venv; `make PYTHON=...` names another.
 PYTHONS := python3 python3.13 python3.12 python3.11
 PYTHON ?= $(shell for each in $(PYTHONS); do \
@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo demo-ray quick quick-compiled test coverage check setup compile docs reference vllm-versions package lock clean help
+.PHONY: demo quick quick-compiled test coverage check setup compile docs reference vllm-versions package lock clean help
 LOCKS  := $(wildcard locks/*.txt) locks/install.sh
 
 help:  ## this list
@@ -30,9 +30,6 @@ compile: $(STAMP)  ## compile the scheduler and the simulator, where a C compile
 
 demo: $(STAMP)  ## profile, fit, tune, serve and check a tiny model on this CPU (TRACE=file for a trace of yours)
 	$(BIN)/python examples/demo.py --out demo-out $(if $(TRACE),--trace $(TRACE))
-
-demo-ray: $(STAMP)  ## serve on a Ray cluster of two nodes on this machine, lose one under load and no request
-	$(BIN)/python -m benchmarks.serving.demo_ray --out demo-out/ray
 
 # How many processes run tests: auto is one more than there are processors, 0 runs them in pytest's own.
 JOBS   ?= auto

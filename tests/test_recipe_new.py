@@ -6,12 +6,10 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import real_vllm
 import samples
 from commands import llmctl, refused
 from orders import changed
 
-from benchmarks.engines.recipe_sizes import GPU_NAMES, MODELS, ask_vllm, compare
 from toolkit.catalogue.gpus import GPUS, gpu_of, gpu_words
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
@@ -287,17 +285,6 @@ def test_only_vllm_quantizes_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@real_vllm.needed
-def test_the_sizes_are_those_of_vllm() -> None:
-    """Eight models on four GPUs: weights, KV bytes and tokens within 1 % of vLLM's classes."""
-    compared = [compare(model, gpu) for model in MODELS for gpu in GPU_NAMES]
-    ask_vllm(real_vllm.PYTHON, compared, 29533)
-    assert [one.theirs for one in compared if one.theirs and "error" in one.theirs] == []
-    shares = [abs(share) for one in compared for share in one.differences()]
-    assert len(shares) == 3 * sum(not one.refused for one in compared)
-    assert max(shares) < 1.0
-
-
 @pytest.mark.parametrize(("window", "computed"), [(262144, True), (8192, True), (4096, False)])
 def test_a_window_that_never_slides_is_computed(
     tmp_path: Path, window: int, computed: bool

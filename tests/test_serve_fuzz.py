@@ -1,14 +1,14 @@
-"""Some of the requests of which `benchmarks/serving/fuzz_server.py` sends 20,000."""
+"""Damaged requests get an error of the API, or no answer where their client has left."""
 
 import asyncio
 import random
 from collections.abc import Iterator
 
+import fuzzing
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from benchmarks.common import fuzzing
 from benchmarks.common.serving import Server, ToyWorkers, client, fake_plan
 
 pytestmark = pytest.mark.slow

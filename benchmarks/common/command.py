@@ -104,12 +104,3 @@ def llmctl(
     if done.returncode not in codes:
         raise SystemExit(f"llmctl {' '.join(words)}: exit code {done.returncode}")
     return done
-
-
-def read_words(description: str | None, *names: str) -> list[str]:
-    """The values of positional arguments, in the order of `names`."""
-    parser = make_parser(description)
-    for name in names:
-        parser.add_argument(name)
-    given = vars(parser.parse_args())
-    return [given[name] for name in names]
