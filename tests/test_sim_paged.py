@@ -56,7 +56,7 @@ def test_every_pass_of_a_real_log_is_the_same() -> None:
     ]
     theirs = passes_of(lines)
     assert sum(len(one.preempted) for one in theirs) == 14
-    ours = bench.passes_of_log(header_of(header), requests, [one.start_s for one in theirs])
+    ours = bench.passes_of_log(header_of(header), requests, theirs)
     assert ours == bench.logged(theirs, requests)
 
 

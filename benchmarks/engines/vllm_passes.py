@@ -55,42 +55,54 @@ CHILD = "benchmarks.engines.vllm_passes_child"  # gives the times of tokens
 
 
 def passes_of_log(
-    header: IterationLogHeader, requests: Sequence[Mapping[str, Any]], starts_s: Sequence[float]
+    header: IterationLogHeader, requests: Sequence[Mapping[str, Any]], passes: Sequence[LoggedPass]
 ) -> list[Any]:
-    """The passes of our model for the requests, if the engine plans them at `starts_s`."""
+    """The passes of our model for the requests, if the engine plans them at the times of the log's
+    passes, with the settings that are new with each. No request stops before its limit.
+    """
     flags = VllmPolicy(
         max_num_seqs=header.max_num_seqs,
         max_num_batched_tokens=header.max_num_batched_tokens,
         chunked_prefill=header.enable_chunked_prefill,
         prefix_caching=header.prefix_caching,
     )
+    ahead = header.async_scheduling
     caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
-    scheduler: ModelledScheduler = PagedScheduler(flags, header.blocks, header.block_tokens)
+    scheduler: ModelledScheduler = PagedScheduler(
+        flags, header.blocks, header.block_tokens, ahead=ahead
+    )
     if caches is not None:
-        scheduler = GroupedScheduler(caches, flags, header.blocks)
+        scheduler = GroupedScheduler(caches, flags, header.blocks, ahead=ahead)
     arrived = 0
     found = []
-    for start_s in starts_s:
-        while arrived < len(requests) and requests[arrived]["arrival_s"] <= start_s:
-            one = requests[arrived]
-            scheduler.add(PagedRequest(arrived, one["prompt_tokens"], one["max_tokens"]))
+    under_way: list[Any] = []
+    for one in passes:
+        if one.changed:
+            scheduler.change(one.changed)
+        while arrived < len(requests) and requests[arrived]["arrival_s"] <= one.start_s:
+            asked = requests[arrived]
+            scheduler.add(PagedRequest(arrived, asked["prompt_tokens"], asked["max_tokens"]))
             arrived += 1
         step = step_of(scheduler)
         step.pop("held", None)
         found.append(step)
-        scheduler.settle(scheduler.commit())
+        ended = scheduler.commit() if step["rows"] else []
+        scheduler.settle(under_way if ahead else ended)
+        under_way = ended if ahead else []
     return found
 
 
 def logged(passes: Sequence[LoggedPass], requests: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A log's passes in the same form. vLLM appends to the ids that clients give."""
-    number = {one["id"]: k for k, one in enumerate(requests)}
+    numbers = {one["id"]: k for k, one in enumerate(requests)}
+
+    def number_of(name: str) -> int:
+        return numbers[name if name in numbers else name.split("-")[0]]
+
     return [
         {
-            "rows": [
-                [number[row.request_id.split("-")[0]], row.computed, row.new] for row in one.rows
-            ],
-            "preempted": [number[name.split("-")[0]] for name in one.preempted],
+            "rows": [[number_of(row.request_id), row.computed, row.new] for row in one.rows],
+            "preempted": [number_of(name) for name in one.preempted],
             "free": one.free_blocks,
             "waiting": one.waiting,
         }
@@ -169,7 +181,7 @@ def compare_log(log: Path, served: Path) -> None:
     requests = [json.loads(line) for line in served.read_text(encoding="utf-8").splitlines()]
     passes = passes_of(lines)
     theirs = logged(passes, requests)
-    ours = passes_of_log(header_of(header), requests, [one.start_s for one in passes])
+    ours = passes_of_log(header_of(header), requests, passes)
     at = first_difference(ours, theirs)
     if at is not None:
         print(f"pass {at}:\n  ours   {ours[at : at + 1]}\n  vLLM's {theirs[at : at + 1]}")
