@@ -17,11 +17,10 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
-
-from benchmarks.common import standin_vllm
 
 FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token of a chunk
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -45,7 +44,26 @@ LAW = {
 
 def install(folder: Path, version: str = "0.32.0+cpu", distribution: str = "vllm") -> str:
     """Make it in `folder`, as if `distribution` had installed it; return the path of its Python."""
-    return standin_vllm.install(folder, __name__, version=version, distribution=distribution)
+    site = folder / "site"
+    package = site / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for each in (site / "vllm", site / "vllm" / "entrypoints", package):
+        (each / "__init__.py").touch()
+    (package / "main.py").write_text(f"from {__name__} import main\n")
+    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    (info / "METADATA").write_text(metadata)
+    here = Path(__file__).resolve().parent
+    python = folder / "python"
+    python.write_text(
+        textwrap.dedent(f"""\
+        #!/bin/sh
+        PYTHONPATH="$PYTHONPATH:{site}:{here}:{here.parent}" exec {sys.executable} "$@"
+        """)
+    )
+    python.chmod(0o755)
+    return str(python)
 
 
 class Row:

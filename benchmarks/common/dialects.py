@@ -3,20 +3,19 @@
 The engine generates tokens that are pieces of UTF-8, some inside characters, each from a hash of
 all before it. Its detokenizer does what vLLM's does: it holds back incomplete characters, and as
 many characters as a stop string may still need. tests/test_gateway_ends.py compares it with vLLM's
-and with that of Hugging Face's tokenizers. `Replica` serves it, and can end the body of its next
-answer after any number of bytes.
+and with that of Hugging Face's tokenizers. `Replica` serves it by a `StandIn`, and can end the body
+of its next answer after any number of bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
-import httptools
+from benchmarks.common.standin import StandIn, http_answer
 
 MODEL = "dialects"
 CONTEXT = 4096
@@ -257,79 +256,38 @@ class Stream:
 
 
 class Replica:
-    """A server of a dialect. `cut_at`: its next answer ends after so many bytes; None: as a whole.
-    Several that share `cuts` are one server for that: only the first attempt of a request is cut.
+    """A server of a dialect. The last number of `cuts` is how many bytes of its next answer it
+    sends; none: all. Several that share `cuts` are one server for that: only the first attempt of a
+    request is cut.
     """
 
     def __init__(self, dialect: Dialect, cuts: list[int]) -> None:
-        self.dialect = dialect
-        self.cuts = cuts
-        self.url = ""
-        self.answered = 0
-        self._contents: dict[tuple[bytes, bytes], bytes] = {}
+        self._dialect = dialect
+        self._cuts = cuts
+        self._contents: dict[tuple[str, str], bytes] = {}
+        self.server = StandIn(
+            speaks_ids=dialect.ids, model=MODEL, max_model_len=CONTEXT, script=self._answer
+        )
 
-    async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+    @property
+    def longest(self) -> int:
+        """Bytes of the body of its longest answer."""
+        return max(map(len, self._contents.values()), default=0)
 
-    def stop(self) -> None:
-        self._server.close()
-
-    def answer(self, method: bytes, path: bytes, body: bytes) -> bytes:
-        if method == b"GET":
-            return self._page(path)
-        fields = json.loads(body)
-        chat = b"chat" in path
-        stream = Stream(self.dialect, fields, chat=chat)
+    def _answer(self, path: str, fields: dict[str, Any]) -> bytes:
+        stream = Stream(self._dialect, fields, chat="chat" in path)
         if (least := fields.get("min_tokens", 0)) > stream.limit:  # vLLM's words
             text = (
                 f"min_tokens must be less than or equal to max_tokens={stream.limit}, got {least}."
             )
-            return _http(400, json.dumps({"error": {"message": text}}).encode())
-        self.answered += 1
-        content = self._contents.get((path, body))
+            error = json.dumps({"error": {"message": text}}).encode()
+            return http_answer(400, b"application/json", error)
+        asked = (path, json.dumps(fields))
+        content = self._contents.get(asked)
         if content is None:
             if len(self._contents) > 10_000:
                 self._contents.clear()
-            content = self._contents[path, body] = stream.content()
-        if self.cuts:
-            content = content[: self.cuts.pop()]
-        return _http(200, content, b"text/event-stream")
-
-    def _page(self, path: bytes) -> bytes:
-        owner = "vllm" if self.dialect.ids else "other"
-        models = [{"id": MODEL, "owned_by": owner, "max_model_len": CONTEXT}]
-        pages: dict[bytes, Any] = {b"/health": {}, b"/v1/models": {"data": models}}
-        found = pages.get(path)
-        return _http(200 if found is not None else 404, json.dumps(found).encode())
-
-
-class _Connection(asyncio.Protocol):
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._parser = httptools.HttpRequestParser(self)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_message_begin(self) -> None:
-        self._path = self._body = b""
-
-    def on_url(self, url: bytes) -> None:
-        self._path += url
-
-    def on_body(self, body: bytes) -> None:
-        self._body += body
-
-    def on_message_complete(self) -> None:
-        method = self._parser.get_method()
-        self._transport.write(self._replica.answer(method, self._path, self._body))
-
-
-def _http(status: int, body: bytes, kind: bytes = b"application/json") -> bytes:
-    head = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n"
-    return head % (status, kind, len(body)) + body
+            content = self._contents[asked] = stream.content()
+        if self._cuts:
+            content = content[: self._cuts.pop()]
+        return http_answer(200, b"text/event-stream", content)

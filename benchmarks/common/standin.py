@@ -25,6 +25,9 @@ MASK = (1 << 61) - 1
 MAX_MODEL_LEN = 4096
 FLOOD_BYTES = 1 << 20  # that wait to be sent
 END_ONE_IN = 64  # tokens end an answer, unless it ignores that
+STREAM_HEAD = (
+    b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 
 
 def tokens_of(text: str) -> list[int]:
@@ -312,7 +315,7 @@ class StandInConnection(asyncio.Protocol):
         if path in server.pages:
             self._write(server.pages[path])
         elif path == "/metrics":
-            self._send(200, b"text/plain", server.metrics.encode())
+            self._write(http_answer(200, b"text/plain", server.metrics.encode()))
         else:
             self._whole(pages.get(path, {}), 200 if path in pages else 404)
 
@@ -408,7 +411,7 @@ class StandInConnection(asyncio.Protocol):
                 self._payload(f"event: {kind}\ndata: {data}\n\n".encode())
 
         if stream:
-            self._head(200, b"text/event-stream", b"transfer-encoding: chunked\r\n")
+            self._write(STREAM_HEAD)
         event("response.created", response=about | {"status": "in_progress", "usage": None})
         while not row.made.finish and not self.aborted:
             await self._pause()
@@ -502,7 +505,7 @@ class StandInConnection(asyncio.Protocol):
         hold = max((len(stop) - 1 for stop in stops), default=0)
         about = {"id": f"cmpl-{id(rows):x}", "created": 1, "model": self.server.model,
                  "object": "chat.completion.chunk" if chat else "text_completion"}  # fmt: skip
-        self._head(200, b"text/event-stream", b"transfer-encoding: chunked\r\n")
+        self._write(STREAM_HEAD)
         if chat:
             first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
             self._event(about | first | ({"prompt_token_ids": prompt} if ids else {}))
@@ -559,18 +562,17 @@ class StandInConnection(asyncio.Protocol):
         self._write(_chunk(data))
 
     def _whole(self, content: object, status: int = 200) -> None:
-        self._send(status, b"application/json", json.dumps(content).encode())
-
-    def _send(self, status: int, kind: bytes, body: bytes) -> None:
-        self._head(status, kind, b"content-length: %d\r\n" % len(body))
-        self._write(body)
-
-    def _head(self, status: int, kind: bytes, more: bytes) -> None:
-        self._write(b"HTTP/1.1 %d X\r\ncontent-type: %s\r\n%s\r\n" % (status, kind, more))
+        self._write(http_answer(status, b"application/json", json.dumps(content).encode()))
 
     def _write(self, data: bytes) -> None:
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
+
+
+def http_answer(status: int, kind: bytes, body: bytes) -> bytes:
+    """A whole answer with a body of this content type."""
+    head = b"HTTP/1.1 %d X\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, kind, len(body)) + body
 
 
 def _chunk(data: bytes) -> bytes:

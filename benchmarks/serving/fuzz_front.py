@@ -36,7 +36,7 @@ import uvloop
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.fronts import front_on
-from benchmarks.common.standin import MODEL, StandIn, answer_of
+from benchmarks.common.standin import MODEL, STREAM_HEAD, StandIn, answer_of
 from toolkit.gateway import replicas
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.server import url
@@ -121,9 +121,6 @@ def hostile(rng: random.Random) -> bytes:
 
 
 JSON_BODY = b"content-type: application/json"
-STREAM_HEAD = (
-    b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-)
 WIRE = (
     b"",
     b"HTTP/1.1 200 X\r\n\r\n",

@@ -1,7 +1,7 @@
 """Replicas killed, hung, drained and restarted under load: every answer must equal the undisturbed
 one.
 
-    python -m benchmarks.serving.kill_replicas [--requests N] [--rolling | --reload]
+    python -m benchmarks.serving.kill_replicas [--requests N] [--rolling]
 
 Takes about two minutes on two shared cores. Needs nothing but the package.
 
@@ -19,11 +19,6 @@ one at a time, as an operator would: a new replica starts and is listed; once th
 old one leaves the list. The old one ends when it has no request left, or after up to `DRAIN_MAX_S`
 seconds with the requests that it still has. On a busy machine that may happen to a request four
 times in a row: the front gives it up, as the documentation says, and it is counted.
-
-With `--reload` the front starts its servers itself, as vLLM's (`benchmarks.common.standin_vllm`),
-and its plan changes again and again, each time with SIGHUP: other flags; another router or number
-of workers, or a damaged file, which are refused; a model that cannot load, after which the plan
-before goes on. In the end all servers must have the flags of the last good plan.
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -43,13 +37,9 @@ from typing import Any
 import httpx
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.samples import paged_fit
-from benchmarks.common.serving import Server, fake_plan
+from benchmarks.common.serving import Server, fake_plan, metric
 from benchmarks.common.standin import MODEL, StandIn, answer_of, prompt_of
-from benchmarks.common.standin_vllm import VERSION, install
-from toolkit.files.io import processor, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.files.recipe import EngineSpec, PolicySpec, RouterSpec
+from toolkit.files.io import write_file
 from toolkit.gateway.passing import MAX_FAILURES
 
 Figures = dict[str, Any]
@@ -57,18 +47,10 @@ CLIENTS = 48
 HANG_S = 1.0
 DISTURB_S = 0.15  # mean time between two disturbances
 TOKEN_S = 0.004
-CAPACITY = 16_384  # tokens of a server that the front starts
 AWAY_S = 1.0  # mean time that a replica is away
 KINDS = ("kill", "hang", "drain", "errors")
 DRAIN_MAX_S = 0.8  # a long answer takes 0.5 s
 POLL_S = 0.05
-SAID = {  # what the front says at SIGHUP, by what has changed
-    "flags": "all replicas were restarted",
-    "router": "another router, or other parameters of it: restart llmctl serve",
-    "workers": "workers, not",
-    "cannot load": "the plan before goes on",
-    "damaged": "the version read before stays in force",
-}
 LETTERS = "acegikmoqsuwy"  # that answers consist of
 BROKE = "the answer broke off"  # in the error of a stream that cannot go on
 GIVEN_UP = f"the request failed on {MAX_FAILURES} replicas"  # as is documented, and told
@@ -229,61 +211,6 @@ class Rolling:
                 old.kill()
 
 
-class Reloading:
-    """Changes the plan of a front that starts its servers, and sends SIGHUP, again and again."""
-
-    def __init__(self, plan: Plan, path: Path, front: Server, said: Path) -> None:
-        self.plan = plan
-        self.path = path
-        self.front = front
-        self.said = said
-        self.rng = random.Random(0)
-        self.done: Counter[str] = Counter()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.is_over = False
-
-    async def run(self) -> None:
-        """Change until told to end: the last change is complete then."""
-        while not self.is_over:
-            await self._change(self.rng.choice(list(SAID)))
-        await self._change("flags")
-
-    async def _change(self, what: str) -> None:
-        good = self.plan
-        rows = self.rng.randint(8, 64)
-        changes: dict[str, object] = {
-            "policy": PlannedPolicy(name="vllm", parameters={"max_num_seqs": rows})
-        }
-        if what == "router":
-            changes["replica_router"] = RouterSpec(name="least-requests")
-        elif what == "workers":
-            changes["workers"] = good.workers + 1
-        elif what == "cannot load":
-            model = good.recipe.model.model_copy(update={"source": "dies"})
-            changes["recipe"] = good.recipe.model_copy(update={"model": model})
-        plan = good.model_copy(update=changes)
-        if what == "flags":
-            self.plan = plan
-        write_file(plan, self.path)
-        if what == "damaged":
-            self.path.write_text(self.path.read_text()[:-100])
-        before = self.said.stat().st_size
-        self.front.process.send_signal(signal.SIGHUP)
-        while SAID[what] not in " ".join(self.said.read_text()[before:].split()):
-            await asyncio.sleep(POLL_S)
-        self.done[what] += 1
-
-    async def wrong(self, url: str) -> list[str]:
-        """Servers that do not have the flags of the last good plan."""
-        wanted = f"max_num_seqs {self.plan.policy.parameters['max_num_seqs']}"
-        shown, _ = await _shown(url)
-        async with httpx.AsyncClient(trust_env=False) as http:
-            pages = [(await http.get(f"{one['url']}/metrics")).text for one in shown]
-        wrong = [page for page in pages if wanted not in page]
-        count = [] if len(pages) == self.plan.workers else [f"{len(pages)} servers"]
-        return [f"not {wanted}: {page}" for page in wrong] + count
-
-
 def list_replicas(replicas: list[StandIn], path: Path) -> None:
     """Write the file that the front reads, whole or not at all."""
     partial = path.with_suffix(".partial")
@@ -333,40 +260,40 @@ class Load:
                 self.wrong.append(f"{problem}: {json.dumps(body)}")
 
 
-async def measure(requests: int, count: int, seed: int, mode: str) -> Figures:
-    """Send `requests` through a front before `count` replicas. `mode` is '', 'rolling' or 'reload'.
-    Returns the figures of the run.
-    """
+async def measure(requests: int, count: int, seed: int, *, rolling: bool) -> Figures:
+    """Send `requests` through a front before `count` replicas. Returns the figures of the run."""
     rng = random.Random(seed)
     started_s = time.monotonic()
-    replicas = [] if mode == "reload" else await _replicas(count)
+    replicas = [StandIn(token_s=TOKEN_S) for _ in range(count)]
+    for replica in replicas:
+        await replica.start()
     load = Load([request_of(rng) for _ in range(requests)])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "plan.json"
         listed = folder / "replicas.txt"
-        said = folder / "said.txt"
-        plan = _own_plan(folder, count) if mode == "reload" else _plan()
-        write_file(plan, path)
+        plan = fake_plan(folder)
+        serve = plan.recipe.serve.model_copy(update={"hang_s": HANG_S})
+        recipe = plan.recipe.model_copy(update={"serve": serve})
+        write_file(plan.model_copy(update={"recipe": recipe}), path)
         list_replicas(replicas, listed)
-        words = ["--served-model-name", MODEL, "--port", "0", *_words(mode, replicas, listed)]
+        words = ["--served-model-name", MODEL, "--port", "0"]
+        if rolling:
+            words += ["--replicas", str(listed)]
+        else:
+            words += [part for replica in replicas for part in ("--replica", replica.url)]
+        said = folder / "said.txt"
         with await asyncio.to_thread(Server, path, *words, log=said) as front:
             url = front.url
-            trouble: Trouble | Rolling | Reloading = Trouble(replicas, rng)
-            if mode:
-                trouble = (
-                    Rolling(replicas, rng, listed, url)
-                    if mode == "rolling"
-                    else Reloading(plan, path, front, said)
-                )
+            trouble: Trouble | Rolling = Trouble(replicas, rng)
+            if rolling:
+                trouble = Rolling(replicas, rng, listed, url)
             disturbing = asyncio.create_task(trouble.run())
             await load.send_all(url)
-            if isinstance(trouble, Reloading):
-                trouble.is_over = True
-                await disturbing
-                load.wrong += await trouble.wrong(url)
             disturbing.cancel()
-            shown, told = await _shown(url)
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+                shown = (await http.get("/replicas")).json()["replicas"]
+                told = (await http.get("/metrics")).text
             exit_code = await asyncio.to_thread(front.end)
     for replica in replicas:
         replica.kill()
@@ -379,78 +306,13 @@ async def measure(requests: int, count: int, seed: int, mode: str) -> Figures:
         "broke": load.broke,
         "given_up": load.given_up,
         "disturbances": dict(trouble.done),
-        **_counted(shown, told),
-        "seconds": round(time.monotonic() - started_s, 1),
-        "exit_code": exit_code,
-    }
-
-
-def _words(mode: str, replicas: list[StandIn], listed: Path) -> list[str]:
-    """What the front is told of its replicas."""
-    if mode == "reload":
-        return ["--shutdown-timeout", str(DRAIN_MAX_S / 2)]
-    if mode == "rolling":
-        return ["--replicas", str(listed)]
-    return [part for replica in replicas for part in ("--replica", replica.url)]
-
-
-async def _replicas(count: int) -> list[StandIn]:
-    """The stand-ins in this process, started."""
-    replicas = [StandIn(token_s=TOKEN_S) for _ in range(count)]
-    for replica in replicas:
-        await replica.start()
-    return replicas
-
-
-async def _shown(url: str) -> tuple[list[dict[str, Any]], str]:
-    """What the front tells of its replicas, and its metrics."""
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        shown: list[dict[str, Any]] = (await http.get("/replicas")).json()["replicas"]
-        return shown, (await http.get("/metrics")).text
-
-
-def _counted(shown: list[dict[str, Any]], told: str) -> dict[str, Any]:
-    continued = [line for line in told.splitlines() if line.startswith("llmctl_continued_total")]
-    return {
         "attempts": sum(each["requests"] for each in shown),
         "failed_attempts": sum(each["failures"] for each in shown),
         "moved": sum(each["moved"] for each in shown),
-        "continued": sum(float(line.split()[-1]) for line in continued),
+        "continued": metric(told, "llmctl_continued_total"),
+        "seconds": round(time.monotonic() - started_s, 1),
+        "exit_code": exit_code,
     }
-
-
-def _plan() -> Plan:
-    """A plan with replicas that count as hung after a second."""
-    with tempfile.TemporaryDirectory() as folder:
-        plan = fake_plan(Path(folder))
-    serve = plan.recipe.serve.model_copy(update={"hang_s": HANG_S})
-    recipe = plan.recipe.model_copy(update={"serve": serve})
-    return plan.model_copy(update={"recipe": recipe})
-
-
-def _own_plan(folder: Path, count: int) -> Plan:
-    """The plan of servers that the front starts."""
-    plan = _plan()
-    (folder / "server").mkdir()
-    python = install(folder / "server", token_s=TOKEN_S)
-    parameters = {"max_num_seqs": 16}
-    recipe = plan.recipe.model_copy(
-        update={
-            "model": plan.recipe.model.model_copy(update={"source": "toy"}),
-            "engine": EngineSpec.model_validate({"name": "vllm", "vllm": {"python": python}}),
-            "policy": PolicySpec(name="vllm", parameters=parameters),
-        }
-    )
-    fit = paged_fit(CAPACITY)
-    here = {"engine_version": VERSION, "device": "cpu", "processor": processor()}
-    changes: dict[str, object] = {
-        "recipe": recipe,
-        "fit": fit.model_copy(update={"engine": fit.engine.model_copy(update=here)}),
-        "workers": count,
-        "policy": PlannedPolicy(name="vllm", parameters=parameters),
-        "replica_router": RouterSpec(name="by-law"),
-    }
-    return plan.model_copy(update=changes)
 
 
 def main() -> None:
@@ -458,16 +320,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    modes = parser.add_mutually_exclusive_group()
-    for mode, text in (
-        ("rolling", "update all replicas, again and again"),
-        ("reload", "change the plan of servers that the front starts"),
-    ):
-        modes.add_argument(
-            f"--{mode}", action="store_const", const=mode, dest="mode", default="", help=text
-        )
+    parser.add_argument(
+        "--rolling", action="store_true", help="update all replicas, again and again"
+    )
     given = parser.parse_args()
-    found = asyncio.run(measure(given.requests, given.replicas, given.seed, given.mode))
+    run = measure(given.requests, given.replicas, given.seed, rolling=given.rolling)
+    found = asyncio.run(run)
     wrong = found.pop("wrong")
     for line in wrong[:20]:
         print(line)

@@ -137,8 +137,8 @@ class Client:
 async def front_before(*replicas: Replica) -> Any:
     """A client of a front before these replicas."""
     for replica in replicas:
-        await replica.start()
-    urls = [replica.url for replica in replicas]
+        await replica.server.start()
+    urls = [replica.server.url for replica in replicas]
     async with front_on(urls, MODEL, "round-robin", FrontSettings(), hang_s=30.0) as front:
         pool, listener = front
         while len(pool.up) < len(replicas):
@@ -149,7 +149,7 @@ async def front_before(*replicas: Replica) -> Any:
         finally:
             streams[1].close()
     for replica in replicas:
-        replica.stop()
+        replica.server.kill()
 
 
 @dataclass
@@ -199,7 +199,7 @@ async def tried(dialect: Dialect, name: str, every: int, first: int = 0, variant
         assert whole.status == 200
         assert whole.done == 1
         assert not whole.errors
-        length = max(len(each) for one in replicas for each in one._contents.values())
+        length = max(one.longest for one in replicas)
         for position in range(first, length, every):
             cuts[:] = [position]
             answer = await client.ask(fields)
