@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 
 import torch
+from toy_server import HandWorkers
 
-from benchmarks.common.serving import HandWorkers
 from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.sched.scheduler import Scheduler

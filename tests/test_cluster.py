@@ -12,8 +12,8 @@ import samples
 import tiny
 from said import says
 from test_tuning import trace
+from toy_server import client
 
-from benchmarks.common.serving import client
 from toolkit.cluster.connect import check_address, joined
 from toolkit.cluster.workers import RayWorkers, WorkerActor
 from toolkit.engines.protocol import Row, SamplingParams, make_engine

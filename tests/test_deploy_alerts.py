@@ -14,8 +14,8 @@ from operator_kinds import AlertRule, RulesFile
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import check_with_promtool, needs_promtool, objects_of
+from toy_server import HandWorkers, make_driver
 
-from benchmarks.common.serving import HandWorkers, make_driver
 from toolkit.deploy import reckon
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import fill

@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import objects_of
+from toy_server import HandWorkers, make_driver
 
 import toolkit
-from benchmarks.common.serving import HandWorkers, make_driver
 from toolkit.deploy.dashboard import dashboard
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account

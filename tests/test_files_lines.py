@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from said import says
+from toy_server import LAW
 
-from benchmarks.common.serving import LAW
 from toolkit.errors import InputError
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.io import MARK_BYTES, LineLog

@@ -4,10 +4,10 @@ import asyncio
 
 import httpx
 import pytest
+from toy_server import events, text, turns
 from within import with_server
 
 import toolkit
-from benchmarks.common.serving import events, text, turns
 
 GREEDY = {"temperature": 0, "max_tokens": 10}
 

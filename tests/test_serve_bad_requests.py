@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from said import says
+from toy_server import HandWorkers, client, turns
 from within import with_server
 
-from benchmarks.common.serving import HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
 from toolkit.serve.errors import ApiError

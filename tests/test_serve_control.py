@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 from said import says
+from toy_server import HandWorkers, app_of, make_driver
 
-from benchmarks.common.serving import HandWorkers, app_of, make_driver
 from toolkit.errors import InputError
 from toolkit.sched.policies import make_policy
 from toolkit.serve.control import ROUTE

@@ -4,9 +4,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
+from toy_server import HandWorkers, turns
 from within import with_driver, with_server
 
-from benchmarks.common.serving import HandWorkers, turns
 from toolkit.bench.predict import COUNTED, scheduling
 from toolkit.engines.protocol import SamplingParams, StepOutput
 from toolkit.engines.tokenizer import ByteDetokenizer

@@ -7,9 +7,9 @@ import asyncio
 import httpx
 import pytest
 from said import says
+from toy_server import LAW, events, turns
 from within import with_server
 
-from benchmarks.common.serving import LAW, events, turns
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import CancelCall, RecordingScheduler, replay
 from toolkit.sched.policies import make_policy

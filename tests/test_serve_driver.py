@@ -5,9 +5,9 @@ depend on the clock.
 import asyncio
 
 import pytest
+from toy_server import HandWorkers, generate, make_driver, turns
 from within import in_a_loop, with_driver
 
-from benchmarks.common.serving import HandWorkers, generate, make_driver, turns
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.sched.types import Job

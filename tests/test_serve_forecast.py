@@ -4,9 +4,9 @@ import asyncio
 import math
 
 import pytest
+from toy_server import LAW, HandWorkers, client, turns
 from within import in_a_loop
 
-from benchmarks.common.serving import LAW, HandWorkers, client, turns
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.routing.admission import Delay, LatencyLimits, PredictedLatency

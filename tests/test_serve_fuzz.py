@@ -8,8 +8,9 @@ import fuzzing
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
+from toy_server import ToyWorkers, client
 
-from benchmarks.common.serving import Server, ToyWorkers, client, fake_plan
+from benchmarks.common.serving import Server, fake_plan
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
+from toy_server import HandWorkers, make_driver, turns
 from within import with_server
 
-from benchmarks.common.serving import HandWorkers, make_driver, turns
 from toolkit.errors import EngineError
 from toolkit.serve.stats import Histogram
 from toolkit.serve.status import failure, gauges, problem, state

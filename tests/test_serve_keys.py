@@ -8,9 +8,10 @@ import pytest
 from commands import llmctl
 from prometheus_client.parser import text_string_to_metric_families
 from said import says
+from toy_server import client
 from within import in_a_loop, with_server
 
-from benchmarks.common.serving import client, fake_plan
+from benchmarks.common.serving import fake_plan
 from toolkit.errors import InputError
 from toolkit.serve.access import MAX_KEYS, ApiKey, read_keys
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 import tiny
 from live import ThreadWorkers
+from toy_server import LAW
 
-from benchmarks.common.serving import LAW
 from toolkit.engines.protocol import Row, SamplingParams, make_engine
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.engines.transformers_engine import TransformersEngine

@@ -2,9 +2,9 @@
 
 import asyncio
 
+from toy_server import turns
 from within import in_a_loop
 
-from benchmarks.common.serving import turns
 from toolkit.serve.live import Delta, Reply
 
 

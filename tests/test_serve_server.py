@@ -11,8 +11,8 @@ from typing import NamedTuple
 import httpx
 import pytest
 from said import says
+from toy_server import HandWorkers, app_of, events, make_driver, text, turns
 
-from benchmarks.common.serving import HandWorkers, app_of, events, make_driver, text, turns
 from toolkit.errors import EngineError, InputError
 from toolkit.serve.driver import Driver
 from toolkit.serve.engine_front import EngineFront

@@ -14,17 +14,10 @@ import pytest
 from browser import CONTRAST, chromium, page_of
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_server import SETTINGS, HandWorkers, ToyWorkers, app_of, make_driver
 from within import in_a_loop, within
 
-from benchmarks.common.serving import (
-    SETTINGS,
-    HandWorkers,
-    Server,
-    ToyWorkers,
-    app_of,
-    fake_plan,
-    make_driver,
-)
+from benchmarks.common.serving import Server, fake_plan
 from toolkit.cli.main import run
 from toolkit.metrics import Served, meets_sla
 from toolkit.serve.access import Keyring

@@ -8,18 +8,9 @@ from dataclasses import replace
 
 import pytest
 from starlette.types import ASGIApp
+from toy_server import SETTINGS, HandWorkers, ToyWorkers, app_of, events, make_driver, text, turns
 from within import within
 
-from benchmarks.common.serving import (
-    SETTINGS,
-    HandWorkers,
-    ToyWorkers,
-    app_of,
-    events,
-    make_driver,
-    text,
-    turns,
-)
 from toolkit.serve.driver import Driver
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+from toy_server import ToyWorkers, app_of, make_driver
 from within import in_a_loop, with_server
 
-from benchmarks.common.serving import ToyWorkers, app_of, make_driver
 from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import (
     IGNORED,

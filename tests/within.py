@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
-from benchmarks.common.serving import Client, HandWorkers, client, make_driver
+from toy_server import Client, HandWorkers, client, make_driver
+
 from toolkit.serve.driver import Driver
 
 Test = Callable[..., Coroutine[Any, Any, None]]

@@ -10,8 +10,6 @@ from toolkit.files.fit import (
     OverheadFit,
     Range,
     Segment,
-    StepRange,
-    StepsFit,
 )
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
@@ -69,22 +67,6 @@ def fit(
             zeta=0.9,
             zeta_std=zeta_std,
         ),
-    )
-
-
-def paged_fit(capacity_tokens: int = 4096) -> Fit:
-    """A fit of vLLM, with the law of its passes: blocks of 16 tokens."""
-    plain = fit(capacity_tokens, workers=1)
-    steps = StepsFit(
-        base_s=4e-3, row_s=2e-5, prefill_s=5e-5, cached_s=4e-7, attended_s=1e-7,
-        token_s=[2e-4, 7e-5], knots=[0, 8],
-        host_s=1e-4, host_row_s=3e-7, error=ERROR,
-        candidates=[], front_s=4e-3, front_row_s=1e-5, block_tokens=16,
-        blocks=capacity_tokens // 16, async_scheduling=False,
-        valid=StepRange(rows_max=64, tokens_max=2048, cached_max=4096.0),
-    )  # fmt: skip
-    return plain.model_copy(
-        update={"engine": plain.engine.model_copy(update={"engine": "vllm"}), "steps": steps}
     )
 
 

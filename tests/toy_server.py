@@ -1,0 +1,250 @@
+"""A server of a toy model in the test's process, and workers on the test's loop.
+
+The toy model's next token is a function of all tokens before it. A request that was moved or run
+again therefore gives the same text, and a token that was lost or doubled gives another text.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import msgspec
+import samples
+
+from toolkit.engines.protocol import FinishReason, Row, SliceOutput, StepOutput
+from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
+from toolkit.estimators.laws import bilinear_law
+from toolkit.estimators.memory import ZetaMemory
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
+from toolkit.sched.policies import make_policy
+from toolkit.sched.scheduler import Scheduler
+from toolkit.sched.types import Failure, Worker
+from toolkit.serve.access import AccessGate, ApiKey, Keyring
+from toolkit.serve.api import Routes
+from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.driver import Driver
+from toolkit.serve.stats import Stats
+from toolkit.serve.status import StatusPage
+from toolkit.workers.protocol import (
+    BatchDone,
+    BatchProgress,
+    Cancel,
+    Interrupt,
+    OnEvent,
+    RunBatch,
+    RunSlice,
+    SilentWorker,
+    Times,
+    WorkerLost,
+    WorkerReady,
+)
+
+LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
+FACTS = samples.fit().engine
+SETTINGS = FrontSettings(
+    model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64
+)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The toy model's next token, a lower-case letter."""
+    return 97 + hash(tuple(tokens)) % 26
+
+
+def generate(prompt: Sequence[int] | str, count: int) -> list[int]:
+    """The toy model's tokens after `prompt`, undisturbed."""
+    tokens = list(prompt.encode() if isinstance(prompt, str) else prompt)
+    start = len(tokens)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[start:]
+
+
+def text(prompt: Sequence[int] | str, count: int) -> str:
+    return bytes(generate(prompt, count)).decode()
+
+
+def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
+    """The new tokens of a row, and how it ended, or ''."""
+    tokens = list(row.tokens)
+    count = min(steps, row.max_new_tokens - row.generated)
+    for _ in range(count):
+        generated = row.generated + len(tokens) - len(row.tokens) + 1
+        ends = row.end_after is not None and generated >= row.end_after
+        tokens.append(EOS if ends else next_token(tokens))
+        if ends:
+            return tuple(tokens[len(row.tokens) :]), "stop"
+    new = tuple(tokens[len(row.tokens) :])
+    return new, "length" if row.generated + len(new) >= row.max_new_tokens else ""
+
+
+class HandWorkers:
+    """Workers that a test moves by hand: batches wait in `running` until the test ends them. No
+    rounds.
+    """
+
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+        self.running: dict[int, tuple[int, list[Row], int]] = {}
+        self.rows: list[list[Row]] = []  # of every batch that was started
+        self.unwanted: list[str] = []
+        self.killed: list[int] = []
+        self.hung: list[SilentWorker] = []
+        self.stopped = False
+
+    async def start(self, on_event: OnEvent) -> None:
+        self.on_event = on_event
+        for worker in range(self.size):
+            on_event(WorkerReady(worker, FACTS))
+
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        assert worker not in self.running, "one batch at a time"
+        if not isinstance(batch, RunSlice):
+            raise NotImplementedError
+        self.estimated_s = estimated_s
+        self.running[worker] = (batch.batch_id, list(batch.rows), batch.steps)
+        self.rows.append(list(batch.rows))
+
+    def tell(self, worker: int, change: Interrupt | Cancel) -> None:
+        if not isinstance(change, Cancel):
+            raise NotImplementedError
+        assert self.running[worker][0] == change.batch_id
+        self.unwanted += change.request_ids
+
+    def kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+    def silent(self) -> list[SilentWorker]:
+        return self.hung
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def progress(self, worker: int = 0, steps: int = 1, done_before: int = 0) -> None:
+        """Report `steps` more tokens of each row, after the first `done_before`."""
+        batch_id, rows, _ = self.running[worker]
+        frames = []
+        for step in range(done_before, done_before + steps):
+            so_far = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
+            new = [part for part in so_far if len(part[1]) == step + 1]
+            ended = tuple((row, finish) for row, _, finish in new if finish)
+            numbers = (row for row, _, _ in new)
+            last = (tokens[-1] for _, tokens, _ in new)
+            frames.append(StepOutput(tuple(numbers), tuple(last), ended))
+        self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
+
+    def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
+        """End the batch after `steps` of its steps."""
+        batch_id, rows, planned = self.running.pop(worker)
+        results = [run_row(row, planned if steps is None else steps) for row in rows]
+        tokens = (tokens for tokens, _ in results)
+        finish = (finish for _, finish in results)
+        output = SliceOutput(tuple(tokens), tuple(finish))
+        self.on_event(BatchDone(worker, batch_id, output, Times(0.01), failure))
+
+    def crash(self, worker: int = 0, *, steps: int = 0) -> None:
+        self.finish(worker, steps=steps, failure="crashed")
+        self.on_event(WorkerLost(worker, "killed"))
+
+    def recover(self, worker: int = 0) -> None:
+        self.on_event(WorkerReady(worker, FACTS))
+
+
+class ToyWorkers(HandWorkers):
+    """Workers that run alone and report every `stride` steps, each in a turn of the loop."""
+
+    def __init__(self, size: int = 2, stride: int = 4) -> None:
+        super().__init__(size)
+        self.stride = stride
+
+    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+        super().run(worker, batch, estimated_s)
+        asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
+
+    def _go_on(self, worker: int, at: int) -> None:
+        _, rows, steps = self.running[worker]
+        wanted = [row for row in rows if row.request_id not in self.unwanted]
+        longest = max((row.max_new_tokens - row.generated for row in wanted), default=0)
+        if at >= min(steps, longest):
+            self.finish(worker, steps=at)
+            return
+        stride = min(self.stride, steps - at)
+        self.progress(worker, stride, at)
+        asyncio.get_running_loop().call_soon(self._go_on, worker, at + stride)
+
+
+def make_driver(
+    workers: HandWorkers,
+    *,
+    policy: str = "slice",
+    capacity: int = 4096,
+    limits: LatencyLimits = UNLIMITED,
+    **parameters: Any,
+) -> Driver:
+    """A driver of such workers, each with a `capacity` in tokens."""
+    planned = [Worker(index, LAW, ZetaMemory(capacity)) for index in range(workers.size)]
+    scheduler = Scheduler(make_policy(policy, parameters or {"slice_tokens": 8}), planned)
+    return Driver(scheduler, workers, Stats(), limits=limits)
+
+
+def app_of(
+    driver: Driver,
+    settings: FrontSettings = SETTINGS,
+    keyring: Keyring | None = None,
+    status: StatusPage | None = None,
+) -> AccessGate:
+    """The application of the toy model."""
+    routes = Routes(driver, ByteTokenizer(), settings, keyring or Keyring())
+    if status:
+        routes.show(status)
+    return routes.gate()
+
+
+class Client(httpx.AsyncClient):
+    """A client of a server in this process, with access to its parts."""
+
+    def __init__(
+        self, driver: Driver, workers: HandWorkers, settings: FrontSettings, keyring: Keyring
+    ) -> None:
+        transport = httpx.ASGITransport(app_of(driver, settings, keyring))
+        super().__init__(transport=transport, base_url="http://test")
+        self.driver = driver
+        self.workers = workers
+        self.keyring = keyring
+
+
+@asynccontextmanager
+async def client(
+    workers: HandWorkers | None = None,
+    *,
+    capacity: int = 4096,
+    limits: LatencyLimits = UNLIMITED,
+    api_key: str = "",
+    keys: Sequence[ApiKey] = (),
+    **settings: Any,
+) -> AsyncIterator[Client]:
+    """A server in this process, and its client."""
+    workers = workers or ToyWorkers()
+    driver = make_driver(workers, capacity=capacity, limits=limits)
+    await driver.start()
+    keyring = Keyring(api_key, keys)
+    async with Client(driver, workers, replace(SETTINGS, **settings), keyring) as http:
+        yield http
+    await driver.stop()
+
+
+def events(body: str) -> list[Any]:
+    """The data of server-sent events, parsed."""
+    lines = [line for line in body.split("\n\n") if line.startswith("data: ")]
+    data = [line.removeprefix("data: ") for line in lines]
+    return [line if line == "[DONE]" else msgspec.json.decode(line) for line in data]
+
+
+async def turns(count: int = 20) -> None:
+    """Let the event loop run, without waiting for any clock."""
+    for _ in range(count):
+        await asyncio.sleep(0)
