@@ -1,4 +1,6 @@
-"""A client that costs almost nothing: bytes made beforehand, a socket per request."""
+"""A client that costs almost nothing: bytes made beforehand, a socket per request. `told` reads a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 HEAD = b"Host: localhost\r\nContent-Type: application/json\r\nConnection: close"
 
@@ -44,3 +47,51 @@ def wait_for(port: int) -> None:
             return
         time.sleep(0.05)
     raise SystemExit(f"nothing listens on port {port}")
+
+
+@dataclass
+class Answer:
+    """What a client was told."""
+
+    status: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: list[str] = field(default_factory=list)
+    stop_reason: list[str] = field(default_factory=list)
+    usage: list[dict[str, int]] = field(default_factory=list)
+    done: int = 0
+    ids: int = 0
+    created: int = 0
+    roles: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def told(status: int, body: bytes) -> Answer:
+    """A streamed answer, read."""
+    answer = Answer(status)
+    names = set()
+    times = set()
+    for event in body.replace(b"\r\n", b"\n").split(b"\n\n"):
+        if not event.startswith(b"data: "):
+            continue
+        if event == b"data: [DONE]":
+            answer.done += 1
+            continue
+        fields = json.loads(event[6:])
+        if "error" in fields:
+            answer.errors.append(fields["error"]["message"])
+            continue
+        names.add(fields["id"])
+        times.add(fields["created"])
+        if fields.get("usage"):
+            answer.usage.append(fields["usage"])
+        for choice in fields["choices"]:
+            delta = choice.get("delta") or {}
+            answer.roles += "role" in delta
+            answer.text += choice.get("text") or delta.get("content") or ""
+            answer.token_ids += choice.get("token_ids") or []
+            answer.finish += [choice["finish_reason"]] if choice.get("finish_reason") else []
+            answer.stop_reason += [choice["stop_reason"]] if choice.get("stop_reason") else []
+    answer.ids = len(names)
+    answer.created = len(times)
+    return answer

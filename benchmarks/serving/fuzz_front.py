@@ -36,6 +36,7 @@ import uvloop
 
 from benchmarks.common.command import make_parser
 from benchmarks.common.fronts import front_on
+from benchmarks.common.raw_client import told
 from benchmarks.common.standin import MODEL, STREAM_HEAD, StandIn, answer_of
 from toolkit.gateway import replicas
 from toolkit.serve.assemble import FrontSettings
@@ -513,18 +514,12 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
             begun.set()
             while not ended.is_set():
                 body = good_body(COMPLETIONS) | {"max_tokens": 60, "prompt": f"Once {number}"}
-                text = error = ""
-                done = False
-                async with http.stream("POST", COMPLETIONS, json=body | {"stream": True}) as answer:
-                    found.statuses[str(answer.status_code)] += 1
-                    async for line in answer.aiter_lines():
-                        done |= line == "data: [DONE]"
-                        if line.startswith("data: {"):
-                            event = json.loads(line[6:])
-                            text += (event.get("choices") or [{}])[0].get("text", "")
-                            error = str(event.get("error", error))
-                if answer.status_code == 200 and (text != answer_of(body) or not done or error):
-                    found.complain(f"another stream: {text!r} of {answer_of(body)!r}, {error}")
+                answer = await http.post(COMPLETIONS, json=body | {"stream": True})
+                found.statuses[str(answer.status_code)] += 1
+                seen = told(answer.status_code, answer.content)
+                whole = seen.text == answer_of(body) and seen.done and not seen.errors
+                if answer.status_code == 200 and not whole:
+                    found.complain(f"another stream: {seen} for {answer_of(body)!r}")
 
         flapping = asyncio.create_task(flap())
         await in_parallel(streams, streams, ask, found, front)

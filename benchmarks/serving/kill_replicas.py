@@ -37,6 +37,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.command import make_parser
+from benchmarks.common.raw_client import told
 from benchmarks.common.serving import Server, fake_plan, metric
 from benchmarks.common.standin import MODEL, StandIn, answer_of, prompt_of
 from toolkit.files.io import write_file
@@ -81,20 +82,20 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> s
     """Send a request; returns what is wrong with its answer, or ''."""
     path = "/v1/chat/completions" if chat else "/v1/completions"
     expected = answer_of(body, chat=chat)
+    answer = await http.post(path, json=body)
+    if answer.status_code != 200:
+        return f"HTTP {answer.status_code}: {answer.text[:200]}"
     if body.get("stream"):
-        text, usage, ids, done = await _streamed(http, path, body)
+        seen = told(200, answer.content)
+        if seen.errors or seen.done != 1 or seen.ids != 1 or not seen.usage:
+            return f"{seen.errors}, {seen.ids} ids, {seen.done} ends: {seen.usage}: {seen.text!r}"
+        text = seen.text
+        usage = seen.usage[-1]
     else:
-        answer = await http.post(path, json=body)
-        if answer.status_code != 200:
-            return f"HTTP {answer.status_code}: {answer.text[:200]}"
         read = answer.json()
         choice = read["choices"][0]
         usage = read["usage"]
-        ids = 1
-        done = True
         text = choice["message"]["content"] if chat else choice["text"]
-    if not done or ids > 1:
-        return f"{ids} ids, ended: {done}: {usage}: {text!r}"
     if text != expected:
         at = next((k for k, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), -1)
         found = f"{len(text)} for {len(expected)} characters"
@@ -105,30 +106,6 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], *, chat: bool) -> s
     if "stop" not in body and usage["completion_tokens"] != len(expected):
         return f"usage {usage} for an answer of {len(expected)}"
     return ""
-
-
-async def _streamed(
-    http: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> tuple[str, dict[str, int], int, bool]:
-    text = ""
-    done = False
-    usage: dict[str, int] = {}
-    ids: set[str] = set()
-    async with http.stream("POST", path, json=body) as response:
-        if response.status_code != 200:
-            return f"HTTP {response.status_code}", {}, 0, False
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                done = True
-            elif line.startswith("data: "):
-                event = json.loads(line[6:])
-                if "error" in event:
-                    return str(event["error"]), {}, 0, False
-                ids.add(event["id"])
-                usage = event.get("usage") or usage
-                for choice in event["choices"]:
-                    text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-    return text, usage, len(ids), done
 
 
 class Trouble:
