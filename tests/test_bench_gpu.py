@@ -47,8 +47,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Lines:
 @pytest.mark.parametrize("words", [["--dry-run"], ["--model", "here"]])
 @pytest.mark.parametrize("name", gpu.PARTS)
 def test_a_part_types_commands_of_llmctl_and_none_twice(
-    tmp_path: Path, lines: Lines, name: str, words: list[str]
+    tmp_path: Path, lines: Lines, name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where the commands run
     given = options(tmp_path, "--parts", name, *words)
     part = gpu.PARTS[name]
     work = Work(given, gpu.make_recipe(part, given))

@@ -191,7 +191,8 @@ def make_recipe(part: Part, given: argparse.Namespace) -> Path:
         data["engine"] |= {"kv_cache_memory_mib": cache_bytes / MIB}
         data["serve"] |= {"max_new_tokens": longest // 8}
     elif not given.dry_run:
-        data["model"] |= {"source": str(given.model.absolute()), "revision": ""}
+        data["model"] |= {"source": str(given.model.absolute())}
+        data["model"].pop("revision", None)
     if not given.dry_run:
         data["model"] |= {"load_format": "dummy"}
         data["hardware"] = given.gpu
