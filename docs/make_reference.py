@@ -42,7 +42,6 @@ NOTE = (
 # Environment variables that llmctl reads: their meaning. A test compares the names with the code.
 VARIABLES = {
     "LLMCTL_API_KEY": "the key that `serve` requires, and that clients (`bench`, `status`) send",
-    "LLMCTL_API_KEYS": "`serve`: the file of several keys, as `--api-keys`",
     "LLMCTL_COMPILED": "0: plain Python; 1: an error if compiled code cannot be built or used",
     "LLMCTL_ENGINE_API_KEY": "engine `openai`: the key of the server that is measured",
     "LLMCTL_URL": "`bench.sh` of a rendered folder: the server's address",

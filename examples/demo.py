@@ -44,9 +44,9 @@ def llmctl(*words: object, ask: bool = False) -> Any:
 
 
 @contextmanager
-def served(plan: Path, *options: object) -> Iterator[str]:
+def served(plan: Path) -> Iterator[str]:
     """Serve a plan until the block ends; yields the URL once the server is ready."""
-    words = ["serve", plan, "--port", 0, "--allow-end-after", *options, "--json"]
+    words = ["serve", plan, "--port", 0, "--allow-end-after", "--json"]
     with start(*words, end=" &", ask=True) as server:
         try:
             ready = server.stdout.readline() if server.stdout else b""
@@ -107,10 +107,10 @@ def main() -> None:
     print("\n== 3/7  search the scheduler's parameters on the trace")
     basis = ["--fit", fit, "--trace", given.trace]
     broken = llmctl("tune", recipe, *basis, "--load", 0.7, "--out", tuning) == BROKEN
-    allow = ["--allow-broken-limits"] * broken
+    allow = ["--force"] * broken
     print("\n== 4/7  serve what was found, at a rate that it keeps as fast as the machine is now")
     llmctl("render", recipe, "--fit", fit, "--tuning", tuning, "--out", plan, *allow)
-    with served(plan, *allow) as url:
+    with served(plan) as url:
         part = ["--tuning", tuning, "--load", 0.7, "--duration", 90 * scale]
         judged = bench("bench.json", url, plan, *part)
         print("\n== 5/7  the same server at an overload")

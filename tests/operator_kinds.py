@@ -238,53 +238,7 @@ class Kustomization(StrictObject):
     patches: list[Patch] | None = None
 
 
-class ParentRef(StrictObject):
-    namespace: DnsName
-    name: str
-
-
-class PathMatch(StrictObject):
-    type: Literal["PathPrefix", "Exact"]
-    value: Annotated[str, Field(pattern="^/")]
-
-
-class RouteMatch(StrictObject):
-    path: PathMatch
-
-
-class RouteTimeouts(StrictObject):
-    """A duration of Gateway API (GEP-2257); 0s: no timeout."""
-
-    request: Annotated[str, Field(pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$")]
-
-
-class BackendRef(StrictObject):
-    name: DnsName
-    port: Annotated[int, Field(gt=0, le=65535)]
-
-
-class RouteRule(StrictObject):
-    matches: list[RouteMatch]
-    timeouts: RouteTimeouts
-    backend_refs: list[BackendRef]
-
-
-class HttpRouteSpec(StrictObject):
-    parent_refs: list[ParentRef]
-    hostnames: list[str] | None = None
-    rules: list[RouteRule]
-
-
-class HttpRoute(KubernetesObject):
-    """Gateway API 1.2 or newer, the standard channel."""
-
-    api_version: Literal["gateway.networking.k8s.io/v1"] = "gateway.networking.k8s.io/v1"
-    kind: Literal["HTTPRoute"] = "HTTPRoute"
-    spec: HttpRouteSpec
-
-
 OWN_MODELS: dict[str, type[BaseModel]] = {
-    "HTTPRoute": HttpRoute,
     "Kustomization": Kustomization,
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,

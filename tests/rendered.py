@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from toolkit.deploy.order import Order
-from toolkit.deploy.render import render_target
+from toolkit.deploy.render import PROGRAM, render_target
 
 # Of systemd 254 or later; older ones say that they ignore them.
 NEWER = ("RestartSteps", "RestartMaxDelaySec")
@@ -40,10 +40,13 @@ def services(order: Order) -> dict[str, Any]:
 
 
 def complaints(order: Order, folder: Path) -> list[str]:
-    """What systemd-analyze says of the units; its exit code says nothing."""
+    """What systemd-analyze says of the units, with a program that exists; its exit code says
+    nothing.
+    """
     files = render_target("systemd", order)
     units = {name: text for name, text in files.items() if name.endswith((".service", ".target"))}
-    for name, text in units.items():
+    for name, unit in units.items():
+        text = unit.replace(PROGRAM, sys.executable)
         (folder / name).write_text(text)
         (folder / name.replace("@", "@0")).write_text(text)
     paths = [folder / name.replace("@", "@0") for name in units]

@@ -126,7 +126,7 @@ def test_the_best_is_one_that_the_engine_runs_and_the_best_of_all_is_named(files
     assert result.best.policy == "slice"
     assert result.alternatives.best_of_all == "past-future"
     assert "past-future" in capsys.readouterr().out
-    words = "--fit fit.json --tuning tuning.json --allow-broken-limits"
+    words = "--fit fit.json --tuning tuning.json --force"
     assert llmctl(f"render recipe.yaml {words}") == 0
     assert read_file(Plan, "plan.json").policy.name == "slice"
 
@@ -206,7 +206,7 @@ def test_targets_of_the_command_line_replace_the_recipe_s(files, capsys):
     assert result.sla == wanted
     assert wanted.keys() <= {one.name for one in result.limits}
     assert "e2e_p95_s" not in {one.name for one in result.limits}
-    words = "--fit fit.json --tuning tuning.json --allow-broken-limits"
+    words = "--fit fit.json --tuning tuning.json --force"
     assert llmctl(f"render recipe.yaml {words}") == 0
     assert read_file(Plan, "plan.json").recipe.sla == wanted
     capsys.readouterr()

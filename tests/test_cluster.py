@@ -71,12 +71,13 @@ class Watched(RayWorkers):
     def __init__(
         self,
         size: int = 1,
-        room_timeout_s: float = 30.0,
+        room_s: float = 30.0,
         **config: object,
     ) -> None:
         engine = tiny.engine_spec("fake", budget_mib=64, flush_s=0.01)
         recipe = tiny.recipe(fake(**config), engine)
-        super().__init__(recipe, size, room_timeout_s, PATIENCE)
+        super().__init__(recipe, size, PATIENCE)
+        self.room_s = room_s
         self.seen: list[WorkerEvent] = []
         self._news = asyncio.Event()
 
@@ -162,7 +163,7 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
 
 def test_a_cluster_without_room_says_what_there_is(cluster) -> None:
     with pytest.raises(EngineError) as caught:
-        asyncio.run(Watched(9, room_timeout_s=0.5).start(lambda _: None))
+        asyncio.run(Watched(9, room_s=0.5).start(lambda _: None))
     assert says(caught.value.message, "9 workers", "1 CPU", "0.5 s")
 
 

@@ -15,7 +15,6 @@ from said import says
 
 from toolkit.deploy.render import render_target
 from toolkit.deploy.values import PRODUCTS
-from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 
 
@@ -63,18 +62,6 @@ def test_nodes_are_selected_by_the_product_names_of_their_gpus(measured: Plan) -
 
 def test_a_part_of_a_gpu_is_not_the_gpu_that_was_measured() -> None:
     assert not [name for name in PRODUCTS if "SHARED" in name or "MIG" in name]
-
-
-def test_products_that_are_named_are_required(measured: Plan) -> None:
-    _, pod = rendered(measured, gpu_products=("NVIDIA-H200-SHARED", "NVIDIA-H200"))
-    required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    (term,) = required["nodeSelectorTerms"]
-    assert term["matchExpressions"][0]["values"] == ["NVIDIA-H200-SHARED", "NVIDIA-H200"]
-
-
-def test_a_value_that_is_no_label_is_refused() -> None:
-    with pytest.raises(InputError, match="--gpu-product 'NVIDIA H200'"):
-        orders.Options(gpu_products=("NVIDIA H200",))
 
 
 @pytest.mark.slow

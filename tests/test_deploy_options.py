@@ -1,4 +1,4 @@
-"""What a cluster may ask of the pods: nodes, a registry, several fronts, a way in from outside."""
+"""What a cluster may ask of the pods: nodes, a registry, several fronts."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rendered import objects_of
 from said import says
 from test_deploy_replicas import shipped  # noqa: F401 (a fixture)
 
-from toolkit.deploy.order import Options, Order
+from toolkit.deploy.order import Order
 from toolkit.deploy.render import render_target
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
@@ -78,31 +78,6 @@ def test_several_fronts_are_refused_where_there_is_none(plans: dict[str, Plan]) 
         render_target("kubernetes", order_of(plans, "kubernetes", fronts=2))
 
 
-GATEWAY = {"gateway": "edge/public", "hostname": "llm.example.com"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_gateway_reaches_openai_s_routes_alone(plans: dict[str, Plan], world: str) -> None:
-    order = order_of(plans, world, **GATEWAY)
-    objects = objects_of(order)
-    route = objects["base/httproute.yaml"]
-    check_object(route)
-    assert route["spec"]["parentRefs"] == [{"namespace": "edge", "name": "public"}]
-    assert route["spec"]["hostnames"] == ["llm.example.com"]
-    (rule,) = route["spec"]["rules"]
-    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
-    assert rule["timeouts"] == {"request": "0s"}, "a proxy's default would cut streams"
-    (backend,) = rule["backendRefs"]
-    service = objects["base/service.yaml"]
-    assert backend["name"] == service["metadata"]["name"]
-    assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]
-    assert "httproute.yaml" in objects["base/kustomization.yaml"]["resources"]
-    callers = objects["base/networkpolicy.yaml"]["spec"]["ingress"][0]["from"]
-    edge = {"matchLabels": {"kubernetes.io/metadata.name": "edge"}}
-    assert {"namespaceSelector": edge} in callers
-
-
 def test_an_image_without_a_registry_has_a_line_that_pushes_it(plans: dict[str, Plan]) -> None:
     told = render_target("kubernetes", order_of(plans, "kubernetes"))["base/deployment.yaml"]
     (line,) = [line for line in told.splitlines() if "docker push REGISTRY/llmctl:" in line]
@@ -111,29 +86,13 @@ def test_an_image_without_a_registry_has_a_line_that_pushes_it(plans: dict[str, 
     assert "REGISTRY" not in render_target("kubernetes", named)["base/deployment.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"gateway": "public"}, "--gateway"),
-        ({"gateway": "edge/public", "hostname": "*.x"}, "--hostname"),
-        ({"hostname": "llm.example.com"}, "--hostname"),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_option(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(InputError, match=named):
-        Options(**options)
-
-
-def test_the_command_line_takes_all_of_them(
+def test_the_command_line_takes_several_fronts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     shipped: Plan,  # noqa: F811
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_file(shipped, "plan.json")
-    words = "--fronts 2 --gateway edge/public --hostname llm.example.com"
-    assert llmctl("render", "plan.json", "--target", "kubernetes", *words.split()) == 0
-    route = yaml.safe_load(Path("kubernetes/base/httproute.yaml").read_text())
-    assert route["spec"]["hostnames"] == ["llm.example.com"]
+    assert llmctl("render", "plan.json", "--target", "kubernetes", "--fronts", 2) == 0
     front = yaml.safe_load(Path("kubernetes/base/deployment.yaml").read_text())
     assert front["spec"]["replicas"] == 2

@@ -3,7 +3,6 @@ checked with the validators of their readers, and with the command line of `llmc
 """
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def shipped() -> Plan:
 
 @pytest.fixture
 def order(shipped: Plan) -> Order:
-    return orders.order(shipped, replicas=3, folder="/srv/llmctl", program=sys.executable)
+    return orders.order(shipped, replicas=3, folder="/srv/llmctl")
 
 
 def built(plan: Plan) -> Plan:

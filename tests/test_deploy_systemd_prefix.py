@@ -4,7 +4,6 @@ how a client reads its key back.
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import orders
@@ -26,7 +25,7 @@ HERE = "/srv/where-it-was-rendered"
 @pytest.fixture(params=["one server", "replicas"])
 def order(request: pytest.FixtureRequest, tmp_path: Path, shipped: Plan) -> Order:  # noqa: F811
     plan = shipped if request.param == "replicas" else orders.plan(tmp_path)
-    return orders.order(plan, folder=HERE, prefix=PREFIX, program=sys.executable)
+    return orders.order(plan, folder=HERE, prefix=PREFIX)
 
 
 def commands_of(order: Order, target: str = "systemd") -> list[str]:

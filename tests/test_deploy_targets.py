@@ -3,7 +3,6 @@ break out.
 """
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def order(request: pytest.FixtureRequest) -> Order:
-    return orders.order(
-        request.getfixturevalue(request.param), folder="/srv/llmctl", program=sys.executable
-    )
+    return orders.order(request.getfixturevalue(request.param), folder="/srv/llmctl")
 
 
 def yaml_files(files: dict[str, str]) -> dict[str, Any]:
@@ -65,8 +62,7 @@ def test_kubernetes_takes_every_object(order: Order) -> None:
     for data in objects.values():
         check_object(data)
     kinds = {data["kind"] for data in objects.values()}
-    own = OWN_MODELS.keys() - {"HTTPRoute"}
-    assert kinds >= {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", *own}
+    assert kinds >= {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", *OWN_MODELS}
 
 
 @pytest.mark.parametrize("change", [{"spec": {"surprise": 1}}, {"spec": {"replicas": "one"}}])
@@ -79,7 +75,7 @@ def test_the_check_of_objects_refuses_wrong_objects(order: Order, change: dict[s
 
 def test_the_check_of_objects_refuses_unknown_keys_of_operators(order: Order) -> None:
     by_kind = {one["kind"]: one for one in objects_of(order).values()}
-    for kind in OWN_MODELS.keys() - {"HTTPRoute"}:
+    for kind in OWN_MODELS:
         with pytest.raises(ValueError, match="Extra inputs"):
             check_object(by_kind[kind] | {"surprise": 1})
 

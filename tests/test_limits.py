@@ -1,4 +1,4 @@
-"""A tuning that breaks limits: every command refuses it or warns, and shows the broken limits."""
+"""A tuning that breaks limits: `render` refuses it, others warn and show the broken limits."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from test_cli_render import RECIPE, limits, outcome, tuning
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.cli.serve_start import announce_plan
-from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.deploy.plan import OVERRIDDEN, UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.files.io import read_file, write_file
@@ -58,7 +57,7 @@ def refused(capsys: pytest.CaptureFixture[str], which: str, *words: str) -> None
     out, err = capsys.readouterr()
     error, hint = err.splitlines()
     assert says(error, which, *BROKEN)
-    assert says(hint, "--rate", ALLOW_BROKEN)
+    assert says(hint, "--rate", "--force")
     assert out == ""
 
 
@@ -75,15 +74,12 @@ def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("allowed", ["--force", ALLOW_BROKEN])
-def test_an_allowed_broken_limit_stays_in_the_plan(
-    allowed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert llmctl("render", *GIVEN, allowed) == 0
+def test_an_allowed_broken_limit_stays_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("render", *GIVEN, "--force") == 0
     out, err = capsys.readouterr()
     [warning] = [line for line in err.splitlines() if line.startswith("warning: tuning.json: ")]
     assert says(warning, *BROKEN)
-    assert f"llmctl serve plan.json {ALLOW_BROKEN}" in err
+    assert "llmctl serve plan.json" in err
     plan = read_file(Plan, "plan.json")
     assert [(one.name, one.limit, one.predicted, one.kept) for one in plan.limits] == [
         ("ttft_p99_s", 2.0, 31.7, False),
@@ -95,20 +91,11 @@ def test_an_allowed_broken_limit_stays_in_the_plan(
     assert says(plan.explained["policy"].source, "trial 2 of 3", "limits")
     assert "% goodput" not in "".join(one.source for one in plan.explained.values())
     assert "1 of 2 kept" in out
-    refused(capsys, "plan.json", "render", "plan.json", "--target", "local")
-    assert llmctl("render", "plan.json", "--target", "local", allowed) == 0
-    assert llmctl("render", *GIVEN, "--check", allowed) == 0
-    assert llmctl("render", "plan.json", "--target", "local", "--check", allowed) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("files")
-def test_the_allowance_does_not_overwrite_edited_files() -> None:
-    assert llmctl("render", *GIVEN, "--target", "compose", ALLOW_BROKEN) == 0
-    edited = Path("compose/compose.yaml")
-    edited.write_text(edited.read_text() + "# mine\n")
-    assert llmctl("render", *GIVEN, "--target", "compose", ALLOW_BROKEN) == 2
-    assert edited.read_text().endswith("# mine\n")
+    assert llmctl("render", "plan.json", "--target", "local") == 0
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
+    assert says(warning, "plan.json", *BROKEN)
+    assert llmctl("render", *GIVEN, "--check", "--force") == 0
+    assert llmctl("render", "plan.json", "--target", "local", "--check") == 0
 
 
 def broken_plan(folder: Path, **changes: object) -> Plan:
@@ -121,35 +108,17 @@ def broken_plan(folder: Path, **changes: object) -> Plan:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_files_of_every_target_warn_and_start(target: str, tmp_path: Path) -> None:
+def test_the_files_of_every_target_warn(target: str, tmp_path: Path) -> None:
     changes = {**orders.GPU} if target == "vllm" else {}
     files = render_target(target, orders.order(broken_plan(tmp_path, **changes)))
     assert says(next(iter(files.values())), "Warning", "break 1 of", "31.7 s")
-    starting = [
-        name
-        for name, text in files.items()
-        if ALLOW_BROKEN in text and not name.endswith("plan.json")
-    ]
-    assert len(starting) == (target != "vllm"), "the file that starts the server"
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_files_of_a_plan_that_keeps_its_limits_have_no_allowance(
-    target: str, tmp_path: Path
-) -> None:
+def test_files_of_a_plan_that_keeps_its_limits_say_so(target: str, tmp_path: Path) -> None:
     changes = {**orders.GPU} if target == "vllm" else {}
     files = render_target(target, orders.order(orders.plan(tmp_path, **changes)))
-    assert not any(ALLOW_BROKEN in text for text in files.values())
     assert "# All limits are predicted to be kept.\n" in next(iter(files.values()))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("files")
-def test_serve_refuses_a_recipe_and_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, "tuning.json", "serve", *GIVEN)
-    assert llmctl("render", *GIVEN, "--force") == 0
-    refused(capsys, "plan.json", "serve", "plan.json")
-    refused(capsys, "plan.json", "serve", "--plan", "plan.json")
 
 
 @pytest.mark.slow
@@ -163,22 +132,12 @@ def test_a_running_server_shows_the_limits_that_its_plan_breaks(
     ]
     write_file(plan.model_copy(update={"limits": told}), tmp_path / "plan.json")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    with Server(tmp_path / "plan.json", ALLOW_BROKEN) as server:
+    with Server(tmp_path / "plan.json") as server:
         assert [(one["name"], one["kept"]) for one in server.ready["broken_limits"]] == [
             ("ttft_p99_s", False)
         ]
         server.end()
-
-
-def test_the_lines_of_a_server_that_starts_warn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for plan, warned in ((broken_plan(tmp_path), True), (orders.plan(tmp_path), False)):
-        announce_plan(False, plan, "toy", "http://127.0.0.1:8000")
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith("ready: ")
-        assert any(says(line, "warning", "break 1 of 3") for line in lines) == warned
-        assert max(map(len, lines)) <= 80
+    assert says(server.said, "warning", "ttft_p99_s", "31.7 s")
 
 
 def test_the_first_lines_round_what_a_search_chose(

@@ -9,6 +9,7 @@ from said import says
 
 import toolkit
 from benchmarks.common.serving import fake_plan
+from toolkit.cli.serve_start import plan_to_serve
 from toolkit.files.io import write_file
 
 
@@ -31,13 +32,8 @@ def plan(tmp_path: Path) -> str:
 
 
 def test_it_needs_a_plan(capsys: pytest.CaptureFixture[str]):
-    assert says(fails(capsys), "--fit")
-    assert "hint: llmctl serve plan.json" in fails(capsys, "tiny-llama-cpu")
-
-
-def test_a_plan_and_a_fit_are_one_too_many(capsys: pytest.CaptureFixture[str], plan: str):
-    error = fails(capsys, "--plan", plan, "--fit", "fit.json")
-    assert says(error, "plan", "llmctl serve plan.json", "llmctl serve RECIPE --fit fit.json")
+    assert says(fails(capsys), "PLAN.json")
+    assert says(fails(capsys, "tiny-llama-cpu"), "llmctl render tiny-llama-cpu")
 
 
 def test_a_public_address_needs_a_key(capsys: pytest.CaptureFixture[str], plan: str):
@@ -50,14 +46,6 @@ def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
         port = taken.getsockname()[1]
         error = fails(capsys, plan, "--port", str(port))
         assert says(error, "127.0.0.1", str(port), "Address already in use")
-
-
-def test_an_unknown_policy_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
-    assert says(fails(capsys, plan, "--policy", "slicee"), "'slicee'", "'slice'")
-
-
-def test_an_unknown_parameter_is_refused(capsys: pytest.CaptureFixture[str], plan: str):
-    assert says(fails(capsys, plan, "--set", "slice_token=5"), "'slice_token'", "'slice_tokens'")
 
 
 def test_a_log_that_cannot_be_written_is_refused(
@@ -89,14 +77,13 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(
     assert "--force" in told
 
 
-def test_policy_parameters_and_workers_can_be_others_than_the_plans(plan: str):
-    from toolkit.cli.serve_start import override
-    from toolkit.files.io import read_file
-    from toolkit.files.plan import Plan
-
-    original = read_file(Plan, plan)
-    assert original.policy.parameters["slice_tokens"] == 128
-    smaller = override(original, None, ["slice_tokens=64"], 3)
-    assert (smaller.policy.parameters["slice_tokens"], smaller.workers) == (64, 3)
-    other = override(original, "sequence", ["batch_size=4"], None)
-    assert (other.policy.name, other.policy.parameters["batch_size"]) == ("sequence", 4)
+def test_another_number_of_workers_has_no_predictions(tmp_path: Path):
+    plan = fake_plan(tmp_path)
+    limits = [one.judged(one.limit, kept=True) for one in plan.limits]
+    predicted = plan.model_copy(update={"predicted": {"goodput_rps": 3.0}, "limits": limits})
+    write_file(predicted, tmp_path / "plan.json")
+    same = plan_to_serve(tmp_path / "plan.json", plan.workers)
+    assert (same.predicted, {one.kept for one in same.limits}) == ({"goodput_rps": 3.0}, {True})
+    other = plan_to_serve(tmp_path / "plan.json", plan.workers + 1)
+    assert other.workers == plan.workers + 1
+    assert (other.predicted, {one.kept for one in other.limits}) == ({}, {None})

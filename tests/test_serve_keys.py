@@ -13,7 +13,7 @@ from within import in_a_loop, with_server
 
 from benchmarks.common.serving import fake_plan
 from toolkit.errors import InputError
-from toolkit.serve.access import MAX_KEYS, ApiKey, read_keys
+from toolkit.serve.access import MAX_KEYS, ApiKey, read_callers, read_keys
 
 ANA = "sk-ana-canary"
 BEN = "sk-ben-canary"
@@ -108,17 +108,32 @@ def test_a_world_writable_keys_file_is_refused(tmp_path: Path):
     assert "chmod" in caught.value.hint
 
 
+def test_a_file_holds_one_key_or_several(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text(f"{ANA}\n")
+    assert read_callers(path) == (ANA, ())
+    path.write_text(f"keys:\n{ENTRY}")
+    key, keys = read_callers(path)
+    assert (key, [one.name for one in keys]) == ("", ["ana"])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"sk-a sk-b", b"keys:", b'{"keys":[]}', b"\xff\xfe"]
+)
+def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes):
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    with pytest.raises(InputError):
+        read_callers(path)
+
+
 @pytest.mark.slow
 def test_an_api_key_and_a_keys_file_together_are_refused(tmp_path: Path, capsys):
     fake_plan(tmp_path)
     (tmp_path / "keys.yaml").write_text(f"keys:\n{ENTRY}")
-    assert (
-        llmctl(
-            "serve", tmp_path / "plan.json", "--api-keys", tmp_path / "keys.yaml", "--api-key", ANA
-        )
-        == 2
-    )
-    assert says(capsys.readouterr().err, "--api-keys", "--api-key")
+    given = ["--api-key-file", tmp_path / "keys.yaml", "--api-key", ANA]
+    assert llmctl("serve", tmp_path / "plan.json", *given) == 2
+    assert says(capsys.readouterr().err, "--api-key-file", "--api-key")
 
 
 @in_a_loop

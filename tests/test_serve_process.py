@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import PlannedPolicy
 from toolkit.sched.eventlog import from_lines, replay
 from toolkit.serve.assemble import make_scheduler
 
@@ -21,28 +21,20 @@ pytestmark = pytest.mark.slow
 
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 60}
 POLICIES = {
-    "slice": ["--set", "slice_tokens=16"],
-    "past-future": ["--policy", "past-future", "--set", "interval_steps=2"],
+    "slice": PlannedPolicy(name="slice", parameters={"slice_tokens": 16}),
+    "past-future": PlannedPolicy(name="past-future", parameters={"interval_steps": 2}),
 }
 ENGINE = {"eos_one_in": 0, "decode_s": 0.004}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("server")
-
-
-@pytest.fixture(scope="module")
-def plan(folder: Path) -> Plan:
-    return fake_plan(folder, **ENGINE)
-
-
 @pytest.fixture(scope="module", params=POLICIES)
-def server(folder: Path, plan: Plan, request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
     """A server with a slice-level policy, and one with a continuous policy."""
-    with Server(
-        folder / "plan.json", "--served-model-name", "toy", *POLICIES[request.param]
-    ) as running:
+    folder = tmp_path_factory.mktemp(request.param)
+    fake_plan(folder, POLICIES[request.param], **ENGINE)
+    with Server(folder / "plan.json", "--served-model-name", "toy") as running:
         yield running
 
 
@@ -184,13 +176,12 @@ def test_a_disconnect_frees_the_worker(server: Server, client: openai.OpenAI):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_log_of_a_live_server_replays_to_the_same_decisions(
-    folder: Path, plan: Plan, policy: str
-):
-    log = folder / f"{policy}-events.jsonl"
-    trace = folder / f"{policy}-requests.jsonl"
+def test_a_log_of_a_live_server_replays_to_the_same_decisions(tmp_path: Path, policy: str):
+    plan = fake_plan(tmp_path, POLICIES[policy], **ENGINE)
+    log = tmp_path / "events.jsonl"
+    trace = tmp_path / "requests.jsonl"
     logs = ["--event-log", str(log), "--request-log", str(trace)]
-    with Server(folder / "plan.json", "--policy", policy, *logs) as server:
+    with Server(tmp_path / "plan.json", *logs) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             options = {**GREEDY, "model": "test"}
             client.completions.create(prompt=["a", "bb", "ccc"], **options)
@@ -209,8 +200,7 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(
         "complete" if policy == "slice" else "round",
         "worker",
     }
-    served = plan.model_copy(update={"policy": PlannedPolicy(name=policy, parameters={})})
-    assert list(replay(from_lines(lines), make_scheduler(served))) == []
+    assert list(replay(from_lines(lines), make_scheduler(plan))) == []
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count(
         (1, 60, "ok")
@@ -219,15 +209,14 @@ def test_a_log_of_a_live_server_replays_to_the_same_decisions(
 
 
 def test_a_hung_worker_is_replaced_and_fails_no_request(tmp_path: Path):
-    plan = fake_plan(tmp_path, **ENGINE)
+    plan = fake_plan(tmp_path, POLICIES["slice"], **ENGINE)
     served = plan.recipe.serve.model_copy(update={"hang_s": 2.0})
     write_file(
         plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}),
         tmp_path / "plan.json",
     )
-    with Server(
-        tmp_path / "plan.json", "--served-model-name", "toy", "--workers", "1", *POLICIES["slice"]
-    ) as server:
+    words = ["--served-model-name", "toy", "--workers", "1"]
+    with Server(tmp_path / "plan.json", *words) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             long = GREEDY | {"max_tokens": 200}
             expected = client.completions.create(prompt="hello", **long).choices[0].text
@@ -245,8 +234,8 @@ def test_a_hung_worker_is_replaced_and_fails_no_request(tmp_path: Path):
 
 
 def test_a_request_that_kills_its_workers_fails_alone(tmp_path: Path):
-    fake_plan(tmp_path, **ENGINE, crash_token=7)
-    with Server(tmp_path / "plan.json", "--served-model-name", "toy", *POLICIES["slice"]) as server:
+    fake_plan(tmp_path, POLICIES["slice"], **ENGINE, crash_token=7)
+    with Server(tmp_path / "plan.json", "--served-model-name", "toy") as server:
 
         async def ask(prompt: str) -> str:
             async with openai.AsyncOpenAI(

@@ -192,9 +192,8 @@ def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: py
 def test_a_running_server_applies_the_new_file(tmp_path: Path, several: bool):
     fake_plan(tmp_path)
     file = tmp_path / "keys"
-    option = "--api-keys" if several else "--api-key-file"
     file.write_text(keys_text(ana=ANA) if several else ANA)
-    with Server(tmp_path / "plan.json", option, str(file)) as server:
+    with Server(tmp_path / "plan.json", "--api-key-file", str(file)) as server:
         status = models_status(server, ANA)
         assert status == 200
         by_a_new_file(file, keys_text(ana=NEW) if several else NEW)

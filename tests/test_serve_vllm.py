@@ -64,7 +64,7 @@ def served(plan: Path, *words: str) -> Server:
 
 def test_a_policy_of_ours_runs_inside_from_the_same_plan_until_a_signal(tmp_path: Path):
     asked = {"prompt": [1], "max_tokens": 3, "stream": False}
-    with served(plan_for(tmp_path), "--engine", "vllm", "--shutdown-timeout", "7") as server:
+    with served(plan_for(tmp_path), "--shutdown-timeout", "7") as server:
         words = httpx.get(f"{server.url}/flags").json()
         answer = httpx.post(f"{server.url}/v1/completions", json=asked)
         assert (server.end(), server.ready["policy"]) == (0, "past-future")
@@ -162,7 +162,6 @@ def test_nothing_of_vllm_is_left_when_llmctl_is_killed_and_its_server_cannot_end
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--engine", "rebatch"], ("--engine rebatch", "'vllm'")),
         (
             ["--request-log", "x"],
             ("vllm", "--request-log"),

@@ -15,11 +15,13 @@ from benchmarks.common import samples
 from benchmarks.common.command import LLMCTL
 from toolkit.deploy.plan import make_plan
 from toolkit.files.io import write_file
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Plan, PlannedPolicy
 
 
-def fake_plan(folder: Path, **config: float) -> Plan:
-    """Write a plan of the fake engine in processes; `config` has the fields of FakeConfig."""
+def fake_plan(folder: Path, policy: PlannedPolicy | None = None, /, **config: float) -> Plan:
+    """Write a plan of the fake engine in processes; `config` has the fields of FakeConfig. Without
+    a policy it has the recipe's.
+    """
     fake = {"model_type": "fake", **config}
     model: dict[str, object] = {"source": "random", "config": fake, "dtype": "float32"}
     model |= {"max_model_len": 512, "tokenizer": "bytes"}
@@ -27,7 +29,7 @@ def fake_plan(folder: Path, **config: float) -> Plan:
     inputs = {"recipe": folder / "recipe.json", "fit": folder / "fit.json"}
     write_file(recipe, inputs["recipe"])
     write_file(samples.fit(), inputs["fit"])
-    plan = make_plan(recipe, samples.fit(), None, inputs)
+    plan = make_plan(recipe, samples.fit(), None, inputs, policy)
     write_file(plan, folder / "plan.json")
     return plan
 

@@ -17,7 +17,6 @@ from benchmarks.common.command import llmctl
 from benchmarks.common.results_file import markdown
 from benchmarks.common.serving import Server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
-from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.endpoints.target import look
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
@@ -80,7 +79,7 @@ class Work:
     @contextmanager
     def serving(self, plan: str, *words: str) -> Iterator[str]:
         """A server under a plan, with more `words` of the command line; its URL."""
-        options = ["--port", "0", "--shutdown-timeout", "1", ALLOW_BROKEN, *words]
+        options = ["--port", "0", "--shutdown-timeout", "1", *words]
         log = self.folder / "serve.log"
         with Server(self.folder / plan, *options, log=log) as server:
             while look(server.url).state != "ready":

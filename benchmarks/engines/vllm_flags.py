@@ -17,7 +17,6 @@ from pathlib import Path
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from benchmarks.engines.live import GOODPUT, Work, add_work, table
-from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LimitsBrokenError
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
@@ -38,7 +37,7 @@ def prepare(work: Work, trace: str, rate: float | None) -> None:
     codes = (0, LimitsBrokenError.exit_code)
     work.llmctl("tune", recipe, *fit, "--trace", trace, *given, codes=codes)
     work.llmctl("render", recipe, *fit, "--policy", "vllm", "--out", "defaults.json")
-    tuned = ["--tuning", "tuning.json", ALLOW_BROKEN, "--out", "tuned.json"]
+    tuned = ["--tuning", "tuning.json", "--force", "--out", "tuned.json"]
     work.llmctl("render", recipe, *fit, *tuned)
 
 

@@ -39,7 +39,6 @@ from pathlib import Path
 from benchmarks.common.command import ended, make_parser
 from benchmarks.common.results_file import markdown
 from benchmarks.engines.live import Work, add_work, table
-from toolkit.deploy.order import ALLOW_BROKEN
 from toolkit.errors import LateClientError, LimitsBrokenError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.bench import BenchReport
@@ -101,7 +100,7 @@ def vllm(work: Work, given: argparse.Namespace) -> None:
     words = ["--trace", TRACE, "--rate", given.rates[-1], "--trials", 40]
     typed(work, "tune", work.recipe, *fit, *words, makes="vllm-tuning.json")
     typed(work, "render", work.recipe, *fit, "--policy", "vllm", makes="vllm-defaults.json")
-    tuned = ["--tuning", "vllm-tuning.json", ALLOW_BROKEN]
+    tuned = ["--tuning", "vllm-tuning.json", "--force"]
     typed(work, "render", work.recipe, *fit, *tuned, makes="vllm-tuned.json")
     benched(work, "vllm-defaults", given.rates, given)
     benched(work, "vllm-tuned", given.rates[-1:], given)

@@ -38,7 +38,8 @@ import psutil
 from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Server, fake_plan, metric
 from toolkit.files.io import read_file, write_file
-from toolkit.files.plan import Plan
+from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.sched.policies.parameters import from_words
 
 CLIENTS = 16
 PROMPTS = 24
@@ -188,7 +189,7 @@ async def serve_until_front_killed(
     load.hangs.clear()
 
 
-def run(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[str, object]:
+def run(plan: Path, options: argparse.Namespace) -> dict[str, object]:
     """Run all rounds, with a new front after each that was killed."""
     rng = random.Random(options.seed)
     found = Counter[str]()
@@ -197,7 +198,7 @@ def run(plan: Path, settings: list[str], options: argparse.Namespace) -> dict[st
     done = 0
     begin_s = time.monotonic()
     while found["rounds"] < options.rounds:
-        with Server(plan, "--policy", options.policy, *settings, "--port", "0") as server:
+        with Server(plan, "--port", "0") as server:
 
             async def live(server: Server = server) -> Load:
                 async with client_of(server) as http:
@@ -229,21 +230,24 @@ def main() -> int:
     parser.add_argument("--signal", choices=["KILL", "STOP"], default="KILL")
     parser.add_argument("--mixed", action="store_true")
     parser.add_argument("--plan", type=Path)
-    parser.add_argument("--policy", default="slice")
-    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--policy", default="slice", help="of the plan that is made without --plan")
+    parser.add_argument("--set", action="append", default=[], help="a parameter of that policy")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    settings = [part for one in options.set for part in ("--set", one)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         fake = {"eos_one_in": 0, "decode_s": 0.004, "hang_token": HANG}
-        plan = read_file(Plan, options.plan) if options.plan else fake_plan(Path(folder), **fake)
+        if options.plan:
+            plan = read_file(Plan, options.plan)
+        else:
+            policy = PlannedPolicy(name=options.policy, parameters=from_words(options.set))
+            plan = fake_plan(Path(folder), policy, **fake)
         hang_s = 1.0 if options.signal == "STOP" or options.mixed else plan.recipe.serve.hang_s
         served = plan.recipe.serve.model_copy(update={"admission": "queue", "hang_s": hang_s})
         recipe = plan.recipe.model_copy(update={"serve": served})
         write_file(plan.model_copy(update={"recipe": recipe}), path)
-        found = run(path, settings, options)
+        found = run(path, options)
     print(json.dumps(found))
     return bool(found["wrong_count"] or found["exit_codes"])
 

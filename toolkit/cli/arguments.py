@@ -58,6 +58,7 @@ def _routers() -> Iterable[str]:
 
 
 recipes = completing(shipped_names, "*.yaml")
+plans = completing(lambda: (), "*.json")
 recipes_and_plans = completing(shipped_names, "*.yaml", "*.json")
 fits = completing(shipped_fits, "*.json")
 fits_and_clock = completing(lambda: [*shipped_fits(), UNIT_STEP], "*.json")
@@ -187,7 +188,6 @@ RecipeArgument = Annotated[
 RECIPE: dict[str, Any] = {"callback": resolve_recipe, "autocompletion": recipes}  # of an option
 FIT: dict[str, Any] = {"callback": resolve_fit, "autocompletion": fits}  # of an option for a fit
 FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit."
-SET_HELP = "Set a parameter of the policy, like slice_tokens=64; repeatable."
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")
 ]
@@ -205,7 +205,14 @@ def open_recipe(path: Path) -> Recipe:
     return recipe
 
 
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a parameter of the policy, like slice_tokens=64; repeatable.",
+    ),
+]
 SlaOption = Annotated[
     list[str] | None,
     typer.Option(

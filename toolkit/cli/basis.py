@@ -21,7 +21,7 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.files.tuning import Tuning
+from toolkit.files.tuning import Tuning, breaks, broken
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
@@ -37,16 +37,10 @@ def warn(text: str) -> None:
     note(f"warning: {text}")
 
 
-def accept(plan: Plan, file: str, *, broken: bool) -> None:
-    """`InputError` where this plan is predicted to break limits; with `broken` a warning."""
-    from toolkit.deploy.plan import refuse_broken
-
-    try:
-        refuse_broken(plan, file)
-    except InputError as error:
-        if not broken:
-            raise
-        warn(error.message)
+def warn_broken(plan: Plan, file: str) -> None:
+    """Print a warning where the settings of a plan are predicted to break limits."""
+    if broken(plan.limits):
+        warn(f"{file}: its settings are predicted to {breaks(plan.limits)}")
 
 
 def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:

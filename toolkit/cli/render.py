@@ -23,18 +23,18 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import (
     FIT_USUAL,
     FoundFit,
-    accept,
     analytic_notes,
     find_bench,
     note_found,
     plan_from,
+    warn_broken,
 )
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.io import file_text, read_file, write_file
 from toolkit.files.plan import PREDICTED, Plan, PlannedPolicy
 from toolkit.files.shipped import is_recipe
-from toolkit.files.tuning import broken
+from toolkit.files.tuning import breaks, broken
 
 if TYPE_CHECKING:
     from toolkit.deploy.order import Order
@@ -73,11 +73,8 @@ class RenderOptions:
     check: bool = option(False, "Write nothing; compare with --out, and exit with 4 if it differs.")
     force: bool = option(
         False,
-        "Render settings that are predicted to break limits; with --target, overwrite files that "
-        "were changed.",
-    )
-    allow_broken_limits: bool = option(
-        False, "Continue although the settings are predicted to break limits; --force does so, too."
+        "Make a plan although its settings are predicted to break limits; with --target, "
+        "overwrite files that were changed by hand.",
     )
     trace: str | None = option(
         None,
@@ -94,30 +91,11 @@ class RenderOptions:
         "monitoring.",
         show_default=False,
     )
-    prometheus_release: str = _cluster(
-        "",
-        "Helm release of kube-prometheus-stack: by default its Prometheus reads only objects with "
-        "this label; '': no label.",
-    )
     model_claim: str = _cluster(
         "", "Volume claim that keeps the models; '': each pod downloads them again."
     )
-    gpu_product: list[str] | None = _cluster(
-        None,
-        "Require nodes with this nvidia.com/gpu.product; repeatable. Default: prefer the fit's.",
-        metavar="NAME",
-    )
     fronts: int = _cluster(
         1, "Front pods before replicas of vLLM; deployment.yaml says what they share.", min=1
-    )
-    gateway: str = _cluster(
-        "",
-        "Gateway of Gateway API through which clients outside the cluster reach /v1.",
-        metavar="NAMESPACE/NAME",
-    )
-    hostname: str = _cluster("", "Host name of that way; '': all of the Gateway's.")
-    program: str = _cluster(
-        "/opt/llmctl/bin/llmctl", "Path of llmctl on the machine that runs the systemd unit."
     )
     prefix: str = _cluster(
         "",
@@ -127,9 +105,6 @@ class RenderOptions:
     )
     replica_image: str = _cluster(
         "", "Image of an engine's own server, pinned; default: the engine's tried one."
-    )
-    replica_python: str = _cluster(
-        "/opt/vllm/bin/python", "Path of the engine's Python on the machine that runs the units."
     )
     as_json: JsonOption = False
 
@@ -142,12 +117,10 @@ def command(args: RenderOptions) -> None:
     with its reason beside it, the commands that start it at the head, and a bench.sh that checks
     its predictions. The same files give the same output, byte for byte; --check is for CI.
     """
-    from toolkit.deploy.order import ALLOW_BROKEN
     from toolkit.deploy.plan import differences
 
     plan, near = _plan(args)
-    allowed = args.force or args.allow_broken_limits
-    accept(plan, str(args.tuning or args.source), broken=allowed)
+    warn_broken(plan, str(args.tuning or args.source))
     if args.target is not None:
         _render(plan, near, args.target, args)
         return
@@ -174,13 +147,13 @@ def command(args: RenderOptions) -> None:
     title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
     emit(args.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
     note_found([FoundFit(plan.fit, near if "fit" in plan.inputs else None)])
-    allowance = f" {ALLOW_BROKEN}" if broken(plan.limits) else ""
-    note(f"wrote {out}; start it with: llmctl serve {out}{allowance}")
+    note(f"wrote {out}; start it with: llmctl serve {out}")
 
 
 def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     """The plan, read or made, and the file beside which its bench may lie: the plan's own, or
-    as `plan_from`. `InputError` for arguments that contradict each other.
+    as `plan_from`. `InputError` for arguments that contradict each other, and without --force for a
+    new plan that is predicted to break limits.
     """
     source = args.source
     policy = None
@@ -194,7 +167,14 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
         return read_file(Plan, source), source
-    return plan_from(source, args.fit, args.tuning, policy)
+    plan, near = plan_from(source, args.fit, args.tuning, policy)
+    if broken(plan.limits) and not args.force:
+        raise InputError(
+            f"{args.tuning or source}: its settings are predicted to {breaks(plan.limits)}",
+            "tune again: other policies, a recipe of another engine, a lower --rate, more workers; "
+            "or make the plan anyway: --force",
+        )
+    return plan, near
 
 
 def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
@@ -261,17 +241,11 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         replicas=args.replicas,
         max_replicas=args.max_replicas,
         prometheus=args.prometheus,
-        prometheus_release=args.prometheus_release,
         model_claim=args.model_claim,
-        program=args.program,
         folder=str(folder.absolute()),
         fronts=args.fronts,
-        gateway=args.gateway,
-        hostname=args.hostname,
         prefix=args.prefix.rstrip("/"),
-        gpu_products=tuple(args.gpu_product or ()),
         replica_image=args.replica_image,
-        replica_python=args.replica_python,
     )
     folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
     path = trace_path(args.trace) if args.trace else tuned_trace(plan, folders)

@@ -17,19 +17,17 @@ from typing import TYPE_CHECKING, Literal
 from toolkit.cli import arguments, serve_start
 from toolkit.cli.arguments import (
     CONTROL_KEY_VARIABLE,
-    SET_HELP,
     JsonOption,
     argument,
     command_of,
     limit_workers,
     option,
-    parse_settings,
 )
-from toolkit.cli.basis import accept, warn
+from toolkit.cli.basis import warn
 from toolkit.cli.output import note
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.io import check_writable, read_file
+from toolkit.files.io import check_writable
 from toolkit.files.plan import Plan
 from toolkit.units import counted
 
@@ -51,26 +49,11 @@ _live = partial(option, rich_help_panel="Live settings")
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    source: str | None = argument(
-        "A plan, or a recipe with --fit.",
-        None,
-        metavar="PLAN.json|RECIPE",
-        autocompletion=arguments.recipes_and_plans,
+    plan: Path = argument(
+        "The plan to serve, from `llmctl render`.",
+        metavar="PLAN.json",
+        autocompletion=arguments.plans,
     )
-    plan: Path | None = _plan(None, "The plan to serve, from `llmctl render`.")
-    fit: Path | None = _plan(
-        None,
-        "The fit of a recipe: fit.json, or the name of a recipe that has a shipped fit. The plan "
-        "is made here.",
-        **arguments.FIT,
-    )
-    tuning: Path | None = _plan(None, "The tuning of a recipe, used with --fit.")
-    policy: str | None = _plan(
-        None,
-        "Use this policy instead of the plan's, with the parameters of --set.",
-        autocompletion=arguments.policy,
-    )
-    settings: list[str] | None = _plan(None, SET_HELP, "--set", metavar="KEY=VALUE")
     workers: int | None = _plan(
         None, "Start this number of workers instead of the plan's.", min=1, callback=limit_workers
     )
@@ -80,20 +63,8 @@ class ServeOptions:
         "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
-    room_timeout: float = _plan(
-        60.0,
-        "Wait this long for the Ray cluster to have room for all workers.",
-        min=0,
-        metavar="SECONDS",
-    )
-    engine: str | None = _plan(None, "Refuse a plan that is for another engine than this one.")
     force: bool = _plan(
-        False,
-        "Serve although the fit is for another device, engine, version or model, or the plan is "
-        "predicted to break limits.",
-    )
-    allow_broken_limits: bool = _plan(
-        False, "Serve although the plan is predicted to break limits of the recipe."
+        False, "Serve although the fit is for another device, engine, version or model."
     )
     replica: list[str] | None = _replicas(
         None,
@@ -106,16 +77,10 @@ class ServeOptions:
         "name.",
         metavar="FILE|dns://NAME:PORT",
     )
-    strict: bool = _replicas(
-        False, "Exit with 2 where a replica is of another model, context or version."
-    )
     router: str = _replicas(
         "",
         "What chooses a request's replica; default: the plan's, else round-robin.",
         autocompletion=arguments.router,
-    )
-    router_settings: list[str] | None = _replicas(
-        None, "Set a parameter of the router.", "--set-router", metavar="KEY=VALUE"
     )
     host: str | None = _network(None, "Listen on this address; default: the recipe's.")
     port: int | None = _network(
@@ -127,12 +92,9 @@ class ServeOptions:
         envvar="LLMCTL_API_KEY",
     )
     api_key_file: Path | None = _network(
-        None, "Read the key from this file, as service managers provide secrets."
-    )
-    api_keys: Path | None = _network(
         None,
-        "Read the sha256 of several keys from this file, each with a name.",
-        envvar="LLMCTL_API_KEYS",
+        "Read the key from this file, as service managers provide secrets; or the sha256 of "
+        "several keys, each with a name.",
     )
     ssl_certfile: Path | None = _network(
         None, "Use TLS with this certificate (PEM, with its chain)."
@@ -150,13 +112,6 @@ class ServeOptions:
         None,
         "Refuse requests that are predicted to miss the targets (targets), or only those that "
         "meet serve.max_waiting waiting ones (queue); default: the recipe's.",
-    )
-    request_timeout: float | None = _load(
-        None,
-        "The deadline of requests that name none, and the longest that a request may name; "
-        "default: the recipe's.",
-        min=0.001,
-        metavar="SECONDS",
     )
     shutdown_timeout: float = _load(
         30.0, "Give running requests this long after a signal.", min=0, metavar="SECONDS"
@@ -201,8 +156,7 @@ class ServeOptions:
 
 @command_of(ServeOptions)
 def command(args: ServeOptions) -> None:
-    """Start the server of a plan: `llmctl serve plan.json`, or `llmctl serve RECIPE --fit
-    fit.json`.
+    """Start the server of a plan: `llmctl serve plan.json`.
 
     Prints one line when all workers have loaded, and notifies systemd where it started the server.
     SIGTERM or Ctrl-C shuts the server down: /ready turns 503, and running requests get
@@ -263,11 +217,10 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     from toolkit.serve.engine_front import engine_front
 
     plan = given.plan
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--strict")
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log")
     settings = make_settings(
         plan,
         model=args.served_model_name,
-        request_timeout_s=args.request_timeout,
         allow_end_after=args.allow_end_after,
         vllm_metrics=args.vllm_metrics,
     )
@@ -286,7 +239,6 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         limits=make_limits(plan, args.admission, replays=args.allow_end_after),
         on_foreign=warn if args.force else None,
         ray=args.ray,
-        room_timeout_s=args.room_timeout,
         control_key=control_key,
     )
     return serve_start.FrontToStart(config, make, announce, control_key)
@@ -308,9 +260,11 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     plan = given.plan
     what = f"engine {plan.recipe.engine.name}"
     why = ": it has a server of its own"
-    _refuse(args, what, "--api-keys", "--ssl-certfile", "--ssl-keyfile", "--request-log",
-            "--request-timeout", "--allow-end-after", "--vllm-metrics",
-            "--open-metrics", "--strict", "--status-page", why=why)  # fmt: skip
+    _refuse(args, what, "--ssl-certfile", "--ssl-keyfile", "--request-log", "--allow-end-after",
+            "--vllm-metrics", "--open-metrics", "--status-page", why=why)  # fmt: skip
+    key, keys = given.keys.value
+    if keys:
+        raise InputError(f"{what} has one key{why}", "name a file with one key in one line")
     if args.pass_log is not None:
         check_writable(args.pass_log)
     return ServerOrder(
@@ -318,7 +272,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
         args.served_model_name or model_name(plan),
         *_address(args, plan),
         Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        given.keys.value[0],
+        key,
         args.insecure,
         args.event_log,
         warn if args.force else None,
@@ -351,15 +305,14 @@ def _before_replicas(
     from toolkit.serve.assemble import FrontSettings
 
     plan = given.plan
-    file = given.file
     source = _replica_source(args)
-    needs = replicas_like(plan, args.served_model_name, strict=args.strict, any_version=args.force)
+    needs = replicas_like(plan, args.served_model_name, any_version=args.force)
     serve = plan.recipe.serve
     settings = FrontSettings(
         model=needs.model,
         max_new_tokens=serve.max_new_tokens,
         max_waiting=serve.max_waiting,
-        request_timeout_s=args.request_timeout or serve.request_timeout_s or math.inf,
+        request_timeout_s=serve.request_timeout_s or math.inf,
     )
     config = _config(args, given, settings)
     replicas = ServedReplicas(
@@ -369,7 +322,7 @@ def _before_replicas(
         limits=limits_of_replicas(plan, args.admission, note),
         source=source,
         own=None if source is not None else own,
-        reread=partial(_reread, args, file, plan) if file.is_file() else None,
+        reread=partial(_reread, args, plan) if args.plan.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
         control_key=_control_key(args),
         on_foreign=warn if args.force else None,
@@ -388,7 +341,7 @@ def _before_replicas(
 
 
 def _router(args: ServeOptions, plan: Plan) -> Router:
-    """The router of --router with the plan's targets, else the plan's; --set-router changes it."""
+    """The router of --router with the plan's targets, else the plan's."""
     from toolkit.routing.routers import (
         RoundRobinRouter,
         make_router,
@@ -397,21 +350,20 @@ def _router(args: ServeOptions, plan: Plan) -> Router:
     )
 
     planned = plan.replica_router
-    changes = parse_settings(args.router_settings)
     if planned is not None and args.router in ("", planned.name):
-        return make_router(planned.name, planned.parameters | changes)
+        return make_router(planned.name, planned.parameters)
     name = args.router or RoundRobinRouter.name
     refuse_unknown_router(name)
-    return make_router(name, targets_of(name, plan.recipe.sla) | changes)
+    return make_router(name, targets_of(name, plan.recipe.sla))
 
 
-def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
-    """The plan as its file has it now, with the options of the command line.
+def _reread(args: ServeOptions, before: Plan) -> Plan:
+    """The plan as its file has it now, with the workers of the command line.
 
     Raises `InputError` where it needs another front than `before` does: another number of workers,
     another router, or other keys of `serve` or targets.
     """
-    plan = serve_start.override(read_file(Plan, file), args.policy, args.settings, args.workers)
+    plan = serve_start.plan_to_serve(args.plan, args.workers)
     old = before.recipe
     new = plan.recipe
     changes = {
@@ -422,9 +374,8 @@ def _reread(args: ServeOptions, file: Path, before: Plan) -> Plan:
     }
     found = [what for what, differs in changes.items() if differs]
     if found:
-        text = f"{file}: the plan has {' and '.join(found)}: restart llmctl serve for that"
+        text = f"{args.plan}: the plan has {' and '.join(found)}: restart llmctl serve for that"
         raise InputError(text, "keep what the front uses, and change the replicas' flags only")
-    accept(plan, str(file), broken=args.force or args.allow_broken_limits)
     return plan
 
 

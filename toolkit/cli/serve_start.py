@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from toolkit.cli.arguments import CONTROL_KEY_VARIABLE, parse_settings
-from toolkit.cli.basis import accept, note_other_count, plan_from
+from toolkit.cli.arguments import CONTROL_KEY_VARIABLE
+from toolkit.cli.basis import note_other_count, warn_broken
 from toolkit.cli.output import emit, note, paragraph
 from toolkit.errors import InputError
 from toolkit.files.io import read_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.shipped import is_recipe
-from toolkit.files.tuning import breaks, broken
+from toolkit.files.tuning import broken
 from toolkit.units import counted
 
 if TYPE_CHECKING:
@@ -33,132 +33,63 @@ if TYPE_CHECKING:
 
 
 class Prepared(NamedTuple):
-    """What every server needs, checked.
-
-    Attributes:
-        file: of the plan, or of what it was made of.
-    """
+    """What every server needs, checked."""
 
     plan: Plan
-    file: Path
     keys: WatchedFiles[Callers]
     manager: Manager
 
 
 def prepare(args: ServeOptions) -> Prepared:
-    """The plan, the keys and the service manager. `InputError` for what cannot be used, and for a
-    plan that is predicted to break limits where that is not allowed.
-    """
+    """The plan, the keys and the service manager. `InputError` for what cannot be used."""
     from toolkit.serve.launch import Manager
 
     # the workers inherit the environment, and run models' own code
     forget_variable("LLMCTL_API_KEY")
     forget_variable(CONTROL_KEY_VARIABLE)
     manager = Manager.take()
-    keys = find_keys(args.api_key, args.api_key_file, args.api_keys)
-    plan = plan_to_serve(args)
-    plan = override(plan, args.policy, args.settings, args.workers)
-    broken = args.force or args.allow_broken_limits
-    accept(plan, str(args.tuning or args.plan or args.source), broken=broken)
-    check_engine(plan, args.engine)
-    file = args.plan or Path(args.source or "")
-    return Prepared(plan, file, keys, manager)
+    keys = find_keys(args.api_key, args.api_key_file)
+    return Prepared(plan_to_serve(args.plan, args.workers), keys, manager)
 
 
-def plan_to_serve(args: ServeOptions) -> Plan:
-    """The plan that is given, or made of a recipe. `InputError` for both and neither."""
-    usage = "llmctl serve plan.json, or llmctl serve RECIPE --fit fit.json [--tuning tuning.json]"
-    source = args.source
-    plan = args.plan
-    fit = args.fit
-    tuning = args.tuning
-    if plan is None and source and not is_recipe(source):
-        plan = Path(source)
-        source = None
-    if plan is not None:
-        if source or fit or tuning:
-            raise InputError(
-                "a plan holds its recipe, fit and tuning; give either the plan or these", usage
-            )
-        return read_file(Plan, plan)
-    if source is None or fit is None:
-        raise InputError("neither a plan nor a recipe with --fit is given", usage)
-    return plan_from(source, fit, tuning, force=args.force)[0]
+def plan_to_serve(file: Path, workers: int | None) -> Plan:
+    """Return the plan of a file, with another number of workers if one is given. Print a warning
+    where it is predicted to break limits.
+
+    Raises InputError for a recipe.
+    """
+    from toolkit.deploy.plan import with_workers
+
+    if is_recipe(file):
+        raise InputError(f"{file} is no plan", f"make one with: llmctl render {file}")
+    plan = read_file(Plan, file)
+    if workers not in (None, plan.workers):
+        if workers != plan.fit.workers:
+            note_other_count("the fit was measured", plan.fit, workers)
+        made = with_workers(plan, workers)
+        if plan.predicted and not made.predicted:
+            note("note: the tuning's predictions are for another number of workers")
+        plan = made
+    warn_broken(plan, str(file))
+    return plan
 
 
-def override(
-    plan: Plan, policy: str | None, settings: list[str] | None, workers: int | None
-) -> Plan:
-    """The plan with these parts replaced. `InputError` for an unknown policy or parameter."""
-    from toolkit.deploy.plan import replaced
-    from toolkit.sched.policies import make_any
-    from toolkit.sched.policies.parameters import parameters
+def find_keys(key: str, file: Path | None) -> WatchedFiles[Callers]:
+    """Return the API key, or the keys of a file, which may change while the server runs.
 
-    if workers is not None and workers != plan.fit.workers:
-        note_other_count("the fit was measured", plan.fit, workers)
-    changes = parse_settings(settings)
-    planned = plan.policy
-    name = planned.name if policy is None else policy
-    chosen = make_any(name, (planned.parameters if name == planned.name else {}) | changes)
-    if policy is None and not changes and workers is None:
-        return plan
-    new = PlannedPolicy(name=chosen.name, parameters=parameters(chosen))
-    made = replaced(plan, new, policy is not None, changes, workers or plan.workers)
-    if plan.predicted and not made.predicted:
-        note("note: the tuning's predictions are for other settings; this plan has no predictions")
-    return made
+    Raises InputError if both are given, and for a file without a key.
+    """
+    from toolkit.serve.access import read_callers
+    from toolkit.serve.server import WatchedFiles
 
-
-def check_engine(plan: Plan, engine: str | None) -> None:
-    """`InputError` where the plan is for another engine than `engine`."""
-    planned = plan.recipe.engine.name
-    if engine is not None and engine != planned:
-        hint = f"set engine.name to {engine} in the recipe"
-        raise InputError(
-            f"--engine {engine}: this plan is for engine '{planned}'",
-            f"{hint}; then: llmctl profile, fit, tune and render",
-        )
-
-
-def read_key(key: str, file: Path | None) -> str:
-    """The given key, or that of a file with one line. `InputError` for both, or a file without."""
     if file is None:
-        return key.strip()
+        return WatchedFiles([], lambda: (key.strip(), ()))
     if key:
         raise InputError(
             "the API key is given twice",
             "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
         )
-    try:
-        words = file.read_text(encoding="ascii").split()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not ASCII text"
-        raise InputError(
-            f"{file}: cannot be read: {reason}", "the file must hold the API key in one line"
-        ) from None
-    if len(words) != 1:
-        raise InputError(
-            f"{file}: the file holds no API key", "write the key alone into it, in one line"
-        )
-    return words[0]
-
-
-def find_keys(key: str, file: Path | None, keys: Path | None) -> WatchedFiles[Callers]:
-    """Return the API key, or the keys of a file, which may change while the server runs.
-
-    Raises InputError if both a key and a file of keys are given, and for a file without a key.
-    """
-    from toolkit.serve.access import read_keys
-    from toolkit.serve.server import WatchedFiles
-
-    if keys is not None and (key or file is not None):
-        raise InputError(
-            "an API key and a file of keys are given",
-            "keep --api-keys, or the key of --api-key, --api-key-file or LLMCTL_API_KEY",
-        )
-    if keys is not None:
-        return WatchedFiles([keys], lambda: ("", read_keys(keys)))
-    return WatchedFiles([file] if file else [], lambda: (read_key(key, file), ()))
+    return WatchedFiles([file], partial(read_callers, file))
 
 
 def forget_variable(name: str) -> None:
@@ -259,9 +190,8 @@ def serve_until_signal(
 def announce_plan(
     as_json: bool, plan: Plan, model: str, url: str, *, status_page: bool = False
 ) -> None:
-    """Print that the server of the plan is ready, what it serves, and limits that it will break."""
+    """Print that the server of the plan is ready, and what it serves."""
     page = f"{url}/" if status_page else None
-    broken_limits = broken(plan.limits)
     facts = {
         "url": url,
         "model": model,
@@ -269,7 +199,7 @@ def announce_plan(
         "policy": plan.policy.name,
         "parameters": plan.policy.parameters,
         "status_page": page,
-        "broken_limits": broken_limits,
+        "broken_limits": broken(plan.limits),
     }
 
     def show() -> None:
@@ -279,8 +209,6 @@ def announce_plan(
         )
         print(f"ready: {url} serves {model} on {counted(plan.workers, 'worker')}")
         paragraph(f"policy: {plan.policy.name} ({parameters})")
-        if broken_limits:
-            paragraph(f"warning: predicted to {breaks(plan.limits)}")
         if page:
             print(f"status page: {page}")
 

@@ -215,7 +215,7 @@ def command(args: TuneOptions) -> None:
     else:
         unbeaten = "the recipe's settings, which nothing beat,"
         which = unbeaten if result.keep_defaults else "the best settings"
-        hint = "`render` and `serve` refuse this tuning without --allow-broken-limits"
+        hint = "`llmctl render` makes a plan of it only with --force"
         raise LimitsBrokenError(f"{which} {breaks(result.limits)}", hint)
 
 

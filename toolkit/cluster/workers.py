@@ -116,28 +116,25 @@ class RayWorkers(WorkerPool):
     Args:
         recipe: what each worker loads.
         workers: how many there are.
-        room_timeout_s: how long `start` waits for the cluster to have room for all workers.
         patience: as in `WorkerPool`.
     """
 
     start_s = math.inf  # an actor may wait for a place as long as a load may take
+    room_s = 60.0  # that the cluster has to make room for all workers
 
-    def __init__(
-        self, recipe: Recipe, workers: int, room_timeout_s: float, patience: Patience
-    ) -> None:
+    def __init__(self, recipe: Recipe, workers: int, patience: Patience) -> None:
         super().__init__(workers, patience)
         self._recipe = recipe
-        self._room_timeout_s = room_timeout_s
         self._room: Room | None = None
 
     async def start(self, on_event: OnEvent) -> None:
         """See `WorkerPool.start`. Raises `EngineError` also if the cluster lacks room for them."""
         room = self._room = Room(MachineShare.of(self._recipe), self.size)
         try:
-            await asyncio.wait_for(room.ready, self._room_timeout_s)
+            await asyncio.wait_for(room.ready, self.room_s)
         except TimeoutError:
             await self.stop()
-            raise room.missing(self._room_timeout_s) from None
+            raise room.missing(self.room_s) from None
         await super().start(on_event)
 
     async def stop(self) -> None:

@@ -12,15 +12,12 @@ from toolkit.deploy.plan import LIMITS
 from toolkit.errors import InputError
 from toolkit.files.bench import BenchReport
 from toolkit.files.plan import Plan
-from toolkit.files.recipe import NAME_PATTERN, VALUE_PATTERN
+from toolkit.files.recipe import NAME_PATTERN
 from toolkit.files.tuning import breaks, broken
 from toolkit.traces.types import Trace
 
 T = TypeVar("T")
 KEY_FOLDER = "/etc/llmctl"  # of the file with the API key, on a machine that runs the server
-ALLOW_BROKEN = "--allow-broken-limits"
-# The name of a class or a Secret (RFC 1123 subdomain), or of a host.
-DNS_NAME = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 IMAGE = re.compile(
     r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]{1,5})?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
@@ -95,11 +92,6 @@ class Sourced(Generic[T]):
         return str(self.value)
 
 
-def _given(value: str) -> list[str]:
-    """The value of an option, if it has one."""
-    return [value] if value else []
-
-
 @dataclass(slots=True, frozen=True)
 class Options:
     """Options of the command line. Values that no cluster takes raise `InputError`.
@@ -109,20 +101,12 @@ class Options:
         replicas: 0: as many as the tuning found, or 1.
         max_replicas: 0: twice the replicas.
         prometheus: the URL that KEDA queries.
-        prometheus_release: the Helm release of kube-prometheus-stack: with its default values
-            Prometheus reads only objects with this label; '': objects have none.
         model_claim: a volume claim with the cache of models.
-        program: the path of llmctl in a unit.
         folder: the absolute path of the rendered files, for units that name them.
         prefix: the absolute path of the folder below which the files of each deployment have one
             of its name, on the machine that runs the units; '': they stay in `folder`.
         replica_image: of an engine's own server; '': the engine's pinned default.
-        replica_python: the Python of the engine's environment on a machine with units.
         fronts: front pods before replicas of an engine's own servers.
-        gateway: NAMESPACE/NAME of a Gateway that lets clients in from outside; '': none does.
-        hostname: for which that Gateway does; '': for all names of its listeners.
-        gpu_products: values of `nvidia.com/gpu.product`, one of which a node must have; none: nodes
-            with the GPU of the fit or the recipe are preferred.
     """
 
     image: str = ""
@@ -130,44 +114,27 @@ class Options:
     replicas: int = 0
     max_replicas: int = 0
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
-    prometheus_release: str = ""
     model_claim: str = ""
-    program: str = "/opt/llmctl/bin/llmctl"
     folder: str = ""
     prefix: str = ""
-    gpu_products: tuple[str, ...] = ()
     fronts: int = 1
-    gateway: str = ""
-    hostname: str = ""
     replica_image: str = ""
-    replica_python: str = "/opt/vllm/bin/python"
 
     def __post_init__(self) -> None:
         name = "not a name that Kubernetes takes"
         label = name, f"names match {DNS_LABEL}"
-        dotted = name, "lower-case letters, digits, '-' and '.'"
-        route = "not NAMESPACE/NAME", "`kubectl get gateways -A` lists them"
         path = "not a plain absolute path", "like /etc/llmctl; letters, digits, '.', '_' and '-'"
-        release = "not the name of a release", f"`helm list -A` shows it; names match {DNS_LABEL}"
-        product = "not the value of a label", "like NVIDIA-H200; no spaces, 63 characters"
         url = "not a plain URL", "like http://prometheus.monitoring.svc:9090"
-        # Each value that was given, its pattern, what else it is, and a hint.
+        # Each value, its pattern, what else it is, and a hint. A value may be left out.
         checks = [
-            ("--namespace", [self.namespace], DNS_LABEL, label),
-            ("--model-claim", _given(self.model_claim), DNS_LABEL, label),
-            ("--hostname", _given(self.hostname), DNS_NAME, dotted),
-            ("--gateway", _given(self.gateway), rf"{DNS_LABEL}/{DNS_NAME}", route),
-            ("--prefix", _given(self.prefix), r"(/[A-Za-z0-9._-]+)+", path),
-            ("--prometheus-release", _given(self.prometheus_release), DNS_LABEL, release),
-            ("--gpu-product", self.gpu_products, VALUE_PATTERN, product),
-            ("--prometheus", [self.prometheus], r"https?://[A-Za-z0-9._:/-]+", url),
+            ("--namespace", self.namespace, DNS_LABEL, label),
+            ("--model-claim", self.model_claim, rf"({DNS_LABEL})?", label),
+            ("--prefix", self.prefix, r"(/[A-Za-z0-9._-]+)*", path),
+            ("--prometheus", self.prometheus, r"https?://[A-Za-z0-9._:/-]+", url),
         ]
-        for option, values, pattern, (problem, hint) in checks:
-            for value in values:
-                if not re.fullmatch(pattern, value):
-                    raise InputError(f"{option} {value!r}: {problem}", hint)
-        if self.hostname and not self.gateway:
-            raise InputError("--hostname needs --gateway", "add --gateway NAMESPACE/NAME")
+        for option, value, pattern, (problem, hint) in checks:
+            if not re.fullmatch(pattern, value):
+                raise InputError(f"{option} {value!r}: {problem}", hint)
 
 
 @dataclass(slots=True, frozen=True)
@@ -188,11 +155,6 @@ class Order:
     def name(self) -> str:
         """The name of objects and units."""
         return object_name(self.plan.recipe.name)
-
-    @property
-    def allowances(self) -> list[str]:
-        """Options of `llmctl serve` that a plan needs which is predicted to break limits."""
-        return [ALLOW_BROKEN] if broken(self.plan.limits) else []
 
     def stamp(self) -> dict[str, str]:
         """Return the origin that every rendered file records: role to sha256."""

@@ -1,9 +1,9 @@
 """From a recipe, a fit and perhaps a tuning to the plan that `llmctl serve` starts.
 
 The same files give the same plan, to the byte. Nothing is measured or searched here. The parts, in
-order: making a plan (`make_plan`), replacing its policy (`replaced`), the choice of a policy with
-the sources of its values, the explanation of each value (its measurement, trial or file), and the
-comparison of two plans (`differences`).
+order: making a plan (`make_plan`), changing its number of workers (`with_workers`), the choice of a
+policy with the sources of its values, the explanation of each value (its measurement, trial or
+file), and the comparison of two plans (`differences`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def make_plan(
     file that an argument was read from.
 
     Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or
-    the engine cannot run the policy. A plan predicted to break limits is made: see `refuse_broken`.
+    the engine cannot run the policy.
     """
     server = traits_of(recipe.engine.name).server
     _check_same(recipe, fit)
@@ -204,41 +204,13 @@ def _refuse_different(file: str, pairs: Pairs, remedy: str) -> None:
             raise InputError(f"the {file} is not of this recipe: {problem}", remedy)
 
 
-def refuse_broken(plan: Plan, which: str) -> None:
-    """Raise `InputError` where `plan` is predicted to break limits.
-
-    `which` is the beginning of the message: what recommended the settings.
+def with_workers(plan: Plan, workers: int) -> Plan:
+    """Return the plan with another number of workers. Its predictions hold only for the planned
+    number, and for the one that the tuning found to suffice.
     """
-    if broken(plan.limits):
-        raise InputError(
-            f"{which}: its settings are predicted to {breaks(plan.limits)}",
-            "tune again: other policies, a recipe of another engine, a lower --rate, more workers; "
-            "or use it anyway: --allow-broken-limits",
-        )
-
-
-def replaced(
-    plan: Plan, policy: PlannedPolicy, named: bool, changes: Mapping[str, Value], workers: int
-) -> Plan:
-    """The plan with another policy or number of workers.
-
-    Predictions hold only for the planned settings, so other settings have none.
-
-    Args:
-        named: whether --policy named the policy.
-        changes: the parameters that --set changed.
-    """
-    planned = workers in (plan.workers, plan.workers_needed)
-    same = planned and policy == plan.policy
-    before = plan.explained if policy.name == plan.policy.name else {}
-    sources = {name: before[name].source for name in policy.parameters if name in before}
-    sources |= dict.fromkeys(changes, BY_SET)
-    source = before["policy"].source if "policy" in before and not named else BY_POLICY
-    explained = plan.explained | _explain_policy(policy, source, sources)
-    if workers != plan.workers:
-        explained["workers"] = _explanation(workers, "set by --workers")
-    update: dict[str, object] = {"policy": policy, "workers": workers}
-    if not same:
+    explained = plan.explained | {"workers": _explanation(workers, "set by --workers")}
+    update: dict[str, object] = {"workers": workers}
+    if workers != plan.workers_needed:
         limits = [limit.judged(None, kept=None) for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
         explained = {key: explained[key] for key in explained if not key.startswith(PREDICTED)}

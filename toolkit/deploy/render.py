@@ -42,6 +42,9 @@ from toolkit.traces.types import FOLDER
 SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment_percent")
 MAX_PLAN_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold at most 1 MiB
 MODELS = "/models"  # where a pod has the volume of models
+# Of llmctl, and of the engine's Python, on a machine that runs units.
+PROGRAM = "/opt/llmctl/bin/llmctl"
+REPLICA_PYTHON = "/opt/vllm/bin/python"
 RUNBOOKS = "https://example.org/llmctl/docs/how-to/alerts.html"  # a section for each alert
 WHAT = {
     "ttft": "time to first token",
@@ -167,8 +170,6 @@ def _kubernetes(values: Values) -> dict[str, str]:
         monitoring["podmonitor-replicas.yaml"] = {"pods": values.replica}
     if options.fronts > 1:
         base["front-poddisruptionbudget.yaml"] = {"pods": values.name}
-    if options.gateway:
-        base["httproute.yaml"] = {}
     files = _overlay("base", values, base) | _overlay("monitoring", values, monitoring)
     if values.front:
         files["base/alive.py"] = values.command.alive
@@ -239,10 +240,11 @@ def fill(template: str, values: Values, /, **more: object) -> str:
             plan=values.plan,
             recipe=values.recipe,
             stamp=order.stamp(),
-            allowances=order.allowances,
             head="\n".join(f"# {line(one)}" for one in order.comment().splitlines()),
             replicas=values.count.value if values.front else 0,
             key_folder=KEY_FOLDER,
+            program=PROGRAM,
+            replica_python=REPLICA_PYTHON,
             runbooks=RUNBOOKS,
             what=WHAT,
             **more,

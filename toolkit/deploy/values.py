@@ -37,7 +37,7 @@ USUAL_PREEMPTED_PERCENT = 5.0
 # NVIDIA-A100-SXM4-80GB. A GPU that is time-sliced between pods has the suffix "-SHARED"; one that
 # is partitioned in one size "-MIG-3g.40gb" and the like: NVIDIA/k8s-device-plugin,
 # docs/gpu-feature-discovery/README.md and internal/lm/resource.go (productLabel). Laws are about
-# whole GPUs, so values with a suffix match only where `--gpu-product` names them.
+# whole GPUs, so values with a suffix do not match.
 PRODUCTS = (
     *("NVIDIA-A10", "NVIDIA-A10G", "NVIDIA-A30", "NVIDIA-A40"),
     *("NVIDIA-A100-PCIE-40GB", "NVIDIA-A100-SXM4-40GB"),
@@ -286,24 +286,19 @@ class Values:
 
     @cached_property
     def products(self) -> Sourced[list[str]]:
-        """The values of `nvidia.com/gpu.product` for nodes that suit the workers.
-
-        They come from the option, or are the GPU that was measured. For an analytic fit, they are
-        all names with every word of the recipe's hardware.name ('A100-80GB' matches
-        'A100-SXM4-80GB' and 'A100-80GB-PCIe').
+        """The values of `nvidia.com/gpu.product` for nodes that suit the workers: of the GPU that
+        was measured. For an analytic fit, they are all names with every word of the recipe's
+        hardware.name ('A100-80GB' matches 'A100-SXM4-80GB' and 'A100-80GB-PCIe').
         """
-        if self.options.gpu_products:
-            return Sourced(list(self.options.gpu_products), "--gpu-product")
         facts = self.plan.fit.engine
         if not facts.analytic:
             return Sourced([facts.device.replace(" ", "-")], "fit: the GPU that was measured")
         name = self.recipe.hardware.name
         found = [product for product in PRODUCTS if _words(name) <= _words(product)]
         if found:
-            source = f"every GPU called {name}, as the fit is not measured; else --gpu-product"
-            return Sourced(found, source)
+            return Sourced(found, f"every GPU called {name}, as the fit is not measured")
         guessed = "-".join(["NVIDIA", *name.removeprefix("NVIDIA").replace("-", " ").split()])
-        check = "compare `kubectl get nodes -L nvidia.com/gpu.product`, and give --gpu-product"
+        check = "compare `kubectl get nodes -L nvidia.com/gpu.product`, and change it here"
         return Sourced([guessed], f"guessed from hardware.name; {check}")
 
     @cached_property

@@ -98,9 +98,7 @@ def traits_of_replicas(plan: Plan) -> ReplicaTraits:
     )
 
 
-def replicas_like(
-    plan: Plan, served_model: str, *, strict: bool, any_version: bool = False
-) -> ReplicaNeeds:
+def replicas_like(plan: Plan, served_model: str, *, any_version: bool = False) -> ReplicaNeeds:
     """What the replicas of a plan must be like. Of a server that runs already, the recipe's
     `served_model` is the name; without one, any. The context is at least the recipe's, and the
     version `fitted_version`, unless `any_version`.
@@ -109,7 +107,7 @@ def replicas_like(
     started = traits_of(recipe.engine.name).started
     name = recipe.engine.served_model or (model_name(plan) if started else "")
     version = "" if any_version else fitted_version(plan)
-    return ReplicaNeeds(served_model or name, recipe.model.max_model_len, strict, version)
+    return ReplicaNeeds(served_model or name, recipe.model.max_model_len, version)
 
 
 def fitted_version(plan: Plan) -> str:
@@ -150,7 +148,7 @@ def replica_front(serving: ServedReplicas, opened: OpenedFront) -> Iterator[Repl
 
     It can serve when all own replicas are loaded, or a given one is up, or none was within
     `FIRST_PROBES_S`. When it starts, it raises `InputError` for a list that cannot be used, and
-    with `strict` for a replica that is not as needed; `EngineError` if an own replica never loads.
+    `EngineError` if an own replica never loads.
     """
     if _lacks_law(serving.router, serving.plan):
         hint = "serve a plan with a fitted law of passes (engine vllm), or choose another --router"
@@ -203,7 +201,7 @@ class ReplicaFront(FrontServer):
 
     async def start(self) -> None:
         """Start the replicas, and wait for all; or find those that run already, and wait until one
-        is up. With `strict`, wait until each was probed.
+        is up.
         """
         own = self._own
         if own is not None:
@@ -211,8 +209,8 @@ class ReplicaFront(FrontServer):
             await first_of(own.loaded(), own.failed.wait())
         elif self._serving.source is not None:
             await self._find(self._serving.source)
-        if error := self._pool.refused or (own and own.error):
-            raise error
+        if own is not None and own.error:
+            raise own.error
         if not self._pool.up:
             self._say("no replica is up yet: requests get 503 until one is")
 
@@ -237,9 +235,9 @@ class ReplicaFront(FrontServer):
         pool.background.start("list of replicas", following)
         now_s = asyncio.get_running_loop().time
         end_s = now_s() + FIRST_PROBES_S
-        while pool.refused is None and now_s() < end_s:
+        while not pool.up and now_s() < end_s:
             probed = [replica.problem != "not asked yet" for replica in pool.replicas]
-            if probed and (all(probed) or (pool.up and not self._serving.needs.strict)):
+            if probed and all(probed):
                 break
             await asyncio.sleep(POLL_EVERY_S / 10)
 

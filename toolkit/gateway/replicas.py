@@ -29,7 +29,6 @@ import msgspec
 from toolkit.endpoints.foreign import decoded, plain
 from toolkit.endpoints.target import Models, Version, error_text
 from toolkit.endpoints.upstream import HttpClient, Upstream, UpstreamError
-from toolkit.errors import InputError
 from toolkit.gateway.calls import CHAT, COMPLETIONS
 from toolkit.gateway.sources import once, spelled
 from toolkit.routing.balancer import Balancer
@@ -140,18 +139,16 @@ class LiveReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNeeds:
-    """What a replica must be like.
+    """What a replica must be like; others are left out.
 
     Attributes:
         model: '': that of the first replica that answers.
         max_model_len: the least; None: any.
-        strict: a replica that is not like this ends the gateway; else it is left out.
         version: of its server; '': any.
     """
 
     model: str = ""
     max_model_len: int | None = None
-    strict: bool = False
     version: str = ""
 
 
@@ -180,8 +177,7 @@ class ReplicaPool:
         self.replicas: list[LiveReplica] = []  # without those that are gone
         self.by_index: dict[int, LiveReplica] = {}
         self.model = needs.model
-        self.refused: InputError | None = None  # a replica is not as needed, and `strict`
-        self.changed = asyncio.Event()  # a replica came up, or one was refused
+        self.changed = asyncio.Event()  # a replica came up
         self.name = f"llmctl-{secrets.token_hex(8)}"  # in `Via`: a list may name this front
         key_header = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.headers = [*key_header, (b"via", f"1.1 {self.name}".encode())]
@@ -404,10 +400,6 @@ class ReplicaPool:
                     if replica.state != "hung":
                         replica.state = "left out" if foreign else "down"
                     replica.problem = problem
-                    if foreign and self._needs.strict and self.refused is None:
-                        hint = "leave it out of the list, or drop --strict"
-                        self.refused = InputError(f"replica {replica.url}: {problem}", hint)
-                        self.changed.set()
                 case _:
                     first = replica.state == "joining"
                     if any(other.requests for other in self.replicas):

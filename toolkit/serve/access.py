@@ -1,9 +1,10 @@
 """Access to the server: API keys, and the gate before all routes.
 
-`read_keys` reads the keys file, which names the clients. It holds sha256 digests instead of keys,
-so it may be read, mailed and kept in version control: keys are long and random, unlike passwords,
-so a plain digest cannot be guessed back. Recipes and plans do not name this file: they describe
-what is served and move between machines, while the clients belong to the place of the server.
+`read_callers` reads a file with one key, or the keys file, which names the clients. The keys file
+holds sha256 digests instead of keys, so it may be read, mailed and kept in version control: keys
+are long and random, unlike passwords, so a plain digest cannot be guessed back. Recipes and plans
+do not name this file: they describe what is served and move between machines, while the clients
+belong to the place of the server.
 
 How much a client may use is decided by a proxy in front (docs/how-to/expose.md).
 """
@@ -30,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.errors import InputError
 from toolkit.files.recipe import Name
-from toolkit.files.strict import Strict, load_yaml, validate
+from toolkit.files.strict import Strict, load_yaml, read_bytes, validate
 from toolkit.serve.errors import ApiError, error_response
 
 MAX_KEYS = 100  # each has its own metric
@@ -97,6 +98,21 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 Callers = tuple[str, tuple[ApiKey, ...]]  # the one shared key, or several keys
+
+
+def read_callers(path: Path) -> Callers:
+    """Return the key of a file that holds one word without a colon, else those of a keys file.
+
+    Raises InputError for a file that cannot be read or is empty, and as `read_keys`.
+    """
+    words = read_bytes(path, HINT).split()
+    if not words:
+        raise InputError(f"{path.name}: it holds no API key", HINT)
+    if len(words) > 1 or b":" in words[0]:
+        return "", read_keys(path)
+    if not words[0].isascii():
+        raise InputError(f"{path.name}: its key is not ASCII text", HINT)
+    return words[0].decode("ascii"), ()
 
 
 @dataclass(slots=True, eq=False)

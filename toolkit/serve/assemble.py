@@ -114,9 +114,7 @@ def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> LatencyL
     return LatencyLimits.of(plan.recipe.sla) if admission == "targets" else UNLIMITED
 
 
-def make_settings(
-    plan: Plan, *, model: str = "", request_timeout_s: float | None = None, **others: bool
-) -> FrontSettings:
+def make_settings(plan: Plan, *, model: str = "", **others: bool) -> FrontSettings:
     """The front's settings: limits from the plan, `others` by the names of `FrontSettings`."""
     serve = plan.recipe.serve
     engine = plan.fit.engine
@@ -126,6 +124,6 @@ def make_settings(
         vocab_size=engine.vocab_size,
         max_new_tokens=serve.max_new_tokens,
         max_waiting=serve.max_waiting,
-        request_timeout_s=request_timeout_s or serve.request_timeout_s or math.inf,
+        request_timeout_s=serve.request_timeout_s or math.inf,
         **others,
     )

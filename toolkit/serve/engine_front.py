@@ -80,7 +80,6 @@ def engine_front(
     limits: LatencyLimits = UNLIMITED,
     on_foreign: OnForeign | None = None,
     ray: str = "",
-    room_timeout_s: float = 60.0,
     control_key: str = "",
 ) -> Iterator[EngineFront]:
     """Make the front for a plan, not started.
@@ -90,7 +89,6 @@ def engine_front(
         on_foreign: called if the engine is not the fitted one; None: the server refuses to start.
         ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
             this machine.
-        room_timeout_s: for the cluster to have room for all workers.
         control_key: the policy's parameters can be changed with it; '': they cannot.
 
     Raises `ForeignError` when it starts, if the workers load another engine, model or device than
@@ -106,7 +104,7 @@ def engine_front(
     tokenizer = load_tokenizer(plan.recipe.model)
     warm_up(plan)
     with ExitStack() as stack:
-        workers = stack.enter_context(_workers(plan, ray, room_timeout_s))
+        workers = stack.enter_context(_workers(plan, ray))
         driver = _driver(plan, workers, opened, limits, on_foreign)
         if control_key:
             refuse_fixed(driver.scheduler)
@@ -125,7 +123,7 @@ def engine_front(
 
 
 @contextmanager
-def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
+def _workers(plan: Plan, ray: str) -> Iterator[Workers]:
     """The plan's workers, not started. With Ray, this process is in the cluster meanwhile."""
     serve_spec = plan.recipe.serve
     patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
@@ -137,7 +135,7 @@ def _workers(plan: Plan, ray: str, room_timeout_s: float) -> Iterator[Workers]:
     from toolkit.cluster.workers import RayWorkers
 
     with joined(ray, MachineShare.of(plan.recipe).cpus * plan.workers):
-        yield RayWorkers(plan.recipe, plan.workers, room_timeout_s, patience)
+        yield RayWorkers(plan.recipe, plan.workers, patience)
 
 
 def _driver(

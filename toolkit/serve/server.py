@@ -52,7 +52,7 @@ def check_exposure(host: str, *, asks_key: bool, insecure: bool) -> None:
         return
     raise InputError(
         f"host {host} can be reached from other machines, and there is no API key",
-        "set LLMCTL_API_KEY, or give --api-keys FILE, or serve on 127.0.0.1, or add --insecure",
+        "set LLMCTL_API_KEY, or give --api-key-file FILE, or serve on 127.0.0.1, or add --insecure",
     )
 
 
