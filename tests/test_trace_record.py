@@ -502,7 +502,7 @@ def talk(folder: Path, data: bytes) -> bytes:
             os.kill(os.getpid(), signal.SIGTERM)
 
         asking: list[asyncio.Task[None]] = []
-        order = Recording(upstream, "127.0.0.1", 0, folder / "log", 1 << 20, 30.0, 5.0)
+        order = Recording(upstream, "127.0.0.1", 0, folder / "log")
         with listen(order.host, order.port) as listener, TraceLog(order.out) as log:
             await _record(
                 order, listener, log, lambda at: asking.append(asyncio.create_task(ask(at)))

@@ -110,7 +110,7 @@ def test_sessions_are_added_whole() -> None:
 
 def test_copies_share_what_sessions_share_and_nothing_of_their_own(tmp_path: Path) -> None:
     """All prompts begin with the same 64 tokens. A copy must not find more in a cache than that."""
-    trace = steady(0.1, content=SharedContent(system_tokens=64, block_tokens=16))
+    trace = steady(0.1, content=SharedContent(system_tokens=64))
     more, added = grow(trace, "0-4=2")
     assert added == len(trace)
     assert set(reusable_tokens(more)[1:].tolist()) == {64}

@@ -128,7 +128,6 @@ def test_lengths_above_unknown_bounds_need_a_limit(longest, named):
     [
         (["--prompt", "fixed:5"], ("--prompt",)),
         (["--output", "fixed:5"], ("--output",)),
-        (["--model", "other"], ("'other'",)),
         (["--rate", "0"], ("0",)),
         (["--longest", "3"], ("--longest 3",)),
     ],
@@ -151,12 +150,12 @@ def test_a_page_without_lengths_is_refused(drawn, tmp_path, text):
     assert PROMPT in err
 
 
-def test_several_models_need_a_choice(drawn, out, tmp_path):
+def test_a_page_of_several_models_is_refused(drawn, tmp_path):
     path = tmp_path / "page"
     path.write_text(page(*LATE, model="a") + page(*EARLY, model="b"), encoding="utf-8")
-    assert drawn(path)[0] == 2
-    assert drawn(path, "--model", "b", "--backlog", 2)[0] == 0
-    assert sorted(read_trace(out)[0].prompt_tokens.tolist()) == sorted(p for p, _ in EARLY)
+    code, _, err = drawn(path)
+    assert code == 2
+    assert says(err, "'a'", "'b'")
 
 
 def test_a_missing_page_is_one_line(drawn, tmp_path):

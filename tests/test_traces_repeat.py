@@ -21,7 +21,7 @@ def plain(count: int = 200) -> Trace:
 
 def sessions() -> Trace:
     content = SharedContent(
-        system_tokens=64, turns=Lengths("fixed", 4), think_ms=Lengths("fixed", 500), block_tokens=16
+        system_tokens=64, turns=Lengths("fixed", 4), think_ms=Lengths("fixed", 500)
     )
     lengths = Lengths("fixed", 40), Lengths("fixed", 20)
     return generate(Arrivals(1.0), 60.0, *lengths, seed=3, content=content)

@@ -33,7 +33,7 @@ POLICY = {"name": "vllm", "parameters": {"max_num_seqs": 32, "max_num_batched_to
 
 def traffic(shared: bool = True) -> Trace:
     """Short questions to two dozen long templates."""
-    content = SharedContent(templates=24, template=parse_lengths("fixed:300"), zipf=0.2)
+    content = SharedContent(templates=24, template=parse_lengths("fixed:300"))
     return generate(
         Arrivals(90.0),
         6.0,

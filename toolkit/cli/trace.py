@@ -47,18 +47,6 @@ class RecordOptions:
     listen: str = option(
         "127.0.0.1:8100", "Listen on this address for clients.", metavar="HOST:PORT"
     )
-    max_mib: int = option(
-        256, "Rename OUT to OUT.1 at this size, and replace an older OUT.1.", min=1
-    )
-    timeout: float = option(
-        600.0, "Give up a request after the server sent nothing for this many seconds.", min=1.0
-    )
-    shutdown_timeout: float = option(
-        30.0, "Give running requests this many seconds after a signal.", min=0.0
-    )
-    upstream_ca: Path | None = option(
-        None, "For https: trust these authorities (PEM) instead of the system's."
-    )
     insecure: bool = option(False, "Accept other machines.")
     block_tokens: int = option(
         16,
@@ -75,8 +63,8 @@ def record(args: RecordOptions) -> None:
 
     Clients send their requests to --listen instead of the server. Streams are passed on as they
     arrive. Tokens are counted by the server's own usage report: the recorder requests it where a
-    client did not, and removes it from that client's answer. SIGTERM or Ctrl-C ends the recording
-    in order.
+    client did not, and removes it from that client's answer. At 256 MiB OUT becomes OUT.1, in place
+    of an older one. After SIGTERM or Ctrl-C, running requests have 30 s to end.
     """
     from toolkit.serve.recording import Recording, record
 
@@ -91,12 +79,8 @@ def record(args: RecordOptions) -> None:
         host.removeprefix("[").removesuffix("]"),
         int(port),
         args.out,
-        args.max_mib << 20,
-        args.timeout,
-        args.shutdown_timeout,
         args.insecure,
         args.block_tokens,
-        args.upstream_ca,
     )
 
     def announce(url: str) -> None:
@@ -307,9 +291,6 @@ class GenerateOptions:
         None,
         "Draw lengths as in the histograms of this page, saved from /metrics of a vLLM server.",
     )
-    model: str | None = option(
-        None, "With --metrics: the lengths of this model, if there are several."
-    )
     longest: int | None = option(
         None, "Clip lengths to this many tokens, and say how many; default: clip none.", min=1
     )
@@ -324,13 +305,10 @@ class GenerateOptions:
         None, "Begin every prompt with the same so many tokens.", min=1
     )
     templates: int | None = option(
-        None, "Begin prompts with one of so many templates, chosen by Zipf.", min=1
+        None, "Begin prompts with one of so many templates, the k-th with a weight of 1/k.", min=1
     )
     template_tokens: str | None = option(
         None, "Lengths of the templates, as --prompt; default: fixed:512."
-    )
-    zipf: float | None = option(
-        None, "The k-th template has a weight of 1 / k^ZIPF; default: 1.", min=0.0
     )
     turns: str | None = option(
         None,
@@ -339,9 +317,6 @@ class GenerateOptions:
     )
     think: str | None = option(
         None, "Seconds before a later turn, as --prompt, such as lognormal:5:1."
-    )
-    block_tokens: int | None = option(
-        None, "Note what prompts share in blocks of this size; default: 16.", min=1
     )
     seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)
     as_json: JsonOption = False
@@ -387,13 +362,12 @@ def _lengths(args: GenerateOptions) -> tuple[DrawnLengths, DrawnLengths]:
     if args.metrics:
         given = {"--prompt": args.prompt, "--output": args.output}
         refuse_useless(given, "--metrics has the lengths")
-        return _page_lengths(args.metrics, args.model, longest)
-    refuse_useless({"--model": args.model}, "there are no metrics", "add --metrics")
+        return _page_lengths(args.metrics, longest)
     prompts = parse_lengths(args.prompt or PROMPT, longest)
     return prompts, parse_lengths(args.output or OUTPUT, longest)
 
 
-def _page_lengths(path: Path, model: str | None, longest: int) -> tuple[DrawnLengths, DrawnLengths]:
+def _page_lengths(path: Path, longest: int) -> tuple[DrawnLengths, DrawnLengths]:
     """Return the lengths that a saved page of metrics counts. Print how many drafts the server has
     accepted, in the words of a recipe.
     """
@@ -408,7 +382,7 @@ def _page_lengths(path: Path, model: str | None, longest: int) -> tuple[DrawnLen
         rates = ", ".join(f"{rate:.3f}" for rate in found.rates)
         text = f"speculative decoding; for serve.acceptance of a recipe: rates: [{rates}]"
         note(f"{text}, proposed: {found.proposed:.3f}")
-    return lengths_of(metrics, model, longest, path.name)
+    return lengths_of(metrics, longest, path.name)
 
 
 def _content(args: GenerateOptions) -> SharedContent | None:
@@ -416,22 +390,18 @@ def _content(args: GenerateOptions) -> SharedContent | None:
     from toolkit.traces.generate import SharedContent, parse_lengths, parse_times
 
     if args.templates is None:
-        needs = {"--template-tokens": args.template_tokens, "--zipf": args.zipf}
+        needs = {"--template-tokens": args.template_tokens}
         refuse_useless(needs, "there are no templates", "add --templates")
     if args.turns is None:
         refuse_useless({"--think": args.think}, "requests have one turn", "add --turns")
     if not (args.system_tokens or args.templates or args.turns):
-        shares = "add --system-tokens, --templates or --turns"
-        refuse_useless({"--block-tokens": args.block_tokens}, "prompts share nothing", shares)
         return None
     return SharedContent(
         args.system_tokens or 0,
         args.templates or 0,
         parse_lengths(args.template_tokens or "fixed:512"),
-        1.0 if args.zipf is None else args.zipf,
         parse_lengths(args.turns) if args.turns else None,
         parse_times(args.think) if args.think else None,
-        args.block_tokens or 16,
     )
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -37,24 +36,10 @@ ANSWER_TIMEOUT_S = 60.0
 MAX_METRIC_LINES = 250_000  # of a page of metrics: some six seconds; a server of vLLM has 1,000
 
 
-def trust(authorities: Path | None = None) -> ssl.SSLContext:
-    """A context that trusts the authorities in a file only, by default the system's.
-
-    Raises `InputError` for a file without certificates.
-    """
-    try:
-        return ssl.create_default_context(cafile=authorities)
-    except ssl.SSLError:
-        reason = "no certificate in it"
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-    raise InputError(f"{authorities}: {reason}", "it holds certificates of authorities, in PEM")
-
-
 def verify(url: str) -> ssl.SSLContext | bool:
     """httpx's argument `verify`."""
     # Without TLS there is nothing to verify, and reading the authorities takes time.
-    return trust() if url.startswith("https:") else False
+    return ssl.create_default_context() if url.startswith("https:") else False
 
 
 def distrusted(error: BaseException) -> str:

@@ -13,12 +13,12 @@ import io
 import math
 import os
 import re
+import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -27,7 +27,7 @@ from aiohttp.http import RawResponseMessage
 from aiohttp.http_exceptions import BadHttpMessage
 from yarl import URL
 
-from toolkit.endpoints.target import distrusted, server_url, trust
+from toolkit.endpoints.target import distrusted, server_url
 from toolkit.errors import InputError
 
 MAX_HELD_BYTES = 1 << 18
@@ -248,26 +248,16 @@ class Upstream:
     """The server at `url`; a path in it is put before the paths of requests. Times are in seconds.
 
     Raises `InputError` for an invalid `url`. `silence_s` bounds the wait for the start of an answer
-    and for each next piece. `authorities` is a file of the authorities that may have signed its
-    certificate, by default the system's. `http` has its connections, with those of others.
+    and for each next piece. `http` has its connections, with those of others.
     """
 
-    def __init__(
-        self,
-        url: str,
-        silence_s: float,
-        authorities: Path | None = None,
-        http: HttpClient | None = None,
-    ) -> None:
+    def __init__(self, url: str, silence_s: float, http: HttpClient | None = None) -> None:
         self._url = server_url(url)
         if self._url.userinfo or self._url.query or self._url.fragment:
             text = "the URL of the server holds more than its address and a path"
             raise InputError(text, "leave the rest out")
-        if authorities is not None and self._url.scheme != "https":
-            text = f"'{url}' shows no certificate that {authorities} could have signed"
-            raise InputError(text, "https://, or none")
         self._base = str(self._url).rstrip("/").removesuffix("/v1")
-        self._tls = trust(authorities) if self._url.scheme == "https" else True
+        self._tls = ssl.create_default_context() if self._url.scheme == "https" else True
         self._http = http or HttpClient()
         self._timeout = aiohttp.ClientTimeout(
             total=None,

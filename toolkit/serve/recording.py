@@ -41,6 +41,7 @@ from toolkit.traces.types import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
 TOKEN_PATHS = ("/v1/completions", "/v1/chat/completions")
+SILENCE_S = 600.0  # of the upstream, after which a request is given up
 MAX_BODY_BYTES = 64 << 20
 MAX_EVENT_BYTES = 1 << 20  # of an incomplete event; a longer one passes unread
 MAX_WHOLE_BYTES = 16 << 20  # of a response without a stream; a longer one is not counted
@@ -57,19 +58,14 @@ _NULL = Raw(b"null")
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What to record, and where. Times are in seconds."""
+    """What to record, and where."""
 
     upstream: str
     host: str
     port: int
     out: Path
-    max_bytes: int
-    silence_s: float
-    ending_s: float
     insecure: bool = False
     block_tokens: int = 16  # of the blocks of prompts; 0: what they share is not noted
-    # The certificate authorities that are trusted for the upstream; None: the system's.
-    authorities: Path | None = None
 
 
 def record(order: Recording, on_ready: Callable[[str], None]) -> Counter[str]:
@@ -86,7 +82,7 @@ def record(order: Recording, on_ready: Callable[[str], None]) -> Counter[str]:
         )
     with (
         listen(order.host, order.port) as listener,
-        TraceLog(order.out, order.max_bytes) as log,
+        TraceLog(order.out) as log,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         return runner.run(_record(order, listener, log, on_ready))
@@ -95,7 +91,7 @@ def record(order: Recording, on_ready: Callable[[str], None]) -> Counter[str]:
 async def _record(
     order: Recording, listener: socket.socket, log: TraceLog, on_ready: Callable[[str], None]
 ) -> Counter[str]:
-    async with Upstream(order.upstream, order.silence_s, order.authorities) as upstream:
+    async with Upstream(order.upstream, SILENCE_S) as upstream:
         host, port = listener.getsockname()[:2]
         upstream_host, upstream_port = upstream.address
         if upstream_port == port and (upstream_host == host or is_loopback(upstream_host)):
@@ -107,8 +103,7 @@ async def _record(
         local = is_loopback(order.host)
         block_tokens = order.block_tokens
         recorder = TraceRecorder(upstream, log, local_hosts_only=local, block_tokens=block_tokens)
-        ending = Ending(timeout_s=order.ending_s)
-        await serve(recorder, listener, ending, lambda: on_ready(url(listener)))
+        await serve(recorder, listener, Ending(), lambda: on_ready(url(listener)))
         return recorder.ended
 
 

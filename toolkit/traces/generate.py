@@ -27,7 +27,7 @@ MIN_ALPHA = 0.1  # at this exponent, half of the lengths exceed 1,000 times the 
 MAX_ALPHA = 1000.0  # at this exponent, all lengths equal LOW
 MAX_REQUESTS = 10_000_000  # in one trace: about 1 GB while it is drawn and written
 MAX_TEMPLATES = 1_000_000
-MAX_ZIPF = 20.0  # at this exponent the first template has all but a millionth
+BLOCK_TOKENS = 16  # of the blocks in which shared prompts are written
 MAX_BLOCKS = 200_000_000  # of all prompts of one trace: about 8 GB while it is drawn
 # Gamma's shape is 1e-4 at this variation. Far above it every gap rounds to 0, so no trace ends.
 MAX_CV = 100.0
@@ -210,41 +210,37 @@ class SharedContent:
     """What generated prompts share: parts that they begin with, and conversations.
 
     Every prompt begins with the system prompt, then with one of the templates (the k-th most
-    frequent is chosen with a weight of 1 / k^zipf), then comes a part of its own. The prompt of a
-    later turn is the prompt before, its answer, and a part of its own. Impossible numbers raise
+    frequent is chosen with a weight of 1 / k), then comes a part of its own. The prompt of a later
+    turn is the prompt before, its answer, and a part of its own. Impossible numbers raise
     `InputError`.
     """
 
     system_tokens: int = 0
     templates: int = 0
     template: Lengths = Lengths("fixed", 512)
-    zipf: float = 1.0
     turns: Lengths | None = None  # per session; None: requests are independent
     think_ms: Lengths | None = None  # before each later turn; None: 0
-    block_tokens: int = 16
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("a system prompt of {:g} tokens", self.system_tokens, 0, MAX_LENGTH),
-            ("{:g} templates", self.templates, 0, MAX_TEMPLATES),
-            ("a Zipf exponent of {:g}", self.zipf, 0.0, MAX_ZIPF),
-            ("blocks of {:g} tokens", self.block_tokens, 1, MAX_LENGTH),
+        for name, value, most in (
+            ("a system prompt of {:g} tokens", self.system_tokens, MAX_LENGTH),
+            ("{:g} templates", self.templates, MAX_TEMPLATES),
         ):
-            if not low <= value <= high:
-                raise InputError(f"{name.format(value)}: not possible", f"give {low:g} to {high:g}")
+            if not 0 <= value <= most:
+                raise InputError(f"{name.format(value)}: not possible", f"give 0 to {most:g}")
 
     def __str__(self) -> str:
         parts = []
         if self.system_tokens:
             parts.append(f"a system prompt of {self.system_tokens} tokens")
         if self.templates:
-            parts.append(f"{self.templates} templates {self.template}, Zipf {self.zipf:g}")
+            parts.append(f"{self.templates} templates {self.template}")
         if self.turns:
             thought = f"after {self.think_ms} ms" if self.think_ms else "at once"
             parts.append(
                 f"sessions of {self.turns} turns, later ones {thought}, as if answers took no time"
             )
-        return f"{', '.join(parts)}; blocks of {self.block_tokens} tokens"
+        return ", ".join(parts)
 
 
 def generate(
@@ -329,7 +325,7 @@ def _requests(
     template = np.zeros(count, dtype=np.int64)
     ahead = np.full(count, content.system_tokens)
     if content.templates:
-        weights = np.arange(1, content.templates + 1) ** -content.zipf
+        weights = np.arange(1, content.templates + 1) ** -1.0
         template = rng.choice(content.templates, count, p=weights / weights.sum())
         ahead += content.template.draw(rng, content.templates)[template]
     added = np.where(first, 0, np.roll(answers, 1)) + own
@@ -372,13 +368,13 @@ def _content_blocks(
     """The blocks of prompts. A block is shared by all prompts with the part in which it ends: the
     system prompt, a template, or a session; the partial last block of a prompt by none.
     """
-    size = content.block_tokens
+    size = BLOCK_TOKENS
     counts = -(-prompts // size)
     blocks = int(counts.sum())
     if blocks > MAX_BLOCKS:
         raise InputError(
             f"prompts of {blocks:,} blocks are too many for one trace",
-            f"generate at most {MAX_BLOCKS:,}: fewer or shorter prompts, or larger --block-tokens",
+            f"generate at most {MAX_BLOCKS:,}: fewer or shorter prompts",
         )
     offsets = np.concatenate([[0], np.cumsum(counts)])
     row = np.repeat(np.arange(len(prompts)), counts)

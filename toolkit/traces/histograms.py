@@ -100,21 +100,18 @@ class LengthHistogram:
 
 
 def lengths_of(
-    samples: Iterable[Sample], model: str | None, longest: int, source: str
+    samples: Iterable[Sample], longest: int, source: str
 ) -> tuple[LengthHistogram, LengthHistogram]:
-    """Return the lengths of prompts and of outputs that a page of metrics counts, of one model.
+    """Return the lengths of prompts and of outputs that a page of metrics counts.
 
-    Raises `InputError` if it has no such histograms, counts no request, or has several models and
-    none is named.
+    Raises `InputError` if it has no such histograms, counts no request, or has several models.
     """
     ours = [sample for sample in samples if sample[0].startswith((PROMPT, OUTPUT))]
     known = sorted({labels.get(MODEL, "") for _, labels, _ in ours})
-    listed = ", ".join(f"'{name}'" for name in known) or "none"
-    if model is not None and model not in known:
-        raise InputError(f"{source}: no model '{model}'; it has {listed}", "name one")
-    if model is None and len(known) > 1:
-        raise InputError(f"{source}: requests of several models: {listed}", "choose with --model")
-    ours = [sample for sample in ours if model in (None, sample[1].get(MODEL, ""))]
+    if len(known) > 1:
+        listed = ", ".join(f"'{name}'" for name in known)
+        hint = f"keep the lines of one: grep '{MODEL}=\"{known[0]}\"'"
+        raise InputError(f"{source}: requests of several models: {listed}", hint)
     return _histogram(ours, PROMPT, longest, source), _histogram(ours, OUTPUT, longest, source)
 
 
