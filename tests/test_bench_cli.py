@@ -119,7 +119,7 @@ def test_a_part_of_the_trace_at_another_rate(capsys, trace):
     15 ms.
     """
     with sse_server() as server:
-        options = ["--rate", 200, "--start", 0.004, "--duration", 0.015]
+        options = ["--rate", 200, "--duration", 0.015]
         code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, *options, "--json")
     assert code == 0
     assert json.loads(printed)["requests"] == 3

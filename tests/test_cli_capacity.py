@@ -34,7 +34,7 @@ def test_simulate_keeps_the_targets_below_the_capacity_and_not_above(capacity, c
 
 
 def test_recipes_stand_side_by_side_with_what_they_cost(capacity):
-    words = "--price H200=3.6 --price A100=1.8 --rate 120 --no-at-once"
+    words = "--price H200=3.6 --price A100=1.8 --rate 120"
     one, other = capacity(f"{RECIPE} {OTHER} {words}")
     assert (one["recipe"], other["recipe"]) == (RECIPE, OTHER)
     assert one["capacity_rps"] > other["capacity_rps"]
@@ -50,7 +50,7 @@ def test_recipes_stand_side_by_side_with_what_they_cost(capacity):
 
 
 def test_the_most_requests_at_once_keep_the_targets_and_one_more_does_not(capacity):
-    [found] = capacity(f"{RECIPE} --sla mtpot_p99_s=0.1")
+    [found] = capacity(f"{RECIPE} --sla mtpot_p99_s=0.1 --at-once")
     curve = {point["load"]: point["kept"] for point in found["concurrency_curve"]}
     assert curve[found["concurrency"]]
     assert all(kept for load, kept in curve.items() if load < found["concurrency"])
@@ -58,11 +58,10 @@ def test_the_most_requests_at_once_keep_the_targets_and_one_more_does_not(capaci
 
 
 def test_policies_and_routers_are_rows_of_their_own(capacity):
-    words = f"{RECIPE} --no-at-once"
-    routed = capacity(f"{words} --workers 2 --routers least-requests")
+    routed = capacity(f"{RECIPE} --workers 2 --routers least-requests")
     settings = [one["settings"] for one in routed]
     assert settings == ["defaults", "router least-requests"]
-    one, other = capacity(f"{words} --policies past-future-sla")
+    one, other = capacity(f"{RECIPE} --policies past-future-sla")
     assert (one["policy"], other["policy"]) == ("vllm", "past-future-sla")
 
 
@@ -98,7 +97,7 @@ def test_wrong_words_are_one_line_and_a_hint(capsys, words):
 
 @pytest.mark.whole_traces
 def test_a_trace_that_is_over_too_soon_is_repeated(capacity):
-    [found] = capacity(f"{RECIPE} --trace bursty-small --no-at-once")
+    [found] = capacity(f"{RECIPE} --trace bursty-small")
     assert not found["at_least"]
     assert found["repeats"] > 1
     assert str(found["repeats"]) in found["changes"]
@@ -127,7 +126,7 @@ def sessions(tmp_path) -> str:
 
 
 def test_the_rate_of_sessions_is_the_one_that_is_served(capacity, capsys, sessions, tmp_path):
-    [found] = capacity(f"{RECIPE} --trace {sessions} --no-at-once")
+    [found] = capacity(f"{RECIPE} --trace {sessions}")
     rate = found["capacity_rps"]
     assert found["metrics"]["served_rps"] == rate
     nearest = min(found["curve"], key=lambda point: abs(point["load"] / rate - 1.0))
@@ -150,7 +149,7 @@ def test_long_outputs_stay_long_and_what_does_not_fit_is_counted(capacity, capsy
     recipe = tmp_path / f"{RECIPE}.yaml"
     text = recipe_path(RECIPE).read_text(encoding="utf-8")
     recipe.write_text(text.replace("max_model_len: 8192", "max_model_len: 7500"))
-    result = printed(capsys, f"capacity {recipe} --force --no-at-once --trace", file)
+    result = printed(capsys, f"capacity {recipe} --force --trace", file)
     [found] = result["capacities"]
     assert too_long > 0
     assert found["scaling"]["left_out"] == too_long
@@ -167,7 +166,7 @@ def test_targets_that_no_rate_keeps_are_named(capsys):
 
 
 def test_two_servers_or_one_on_two_gpus_is_one_command(capacity):
-    one, two = capacity(f"{RECIPE} --tp 1,2 --no-at-once")
+    one, two = capacity(f"{RECIPE} --tp 1,2")
     assert [(one["workers"], one["gpus"]), (two["workers"], two["gpus"])] == [(2, 2), (1, 2)]
     assert one["capacity_rps"] != two["capacity_rps"]
     assert one["analytic"]
@@ -182,20 +181,20 @@ def test_a_recipe_of_vllm_without_a_fit_gets_an_analytic_one(capsys, tmp_path):
     shipped = recipe_path(RECIPE).read_text(encoding="utf-8")
     mine = tmp_path / "mine.yaml"
     mine.write_text(shipped.replace(f"name: {RECIPE}", "name: mine"), encoding="utf-8")
-    assert "analytic" in ran(capsys, f"capacity {TRACE} --no-at-once", mine).err
+    assert "analytic" in ran(capsys, f"capacity {TRACE}", mine).err
 
 
 def test_with_a_worker_lost_the_others_serve_and_sizing_counts_it(capacity):
-    whole, lost = capacity(f"{RECIPE} --workers 3 --lost 1 --rate 150 --no-at-once")
+    whole, lost = capacity(f"{RECIPE} --workers 3 --lost 1 --rate 150")
     assert (whole["lost"], lost["lost"]) == (0, 1)
     assert (whole["gpus"], lost["gpus"]) == (3, 3)
-    [two] = capacity(f"{RECIPE} --workers 2 --no-at-once")
+    [two] = capacity(f"{RECIPE} --workers 2")
     assert lost["capacity_rps"] == two["capacity_rps"] < whole["capacity_rps"]
     assert lost["needed"]["workers"] == whole["needed"]["workers"] + 1
 
 
 def test_fp8_stands_beside_16_bits(capacity):
-    words = "--also model.quantization=fp8 --also engine.vllm.kv_cache_dtype=fp8 --no-at-once"
+    words = "--also model.quantization=fp8 --also engine.vllm.kv_cache_dtype=fp8"
     own, weights, cache = capacity(f"{RECIPE} {words}")
     assert weights["changed"] == {"model.quantization": "fp8"}
     assert cache["changed"] == {"engine.vllm.kv_cache_dtype": "fp8"}
@@ -207,7 +206,7 @@ def test_fp8_stands_beside_16_bits(capacity):
 def test_the_prefix_cache_is_judged_by_what_prompts_share(capsys, tmp_path):
     shared = tmp_path / "shared.jsonl"
     ran(capsys, f"trace generate --rate 10 --duration 30 --system-tokens 2000 --out {shared}")
-    words = f"capacity {RECIPE} --also prefix_caching=false --no-at-once --trace"
+    words = f"capacity {RECIPE} --also prefix_caching=false --trace"
     own, without = printed(capsys, words, shared)["capacities"]
     assert own["metrics"]["hit_percent"] > 50.0
     assert without["metrics"]["hit_percent"] == 0.0

@@ -46,7 +46,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         "trace convert link log.csv",
         "trace convert log.csv hard",
         "trace generate --metrics page --out page",
-        "trace record --upstream http://127.0.0.1:9 --upstream-ca log.csv --out log.csv",
         "profile recipe.yaml --out recipe.yaml",
         "fit profile.json --out profile.json",
         "tune recipe.yaml --out fit.json",
@@ -58,7 +57,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         "bench --trace log.csv --save-requests log.csv",
         "bench --plan plan.json --out plan.json",
         "bench --out new.json --save-requests new.json",
-        "simulate --fit fit.json --trace log.csv --png log.csv",
         "report recipe.yaml --out recipe.yaml",
         "report plan.json --out plan.json",
         "report recipe.yaml --out fit.json",
@@ -85,7 +83,6 @@ def test_an_output_that_is_an_input_is_refused(command, stage, capsys):
         "tune recipe.yaml --fit fit.json --trace log.csv --out",
         "render recipe.yaml --fit fit.json --out",
         "report plan.json --out",
-        "simulate --fit fit.json --trace log.csv --png",
         "bench --trace log.csv --out",
         "bench --trace log.csv --save-requests",
         "serve plan.json --request-log",
@@ -136,7 +133,7 @@ def test_every_option_that_names_a_file_to_write_is_checked():
     for _, command in every_command():
         for parameter in command.params:
             help_text = getattr(parameter, "help", None) or ""
-            writes = help_text.startswith(("Write", "Draw the plots to"))
+            writes = help_text.startswith("Write")
             if writes and not getattr(parameter, "is_flag", False):
                 found.add(parameter.name)
     assert found - {"target"} == set(OUTPUTS)  # `render --target` names a kind of files

@@ -101,12 +101,6 @@ def test_no_line_of_the_help_is_cut(width, monkeypatch, capsys):
         assert "\N{HORIZONTAL ELLIPSIS}" not in shown, name
 
 
-def test_the_help_names_the_extra_that_a_picture_needs(capsys):
-    """`llmctl-toolkit[plot]` would be taken for markup, and its brackets left out."""
-    shown = ran(capsys, "simulate --help").out
-    assert "extra 'plot'" in " ".join(shown.replace("│", "").split())
-
-
 def test_version(capsys):
     assert ran(capsys, "--version").out == f"llmctl {toolkit.__version__}\n"
 

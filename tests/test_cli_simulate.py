@@ -1,7 +1,6 @@
-"""`llmctl simulate`: several policies, routers and rates side by side, plots, notes, and Ctrl-C."""
+"""`llmctl simulate`: several policies, routers and rates side by side, notes, and Ctrl-C."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ from commands import printed, ran, refused
 from said import says
 
 from toolkit.cli import simulate as command
-from toolkit.cli.output import COLUMNS, ROWS, FigurePanel, bars, chart, draw
 from toolkit.files.io import write_file
 from toolkit.routing.routers import ROUTERS
 from toolkit.sched.policies import ORACLES, POLICIES, footnote
@@ -79,15 +77,6 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
     assert keys == sorted(keys)
 
 
-@pytest.mark.parametrize("words", ["", "--rate 10,20"])
-def test_every_plot_fits_the_terminal(words, stage, capsys):
-    line = f"simulate {stage} --policy fcfs,slice --sla ttft_p99_s=9 {words}"
-    out = ran(capsys, line).out
-    assert "goodput, requests/s" in out
-    assert "a fcfs  b slice" in out or "a slice  b fcfs" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize(
     ("words", "named", "remedy"),
     [
@@ -135,49 +124,6 @@ def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
     out, err = ran(capsys, f"simulate {stage} --policy slice,fcfs")
     assert says(err, "slice", "5 wait")
     assert " slice " in out
-
-
-def test_without_matplotlib_a_picture_is_refused_before_anything_runs(stage, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(command, "_all_runs", lambda *args: pytest.fail("it ran"))
-    error, hint = refused(capsys, f"simulate {stage} --policy all --png x.png")
-    assert says(error, "--png", "matplotlib")
-    assert says(hint, "llmctl-toolkit[plot]")
-
-
-@pytest.mark.slow
-def test_a_picture_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    panels = [
-        FigurePanel("bars", bars={"a": 1.0}),
-        FigurePanel("curves", curves={"a": ([1, 2], [3, 4])}, x_name="x", log_x=True),
-    ]
-    draw(panels, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bars_are_as_long_as_their_values():
-    lines = bars({"a": 1.0, "bb": 4.0, "c": 0.0}, unicode=False)
-    assert lines[1].count("#") > 40
-    assert lines[0].count("#") == round(lines[1].count("#") / 4)
-    assert lines[2].split() == ["c", "0"]
-    assert all(line.isascii() for line in lines)
-    assert "█" in bars({"a": 1.0}, unicode=True)[0]
-
-
-def test_a_curve_runs_from_corner_to_corner():
-    lines = chart({"up": ([0.0, 10.0], [0.0, 5.0]), "down": ([0.0, 10.0], [5.0, 0.0])}, x_name="x")
-    canvas = [line[10:].ljust(COLUMNS) for line in lines[:ROWS]]
-    assert (canvas[-1][0], canvas[0][-1]) == ("a", "a")
-    assert (canvas[0][0], canvas[-1][-1]) == ("b", "b")
-    assert lines[ROWS + 1].split() == ["0", "x", "10"]
-    assert lines[-1].split() == ["a", "up", "b", "down"]
-
-
-def test_a_log_axis_leaves_out_what_has_no_logarithm():
-    assert chart({"a": ([0.0], [1.0])}, x_name="x", log_x=True) == []
-    lines = chart({"a": ([0.0, 1.0, 100.0], [0.0, 1.0, 2.0])}, x_name="x", log_x=True)
-    assert lines[ROWS + 1].split()[0] == "1"
 
 
 def test_a_negative_seed_is_refused(capsys):

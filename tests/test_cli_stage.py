@@ -93,7 +93,6 @@ def test_a_recipe_with_a_changed_measured_part_is_not_the_fit_s(folder, capsys):
 
 def test_a_given_limit_replaces_the_recipe_s(folder, capsys):
     assert scaling(capsys, SIMULATE, "--max-new-tokens", "64")["max_new_tokens"] == 64
-    assert scaling(capsys, SIMULATE, "--no-fit-lengths") is None
 
 
 def test_a_recipe_without_effect_is_refused(folder, capsys):

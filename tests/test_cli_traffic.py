@@ -33,8 +33,6 @@ def lengths(tmp_path: Path) -> str:
     [
         "--rate 5 --concurrency 4",
         "--concurrency 0",
-        "--concurrency 4 --ramp -1",
-        "--ramp 3",
     ],
 )
 def test_options_that_contradict_each_other(words, capsys):
@@ -93,15 +91,6 @@ def test_a_request_that_fails_frees_its_place_too():
     assert all(sample.failure for sample in found)
     sent = [sample.scheduled_s for sample in found]
     assert max(sent[:2]) < 0.1 - CLOCK_TICK_S <= min(sent[2:])
-
-
-@pytest.mark.slow
-def test_the_first_requests_are_sent_over_the_ramp():
-    with sse_server(lambda body: None) as server:
-        load = replace(HIDDEN, lengths="given", timeout_s=0.2, concurrency=4, ramp_s=0.1)
-        found = run(find_target(server.url), trace_of(*[(0, 5, 1)] * 4), load, lambda: None)
-    for place, sample in enumerate(found.samples):
-        assert sample.scheduled_s >= 0.025 * place - CLOCK_TICK_S
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from orders import changed
 from said import says
 
 from toolkit.files.io import head, shipped_fits, write_file
-from toolkit.files.shipped import shipped_names
 
 LIMIT = "256"
 MODEL = {
@@ -108,17 +107,6 @@ def test_without_a_fit_those_that_ship_are_named(tmp_path, monkeypatch, capsys):
     assert says(error, "fit.json")
     assert says(hint, "llmctl fit PROFILE", "--fit")
     assert [name for name in shipped_fits() if name not in hint] == []
-
-
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_report_needs_its_folder(kind, tmp_path, capsys):
-    folder = tmp_path / "there"
-    page = tmp_path / "report.html"
-    if kind == "file":
-        folder.write_text("")
-    said = refused(capsys, "report", shipped_names()[0], "--folder", folder, "--out", page)
-    assert says(said[0], f"--folder {folder}")
-    assert not page.exists()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ CASES = [
 def test_from_one_command_to_an_answer(tmp_path, monkeypatch, capsys, words, answer):
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text(ran(capsys, f"recipe new {words}").out, encoding="utf-8")
-    capacity = "capacity recipe.yaml --trace chat-small --no-at-once"
+    capacity = "capacity recipe.yaml --trace chat-small"
     if isinstance(answer, str):
         assert answer in refused(capsys, capacity)[0]
         return

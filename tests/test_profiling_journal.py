@@ -127,12 +127,6 @@ def test_a_slightly_changed_budget_is_the_same_engine(path):
         assert journal.results == RESULTS
 
 
-def test_fresh_sets_an_existing_journal_aside(path):
-    with Journal(path, NOW, fresh=True) as journal:
-        assert journal.results == {}
-        assert journal.set_aside == "--fresh was given"
-
-
 def test_a_file_that_is_not_a_journal_is_set_aside(tmp_path):
     path = tmp_path / "x.partial"
     path.write_text("hello\n")

@@ -11,7 +11,7 @@ from test_sim_contract import CASES, world
 from test_sim_replicas import POLICY, same
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import bilinear_law, unit_step
+from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.routing.routers import make_router
 from toolkit.sched.policies import make_policy
@@ -40,11 +40,10 @@ def check(
     result: SimResult,
     concurrency: int,
     delay_s: float = 0.0,
-    ramp_s: float = 0.0,
     late_s: float = 0.0,
 ) -> None:
-    """Requests start in order, each at the time when a place became free: the first places at once
-    or spread over the ramp, the others when a client saw a request end.
+    """Requests start in order, each at the time when a place became free: the first places at once,
+    the others when a client saw a request end.
 
     The mean client sees an end `delay_s` later, and none later than twice that. The next may come
     `late_s` later: when the round is over in which a request ended.
@@ -53,8 +52,7 @@ def check(
     assert served.ok.all()
     starts_s = served.arrival_s
     assert (np.diff(starts_s) >= 0).all()
-    places_s = [place * ramp_s / concurrency for place in range(concurrency)]
-    free_s = np.sort(np.concatenate([places_s, served.finish_s]))[: len(served)]
+    free_s = np.sort(np.concatenate([np.zeros(concurrency), served.finish_s]))[: len(served)]
     np.testing.assert_allclose(starts_s, free_s, atol=delay_s + late_s + 1e-9)
     # the last ends are not all followed, so that their mean may be off by a few of these
     few_s = 2 * delay_s * concurrency / len(served)
@@ -62,8 +60,8 @@ def check(
     assert result.concurrency == concurrency
 
 
-def at_once(there: World, concurrency: int, ramp_s: float = 0.0) -> World:
-    return replace(there, concurrency=concurrency, ramp_s=ramp_s)
+def at_once(there: World, concurrency: int) -> World:
+    return replace(there, concurrency=concurrency)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,23 +153,6 @@ def test_as_many_as_there_are_requests_is_a_backlog(
     same(simulate(trace, serving, at_once(there, concurrency)), simulate(backlog, serving, there))
 
 
-@pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "mlfq", "vllm"])
-@pytest.mark.parametrize("ramp_s", [0.3, 1000.0])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_first_places_open_over_the_ramp(policy: str, ramp_s: float, workers: int) -> None:
-    serving, there = chosen(policy, workers)
-    check(simulate(some(limit=30), serving, at_once(there, 8, ramp_s)), 8, ramp_s=ramp_s)
-
-
-def test_places_that_open_while_a_long_batch_runs_are_no_stall() -> None:
-    """2,000 places open one after another while a batch of one row runs for 10,000 steps."""
-    count = 2_000
-    output = np.array([10_000] + [1] * count)
-    trace = Trace(np.zeros(count + 1), np.ones(count + 1, dtype=int), output, output)
-    there = World(unit_step(), ZetaMemory(10**6), 1, 10_000, concurrency=count, ramp_s=5_000.0)
-    assert simulate(trace, make_policy("sequence", {}), there).served.ok.all()
-
-
 def test_an_early_row_of_a_batch_frees_its_place_at_once() -> None:
     """Two workers: one runs a batch of a short and a long row, and the other gets the next."""
     output = np.array([9, 2, 3, 3])
@@ -213,19 +194,18 @@ def test_a_request_that_is_given_up_frees_its_place() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@example(seed=0, concurrency=19, workers=1, ramp_s=0.4, case="mlfq, in chunks")
+@example(seed=0, concurrency=19, workers=1, case="mlfq, in chunks")
 @given(
     seed=st.integers(0, 1000),
     concurrency=st.integers(1, 40),
     workers=st.integers(1, 3),
-    ramp_s=st.sampled_from([0.0, 0.4]),
     case=st.sampled_from(sorted(CASES)),
 )
-def test_any_world(seed: int, concurrency: int, workers: int, ramp_s: float, case: str) -> None:
+def test_any_world(seed: int, concurrency: int, workers: int, case: str) -> None:
     name, parameters = CASES[case]
-    there = at_once(world(workers), concurrency, ramp_s)
+    there = at_once(world(workers), concurrency)
     result = simulate(some(40, seed, limit=30), make_policy(name, parameters), there)
-    check(result, concurrency, ramp_s=ramp_s, late_s=0.01 if "chunk" in case else 0.0)
+    check(result, concurrency, late_s=0.01 if "chunk" in case else 0.0)
 
 
 def test_the_trace_gives_only_the_order() -> None:
@@ -235,7 +215,6 @@ def test_the_trace_gives_only_the_order() -> None:
     assert simulate(trace, VllmPolicy(), there).served.arrival_s.tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("wrong", [{"concurrency": -1}, {"concurrency": 2, "ramp_s": -1.0}])
-def test_a_load_that_is_not_possible_is_refused(wrong: dict[str, float]) -> None:
+def test_a_load_that_is_not_possible_is_refused() -> None:
     with pytest.raises(InputError):
-        simulate(some(5, limit=30), make_policy("fcfs", {}), replace(world(1), **wrong))
+        simulate(some(5, limit=30), make_policy("fcfs", {}), replace(world(1), concurrency=-1))

@@ -12,6 +12,7 @@ import samples
 from commands import llmctl
 from said import says
 
+from toolkit.cli.stage import result_notes
 from toolkit.errors import InputError
 from toolkit.files.fit import Range
 from toolkit.files.io import write_file
@@ -179,18 +180,12 @@ def test_requests_that_cannot_leave_the_range_are_not_counted() -> None:
     assert not valid.holds(requests[:2], [5, 6])
 
 
-def test_simulate_warns_of_extrapolation_and_counts_the_rejected(
-    fit_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = tmp_path / "trace.jsonl"
-    write_trace(trace_of([600, 9000, 20], [10, 10, 10]), trace)
-    words = f"simulate --trace {trace} --fit {fit_file} --no-fit-lengths --max-new-tokens 256"
-    assert llmctl(*words.split(), "--json") == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert (found["refused"], found["requests"]) == (1, 3)
-    assert says(err, "1 request", "number 2", "9256")
-    assert says(err, "100 %", "batches")
+def test_requests_that_were_rejected_and_extrapolated_are_counted() -> None:
+    policy = make_policy("slice", {})
+    world = make_world(samples.fit(), {}, max_new_tokens=256)
+    result = simulate(trace_of([600, 9000, 20], [10, 10, 10]), policy, world)
+    lines = result_notes(result.refusals, result.metrics({}), world.range_of(policy.name))
+    assert says(" ".join(lines), "1 request", "number 2", "100 %", "batches")
 
 
 def test_without_extrapolation_there_is_no_warning() -> None:
@@ -203,11 +198,11 @@ def test_a_capacity_below_the_longest_prompt_is_one_line(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     write_trace(trace_of([500, 20], [10, 10]), trace)
-    words = f"simulate --trace {trace} --set capacity_tokens=400 --max-new-tokens 256"
-    for fit in (fit_file, "unit-step"):
-        assert llmctl(*words.split(), "--fit", fit, "--no-fit-lengths") == 2
-        line, hint = capsys.readouterr().err.splitlines()
-        assert says(line, "capacity_tokens", "400", "500")
+    for fit, capacity, longest in ((fit_file, 100, 256), ("unit-step", 400, 500)):
+        words = f"--set capacity_tokens={capacity} --max-new-tokens 256 --fit {fit}"
+        assert llmctl("simulate", "--trace", trace, *words.split()) == 2
+        *_, line, hint = capsys.readouterr().err.splitlines()
+        assert says(line, "capacity_tokens", f"{capacity}", f"{longest}")
         assert hint.startswith("hint: ")
 
 

@@ -51,7 +51,6 @@ ONLY_IN = {
     "httptools": ("endpoints/", "serve/"),
     "yaml": ("files/", "catalogue/tables.py"),
     "typer": "cli/",
-    "matplotlib": "cli/output.py",
 }  # fmt: skip
 NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 NOT_IN_SCHED = {

@@ -51,7 +51,7 @@ class Capacity:
     def by(self, *benches: str) -> tuple[float, str]:
         """The capacity by the speed that these benches saw, and the limit that breaks above it."""
         seen = [word for bench in benches for word in ("--bench", bench)]
-        words = [*self._words, *seen, "--no-at-once", "--json"]
+        words = [*self._words, *seen, "--json"]
         [told] = json.loads(self._work.llmctl("capacity", *words))["capacities"]
         return float(told["capacity_rps"]), str(told["binding"])
 

@@ -92,9 +92,11 @@ def unpack(wheel: Path, site: Path) -> None:
 
 def check(version: str, python: str, results: Path) -> int:
     """Run `llmctl vllm-check` with a release; its exit code."""
-    file = results / f"{version}.json"
-    words = [*LLMCTL, "vllm-check", "--python", python, "--out", str(file)]
-    return subprocess.run(words).returncode
+    words = [*LLMCTL, "vllm-check", "--python", python, "--json"]
+    done = subprocess.run(words, stdout=subprocess.PIPE)
+    if done.stdout:
+        (results / f"{version}.json").write_bytes(done.stdout)
+    return done.returncode
 
 
 def options() -> argparse.Namespace:

@@ -71,7 +71,7 @@ def capacity(recipe: str, trace: str) -> dict[str, Any]:
     began_s = time.monotonic()
     for seed in range(CAPACITY_SEEDS):
         words = ["capacity", *_recipe(recipe), "--trace", trace, "--seed", str(seed)]
-        told = json.loads(llmctl(*words, "--no-at-once", "--json").stdout)
+        told = json.loads(llmctl(*words, "--json").stdout)
         rates.append(told["capacities"][0]["capacity_rps"])
     took_s = (time.monotonic() - began_s) / CAPACITY_SEEDS
     middle = sorted(rates)[len(rates) // 2]

@@ -237,7 +237,6 @@ def simulated(row: Row, protocol: Protocol, recipe: Path, fit: Path) -> dict[str
         recipe=recipe,
         trace=str(trace),
         concurrency=row.concurrency,
-        fit_lengths=False,
         as_json=True,
     )
     found: dict[str, float] = json.loads(printed)

@@ -137,8 +137,8 @@ class LoadSpec:
     the trace has none), and only the engine gets the output length. With 'given', max_tokens is
     the output length, so the scheduler knows it.
 
-    With a `concurrency` so many requests run at once, in the trace's order; the first ones start
-    spread over `ramp_s`. 0: they are sent at the trace's times.
+    With a `concurrency` so many requests run at once, in the trace's order. 0: they are sent at the
+    trace's times.
     """
 
     lengths: Lengths
@@ -148,7 +148,6 @@ class LoadSpec:
     seed: int = 0
     dialect: Dialect = FULL
     concurrency: int = 0
-    ramp_s: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -341,9 +340,8 @@ class _Sender:
         load = self._load
         if load.concurrency:
             rows = iter(self._firsts)
-            for place in range(min(load.concurrency, len(self._firsts))):
-                at_s = place * load.ramp_s / load.concurrency
-                self._running.add(asyncio.create_task(self._place(at_s, rows)))
+            for _ in range(min(load.concurrency, len(self._firsts))):
+                self._running.add(asyncio.create_task(self._place(rows)))
             await asyncio.gather(*self._running)
             return
         for row in self._firsts:
@@ -390,9 +388,8 @@ class _Sender:
         session = str(self._sessions[row]) if self._sessions else ""
         return make_request(self._target, fields, session)
 
-    async def _place(self, at_s: float, rows: Iterator[int]) -> None:
-        """From `at_s` on, take the next of `rows` and send its request, one after the other."""
-        await asyncio.sleep(at_s - self.clock())
+    async def _place(self, rows: Iterator[int]) -> None:
+        """Take the next of `rows` and send its request, one after the other."""
         for row in rows:
             sample = self._samples[row]
             sample.scheduled_s = self.clock()

@@ -58,7 +58,7 @@ def predicted(
     if not isinstance(policy, VllmPolicy):  # which has a law of its own, and a front
         world = world.under(policy)
     if load is not None:
-        world = replace(world, concurrency=load.concurrency, ramp_s=load.ramp_s)
+        world = replace(world, concurrency=load.concurrency)
     if isinstance(policy, VllmPolicy) and plan.workers > 1 and traits_of(recipe.engine.name).server:
         refuses = recipe.serve.admission == "targets"
         limits = LatencyLimits.of(recipe.sla) if refuses else UNLIMITED

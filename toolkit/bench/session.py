@@ -70,9 +70,7 @@ class RequestSettings:
     seed: int = 0
     # closed: a later turn follows the end of the turn before (None: if the trace has sessions)
     loop: Loop | None = None
-    # so many requests at once, the first ones spread over `ramp_s`; 0: they are sent at their times
-    concurrency: int = 0
-    ramp_s: float = 0.0
+    concurrency: int = 0  # so many requests at once; 0: they are sent at their times
 
 
 def unused_seed() -> int:
@@ -154,7 +152,6 @@ def prepare_replay(
         seed=settings.seed,
         dialect=dialect,
         concurrency=settings.concurrency,
-        ramp_s=settings.ramp_s,
     )
     return ReplaySetup(target, whole, load)
 

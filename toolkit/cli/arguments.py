@@ -28,7 +28,6 @@ CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which
 OUTPUTS = (
     "out",
     "plan_out",
-    "png",
     "html",
     "save_requests",
     "event_log",

@@ -65,7 +65,6 @@ class BenchOptions(TrafficOptions):
         "Replay the first window that the search of this tuning.json did not see, at the tuned "
         "rate; with --rate the same requests at another one.",
     )
-    start: float | None = option(None, "Skip this many seconds of the (scaled) trace.", min=0.0)
     duration: float | None = option(
         None,
         "Replay this many seconds at most; default: to the end of the trace, or of the window.",
@@ -129,8 +128,6 @@ def bench(args: BenchOptions) -> None:
         check_writable(file)
     planned = read_file(Plan, args.plan) if args.plan else None
     targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
-    if args.tuning:
-        refuse_useless({"--start": args.start}, "--tuning says which part is replayed")
     traffic = read_traffic(args, args.rate)
     tuned = read_tuning(args.tuning, {"trace": traffic.path})
     rate = tuned.request_rate_rps if tuned and args.rate is None else args.rate
@@ -143,14 +140,13 @@ def bench(args: BenchOptions) -> None:
         unused_seed() if args.seed is None else args.seed,
         args.loop,
         concurrency=traffic.concurrency,
-        ramp_s=traffic.ramp_s,
     )
     setup = _prepare_replay(args, traffic.trace, planned, settings)
     note(*setup.notes)
     try:
         if args.load is not None:
             setup = _at_load(args.load, planned, setup, args.warmup)
-        start_s = args.start or 0.0
+        start_s = 0.0
         duration_s = args.duration
         if tuned:
             start_s, lasts_s = held_out_window(tuned, setup.trace)
@@ -303,7 +299,7 @@ def held_out_window(tuning: Tuning, trace: Trace) -> tuple[float, float]:
     if tuning.concurrency or not tuning.held_out_windows:
         raise InputError(
             "--tuning: it has no window of a rate that its search did not see",
-            "leave it out, and name the part with --start and --duration",
+            "leave it out; `llmctl trace convert --start` cuts a part",
         )
     window = tuning.held_out_windows[0]
     slower = tuning.request_rate_rps / mean_rate(trace)

@@ -34,15 +34,7 @@ from toolkit.cli.basis import (
     plain,
     read_tuning,
 )
-from toolkit.cli.output import (
-    FigurePanel,
-    emit,
-    note,
-    paragraph,
-    progress,
-    show_panels,
-    table,
-)
+from toolkit.cli.output import emit, note, paragraph, progress, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
@@ -60,8 +52,6 @@ if TYPE_CHECKING:
 
 SIMULATIONS = 14  # of each capacity, about
 LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
-MOST_AT_ONCE = 200_000  # requests: of more, requests at once are searched only if asked for
-CURVE_RATIO = 1.5  # the used share of a limit up to which the chart goes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +104,7 @@ class CapacityOptions:
         "workers as the same GPUs make; of measured recipes only those measured so.",
         metavar="N,...",
     )
-    at_once: bool | None = option(
-        None,
-        "Also find the most requests at once that keep the limits; default: of traces up to "
-        f"{MOST_AT_ONCE:,} requests.",
-        "--at-once/--no-at-once",
-    )
+    at_once: bool = option(False, "Also find the most requests at once that keep the limits.")
     sla: SlaOption = None
     price: list[str] | None = option(
         None,
@@ -134,13 +119,6 @@ class CapacityOptions:
     force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     seed: int | None = option(
         None, "Draw memory limits and the policies' samples from this seed.", min=0
-    )
-    jobs: int | None = option(
-        None,
-        f"Simulate in this many processes; default: two for traces of {LONG_TRACE:,} requests and "
-        "more, else one.",
-        min=1,
-        max=1024,
     )
     html: Path | None = option(None, "Write a page with the curves to this file.")
     as_json: JsonOption = False
@@ -157,8 +135,8 @@ class Rated:
 
 @command_of(CapacityOptions)
 def command(args: CapacityOptions) -> None:
-    """Find the highest rate, and the most requests at once, at which a recipe keeps all targets on
-    a whole trace; for several recipes, policies and routers side by side.
+    """Find the highest rate at which a recipe keeps all targets on a whole trace; for several
+    recipes, policies and routers side by side.
 
     The arrivals of the trace are compressed until a target breaks, found to 1 %, to 2 % for a very
     long trace; all rates have the same requests and draws. A trace that would be over before a
@@ -201,19 +179,15 @@ def command(args: CapacityOptions) -> None:
     note_trace(traces[0])
     found: list[Measured] = []
     longest = max(len(trace) for trace in traces)
-    at_once = longest <= MOST_AT_ONCE if args.at_once is None else args.at_once
-    if args.at_once is None and not at_once:
-        note(f"requests at once: not searched with {longest:,} requests; --at-once does it")
-    total = SIMULATIONS * (1 + at_once) * len(deployments)
-    usual_jobs = min(2, usable_cpus()) if longest >= LONG_TRACE else 1  # loads are tried in pairs
-    jobs = args.jobs or usual_jobs
+    total = SIMULATIONS * (1 + args.at_once) * len(deployments)
+    jobs = min(2, usable_cpus()) if longest >= LONG_TRACE else 1  # loads are tried in pairs
     with ProcessPool(jobs) as pool, progress("capacity", total) as advance:
         runner: Runner = pool if jobs > 1 else InProcessRunner()
         for deployment, trace in zip(deployments, traces, strict=True):
             told = f"{deployment.recipe.name}, {deployment.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
             found.append(
-                measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=at_once)
+                measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.at_once)
             )
     result = Capacities(
         trace=plain(traces[0]),
@@ -533,7 +507,6 @@ def _show(result: Capacities) -> None:
     table(columns, rows, title)
     _show_costs(result)
     _show_needed(result)
-    show_panels(_panels(result))
     print()
     for line in conclusion(result):
         paragraph(line)
@@ -568,35 +541,3 @@ def _show_needed(result: Capacities) -> None:
     about = bracketed(fitted.pop()) if len(fitted) == 1 else ""
     title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s{about}"
     table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)
-
-
-def _panels(result: Capacities) -> list[FigurePanel]:
-    """Each target's used share over the rate, and the attainment; of several, the limit that
-    binds.
-    """
-    curves: dict[str, tuple[list[float], list[float]]] = {}
-    reached: dict[str, tuple[list[float], list[float]]] = {}
-    single = len(result.capacities) == 1
-    for one in result.capacities:
-        points = [p for p in one.curve if max(p.usage.values(), default=0.0) <= CURVE_RATIO]
-        if len(points) < 2:
-            continue
-        loads = [point.load for point in points]
-        if single:
-            for key in result.sla:
-                curves[key] = (loads, [point.usage.get(key, 0.0) for point in points])
-        else:
-            curves[one.name] = (loads, [max(point.usage.values()) for point in points])
-        reached[one.name] = (
-            [point.load for point in one.curve],
-            [point.attainment_percent for point in one.curve],
-        )
-    if not curves:
-        return []
-    what = "each target over its limit" if single else "the target that binds, over its limit"
-    return [
-        FigurePanel(f"{what} (1: it breaks)", curves=curves, x_name="requests/s that arrive"),
-        FigurePanel(
-            "requests within all targets, %", curves=reached, x_name="requests/s that arrive"
-        ),
-    ]

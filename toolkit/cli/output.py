@@ -9,23 +9,17 @@ from __future__ import annotations
 import codecs
 import io
 import json
-import math
 import shutil
 import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from string import ascii_lowercase
 from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Any, TextIO
 
 from toolkit.endpoints.foreign import escaped
-from toolkit.errors import InputError
-from toolkit.extras import install
 from toolkit.units import number
 
 if TYPE_CHECKING:
@@ -328,173 +322,3 @@ def put_trace(trace: Trace, out: Path, as_json: bool, added: int | None = None) 
     if not as_json:
         for line in trace.notes:
             note(f"  {line}")
-
-
-# Plots: for the terminal as plain text (bars, curves of one letter each, and points), and for
-# `llmctl simulate --png` with matplotlib, of the extra `plot`.
-
-EIGHTHS = " ▏▎▍▌▋▊▉"
-ROWS = 12
-COLUMNS = 60
-Curve = tuple[Sequence[float], Sequence[float]]  # x ascending, y
-
-
-def bars(values: Mapping[str, float], *, unicode: bool) -> list[str]:
-    """A line per value: its name, a bar as long as its share of the largest, the value. Without
-    `unicode` bars are of '#'.
-    """
-    names = max(map(len, values))
-    figures = {name: number(value) for name, value in values.items()}
-    room = WIDTH - names - max(map(len, figures.values())) - 3
-    most = max(*values.values(), 0.0) or 1.0
-    lines = []
-    for name, value in values.items():
-        bar = "#" * round(value / most * room)
-        if unicode:
-            whole, rest = divmod(round(value / most * room * len(EIGHTHS)), len(EIGHTHS))
-            bar = "█" * whole + EIGHTHS[rest].strip()
-        lines.append(f" {name:<{names}} {bar} {figures[name]}")
-    return lines
-
-
-def chart(curves: Mapping[str, Curve], *, x_name: str, log_x: bool = False) -> list[str]:
-    """Curves over a common axis, linear between their points; where two meet, the first is drawn.
-
-    With `log_x` equal distances are equal factors, and points at x <= 0 are left out.
-    """
-    import numpy as np
-
-    scale = np.log if log_x else np.asarray
-    kept: dict[str, Curve] = {}
-    for name, curve in curves.items():
-        pairs = [(x, y) for x, y in zip(*curve, strict=True) if x > 0 or not log_x]
-        if pairs:
-            kept[name] = ([x for x, _ in pairs], [y for _, y in pairs])
-    if not kept:
-        return []
-    low = min(xs[0] for xs, _ in kept.values())
-    high = max(xs[-1] for xs, _ in kept.values())
-    top = max(max(ys) for _, ys in kept.values()) or 1.0
-    grid = np.linspace(scale(low), scale(high), COLUMNS)
-    canvas = [[" "] * COLUMNS for _ in range(ROWS)]
-    legend = [" " * 9]  # letters and names, as many per line as fit
-    for letter, (name, (xs, ys)) in zip(cycle(ascii_lowercase), kept.items(), strict=False):
-        places = scale(np.asarray(xs, dtype=float))
-        heights = np.interp(grid, places, ys, left=np.nan, right=np.nan)
-        for column, height in enumerate(heights):
-            if not np.isnan(height):
-                row = ROWS - 1 - round(float(height) / top * (ROWS - 1))
-                canvas[row][column] = letter if canvas[row][column] == " " else canvas[row][column]
-        word = f" {letter} {name} "
-        if len(legend[-1]) + len(word) > WIDTH:
-            legend.append(" " * 9)
-        legend[-1] += word
-    return [*_framed(canvas, top), _axis(low, high, x_name), *map(str.rstrip, legend)]
-
-
-@dataclass(slots=True, frozen=True)
-class PlotPoint:
-    """A point, and the character that marks it. Later points are drawn over earlier ones."""
-
-    x: float
-    y: float
-    mark: str
-
-
-def scatter(points: Sequence[PlotPoint], *, x_name: str) -> list[str]:
-    """Points on axes from the least value to the greatest; x is logarithmic if all are positive."""
-    if not points:
-        return []
-    xs = [point.x for point in points]
-    ys = [point.y for point in points]
-    along = math.log if min(xs) > 0 else float
-    canvas = [[" "] * COLUMNS for _ in range(ROWS)]
-    for point in points:
-        column = _place(along(point.x), along(min(xs)), along(max(xs)), COLUMNS)
-        canvas[ROWS - 1 - _place(point.y, min(ys), max(ys), ROWS)][column] = point.mark
-    return [*_framed(canvas, max(ys), number(min(ys))), _axis(min(xs), max(xs), x_name)]
-
-
-def _place(value: float, low: float, high: float, cells: int) -> int:
-    """The cell of `value` where `low` is the first and `high` the last."""
-    return round((value - low) / (high - low) * (cells - 1)) if high > low else 0
-
-
-def _framed(canvas: Sequence[Sequence[str]], top: float, bottom: str = "0") -> list[str]:
-    labels = {0: number(top), len(canvas) - 1: bottom}
-    return [f"{labels.get(k, ''):>8} |{''.join(row)}".rstrip() for k, row in enumerate(canvas)] + [
-        " " * 9 + "+" + "-" * COLUMNS
-    ]
-
-
-def _axis(low: float, high: float, name: str) -> str:
-    left = number(low)
-    right = number(high)
-    return " " * 10 + left + name.center(COLUMNS - len(left) - len(right)) + right
-
-
-@dataclass(frozen=True, slots=True)
-class FigurePanel:
-    """A panel with bars or curves, by name."""
-
-    title: str
-    bars: Mapping[str, float] | None = None
-    curves: Mapping[str, Curve] | None = None
-    x_name: str = ""
-    log_x: bool = False
-
-
-def show_panels(panels: Sequence[FigurePanel]) -> None:
-    """Print the panels as text, one below the other."""
-    for panel in panels:
-        print(f"\n{panel.title}")
-        if panel.bars is not None:
-            unicode = sys.stdout.isatty() and shows_unicode()
-            print("\n".join(bars(panel.bars, unicode=unicode)))
-        if panel.curves is not None:
-            print("\n".join(chart(panel.curves, x_name=panel.x_name, log_x=panel.log_x)))
-
-
-def check_png(path: Path) -> None:
-    """`InputError` with the remedy where `draw` could not write this file, or matplotlib is not
-    installed.
-    """
-    from toolkit.files.io import check_writable
-
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "--png needs matplotlib, which is not installed", install("plot")
-        ) from None
-    check_writable(path)
-
-
-def draw(panels: Sequence[FigurePanel], path: Path) -> None:
-    """Write the panels side by side as a PNG, and say so. `InputError` where the file cannot be
-    written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from toolkit.files.io import write_bytes
-
-    figure = Figure(figsize=(6.4 * len(panels), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.set_title(panel.title)
-        if panel.bars is not None:
-            axes.barh(list(panel.bars), list(panel.bars.values()))
-            axes.invert_yaxis()  # the first on top
-            continue
-        for name, (xs, ys) in (panel.curves or {}).items():
-            axes.plot(xs, ys, label=name, marker="o" if len(xs) < 30 else None)
-        axes.set_xlabel(panel.x_name)
-        if panel.log_x:
-            axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    write_bytes(path, picture.getvalue())
-    note(f"wrote {path}")

@@ -26,7 +26,7 @@ from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, TargetMissedError
-from toolkit.files.fit import Fit, LatencyFit, OverheadFit, PipelineFit
+from toolkit.files.fit import Fit, LatencyFit, OverheadFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
@@ -34,7 +34,6 @@ from toolkit.report.rows import error_cells
 from toolkit.units import counted, number, percent, seconds, size
 
 if TYPE_CHECKING:
-    from toolkit.estimators.fitting import FittedLaw, FittedProfile
     from toolkit.profiling.run import ProfileWork
 
 OTHERS_MAX_PERCENT = 10.0  # CPU use of other programs that does not yet distort the laws
@@ -46,9 +45,6 @@ EXPLAINED_PERCENT = 10.0  # a law with a median error above this says which poin
 class ProfileOptions:
     recipe: RecipeArgument
     out: Path = option(Path("profile.json"), "Write the profile to this file.")
-    fresh: bool = option(
-        False, "Start from the beginning, and ignore the results of an interrupted run."
-    )
     analytic: bool = option(
         False,
         "Measure nothing; compute the passes of vLLM on a GPU from its measured operators.",
@@ -68,7 +64,7 @@ def profile(args: ProfileOptions) -> None:
     the memory edge.
 
     The same command resumes an interrupted run, even after kill -9: the measurements so far are in
-    a file beside the profile until that is written.
+    OUT.partial until the profile is written.
     """
     from toolkit.backends import backend_of
     from toolkit.profiling.run import OtherLoad, journal_path
@@ -84,7 +80,7 @@ def profile(args: ProfileOptions) -> None:
     with ExitStack() as stack:
         loaded = _with_drafts(open_recipe(recipe).measured, args.drafts)
         timed = backend_of(loaded.engine.name).timed
-        measured = measure(loaded, recipe, out, TerminalWatch(stack), fresh=args.fresh, timed=timed)
+        measured = measure(loaded, recipe, out, TerminalWatch(stack), timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
     if not measured.engine.is_server:  # the CPU time of a server would count as other programs'
@@ -129,7 +125,6 @@ class FitOptions:
         metavar="LOG",
     )
     recipe: Path | None = option(None, "The recipe of that server.", **RECIPE)
-    points: bool = option(False, "Print the held-out error of every point, too.")
     max_error: float | None = option(
         None,
         "Exit with 4 where a law is off by more than this percentage in the median: on held-out "
@@ -161,7 +156,7 @@ def fit(args: FitOptions) -> None:
 
         made = with_pass_errors(made)
     write_file(made, args.out)
-    emit(args.as_json, made, lambda: show_fit(made, fitted if args.points else None))
+    emit(args.as_json, made, lambda: show_fit(made))
     note(*analytic_notes(measured.engine))
     passes = made.steps
     if passes and passes.async_scheduling and not (passes.pipeline or measured.engine.analytic):
@@ -313,8 +308,8 @@ def show_profile(measured: Profile) -> None:
         note(f"{counted(count, 'point')} not measured: {reason}")
 
 
-def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
-    """Print a fit for people; with `fitted` also the held-out error of every point."""
+def show_fit(fit: Fit) -> None:
+    """Print the laws of a fit with their errors, and the edge of memory."""
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
     rows: list[tuple[object, ...]] = []
     for name, law in laws:
@@ -338,66 +333,6 @@ def show_fit(fit: Fit, fitted: FittedProfile | None = None) -> None:
         usable = number(int(fit.rounds.usable_share * memory.capacity_tokens))
         of_capacity = f"{fit.rounds.usable_share:.3f} of the capacity"
         print(f"in rounds: rows x longest <= {usable} tokens, {of_capacity}")
-    print()
-    coefficients: list[list[str]] = []
-    for name, law in laws:
-        for one in law.segments:
-            values = (one.nl, one.n, one.l, one.const, one.nll, one.flat)
-            in_us = [number(value * 1e6) for value in values]
-            coefficients.append([name, str(one.batch_size_min), *in_us])
-    columns = ["law", ">N from", ">N*L", ">N", ">L", ">1", ">N*L^2", ">at least"]
-    if not any(segment.flat for segment in fit.decode.segments):
-        columns = columns[:-1]
-    table(columns, coefficients, "coefficients in microseconds")
-    if fit.steps and fit.steps.pipeline:
-        _show_pipeline(fit.steps.pipeline)
-    errors = [{tried.form: tried.error for tried in law.candidates} for _, law in laws]
-    forms = []
-    for form in errors[0] | errors[1]:
-        cells = [form]
-        for error_of, (_, law) in zip(errors, laws, strict=True):
-            median_, p95, _ = error_cells(error_of[form]) if form in error_of else ("-", "-", "")
-            cells += [median_, f"{p95} <" if form == law.form else p95]
-        forms.append(cells)
-    columns = ["form", ">prefill", ">p95", ">decode", ">p95"]
-    table(columns, forms, "forms that competed: held-out median and p95 (<: kept)")
-    if fitted:
-        _show_points("prefill", fitted.prefill)
-        _show_points("decode", fitted.decode)
-
-
-COEFFICIENTS = (  # of overlapping passes: what it is, its field, per so many
-    ("GPU, decodes alone", "decode_s", 1, "pass"),
-    ("", "row_s", 1, "row"),
-    ("", "cached_s", 1000, "1,000 cached tokens"),
-    ("", "expert_s", 1, "touched expert of a layer"),
-    ("GPU, with chunks, at least", "floor_s", 1, "pass"),
-    ("", "floor_token_s", 1000, "1,000 tokens"),
-    ("GPU, with chunks", "token_s", 1000, "1,000 tokens"),
-    ("", "attended_s", 10**6, "1,000 x 1,000 attended"),
-    ("", "beside_s", 1000, "1,000 cached tokens"),
-    ("launch of a graph", "graph_s", 1, "pass"),
-    ("", "graph_row_s", 1, "row"),
-    ("launch in pieces", "piece_s", 1, "pass"),
-    ("", "piece_row_s", 1, "row"),
-    ("launch kernel by kernel", "eager_s", 1, "pass"),
-    ("", "eager_chunk_s", 1, "chunk"),
-)
-
-
-def _show_pipeline(fit: PipelineFit) -> None:
-    """The coefficients of overlapping passes, each with its standard deviation."""
-    rows = []
-    part = ""
-    for name, field, count, unit in COEFFICIENTS:
-        part = name or part
-        value = getattr(fit, field)
-        if value:
-            share = 100.0 * fit.deviation.get(field, 0.0) / value
-            rows.append([part, f"{number(1e3 * value * count)} ms", unit, f"{share:.1f} %"])
-            part = ""
-    title = f"overlapping passes, cudagraph_mode {fit.graph_mode}"
-    table(["", ">time", "per", ">+-"], rows, title)
 
 
 def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
@@ -471,15 +406,3 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
             ("pass", form, *error_cells(steps.error), f"{steps.valid.tokens_max:,} new tokens")
         )
     return lines
-
-
-def _show_points(name: str, law: FittedLaw) -> None:
-    """The signed error of every held-out point."""
-    points = law.points
-    predicted_s = law.predicted_s
-    pairs = zip(points.batch_size, points.length, points.seconds, predicted_s, strict=True)
-    errors = {
-        (int(size), int(length)): percent(100.0 * (value / measured - 1.0)).removesuffix(" %")
-        for size, length, measured, value in pairs
-    }
-    _show_grid(f"{name}: held-out prediction against measurement, percent", errors)

@@ -10,7 +10,6 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note
-from toolkit.errors import InputError
 from toolkit.files.io import check_writable, keep_sources, write_text
 from toolkit.units import size
 
@@ -25,32 +24,21 @@ def command(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Write the page to this file.")] = Path("report.html"),
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="The folder of profile.json and the other files; default: the plan's,"
-            " or the current."
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML page about a recipe: the verdict first, then benches, tuning, fit
     and plan.
 
-    Files of `llmctl bench --out` are found by their contents. The page needs no network and runs no
+    It is about the files in the plan's folder, or for a recipe in the current one; those of `llmctl
+    bench --out` are found by their contents. The page needs no network and runs no
     script. A missing file is named with the command that makes it; a file about another fit is not
     shown.
     """
     from toolkit.report.material import gather
     from toolkit.report.page import report
 
-    if folder is not None and not folder.is_dir():
-        raise InputError(
-            f"--folder {folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}",
-            "name the folder of profile.json, fit.json and the other files",
-        )
     check_writable(out)
-    material = gather(source, folder)
+    material = gather(source)
     keep_sources(out, {file.sha256 for file in material.sources})
     page = report(material)
     write_text(out, page)

@@ -1,14 +1,13 @@
 """`llmctl simulate`: a trace under policies, routers and rates, by fitted laws or in the token-step
 world.
 
-One run is a table of all its metrics. Several are a row each and plots, side by side.
+One run is a table of all its metrics. Several are a row each, side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -16,17 +15,7 @@ import typer
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption, command_of, names_in, option
 from toolkit.cli.basis import note_rest, plain
-from toolkit.cli.output import (
-    FigurePanel,
-    check_png,
-    draw,
-    emit,
-    note,
-    paragraph,
-    progress,
-    show_panels,
-    table,
-)
+from toolkit.cli.output import emit, note, paragraph, progress, table
 from toolkit.cli.results import ComparedRun, Comparison, Simulation
 from toolkit.cli.stage import (
     Contender,
@@ -48,7 +37,6 @@ if TYPE_CHECKING:
 
 # goodput is first, since the rows are sorted by it; without targets it is left out
 COLUMNS = ("goodput_rps", "throughput_rps", "ttft_p99_s", "mtpot_p99_s", "e2e_mean_s", "e2e_p95_s")
-CDF_POINTS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +56,6 @@ class SimulateOptions(StageOptions):
     rate: list[str] | None = option(
         None, "Scale arrivals to this many requests per second; several: 5,10,20."
     )
-    png: Path | None = option(None, "Draw the plots to this file; needs the extra 'plot'.")
     as_json: JsonOption = False
 
 
@@ -83,7 +70,6 @@ class PolicyRun:
     metrics: Mapping[str, float] = field(default_factory=dict)
     ratios: Mapping[str, float] = field(default_factory=dict)  # each target's value over its limit
     verdict: Literal["kept", "broken", "overloaded"] | None = None  # None: no targets
-    e2e_s: Sequence[float] = ()  # of the requests that ended
     refusals: Sequence[Refusal] = ()
     problem: str = ""
 
@@ -99,8 +85,6 @@ def command(args: SimulateOptions) -> None:
     decode step, as in Past-Future's Table 1; see docs/reference/simulation.md. Ctrl-C prints the
     finished runs.
     """
-    if args.png:
-        check_png(args.png)
     named = _listed("--policy", args.policy)
     routers = _listed("--router", args.router)
     rates = _rates(args.rate)
@@ -129,8 +113,6 @@ def command(args: SimulateOptions) -> None:
             runs=[_plain_run(run, stage.engine) for run in runs],
         )
         emit(args.as_json, result, lambda: _show(runs, stage))
-        if args.png:
-            draw(_panels(runs), args.png)
     if interrupted:
         note(f"interrupted: {len(runs)} of {total} runs are finished and shown")
         raise typer.Exit(EXIT_CODE)
@@ -165,7 +147,7 @@ def _scaled(trace: Trace, rates: Sequence[float]) -> list[Trace]:
 
 def _run(trace: Trace, contender: Contender, targets: Mapping[str, float]) -> PolicyRun:
     """Simulate one run. Raises SimulationStalledError."""
-    from toolkit.metrics import judge, latencies
+    from toolkit.metrics import judge
     from toolkit.sched.policies.parameters import parameters
     from toolkit.sim.api import simulate
     from toolkit.traces.windows import mean_rate
@@ -181,7 +163,6 @@ def _run(trace: Trace, contender: Contender, targets: Mapping[str, float]) -> Po
         result.metrics(targets),
         result.sla_ratios(targets),
         judge(result.served, targets) if targets else None,
-        latencies(result.served)["e2e"].tolist(),
         result.refusals,
     )
 
@@ -355,40 +336,3 @@ def _show(runs: Sequence[PolicyRun], stage: Stage) -> None:
     remark = footnote([run.policy for run in runs], stage.engine)
     if remark:
         paragraph(remark)
-    show_panels(_panels(runs))
-
-
-def _panels(runs: Sequence[PolicyRun]) -> list[FigurePanel]:
-    """Return plots of goodput (throughput without targets) and tail latency, over the rates or as
-    bars; for one rate also the CDF of E2E.
-    """
-    import numpy as np
-
-    done = [run for run in runs if len(run.e2e_s)]
-    if not done:
-        return []
-    objective = _objective(runs)
-    rates = f"{objective.removesuffix('_rps')}, requests/s"
-    if _several_rates(runs):
-        panels = []
-        for title, metric in ((rates, objective), ("TTFT, p99, s", "ttft_p99_s")):
-            over_rates: dict[str, tuple[list[float], list[float]]] = {}
-            for run in done:  # by rate, ascending
-                xs, ys = over_rates.setdefault(_name(run, runs), ([], []))
-                xs.append(run.rate_rps)
-                ys.append(run.metrics[metric])
-            panels.append(FigurePanel(title, curves=over_rates, x_name="requests/s that arrive"))
-        return panels
-    shares = np.linspace(0.0, 100.0, CDF_POINTS)
-    curves = {
-        _name(run, runs): (np.percentile(run.e2e_s, shares).tolist(), shares.tolist())
-        for run in done
-    }
-    objectives = {_name(run, runs): run.metrics[objective] for run in done}
-    tails = {_name(run, runs): run.metrics["e2e_p99_s"] for run in done}
-    share = "requests with an E2E of at most x, %"
-    return [
-        FigurePanel(rates, bars=objectives),
-        FigurePanel("E2E, p99, s", bars=tails),
-        FigurePanel(share, curves=curves, x_name="E2E, s (log)", log_x=True),
-    ]

@@ -32,7 +32,6 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import note
 from toolkit.cli.traffic import Traffic, TrafficOptions, read_traffic
-from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import FIT, find_recipe, fit_path, read_file, shipped_fit, shipped_fits
@@ -88,11 +87,6 @@ class StageOptions(TrafficOptions):
         "The limit of requests without one in the trace; default: the recipe's, or 4096 in "
         "unit-step.",
         min=1,
-    )
-    fit_lengths: bool = option(
-        True,
-        "Fit the requests to the model's context: vLLM's keep their lengths, and longer ones are "
-        "left out; those of our own engines are scaled.",
     )
     seed: int | None = option(
         None,
@@ -314,8 +308,7 @@ class Stage:
         if self.recipe:
             acceptance = world.acceptance or self.recipe.serve.acceptance
             world = replace(world, flush_s=self.recipe.engine.flush_s, acceptance=acceptance)
-        traffic = self.traffic
-        world = replace(world, concurrency=traffic.concurrency, ramp_s=traffic.ramp_s)
+        world = replace(world, concurrency=self.traffic.concurrency)
         routing = world.routing
         if routing is None:
             return world
@@ -343,7 +336,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     it names those that ship. `StaleError` for a tuning of another fit.
     """
     from toolkit.sim.world import UNIT_STEP
-    from toolkit.traces.windows import fit_lengths, prepare, with_long_limits
+    from toolkit.traces.windows import fit_lengths, prepare
 
     given = parse_settings(args.settings)
     targets = parse_sla(args.sla)
@@ -362,13 +355,11 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         found = [one]
     limit = args.max_new_tokens or (spec.serve.max_new_tokens if spec else 0)
     requests = traffic.trace
-    if args.fit_lengths and spec:
+    if spec:
         requests = prepare(requests, spec, max_new_tokens=limit)
-    elif args.fit_lengths and fitted:
+    elif fitted:
         engine = fitted.engine
         requests = fit_lengths(requests, engine.engine, engine.max_model_len, limit)
-    elif fitted and traits_of(fitted.engine.engine).server:
-        requests = with_long_limits(requests, limit, fitted.engine.max_model_len)
     note_scaling(requests)
     note_found(found)
     if args.tuning and tuning:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cli.arguments import TraceOption, option, refuse_useless
+from toolkit.cli.arguments import TraceOption, option
 from toolkit.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ class TrafficOptions:
         "whatever the trace's times.",
         min=1,
     )
-    ramp: float | None = option(
-        None, "With --concurrency: start the first requests over these seconds.", min=0.0
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +38,11 @@ class Traffic:
         trace: the requests; at a fixed concurrency their order counts, not their times.
         path: the trace's file.
         concurrency: so many at once; 0: they come at their times.
-        ramp_s: the first ones start spread over these seconds.
     """
 
     trace: Trace
     path: Path
     concurrency: int = 0
-    ramp_s: float = 0.0
 
 
 def read_traffic(options: TrafficOptions, rate: object) -> Traffic:
@@ -67,13 +62,11 @@ def read_traffic(options: TrafficOptions, rate: object) -> Traffic:
             f"--concurrency {concurrency} starts a request when one ends, so there is no --rate",
             "leave one of the two out",
         )
-    if not concurrency:
-        refuse_useless({"--ramp": options.ramp}, "there is no --concurrency")
     path = trace_path(options.trace)
     trace, _ = read_trace(path)
     if concurrency:
         trace = _unordered(trace)
-    return Traffic(trace, path, concurrency, options.ramp or 0.0)
+    return Traffic(trace, path, concurrency)
 
 
 def _unordered(trace: Trace) -> Trace:

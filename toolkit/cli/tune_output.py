@@ -1,4 +1,4 @@
-"""What `llmctl tune` prints: how long the search will take, and its result as tables and charts."""
+"""What `llmctl tune` prints: how long the search will take, and its result as tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from toolkit.cli.output import PlotPoint, note, paragraph, scatter, table
+from toolkit.cli.output import note, paragraph, table
 from toolkit.files.tuning import Outcome, Sizing, Tuning, share_used
 from toolkit.report.rows import change_rows, policy_rows, settings_of
 from toolkit.units import bracketed, number, seconds, word
@@ -135,7 +135,6 @@ def show(result: Tuning) -> None:
         swings.append((swept.parameter, f"{swept.swing_percent:.1f} %", share, over))
     title = "how far goodput moves with one parameter, and its weight among all trials"
     table(["parameter", ">goodput swing", ">importance", "over"], swings, title=title)
-    _show_chart(result)
     for line in verdict(result):
         paragraph(line)
 
@@ -163,34 +162,6 @@ def _show_sizing(sizing: Sizing) -> None:
         rows.append([one.settings, one.workers, one.feasible, one.goodput_rps, attained, what])
     columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
     table(columns, rows, title="numbers of workers that were tried, on the whole trace")
-
-
-def _show_chart(result: Tuning) -> None:
-    latency = result.latency_metric
-    known = [t for t in result.trials if latency in t.outcome.metrics and t.whole]
-    if len(known) < 2:
-        return
-    marks: dict[str, str] = {}  # of each policy, the first letter that no other has
-    for name in [_short(one.outcome) for one in result.policies]:
-        letters = [c for c in name if c.isalpha() and c != "o" and c not in marks.values()]
-        marks[name] = letters[0] if letters else "."
-    best = [trial for trial in known if trial.outcome.same_settings(result.best)][:1]
-    points = []
-    for mark, trials in (
-        ("", known),
-        ("o", [trial for trial in known if trial.number in result.front]),
-        ("D", [trial for trial in known if trial.number == 0]),
-        ("B", best),
-    ):
-        for trial in trials:
-            metrics = trial.outcome.metrics
-            own = marks.get(_short(trial.outcome), ".")
-            points.append(PlotPoint(metrics[latency], metrics["goodput_rps"], mark or own))
-    print("\ngoodput_rps of the trials")
-    print("\n".join(scatter(points, x_name=latency)))
-    legend = ", ".join(f"{mark} {policy}" for policy, mark in marks.items())
-    paragraph(f"{legend}; o on the front of goodput and latency, D defaults, B best")
-    print()
 
 
 def _short(outcome: Outcome) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from toolkit.cli.arguments import JsonOption, command_of, option
 from toolkit.cli.output import emit, note, table
@@ -16,9 +15,6 @@ from toolkit.errors import TargetMissedError
 class VllmCheckOptions:
     python: str = option(
         "", "The Python that has vLLM; default: LLMCTL_VLLM_PYTHON, else llmctl's own."
-    )
-    out: Path | None = option(
-        None, "Write the result to this file, in place of the folder where verdicts look it up."
     )
     as_json: JsonOption = False
 
@@ -38,15 +34,10 @@ def command(args: VllmCheckOptions) -> None:
     from toolkit.backends.vllm.conformance.run import compare
     from toolkit.backends.vllm.setup import PYTHON_VARIABLE
     from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
-    from toolkit.files.io import write_file
 
     python = args.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
     found = compare(python, shipped_cases())
-    if args.out is None:
-        kept = keep(found)
-    else:
-        write_file(found, args.out)
-        kept = args.out
+    kept = keep(found)
 
     def show() -> None:
         print(f"vLLM {found.vllm}: {len(TOUCHED) - len(found.missing)} of {len(TOUCHED)} items")
@@ -66,8 +57,7 @@ def command(args: VllmCheckOptions) -> None:
         print(f"{found.passes:,} passes in {found.seconds:g} s")
 
     emit(args.as_json, found, show)
-    cited = "" if args.out is not None else "; tune, capacity and simulate cite it"
-    note(f"wrote {kept}{cited}")
+    note(f"wrote {kept}; tune, capacity and simulate cite it")
     if not found.agrees:
         lacking = {need for item in TOUCHED if item.words in found.missing for need in item.needs}
         without = [CAPABILITIES[need].without for need in CAPABILITIES if need in lacking]

@@ -92,7 +92,6 @@ class Journal:
     Args:
         path: the file. Content that is unusable or unwanted is kept as <path>.old.
         conditions: the present ones.
-        fresh: do not resume from an existing file.
 
     Attributes:
         results: those in the file, and those put since.
@@ -101,7 +100,7 @@ class Journal:
     Raises `InputError` if the file cannot be written, or another process has it open.
     """
 
-    def __init__(self, path: Path, conditions: JournalConditions, *, fresh: bool = False) -> None:
+    def __init__(self, path: Path, conditions: JournalConditions) -> None:
         self._old = path.with_name(path.name + ".old")
         self.results: dict[str, Result] = {}
         self.set_aside = ""
@@ -109,14 +108,12 @@ class Journal:
         lines = self._stream.read().splitlines(keepends=True)
         # Without a line break a kill has torn the first line, and none follows.
         if lines and lines[0].endswith(b"\n"):
-            self.set_aside = "--fresh was given"
-            if not fresh:
-                try:
-                    then = JournalConditions.model_validate_json(lines[0])
-                    changed = ", ".join(then.differences(conditions))
-                    self.set_aside = f"changed since: {changed}" if changed else ""
-                except ValidationError:
-                    self.set_aside = "its first line cannot be read"
+            try:
+                then = JournalConditions.model_validate_json(lines[0])
+                changed = ", ".join(then.differences(conditions))
+                self.set_aside = f"changed since: {changed}" if changed else ""
+            except ValidationError:
+                self.set_aside = "its first line cannot be read"
             if not self.set_aside:
                 self._load(lines)
                 return

@@ -117,13 +117,12 @@ def profile(
     out: Path,
     watch: ProfileProgress,
     *,
-    fresh: bool = False,
     timed: Callable[[Recipe], AbstractContextManager[ProfileBench]] = engine_process,
 ) -> Profile:
     """Measure what `recipe`, read from `source`, describes, resuming from an earlier journal.
 
-    The caller writes the profile to `out` and then removes `journal_path(out)`. `fresh` sets an
-    earlier journal aside. Points that cannot be measured are in `Profile.failed`.
+    The caller writes the profile to `out` and then removes `journal_path(out)`. Points that cannot
+    be measured are in `Profile.failed`.
 
     Raises `InputError` for a recipe that the engine refuses or a journal that cannot be written.
     Raises `EngineError` if a recipe for a GPU finds none, the engine cannot be loaded or keeps
@@ -145,7 +144,7 @@ def profile(
             environment=made_from["environment"],
             engine=bench.facts,
         )
-        with Journal(journal_path(out), conditions, fresh=fresh) as journal:
+        with Journal(journal_path(out), conditions) as journal:
             session = _Session(recipe, bench, journal, watch, load_s)
             watch.planned(session.plan())
             session.probe_memory()

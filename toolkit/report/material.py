@@ -113,22 +113,22 @@ class Material:
         return next((source.name for source in self.sources if source.role == role), f"{role}.json")
 
 
-def gather(source: str, folder: Path | None = None) -> Material:
-    """The files about `source`, which is a plan.json or a recipe.
+def gather(source: str) -> Material:
+    """The files about `source`: a plan.json, with those beside it, or a recipe, with those in the
+    working folder.
 
-    They are in `folder`; by default the plan's folder, or the working folder for a recipe. Raises
-    `InputError` where `source` itself cannot be read.
+    Raises `InputError` where `source` itself cannot be read.
     """
     if not is_recipe(source):
         path = Path(source)
         plan = read_file(Plan, path)
         files = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])
         basis = _basis_of(plan)
-        folder = folder or path.parent
+        folder = path.parent
     else:
         recipe = recipe_path(source)
         files = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])
-        folder = folder or Path()
+        folder = Path()
         files.fit = _take(files, Fit, folder / "fit.json", inputs={"recipe": recipe})
         if "fit" in files.why:
             return files

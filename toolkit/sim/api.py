@@ -7,7 +7,6 @@ built into an engine runs in `toolkit.sim.paged_engine` instead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -93,9 +92,9 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     it between two events (`toolkit.interrupts`).
     `InputError` if the policy is built into an engine for which `world` has no laws.
     """
-    if world.concurrency < 0 or not 0.0 <= world.ramp_s < math.inf:
-        load = f"{world.concurrency} requests at once with a ramp of {world.ramp_s:g} s"
-        raise InputError(f"{load} are not possible", "both are at least 0; 0 is none")
+    if world.concurrency < 0:
+        load = f"{world.concurrency} requests at once are not possible"
+        raise InputError(load, "give at least 0; 0: requests come at their times")
     if world.concurrency:  # the trace gives only the order
         trace = replace(trace, sessions=None)
     result = replace(_simulate_all(trace, policy, world), concurrency=world.concurrency)
@@ -143,7 +142,7 @@ def _gives_itself(what: str, policy: AnyPolicy) -> InputError:
 
 
 def _reuse(trace: Trace, world: World) -> Reuse:
-    return Reuse(trace.shared, trace.sessions, world.closed_loop, world.concurrency, world.ramp_s)
+    return Reuse(trace.shared, trace.sessions, world.closed_loop, world.concurrency)
 
 
 def _served_by_engines(

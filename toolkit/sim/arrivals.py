@@ -93,12 +93,11 @@ class FixedConcurrency(DueRequests):
     Args:
         arrival_s: gets the time of each request when it comes.
         concurrency: requests at once.
-        ramp_s: the first ones come spread evenly over these seconds.
     """
 
-    def __init__(self, arrival_s: list[float], concurrency: int, ramp_s: float) -> None:
+    def __init__(self, arrival_s: list[float], concurrency: int) -> None:
         # when each place becomes free, a heap; the request that takes it is known only then
-        self._places = [place * (ramp_s / concurrency) for place in range(concurrency)]
+        self._places = [0.0] * concurrency
         self._last_s = 0.0
         super().__init__(arrival_s, [], {})
         self.follow = True

@@ -217,14 +217,13 @@ class PagedEngine:
 @dataclass(slots=True, frozen=True)
 class Reuse:
     """What the requests of a trace share, and whether they are a closed loop: of sessions, or of
-    `concurrency` requests at once (0: not fixed), the first of them spread over `ramp_s`.
+    `concurrency` requests at once (0: not fixed).
     """
 
     shared: SharedBlocks | None = None
     sessions: Sessions | None = None
     closed: bool = True
     concurrency: int = 0
-    ramp_s: float = 0.0
 
     def __bool__(self) -> bool:
         return self.shared is not None or self.sessions is not None
@@ -267,7 +266,7 @@ class Reuse:
         `numbers` are all requests.
         """
         if self.concurrency:
-            return FixedConcurrency(arrival_s, self.concurrency, self.ramp_s)
+            return FixedConcurrency(arrival_s, self.concurrency)
         turns: dict[int, list[Later]] = {}
         if self.sessions is not None and self.closed:
             previous = self.sessions.previous.tolist()

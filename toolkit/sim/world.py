@@ -123,9 +123,8 @@ class World:
     # False: when the trace says so.
     closed_loop: bool = True
     # So many requests at once: the next one starts when one ends. 0: they start when the trace, or
-    # a closed loop of sessions, says so. The first ones start spread over `ramp_s`.
+    # a closed loop of sessions, says so.
     concurrency: int = 0
-    ramp_s: float = 0.0
 
     @property
     def refuses(self) -> bool:
