@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from toolkit.cli.basis import (
 )
 from toolkit.cli.output import emit, note, progress
 from toolkit.cli.stage import sharing_notes
-from toolkit.cli.tune_output import TuneProgress, show
+from toolkit.cli.tune_output import show
 from toolkit.errors import InputError, LimitsBrokenError, nearest
 from toolkit.files.io import (
     EnvelopeFields,
@@ -49,7 +50,7 @@ from toolkit.files.io import (
 )
 from toolkit.files.recipe import MAX_TRIALS, Recipe
 from toolkit.files.tuning import Tuning, breaks
-from toolkit.units import counted
+from toolkit.units import counted, number
 
 if TYPE_CHECKING:
     from toolkit.tuning.executor import Runner
@@ -250,18 +251,24 @@ def _searched(
     from toolkit.tuning.tune import planned, tune, tune_to_size
 
     plan = planned(inputs)
+    left = deque(plan)
     _note_search(inputs, len(plan))
-    with _runner(args) as (runner, jobs), progress("tuning", len(plan)) as advance:
-        watch = TuneProgress(advance, plan, jobs)
-        remembering = Remembering(runner, journal, watch.simulated)
+    with _runner(args) as runner, progress("tuning, requests", sum(plan)) as advance:
+        remembering = Remembering(runner, journal)
         if remembering.remembered:
             note(f"{remembering.remembered:,} of them are kept from an earlier run")
+
+        def evaluated(best: float) -> None:
+            """An evaluation on the whole trace counts for more than one on windows."""
+            text = f"best {number(best)} good requests/s" if best else ""
+            advance(left.popleft() if left else 0, text)
+
         search = tune_to_size if args.workers == AUTO else tune
-        return search(inputs, remembering, made_from, watch)
+        return search(inputs, remembering, made_from, evaluated)
 
 
 def _note_search(inputs: Inputs, simulations: int) -> None:
-    """Print what is searched; `TuneProgress` prints the seconds."""
+    """Print what is searched."""
     settings = inputs.settings
     count = len(settings.spaces)
     kind = "policies"
@@ -302,14 +309,14 @@ def _worker_count(workers: str | None) -> int | None:
 
 
 @contextmanager
-def _runner(args: TuneOptions) -> Iterator[tuple[Runner, int]]:
-    """The runner of simulations until the block ends, and how many it runs at once."""
+def _runner(args: TuneOptions) -> Iterator[Runner]:
+    """The runner of simulations until the block ends."""
     from toolkit.tuning.executor import ClusterRunner, InProcessRunner, ProcessPool
 
     if args.executor == "local":
         jobs = args.jobs or usable_cpus()
         with ProcessPool(jobs) as pool:
-            yield (pool if jobs > 1 else InProcessRunner()), jobs
+            yield pool if jobs > 1 else InProcessRunner()
     elif args.executor == "ray":
         from toolkit.cluster.connect import joined, processors
 
@@ -317,7 +324,7 @@ def _runner(args: TuneOptions) -> Iterator[tuple[Runner, int]]:
             jobs = args.jobs or processors()
             machines = f"{jobs} processors of {cluster.nodes} machines"
             note(f"on the Ray cluster at {cluster.address}: {machines}")
-            yield ClusterRunner(jobs), jobs
+            yield ClusterRunner(jobs)
     else:
         raise InputError(
             f"--executor {args.executor}: no executor has that name",

@@ -1,20 +1,12 @@
-"""What `llmctl tune` prints: how long the search will take, and its result as tables."""
+"""What `llmctl tune` prints: its result as tables."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-
-from toolkit.cli.output import note, paragraph, table
+from toolkit.cli.output import paragraph, table
 from toolkit.files.tuning import Outcome, Sizing, Tuning, share_used
 from toolkit.report.rows import change_rows, policy_rows, settings_of
-from toolkit.units import bracketed, number, seconds, word
+from toolkit.units import bracketed, word
 
-ESTIMATE_AFTER = 16  # simulations that are timed before the first estimate: two batches
-RECENT = 24  # simulations by which the rest is estimated: three batches
-DRIFT = 1.5  # ratio of the remaining time to what was printed last
-MIN_ESTIMATE_S = 10.0  # a shorter estimate, or a smaller change of it, is not printed
 METRICS = (
     "goodput_rps",
     "throughput_rps",
@@ -30,69 +22,6 @@ METRICS = (
     "evicted_percent",
     "hit_percent",
 )
-
-
-class TuneProgress:
-    """Moves the progress bar, and prints the remaining time: the requests of the evaluations to
-    come, at the speed of the last simulations in requests per second.
-
-    So an evaluation on the whole trace counts for more than one on windows. Requests differ in
-    cost, too: overloaded settings take longer. So the time is printed again when it differs by
-    `DRIFT` from what was printed.
-
-    Args:
-        planned: the requests of each evaluation to come, in their order.
-        jobs: processes; the first simulation of each includes its start, and is not timed.
-        clock: returns the time in seconds.
-    """
-
-    def __init__(
-        self,
-        advance: Callable[..., None],
-        planned: Sequence[int],
-        jobs: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._advance = advance
-        self._left = list(reversed(planned))
-        self._jobs = jobs
-        self._clock = clock
-        self._untimed = jobs - 1
-        self._requests = 0  # simulated so far
-        # of the last simulations: when each was done, and the requests up to then
-        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)
-        self._end_s: float | None = None  # as it was printed last
-
-    def simulated(self, requests: int) -> None:
-        """A simulation of so many requests is done; an evaluation that is kept has none."""
-        self._requests += requests
-        if self._untimed:
-            self._untimed -= 1
-        else:
-            self._recent.append((self._clock(), self._requests))
-
-    def __call__(self, best: float) -> None:
-        """An evaluation is done."""
-        if self._left:
-            self._left.pop()
-        self._advance(text=f"best {number(best)} good requests/s" if best else "")
-        timed = len(self._recent) - 1
-        if timed < ESTIMATE_AFTER:
-            return
-        began_s, began = self._recent[0]
-        now_s = self._recent[-1][0]
-        left_s = (now_s - began_s) / max(self._requests - began, 1) * sum(self._left)
-        what = f"for {len(self._left)} more simulations, {self._jobs} at a time"
-        if self._end_s is None and left_s > MIN_ESTIMATE_S:
-            note(f"about {seconds(left_s)} {what}")
-            self._end_s = now_s + left_s
-        elif self._end_s is not None and timed == RECENT:
-            said_s = max(self._end_s - now_s, 0.0)
-            less_s, more_s = sorted((said_s, left_s))
-            if more_s >= DRIFT * less_s and more_s - less_s > MIN_ESTIMATE_S:
-                taken = "longer" if left_s > said_s else "less"
-                note(f"now about {seconds(left_s)} {what}: the last {timed} took {taken}")
-                self._end_s = now_s + left_s
 
 
 def show(result: Tuning) -> None:

@@ -302,10 +302,6 @@ class Task:
                 break
         return self.sum_up(results)
 
-    def requests(self, evaluation: Evaluation) -> int:
-        """How many requests were simulated for this evaluation of the task."""
-        return sum(map(len, self.setup.windows[: evaluation.stopped_after]))
-
     def _candidate(self) -> AnyPolicy:
         """The policy. Parameters are drawn independently; where one bounds another, it is moved to
         the nearest allowed value, and so are limits with which vLLM would not start.

@@ -263,19 +263,11 @@ class Remembering:
     A task that may stop early has a key of its own, so that its evaluation is never taken for one
     of all windows. It gets the evaluation of all windows where this run already has that. One that
     an earlier run kept does not count, since then a resumed search would differ.
-
-    `simulated`: called after each task that was run, with the number of its requests.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        journal: EvaluationJournal,
-        simulated: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, runner: Runner, journal: EvaluationJournal) -> None:
         self._runner = runner
         self._journal = journal
-        self._simulated = simulated
         self._known = dict(journal.known)
         self._whole: dict[str, Evaluation] = {}  # of this run, by the key without an early end
         self.remembered = len(self._known)
@@ -294,7 +286,6 @@ class Remembering:
         fresh = [tasks[wanted[key][0]] for key in new]
         for number, evaluation in self._runner.run(fresh):
             self._journal.keep(new[number], evaluation)
-            self._simulated(fresh[number].requests(evaluation))
             self._known[new[number]] = evaluation
             yield from self._done(evaluation, tasks, wanted[new[number]])
 
