@@ -41,7 +41,7 @@ def checked(
 def test_this_machine_can_run_the_demo(capsys):
     result = printed(capsys, "doctor tiny-llama-cpu --strict")
     assert (result["recipe"], result["usable"]) == ("tiny-llama-cpu", True)
-    wanted = "python packages device cpu numba disk hardware model memory"
+    wanted = "device cpu disk hardware model memory"
     assert {*wanted.split()} <= {check["name"] for check in result["checks"]}
 
 

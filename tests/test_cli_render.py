@@ -8,7 +8,6 @@ import samples
 from commands import llmctl, ran, refused
 from said import says
 
-from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import (
@@ -16,7 +15,6 @@ from toolkit.files.tuning import (
     JudgedPart,
     Limit,
     Outcome,
-    PolicyResult,
     Trial,
     Tuning,
     TuningWindow,
@@ -166,11 +164,9 @@ def test_check_names_the_differences_and_writes_nothing(files, capsys):
     render(tuned=False)
     before = Path("plan.json").read_bytes()
     out, err = ran(capsys, f"render {TUNED} --check --json", code=4)
-    differences = {
-        each["key"]: (each["old"], each["new"]) for each in json.loads(out)["differences"]
-    }
-    assert differences["policy.parameters.slice_tokens"] == ("64", "66")
-    assert differences["predicted.goodput_rps"] == ("", "3.25")
+    changes = json.loads(out)["changes"]["plan.json"].splitlines()
+    assert {line[0] for line in changes if '"slice_tokens"' in line} == {"-", "+"}
+    assert any(line.startswith("+") and '"goodput_rps": 3.25' in line for line in changes)
     assert says(err, "plan.json")
     assert Path("plan.json").read_bytes() == before
 
@@ -182,46 +178,12 @@ def test_a_changed_latency_target_makes_the_tuning_stale(files, capsys):
     assert says(hint, "llmctl tune RECIPE --fit FIT --trace TRACE")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"workers": 3}, ("workers", "3", "2")),
-        ({"recipe_name": "other"}, ("recipe_name", "other", "test")),
-    ],
-)
-def test_a_fit_of_something_else_is_refused(files, change, named, capsys):
-    write_file(read_file(Fit, "fit.json").model_copy(update=change), "fit.json")
-    error, hint = refused(capsys, f"render {UNTUNED}")
-    assert says(error, *named)
-    assert hint.startswith("hint: ")
-
-
 def test_a_policy_that_the_engine_cannot_run_is_not_planned(files, capsys):
     best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
     write_file(tuning(MADE_FROM, best=best), "tuning.json")
     said = refused(capsys, f"render {TUNED}")
     assert says(said[0], "'past-future'", "'transformers'")
     assert not Path("plan.json").exists()
-
-
-def test_the_refusal_names_the_best_that_the_engine_runs(files, capsys):
-    best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
-    policies = [
-        PolicyResult(
-            policy=one.policy,
-            trials=1,
-            outcome=one,
-            feasible=True,
-            judged_requests=270,
-            importance={},
-            refusal=refusal,
-        )
-        for one, refusal in ((outcome(66), None), (best, "not here"))
-    ]
-    write_file(tuning(MADE_FROM, best=best, policies=policies), "tuning.json")
-    words = "--policy slice --set slice_tokens=66 --set min_interval_s=0.5"
-    assert refused(capsys, f"render {TUNED}")[1].endswith(words)
-    assert render(words, tuned=False) == 0
 
 
 def test_a_recipe_may_be_json_too(files, capsys):

@@ -78,14 +78,6 @@ def test_several_fronts_are_refused_where_there_is_none(plans: dict[str, Plan]) 
         render_target("kubernetes", order_of(plans, "kubernetes", fronts=2))
 
 
-def test_an_image_without_a_registry_has_a_line_that_pushes_it(plans: dict[str, Plan]) -> None:
-    told = render_target("kubernetes", order_of(plans, "kubernetes"))["base/deployment.yaml"]
-    (line,) = [line for line in told.splitlines() if "docker push REGISTRY/llmctl:" in line]
-    assert "--image REGISTRY/llmctl:" in line
-    named = order_of(plans, "kubernetes", image="registry.example.com/llmctl:1.0")
-    assert "REGISTRY" not in render_target("kubernetes", named)["base/deployment.yaml"]
-
-
 def test_the_command_line_takes_several_fronts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -163,7 +163,7 @@ PAGE = "".join(
 
 
 def counted(page: str) -> float:
-    prompts, _ = lengths_of(page_metrics(page.encode(), "page"), None, 4096, "page")
+    prompts, _ = lengths_of(page_metrics(page.encode(), "page"), 4096, "page")
     return sum(prompts.counts)
 
 

@@ -9,11 +9,11 @@ import pytest
 import samples
 from commands import llmctl
 from said import says
-from test_cli_render import RECIPE, limits, outcome, tuning
+from test_cli_render import RECIPE, limits, tuning
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.cli.serve_start import announce_plan
-from toolkit.deploy.plan import OVERRIDDEN, UNTUNED, make_plan
+from toolkit.deploy.plan import UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
@@ -183,29 +183,14 @@ def test_without_a_tuning_nothing_is_refused() -> None:
     assert plan.explained["limits"].source == UNTUNED
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("files")
-def test_settings_of_the_user_have_no_prediction() -> None:
-    assert llmctl("render", *GIVEN, "--policy", "sequence") == 0
+def test_a_policy_of_the_user_has_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llmctl("render", *GIVEN, "--policy", "sequence") == 2
+    assert says(capsys.readouterr().err, "--tuning", "--policy")
+    assert llmctl("render", *GIVEN[:3], "--policy", "sequence") == 0
     plan = read_file(Plan, "plan.json")
     assert (plan.predicted, {one.kept for one in plan.limits}) == ({}, {None})
-    assert plan.explained["limits"].source == OVERRIDDEN
-    assert llmctl("render", "plan.json", "--target", "local") == 0
-    head = Path("local/serve.sh").read_text()
-    assert f"# Limits are not predicted: {OVERRIDDEN}.\n" in head
-
-
-@pytest.mark.usefixtures("files")
-def test_the_tuning_s_settings_by_hand_keep_their_prediction(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    same = [f"--set={name}={value}" for name, value in outcome(66).parameters.items()]
-    refused(capsys, "tuning.json", "render", *GIVEN, "--policy", "slice", *same)
-    write_tuning(1.8)
-    assert llmctl("render", *GIVEN, "--policy", "slice", *same) == 0
-    plan = read_file(Plan, "plan.json")
-    assert plan.predicted == {"goodput_rps": 3.25}
-    assert plan.explained["slice_tokens"].source == "set by --set"
+    assert plan.explained["limits"].source == UNTUNED
 
 
 def test_kept_defaults_are_what_is_judged(files: Path) -> None:

@@ -146,8 +146,6 @@ def plan_from(
     fit: Path | None,
     tuning: Path | None,
     policy: PlannedPolicy | None = None,
-    *,
-    force: bool = False,
 ) -> tuple[Plan, Path]:
     """Make the plan of a recipe and its fit; with a tuning or a policy, if given. Returns the plan
     and the file beside which its bench may lie: its fit, or the recipe where the laws are computed.
@@ -163,7 +161,7 @@ def plan_from(
     if tuned and "fit" not in tuned.inputs and fit is None:
         found = FoundFit(computed_fit(file, recipe), None)
     else:
-        found = find_fit(file, recipe, fit, force=force)
+        found = find_fit(file, recipe, fit)
         inputs = found.inputs(file)
         tuned = read_tuning(tuning, inputs)
     made_from = found.inputs(file) | ({"tuning": tuning} if tuning else {})

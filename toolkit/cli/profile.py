@@ -292,18 +292,6 @@ def show_profile(measured: Profile) -> None:
             hits.append([hit.prompt_tokens, seconds(new_s), seconds(again_s), change, cached])
         columns = [">L", ">first token", ">sent again", ">change", ">from the cache"]
         table(columns, hits, "the same prompt twice, median: what a prefix cache saves")
-    if measured.rounds:
-        parts = [
-            (part.part, part.rows, part.length, part.others, seconds(median(part.seconds)))
-            for part in measured.rounds.parts
-        ]
-        columns = ["part", ">rows", ">L", ">beside", ">median"]
-        table(columns, parts, "parts of rounds (grow: per step)")
-        entered = [(point.input_length, point.largest_ok) for point in measured.rounds.memory]
-        table([">L", ">rows that entered"], entered, "room in rounds")
-        sequences = measured.rounds.sequences
-        count = sum(len(sequence.rounds) for sequence in sequences)
-        print(f"{count} rounds in {len(sequences)} sequences\n")
     for reason, count in Counter(point.reason for point in measured.failed).items():
         note(f"{counted(count, 'point')} not measured: {reason}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from toolkit.cli.arguments import (
     keep_inputs,
     option,
     parse_settings,
+    refuse_useless,
 )
 from toolkit.cli.basis import (
     FIT_USUAL,
@@ -55,7 +57,7 @@ class RenderOptions:
     tuning: Path | None = option(None, "tuning.json; without it the plan has the recipe's policy.")
     policy: str | None = option(
         None,
-        "Use this policy instead of the tuning's, with the parameters of --set.",
+        "Without a tuning: use this policy instead of the recipe's, with the parameters of --set.",
         autocompletion=arguments.policy,
     )
     settings: SetOption = None
@@ -131,12 +133,7 @@ def command(args: RenderOptions) -> None:
     out = args.out or Path("plan.json")
     if args.check:
         changed = differences(read_file(Plan, out), plan)
-        rows = [(change.key, change.old, change.new) for change in changed]
-        show = partial(table, ["value", "<in the file", "<now"], rows)
-        emit(args.as_json, {"differences": changed}, show if rows else lambda: print("up to date"))
-        if changed:
-            text = f"{out} is out of date: {len(changed)} values differ"
-            raise TargetMissedError(text, "run it without --check")
+        _check({out.name: changed} if changed else {}, out, as_json=args.as_json)
         return
     write_file(plan, out)
     rows = [
@@ -150,6 +147,15 @@ def command(args: RenderOptions) -> None:
     note(f"wrote {out}; start it with: llmctl serve {out}")
 
 
+def _check(changes: Mapping[str, str], place: Path, *, as_json: bool) -> None:
+    """Print the diff of each file by its name. `TargetMissedError` where one differs."""
+    shown = "\n".join(diff.rstrip("\n") for diff in changes.values()) or "up to date"
+    emit(as_json, {"changes": changes}, lambda: print(shown))
+    if changes:
+        text = f"{place} is out of date: {', '.join(changes)}"
+        raise TargetMissedError(text, "run it without --check")
+
+
 def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     """The plan, read or made, and the file beside which its bench may lie: the plan's own, or
     as `plan_from`. `InputError` for arguments that contradict each other, and without --force for a
@@ -158,6 +164,7 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     source = args.source
     policy = None
     if args.policy is not None:
+        refuse_useless({"--tuning": args.tuning}, "--policy takes the place of what it recommends")
         policy = PlannedPolicy(name=args.policy, parameters=parse_settings(args.settings))
     elif args.settings:
         raise InputError("--set needs --policy", "add --policy NAME")
@@ -186,12 +193,7 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     order = _order(plan, near, folder, args)
     files = render_target(target, order)
     if args.check:
-        changed = changes(files, folder)
-        shown = "\n".join(diff.rstrip("\n") for diff in changed.values()) or "up to date"
-        emit(args.as_json, {"changes": changed}, lambda: print(shown))
-        if changed:
-            names = ", ".join(changed)
-            raise TargetMissedError(f"{folder} is out of date: {names}", "run it without --check")
+        _check(changes(files, folder), folder, as_json=args.as_json)
         return
     inputs = {"source": args.source, "fit": args.fit, "tuning": args.tuning, "trace": args.trace}
     for name, content in files.items():

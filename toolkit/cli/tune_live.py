@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolkit.cli.arguments import keep_inputs, refuse_useless
-from toolkit.cli.basis import note_trace, plan_from, warn
+from toolkit.cli.basis import note_trace, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.settings import control_of
 from toolkit.errors import InputError
@@ -59,15 +59,15 @@ def tune_live(args: TuneOptions) -> None:
         {
             "--policies": args.policies, "--routers": args.routers, "--trials": args.trials,
             "--workers": args.workers, "--load": args.load, "--concurrency": args.concurrency,
-            "--sla": args.sla[0] if args.sla else None,
+            "--sla": args.sla[0] if args.sla else None, "--fit": args.fit,
         },
         why,
     )  # fmt: skip
     out = LIVE_OUT if args.out == OUT else args.out
     for file in (out, args.plan_out):
         check_writable(file)
-    plan = _plan(args)
-    inputs = {"plan" if args.fit is None else "recipe": args.recipe}
+    plan = read_file(Plan, args.recipe)
+    inputs = {"plan": args.recipe}
     keep_inputs({**inputs, "out": out, "plan_out": args.plan_out})
     if plan.policy.name != VllmPolicy.name or plan.workers != 1:
         raise InputError(
@@ -127,14 +127,6 @@ def tune_live(args: TuneOptions) -> None:
     journal.forget()
     emit(args.as_json, result, lambda: _show(result))
     note(f"wrote {out}, and {args.plan_out}, which starts with the settings that it has now")
-
-
-def _plan(args: TuneOptions) -> Plan:
-    """The server's plan: the file that is given, or the one of a recipe and its fit."""
-    if args.recipe.suffix == ".json":
-        refuse_useless({"--fit": args.fit}, "a plan has its fit")
-        return read_file(Plan, args.recipe)
-    return plan_from(args.recipe, args.fit, None, force=args.force)[0]
 
 
 def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object) -> LiveTuning:

@@ -1,22 +1,18 @@
 """The checks of `llmctl doctor`: the machine, then a recipe on this machine.
 
-The machine: Python, packages, devices, compiled kernels, room to write. A recipe: whether its
-hardware is here, where its model would come from, and whether weights and KV cache fit. The last is
-arithmetic; nothing is loaded, and only `llmctl profile` measures what a model really takes.
+The machine: devices, memory, room to write. A recipe: whether its hardware is here, where its model
+would come from, and whether weights and KV cache fit. The last is arithmetic; nothing is loaded, and
+only `llmctl profile` measures what a model really takes.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
-from importlib import metadata
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from toolkit.backends import Check, Checks, backend_of
 from toolkit.catalogue.caches import row_bytes
@@ -25,14 +21,13 @@ from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
 from toolkit.engine_traits import MODEL_LIBRARIES
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
-from toolkit.extras import DISTRIBUTION, absent, install
+from toolkit.extras import absent, install
 from toolkit.files.io import usable_cpus
 from toolkit.files.modelled import classes_of
 from toolkit.files.recipe import HardwareSpec, ModelSpec, Recipe
 from toolkit.files.shipped import load_recipe, shipped_recipes
 from toolkit.units import GIB, MIB, size
 
-LOW_DISK_BYTES = 2 * GIB
 SAME_MEMORY = 0.98  # drivers keep slightly different shares of the memory for themselves
 
 
@@ -45,9 +40,6 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     if free is None:
         remedy = "run from a folder of yours, or use --out"
         disk = Check("disk", "missing", f"{existing} cannot be written", remedy)
-    elif free < LOW_DISK_BYTES:
-        remedy = "little space: results are small, models are not"
-        disk = Check("disk", "note", f"{size(free)} free in {existing}", remedy)
     else:
         disk = Check("disk", "ok", f"{size(free)} free in {existing}")
     cache = model_cache()
@@ -56,8 +48,7 @@ def check_machine(devices: Devices, work_folder: Path) -> list[Check]:
     _, free = _writable(cache)
     if free is not None:
         models = Check("model cache", "ok", f"{cache} ({size(free)} free)")
-    device = _check_devices(devices)
-    return [*_check_install(), device, processor, _check_kernels(), disk, models]
+    return [_check_devices(devices), processor, disk, models]
 
 
 def model_cache() -> Path:
@@ -65,53 +56,6 @@ def model_cache() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
-
-
-def _check_install() -> list[Check]:
-    """Whether Python and each package that llmctl needs are here, in versions that it takes."""
-    version = platform.python_version()
-    try:
-        facts = metadata.metadata(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        found = f"{DISTRIBUTION} runs from a folder and is not installed; not checked"
-        return [Check("python", "ok", version), Check("packages", "note", found)]
-    wanted = SpecifierSet(facts["Requires-Python"])
-    python = Check("python", "ok", version)
-    if version not in wanted:
-        python = Check("python", "missing", version, f"use Python {wanted}")
-    return [python, _check_packages()]
-
-
-def _check_packages() -> Check:
-    requirements = map(Requirement, metadata.requires(DISTRIBUTION) or [])
-    needed = [one for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})]
-    problems = []
-    for package in needed:
-        try:
-            version = metadata.version(package.name)
-        except metadata.PackageNotFoundError:
-            problems.append(f"{package.name}{package.specifier} is not installed")
-            continue
-        if not package.specifier.contains(version, prereleases=True):
-            problems.append(f"{package.name} is {version}, needs {package.specifier}")
-    if problems:
-        remedy = f"install it again: pip install {DISTRIBUTION}, or in a checkout: make setup"
-        return Check("packages", "missing", "; ".join(problems), remedy)
-    return Check("packages", "ok", f"all {len(needed)} within their ranges")
-
-
-def _check_kernels() -> Check:
-    """Whether numba compiles the arithmetic of the policies."""
-    try:
-        import toolkit.sched.kernels  # noqa: F401  (the import makes numba look for a cache folder)
-    except ImportError as error:
-        remedy = f"install it again: pip install {DISTRIBUTION}, or in a checkout: make setup"
-        return Check("numba", "missing", str(error).splitlines()[0], remedy)
-    except RuntimeError as error:
-        remedy = "set NUMBA_CACHE_DIR to a folder that can be written"
-        return Check("numba", "missing", str(error).splitlines()[0], remedy)
-    found = f"{metadata.version('numba')}; compiled kernels can be cached"
-    return Check("numba", "ok", found)
 
 
 def _check_devices(devices: Devices) -> Check:

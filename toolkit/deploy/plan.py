@@ -8,12 +8,11 @@ file), and the comparison of two plans (`differences`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.catalogue.caches import is_plain
-from toolkit.catalogue.models import cache_parts, special_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit, HeldOutError, LatencyFit
@@ -32,13 +31,11 @@ from toolkit.files.tuning import (
 )
 from toolkit.routing.routers import ROUTERS, TARGETS, router_of
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
-from toolkit.sched.policies.parameters import Value, defaults, parameters
+from toolkit.sched.policies.parameters import defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
-from toolkit.sched.protocols import AnyPolicy
 from toolkit.units import bracketed
 
 Explained = dict[str, Explanation]
-Pairs = dict[str, tuple[object, object]]  # what a file and the recipe say, by key
 NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
 
@@ -48,7 +45,7 @@ RECIPE = "recipe"
 BY_POLICY = "set by --policy"
 BY_SET = "set by --set"
 UNTUNED = "the plan was made without a tuning"
-OVERRIDDEN = "the settings are not those of the tuning, so its predictions do not hold"
+OVERRIDDEN = "the number of workers is not the tuning's, so its predictions do not hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +77,29 @@ def make_plan(
 ) -> Plan:
     """The plan for serving `recipe`.
 
-    The policy is `given`; else the tuning's recommendation; else the recipe's own. Predictions come
-    from the tuning and hold only for the settings that it recommends. `inputs` maps a role to the
-    file that an argument was read from.
+    The policy is `given`, or the tuning's recommendation, or the recipe's own. Predictions are the
+    tuning's. `inputs` maps a role to the file that an argument was read from; the files belong
+    together, as `read_file` checks by their digests.
 
-    Raises `InputError` where the files do not belong together, a policy or parameter is unknown, or
-    the engine cannot run the policy.
+    Raises `InputError` where a policy or parameter is unknown, the engine cannot run the policy, or
+    the tuning is for another number of workers.
     """
     server = traits_of(recipe.engine.name).server
-    _check_same(recipe, fit)
+    refuse_recipe(recipe)
+    refuse_fit(fit)
     if tuning is not None:  # its targets may be those of `tune --sla`
         recipe = recipe.model_copy(update={"sla": dict(tuning.sla)})
-    if tuning is not None and server:  # as many replicas as it was tuned for
-        recipe = recipe.model_copy(update={"workers": tuning.workers})
-    if tuning is not None:
-        pairs: Pairs = {"recipe_name": (tuning.recipe_name, recipe.name)}
-        # with a sizing, and for replicas of a server, the tuning says how many run
-        if tuning.sizing is None and not server:
-            pairs["workers"] = (tuning.workers, recipe.workers)
-        _refuse_different("tuning", pairs, "tune it again")
+        if server:  # as many replicas as it was tuned for
+            recipe = recipe.model_copy(update={"workers": tuning.workers})
+        elif tuning.sizing is None and tuning.workers != recipe.workers:
+            numbers = f"{tuning.workers} workers, and the recipe has {recipe.workers}"
+            raise InputError(f"the tuning is for {numbers}", "tune it again")
     choice = _choice(given, recipe, tuning)
     chosen = make_any(choice.policy, choice.parameters)
-    _check_servable(chosen, recipe, tuning if given is None else None)
+    refuse_unservable(chosen, recipe.engine.name)
     if choice.policy == VllmPolicy.name:
         refuse_later(choice.parameters, fit.engine.engine_version)
-    policy = _whole(choice.policy, choice.parameters)
+    policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
     router = choice.router or router_of(recipe)
     explained, workload = _traffic(tuning) if tuning and choice.predicted else ({}, None)
     return Plan(
@@ -124,7 +119,9 @@ def make_plan(
 def _choice(given: PlannedPolicy | None, recipe: Recipe, tuning: Tuning | None) -> Choice:
     """See `make_plan`."""
     if given is not None:
-        return _from_user(given, recipe, tuning)
+        by_set = dict.fromkeys(given.parameters, BY_SET)
+        limits = recipe_limits(recipe)
+        return Choice(given.name, given.parameters, BY_POLICY, by_set, limits, UNTUNED)
     if tuning is not None:
         return _from_tuning(tuning, recipe)
     written = "policy" in recipe.model_fields_set and "name" in recipe.policy.model_fields_set
@@ -152,58 +149,6 @@ def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
     return explained, workload
 
 
-def _check_servable(policy: AnyPolicy, recipe: Recipe, tuning: Tuning | None) -> None:
-    """Raise `InputError` where the engine cannot run `policy`.
-
-    Its hint is the best policy of the tuning that the engine can run.
-    """
-    try:
-        refuse_unservable(policy, recipe.engine.name)
-    except InputError as error:
-        served = [result for result in tuning.policies if result.refusal is None] if tuning else []
-        if not served:
-            raise
-        best = max(served, key=lambda r: (r.feasible, r.outcome.metrics["goodput_rps"])).outcome
-        known = defaults(KNOWN[best.policy])
-        changed = [
-            f"--set {name}={str(value).lower() if isinstance(value, bool) else value}"
-            for name, value in best.parameters.items()
-            if value != known[name]
-        ]
-        remedy = " ".join([f"--policy {best.policy}", *changed])
-        raise InputError(error.message, f"the best of the tuning that it runs: {remedy}") from None
-
-
-def _check_same(recipe: Recipe, fit: Fit) -> None:
-    refuse_recipe(recipe)
-    refuse_fit(fit)
-    engine = fit.engine
-    model = recipe.model
-    pairs: Pairs = {
-        "recipe_name": (fit.recipe_name, recipe.name),
-        "workers": (fit.workers, recipe.measured.workers),
-        "engine.max_model_len": (engine.max_model_len, model.max_model_len),
-        "engine.engine": (engine.engine, recipe.engine.name),
-        "engine.dtype": (engine.dtype, model.dtype),
-        "tensor_parallel_size": (engine.tensor_parallel_size, recipe.engine.tensor_parallel_size),
-    }
-    resolved = fit.steps.resolved if fit.steps is not None else None
-    is_one_cache = resolved is None or is_plain(resolved.groups)
-    if model.kv_bytes_per_token is not None and is_one_cache:
-        parts = cache_parts(special_of(model.config), engine.tensor_parallel_size)
-        kv_bytes = engine.kv_bytes_per_token * parts
-        pairs["engine.kv_bytes_per_token"] = (kv_bytes, model.kv_bytes_per_token)
-    _refuse_different("fit", pairs, "profile and fit it again")
-
-
-def _refuse_different(file: str, pairs: Pairs, remedy: str) -> None:
-    """Raise `InputError` for the first key with different values in the file and the recipe."""
-    for key, (value, of_recipe) in pairs.items():
-        if value != of_recipe:
-            problem = f"{key} is {value}, the recipe has {of_recipe}"
-            raise InputError(f"the {file} is not of this recipe: {problem}", remedy)
-
-
 def with_workers(plan: Plan, workers: int) -> Plan:
     """Return the plan with another number of workers. Its predictions hold only for the planned
     number, and for the one that the tuning found to suffice.
@@ -217,25 +162,6 @@ def with_workers(plan: Plan, workers: int) -> Plan:
         explained[LIMITS] = _explain_limits(limits, why)
         update |= {"limits": limits, "predicted": {}, "workload": None}
     return plan.model_copy(update=update | {"explained": explained})
-
-
-def _from_user(given: PlannedPolicy, recipe: Recipe, tuning: Tuning | None) -> Choice:
-    """A policy that the user named; with the tuning's predictions if its settings are the same."""
-    own = given.parameters
-    sources = dict.fromkeys(own, BY_SET)
-    if tuning is None:
-        limits = recipe_limits(recipe)
-        return Choice(given.name, own, BY_POLICY, sources, limits, UNTUNED)
-    tuned = _from_tuning(tuning, recipe)
-    if _whole(given.name, own) != _whole(tuned.policy, tuned.parameters):
-        limits = recipe_limits(recipe)
-        return Choice(given.name, own, BY_POLICY, sources, limits, OVERRIDDEN)
-    return replace(tuned, parameters=own, source=BY_POLICY, sources=sources)
-
-
-def _whole(policy: str, given: Mapping[str, Value]) -> PlannedPolicy:
-    """The policy with all its parameters."""
-    return PlannedPolicy(name=policy, parameters=parameters(make_any(policy, given)))
 
 
 def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:
@@ -272,43 +198,26 @@ def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:
 
 
 def _sources_of(tuning: Tuning, recipe: Recipe, source: str) -> dict[str, str]:
-    """The sources of the recommended parameters, except those that have the policy's defaults.
-
-    A parameter comes from the search if the search varied it, even where it has its first value
-    again, or if it differs from the recipe and the policy's default. Where the recipe's settings
-    are kept, none comes from the search.
+    """The sources of the recommended parameters, except those that have the policy's defaults: the
+    search, where they differ from what it began with, or the recipe.
     """
     outcome = tuning.recommended
     known = defaults(KNOWN[outcome.policy])
     own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
     start = known | own
-    same = [trial.outcome for trial in tuning.trials if trial.outcome.policy == outcome.policy]
-    varied = _varied([one.parameters for one in same])
     sources = {}
     for name, value in outcome.parameters.items():
-        searched = name in varied and not tuning.keep_defaults
-        if searched or value != start.get(name):
+        if value != start.get(name):
             sources[name] = source
         elif name in own:
             sources[name] = RECIPE
     return sources
 
 
-def _varied(settings: Sequence[Mapping[str, ParameterValue]]) -> set[str]:
-    """The parameters with more than one value."""
-    values: dict[str, set[object]] = {}
-    for name, value in (item for one in settings for item in one.items()):
-        values.setdefault(name, set()).add(value)
-    return {name for name, found in values.items() if len(found) > 1}
-
-
 def _trial(tuning: Tuning, outcome: Outcome) -> str:
-    """The first trial with the policy and parameters of `outcome`."""
-    wanted = outcome.policy, outcome.parameters
-    for trial in tuning.trials:
-        if (trial.outcome.policy, trial.outcome.parameters) == wanted:
-            return f"trial {trial.number}"
-    return "the best"
+    """The first trial with the settings of `outcome`."""
+    numbers = [one.number for one in tuning.trials if one.outcome.same_settings(outcome)]
+    return f"trial {numbers[0]}" if numbers else "the best"
 
 
 def _explain(
@@ -412,38 +321,12 @@ def _explanation(value: ParameterValue, source: str) -> Explanation:
     return Explanation(value=text.lower() if isinstance(value, bool) else text, source=source)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A key and its two values as text; '' where one side lacks it."""
-
-    key: str
-    old: str
-    new: str
-
-
-def differences(old: Plan, new: Plan) -> list[Difference]:
-    """The keys with values that differ between two plans, in the file's order.
+def differences(old: Plan, new: Plan) -> str:
+    """Return a unified diff of two plans; '' where they are alike.
 
     The versions and machines that wrote them, and their explanations, are not compared.
     """
     before, after = (
-        dict(_flat("", plan.model_dump(mode="json", exclude=NOT_COMPARED))) for plan in (old, new)
+        plan.model_dump_json(indent=1, exclude=NOT_COMPARED).splitlines() for plan in (old, new)
     )
-    keys = dict.fromkeys([*before, *after])
-    return [
-        Difference(key, before.get(key, ""), after.get(key, ""))
-        for key in keys
-        if before.get(key) != after.get(key)
-    ]
-
-
-def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
-    """The leaves of nested data, with their paths as keys."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}".lstrip("."), inner)
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _flat(f"{prefix}[{index}]", inner)
-    else:
-        yield prefix, "null" if value is None else str(value)
+    return "\n".join(difflib.unified_diff(before, after, "in the file", "now", lineterm=""))

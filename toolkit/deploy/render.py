@@ -312,7 +312,6 @@ def line(value: object) -> str:
 # neither the recorded nor the new one was changed by hand: it is kept, and the error names it.
 
 MANIFEST = "rendered.json"
-MAX_NAMES = 3  # in an error; the other files are counted
 
 
 class Manifest(Strict):
@@ -366,10 +365,9 @@ def write(files: Mapping[str, str], folder: Path, target: str, *, force: bool) -
         if path.exists() and digest(read_bytes(path)) not in expected:
             edited.append(name)
     if edited and not force:
-        more = f" and {len(edited) - MAX_NAMES} more" if len(edited) > MAX_NAMES else ""
-        names = ", ".join(str(folder / name) for name in edited[:MAX_NAMES])
+        names = ", ".join(str(folder / name) for name in edited)
         raise InputError(
-            f"changed by hand since they were rendered: {names}{more}",
+            f"changed by hand since they were rendered: {names}",
             "see what differs with --check; --force writes over them",
         )
     mask = os.umask(0o022)  # the mask can only be read by setting it

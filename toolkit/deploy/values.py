@@ -262,9 +262,7 @@ class Values:
         name = f"llmctl:{toolkit.__version__}" + (f"-{wanted}" if wanted else "")
         arguments = f" --build-arg 'EXTRAS=[{wanted}]'" if wanted else ""
         build = f"docker build -t {name}{arguments} ."
-        source = (
-            f"this llmctl's version; build it in a checkout: {build}{self._push(name, '--image')}"
-        )
+        source = f"this llmctl's version; build it in a checkout: {build}"
         return Sourced(name, source)
 
     @cached_property
@@ -274,15 +272,7 @@ class Values:
             return Sourced(check_image(self.options.replica_image), "--replica-image")
         image = self.command.image
         source = f"{self.command.image_source}; another one: --replica-image"
-        return Sourced(image, source + self._push(image, "--replica-image"))
-
-    def _push(self, image: str, option: str) -> str:
-        """Return how nodes of a cluster get an image that was built here: it has no registry."""
-        if not self.cluster or "/" in image:
-            return ""
-        name = f"REGISTRY/{image}"
-        push = f"docker tag {image} {name} && docker push {name}"
-        return f"; nodes pull it from a registry: {push}, then render with {option} {name}"
+        return Sourced(image, source)
 
     @cached_property
     def products(self) -> Sourced[list[str]]:

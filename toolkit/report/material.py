@@ -25,7 +25,7 @@ from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
 from toolkit.report.parts import Cell, Section, Table
-from toolkit.units import counted, number
+from toolkit.units import counted
 
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
 
@@ -227,7 +227,7 @@ def _source(role: str, path: Path) -> SourceFile:
 
 
 def environment_section(files: Material) -> Section:
-    """Where the numbers come from: files with their digests, targets, machines and versions."""
+    """Where the numbers come from: files with their digests, machines and versions."""
     section = Section("origin", "Made from these files; another digest is another file.")
     rows: list[tuple[Cell, ...]] = [
         (file.role, file.name, file.date, file.sha256) for file in files.sources
@@ -236,16 +236,6 @@ def environment_section(files: Material) -> Section:
     of_roles = (files.profile, files.fit, files.tuning, files.plan)
     by_role: dict[str, Envelope | None] = dict(zip(ROLES[1:], of_roles, strict=True))
     contents = {role: content for role, content in by_role.items() if content is not None}
-    shown = {file.sha256 for file in files.sources}
-    inputs = {role: made for content in contents.values() for role, made in content.inputs.items()}
-    behind = [
-        (role, made.name, made.sha256) for role, made in inputs.items() if made.sha256 not in shown
-    ]
-    if behind:
-        caption = "Files that those were made from and that are not shown"
-        section.tables.append(Table(caption, ["role", "name", "sha256"], behind))
-    targets = [(key, f"{number(limit)} s") for key, limit in files.recipe.sla.items()]
-    section.tables.append(Table("Targets of the recipe", ["target", "limit"], targets))
     machines: dict[tuple[Cell, ...], list[str]] = {}  # the roles of the files made in each
     for role, content in contents.items():
         made = content.environment

@@ -10,14 +10,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal
 
-import numpy as np
-
 from toolkit.backends.vllm.conformance.results import agreement
 from toolkit.catalogue.classes import of_resolved
-from toolkit.estimators.load import Laws, laws_from_fit
-from toolkit.files.fit import Fit
+from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import PREDICTED
-from toolkit.files.profile import Profile
 from toolkit.files.tuning import Trial, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
@@ -189,15 +185,12 @@ def fit_section(files: Material) -> Section:
         why = files.why.get("profile", "there is no profile.json in its folder")
         section.lines.append(f"There are no plots of residuals without its profile: {why}.")
         return section
-    predicted = laws_from_fit(fit)
     prefill = [(p.batch_size, p.input_length, median(p.seconds)) for p in profile.prefill]
     decode = [(p.batch_size, p.cached_length, median(p.seconds)) for p in profile.decode]
-    engine = predicted.engine
+    engine = laws_from_fit(fit).engine
     section.figures += [
         *_law_figures("prefill", prefill, engine.prefill_s),
         *_law_figures("decode step", decode, lambda n, length: engine.decode_s(n, length - 1, 1)),
-        _slices(predicted, profile),
-        _memory(fit, predicted, profile),
     ]
     return section
 
@@ -236,45 +229,6 @@ def _law_figures(
     medians = f"{len(points)} points, medians of their repeats; equal on the line"
     less_one = "predicted over measured, less 1, by length and batch size N"
     return [Figure(both, f"{name}: {medians}"), Figure(errors, f"{name}: {less_one}")]
-
-
-def _slices(laws: Laws, profile: Profile) -> Figure:
-    points: list[ChartPoint] = []
-    for one in profile.slices:
-        size = one.batch_size
-        length = one.input_length
-        law = laws.latency
-        decode_s = law.decode_s(size, length, laws.engine.iterations(one.steps))
-        by_law_s = law.prefill_s(size, length) + decode_s
-        times = f"predicted {seconds(by_law_s)}, measured {seconds(one.seconds)}"
-        label = f"N {size}, length {length}, {one.steps} steps: {times}"
-        points.append((one.seconds, by_law_s, label))
-    drawn = ChartSeries("slices", points)
-    svg = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
-    return Figure(svg, f"whole slices on all workers: {len(points)}, overhead included")
-
-
-def _memory(fit: Fit, laws: Laws, profile: Profile) -> Figure:
-    """The memory edge, probed and by the law, for the least number of steps that was probed."""
-    steps = min((point.steps for point in profile.memory), default=1)
-    ran: list[ChartPoint] = []
-    failed: list[ChartPoint] = []
-    for point in sorted(profile.memory, key=lambda point: point.input_length):
-        if point.steps == steps:
-            ran.append((point.input_length, point.largest_ok, ""))
-            if point.smallest_oom is not None:
-                failed.append((point.input_length, point.smallest_oom, ""))
-    lengths = np.array([length for length, _, _ in ran], dtype=np.int64)
-    allowed = laws.memory.max_batch(lengths, steps, 0.0).tolist() if ran else []
-    law = [(length, size, "") for length, size in zip(lengths.tolist(), allowed, strict=True)]
-    series = [
-        ChartSeries("ran", ran),
-        ChartSeries("the law allows", law, "line"),
-        ChartSeries("out of memory", failed),
-    ]
-    capacity = f"capacity {number(fit.memory.capacity_tokens)} tokens"
-    caption = f"the memory edge of batches that generate {steps} more tokens; {capacity}"
-    return Figure(chart("input length, tokens", "batch size", series, log=True), caption)
 
 
 def plan_section(files: Material) -> Section:
