@@ -76,7 +76,7 @@ def test_the_core_works_without_the_engines(tmp_path: Path) -> None:
         ("fit", "profile.json"),
         ("tune", FIT, "--fit", FIT, "--trace", "t.jsonl", *SMALL),
         ("render", FIT, "--fit", FIT, "--tuning", "tuning.json", "--target", "compose"),
-        ("capacity", FIT, "--fit", FIT, "--trace", "t.jsonl", "--jobs", 1),
+        ("capacity", FIT, "--fit", FIT, "--trace", "t.jsonl"),
         ("bench", "--help"),
         ("serve", "--help"),
     )

@@ -1,8 +1,8 @@
 """The checks of `llmctl doctor`: the machine, then a recipe on this machine.
 
 The machine: devices, memory, room to write. A recipe: whether its hardware is here, where its model
-would come from, and whether weights and KV cache fit. The last is arithmetic; nothing is loaded, and
-only `llmctl profile` measures what a model really takes.
+would come from, and whether weights and KV cache fit. The last is arithmetic; nothing is loaded,
+and only `llmctl profile` measures what a model really takes.
 """
 
 from __future__ import annotations
