@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -228,28 +228,8 @@ RecipeTraceOption = Annotated[
         help="A trace file, or the name of a shipped trace; default: the recipe's.",
     ),
 ]
-RateOption = Annotated[
-    float | None, typer.Option(help="Scale arrivals to this many requests per second.")
-]
-ModelOption = Annotated[
-    str | None, typer.Option(help="The model's name; default: the first that the server lists.")
-]
 ApiKeyOption = Annotated[
     str, typer.Option(envvar="LLMCTL_API_KEY", help="The API key of the server.")
-]
-ForeignOption = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Continue although the plan is for another device, engine, version or model.",
-    ),
-]
-LoopOption = Annotated[
-    Literal["open", "closed"] | None,
-    typer.Option(
-        help="Send a session's later turns at the trace's times (open), or when the turn before has"
-        " ended and been thought about (closed). Default: closed, if the trace has sessions."
-    ),
 ]
 
 

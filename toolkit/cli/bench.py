@@ -12,11 +12,7 @@ import typer
 
 from toolkit.cli.arguments import (
     ApiKeyOption,
-    ForeignOption,
     JsonOption,
-    LoopOption,
-    ModelOption,
-    RateOption,
     SlaOption,
     command_of,
     option,
@@ -52,7 +48,7 @@ class BenchOptions(TrafficOptions):
     plan: Path | None = option(
         None, "The server's plan: lengths are scaled to its model, metrics predicted from it."
     )
-    rate: RateOption = None
+    rate: float | None = option(None, "Scale arrivals to this many requests per second.")
     load: float | None = option(
         None,
         "Replay at this multiple of the rate at which the plan keeps its targets as fast as the "
@@ -92,7 +88,7 @@ class BenchOptions(TrafficOptions):
         "max_tokens. Default: 'hidden' if the server allows it (llmctl serve --allow-end-after), "
         "else 'given'.",
     )
-    model: ModelOption = None
+    model: str | None = option(None, "The model's name; default: the first that the server lists.")
     api_key: ApiKeyOption = ""
     seed: int | None = option(
         None,
@@ -100,8 +96,14 @@ class BenchOptions(TrafficOptions):
         "cache holds none of them.",
         min=0,
     )
-    loop: LoopOption = None
-    force: ForeignOption = False
+    loop: Literal["open", "closed"] | None = option(
+        None,
+        "Send a session's later turns at the trace's times (open), or when the turn before has "
+        "ended and been thought about (closed). Default: closed, if the trace has sessions.",
+    )
+    force: bool = option(
+        False, "Continue although the plan is for another device, engine, version or model."
+    )
     as_json: JsonOption = False
 
 

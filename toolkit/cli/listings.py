@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.arguments import JsonOption, RecipeArgument, open_recipe
-from toolkit.cli.output import aligned, emit, paragraph, table
+from toolkit.cli.output import emit, paragraph, table
 from toolkit.errors import EngineError
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, shipped_fit
@@ -62,8 +62,14 @@ def doctor(
 
 
 def _show_groups(heads: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]]) -> None:
-    """Print rows under `heads`, each group below its title."""
-    show = aligned([heads, *chain.from_iterable(groups.values())])
+    """Print rows under `heads`, each group below its title; columns are aligned over all groups."""
+    columns = zip(heads, *chain.from_iterable(groups.values()), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+
+    def show(row: Sequence[str]) -> None:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
     show(heads)
     for title, rows in groups.items():
         print(f"\n{title}")

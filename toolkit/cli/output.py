@@ -15,7 +15,6 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from toolkit.traces.types import Trace
 
 WIDTH = 80
 TEXT_ROOM = 24  # width that a column of text needs to be readable; longer text wraps
@@ -248,17 +246,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> Callable[[Sequence[str]], None]:
-    """A function that prints one of `rows` with its cells aligned with those of the others."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def show(row: Sequence[str]) -> None:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
-
-    return show
-
-
 DRAWN_S = 0.5  # between two drawings of a bar without a thread
 
 
@@ -308,17 +295,3 @@ def progress(description: str, total: int, *, alone: bool = False) -> Iterator[C
                 bar.refresh()
 
         yield advance
-
-
-def put_trace(trace: Trace, out: Path, as_json: bool, added: int | None = None) -> None:
-    """Write a trace; say how many requests it has, how many were added if any, and its notes."""
-    from toolkit.traces.write import write_trace
-
-    write_trace(trace, out)
-    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
-    if added is not None:
-        summary["added"] = added
-    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
-    if not as_json:
-        for line in trace.notes:
-            note(f"  {line}")

@@ -85,6 +85,8 @@ def command(args: SimulateOptions) -> None:
     decode step, as in Past-Future's Table 1; see docs/reference/simulation.md. Ctrl-C prints the
     finished runs.
     """
+    from toolkit.traces.windows import scale_rate
+
     named = _listed("--policy", args.policy)
     routers = _listed("--router", args.router)
     rates = _rates(args.rate)
@@ -94,7 +96,7 @@ def command(args: SimulateOptions) -> None:
     total = len(contenders) * max(len(rates), 1)
     note_rest(stage.trace)
     note(*sharing_notes(stage.trace, names))
-    traces = _scaled(stage.trace, rates)
+    traces = [scale_rate(stage.trace, rate) for rate in rates] or [stage.trace]
     if total == 1:
         run = _run(traces[0], contenders[0], stage.targets)
         _print_run(args, stage, contenders[0], traces[0], run)
@@ -136,13 +138,6 @@ def _rates(words: Sequence[str] | None) -> list[float]:
             found = f"--rate {word}: not a number of requests per second"
             raise InputError(found, "for example 5,10,20") from None
     return sorted(set(rates))
-
-
-def _scaled(trace: Trace, rates: Sequence[float]) -> list[Trace]:
-    """Return the trace at each rate; without any, as it is."""
-    from toolkit.traces.windows import scale_rate
-
-    return [scale_rate(trace, rate) for rate in rates] or [trace]
 
 
 def _run(trace: Trace, contender: Contender, targets: Mapping[str, float]) -> PolicyRun:
@@ -231,7 +226,8 @@ def _collect(
     except KeyboardInterrupt:
         if not runs:
             raise
-    objective = _objective(runs)
+    known = any("goodput_rps" in run.metrics for run in runs)  # there are targets
+    objective = "goodput_rps" if known else "throughput_rps"
 
     def place(run: PolicyRun) -> tuple[float, float, float]:
         """By rate; then the best first, between equals the lower mean E2E, as in `tune`."""
@@ -257,12 +253,6 @@ def _all_runs(
                 rate_rps = 0.0 if one.world.concurrency else mean_rate(trace)
                 given = parameters(one.policy)
                 yield PolicyRun(one.policy.name, one.router, given, rate_rps, problem=error.message)
-
-
-def _objective(runs: Sequence[PolicyRun]) -> str:
-    """Return the metric by which runs are sorted: goodput, or throughput without targets."""
-    known = any("goodput_rps" in run.metrics for run in runs)
-    return "goodput_rps" if known else "throughput_rps"
 
 
 def _plain_run(run: PolicyRun, engine: str) -> ComparedRun:

@@ -22,7 +22,7 @@ from toolkit.cli.arguments import (
     option,
     refuse_useless,
 )
-from toolkit.cli.output import WIDTH, emit, note, put_trace, table
+from toolkit.cli.output import WIDTH, emit, note, table
 from toolkit.errors import InputError
 from toolkit.files.shipped import load_recipe
 from toolkit.units import number, seconds
@@ -266,7 +266,21 @@ def convert(args: ConvertOptions) -> None:
         loaded = scale_rate(loaded, args.rate)
     loaded = repeated(loaded, args.repeat, args.seed or 0)
     loaded = excerpt(loaded, args.start, args.duration)
-    put_trace(loaded, args.out, args.as_json, added)
+    _put(loaded, args.out, args.as_json, added)
+
+
+def _put(trace: Trace, out: Path, as_json: bool, added: int | None = None) -> None:
+    """Write a trace; say how many requests it has, how many were added if any, and its notes."""
+    from toolkit.traces.write import write_trace
+
+    write_trace(trace, out)
+    summary = {"out": str(out), "requests": len(trace), "notes": list(trace.notes)}
+    if added is not None:
+        summary["added"] = added
+    emit(as_json, summary, lambda: print(f"wrote {len(trace):,} requests to {out}"))
+    if not as_json:
+        for line in trace.notes:
+            note(f"  {line}")
 
 
 PROMPT = "lognormal:400:1"
@@ -350,7 +364,7 @@ def generate(args: GenerateOptions) -> None:
         made = limited(made, args.max_tokens)
     if args.metrics:
         made = replace(made, notes=(*made.notes, UNKNOWN))
-    put_trace(made, args.out, args.as_json)
+    _put(made, args.out, args.as_json)
 
 
 def _lengths(args: GenerateOptions) -> tuple[DrawnLengths, DrawnLengths]:
