@@ -43,7 +43,7 @@ def stage(tmp_path, monkeypatch) -> Path:
     [
         "simulate --fit unit-step",
         "tune recipe.yaml",
-        "serve recipe.yaml --fit fit.json",
+        "serve plan.json",
     ],
 )
 def test_the_number_of_workers_has_a_limit(line, stage, capsys):

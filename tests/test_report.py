@@ -302,14 +302,15 @@ def test_a_bench_of_another_fit_or_of_none_is_named_and_left_out(folder):
     assert "without --plan" in found.why["none.json"]
 
 
-def test_untuned_settings_have_an_open_verdict(folder, tmp_path):
+def test_untuned_settings_have_an_open_verdict(folder, tmp_path, monkeypatch):
     write_plan(folder)
     (folder / "tuning.json").unlink()
     text = text_of(verdict_of(folder))
     assert "not tuned" in text
     empty = tmp_path / "empty"
     empty.mkdir()
-    page = text_of(report(gather("tiny-llama-cpu", empty)))
+    monkeypatch.chdir(empty)
+    page = text_of(report(gather("tiny-llama-cpu")))
     assert "tuned yet" in page
     assert says(page, "llmctl profile tiny-llama-cpu", "llmctl fit profile.json")
 
@@ -398,15 +399,17 @@ def test_names_are_escaped(folder):
     )
 
 
-def test_a_missing_file_names_the_command_that_makes_it(folder, tmp_path):
+def test_a_missing_file_names_the_command_that_makes_it(folder, tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
-    page = report(gather(str(folder / "plan.json"), empty))
-    assert says(page, "llmctl tune test --fit fit.json --trace TRACE")
-    assert says(page, "llmctl bench --plan plan.json")
-    page = report(gather("tiny-llama-cpu", empty))
+    monkeypatch.chdir(empty)
+    page = report(gather("tiny-llama-cpu"))
     assert says(page, "llmctl profile tiny-llama-cpu", "llmctl fit profile.json")
     assert says(page, "llmctl render tiny-llama-cpu --fit fit.json")
+    (folder / "plan.json").rename("plan.json")
+    page = report(gather("plan.json"))
+    assert says(page, "llmctl tune test --fit fit.json --trace TRACE")
+    assert says(page, "llmctl bench --plan plan.json")
 
 
 def test_a_file_about_another_fit_is_not_shown(folder, capsys):
