@@ -115,15 +115,13 @@ def test_lengths_are_fitted_to_what_the_server_takes(capsys, tmp_path):
 
 
 def test_a_part_of_the_trace_at_another_rate(capsys, trace):
-    """At 200/s the five requests arrive at 0, 5, 10, 15 and 20 ms; three of them from 5 ms on, for
-    15 ms.
-    """
+    """At 200/s the five requests arrive at 0, 5, 10, 15 and 20 ms; three of them in 15 ms."""
     with sse_server() as server:
         options = ["--rate", 200, "--duration", 0.015]
         code, printed, _ = llmctl(capsys, "--url", server.url, "--trace", trace, *options, "--json")
     assert code == 0
     assert json.loads(printed)["requests"] == 3
-    assert says(json.loads(printed)["trace_notes"][-1], "0.004", "0.019", "3")
+    assert says(json.loads(printed)["trace_notes"][-1], "0.015", "3")
 
 
 def test_saved_requests_can_be_replayed(capsys, tmp_path, trace):
