@@ -341,7 +341,7 @@ class Upstream:
             await (await self.send("HEAD", b"/", [], b"")).aclose()
         except UpstreamError as error:
             if error.untrusted:
-                hint = "--upstream-ca FILE names the authority that signed it"
+                hint = "SSL_CERT_FILE=FILE names the authority that signed it"
                 raise InputError(f"{self.shown}: {error.untrusted}", hint) from None
 
     async def __aenter__(self) -> Self:
