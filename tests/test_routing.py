@@ -1,4 +1,4 @@
-"""Routers: what each chooses, what a balancer knows, and that its log replays."""
+"""Routers: what each chooses, and what a balancer knows."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.errors import InputError
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
-from toolkit.routing.balancer import Balancer, BalancerEvent, Routed, read_routes, replay_routes
+from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import PrefixIndex
 from toolkit.routing.routers import ROUTERS, TARGETS, make_router
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
@@ -23,10 +23,10 @@ class Law:
         return 0.01 + 1e-4 * (decodes + new_tokens) + 1e-6 * decode_cached
 
 
-def balancer(name: str, replicas: int = 3, sink=None, limits=UNLIMITED, **parameters) -> Balancer:
+def balancer(name: str, replicas: int = 3, limits=UNLIMITED, **parameters) -> Balancer:
     traits = [ReplicaTraits(4_000, 512, 8, Law()) for _ in range(replicas)]
     router = make_router(name, parameters)
-    return Balancer(router, traits, block_tokens=10, sink=sink, limits=limits)
+    return Balancer(router, traits, block_tokens=10, limits=limits)
 
 
 def request(name: str, prompt: int = 50, blocks: tuple[int, ...] = (), session: str = ""):
@@ -228,10 +228,9 @@ def test_unknown_routers_and_parameters_are_named():
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_log_replays_and_counts_return_to_nothing(name):
+def test_counts_return_to_nothing(name):
     rng = random.Random(1)
-    log = list[BalancerEvent]()
-    front = balancer(name, 4, log.append)
+    front = balancer(name, 4)
     alive = list[str]()
     for k in range(300):
         now_s = k / 10
@@ -247,7 +246,6 @@ def test_a_log_replays_and_counts_return_to_nothing(name):
             front.report(rng.randrange(4), report)
         if k % 40 == 0:
             front.change(rng.randrange(4), is_up=rng.random() < 0.7, is_fresh=rng.random() < 0.5)
-    assert list(replay_routes(log, balancer(name, 4))) == []
     for name_left in alive:
         front.ended(name_left, 5)
     for replica in front.replicas:
@@ -264,13 +262,6 @@ def test_every_parameter_has_a_search_range_that_is_valid():
             for value in limits.search:
                 whole = int(value) if parameter == "abs_load" else float(value)
                 make_router(name, {parameter: whole})
-
-
-def test_another_log_than_a_routers_is_refused():
-    for lines in ([], [b'{"type":"added","capacity_tokens":1,"pass_tokens":1,"max_rows":1,'
-                       b'"has_law":false}\n'], [b"{}\n"]):  # fmt: skip
-        with pytest.raises(InputError):
-            read_routes(lines)
 
 
 @pytest.mark.parametrize("name", ["round-robin", "by-law"])
@@ -322,20 +313,3 @@ def test_admission_learns_what_the_law_leaves_out():
         return sum(not isinstance(found, Overload) for found in placed)
 
     assert admitted(0.06) < admitted(0.0) < 12
-
-
-def test_refusals_replay_from_the_log():
-    events: list[BalancerEvent] = []
-    limits = LatencyLimits(ttft_s=0.2)
-    front = balancer("by-law", 0, sink=events.append, limits=limits)
-    for _ in range(2):
-        front.change(front.add(ReplicaTraits(4_000, 512, 8, Law())), is_up=True)
-    for k in range(40):
-        front.offer(request(f"r{k}", 600), 0.01 * k)
-        front.first_token(f"r{k - 8}", 0.01 * k)
-        front.ended(f"r{k - 16}", 10)
-    assert -2 in {event.replica for event in events if isinstance(event, Routed)}
-    fresh = balancer("by-law", 0, limits=limits)
-    assert list(replay_routes(events, fresh, Law())) == []
-    other = balancer("by-law", 0, limits=LatencyLimits(ttft_s=0.5))
-    assert list(replay_routes(events, other, Law()))

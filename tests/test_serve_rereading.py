@@ -169,9 +169,7 @@ def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: py
 
     async def test() -> None:
         file.write_text("1")
-        following = asyncio.create_task(
-            follow([(WatchedFiles([file], number), take)], said.put_nowait)
-        )
+        following = asyncio.create_task(follow(WatchedFiles([file], number), take, said.put_nowait))
         lines = []
         for text in ("2", "x", "3"):
             by_a_new_file(file, text)

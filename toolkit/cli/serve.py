@@ -124,7 +124,7 @@ class ServeOptions:
     )
     event_log: Path | None = _watch(
         None,
-        "Write every call of the scheduler, or of the router, to this file; it replays exactly.",
+        "Write every call of the scheduler to this file; it replays exactly.",
     )
     pass_log: Path | None = _watch(
         None,
@@ -164,7 +164,7 @@ def command(args: ServeOptions) -> None:
     they change.
 
     With --replica or --replicas the server is a front before replicas that run already; with
-    engine vllm and several workers it starts them. SIGHUP restarts its own one at a time.
+    engine vllm and several workers it starts them.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
 
@@ -179,7 +179,7 @@ def command(args: ServeOptions) -> None:
     several = given.plan.workers > 1
     own = backend if isinstance(backend, StartsReplicas) and several else None
     if args.replica or args.replicas or own is not None:
-        _refuse_what_replicas_lack(args, own)
+        _refuse_what_replicas_lack(args)
         serve_start.start(_before_replicas(args, given, own), given)
     elif isinstance(backend, Serves):
         serve_start.start_server(backend, _server_order(args, given), args, given)
@@ -281,12 +281,13 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     )
 
 
-def _refuse_what_replicas_lack(args: ServeOptions, own: StartsReplicas | None) -> None:
+def _refuse_what_replicas_lack(args: ServeOptions) -> None:
     """`InputError` for options that a front before several servers does not have."""
-    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--pass-log")
-    if args.live and (args.replica or args.replicas or own is None):
+    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--pass-log",
+            "--event-log")  # fmt: skip
+    if args.live:
         raise InputError(
-            "--live is about servers that this front starts, and these run already",
+            "--live is about one server, and a front has several",
             "start each of them with --live, and change it with: llmctl set --url URL",
         )
 
@@ -322,9 +323,7 @@ def _before_replicas(
         limits=limits_of_replicas(plan, args.admission, note),
         source=source,
         own=None if source is not None else own,
-        reread=partial(_reread, args, plan) if args.plan.is_file() else None,
         key=os.environ.get(KEY_VARIABLE, ""),
-        control_key=_control_key(args),
         on_foreign=warn if args.force else None,
         ending=config.ending,
     )
@@ -337,7 +336,7 @@ def _before_replicas(
     if replicas.own is not None:
         note(f"starting {counted(plan.workers, 'server')} of {plan.recipe.engine.name}")
     make = partial(replica_front, replicas)
-    return serve_start.FrontToStart(config, make, announce, replicas.control_key)
+    return serve_start.FrontToStart(config, make, announce)
 
 
 def _router(args: ServeOptions, plan: Plan) -> Router:
@@ -355,28 +354,6 @@ def _router(args: ServeOptions, plan: Plan) -> Router:
     name = args.router or RoundRobinRouter.name
     refuse_unknown_router(name)
     return make_router(name, targets_of(name, plan.recipe.sla))
-
-
-def _reread(args: ServeOptions, before: Plan) -> Plan:
-    """The plan as its file has it now, with the workers of the command line.
-
-    Raises `InputError` where it needs another front than `before` does: another number of workers,
-    another router, or other keys of `serve` or targets.
-    """
-    plan = serve_start.plan_to_serve(args.plan, args.workers)
-    old = before.recipe
-    new = plan.recipe
-    changes = {
-        f"{plan.workers} workers, not {before.workers}": plan.workers != before.workers,
-        "another router, or other parameters of it": _router(args, plan) != _router(args, before),
-        "other keys of serve": new.serve != old.serve,
-        "other targets": new.sla != old.sla,
-    }
-    found = [what for what, differs in changes.items() if differs]
-    if found:
-        text = f"{args.plan}: the plan has {' and '.join(found)}: restart llmctl serve for that"
-        raise InputError(text, "keep what the front uses, and change the replicas' flags only")
-    return plan
 
 
 def _replica_source(args: ServeOptions) -> ReplicaSource | None:

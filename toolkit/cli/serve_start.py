@@ -113,13 +113,13 @@ def forget_variable(name: str) -> None:
 
 class FrontToStart(NamedTuple):
     """A front: `make` builds what its config serves, `announce` gets its URL once it is ready.
-    `control_key` is the key of its settings.
+    `control_key` is the key of its settings; '': they cannot be changed.
     """
 
     config: FrontConfig
     make: Callable[[OpenedFront], AbstractContextManager[FrontServer]]
     announce: Callable[[str], None]
-    control_key: str
+    control_key: str = ""
 
 
 def start(front: FrontToStart, given: Prepared) -> None:

@@ -30,9 +30,6 @@ class SetOptions:
     url: str | None = option(
         None, "The server; default: the one of `serve --live` on this machine, else port 8000."
     )
-    replica: str = option(
-        "", "Behind a front: change this one of its servers alone, beside the others. Default: all."
-    )
     control_key: str = option(
         "",
         "The key of its control; default: that of the server's record on this machine. The "
@@ -57,12 +54,7 @@ def command(args: SetOptions) -> None:
 
     client = control_of(args.url, args.control_key)
     asked = from_words(args.settings or [])
-    if args.replica:
-        known = client.get().replicas
-        if args.replica not in known:
-            there = ", ".join(known) or "none: it is one server"
-            raise InputError(f"there is no replica '{args.replica}'", f"its replicas are {there}")
-    state = client.set(asked, "llmctl set", args.replica) if asked else client.get()
+    state = client.set(asked, "llmctl set") if asked else client.get()
     emit(args.as_json, msgspec.to_builtins(state), lambda: _show(state))
     if asked:
         words = ", ".join(f"{name}={value}" for name, value in state.changed.items())
@@ -94,13 +86,6 @@ def _show(state: LiveState) -> None:
             bounds = f"{one.low:g} to {high}" if high else f"at least {one.low:g}"
         rows.append([one.name, _word(one.value), _word(one.start), bounds])
     table(["setting", ">now", ">at the start", "bounds"], rows)
-    for name, values in state.replicas.items():
-        words = ", ".join(
-            f"{one.name}={_word(values[one.name])}"
-            for one in state.settings
-            if one.name in values and values[one.name] != one.value
-        )
-        note(f"replica {name}: {words or 'as above'}")
     if state.word:
         note(f"newest: {state.word}")
     if state.lease is not None:

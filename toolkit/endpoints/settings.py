@@ -45,8 +45,7 @@ class HeldLease(msgspec.Struct, frozen=True):
 
 class LiveState(msgspec.Struct, frozen=True):
     """The settings, which tuner holds the lease, how many changes there were, what this one
-    changed, and the newest word of the tuners that change them. Of a front before several servers
-    also the values of each and its URL; the rest is then of one of them.
+    changed, and the newest word of the tuners that change them.
     """
 
     settings: list[LiveSetting]
@@ -54,8 +53,6 @@ class LiveState(msgspec.Struct, frozen=True):
     changes: int = 0
     changed: dict[str, Value] = {}
     word: str = ""
-    replicas: dict[str, dict[str, Value]] = {}
-    urls: dict[str, str] = {}
 
     @property
     def values(self) -> dict[str, Value]:
@@ -92,10 +89,9 @@ class SettingsClient:
         """The settings now."""
         return self._ask(None)
 
-    def set(self, settings: Mapping[str, Value], why: str = "", replica: str = "") -> LiveState:
-        """Change settings, all or none; behind a front of one `replica`, else of all."""
-        asked: dict[str, object] = {"set": dict(settings), "owner": self._owner, "why": why}
-        return self._ask(asked | ({"replica": replica} if replica else {}))
+    def set(self, settings: Mapping[str, Value], why: str = "") -> LiveState:
+        """Change settings, all or none."""
+        return self._ask({"set": dict(settings), "owner": self._owner, "why": why})
 
     def hold(self, lease_s: float, settings: Mapping[str, Value] | None = None) -> LiveState:
         """Take the lease or renew it, and change settings. If it is not renewed in time, the

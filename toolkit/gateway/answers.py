@@ -109,13 +109,12 @@ class PassingAnswer:
         new_tokens: that the last piece brought.
         finish_reason: of the last choice that ended; '' before.
         usage: as the server counted, of the whole answer; None before, and where it cannot be.
-        odd_usages: usages that no server can have counted.
     """
 
     def __init__(self, call: GenerationCall, estimate: int = 1) -> None:
         self.begun = self.ended = False
         self.failure = self.finish_reason = ""
-        self.tokens = self.new_tokens = self.odd_usages = 0
+        self.tokens = self.new_tokens = 0
         self.usage: CountedUsage | None = None
         self._call = call
         self._estimate = estimate
@@ -448,7 +447,6 @@ class PassingAnswer:
             or usage.prompt_tokens > self._context * max(len(call.prompts), 1)
             or usage.completion_tokens > self._longest(call.max_tokens) * call.rows
         ):
-            self.odd_usages += 1
             return None
         if not self._goes_on:
             return usage

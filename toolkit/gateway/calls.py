@@ -15,7 +15,6 @@ only before the first event.
 from __future__ import annotations
 
 import re
-from hashlib import blake2b
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -68,7 +67,6 @@ RESPONSE_REFUSED = {
     "conversation": "a front does not know which replica has it; send all of it as 'input'",
     "previous_response_id": "a front does not know which replica has it; send all of it as 'input'",
 }
-_PLAIN_SESSION = re.compile(r"[0-9]{1,20}")
 _FIELD = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
@@ -152,7 +150,7 @@ class GenerationCall:
         self.stream = bool(asked.stream)
         self.model = asked.model or ""
         self.priority = asked.priority or 0
-        self.session = session_name(session or asked.prompt_cache_key or "")
+        self.session = session or asked.prompt_cache_key or ""
 
     def _read(self) -> _Asked:
         asked = _understood(self.fields, _Asked)
@@ -304,12 +302,3 @@ def _prompts(given: str | list[int | str | list[int]] | None) -> list[Prompt]:
         text = f"'prompt' holds {len(given)} prompts; the limit is {MAX_PROMPTS}"
         raise ApiError(text, param="prompt")
     return [*texts, *lists]
-
-
-def session_name(given: str) -> str:
-    """A client's name of a conversation, for routers and their log: of bounded length, and without
-    its words. Every front makes the same of it; numbers stay, as the simulator names sessions.
-    """
-    if not given or _PLAIN_SESSION.fullmatch(given):
-        return given
-    return blake2b(given.encode(errors="surrogatepass"), digest_size=12).hexdigest()

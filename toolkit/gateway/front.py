@@ -258,23 +258,17 @@ class Gateway(FrontPages):
         yield family_of(CounterMetricFamily, "llmctl_replica_losses", text, labels, losses)
         text = "Answers that another replica continued."
         yield family_of(CounterMetricFamily, "llmctl_continued", text, labels, self.continued)
-        reports = {one.url: self.balancer.replicas[one.index].report for one in replicas}
-        usage = {url: report.kv_usage for url, report in reports.items() if report is not None}
-        reported = "Share of its KV cache that a replica reported last."
         up = {one.url: float(one.state == "up") for one in replicas}
         running = {one.url: float(len(one.attempts)) for one in replicas}
         for name, text, values in (
             ("llmctl_replica_up", "1 while a replica may be sent requests.", up),
             ("llmctl_replica_running", "Requests that a replica has.", running),
-            ("llmctl_replica_kv_usage", reported, usage),
         ):
             yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
-        odd = "Token counts that no server can have made."
         for name, text, attribute in (
             ("llmctl_replica_requests", "Attempts sent to a replica.", "requests"),
             ("llmctl_replica_failures", "Attempts that failed there.", "failures"),
             ("llmctl_replica_moved", "Answers that went on elsewhere.", "moved"),
-            ("llmctl_replica_odd_usage", odd, "odd_usages"),
         ):
             values = {one.url: float(getattr(one, attribute)) for one in replicas}
             yield by_label(CounterMetricFamily, name, text, labels, "replica", values)

@@ -1,14 +1,12 @@
 """The front before replicas that run already, or that it starts itself.
 
-`OwnReplicas` starts an engine's servers, restarts those that end, and at SIGHUP all of them, one at
-a time, with the new plan.
+`OwnReplicas` starts an engine's servers, and restarts those that end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import tempfile
 import time
@@ -20,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp
-
 from toolkit.backends import HostedServer, ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError, InputError, LlmctlError
@@ -31,27 +27,23 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, gateway_status
 from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
-from toolkit.gateway.settings import ReplicaSettings
 from toolkit.gateway.sources import NamedReplicas, ReplicaSource, follow_source
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
-from toolkit.routing.balancer import Balancer, RoutingLogHeader
+from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import LawRouter, Router
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
-from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.assemble import model_name
-from toolkit.serve.control import SettingsMiddleware
 from toolkit.serve.launch import FrontServer, OpenedFront
 from toolkit.serve.limits import WireLimits, possible_connections
-from toolkit.serve.server import Ending, WatchedFiles, first_of
+from toolkit.serve.server import Ending, first_of
 from toolkit.serve.stats import Stats
-from toolkit.serve.status import Facts, StatusPage, facts_of
+from toolkit.serve.status import StatusPage, facts_of
 
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
 FIRST_PROBES_S = 15.0  # the first line is printed after this long even if no replica is up
 POLL_EVERY_S = 0.2
 RESTART_S = 1.0
 RESTART_MAX_S = 60.0  # before a replica that ended is started again
-NO_LAW = "router 'by-law' needs the law of a pass of every replica"
 Result = TypeVar("Result")
 _logger = logging.getLogger(__name__)
 LOADED_S = 60.0  # one that ran for so long is started again at once
@@ -65,9 +57,7 @@ class ServedReplicas:
         limits: by which new requests are refused.
         source: the replicas; None: `own` starts them.
         own: starts the plan's number of servers.
-        reread: reads the plan again for `own`, at SIGHUP.
         key: sent to the replicas of `source`; those of `own` are given another.
-        control_key: the settings of those of `own` can be changed with it; '': they cannot.
         on_foreign: called if an own replica's engine is not the fitted one; None: it is refused.
     """
 
@@ -77,9 +67,7 @@ class ServedReplicas:
     limits: LatencyLimits = UNLIMITED
     source: ReplicaSource | None = None
     own: StartsReplicas | None = None
-    reread: Callable[[], Plan] | None = None
     key: str = ""
-    control_key: str = ""
     on_foreign: OnForeign | None = None
     ending: Ending = field(default_factory=Ending)
 
@@ -100,20 +88,16 @@ def traits_of_replicas(plan: Plan) -> ReplicaTraits:
 
 def replicas_like(plan: Plan, served_model: str, *, any_version: bool = False) -> ReplicaNeeds:
     """What the replicas of a plan must be like. Of a server that runs already, the recipe's
-    `served_model` is the name; without one, any. The context is at least the recipe's, and the
-    version `fitted_version`, unless `any_version`.
+    `served_model` is the name; without one, any. The context is at least the recipe's. Where the
+    fit is of an engine's passes, the version is the fitted one, unless `any_version`.
     """
     recipe = plan.recipe
     started = traits_of(recipe.engine.name).started
     name = recipe.engine.served_model or (model_name(plan) if started else "")
-    version = "" if any_version else fitted_version(plan)
+    version = ""
+    if traits_of(recipe.engine.name).timed_by_pass and not any_version:
+        version = plan.fit.engine.engine_version or ""
     return ReplicaNeeds(served_model or name, recipe.model.max_model_len, version)
-
-
-def fitted_version(plan: Plan) -> str:
-    """The version of the engine that was fitted, where the fit is of its passes; '' elsewhere."""
-    by_pass = traits_of(plan.recipe.engine.name).timed_by_pass
-    return (plan.fit.engine.engine_version or "") if by_pass else ""
 
 
 def limits_of_replicas(
@@ -150,9 +134,11 @@ def replica_front(serving: ServedReplicas, opened: OpenedFront) -> Iterator[Repl
     `FIRST_PROBES_S`. When it starts, it raises `InputError` for a list that cannot be used, and
     `EngineError` if an own replica never loads.
     """
-    if _lacks_law(serving.router, serving.plan):
-        hint = "serve a plan with a fitted law of passes (engine vllm), or choose another --router"
-        raise InputError(NO_LAW, hint)
+    if serving.router.name == LawRouter.name and serving.plan.fit.steps is None:
+        raise InputError(
+            "router 'by-law' needs the law of a pass of every replica",
+            "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
+        )
     if serving.own is not None:
         serving = replace(serving, key=secrets.token_urlsafe(24))
     yield ReplicaFront(serving, _gateway(serving, opened), opened)
@@ -164,31 +150,23 @@ class ReplicaFront(FrontServer):
     def __init__(self, serving: ServedReplicas, gateway: Gateway, opened: OpenedFront) -> None:
         pool = gateway.pool
         limits = WireLimits(descriptors_each=2)
-        shared: ReplicaSettings | None = None
-        app: ASGIApp = gateway.access
-        if serving.control_key:
-            shared = ReplicaSettings(serving.control_key)
-            app = SettingsMiddleware(app, serving.control_key, shared.ask)
-        super().__init__(app, gateway.stats, pool.background, limits)
+        super().__init__(gateway.access, gateway.stats, pool.background, limits)
         self._serving = serving
         self._gateway = gateway
         self._pool = pool
         self._say = opened.say
-        self._status: StatusPage | None = None
         self._own: OwnReplicas | None = None
         if serving.own is not None:
-            self._own = OwnReplicas(serving, pool, self._show, shared)
+            self._own = OwnReplicas(serving, serving.own, pool)
         pool.http.most_kept = possible_connections(limits) // 2
-        if self._own is not None and serving.reread is not None:  # at SIGHUP alone
-            self.followed = [(WatchedFiles([], serving.reread), self._own.renew)]
         start = pool.background.start
         self.at_start = [partial(start, "silent replicas", pool.sweep)]
         if opened.settings.status_page:
-            facts = _facts(serving, serving.plan)
+            facts = facts_of(serving.plan, serving.needs.model or model_name(serving.plan))
             front = partial(gateway_status, gateway)
-            self._status = StatusPage(facts, gateway.stats, lambda: gateway.uptime_s, front)
-            gateway.show(self._status)
-            self.at_start.append(partial(start, "status page", self._status.sampling))
+            status = StatusPage(facts, gateway.stats, lambda: gateway.uptime_s, front)
+            gateway.show(status)
+            self.at_start.append(partial(start, "status page", status.sampling))
         if serving.router.reads_reports:
             self.at_start.append(partial(start, "reports of replicas", pool.read_reports))
 
@@ -241,23 +219,16 @@ class ReplicaFront(FrontServer):
                 break
             await asyncio.sleep(POLL_EVERY_S / 10)
 
-    def _show(self, plan: Plan) -> None:
-        if self._status is not None:
-            self._status.facts = _facts(self._serving, plan)
-
 
 def _gateway(serving: ServedReplicas, opened: OpenedFront) -> Gateway:
-    """The gateway, without replicas yet. The balancer's log begins with what a replay needs."""
+    """The gateway, without replicas yet."""
     recipe = serving.plan.recipe
-    router = serving.router
-    limits = serving.limits
-    sink = None if opened.events is None else opened.events.add
-    if sink is not None:
-        values = parameters(router)
-        targets = (None if math.isinf(limit) else limit for limit in limits)
-        sink(RoutingLogHeader(router.name, values, BLOCK_TOKENS, INDEX_LIMIT, 0, *targets))
     balancer = Balancer(
-        router, [], block_tokens=BLOCK_TOKENS, limits=limits, index_limit=INDEX_LIMIT, sink=sink
+        serving.router,
+        [],
+        block_tokens=BLOCK_TOKENS,
+        limits=serving.limits,
+        index_limit=INDEX_LIMIT,
     )
     hang_s = recipe.serve.hang_s
     key = serving.key
@@ -268,15 +239,6 @@ def _gateway(serving: ServedReplicas, opened: OpenedFront) -> Gateway:
     return Gateway(pool, opened.settings, opened.keyring, stats=stats, log=opened.requests)
 
 
-def _facts(serving: ServedReplicas, plan: Plan) -> Facts:
-    return facts_of(plan, serving.needs.model or model_name(plan))
-
-
-def _lacks_law(router: Router, plan: Plan) -> bool:
-    """Whether a router needs the law of a pass, which the plan's fit lacks."""
-    return router.name == LawRouter.name and plan.fit.steps is None
-
-
 def new_folder() -> tempfile.TemporaryDirectory[str]:
     """For the files of a server."""
     return tempfile.TemporaryDirectory(prefix="llmctl-replica-", ignore_cleanup_errors=True)
@@ -285,58 +247,31 @@ def new_folder() -> tempfile.TemporaryDirectory[str]:
 class OwnReplicas:
     """The servers that the gateway starts, each with its own port and devices.
 
-    A new plan reaches them one at a time. If the first cannot load it, it goes back to the plan
-    before. `show` is called with each plan that is taken, and `shared` has the live settings.
-
     Attributes:
         failed: a replica could not be loaded the first time; `error` says why.
     """
 
-    def __init__(
-        self,
-        serving: ServedReplicas,
-        pool: ReplicaPool,
-        show: Callable[[Plan], None],
-        shared: ReplicaSettings | None = None,
-    ) -> None:
-        assert serving.own is not None
-        self._shared = shared
+    def __init__(self, serving: ServedReplicas, own: StartsReplicas, pool: ReplicaPool) -> None:
         self.failed = asyncio.Event()
         self.error: LlmctlError | None = None
-        self._own = serving.own
+        self._own = own
         self._pool = pool
-        self._say = serving.ending.say
-        self._ending = serving.ending
-        self._show = show
-        model = serving.needs.model
-        key = serving.key
-        foreign = serving.on_foreign
-        first = ServerOrder(
+        self._order = ServerOrder(
             serving.plan,
-            model,
+            serving.needs.model,
             "127.0.0.1",
             0,
             serving.ending,
-            key,
-            on_foreign=foreign,
-            control_key=serving.control_key,
+            serving.key,
+            on_foreign=serving.on_foreign,
         )
-        self._router = serving.router
-        self._any_version = not serving.needs.version
         self._count = serving.plan.workers
-        self._order = self._loaded = first  # the newest, and the newest that one has loaded
-        self._orders = [first] * self._count  # of each replica
-        self._lost: dict[int, tuple[ServerOrder, str]] = {}  # what one could not load, and why
         self._servers: dict[int, HostedServer] = {}
-        self._replicas: dict[int, LiveReplica] = {}
         self._lost_s: dict[int, float] = {}  # when a replica was lost, until it is up again
-        self._renewed = [asyncio.Event() for _ in range(self._count)]  # restart it now
         self._were_ready: set[int] = set()
-        self._trial = -1  # the replica that tries a plan
         # One thread of a server may wait until it is ready, and another one stop it meanwhile.
         self._threads = ThreadPoolExecutor(2 * self._count, "replica")
         self._tasks: list[asyncio.Task[Any]] = []
-        self._rolling: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
         start = self._pool.background.start
@@ -348,81 +283,14 @@ class OwnReplicas:
         while len(self._pool.up) < self._count:
             await asyncio.sleep(POLL_EVERY_S / 4)
 
-    def renew(self, plan: Plan) -> str:
-        """Restart the replicas one at a time, with the flags of `plan`; from the first again if a
-        restart was under way. Returns a message.
-        """
-        if _lacks_law(self._router, plan):
-            return f"warning: {NO_LAW}; the replicas stay as they are"
-        if self._rolling is not None:
-            self._rolling.cancel()
-        self._take(replace(self._order, plan=plan))
-        if self._shared is not None:
-            self._shared.forget()
-        self._rolling = self._pool.background.once("restart", partial(self._roll, self._order))
-        return f"restarting {self._count} replicas, one at a time"
-
-    def _take(self, order: ServerOrder) -> None:
-        """Make this the newest order; replicas that are added from now on are as its plan says."""
-        plan = order.plan
-        if plan != self._order.plan:
-            version = "" if self._any_version else fitted_version(plan)
-            self._pool.expect(traits_of_replicas(plan), version)
-            self._show(plan)
-        self._order = order
-
     async def stop(self) -> None:
         """End all servers."""
-        tasks = [task for task in (*self._tasks, self._rolling) if task]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         stops = [self._in_thread(server.stop) for server in self._servers.values()]
         await asyncio.gather(*stops, return_exceptions=True)
         self._threads.shutdown(wait=False)
-
-    async def _roll(self, order: ServerOrder) -> None:
-        before = self._loaded
-        for number in range(self._count):
-            why = await self._replace(number, order, is_trial=number == 0)
-            if why:
-                self._take(before)
-                self._say(f"replica {number}: {why}; the plan before goes on")
-                changed = [k for k, current in enumerate(self._orders) if current is not before]
-                for k in sorted(changed, key=lambda k: k != number):  # the one that is down first
-                    await self._replace(k, before, is_trial=False)
-                return
-            self._loaded = order
-        self._say("all replicas were restarted")
-
-    async def _replace(self, number: int, order: ServerOrder, *, is_trial: bool) -> str:
-        """Drain a replica, start one with `order` in its place, and wait until it is up. A trial
-        returns why it cannot be, else ''.
-        """
-        replica = self._replicas.get(number)
-        if replica is not None and replica.state != "gone":
-            self._pool.drain(replica)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._ending.timeout_s):
-                    while replica.attempts:
-                        await asyncio.sleep(POLL_EVERY_S / 4)
-            replica.cut_all("it is restarted")
-        self._orders[number] = order
-        self._trial = number if is_trial else -1
-        self._lost.pop(number, None)
-        self._renewed[number].set()
-        while True:
-            await asyncio.sleep(POLL_EVERY_S)
-            now = self._replicas.get(number)
-            lost = self._lost.get(number)
-            why = ""
-            if now is not None and now is not replica:
-                if now.state == "up":
-                    return ""
-                why = now.problem if now.state == "left out" else ""
-            why = lost[1] if lost is not None and lost[0] is order else why
-            if why and is_trial:
-                return why
 
     def _in_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -432,74 +300,58 @@ class OwnReplicas:
         loop = asyncio.get_running_loop()
         wait_s = RESTART_S
         while True:
-            self._renewed[number].clear()
             begin_s = loop.time()
-            error = None
-            why = ""
-            order = self._orders[number]
             try:
-                why = await self._run_server(number, order)
+                error: LlmctlError = EngineError(await self._run_server(number))
             except LlmctlError as failure:
                 error = failure
             except OSError as failure:  # no room for its files, say
                 text = f"cannot be started: {failure.strerror or failure}"
                 error = EngineError(text, "it needs room for temporary files (TMPDIR)")
-            if error is not None:
-                self._lost[number] = order, error.message
-                if number not in self._were_ready:
-                    self.error = error
-                    self.failed.set()
-                    return
-            if self._renewed[number].is_set():
-                continue
-            if number != self._trial:
-                self._lost_s.setdefault(number, time.monotonic())
-                text = "replica %d is lost: %s; it is started again"
-                _logger.warning(text, number, error.message if error else why)
+            if number not in self._were_ready:
+                self.error = error
+                self.failed.set()
+                return
+            self._lost_s.setdefault(number, time.monotonic())
+            text = "replica %d is lost: %s; it is started again"
+            _logger.warning(text, number, error.message)
             wait_s = RESTART_S if loop.time() - begin_s > LOADED_S else wait_s
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._renewed[number].wait()
+            await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, RESTART_MAX_S)
 
-    async def _run_server(self, number: int, order: ServerOrder) -> str:
-        """Start a server and wait until it is over. Returns why; '' for an ordered restart."""
+    async def _run_server(self, number: int) -> str:
+        """Start a server and wait until it is over. Returns why."""
         with new_folder() as name:
-            starting = self._in_thread(partial(self._own.replica, order, number, Path(name)))
+            starting = self._in_thread(partial(self._own.replica, self._order, number, Path(name)))
             try:
                 server = self._servers[number] = await asyncio.shield(starting)
                 await self._in_thread(server.wait_until_ready)
                 self._were_ready.add(number)
-                if self._shared is not None:
-                    await self._in_thread(partial(self._shared.join, str(number), server.url))
                 replica = self._pool.add(server.url)
-                self._replicas[number] = replica
                 replica.name = f"{number} at {server.url}"
                 replica.lost_s = self._lost_s.pop(number, None)
                 why = "its task failed"
                 try:
-                    why = await self._until_over(number, server, replica)
+                    why = await self._until_over(server, replica)
                 finally:
-                    self._pool.losses += bool(why) and replica.state == "up"
+                    self._pool.losses += replica.state == "up"
                     self._pool.remove(replica)
-                    replica.cut_all(why or "it is restarted")
+                    replica.cut_all(why)
                 return why
             finally:
-                if self._shared is not None:
-                    self._shared.leave(str(number))
                 # Also one that was still starting when this was cancelled.
                 with suppress(LlmctlError, OSError):
                     await asyncio.shield(self._in_thread((await starting).stop))
                 self._servers.pop(number, None)
 
-    async def _until_over(self, number: int, server: HostedServer, replica: LiveReplica) -> str:
-        """Wait until the server has ended or hangs, its probes have failed for `hang_s` seconds, or
-        a restart was ordered. Returns why; '' for an ordered restart.
+    async def _until_over(self, server: HostedServer, replica: LiveReplica) -> str:
+        """Wait until the server has ended or hangs, or its probes have failed for `hang_s` seconds.
+        Returns why.
         """
         now_s = asyncio.get_running_loop().time
         limit_s = self._order.plan.recipe.serve.hang_s
         answered_s = now_s()
-        while not self._renewed[number].is_set():
+        while True:
             if not server.running:
                 return f"its process ended: {server.ended_by()}"
             if replica.state == "hung":
@@ -509,4 +361,3 @@ class OwnReplicas:
             elif now_s() - answered_s > limit_s:
                 return f"{replica.problem}, for {limit_s:g} s"
             await asyncio.sleep(POLL_EVERY_S)
-        return ""

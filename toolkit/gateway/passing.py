@@ -243,7 +243,6 @@ class PassedRequest:
         self.heard_s = gateway.now_s()
         self.waiting = True
         self.streaming = self.midway = False
-        odd_before = self._passing.odd_usages
         replica.requests += 1
         replica.attempts.add(self)
         sent = gateway.balancer.replicas[replica.index].sent[self._id]
@@ -266,7 +265,6 @@ class PassedRequest:
                 await asyncio.wait({task})
             self._task = None
             del task  # its exception knows this frame: a cycle, which only a collection would free
-            replica.odd_usages += self._passing.odd_usages - odd_before
             gateway.balancer.ended(self._id, generated)
             gateway.pool.ended(replica, self)
 

@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,7 +38,7 @@ from toolkit.serve.background import Background
 if TYPE_CHECKING:
     from toolkit.gateway.passing import PassedRequest
 
-State = Literal["joining", "up", "down", "hung", "left out", "draining", "gone"]
+State = Literal["joining", "up", "down", "hung", "left out", "gone"]
 
 PROBE_UP_S = 2.0  # between two probes of a replica that is up
 PROBE_DOWN_S = 0.5  # and of one that is not, at first
@@ -68,7 +68,7 @@ FOREIGN = ("it serves ", "it runs ")  # problems with which a replica is left ou
 MAX_VIA_BYTES = 1024
 LOOP = 508  # the status for a request that went through this front before
 _logger = logging.getLogger(__name__)
-COUNTERS = ("requests", "failures", "moved", "odd_usages")  # of a replica, which only grow
+COUNTERS = ("requests", "failures", "moved")  # of a replica, which only grow
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
 
 
@@ -84,7 +84,6 @@ class LiveReplica:
             known.
         in_doubt: the next probe asks it for a token; until then others are preferred.
         doubted_s, identified_s: when that was asked last, and when the model was.
-        odd_usages: usages of its answers that no server can have counted.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
         lost_s: when it was lost; None while it is up, and before.
@@ -108,7 +107,6 @@ class LiveReplica:
     in_doubt: bool = False
     doubted_s: float = -math.inf
     identified_s: float = -math.inf
-    odd_usages: int = 0
     attempts: set[PassedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     lost_s: float | None = None
@@ -239,12 +237,6 @@ class ReplicaPool:
     def _upstream(self, url: str) -> Upstream:
         return Upstream(url, math.inf, http=self.http)
 
-    def expect(self, traits: ReplicaTraits, version: str) -> None:
-        """From now on, replicas have these traits, and a server of this version ('': any)."""
-        self._traits = traits
-        self._needs = replace(self._needs, version=version)
-        self._free = []
-
     def remove(self, replica: LiveReplica) -> None:
         """Send a replica nothing more."""
         self._take_out(replica, "gone", "no longer listed")
@@ -254,10 +246,6 @@ class ReplicaPool:
         if len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
         self._release(replica)
-
-    def drain(self, replica: LiveReplica) -> None:
-        """Send a replica nothing more, and stop probing it."""
-        self._take_out(replica, "draining", "draining")
 
     def failed(self, replica: LiveReplica, why: str) -> None:
         """Send a replica nothing until it answers a probe: it refused a connection or broke off."""
@@ -373,19 +361,18 @@ class ReplicaPool:
         """Forget a replica that is gone once its last request has ended."""
         if not replica.attempts and self.by_index.get(replica.index) is replica:
             del self.by_index[replica.index]
-            if self.balancer.replicas[replica.index].traits is self._traits:
-                self._free.append(replica.index)
+            self._free.append(replica.index)
 
     async def _watch(self, replica: LiveReplica) -> None:
         """Probe a replica until cancelled."""
         failed = 0
         wait_s = PROBE_DOWN_S
         while True:
-            problem = "" if replica.state == "draining" else await self._probe(replica)
+            problem = await self._probe(replica)
             failed = failed + 1 if problem else 0
             foreign = problem.startswith(FOREIGN)
             match replica.state:
-                case "draining" | "gone":
+                case "gone":
                     pass
                 case "up" if foreign:
                     self._lose(replica, "left out", f"is left out: {problem}", problem)

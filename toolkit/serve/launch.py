@@ -24,7 +24,6 @@ import uvloop
 from starlette.types import ASGIApp
 
 from toolkit.files.io import LineLog
-from toolkit.routing.balancer import BalancerEvent
 from toolkit.sched.eventlog import Event, lost_line, to_line
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import FrontSettings
@@ -34,7 +33,6 @@ from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.log import RefusalLog, logging_to_stderr
 from toolkit.serve.server import (
     Ending,
-    Followed,
     Signals,
     WatchedFiles,
     check_exposure,
@@ -135,7 +133,6 @@ class FrontServer(ABC):
         stats: its counters.
         background: its tasks.
         at_start: called in the event loop before it listens.
-        followed: files that are read again while it runs.
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
     """
 
@@ -153,7 +150,6 @@ class FrontServer(ABC):
         self.stats = stats
         self.background = background
         self.at_start: list[Callable[[], object]] = []
-        self.followed: list[Followed] = []
 
     @property
     @abstractmethod
@@ -213,12 +209,10 @@ def launch(
         )
         front = stack.enter_context(make(opened))
         start = front.background.start
-        followed = list(front.followed)
-        if config.keys.files:
-            followed.append((config.keys, opened.keyring.renew))
+        renew = opened.keyring.renew
         front.at_start += [
             partial(start, "log of refusals", RefusalLog(front.stats).follow),
-            partial(start, "files that change", partial(follow, followed, config.ending.say)),
+            partial(start, "keys", partial(follow, config.keys, renew, config.ending.say)),
             partial(
                 start,
                 "health of the manager",
@@ -292,7 +286,7 @@ async def flush(events: EventLog) -> None:
 
 
 class EventLog:
-    """The calls of a scheduler or a balancer, in a new file that can be replayed.
+    """The calls of a scheduler, in a new file that can be replayed.
 
     The owner calls `flush`; a killed process loses the events since. Only whole lines are written.
     Events that cannot be written are lost, and a line in the log says so where they are missing
@@ -310,7 +304,7 @@ class EventLog:
         self.flush()
         self._log.close()
 
-    def add(self, event: Event | BalancerEvent) -> None:
+    def add(self, event: Event) -> None:
         self._pending += to_line(event)
         if len(self._pending) >= PENDING_BYTES_MAX:
             self.flush()

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from starlette.types import Receive
 
@@ -232,42 +232,37 @@ def _fingerprint(file: Path) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-# Watched files, and a function that takes their new value and returns a message about the change.
-Followed = tuple[WatchedFiles[Any], Callable[[Any], str]]
-
-
-async def _take_change(followed: Followed, *, always: bool) -> str:
-    """Return the message about a change, or '' if nothing has changed."""
-    source, take = followed
-    try:
-        # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would pause all
-        # streams.
-        value = await asyncio.to_thread(source.changed, always=always)
-    except LlmctlError as error:
-        return f"warning: {error.message}; the version read before stays in force"
-    return "" if value is None else take(value)
-
-
-async def follow(everything: Sequence[Followed], say: Callable[[str], None]) -> None:
-    """Check all files again and again, and at once at SIGHUP. Returns only if there are none.
+async def follow(
+    files: WatchedFiles[ValueT], take: Callable[[ValueT], str], say: Callable[[str], None]
+) -> None:
+    """Check the files again and again, and at once at SIGHUP; `take` gets each new value, and
+    returns a message about the change. Returns only if there are none.
 
     In a terminal SIGHUP ends the server (`end_signals`), and checks nothing.
     """
+    if not files.files:
+        return
     loop = asyncio.get_running_loop()
     hangup = asyncio.Event()
-    rereads_at_hangup = bool(everything) and not sys.stderr.isatty()
+    rereads_at_hangup = not sys.stderr.isatty()
     if rereads_at_hangup:
         loop.add_signal_handler(signal.SIGHUP, hangup.set)
     try:
-        while everything:
+        while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(hangup.wait(), CHECK_EVERY_S)
             always = hangup.is_set()
             hangup.clear()
-            for followed in everything:
-                if message := await _take_change(followed, always=always):
-                    with suppress(OSError):  # stderr is closed at the other end
-                        say(message)
+            try:
+                # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would
+                # pause all streams.
+                value = await asyncio.to_thread(files.changed, always=always)
+                message = "" if value is None else take(value)
+            except LlmctlError as error:
+                message = f"warning: {error.message}; the version read before stays in force"
+            if message:
+                with suppress(OSError):  # stderr is closed at the other end
+                    say(message)
     finally:
         if rereads_at_hangup:
             loop.remove_signal_handler(signal.SIGHUP)
