@@ -366,7 +366,7 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/embeddings"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("body", UNREADABLE, ids=range(len(UNREADABLE)))
 @behind({})
 async def test_a_body_that_cannot_be_read_gets_400(
@@ -528,56 +528,6 @@ async def test_a_clients_errors_take_no_replica_out(front: Front, servers: list[
     assert (await front.http.post(COMPLETIONS, json=asked())).status_code == 200
 
 
-RELAYED = [("/tokenize", {"prompt": "a"}), ("/v1/embeddings", {"model": MODEL, "input": "abc"})]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
-def test_a_relayed_request_ends_though_its_replica_hangs(path: str, body: dict[str, Any]):
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        answer = await front.http.post(path, json=body)
-        assert answer.status_code == 200
-        assert servers[0].asked[path] == servers[1].asked[path] == 1
-
-    run(test, StandIn(script=lambda *_: b""), StandIn(), hang_s=0.05)
-
-    async def alone(front: Front, servers: list[StandIn]) -> None:
-        assert (await front.http.post(path, json=body)).status_code in (503, 504)
-
-    run(alone, StandIn(script=lambda *_: b""), hang_s=0.05)
-    run(alone, StandIn(script=lambda *_: b""), request_timeout_s=0.05)
-
-
-@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
-@behind({})
-async def test_a_relayed_request_is_answered_to_its_end_while_the_front_drains(
-    front: Front, servers: list[StandIn], path: str, body: dict[str, Any]
-):
-    servers[0].script = lambda *_: b"HTTP/1.1 200 X\r\ncontent-length: 2\r\n\r\n"
-    asking = asyncio.create_task(front.http.post(path, json=body))
-    while not front.gateway.running:
-        await asyncio.sleep(0.001)
-    draining = asyncio.create_task(front.gateway.drain(20))
-    while not servers[0].asked[path]:
-        await asyncio.sleep(0.001)
-    assert (await front.http.post(path, json=body)).status_code == 503
-    for connection in servers[0].connections:
-        connection._write(b"{}")
-    assert (await asking).json() == {}
-    await draining
-
-
-@pytest.mark.parametrize(("path", "body"), RELAYED, ids=["tokenize", "embeddings"])
-@behind({})
-async def test_a_relayed_request_of_another_content_type_gets_415(
-    front: Front, servers: list[StandIn], path: str, body: dict[str, Any]
-):
-    headers = {"content-type": "text/plain"}
-    answer = await front.http.post(path, content=json.dumps(body), headers=headers)
-    assert answer.status_code == 415
-    assert not servers[0].asked[path]
-
-
 @behind({})
 async def test_a_front_that_lists_itself_leaves_itself_out(front: Front, servers: list[StandIn]):
     front.pool.renew([str(front.http.base_url).rstrip("/"), servers[0].url])
@@ -727,9 +677,6 @@ def test_a_status_that_is_none_is_no_answer(status: int, stream: bool):
         answer = await front.http.post(COMPLETIONS, json=asked(stream=stream))
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "replicas"
-        relayed = await front.http.post("/v1/embeddings", json={"model": MODEL, "input": "a"})
-        assert relayed.status_code in (502, 503)
-        assert relayed.json()["error"]["message"]
 
     run(test, StandIn(), wait_up_s=0.05)
 

@@ -261,17 +261,6 @@ async def test_models_lists_the_served_model(http: httpx.AsyncClient):
 
 
 @with_server()
-async def test_tokenize_and_detokenize(http: httpx.AsyncClient):
-    reply = (await http.post("/tokenize", json={"prompt": "hi"})).json()
-    assert reply == {"count": 2, "max_model_len": 512, "tokens": [104, 105]}
-    chat = (
-        await http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})
-    ).json()
-    back = (await http.post("/detokenize", json={"tokens": chat["tokens"]})).json()
-    assert back == {"prompt": "user: x\nassistant:"}
-
-
-@with_server()
 async def test_version(http: httpx.AsyncClient):
     assert (await http.get("/version")).json() == {"version": toolkit.__version__}
 
@@ -324,7 +313,7 @@ async def test_greedy_text_does_not_depend_on_the_batch(http: httpx.AsyncClient)
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/v1/completions", "/metrics", "/tokenize", "/version", "/nowhere"]
+    "path", ["/v1/models", "/v1/completions", "/metrics", "/version", "/nowhere"]
 )
 @pytest.mark.parametrize(
     ("host", "refused"),

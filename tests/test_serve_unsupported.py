@@ -16,9 +16,7 @@ from toolkit.serve.forms import (
     UNSUPPORTED,
     ChatForm,
     CompletionForm,
-    DetokenizeForm,
-    Form,
-    TokenizeForm,
+    GenerationForm,
     read_form,
 )
 from toolkit.serve.http import HttpServer
@@ -92,12 +90,10 @@ CHAT: dict[str, Any] = {"messages": [MESSAGE]}
         ),
         (CompletionForm, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
         (CompletionForm, {"prompt": "a", "x" * 500: 5}, "x" * 80),
-        (TokenizeForm, {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
-        (DetokenizeForm, {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens"),
     ],
 )
 def test_an_unknown_field_is_refused_by_its_name(
-    form: type[Form], body: dict[str, Any], param: str
+    form: type[GenerationForm], body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
         read_form(form, json.dumps(body).encode())

@@ -45,20 +45,19 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "750,000 keys": (completions, b"{%s}" % keys),
         "750,000 keys, the first one twice": (completions, b'{%s,"0":0}' % keys),
         "a prompt of 4 million tokens": (completions, b'{"prompt":[%s]}' % items(b"1")),
-        "/detokenize: -1, 2.8 million times": ("/detokenize", b'{"tokens":[%s]}' % items(b"-1")),
-        "/detokenize: 4 million tokens": ("/detokenize", b'{"tokens":[%s]}' % items(b"1")),
-        "/tokenize: a text": ("/tokenize", b'{"prompt":"%s"}' % (b"a" * (LARGEST - 100))),
-        "/tokenize: 1 million tokens": ("/tokenize", b'{"prompt":"%s"}' % (b"a" * (1 << 20))),
-        "/tokenize: escapes": ("/tokenize", b'{"prompt":"%s"}' % (b"\\n" * (LARGEST // 2 - 50))),
-        "/tokenize: surrogate pairs": ("/tokenize", b'{"prompt":"%s"}' % surrogates),
+        "-1, 2.8 million times": (completions, b'{"prompt":[%s]}' % items(b"-1")),
+        "a text": (completions, b'{"prompt":"%s"}' % (b"a" * (LARGEST - 100))),
+        "a text of 1 million tokens": (completions, b'{"prompt":"%s"}' % (b"a" * (1 << 20))),
+        "escapes": (completions, b'{"prompt":"%s"}' % (b"\\n" * (LARGEST // 2 - 50))),
+        "surrogate pairs": (completions, b'{"prompt":"%s"}' % surrogates),
         "brackets": (completions, b"[" * LARGEST),
         "numbers of 4,000 digits": (completions, b'{"prompt":[%s]}' % items(b"1" * 4000)),
         "numbers with a fraction": (completions, b'{"x":[%s]}' % items(b"0.5")),
         "empty strings": (completions, b'{"prompt":[%s]}' % items(b'""')),
         "65,000 empty lists": (completions, b'{"x":[%s]}' % items(b"[]", 3 * 65_000)),
         "250,000 keys": (completions, b"{%s}" % keys[:2_500_000].rpartition(b",")[0]),
-        "/tokenize: commas": ("/tokenize", b'{"prompt":"%s"}' % (b"," * (LARGEST - 100))),
-        "/tokenize: quotes": ("/tokenize", b'{"prompt":"%s"}' % (b'\\"' * (LARGEST // 2 - 50))),
+        "commas": (completions, b'{"prompt":"%s"}' % (b"," * (LARGEST - 100))),
+        "quotes": (completions, b'{"prompt":"%s"}' % (b'\\"' * (LARGEST // 2 - 50))),
         "empty lists": (completions, b'{"x":[%s]}' % items(b"[]")),
         "empty objects": (completions, b'{"x":[%s]}' % items(b"{}")),
         "empty messages": (chat, b'{"messages":[%s]}' % items(b"{}")),
@@ -67,7 +66,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
             b'{"messages":[{"role":"user","content":[%s]}]}' % part,
         ),
         "stop_token_ids": (completions, b'{"prompt":"a","stop_token_ids":[%s]}' % items(b"-1")),
-        "30 KiB of wrong tokens": ("/detokenize", b'{"tokens":[%s]}' % items(b"-1", 30_000)),
+        "30 KiB of wrong tokens": (completions, b'{"prompt":[%s]}' % items(b"-1", 30_000)),
         "30 KiB of keys": (completions, b"{%s}" % keys[:30_000].rpartition(b",")[0]),
         "30 KiB of messages": (chat, b'{"messages":[%s]}' % items(b"{}", 30_000)),
         "64 prompts of 16 choices": (completions, choices),
@@ -78,7 +77,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
 def in_chunks_of_a_byte() -> bytes:
     body = b'{"prompt":"%s"}' % (b"a" * (LARGEST - 100))
     chunks = b"".join([b"1\r\n%c\r\n" % byte for byte in body])
-    return post("/tokenize", chunks + b"0\r\n\r\n", chunked=True)
+    return post("/v1/completions", chunks + b"0\r\n\r\n", chunked=True)
 
 
 def sent(address: tuple[str, int], request: bytes) -> bytes:

@@ -21,7 +21,7 @@ import secrets
 import time
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -34,9 +34,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
-from toolkit.gateway.calls import CHAT, COMPLETIONS, RESPONSES, GenerationCall, Prompt, read_object
+from toolkit.gateway.calls import CHAT, COMPLETIONS, RESPONSES, GenerationCall, Prompt
 from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
-from toolkit.gateway.relaying import RELAYED, relay
 from toolkit.gateway.replicas import LOOP, ReplicaPool
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
@@ -189,11 +188,8 @@ class Gateway(FrontPages):
         await self.app(scope, receive, send)
 
     def _add_routes(self) -> None:
-        generate = _written(self._generate)
         for path in GENERATING:
-            self.add(path, generate, "POST")
-        for path in RELAYED:
-            self.add(path, _written(self._relay), "POST")
+            self.add(path, self._written, "POST")
         self.add("/replicas", self._replicas)
         self.add(REPLICA_METRICS, self._replica_metrics)
 
@@ -281,19 +277,14 @@ class Gateway(FrontPages):
         text = "Failures of tasks that run beside requests."
         yield by_label(CounterMetricFamily, name, text, labels, "task", failures)
 
-    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a small request to any replica, and its whole answer back."""
-        self._check_open()
-        body = await self._body(scope, receive)
-        read_object(body)
-        headers = self.pool.forwarded(Headers(scope=scope).get("via", ""))
-        with self.running:
-            await relay(self, scope["path"], headers, body, receive, send)
+    async def _written(self) -> Response:
+        """An answer that `_generate` sends as it comes."""
+        return Written(self._generate)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._check_open()
         arrival_s = self.now_s()
-        body = await self._body(scope, receive)
+        body = await read_json_bytes(Request(scope, receive), self.settings.max_body_bytes)
         given = Headers(scope=scope)
         call = GenerationCall(scope["path"], body, given.get("x-session-id", ""))
         if self.served and call.model and call.model != self.served:
@@ -316,21 +307,6 @@ class Gateway(FrontPages):
         if not self.pool.up:
             self.stats.refusals[NO_REPLICA] += 1
             raise overloaded(NO_REPLICA)
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        return await read_json_bytes(Request(scope, receive), self.settings.max_body_bytes)
-
-
-def _written(
-    write: Callable[[Scope, Receive, Send], Awaitable[None]],
-) -> Callable[[], Awaitable[Response]]:
-    """An endpoint with an answer that `write` sends as it comes."""
-
-    async def endpoint() -> Response:
-        return Written(write)
-
-    endpoint.__name__ = write.__name__.strip("_")
-    return endpoint
 
 
 def merged_metrics(pages: Mapping[str, bytes]) -> bytes:

@@ -1,8 +1,8 @@
-"""The routes of a server with workers of its own: OpenAI's API and tokens of text."""
+"""The routes of a server with workers of its own: OpenAI's API."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 from starlette.requests import Request
@@ -53,8 +53,6 @@ class Routes(FrontPages):
         for path, endpoint in (
             ("/v1/completions", self.completions),
             ("/v1/chat/completions", self.chat_completions),
-            ("/tokenize", self.tokenize),
-            ("/detokenize", self.detokenize),
         ):
             self.add(path, endpoint, "POST")
         for path in ("/v1/responses", "/v1/responses/{rest:path}"):
@@ -84,21 +82,13 @@ class Routes(FrontPages):
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, ChatForm)
 
-    async def tokenize(self, request: Request) -> Response:
-        """Return the tokens of a prompt, or of messages in the model's chat template."""
-        return await self._translate(request, self._reader.tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        """Return the text of tokens."""
-        return await self._translate(request, self._reader.detokenize)
-
     async def responses(self) -> Response:
         """Refuse the only route of OpenAI's for text that this engine lacks."""
         text = "this engine has no /v1/responses; a recipe with engine 'vllm' serves it"
         raise ApiError(text, status=404, code="unsupported_route")
 
     async def _generate(self, request: Request, kind: type[GenerationForm]) -> Response:
-        body = await self._body(request)
+        body = await read_json_bytes(request, self.settings.max_body_bytes)
         form: GenerationForm
         prompts: Prompts | None = None
         if is_large(body):
@@ -114,11 +104,3 @@ class Routes(FrontPages):
             return await json_response(exchange, request.receive)
         keepalive_s = self.settings.keepalive_s
         return EventStream(exchange, keepalive_s, include_usage=form.include_usage)
-
-    async def _translate(self, request: Request, read: Callable[[bytes], bytes]) -> Response:
-        body = await self._body(request)
-        content = await self._large_bodies.read(read, body)
-        return Response(content, media_type="application/json")
-
-    async def _body(self, request: Request) -> bytes:
-        return await read_json_bytes(request, self.settings.max_body_bytes)

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-import msgspec
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -284,13 +283,6 @@ def _prompts(value: object) -> list[Prompt]:
     raise ValueError("should hold strings alone, tokens alone, or lists of tokens alone")
 
 
-def _tokens(value: object) -> list[int]:
-    """Validate tokens with one error for all: one for each would be larger than the body."""
-    if not _is_tokens(value):
-        raise ValueError("should be a list of tokens, which are integers")
-    return value  # type: ignore[return-value]
-
-
 def _stops(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -407,13 +399,10 @@ class Message(Form):
     content: Annotated[str, PlainValidator(_content)]
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-
-
 class ChatForm(GenerationForm):
     """POST /v1/chat/completions."""
 
-    messages: Messages
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     @property
@@ -421,29 +410,10 @@ class ChatForm(GenerationForm):
         return self.max_completion_tokens or self.max_tokens
 
 
-class TokenizeForm(Form):
-    """POST /tokenize: a prompt, or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-
-
-class DetokenizeForm(Form):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: Annotated[list[int], PlainValidator(_tokens)]
-
-
-FormT = TypeVar("FormT", bound=Form)
-
-
-def read_form(form: type[FormT], body: bytes) -> FormT:
+def read_form(form: type[GenerationForm], body: bytes) -> GenerationForm:
     """A body as a form. Raises `ApiError` for the first error in it."""
     data = parse_json(body)
-    if issubclass(form, GenerationForm):
-        refuse_unsupported(data, chat=form is ChatForm)
+    refuse_unsupported(data, chat=form is ChatForm)
     try:
         return form.model_validate(data)
     except ValidationError as error:
@@ -460,11 +430,6 @@ def refuse_unsupported(data: Json, *, chat: bool) -> None:
             text = f"'{name}' is not supported by this engine"
             text += "" if name in NOT_IN_VLLM else "; a recipe with engine 'vllm' serves it"
             raise ApiError(text, param=name, code="unsupported_parameter")
-
-
-MAX_RESPONSE_TOKENS = 1 << 20  # of /tokenize, unless the model's context is longer
-
-EncodedT = TypeVar("EncodedT")
 
 
 class BodyReader:
@@ -484,58 +449,24 @@ class BodyReader:
         return asked, prompts
 
     def tokens(self, form: GenerationForm) -> list[list[int]]:
-        """The tokens of all prompts of a form."""
-        if isinstance(form, ChatForm):
-            return [self.chat_tokens(form.messages)]
-        assert isinstance(form, CompletionForm)
-        return self.prompts(form.prompt)
-
-    def tokenize(self, body: bytes) -> bytes:
-        """The JSON of the response."""
-        form = read_form(TokenizeForm, body)
-        if (form.prompt is None) == (form.messages is None):
-            raise ApiError("one of 'prompt' and 'messages' is needed", param="prompt")
-        if form.messages is not None:
-            param = "messages"
-            tokens = self.chat_tokens(form.messages)
-        else:
-            param = "prompt"
-            (tokens,) = self.prompts([form.prompt or ""])
-        limit = max(MAX_RESPONSE_TOKENS, self._max_model_len)
-        if len(tokens) > limit:
-            text = f"the text has {len(tokens)} tokens; a response holds at most {limit}"
-            raise ApiError(text, param=param)
-        return msgspec.json.encode(
-            {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
-        )
-
-    def detokenize(self, body: bytes) -> bytes:
-        """The JSON of the response."""
-        tokens = read_form(DetokenizeForm, body).tokens
-        if len(tokens) > self._max_model_len:
-            limit = f"the limit is {self._max_model_len}, as for prompt + output"
-            raise ApiError(f"'tokens' holds {len(tokens)} tokens; {limit}", param="tokens")
-        self.check_tokens(tokens, "tokens")
-        return msgspec.json.encode({"prompt": self._tokenizer.decode(tokens)})
-
-    def prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of all prompts."""
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                self.check_tokens(prompt, "prompt")
-        encode = self._tokenizer.encode
-        return self._encoded(
-            lambda: [encode(text) if isinstance(text, str) else text for text in prompts], "prompt"
-        )
-
-    def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of messages in the chat template. New clients call 'system' 'developer'."""
-        roles = {"developer": "system"}
-        plain = [
-            {"role": roles.get(message.role, message.role), "content": message.content}
-            for message in messages
-        ]
-        return self._encoded(lambda: self._tokenizer.encode_chat(plain), "messages")
+        """The tokens of all prompts of a form. New clients call 'system' 'developer'."""
+        try:
+            if isinstance(form, ChatForm):
+                roles = {"developer": "system"}
+                messages = [
+                    {"role": roles.get(one.role, one.role), "content": one.content}
+                    for one in form.messages
+                ]
+                return [self._tokenizer.encode_chat(messages)]
+            assert isinstance(form, CompletionForm)
+            for prompt in form.prompt:
+                if not isinstance(prompt, str):
+                    self.check_tokens(prompt, "prompt")
+            encode = self._tokenizer.encode
+            return [encode(text) if isinstance(text, str) else text for text in form.prompt]
+        except InputError as error:
+            param = "messages" if isinstance(form, ChatForm) else "prompt"
+            raise ApiError(error.message, param=param) from None
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise `ApiError` for a token that is not in the model's vocabulary."""
@@ -546,12 +477,6 @@ class BodyReader:
                 f"'{param}' holds token {short(token)}; tokens here are 0 to {size - 1}",
                 param=param,
             )
-
-    def _encoded(self, encode: Callable[[], EncodedT], param: str) -> EncodedT:
-        try:
-            return encode()
-        except InputError as error:
-            raise ApiError(error.message, param=param) from None
 
 
 def check_room(prompt_tokens: int, max_model_len: int) -> None:
