@@ -22,7 +22,6 @@ from toolkit.endpoints.target import (
     find_target,
     front_state,
     learn,
-    look,
     page_metrics,
     scrape,
 )
@@ -114,13 +113,6 @@ def test_readers_of_pages_give_each_answer_a_whole_time(monkeypatch: pytest.Monk
     monkeypatch.setattr(target, "ANSWER_TIMEOUT_S", 0.2)
     with hostile(dripping(b"HTTP/1.1 200 X\r\n\r\n")) as url, pytest.raises(InputError):
         find_target(url)
-
-
-@pytest.mark.parametrize("send", [BOMB, endless(bytes(1 << 16))], ids=["compressed", "endless"])
-def test_a_look_never_raises(send: Send, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 1 << 20)
-    with hostile(send) as url:
-        assert not look(url).answered
 
 
 def test_a_plain_answer_and_its_status_come_whole():

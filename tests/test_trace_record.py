@@ -25,17 +25,11 @@ from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
 from toolkit.endpoints.upstream import Upstream
-from toolkit.serve import recording
+from toolkit.gateway import recording
+from toolkit.gateway.calls import COMPLETIONS, GenerationCall
+from toolkit.gateway.recording import StreamReader, TraceRecorder, record_on, split
+from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import is_large
-from toolkit.serve.recording import (
-    Recording,
-    StreamReader,
-    TraceRecorder,
-    _record,
-    ask_for_usage,
-    read_request,
-    split,
-)
 from toolkit.serve.server import listen
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLog
@@ -126,7 +120,7 @@ def test_a_client_that_asks_for_usage_gets_it(tmp_path: Path):
     )
 
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
-        got = await client.post("/v1/chat/completions", content=asked)
+        got = await client.post("/v1/completions", content=asked)
         assert got.content == tokens_event(TEXT) * 3 + usage_event(3) + DONE
 
     server = through(tmp_path / "log", use)
@@ -155,11 +149,11 @@ def test_a_large_request_is_read_in_a_thread(
     asked = body(stream=True, prompt="word " * words)
     threads = []
 
-    def noting(read: Callable[[bytes], object]) -> Callable[[bytes], object]:
-        return lambda text: threads.append(threading.current_thread()) or read(text)
+    def noting(route: str, text: bytes) -> GenerationCall:
+        threads.append(threading.current_thread())
+        return GenerationCall(route, text)
 
-    monkeypatch.setattr(recording, "read_request", noting(read_request))
-    monkeypatch.setattr(recording, "ask_for_usage", noting(ask_for_usage))
+    monkeypatch.setattr(recording, "GenerationCall", noting)
 
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         got = await client.post("/v1/completions", json=asked)
@@ -167,7 +161,7 @@ def test_a_large_request_is_read_in_a_thread(
 
     server = through(tmp_path / "log", use)
     assert server.bodies == [asked | {"stream_options": {"include_usage": True}}]
-    assert [thread is threading.main_thread() for thread in threads] == [in_loop, in_loop]
+    assert [thread is threading.main_thread() for thread in threads] == [in_loop]
     assert [row["output_length"] for row in rows(tmp_path / "log")] == [3]
 
 
@@ -369,35 +363,38 @@ def test_however_it_is_cut_only_the_usage_is_left_out(before, after, cuts):
             b'{"stream":true,"x":1e400}',
             b'{"stream":true,"x":1e400,"stream_options":{"include_usage":true}}',
         ),
-        (b'{"stream_options":null}', b'{"stream_options":{"include_usage":true}}'),
         (
-            b'{"stream_options":{"a":[1],"include_usage":false},"b":"\\u00e9"}',
-            b'{"stream_options":{"a":[1],"include_usage":true},"b":"\\u00e9"}',
+            b'{"stream":true,"stream_options":null}',
+            b'{"stream":true,"stream_options":{"include_usage":true}}',
+        ),
+        (
+            b'{"stream":true,"stream_options":{"a":[1],"include_usage":false},"b":"\\u00e9"}',
+            b'{"stream":true,"stream_options":{"a":[1],"include_usage":true},"b":"\\u00e9"}',
         ),
     ],
 )
 def test_nothing_but_the_option_changes(text, expected):
-    assert ask_for_usage(text) == expected
+    assert GenerationCall(COMPLETIONS, text).first(speaks_ids=False) == (COMPLETIONS, expected)
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{", b'{"stream": 3}', b'{"n": "x"}', b"\xff", b"[" * 100_000]
 )
 def test_what_is_no_request_for_tokens_is_left_to_the_server(text):
-    assert read_request(text) is None
+    with pytest.raises(ApiError):
+        GenerationCall(COMPLETIONS, text)
 
 
 @pytest.mark.parametrize(
     ("prompt", "count"),
     [
         *[("x", 1), ([1, 2, 3], 1), (["a", "b"], 2), ([[1], [2], [3]], 3), ([], 1), (None, 1)],
-        *[(['a"]', "b\\", ","], 3), ([[], [1]], 2), (["a"] * 3000, 1024), ([1] * 3000, 1)],
+        *[(['a"]', "b\\", ","], 3), ([[], [1]], 2), ([1] * 3000, 1)],
     ],
 )
 def test_rows_of_a_request(prompt, count):
-    asked = read_request(json.dumps({"prompt": prompt, "n": 2}).encode())
-    assert asked is not None
-    assert asked.rows == 2 * count
+    asked = GenerationCall(COMPLETIONS, json.dumps({"prompt": prompt, "n": 2}).encode())
+    assert asked.choices == 2 * count
 
 
 @given(total=st.integers(0, 10**6), count=st.integers(1, 100))
@@ -502,10 +499,13 @@ def talk(folder: Path, data: bytes) -> bytes:
             os.kill(os.getpid(), signal.SIGTERM)
 
         asking: list[asyncio.Task[None]] = []
-        order = Recording(upstream, "127.0.0.1", 0, folder / "log")
-        with listen(order.host, order.port) as listener, TraceLog(order.out) as log:
-            await _record(
-                order, listener, log, lambda at: asking.append(asyncio.create_task(ask(at)))
+        with listen("127.0.0.1", 0) as listener, TraceLog(folder / "log") as log:
+            await record_on(
+                listener,
+                Upstream(upstream, 30.0),
+                log,
+                lambda at: asking.append(asyncio.create_task(ask(at))),
+                0,
             )
         await asking[0]
         return said[0]
@@ -631,9 +631,6 @@ ODD_BODIES = [
 
 @pytest.mark.parametrize("body", ODD_BODIES, ids=range(len(ODD_BODIES)))
 def test_an_odd_body_passes_as_it_is(body: bytes, tmp_path: Path):
-    read = read_request(body)
-    assert read is None or read.rows >= 1
-
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         headers = {"content-type": "application/json"}
         answer = await client.post("/v1/completions", content=body, headers=headers)

@@ -17,7 +17,6 @@ from benchmarks.common.command import llmctl
 from benchmarks.common.results_file import markdown
 from benchmarks.common.serving import Server
 from toolkit.backends.vllm.setup import PYTHON_VARIABLE
-from toolkit.endpoints.target import look
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import read_file
 from toolkit.files.shipped import load_recipe
@@ -82,10 +81,6 @@ class Work:
         options = ["--port", "0", "--shutdown-timeout", "1", *words]
         log = self.folder / "serve.log"
         with Server(self.folder / plan, *options, log=log) as server:
-            while look(server.url).state != "ready":
-                if server.process.poll() is not None:
-                    raise SystemExit(f"the server ended: see {log}")
-                time.sleep(0.2)
             try:
                 yield server.url
             finally:

@@ -66,7 +66,7 @@ def record(args: RecordOptions) -> None:
     client did not, and removes it from that client's answer. At 256 MiB OUT becomes OUT.1, in place
     of an older one. After SIGTERM or Ctrl-C, running requests have 30 s to end.
     """
-    from toolkit.serve.recording import Recording, record
+    from toolkit.gateway.recording import record as record_traffic
 
     host, _, port = args.listen.rpartition(":")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
@@ -74,21 +74,21 @@ def record(args: RecordOptions) -> None:
             f"--listen '{args.listen}': not an address",
             "for example 127.0.0.1:8100, or [::1]:8100",
         )
-    order = Recording(
-        args.upstream,
-        host.removeprefix("[").removesuffix("]"),
-        int(port),
-        args.out,
-        args.insecure,
-        args.block_tokens,
-    )
 
     def announce(url: str) -> None:
         facts = {"url": url, "upstream": args.upstream, "out": str(args.out)}
         emit(args.as_json, facts, lambda: print(f"recording: {url} to {args.out}"))
         sys.stdout.flush()
 
-    ended = record(order, announce)
+    ended = record_traffic(
+        args.upstream,
+        host.removeprefix("[").removesuffix("]"),
+        int(port),
+        args.out,
+        announce,
+        insecure=args.insecure,
+        block_tokens=args.block_tokens,
+    )
     if not ended:
         note("no client requested tokens; nothing was recorded")
         return

@@ -25,7 +25,6 @@ from toolkit.errors import InputError
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
 OK = 200
-NOT_FOUND = 404
 NOT_READY = 503
 KEY_REFUSED = (401, 403)
 NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
@@ -492,39 +491,3 @@ def page_metrics(page: bytes, source: str) -> list[Metric]:
         problem = f"{source}: {lines:,} lines; at most {MAX_METRIC_LINES:,} are read"
         raise InputError(problem, "name the /metrics of one server")
     return parsed_metrics(page.decode("utf-8", "replace"))
-
-
-LOOK_TIMEOUT_S = 5.0
-
-
-@dataclass(slots=True, frozen=True)
-class Look:
-    """The state of a server, llmctl's own or vLLM's, at one moment."""
-
-    state: str  # in one or two words
-    answered: bool = True
-
-
-def look(url: str) -> Look:
-    """Ask /health and /ready. Never raises for a server that is absent or not trusted.
-
-    vLLM has no /ready: it counts as ready when healthy.
-    """
-    try:
-        trusted = verify(url)
-        status = _status(f"{url}/health", trusted)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Look("not trusted" if distrusted(error) else "no answer", answered=False)
-    except InputError:
-        return Look("unreadable", answered=False)
-    try:
-        ready = _status(f"{url}/ready", trusted)
-    except (httpx.HTTPError, InputError):
-        ready = None
-    # Loading and draining look alike from outside: both are healthy and not ready.
-    state = "ready" if ready in (OK, NOT_FOUND) else "not ready"
-    return Look(state if status == OK else "unhealthy")
-
-
-def _status(url: str, trusted: ssl.SSLContext | bool) -> int:
-    return ask(url, timeout_s=LOOK_TIMEOUT_S, trusted=trusted).status

@@ -27,7 +27,7 @@ from aiohttp.http import RawResponseMessage
 from aiohttp.http_exceptions import BadHttpMessage
 from yarl import URL
 
-from toolkit.endpoints.target import distrusted, server_url
+from toolkit.endpoints.target import TRUST_HINT, distrusted, server_url
 from toolkit.errors import InputError
 
 MAX_HELD_BYTES = 1 << 18
@@ -341,8 +341,7 @@ class Upstream:
             await (await self.send("HEAD", b"/", [], b"")).aclose()
         except UpstreamError as error:
             if error.untrusted:
-                hint = "SSL_CERT_FILE=FILE names the authority that signed it"
-                raise InputError(f"{self.shown}: {error.untrusted}", hint) from None
+                raise InputError(f"{self.shown}: {error.untrusted}", TRUST_HINT) from None
 
     async def __aenter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Sized
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -72,9 +72,10 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 ReadT = TypeVar("ReadT")
+SizedT = TypeVar("SizedT", bound=Sized)
 
 
-def is_large(body: bytes) -> bool:
+def is_large(body: Sized) -> bool:
     """Return whether reading the body takes too long for the event loop."""
     return len(body) > LARGE_BODY_BYTES
 
@@ -86,7 +87,7 @@ class LargeBodies:
         self._turn = asyncio.Lock()
         self._waiting = 0
 
-    async def read(self, read: Callable[[bytes], ReadT], body: bytes) -> ReadT:
+    async def read(self, read: Callable[[SizedT], ReadT], body: SizedT) -> ReadT:
         """Return `read(body)`. Raises ApiError if too many large bodies wait, and what `read`
         raises.
         """

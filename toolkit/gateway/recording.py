@@ -2,19 +2,20 @@
 
 `TraceRecorder` passes requests to the upstream server and responses back as they arrive, and writes
 one line per row. Keys and texts pass through memory, but go only where the client sent them. What
-cannot be read passes unread. What prompts share is noted by `toolkit.serve.prompt_blocks`.
+cannot be read passes unread. What prompts share is noted by `toolkit.gateway.prompt_blocks`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,74 +25,75 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from toolkit.endpoints.foreign import Count, CountedUsage, Number, decoded
+from toolkit.endpoints.foreign import CountedUsage, decoded
 from toolkit.endpoints.sse import EventReader, data_of, in_parts
 from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
+from toolkit.gateway.calls import CHAT, COMPLETIONS, GenerationCall
+from toolkit.gateway.prompt_blocks import PromptBlocks
 from toolkit.serve.access import check_local_host
 from toolkit.serve.background import Background
 from toolkit.serve.errors import ApiError, error_response
 from toolkit.serve.forms import LargeBodies, read_body
 from toolkit.serve.launch import FrontServer, serve
 from toolkit.serve.limits import WireLimits
-from toolkit.serve.prompt_blocks import PromptBlocks
 from toolkit.serve.server import Ending, RunningRequests, disconnected, is_loopback, listen, url
 from toolkit.serve.stats import Stats
 from toolkit.traces.types import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
 
-TOKEN_PATHS = ("/v1/completions", "/v1/chat/completions")
+TOKEN_PATHS = (COMPLETIONS, CHAT)
 SILENCE_S = 600.0  # of the upstream, after which a request is given up
 MAX_BODY_BYTES = 64 << 20
 MAX_EVENT_BYTES = 1 << 20  # of an incomplete event; a longer one passes unread
 MAX_WHOLE_BYTES = 16 << 20  # of a response without a stream; a longer one is not counted
-MAX_COUNTED_PROMPTS = 1024
 MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
 
-# One of several prompts in a list: a string or a list of tokens.
-_PROMPT = re.compile(rb'\s*(?:"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\]]*\])\s*[,\]]')
 _EMPTY = (b'""', b"null", b"[]", b"{}")
 _NULL = Raw(b"null")
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """What to record, and where."""
-
-    upstream: str
-    host: str
-    port: int
-    out: Path
-    insecure: bool = False
-    block_tokens: int = 16  # of the blocks of prompts; 0: what they share is not noted
-
-
-def record(order: Recording, on_ready: Callable[[str], None]) -> Counter[str]:
+def record(
+    upstream: str,
+    host: str,
+    port: int,
+    out: Path,
+    on_ready: Callable[[str], None],
+    *,
+    insecure: bool = False,
+    block_tokens: int = 16,
+) -> Counter[str]:
     """Record until a signal ends it. Returns the number of requests for tokens by status.
 
-    `on_ready` gets the URL. Raises `InputError` for an address, an upstream or a file that cannot
-    be used.
+    `on_ready` gets the URL. `block_tokens` are those of the blocks of prompts; 0: what they share
+    is not noted. Raises `InputError` for an address, an upstream or a file that cannot be used.
     """
-    if not (order.insecure or is_loopback(order.host)):
+    if not (insecure or is_loopback(host)):
         raise InputError(
-            f"host {order.host} can be reached from other machines, "
+            f"host {host} can be reached from other machines, "
             "and the recorder asks for no key of its own",
             "listen on 127.0.0.1, or add --insecure if the upstream asks for its key",
         )
     with (
-        listen(order.host, order.port) as listener,
-        TraceLog(order.out) as log,
+        listen(host, port) as listener,
+        TraceLog(out) as log,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_record(order, listener, log, on_ready))
+        server = Upstream(upstream, SILENCE_S)
+        return runner.run(record_on(listener, server, log, on_ready, block_tokens))
 
 
-async def _record(
-    order: Recording, listener: socket.socket, log: TraceLog, on_ready: Callable[[str], None]
+async def record_on(
+    listener: socket.socket,
+    upstream: Upstream,
+    log: TraceLog,
+    on_ready: Callable[[str], None],
+    block_tokens: int,
 ) -> Counter[str]:
-    async with Upstream(order.upstream, SILENCE_S) as upstream:
+    """Record on a bound `listener`; see `record`."""
+    async with upstream:
         host, port = listener.getsockname()[:2]
         upstream_host, upstream_port = upstream.address
         if upstream_port == port and (upstream_host == host or is_loopback(upstream_host)):
@@ -100,8 +102,7 @@ async def _record(
                 "name the server behind it as --upstream",
             )
         await upstream.check_certificate()
-        local = is_loopback(order.host)
-        block_tokens = order.block_tokens
+        local = is_loopback(host)
         recorder = TraceRecorder(upstream, log, local_hosts_only=local, block_tokens=block_tokens)
         await serve(recorder, listener, Ending(), lambda: on_ready(url(listener)))
         return recorder.ended
@@ -111,7 +112,7 @@ async def _record(
 class RecordedRequest:
     """A request for tokens that passes through. Times are of `time.monotonic`, or NaN."""
 
-    request: TokenRequest
+    call: GenerationCall
     arrival_s: float
     first_token_s: float = math.nan
     last_token_s: float = math.nan
@@ -121,12 +122,12 @@ class RecordedRequest:
     def lines(self, timestamp: float) -> list[TraceLine]:
         """One line for each row. The usage is that of all rows, so each line has its share."""
         usage = self.reader.usage if self.reader else None
-        rows = min(self.request.rows, MAX_ROWS) if usage else 1
+        rows = min(self.call.choices, MAX_ROWS) if usage else 1
         counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         inputs, outputs = (split(tokens, rows) for tokens in counts)
         ttft_ms = ms_or_none(self.first_token_s - self.arrival_s)
         e2e_ms = ms_or_none(self.last_token_s - self.arrival_s)
-        limit = self.request.max_tokens
+        limit = max(self.call.max_tokens or 0, 0)
         status = self.status
         return [
             TraceLine(timestamp, *lengths, limit, ttft_ms, e2e_ms, status)
@@ -196,11 +197,12 @@ class TraceRecorder(FrontServer):
         if self._local_hosts_only:
             check_local_host(http_request.headers.get("host", ""))
         body = await read_body(http_request, MAX_BODY_BYTES)
-        asks_tokens = scope["method"] == "POST" and scope["path"].endswith(TOKEN_PATHS)
         recorded = None
-        if asks_tokens:
-            request = await self._bodies.read(read_request, body)
-            recorded = RecordedRequest(request, arrival_s) if request else None
+        route = next((path for path in TOKEN_PATHS if scope["path"].endswith(path)), "")
+        if route and scope["method"] == "POST":
+            with suppress(ApiError):  # the server will refuse it
+                call = await self._bodies.read(partial(GenerationCall, route), body)
+                recorded = RecordedRequest(call, arrival_s)
         passing = asyncio.ensure_future(self._pass(scope, body, recorded, send))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
@@ -211,7 +213,7 @@ class TraceRecorder(FrontServer):
                 passing.cancel()
             await asyncio.wait({passing})
             if recorded:
-                await self._write(recorded, body)
+                await self._write(recorded)
         if not passing.cancelled():
             passing.result()
 
@@ -243,11 +245,11 @@ class TraceRecorder(FrontServer):
         if recorded is None:
             return await self._upstream.send(scope["method"], target, headers, body)
         headers = _without(headers, b"accept-encoding")  # a compressed response cannot be counted
-        request = recorded.request
-        adds = self._asks_usage and request.stream and not request.usage
+        call = recorded.call
+        adds = self._asks_usage and call.stream and not call.wants_usage
         if adds:
             changed = _without(headers, b"content-length")
-            with_usage = await self._bodies.read(ask_for_usage, body)
+            _, with_usage = call.first(speaks_ids=False)
             answer = await self._upstream.send(scope["method"], target, changed, with_usage)
             if answer.status not in UNSUPPORTED_STATUSES:
                 recorded.reader = StreamReader(strip=True)
@@ -290,11 +292,11 @@ class TraceRecorder(FrontServer):
             if isinstance(reader, WholeReader):
                 recorded.last_token_s = time.monotonic()
 
-    async def _write(self, recorded: RecordedRequest, body: bytes) -> None:
+    async def _write(self, recorded: RecordedRequest) -> None:
         self.ended[recorded.status] += 1
         lines = recorded.lines(self._log.timestamp(recorded.arrival_s))
         if self._block_tokens and recorded.status == "ok" and len(lines) == 1:
-            ids = await self._blocks.ids(body, lines[0].input_length)
+            ids = await self._blocks.ids(recorded.call.prompt, lines[0].input_length)
             size = self._block_tokens if self._block_tokens != MOONCAKE_BLOCK else None
             lines = [replace(lines[0], hash_ids=ids, block_tokens=size if ids else None)]
         for line in lines:
@@ -307,65 +309,6 @@ def _without(headers: RawHeaders, name: bytes) -> RawHeaders:
 
 def _piece(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRequest:
-    """A request for tokens: the number of its rows, and the limit of new tokens of each."""
-
-    stream: bool
-    usage: bool  # the client of a stream asks for the usage itself
-    rows: int
-    max_tokens: int  # 0: no limit
-
-
-class _Options(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-class _Request(msgspec.Struct):
-    prompt: Raw = Raw(b"null")
-    stream: bool | None = None
-    stream_options: _Options | None = None
-    n: Count | None = None
-    max_tokens: Number | None = None
-    max_completion_tokens: Number | None = None
-
-
-def read_request(body: bytes) -> TokenRequest | None:
-    """The request in a body. None if it is not one for tokens: the server will refuse it."""
-    fields = decoded(body, dict[str, Raw])  # `ask_for_usage` needs all of them
-    request = None if fields is None else decoded(body, _Request)
-    if request is None:
-        return None
-    rows = _count_prompts(request.prompt) * max(request.n or 1, 1)
-    limit = request.max_completion_tokens or request.max_tokens or 0
-    options = request.stream_options
-    return TokenRequest(
-        bool(request.stream), bool(options and options.include_usage), rows, max(limit, 0)
-    )
-
-
-def _count_prompts(prompt: Raw) -> int:
-    """The number of prompts, at most `MAX_COUNTED_PROMPTS`. One in tokens is a list, too."""
-    text = bytes(prompt).lstrip()
-    if not text.startswith(b"["):
-        return 1
-    count = 0
-    match = _PROMPT.match(text, 1)
-    while match and count < MAX_COUNTED_PROMPTS:
-        count = count + 1
-        match = _PROMPT.match(text, match.end())
-    return max(count, 1)
-
-
-def ask_for_usage(body: bytes) -> bytes:
-    """The body with a wish for the usage. All other values keep their bytes."""
-    fields = decoded(body, dict[str, Raw]) or {}
-    given = fields.get("stream_options", _NULL)
-    options = decoded(given, dict[str, Raw]) or {}
-    fields["stream_options"] = Raw(msgspec.json.encode(options | {"include_usage": Raw(b"true")}))
-    return msgspec.json.encode(fields)
 
 
 def _usage(given: Raw) -> CountedUsage | None:
@@ -390,10 +333,6 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: Raw = _NULL
     error: Raw | None = None
-
-
-class _Whole(msgspec.Struct):
-    usage: Raw = _NULL
 
 
 class StreamReader:
@@ -458,8 +397,8 @@ class WholeReader:
         return piece
 
     def end(self) -> bytes:
-        whole = decoded(b"".join(self._pieces), _Whole) or _Whole()
-        self.usage = _usage(whole.usage)
+        whole = decoded(b"".join(self._pieces), dict[str, Raw]) or {}
+        self.usage = _usage(whole.get("usage", _NULL))
         self._pieces.clear()
         return b""
 

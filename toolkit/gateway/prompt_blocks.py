@@ -19,12 +19,9 @@ from array import array
 from collections.abc import Iterator
 from functools import partial
 from hashlib import blake2b
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-from msgspec import Raw
-
-from toolkit.endpoints.foreign import decoded
+from toolkit.gateway.calls import Prompt
 from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import LargeBodies
 
@@ -42,43 +39,15 @@ class BlockedPrompt(NamedTuple):
     block_bytes: int
 
 
-Token = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-
-
-class _Prompt(msgspec.Struct):
-    prompt: list[Token | str] | str | None = None
-    messages: list[Raw] | None = None
-    tools: Raw = Raw(b"null")
-
-
-def prompt_content(body: bytes) -> list[int] | bytes | None:
-    """The tokens or the text of a request's only prompt; None where there is no such prompt."""
-    request = decoded(body, _Prompt)
-    if request is None:
-        return None
-    match request.prompt:
-        case None:
-            parts = [] if bytes(request.tools) == b"null" else [request.tools]
-            content = b"\n".join(map(bytes, [*parts, *(request.messages or ())]))
-        case str(text) | [str(text)]:
-            content = text.encode(errors="surrogatepass")
-        case [int(), *_]:
-            return [token for token in request.prompt if isinstance(token, int)]
-        case _:
-            return None
-    return content or None
-
-
 def blocks_of_prompt(
-    body: bytes, key: bytes, prompt_tokens: int, block_tokens: int, block_bytes: int
+    content: Prompt, key: bytes, prompt_tokens: int, block_tokens: int, block_bytes: int
 ) -> BlockedPrompt | None:
-    """The ids of the prompt in a body, one for every `block_tokens` of its `prompt_tokens`.
+    """The ids of a prompt, one for every `block_tokens` of its `prompt_tokens`.
 
-    `block_bytes` are the bytes of a block of text; 0: as many as in this one. None where the body
-    has no prompt, or several, and where it cannot have so many tokens.
+    `block_bytes` are the bytes of a block of text; 0: as many as in this one. None where the prompt
+    cannot have so many tokens.
     """
-    content = prompt_content(body)
-    if content is None or not 1 <= prompt_tokens <= len(content) + MAX_ADDED_TOKENS:
+    if not content or not 1 <= prompt_tokens <= len(content) + MAX_ADDED_TOKENS:
         return None
     if isinstance(content, bytes):
         per_token = max(len(content) / prompt_tokens, LEAST_BYTES_PER_TOKEN)
@@ -110,9 +79,9 @@ class PromptBlocks:
         self._bodies = bodies
         self._block_bytes = 0  # of text; 0: no text was counted yet
 
-    async def ids(self, body: bytes, prompt_tokens: int) -> list[int] | None:
-        """Return the ids of a request's prompt; None where they cannot be known."""
-        while True:
+    async def ids(self, content: Prompt | None, prompt_tokens: int) -> list[int] | None:
+        """Return the ids of a request's only prompt; None where they cannot be known."""
+        while content is not None:
             cut = partial(
                 blocks_of_prompt,
                 key=self._key,
@@ -121,7 +90,7 @@ class PromptBlocks:
                 block_bytes=self._block_bytes,
             )
             try:
-                prompt = await self._bodies.read(cut, body)
+                prompt = await self._bodies.read(cut, content)
             except ApiError:  # too many bodies wait to be read
                 return None
             if prompt is None:
@@ -130,3 +99,4 @@ class PromptBlocks:
             if prompt.block_bytes in (0, self._block_bytes):
                 return prompt.ids
             # Another request was the first to be counted meanwhile: cut this one as that one.
+        return None
