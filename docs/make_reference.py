@@ -32,7 +32,7 @@ from toolkit.files.recipe import SLA_KEYS, Recipe
 from toolkit.sched.catalogue import ABOUT
 from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES
 from toolkit.sched.policies.parameters import Parameter, declared, defaults
-from toolkit.serve.metrics import Exposition, Gauges, WorkerGauges
+from toolkit.serve.metrics import Gauges, WorkerGauges, engine_families
 from toolkit.serve.stats import Stats
 
 HERE = Path(__file__).parent
@@ -281,10 +281,10 @@ def policies() -> str:
 
 
 def families() -> Iterator[Metric]:
-    """What /metrics has, from a collector without a server."""
+    """What /metrics has, without a server."""
     worker = WorkerGauges(alive=True, load_s=0, rows=0, kv_tokens=0, kv_capacity=None)
     gauges = Gauges(0, 0, 0, 0, [worker], 0, {})
-    yield from Exposition(Stats(), lambda: gauges, "model", vllm_names=True).collect()
+    yield from engine_families(Stats(), gauges, "model", vllm_names=True)
 
 
 def metrics() -> str:

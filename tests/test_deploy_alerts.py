@@ -11,7 +11,6 @@ import orders
 import pytest
 import yaml
 from operator_kinds import AlertRule, RulesFile
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import check_with_promtool, needs_promtool, objects_of
 from toy_server import HandWorkers, make_driver
@@ -22,7 +21,7 @@ from toolkit.deploy.render import fill
 from toolkit.deploy.values import Values
 from toolkit.files.recipe import SLA_KEYS
 from toolkit.gateway.front import Gateway
-from toolkit.serve.metrics import Exposition, text_of
+from toolkit.serve.metrics import engine_families, text_of
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import gauges
 
@@ -140,9 +139,7 @@ def test_every_target_has_a_rule_and_the_server_its_series(tmp_path: Path) -> No
     sla = limits()
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=sla)
-    registry = CollectorRegistry()
-    registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=False))
-    exposed = samples_in(generate_latest(registry).decode())
+    exposed = samples_in(text_of(engine_families(driver.stats, gauges(driver), "toy")).decode())
     order = order_of(tmp_path, sla=sla)
     whole = RulesFile.model_validate(rules(order))
     found = {rule.alert: rule for rule in whole.groups[0].rules}
@@ -408,9 +405,8 @@ def test_every_metric_of_a_rule_exists(tmp_path: Path) -> None:
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=limits())
     driver.stats.ended["stop"] += 1
-    registry = CollectorRegistry()
-    registry.register(Exposition(driver.stats, lambda: gauges(driver), "toy", vllm_names=True))
-    exposed = {name for name, _ in samples_in(generate_latest(registry).decode())}
+    families = engine_families(driver.stats, gauges(driver), "toy", vllm_names=True)
+    exposed = {name for name, _ in samples_in(text_of(families).decode())}
     fronts = {"llmctl_replica_up", "llmctl_replicas_up", "llmctl_replica_losses_total"}
     order = order_of(tmp_path, sla=limits())
     for rule in every_rule(order):

@@ -9,7 +9,6 @@ from typing import Any
 
 import orders
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import objects_of
 from toy_server import HandWorkers, make_driver
@@ -18,7 +17,7 @@ import toolkit
 from toolkit.deploy.dashboard import dashboard
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.serve.access import Account
-from toolkit.serve.metrics import Exposition
+from toolkit.serve.metrics import engine_families, text_of
 from toolkit.serve.status import gauges
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
@@ -44,13 +43,8 @@ def exposed() -> dict[str, set[str]]:
     """
     driver = make_driver(HandWorkers())
     driver.stats.ended["failed"] += 1
-    registry = CollectorRegistry()
-    accounts = [Account("team")]
-    exposition = Exposition(
-        driver.stats, lambda: gauges(driver), "toy", vllm_names=True, accounts=lambda: accounts
-    )
-    registry.register(exposition)
-    families = text_string_to_metric_families(generate_latest(registry).decode())
+    made = engine_families(driver.stats, gauges(driver), "toy", [Account("team")], vllm_names=True)
+    families = text_string_to_metric_families(text_of(made).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 

@@ -25,7 +25,7 @@ from toolkit.serve.forms import (
     read_json_bytes,
 )
 from toolkit.serve.generation import EventStream, Generation, json_response
-from toolkit.serve.metrics import Exposition
+from toolkit.serve.metrics import engine_families
 from toolkit.serve.routes import FrontPages
 from toolkit.serve.status import failure, gauges, state
 
@@ -43,13 +43,6 @@ class Routes(FrontPages):
         self._reader = BodyReader(tokenizer, settings.vocab_size, settings.max_model_len)
         self._large_bodies = LargeBodies()
         self._generation = Generation(driver, tokenizer, settings, self._reader)
-        self._exposition = Exposition(
-            driver.stats,
-            lambda: gauges(driver),
-            settings.model,
-            vllm_names=settings.vllm_metrics,
-            accounts=lambda: keyring.named,
-        )
         for path, endpoint in (
             ("/v1/completions", self.completions),
             ("/v1/chat/completions", self.chat_completions),
@@ -74,7 +67,13 @@ class Routes(FrontPages):
         return {"max_model_len": self.settings.max_model_len}
 
     def families(self) -> Iterable[Metric]:
-        return self._exposition.collect()
+        return engine_families(
+            self._driver.stats,
+            gauges(self._driver),
+            self.served,
+            self.keyring.named,
+            vllm_names=self.settings.vllm_metrics,
+        )
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionForm)

@@ -6,8 +6,7 @@ They have our names and, on request, also vLLM's, for dashboards and autoscalers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -53,78 +52,67 @@ class Gauges(NamedTuple):
     engine: Mapping[str, str]  # the identity of the workers' engine (`toolkit.files.profile`)
 
 
-@dataclass(frozen=True, eq=False)
-class Exposition:
-    """A collector for a registry of prometheus_client."""
+def engine_families(
+    stats: Stats,
+    now: Gauges,
+    model: str,
+    accounts: Sequence[Account] = (),
+    *,
+    vllm_names: bool = False,
+) -> Iterator[Metric]:
+    """Yield what the server of an engine shows at a scrape."""
+    labels = {"model_name": model}
+    alive = sum(worker.alive for worker in now.workers)
+    usage = "Share of KV cache that running batches may fill."
+    predicted = "Predicted TTFT of a request that arrives now."
+    for name, text, value in (
+        ("requests_running", "Requests in batches that run now.", now.running),
+        ("requests_waiting", "Requests that no worker runs now.", now.waiting),
+        ("kv_cache_usage_ratio", usage, now.kv_usage),
+        ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", now.kv_tokens),
+        ("workers_alive", "Workers that can take batches.", alive),
+        ("predicted_ttft_seconds", predicted, now.predicted_ttft_s),
+    ):
+        yield family_of(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
+    info = labels | dict(now.engine)
+    yield family_of(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
+    for attribute, text in _LATENCIES.items():
+        name = f"llmctl_{attribute}_seconds"
+        yield histogram_family(name, text, labels, getattr(stats, attribute))
+    text = "Actual over predicted batch time, for the steps that ran."
+    yield histogram_family("llmctl_batch_time_ratio", text, labels, stats.batch_ratio)
+    for attribute, text in _COUNTERS.items():
+        name = re.sub("_s$", "_seconds", attribute)
+        value = getattr(stats, attribute)
+        yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
+    compared = [stats.compared[index] for index in range(len(now.workers))]
+    yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
+    yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)
+    yield from families_of_requests(stats, labels, accounts)
+    if vllm_names:
+        yield from _vllm(stats, now, labels | {"engine": "0"})
 
-    stats: Stats
-    gauges: Callable[[], Gauges]
-    model: str
-    vllm_names: bool
-    accounts: Callable[[], Sequence[Account]] = tuple
 
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry at each scrape."""
-        gauges = self.gauges()
-        labels = {"model_name": self.model}
-        yield from self._own(gauges)
-        yield from families_of_requests(self.stats, labels, self.accounts())
-        if self.vllm_names:
-            yield from self._vllm(gauges)
-
-    def _own(self, now: Gauges) -> Iterator[Metric]:
-        stats = self.stats
-        labels = {"model_name": self.model}
-        alive = sum(worker.alive for worker in now.workers)
-        usage = "Share of KV cache that running batches may fill."
-        predicted = "Predicted TTFT of a request that arrives now."
-        for name, text, value in (
-            ("requests_running", "Requests in batches that run now.", now.running),
-            ("requests_waiting", "Requests that no worker runs now.", now.waiting),
-            ("kv_cache_usage_ratio", usage, now.kv_usage),
-            ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", now.kv_tokens),
-            ("workers_alive", "Workers that can take batches.", alive),
-            ("predicted_ttft_seconds", predicted, now.predicted_ttft_s),
-        ):
-            yield family_of(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
-        info = labels | dict(now.engine)
-        yield family_of(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
-        for attribute, text in _LATENCIES.items():
-            name = f"llmctl_{attribute}_seconds"
-            yield histogram_family(name, text, labels, getattr(stats, attribute))
-        text = "Actual over predicted batch time, for the steps that ran."
-        yield histogram_family("llmctl_batch_time_ratio", text, labels, stats.batch_ratio)
-        for attribute, text in _COUNTERS.items():
-            name = re.sub("_s$", "_seconds", attribute)
-            value = getattr(stats, attribute)
-            yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
-        compared = [stats.compared[index] for index in range(len(now.workers))]
-        yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
-        yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)
-
-    def _vllm(self, now: Gauges) -> Iterator[Metric]:
-        stats = self.stats
-        labels = {"model_name": self.model, "engine": "0"}
-        for name, text, value in (
-            ("num_requests_running", "As llmctl_requests_running.", now.running),
-            ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
-            ("kv_cache_usage_perc", "As llmctl_kv_cache_usage_ratio, 0..1.", now.kv_usage),
-        ):
-            yield family_of(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
-        for name, attribute in _VLLM_LATENCIES.items():
-            text = f"As llmctl_{attribute}_seconds."
-            histogram = getattr(stats, attribute)
-            yield histogram_family(f"vllm:{name}_seconds", text, labels, histogram)
-        for name, text, value in (
-            ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
-            ("generation_tokens", "As llmctl_generation_tokens_total.", stats.generation_tokens),
-            ("num_preemptions", "As llmctl_preemptions_total.", stats.preemptions),
-        ):
-            yield family_of(CounterMetricFamily, f"vllm:{name}", text, labels, value)
-        succeeded = {reason: stats.ended[reason] for reason in ("stop", "length")}
-        name = "vllm:request_success"
-        text = "Requests that ended well."
-        yield by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
+def _vllm(stats: Stats, now: Gauges, labels: Labels) -> Iterator[Metric]:
+    for name, text, value in (
+        ("num_requests_running", "As llmctl_requests_running.", now.running),
+        ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
+        ("kv_cache_usage_perc", "As llmctl_kv_cache_usage_ratio, 0..1.", now.kv_usage),
+    ):
+        yield family_of(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
+    for name, attribute in _VLLM_LATENCIES.items():
+        text = f"As llmctl_{attribute}_seconds."
+        yield histogram_family(f"vllm:{name}_seconds", text, labels, getattr(stats, attribute))
+    for name, text, value in (
+        ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
+        ("generation_tokens", "As llmctl_generation_tokens_total.", stats.generation_tokens),
+        ("num_preemptions", "As llmctl_preemptions_total.", stats.preemptions),
+    ):
+        yield family_of(CounterMetricFamily, f"vllm:{name}", text, labels, value)
+    succeeded = {reason: stats.ended[reason] for reason in ("stop", "length")}
+    name = "vllm:request_success"
+    text = "Requests that ended well."
+    yield by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
 
 
 # Of counters: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE, where `_s` is
