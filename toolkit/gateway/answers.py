@@ -19,6 +19,7 @@ from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded
 from toolkit.endpoints.sse import EventReader, data_of, lines_of
 from toolkit.gateway.calls import GenerationCall
 from toolkit.serve.errors import ApiError, error_body
+from toolkit.serve.wire import choice_of, kind_of, usage_of
 
 MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
 SPARE_EVENT_BYTES = 256 << 10  # of an event without log probabilities, beside its tokens
@@ -515,31 +516,19 @@ class PassingAnswer:
 
     def _made(self, read: _Choice, text: str, ids: list[int], usage: CountedUsage | None) -> bytes:
         """Return an event of this answer, with the end of the choice that was read."""
-        choice: dict[str, Any] = {"index": read.index}
-        if self._call.chat:
-            choice["delta"] = {"content": text} if text else {}
-        else:
-            choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": read.finish_reason}
+        choice = choice_of(read.index, text, read.finish_reason, chat=self._call.chat)
         if read.stop_reason is not None:
             choice["stop_reason"] = read.stop_reason
         if self._call.wants_ids:
             choice["token_ids"] = ids
-        counted = {} if usage is None else {"usage": _counts(usage)}
-        return self._line({"choices": [choice], **counted})
+        return self._line([choice], usage)
 
     def _usage_line(self, usage: CountedUsage) -> bytes:
         self._usage_sent = True
-        return self._line({"choices": [], "usage": _counts(usage)})
+        return self._line([], usage)
 
-    def _line(self, fields: dict[str, Any]) -> bytes:
-        kind = "chat.completion.chunk" if self._call.chat else "text_completion"
-        return b"data: " + _encode({**(self._about or {}), "object": kind, **fields}) + b"\n\n"
-
-
-def _counts(usage: CountedUsage) -> dict[str, int]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "completion_tokens": usage.completion_tokens,
-    }
+    def _line(self, choices: list[dict[str, Any]], usage: CountedUsage | None) -> bytes:
+        fields: dict[str, Any] = {"object": kind_of(chat=self._call.chat), "choices": choices}
+        if usage is not None:
+            fields["usage"] = usage_of(usage.prompt_tokens, usage.completion_tokens)
+        return b"data: " + _encode({**(self._about or {}), **fields}) + b"\n\n"

@@ -15,16 +15,15 @@ import math
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from toolkit.engines.protocol import FinishReason, SamplingParams
+from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
@@ -41,6 +40,7 @@ from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, T
 from toolkit.serve.routes import unknown_model
 from toolkit.serve.server import disconnected
 from toolkit.serve.stats import LATE, QUEUE_FULL
+from toolkit.serve.wire import choice_of, kind_of, usage_of
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
@@ -70,10 +70,9 @@ class Generation:
         if prompts is None:
             prompts = self._reader.tokens(form)
         is_chat = isinstance(form, ChatForm)
-        model = self._settings.model
         default = self._settings.max_new_tokens if is_chat else COMPLETION_TOKENS
         limits = [self._limit(len(prompt), form.limit, default) for prompt in prompts]
-        shape = ChatFormat(model) if is_chat else CompletionFormat(model)
+        shape = AnswerFormat(self._settings.model, chat=is_chat)
         return self._submit(form, prompts, limits, shape)
 
     def check_room(self, choices: int = 1) -> None:
@@ -123,7 +122,7 @@ class Generation:
         form: GenerationForm,
         prompts: Prompts,
         limits: Sequence[int],
-        shape: CompletionFormat,
+        shape: AnswerFormat,
     ) -> Exchange:
         """Submit all choices of all prompts; `limits` bounds the new tokens for each prompt."""
         n = form.n or 1
@@ -210,12 +209,9 @@ class Exchange:
     """A submitted request: the source of its text, the format of its response, and its cancel."""
 
     reply: Reply
-    shape: CompletionFormat
+    shape: AnswerFormat
     prompt_tokens: int
     cancel: Callable[[], None]  # has no effect on choices that have ended
-
-    def usage(self, completion_tokens: int) -> Usage:
-        return Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
 
 
 @asynccontextmanager
@@ -254,7 +250,7 @@ async def json_response(exchange: Exchange, receive: Receive) -> Response:
             if exchange.reply.closed:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
     ordered = [choices[index] for index in sorted(choices)]
-    usage = exchange.usage(sum(choice.tokens for choice in ordered))
+    usage = usage_of(exchange.prompt_tokens, sum(choice.tokens for choice in ordered))
     return Response(exchange.shape.whole(ordered, usage), media_type="application/json")
 
 
@@ -295,121 +291,55 @@ class EventStream(Response):
                     tokens += sum(delta.tokens for delta in deltas)
                     events = [self._chunk(delta) for delta in deltas]
                     if not left and self._include_usage:
-                        events.append(exchange.shape.last_chunk(exchange.usage(tokens)))
+                        usage = usage_of(exchange.prompt_tokens, tokens)
+                        events.append(exchange.shape.last_chunk(usage))
                 body = b"".join([b"data: %b\n\n" % event for event in events]) or STILL_WAITING
                 body += b"" if left else DONE
                 await send({"type": "http.response.body", "body": body, "more_body": left > 0})
 
     def _chunk(self, delta: Delta) -> bytes:
-        return self._exchange.shape.chunk(delta, None if self._include_usage else UNSET)
+        return self._exchange.shape.chunk(delta, {"usage": None} if self._include_usage else {})
 
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Usage(Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+class AnswerFormat:
+    """The JSON objects of a response of /v1/completions or, with `chat`, /v1/chat/completions.
 
-
-class TextChoice(Struct, frozen=True):
-    index: int
-    text: str
-    finish_reason: FinishReason | None
-    logprobs: None = None
-
-
-class ChatMessage(Struct, frozen=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(Struct, frozen=True):
-    index: int
-    message: ChatMessage
-    finish_reason: FinishReason | None
-    logprobs: None = None
-
-
-class ChatDelta(Struct, frozen=True):
-    content: str
-    role: str | UnsetType = UNSET
-
-
-class ChatDeltaChoice(Struct, frozen=True):
-    index: int
-    delta: ChatDelta
-    finish_reason: FinishReason | None
-    logprobs: None = None
-
-
-AnyChoice = TextChoice | ChatChoice | ChatDeltaChoice
-
-
-class Completion(Struct, frozen=True):
-    """The object of both endpoints: a whole response or a chunk of a stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: Sequence[AnyChoice]
-    usage: Usage | UnsetType | None
-
-
-class CompletionFormat:
-    """The JSON objects of a response of /v1/completions."""
-
-    prefix = "cmpl"
-    kind = "text_completion"
-    chunk_kind = "text_completion"
-
-    def __init__(self, model: str) -> None:
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
-        self._model = model
-
-    def whole(self, choices: Sequence[Delta], usage: Usage) -> bytes:
-        return self._object(self.kind, [self._choice(choice) for choice in choices], usage)
-
-    def chunk(self, delta: Delta, usage: UnsetType | None) -> bytes:
-        return self._object(self.chunk_kind, [self._chunk_choice(delta)], usage)
-
-    def last_chunk(self, usage: Usage) -> bytes:
-        return self._object(self.chunk_kind, [], usage)
-
-    def _choice(self, choice: Delta) -> AnyChoice:
-        return TextChoice(choice.index, choice.text, choice.finish or None)
-
-    _chunk_choice = _choice
-
-    def _object(
-        self, kind: str, choices: Sequence[AnyChoice], usage: Usage | UnsetType | None
-    ) -> bytes:
-        return _encode(Completion(self.id, kind, self._created, self._model, choices, usage))
-
-
-class ChatFormat(CompletionFormat):
-    """The JSON objects of a response of /v1/chat/completions.
-
-    A choice's first chunk carries the role with the first text, because clients count the first
-    chunk as the first token.
+    The first chunk of a chat's choice carries the role with the first text, because clients count
+    the first chunk as the first token.
     """
 
-    prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
+    def __init__(self, model: str, *, chat: bool) -> None:
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._chat = chat
+        self._about = {"id": self.id, "created": int(time.time()), "model": model}
+        self._begun: set[int] = set()  # choices of a chat
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self._begun: set[int] = set()  # choices
+    def whole(self, choices: Sequence[Delta], usage: object) -> bytes:
+        """A response in one piece."""
+        chat = self._chat
+        made = [
+            choice_of(one.index, one.text, one.finish, chat=chat, whole=True) for one in choices
+        ]
+        return self._object(made, {"usage": usage}, whole=True)
 
-    def _choice(self, choice: Delta) -> AnyChoice:
-        return ChatChoice(choice.index, ChatMessage(choice.text), choice.finish or None)
+    def chunk(self, delta: Delta, usage: Mapping[str, object]) -> bytes:
+        """An event of a stream; `usage`: its field of that name, or nothing."""
+        role: dict[str, str] = {}
+        if self._chat and delta.index not in self._begun:
+            self._begun.add(delta.index)
+            role = {"role": "assistant"}
+        chat = self._chat
+        choice = choice_of(delta.index, delta.text, delta.finish, chat=chat, **role)
+        return self._object([choice], usage)
 
-    def _chunk_choice(self, delta: Delta) -> AnyChoice:
-        role = UNSET if delta.index in self._begun else "assistant"
-        self._begun.add(delta.index)
-        return ChatDeltaChoice(delta.index, ChatDelta(delta.text, role), delta.finish or None)
+    def last_chunk(self, usage: object) -> bytes:
+        return self._object([], {"usage": usage})
+
+    def _object(
+        self, choices: list[dict[str, object]], usage: Mapping[str, object], *, whole: bool = False
+    ) -> bytes:
+        kind = kind_of(chat=self._chat, whole=whole)
+        return _encode({**self._about, "object": kind, "choices": choices, **usage})
