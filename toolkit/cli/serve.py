@@ -142,8 +142,8 @@ class ServeOptions:
     )
     live: bool = _live(
         False,
-        "Let settings change while it serves (`llmctl set`): those of engine vllm up to the bounds "
-        "of the search (`llmctl tune --live`), of others the policy's parameters.",
+        "Engine vllm: let settings change while it serves (`llmctl set`), up to the bounds of the "
+        "search (`llmctl tune --live`).",
     )
     control_key: str = _live(
         "",
@@ -217,14 +217,13 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
     from toolkit.serve.engine_front import engine_front
 
     plan = given.plan
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log")
+    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live")
     settings = make_settings(
         plan,
         model=args.served_model_name,
         allow_end_after=args.allow_end_after,
         vllm_metrics=args.vllm_metrics,
     )
-    control_key = _control_key(args)
     config = _config(args, given, settings)
     announce = partial(
         serve_start.announce_plan,
@@ -239,14 +238,8 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         limits=make_limits(plan, args.admission, replays=args.allow_end_after),
         on_foreign=warn if args.force else None,
         ray=args.ray,
-        control_key=control_key,
     )
-    return serve_start.FrontToStart(config, make, announce, control_key)
-
-
-def _control_key(args: ServeOptions) -> str:
-    """The key of the control of the settings; '': without --live there is no control."""
-    return (args.control_key or secrets.token_urlsafe(24)) if args.live else ""
+    return serve_start.FrontToStart(config, make, announce)
 
 
 def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
@@ -277,7 +270,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
         args.event_log,
         warn if args.force else None,
         pass_log=args.pass_log,
-        control_key=_control_key(args),
+        control_key=(args.control_key or secrets.token_urlsafe(24)) if args.live else "",
     )
 
 

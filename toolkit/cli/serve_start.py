@@ -112,14 +112,11 @@ def forget_variable(name: str) -> None:
 
 
 class FrontToStart(NamedTuple):
-    """A front: `make` builds what its config serves, `announce` gets its URL once it is ready.
-    `control_key` is the key of its settings; '': they cannot be changed.
-    """
+    """A front: `make` builds what its config serves, `announce` gets its URL once it is ready."""
 
     config: FrontConfig
     make: Callable[[OpenedFront], AbstractContextManager[FrontServer]]
     announce: Callable[[str], None]
-    control_key: str = ""
 
 
 def start(front: FrontToStart, given: Prepared) -> None:
@@ -127,7 +124,7 @@ def start(front: FrontToStart, given: Prepared) -> None:
     from toolkit.serve.launch import launch
 
     serve = partial(launch, front.config, front.make)
-    serve_until_signal(serve, front.announce, given, front.control_key)
+    serve_until_signal(serve, front.announce, given)
 
 
 def start_server(
@@ -153,13 +150,13 @@ def serve_until_signal(
     launch: Callable[[Callable[[str], None]], Mapping[str, int]],
     announce: Callable[[str], None],
     given: Prepared,
-    control_key: str,
+    control_key: str = "",
 ) -> None:
     """Serve until a signal ends the server, and print how its requests ended.
 
     `launch` calls its argument with the URL once the server is ready, which `announce` prints, and
     returns the number of ended requests by finish reason. `control_key` is the key of its settings,
-    kept for `llmctl set` while the server runs.
+    kept for `llmctl set` while the server runs; '': they cannot be changed.
     """
     from toolkit.cli.control_keys import kept_key
 

@@ -44,9 +44,8 @@ def command(args: SetOptions) -> None:
     """Change settings of a running server between two passes, without a restart: all of the values
     are taken, or none. Without any, show the settings with their bounds.
 
-    The server is one of `llmctl serve PLAN.json --live`: vLLM, or one with a policy of llmctl's. No
-    accepted request is dropped: fewer requests at once let those that run end. A value outside its
-    bounds is refused with the bounds.
+    The server is a vLLM of `llmctl serve PLAN.json --live`. No accepted request is dropped: fewer
+    requests at once let those that run end. A value outside its bounds is refused with the bounds.
     """
     import msgspec
 

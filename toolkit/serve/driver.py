@@ -18,7 +18,6 @@ from toolkit.engines.protocol import FinishReason, Round, RoundOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
-from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, BatchResult, Failure, Job, Moves, Request, RoundResult
 from toolkit.serve.forecast import Forecast
@@ -154,12 +153,6 @@ class Driver:
             if handle:
                 handle.cancel()
         await self._workers.stop()
-
-    def configure(self, settings: Mapping[str, Value]) -> None:
-        """New parameters of the policy, from the next tick on. Raises as `Scheduler.configure`."""
-        self.scheduler.configure(settings)
-        if self.state == "ready":
-            self._tick_later()
 
     def submit(self, request: GenerationRequest, output: TextOutput, reply: Reply) -> ActiveRequest:
         """Submit a request. Raises `RefusedError` if it can never fit."""

@@ -20,7 +20,6 @@ from toolkit.serve.background import Background
 from toolkit.serve.driver import Driver
 from toolkit.serve.launch import FrontServer, OpenedFront
 from toolkit.serve.live import ActiveRequest
-from toolkit.serve.own_control import refuse_fixed, with_control
 from toolkit.serve.status import StatusPage, driver_status, facts_of
 from toolkit.traces.write import TraceLine, ms_or_none
 from toolkit.workers.pool import Patience, ProcessWorkers
@@ -80,7 +79,6 @@ def engine_front(
     limits: LatencyLimits = UNLIMITED,
     on_foreign: OnForeign | None = None,
     ray: str = "",
-    control_key: str = "",
 ) -> Iterator[EngineFront]:
     """Make the front for a plan, not started.
 
@@ -89,7 +87,6 @@ def engine_front(
         on_foreign: called if the engine is not the fitted one; None: the server refuses to start.
         ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
             this machine.
-        control_key: the policy's parameters can be changed with it; '': they cannot.
 
     Raises `ForeignError` when it starts, if the workers load another engine, model or device than
     the laws are about; `InputError` for a plan that cannot be used, and `EngineError` if a recipe
@@ -106,13 +103,8 @@ def engine_front(
     with ExitStack() as stack:
         workers = stack.enter_context(_workers(plan, ray))
         driver = _driver(plan, workers, opened, limits, on_foreign)
-        if control_key:
-            refuse_fixed(driver.scheduler)
         routes = Routes(driver, tokenizer, settings, opened.keyring)
-        app: ASGIApp = routes.gate()
-        if control_key:
-            app = with_control(app, driver, control_key, opened.say)
-        front = EngineFront(driver, app, opened.say)
+        front = EngineFront(driver, routes.gate(), opened.say)
         if settings.status_page:
             facts = facts_of(plan, settings.model)
             shown = partial(driver_status, driver)
