@@ -11,8 +11,8 @@ import pytest
 from toolkit.errors import InputError
 from toolkit.gateway import sources
 from toolkit.gateway.sources import (
-    GivenReplicas,
     follow_source,
+    given_replicas,
     replica_source,
 )
 
@@ -37,9 +37,9 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
 ):
     file = tmp_path / "replicas.txt"
     file.write_text("http://a:1/\n\n# none\nhttp://b:2 # two\nhttp://a:1\n")
+    monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
     source = replica_source(str(file))
     assert read(source) == ["http://a:1", "http://b:2"]
-    monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
     applied: list[list[str]] = []
     said: list[str] = []
 
@@ -76,9 +76,9 @@ def test_other_sources_are_refused(text: str):
 
 
 def test_given_urls_are_checked_and_kept_once():
-    assert read(GivenReplicas(["http://a:1/", "http://a:1"])) == ["http://a:1"]
+    assert read(given_replicas(["http://a:1/", "http://a:1"])) == ["http://a:1"]
     with pytest.raises(InputError):
-        GivenReplicas(["a:1"])
+        given_replicas(["a:1"])
 
 
 @pytest.mark.parametrize("kind", ["empty", "comments", "pipe", "folder", "binary", "long"])
@@ -107,7 +107,7 @@ def test_what_is_no_name_is_one_line(name: str):
 )
 def test_a_port_or_a_host_that_cannot_be_is_refused(url: str):
     with pytest.raises(InputError, match=f"'{url[:200]}"):
-        GivenReplicas([url])
+        given_replicas([url])
 
 
 SPELLINGS = ("http://127.0.0.1:8001", "http://localhost:8001/", "HTTP://127.0.0.1:8001/v1")
@@ -116,10 +116,10 @@ SPELLINGS = ("http://127.0.0.1:8001", "http://localhost:8001/", "HTTP://127.0.0.
 def test_three_spellings_are_one_replica(tmp_path: Path):
     file = tmp_path / "replicas.txt"
     file.write_text("\n".join(SPELLINGS))
-    for source in (GivenReplicas(SPELLINGS), replica_source(str(file))):
+    for source in (given_replicas(SPELLINGS), replica_source(str(file))):
         assert read(source) == [SPELLINGS[0]]
-    assert read(GivenReplicas(SPELLINGS[::-1])) == [SPELLINGS[0]]
-    assert read(GivenReplicas(["http://A.example:80/v1/", "http://a.EXAMPLE"])) == [
+    assert read(given_replicas(SPELLINGS[::-1])) == [SPELLINGS[0]]
+    assert read(given_replicas(["http://A.example:80/v1/", "http://a.EXAMPLE"])) == [
         "http://a.example"
     ]
 
@@ -127,4 +127,4 @@ def test_three_spellings_are_one_replica(tmp_path: Path):
 def test_what_is_not_the_same_server_is_not_one():
     several = ["http://a:1", "http://a:2", "https://a:1", "http://a:1/b", "http://b:1"]
     several += ["http://localhost.a:1", "http://localhost:8001", "http://[::1]:8001"]
-    assert read(GivenReplicas(several)) == several
+    assert read(given_replicas(several)) == several

@@ -351,12 +351,12 @@ def _router(args: ServeOptions, plan: Plan) -> Router:
 
 def _replica_source(args: ServeOptions) -> ReplicaSource | None:
     """The replicas that run already; None: none was named."""
-    from toolkit.gateway.sources import GivenReplicas, replica_source
+    from toolkit.gateway.sources import given_replicas, replica_source
 
     if args.replica and args.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
     if args.replica:
-        return GivenReplicas(args.replica)
+        return given_replicas(args.replica)
     return replica_source(args.replicas) if args.replicas else None
 
 

@@ -27,7 +27,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway, gateway_status
 from toolkit.gateway.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
-from toolkit.gateway.sources import NamedReplicas, ReplicaSource, follow_source
+from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import LawRouter, Router
@@ -206,7 +206,7 @@ class ReplicaFront(FrontServer):
         try:
             say(pool.renew(await source.read()))
         except InputError as error:
-            if not isinstance(source, NamedReplicas):  # a name may come with the first replica
+            if not source.may_come:
                 raise
             say(f"warning: {error.message}; it is asked again")
         following = partial(follow_source, source, pool.renew, say, pool.listed)

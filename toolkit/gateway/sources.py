@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from toolkit.endpoints.target import server_url
 from toolkit.endpoints.upstream import Upstream
@@ -25,97 +26,87 @@ MAX_FILE_BYTES = 1 << 20
 HINT = "--replicas takes FILE or dns://NAME:PORT"
 
 
-class ReplicaSource(Protocol):
-    """A list of the URLs of replicas, which may change."""
+@dataclass(frozen=True, slots=True)
+class ReplicaSource:
+    """A list of the URLs of replicas.
 
-    async def wait(self) -> bool:
-        """Wait until it may have changed; False: it never will."""
-        ...
+    Attributes:
+        read: returns the replicas now. Raises `InputError` if they cannot be known.
+        every_s: how often it is read again; None: it never changes.
+        may_come: it may be known only once the first replica is there.
+    """
 
-    async def read(self) -> list[str]:
-        """The replicas now. Raises `InputError` if they cannot be known."""
-        ...
-
-
-class GivenReplicas(ReplicaSource):
-    """URLs of the command line."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._urls = once(map(_checked, urls))
-
-    async def wait(self) -> bool:
-        return False
-
-    async def read(self) -> list[str]:
-        return self._urls
+    read: Callable[[], Awaitable[list[str]]]
+    every_s: float | None = None
+    may_come: bool = False
 
 
-class ListedReplicas(ReplicaSource):
+def given_replicas(urls: Sequence[str]) -> ReplicaSource:
+    """URLs of the command line. Raises `InputError` for one that cannot be used."""
+    checked = once(map(_checked, urls))
+
+    async def read() -> list[str]:
+        return checked
+
+    return ReplicaSource(read)
+
+
+def _listed_replicas(path: Path) -> ReplicaSource:
     """A file with one URL a line; `#` begins a comment."""
+    files = WatchedFiles([path], partial(_read_list, path))
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._files = WatchedFiles([path], self._read)
+    async def read() -> list[str]:
+        files.changed()
+        return files.value
 
-    async def wait(self) -> bool:
-        await asyncio.sleep(FILE_EVERY_S)
-        return True
-
-    async def read(self) -> list[str]:
-        self._files.changed()
-        return self._files.value
-
-    def _read(self) -> list[str]:
-        try:
-            if self._path.exists() and not self._path.is_file():
-                raise InputError(f"{self._path}: not a regular file", HINT)  # a pipe would wait
-            if self._path.stat().st_size > MAX_FILE_BYTES:
-                raise InputError(f"{self._path}: longer than {MAX_FILE_BYTES} bytes", HINT)
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not text"
-            raise InputError(f"{self._path}: cannot be read: {why}", HINT) from None
-        texts = [line.partition("#")[0].strip() for line in lines]
-        urls = once(_checked(text) for text in texts if text)
-        if not urls:  # it may be about to be written
-            raise InputError(f"{self._path}: it lists no replica", HINT)
-        if len(urls) > MAX_REPLICAS:
-            why = f"{self._path}: {len(urls)} replicas; the limit is {MAX_REPLICAS}"
-            raise InputError(why, "list fewer")
-        return urls
+    return ReplicaSource(read, FILE_EVERY_S)
 
 
-class NamedReplicas(ReplicaSource):
+def _read_list(path: Path) -> list[str]:
+    try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: not a regular file", HINT)  # a pipe would wait
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise InputError(f"{path}: longer than {MAX_FILE_BYTES} bytes", HINT)
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text"
+        raise InputError(f"{path}: cannot be read: {why}", HINT) from None
+    texts = [line.partition("#")[0].strip() for line in lines]
+    urls = once(_checked(text) for text in texts if text)
+    if not urls:  # it may be about to be written
+        raise InputError(f"{path}: it lists no replica", HINT)
+    if len(urls) > MAX_REPLICAS:
+        why = f"{path}: {len(urls)} replicas; the limit is {MAX_REPLICAS}"
+        raise InputError(why, "list fewer")
+    return urls
+
+
+async def _addresses(name: str, port: int) -> list[str]:
     """All addresses of a name, as a headless Service of Kubernetes or round-robin DNS has them."""
-
-    def __init__(self, name: str, port: int) -> None:
-        self._name = name
-        self._port = port
-
-    async def wait(self) -> bool:
-        await asyncio.sleep(DNS_EVERY_S)
-        return True
-
-    async def read(self) -> list[str]:
-        loop = asyncio.get_running_loop()
-        try:
-            addresses = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a name"
-            why = f"{self._name}: cannot be resolved: {reason}"
-            raise InputError(why, "check the name in --replicas") from None
-        urls = sorted({_url(str(address[0]), self._port) for *_, address in addresses})
-        return urls[:MAX_REPLICAS]
+    loop = asyncio.get_running_loop()
+    try:
+        addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a name"
+        why = f"{name}: cannot be resolved: {reason}"
+        raise InputError(why, "check the name in --replicas") from None
+    hosts = {str(address[0]) for *_, address in addresses}
+    urls = sorted(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in hosts)
+    return urls[:MAX_REPLICAS]
 
 
 def replica_source(text: str) -> ReplicaSource:
     """The source that `--replicas` names. Raises `InputError` for one that cannot be used."""
     scheme, has_scheme, rest = text.partition("://")
     if not has_scheme:
-        return ListedReplicas(Path(text))
+        return _listed_replicas(Path(text))
     name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
     if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
-        return NamedReplicas(found[1], _port(found[3], text))
+        port = int(found[3])
+        if not 0 < port < 65536:
+            raise InputError(f"--replicas {text}: {port} is not a port", "1 to 65535")
+        return ReplicaSource(partial(_addresses, found[1], port), DNS_EVERY_S, may_come=True)
     if scheme in ("http", "https"):
         raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {HINT}")
     raise InputError(f"--replicas {text}: not a list of replicas", HINT)
@@ -127,13 +118,15 @@ async def follow_source(
     say: Callable[[str], None],
     applied: Sequence[str] | None = None,
 ) -> None:
-    """Read a source again and again, and apply each change, until cancelled.
+    """Read a source again and again, and apply each change, until cancelled; return where it never
+    changes.
 
     `applied` is what is in force; None: what the source says first.
     """
     applied = await source.read() if applied is None else list(applied)
     problem = ""
-    while await source.wait():
+    while source.every_s is not None:
+        await asyncio.sleep(source.every_s)
         try:
             urls = await source.read()
             if urls != applied:
@@ -170,13 +163,3 @@ def once(urls: Iterable[str]) -> list[str]:
     for url in urls:
         found.setdefault(re.sub(r"(?<=://)localhost(?=[:/]|$)", "127.0.0.1", url), url)
     return list(found.values())
-
-
-def _port(text: str, source: str) -> int:
-    if not 0 < int(text) < 65536:
-        raise InputError(f"--replicas {source}: {text} is not a port", "1 to 65535")
-    return int(text)
-
-
-def _url(address: str, port: int) -> str:
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
