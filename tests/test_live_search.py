@@ -14,12 +14,10 @@ from toolkit.files.live import BurstFigures
 from toolkit.interrupts import InterruptedReplayError
 from toolkit.live.bursts import Bursts
 from toolkit.live.search import (
-    BurstJournal,
     LiveSearch,
     gains,
     interval,
     prediction_error,
-    restart_gain,
     spearman,
 )
 from toolkit.live.space import Dimension, dimensions, drawn, policy_of
@@ -109,7 +107,7 @@ class Simulated(Bursts):
         return self.predict(window, policy_of(PLANNED, control.values), world(factor))
 
 
-def search_on(tmp_path, *, noise=0.0, budget_s=300.0, dies_at=0, control=None):
+def search_on(*, noise=0.0, budget_s=300.0, dies_at=0, control=None):
     control = control or Control()
     clock = Clock()
     bursts = Simulated(control, clock, noise, dies_at)
@@ -120,7 +118,6 @@ def search_on(tmp_path, *, noise=0.0, budget_s=300.0, dies_at=0, control=None):
         world=world(),
         budget_s=budget_s,
         seed=3,
-        journal=BurstJournal(tmp_path / "journal.jsonl", "key"),
         note=lambda text: None,
         advanced=lambda text: None,
         clock=clock,
@@ -129,8 +126,8 @@ def search_on(tmp_path, *, noise=0.0, budget_s=300.0, dies_at=0, control=None):
 
 
 @pytest.mark.slow
-def test_it_finds_settings_that_are_surely_better_within_its_time(tmp_path):
-    search, control, clock = search_on(tmp_path, noise=0.01)
+def test_it_finds_settings_that_are_surely_better_within_its_time():
+    search, control, clock = search_on(noise=0.01)
     search.run()
     assert clock.now_s <= 300.0
     assert len(search.trials) >= 40
@@ -149,38 +146,19 @@ def test_it_finds_settings_that_are_surely_better_within_its_time(tmp_path):
     assert control.values == {**START, **best}
 
 
-@pytest.mark.slow
-def test_an_interrupted_search_gives_the_settings_back_and_goes_on(tmp_path):
-    whole, *_ = search_on(tmp_path)
-    whole.run()
-    (tmp_path / "journal.jsonl").unlink()
-    search, control, _ = search_on(tmp_path, dies_at=30)
+def test_an_interrupted_search_gives_the_settings_back():
+    search, control, _ = search_on(dies_at=30)
     with pytest.raises(InterruptedReplayError):
         search.run()
     assert control.values == START
-    again, _, clock = search_on(tmp_path)
-    assert again.journal.resumed == 30
-    again.run()
-    assert clock.now_s < 0.95 * whole.clock.now_s
-    assert again.spent_s <= 300.0
-    assert again.best is not None
 
 
-def test_a_time_that_is_too_short_is_refused_with_what_it_needs(tmp_path):
-    search, control, _ = search_on(tmp_path, budget_s=20.0)
+def test_a_time_that_is_too_short_is_refused_with_what_it_needs():
+    search, control, _ = search_on(budget_s=20.0)
     with pytest.raises(InputError) as raised:
         search.run()
     assert "--minutes" in raised.value.hint
     assert control.values == START
-
-
-@pytest.mark.slow
-def test_a_journal_of_another_search_is_begun_anew(tmp_path):
-    search, *_ = search_on(tmp_path, dies_at=5)
-    with pytest.raises(InterruptedReplayError):
-        search.run()
-    assert BurstJournal(tmp_path / "journal.jsonl", "key").resumed == 5
-    assert BurstJournal(tmp_path / "journal.jsonl", "another").resumed == 0
 
 
 def test_settings_are_drawn_evenly_within_the_bounds():
@@ -225,14 +203,3 @@ def test_ranks_and_errors_of_predictions():
     error = prediction_error([(one, two), (two, two)])
     assert error.ttft_percent == pytest.approx(25.0)
     assert error.e2e_percent == pytest.approx(5.0)
-
-
-@pytest.mark.slow
-def test_what_a_restart_would_add_is_predicted(tmp_path):
-    search, *_ = search_on(tmp_path)
-    narrow = {"max_num_seqs": 2, "max_num_batched_tokens": 256}
-    highs = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
-    gain = restart_gain(search.bursts, PLANNED, narrow, highs, world())
-    assert gain is not None
-    assert gain.percent > 0.0
-    assert gain.settings["max_num_seqs"] > 2

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from contextlib import ExitStack
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,7 @@ from toolkit.cli.basis import note_trace, warn
 from toolkit.cli.output import emit, note, progress, table
 from toolkit.cli.settings import control_of
 from toolkit.errors import InputError
-from toolkit.files.io import check_writable, digest, head, read_file, write_file
+from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.live import LiveTuning
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
@@ -47,7 +45,7 @@ def tune_live(args: TuneOptions) -> None:
     from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
     from toolkit.endpoints.target import find_target
     from toolkit.live.bursts import Bursts
-    from toolkit.live.search import BurstJournal, LiveSearch
+    from toolkit.live.search import LiveSearch
     from toolkit.sched.policies.vllm import VllmPolicy
     from toolkit.sim.world import world_of
     from toolkit.traces.read import read_trace
@@ -91,14 +89,6 @@ def tune_live(args: TuneOptions) -> None:
     note_trace(cut.trace)
     bursts = Bursts(target, setup.load, cut.search, recipe.sla, cut.seconds)
     world = world_of(recipe, plan.fit, plan.workers)
-    seed = recipe.tune.seed if args.seed is None else args.seed
-    key = [control.url, str(seed), f"{cut.seconds:g}", f"{rate}", args.trace or recipe.tune.trace]
-    key += [digest(file).sha256 for file in inputs.values()]
-    journal = BurstJournal(
-        out.with_name(f"{out.stem}.journal.jsonl"), sha256(json.dumps(key).encode()).hexdigest()
-    )
-    if journal.resumed:
-        note(f"{journal.resumed} bursts of an interrupted search are kept")
     with ExitStack() as stack:
         budget_s = 60.0 * args.minutes
         advance = stack.enter_context(progress("measuring", BURSTS, alone=True))
@@ -108,15 +98,14 @@ def tune_live(args: TuneOptions) -> None:
             planned=plan.policy.parameters,
             world=world,
             budget_s=budget_s,
-            seed=seed,
-            journal=journal,
+            seed=recipe.tune.seed if args.seed is None else args.seed,
             note=note,
             advanced=lambda text: advance(text=text),
         )
         try:
             search.run()
         except InterruptedReplayError:
-            note("interrupted: the server has the settings of before; the same command goes on")
+            note("interrupted: the server has the settings of before")
             raise typer.Exit(EXIT_CODE) from None
     result = _result(args, plan, search, head(inputs))
     write_file(result, out)
@@ -124,14 +113,13 @@ def tune_live(args: TuneOptions) -> None:
     policy = PlannedPolicy(name=plan.policy.name, parameters=plan.policy.parameters | chosen)
     made = plan.model_copy(update={"policy": policy, "predicted": {}, "explained": {}})
     write_file(made, args.plan_out)
-    journal.forget()
     emit(args.as_json, result, lambda: _show(result))
     note(f"wrote {out}, and {args.plan_out}, which starts with the settings that it has now")
 
 
 def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object) -> LiveTuning:
     """Return the result; the server gets the best settings if they are sure."""
-    from toolkit.live.search import prediction_error, restart_gain
+    from toolkit.live.search import prediction_error
     from toolkit.traces.windows import mean_rate
 
     trials = [trial for trial in search.trials if trial.first is not None]
@@ -144,10 +132,6 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
         sure = gain.low_percent > 0.0
     if sure:
         search.finish(chosen)
-    state = search.control.get()
-    highs = {one.name: int(one.high or 0) for one in state.settings}
-    has_now = chosen if sure else search.start
-    restart = restart_gain(search.bursts, search.planned, has_now, highs, search.world)
     assert isinstance(made_from, dict)
     return LiveTuning.model_validate(
         {
@@ -167,7 +151,6 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
             "applied": sure,
             "trials": [trial.described() for trial in trials],
             "prediction": prediction_error([(t.predicted, t.first) for t in trials if t.first]),
-            "restart": restart,
         }
     )
 
@@ -206,8 +189,3 @@ def _show(result: LiveTuning) -> None:
     error = result.prediction
     off = f"TTFT {error.ttft_percent:.0f} %, E2E {error.e2e_percent:.0f} % off (median)"
     print(f"predictions: {off}, rank correlation {error.rank_correlation:.2f}")
-    if result.restart is not None:
-        wider = ", ".join(f"{name}={value}" for name, value in result.restart.settings.items())
-        print(f"a restart with {wider} would add {result.restart.percent:.1f} % (predicted)")
-    else:
-        print("no restart is predicted to add anything")

@@ -47,13 +47,6 @@ class LiveInterval(Strict):
     blocks: int = Field(description="A B B A blocks that it was measured in")
 
 
-class RestartGain(Strict):
-    """What a restart with other settings would add, as the simulator predicts it."""
-
-    settings: dict[str, ParameterValue]
-    percent: float = Field(description="of the best live settings' predicted score")
-
-
 class LiveTuning(Envelope):
     """live-tuning.json, whole."""
 
@@ -76,4 +69,3 @@ class LiveTuning(Envelope):
     applied: bool = Field(description="whether the server has the best settings now")
     trials: list[LiveTrial]
     prediction: PredictionError
-    restart: RestartGain | None = optional("none: nothing better is predicted")

@@ -15,12 +15,10 @@ A lease guards the server: if the search dies, the settings from before it come 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +30,10 @@ from toolkit.files.live import (
     LiveInterval,
     LiveTrial,
     PredictionError,
-    RestartGain,
 )
 from toolkit.interrupts import check, held
 from toolkit.live.bursts import Bursts, mean_of
 from toolkit.live.space import (
-    ROWS,
-    TOKENS,
     Dimension,
     Settings,
     dimensions,
@@ -47,7 +42,6 @@ from toolkit.live.space import (
     policy_of,
 )
 from toolkit.sched.policies.parameters import Value
-from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.world import World
 
 POOL = 240  # settings that are simulated
@@ -66,8 +60,6 @@ BLOCKS_MIN = 3
 BLOCKS_ENOUGH = 8
 LEFT_OVER_S = 2.0  # of the time, for what follows the last burst
 LEASE_S = 60.0  # beyond the longest burst
-WIDER = 2.0  # how much further a restart may go
-RESTARTS = 160  # settings of a restart that are simulated
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 Note = Callable[[str], None]
@@ -102,54 +94,13 @@ class TriedSettings:
         )
 
 
-class BurstJournal:
-    """The bursts that were measured, in a file: the same search goes on from it. A file of another
-    search is begun anew.
-    """
-
-    def __init__(self, path: Path, key: str) -> None:
-        self._path = path
-        self._known: list[dict[str, object]] = []
-        self.resumed = 0
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            if lines and lines[0] == json.dumps({"key": key}):
-                self._known = [json.loads(line) for line in lines[1:] if line.endswith("}")]
-                self.resumed = len(self._known)
-        if not self._known:
-            path.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
-
-    def get(
-        self, number: int, settings: Settings, window: int
-    ) -> tuple[BurstFigures, float] | None:
-        """Figures and seconds of a burst, if it was measured."""
-        if number >= len(self._known):
-            return None
-        kept = self._known[number]
-        if kept["settings"] != settings or kept["window"] != window:
-            self._known = self._known[:number]  # the search went another way
-            return None
-        return BurstFigures.model_validate(kept["figures"]), float(str(kept["seconds"]))
-
-    def put(self, settings: Settings, window: int, found: BurstFigures, seconds: float) -> None:
-        """Keep a burst."""
-        line = {"settings": settings, "window": window, "seconds": seconds}
-        whole = json.dumps(line | {"figures": found.model_dump()})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(whole + "\n")
-
-    def forget(self) -> None:
-        """The search is done."""
-        self._path.unlink(missing_ok=True)
-
-
 @dataclass
 class LiveSearch:
     """One search. `run` leaves the server with the settings of the start, `finish` with others.
 
     Args:
         planned: the flags that the server was started with.
-        budget_s: seconds of all bursts, those of earlier runs of the same search included.
+        budget_s: seconds of all bursts.
     """
 
     control: SettingsClient
@@ -158,7 +109,6 @@ class LiveSearch:
     world: World
     budget_s: float
     seed: int
-    journal: BurstJournal
     note: Note
     advanced: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -316,17 +266,11 @@ class LiveSearch:
         return self._burst(settings, window)
 
     def _burst(self, settings: Settings, window: int) -> BurstFigures:
-        kept = self.journal.get(self.count, settings, window)
         self.count += 1
-        if kept is not None:
-            self.spent_s += kept[1]
-            return kept[0]
         begun_s = self.clock()
         self.control.hold(self._lease_s, settings)
         found = self.bursts.measure(window)
-        seconds = self.clock() - begun_s
-        self.journal.put(settings, window, found, seconds)
-        self.spent_s += seconds
+        self.spent_s += self.clock() - begun_s
         left_s = max(self.budget_s - self.spent_s, 0.0)
         self.advanced(f"burst {self.count}, {left_s:.0f} s left")
         return found
@@ -395,35 +339,3 @@ def _ranks(values: Floats) -> Floats:
     ends = np.cumsum(counts)
     mean: Floats = ends - (counts - 1) / 2.0
     return mean[inverse]
-
-
-def restart_gain(
-    bursts: Bursts,
-    planned: Mapping[str, Value],
-    best: Settings,
-    highs: Mapping[str, int],
-    world: World,
-) -> RestartGain | None:
-    """The best that is predicted of settings that only a restart gives, as they are beyond `highs`,
-    the upper bounds of the start; None: nothing is better.
-    """
-    windows = range(len(bursts.windows))
-
-    def predicted(policy: VllmPolicy) -> float:
-        return float(np.mean([bursts.predict(k, policy, world).score for k in windows]))
-
-    usual = predicted(policy_of(planned, best))
-    wide = [
-        Dimension(ROWS, 1, WIDER * highs[ROWS], True, True),
-        Dimension(TOKENS, min(64, highs[TOKENS]), WIDER * highs[TOKENS], True, True),
-    ]
-    found: list[tuple[float, Settings]] = []
-    for settings in drawn(wide, RESTARTS, 0):
-        check()
-        for caching in (True, False):
-            flags = {**planned, **best, **settings, "prefix_caching": caching}
-            found.append((predicted(policy_of(flags, {})), settings | {"prefix_caching": caching}))
-    score, settings = max(found, key=lambda one: one[0])
-    if usual <= 0.0 or score <= usual:
-        return None
-    return RestartGain(settings=settings, percent=100.0 * (score / usual - 1.0))
