@@ -284,7 +284,7 @@ def families() -> Iterator[Metric]:
     """What /metrics has, without a server."""
     worker = WorkerGauges(alive=True, load_s=0, rows=0, kv_tokens=0, kv_capacity=None)
     gauges = Gauges(0, 0, 0, 0, [worker], 0, {})
-    yield from engine_families(Stats(), gauges, "model", vllm_names=True)
+    yield from engine_families(Stats(), gauges, "model")
 
 
 def metrics() -> str:
@@ -295,18 +295,7 @@ def metrics() -> str:
             {key for one in family.samples for key in one.labels} - {"model_name", "le"}
         )
         rows.append((code(name), family.type, ", ".join(map(code, labels)), family.documentation))
-    ours = [row for row in rows if row[0].startswith("`llmctl")]
-    others = [row for row in rows if row not in ours]
-    head = ("metric", "type", "labels", "meaning")
-    return joined(
-        [
-            "## Under our names",
-            table(head, sorted(ours)),
-            "## Under vLLM's names",
-            "`llmctl serve --vllm-metrics` shows these too, in vLLM's buckets.",
-            table(head, sorted(others)),
-        ]
-    )
+    return joined(["## On /metrics", table(("metric", "type", "labels", "meaning"), sorted(rows))])
 
 
 # Releases of vLLM

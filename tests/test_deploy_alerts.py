@@ -14,6 +14,7 @@ from operator_kinds import AlertRule, RulesFile
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import check_with_promtool, needs_promtool, objects_of
 from toy_server import HandWorkers, make_driver
+from vllm_names import VLLM
 
 from toolkit.deploy import reckon
 from toolkit.deploy.order import Order, Sourced
@@ -401,12 +402,12 @@ def every_rule(order: Order) -> list[AlertRule]:
 
 
 def test_every_metric_of_a_rule_exists(tmp_path: Path) -> None:
-    """Rules about replicas read vLLM's names, which our server shows on request, too."""
+    """Rules about replicas read vLLM's metrics."""
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=limits())
     driver.stats.ended["stop"] += 1
-    families = engine_families(driver.stats, gauges(driver), "toy", vllm_names=True)
-    exposed = {name for name, _ in samples_in(text_of(families).decode())}
+    families = engine_families(driver.stats, gauges(driver), "toy")
+    exposed = {name for name, _ in samples_in(text_of(families).decode())} | VLLM.keys()
     fronts = {"llmctl_replica_up", "llmctl_replicas_up", "llmctl_replica_losses_total"}
     order = order_of(tmp_path, sla=limits())
     for rule in every_rule(order):

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import objects_of
 from toy_server import HandWorkers, make_driver
+from vllm_names import VLLM
 
 import toolkit
 from toolkit.deploy.dashboard import dashboard
@@ -38,14 +39,15 @@ LABELS = re.compile(r"by \((\w+)\)|\{(\w+)=|, (\w+)\)$")
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """Each sample's name on /metrics, and its labels. A failed request too, for the ends to have a
-    label.
+    """Each sample's name on /metrics, ours and vLLM's, and its labels. A failed request too, for
+    the ends to have a label.
     """
     driver = make_driver(HandWorkers())
     driver.stats.ended["failed"] += 1
-    made = engine_families(driver.stats, gauges(driver), "toy", [Account("team")], vllm_names=True)
+    made = engine_families(driver.stats, gauges(driver), "toy", [Account("team")])
     families = text_string_to_metric_families(text_of(made).decode())
-    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    ours = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    return ours | VLLM
 
 
 def expressions(board: dict[str, Any]) -> list[str]:

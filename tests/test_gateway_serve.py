@@ -166,7 +166,6 @@ def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.Captu
         (["--router", "by-law"], "'by-law'"),
         (["--admission", "targets"], "--admission targets: "),
         (["--replica", "http://a:1", "--replicas", "x"], "--replica and --replicas"),
-        (["--vllm-metrics"], "--vllm-metrics"),
         (["--event-log", "events.jsonl"], "--event-log"),
         (["--live"], "start each of them with --live"),
         (["--ray", "local"], "--ray local: "),

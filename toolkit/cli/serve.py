@@ -133,7 +133,6 @@ class ServeOptions:
     request_log: Path | None = _watch(
         None, "Write a trace of the requests to this file: lengths and times only."
     )
-    vllm_metrics: bool = _watch(False, "Offer the metrics under vLLM's names, too.")
     status_page: bool | None = _watch(
         None,
         "Serve a page at / for people, without the key: totals, no requests. Default: only where "
@@ -222,7 +221,6 @@ def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
         plan,
         model=args.served_model_name,
         allow_end_after=args.allow_end_after,
-        vllm_metrics=args.vllm_metrics,
     )
     config = _config(args, given, settings)
     announce = partial(
@@ -254,7 +252,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
     what = f"engine {plan.recipe.engine.name}"
     why = ": it has a server of its own"
     _refuse(args, what, "--ssl-certfile", "--ssl-keyfile", "--request-log", "--allow-end-after",
-            "--vllm-metrics", "--open-metrics", "--status-page", why=why)  # fmt: skip
+            "--open-metrics", "--status-page", why=why)  # fmt: skip
     key, keys = given.keys.value
     if keys:
         raise InputError(f"{what} has one key{why}", "name a file with one key in one line")
@@ -276,8 +274,7 @@ def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
 
 def _refuse_what_replicas_lack(args: ServeOptions) -> None:
     """`InputError` for options that a front before several servers does not have."""
-    _refuse(args, "a front before replicas", "--allow-end-after", "--vllm-metrics", "--pass-log",
-            "--event-log")  # fmt: skip
+    _refuse(args, "a front before replicas", "--allow-end-after", "--pass-log", "--event-log")
     if args.live:
         raise InputError(
             "--live is about one server, and a front has several",

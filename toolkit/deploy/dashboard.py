@@ -1,9 +1,9 @@
 """The dashboard for Grafana, over the metrics of a deployment.
 
 Dashboards are files of `templates/grafana/` in Grafana's classic model, which every version
-imports: `llmctl.json` with llmctl's metric names, and `vllm.json` with vLLM's (`serve
---vllm-metrics`, or vLLM itself) and the panels that vLLM has metrics for. The data source and the
-models are variables, so the files name no installation.
+imports: `llmctl.json` with llmctl's metric names, and `vllm.json` with vLLM's and the panels that
+vLLM has metrics for. The data source and the models are variables, so the files name no
+installation.
 """
 
 from __future__ import annotations

@@ -67,13 +67,8 @@ class Routes(FrontPages):
         return {"max_model_len": self.settings.max_model_len}
 
     def families(self) -> Iterable[Metric]:
-        return engine_families(
-            self._driver.stats,
-            gauges(self._driver),
-            self.served,
-            self.keyring.named,
-            vllm_names=self.settings.vllm_metrics,
-        )
+        driver = self._driver
+        return engine_families(driver.stats, gauges(driver), self.served, self.keyring.named)
 
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionForm)

@@ -40,7 +40,6 @@ class FrontSettings:
     vocab_size: int = 0
     open_metrics: bool = False  # /metrics needs no key
     allow_end_after: bool = False  # requests may set `llmctl_end_after`
-    vllm_metrics: bool = False  # metrics also under vLLM's names
     status_page: bool = False
     local_hosts_only: bool = False  # a Host header with a name other than localhost gets 403
     max_body_bytes: int = MAX_BODY_BYTES

@@ -1,7 +1,4 @@
-"""Show the server's counters to Prometheus, as metric families that are made at each scrape.
-
-They have our names and, on request, also vLLM's, for dashboards and autoscalers made for vLLM.
-"""
+"""Show the server's counters to Prometheus, as metric families that are made at each scrape."""
 
 from __future__ import annotations
 
@@ -53,12 +50,7 @@ class Gauges(NamedTuple):
 
 
 def engine_families(
-    stats: Stats,
-    now: Gauges,
-    model: str,
-    accounts: Sequence[Account] = (),
-    *,
-    vllm_names: bool = False,
+    stats: Stats, now: Gauges, model: str, accounts: Sequence[Account] = ()
 ) -> Iterator[Metric]:
     """Yield what the server of an engine shows at a scrape."""
     labels = {"model_name": model}
@@ -89,30 +81,6 @@ def engine_families(
     yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
     yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)
     yield from families_of_requests(stats, labels, accounts)
-    if vllm_names:
-        yield from _vllm(stats, now, labels | {"engine": "0"})
-
-
-def _vllm(stats: Stats, now: Gauges, labels: Labels) -> Iterator[Metric]:
-    for name, text, value in (
-        ("num_requests_running", "As llmctl_requests_running.", now.running),
-        ("num_requests_waiting", "As llmctl_requests_waiting.", now.waiting),
-        ("kv_cache_usage_perc", "As llmctl_kv_cache_usage_ratio, 0..1.", now.kv_usage),
-    ):
-        yield family_of(GaugeMetricFamily, f"vllm:{name}", text, labels, value)
-    for name, attribute in _VLLM_LATENCIES.items():
-        text = f"As llmctl_{attribute}_seconds."
-        yield histogram_family(f"vllm:{name}_seconds", text, labels, getattr(stats, attribute))
-    for name, text, value in (
-        ("prompt_tokens", "As llmctl_prompt_tokens_total.", stats.prompt_tokens),
-        ("generation_tokens", "As llmctl_generation_tokens_total.", stats.generation_tokens),
-        ("num_preemptions", "As llmctl_preemptions_total.", stats.preemptions),
-    ):
-        yield family_of(CounterMetricFamily, f"vllm:{name}", text, labels, value)
-    succeeded = {reason: stats.ended[reason] for reason in ("stop", "length")}
-    name = "vllm:request_success"
-    text = "Requests that ended well."
-    yield by_label(CounterMetricFamily, name, text, labels, "finished_reason", succeeded)
 
 
 # Of counters: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE, where `_s` is
@@ -152,13 +120,6 @@ _LATENCIES = {
     "queue": "Arrival to the start of the first batch.",
     "deciding": "Time of one call of the scheduler.",
     "hop": "From the end of a worker's batch to the start of the next, if one was ready.",
-}
-_VLLM_LATENCIES = {  # attribute, by vLLM's name
-    "time_to_first_token": "ttft",
-    "inter_token_latency": "itl",
-    "request_time_per_output_token": "tpot",
-    "e2e_request_latency": "e2e",
-    "request_queue_time": "queue",
 }
 
 

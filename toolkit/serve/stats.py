@@ -16,7 +16,7 @@ from toolkit.sched.rounds import groups_alike
 from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
 from toolkit.workers.protocol import BatchDone, RoundDone
 
-# The buckets of vLLM, so that dashboards made for vLLM can read ours. In seconds.
+# The buckets of vLLM, in seconds: a panel shows both alike.
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
     *(10, 20, 40, 80, 160, 640, 2560),
