@@ -7,14 +7,12 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from said import says
 from toy_server import HandWorkers, make_driver, turns
 from within import with_server
 
 from toolkit.errors import EngineError
 from toolkit.serve.stats import Histogram
 from toolkit.serve.status import failure, gauges, problem, state
-from toolkit.workers.protocol import SilentWorker
 
 
 def test_a_loading_server_is_healthy_and_not_ready():
@@ -38,33 +36,6 @@ async def test_a_leaving_server_is_healthy_and_not_ready(http: httpx.AsyncClient
     assert (ready.status_code, ready.json()) == (503, {"status": "leaving"})
     assert (await http.get("/health")).status_code == 200
     assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-
-
-@with_server(hands=1)
-async def test_a_worker_that_is_silent_for_too_long_is_a_problem_and_the_front_is_healthy(
-    http: httpx.AsyncClient,
-):
-    asking = asyncio.create_task(
-        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
-    )
-    await turns(60)
-    assert problem(http.driver) == ""
-    (flight,) = http.driver.flights.values()
-    assert http.workers.estimated_s == flight.batch.estimated_s > 0
-    http.workers.hung = [SilentWorker(0, "running", 31.0)]
-    assert says(problem(http.driver), "worker 0", "31 s", "batch")
-    assert (await http.get("/health")).status_code == 200
-    http.workers.hung = []
-    http.workers.finish()
-    await asking
-
-
-@with_server(hands=2)
-async def test_a_hung_worker_is_no_problem_while_another_works(http: httpx.AsyncClient):
-    http.workers.hung = [SilentWorker(0, "idle", 3600.0)]
-    assert problem(http.driver) == ""
-    http.workers.hung += [SilentWorker(1, "running", 3600.0)]
-    assert says(problem(http.driver), "worker 0", "3600 s", "idle")
 
 
 @with_server(hands=1)

@@ -37,7 +37,6 @@ from toolkit.workers.protocol import (
     OnEvent,
     RunBatch,
     RunSlice,
-    SilentWorker,
     Times,
     WorkerLost,
     WorkerReady,
@@ -93,7 +92,6 @@ class HandWorkers:
         self.rows: list[list[Row]] = []  # of every batch that was started
         self.unwanted: list[str] = []
         self.killed: list[int] = []
-        self.hung: list[SilentWorker] = []
         self.stopped = False
 
     async def start(self, on_event: OnEvent) -> None:
@@ -117,9 +115,6 @@ class HandWorkers:
 
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
-
-    def silent(self) -> list[SilentWorker]:
-        return self.hung
 
     async def stop(self) -> None:
         self.stopped = True

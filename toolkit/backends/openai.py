@@ -48,7 +48,6 @@ from toolkit.workers.protocol import (
     OnEvent,
     RunBatch,
     RunSlice,
-    SilentWorker,
     Times,
     WorkerReady,
     Workers,
@@ -377,10 +376,6 @@ class EndpointWorkers:
 
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
-
-    def silent(self) -> list[SilentWorker]:
-        """No worker is watched: `GROUP_TIMEOUT_S` bounds each request instead."""
-        return []
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         """Do nothing: a running request cannot be cancelled."""

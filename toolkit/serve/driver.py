@@ -39,7 +39,6 @@ from toolkit.workers.protocol import (
     RoundDone,
     RunRound,
     RunSlice,
-    SilentWorker,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
@@ -106,10 +105,6 @@ class Driver:
     def now_s(self) -> float:
         """Seconds since `start`. The loop's own clock has a resolution of 1 ms on uvloop."""
         return time.monotonic() - self._start_s
-
-    def silent(self) -> list[SilentWorker]:
-        """Workers that take longer than their work should take."""
-        return self._workers.silent()
 
     @property
     def running(self) -> int:

@@ -316,11 +316,7 @@ def problem(driver: Driver) -> str:
     """Why the server makes no progress, or ''. Loading and draining are not problems."""
     if failure(driver) or driver.state in ("loading", "stopped"):
         return failure(driver)
-    alive = [worker.index for worker in driver.scheduler.workers if worker.alive]
-    if not alive:
-        return NO_WORKER
-    hung = {error.worker: error for error in driver.silent()}
-    return str(hung[alive[0]]) if hung.keys() >= set(alive) else ""
+    return "" if any(worker.alive for worker in driver.scheduler.workers) else NO_WORKER
 
 
 def gauges(driver: Driver) -> Gauges:

@@ -47,7 +47,6 @@ from toolkit.workers.protocol import (
     RoundDone,
     RunBatch,
     RunSlice,
-    SilentWorker,
     Start,
     Stop,
     Times,
@@ -102,6 +101,13 @@ class Patience:
 
 
 PATIENCE = Patience()
+WHILE: dict[WorkerState, str] = {
+    "away": "",
+    "starting": "while it started",
+    "loading": "while it loaded",
+    "idle": "while it was idle",
+    "running": "in a batch",
+}
 
 
 @dataclass(slots=True)
@@ -116,11 +122,23 @@ class SupervisedWorker:
     silence_s: float = math.inf
     total_s: float = math.inf
 
+    def overdue(self, now_s: float) -> str:
+        """Why it is to be killed; '' while it is in time. A worker may give signs of life and still
+        not have loaded in time.
+        """
+        silent_s = now_s - self.sign_s
+        total_s = now_s - self.since_s
+        if silent_s > self.silence_s:
+            return f"killed: it was silent for {silent_s:.0f} s {WHILE[self.state]}"
+        if total_s > self.total_s:
+            return f"killed: it had not loaded after {total_s:.0f} s"
+        return ""
+
 
 class Supervisor:
     """Checks all workers once a second, and kills those that take too long."""
 
-    def __init__(self, size: int, kill: Callable[[SilentWorker], None]) -> None:
+    def __init__(self, size: int, kill: Callable[[int, str], None]) -> None:
         self.watched = [SupervisedWorker() for _ in range(size)]
         self._kill = kill
         self._checked_s = time.monotonic()
@@ -162,22 +180,10 @@ class Supervisor:
             for watched in self.watched:
                 watched.sign_s += late_s
                 watched.since_s += late_s
-        for silent in self.silent():
-            self._kill(silent)
-        self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
-
-    def silent(self) -> list[SilentWorker]:
-        """The workers that take too long now."""
-        now_s = time.monotonic()
-        silent = []
         for worker, watched in enumerate(self.watched):
-            silence_s = now_s - watched.sign_s
-            total_s = now_s - watched.since_s
-            if silence_s > watched.silence_s:
-                silent.append(SilentWorker(worker, watched.state, silence_s))
-            elif total_s > watched.total_s:
-                silent.append(SilentWorker(worker, watched.state, total_s, loading=True))
-        return silent
+            if why := watched.overdue(now_s):
+                self._kill(worker, why)
+        self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
 
 
 class BatchRecord:
@@ -311,10 +317,6 @@ class WorkerPool(ABC):
         if body is not None:
             body.send(change)
 
-    def silent(self) -> list[SilentWorker]:
-        """The workers that take too long now."""
-        return self.supervisor.silent()
-
     async def stop(self) -> None:
         """End all workers at a step, or kill them after `STOP_TIMEOUT_S`. No event follows."""
         self._stopping.set()
@@ -416,11 +418,11 @@ class WorkerPool(ABC):
             return self._patience.load_s
         return LOAD_TIMES * self._longest_load_s + LOAD_GRACE_S
 
-    def _kill_silent(self, silent: SilentWorker) -> None:
+    def _kill_silent(self, worker: int, why: str) -> None:
         """Kill a worker that takes too long: nothing else shows that it hangs."""
-        slot = self._slots[silent.worker]
+        slot = self._slots[worker]
         if slot.body is not None:
-            slot.kill_reason = silent.reason
+            slot.kill_reason = why
             slot.body.kill()
 
     def _receive(self, slot: _Slot, frame: FromWorker) -> None:

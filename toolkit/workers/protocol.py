@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -109,36 +109,6 @@ OnEvent = Callable[[WorkerEvent], None]
 
 
 WorkerState = Literal["away", "starting", "loading", "idle", "running"]
-WHILE: dict[WorkerState, str] = {
-    "away": "",
-    "starting": "while it started",
-    "loading": "while it loaded",
-    "idle": "while it was idle",
-    "running": "in a batch",
-}
-
-
-class SilentWorker(NamedTuple):
-    """A worker that has taken too long: it was silent for `seconds`, or, with `loading`, gave signs
-    of life but did not finish loading in `seconds`.
-    """
-
-    worker: int
-    state: WorkerState
-    seconds: float
-    loading: bool = False
-
-    def __str__(self) -> str:
-        if self.loading:
-            return f"worker {self.worker} has not loaded after {self.seconds:.0f} s"
-        return f"worker {self.worker} has been silent for {self.seconds:.0f} s {WHILE[self.state]}"
-
-    @property
-    def reason(self) -> str:
-        """Why it was killed."""
-        if self.loading:
-            return f"killed: it had not loaded after {self.seconds:.0f} s"
-        return f"killed: it was silent for {self.seconds:.0f} s {WHILE[self.state]}"
 
 
 class Workers(Protocol):
@@ -166,10 +136,6 @@ class Workers(Protocol):
 
     def kill(self, worker: int) -> None:
         """End a worker at once; `WorkerLost` follows, and it is restarted."""
-        ...
-
-    def silent(self) -> list[SilentWorker]:
-        """The workers that take too long now; they are about to be killed."""
         ...
 
     async def stop(self) -> None:
