@@ -22,7 +22,6 @@ from toolkit.workers.protocol import (
     RoundDone,
     RunBatch,
     RunSlice,
-    Times,
     WorkerLost,
 )
 
@@ -82,7 +81,7 @@ class ThreadWorkers(HandWorkers):
                 failure = "oom"
         await asyncio.sleep(0)  # the last steps were told to the loop before this
         failure = self.after(worker) or failure
-        self.on_event(BatchDone(worker, batch.batch_id, record.output(), Times(), failure))
+        self.on_event(BatchDone(worker, batch.batch_id, record.output(), failure))
         self.revive(worker, failure)
 
     async def go_round(self, worker: int, batch_id: int, plan: Round) -> None:
@@ -95,7 +94,7 @@ class ThreadWorkers(HandWorkers):
         await asyncio.sleep(0)
         failure = self.after(worker) or ("oom" if output.is_short else "")
         self.on_event(
-            RoundDone(worker, batch_id, None if failure == "crashed" else output, Times(), failure)
+            RoundDone(worker, batch_id, None if failure == "crashed" else output, failure)
         )
         self.revive(worker, failure)
 

@@ -45,7 +45,6 @@ from toolkit.workers.protocol import (
     BatchDone,
     RoundDone,
     RunRound,
-    Times,
     WorkerLost,
     WorkerReady,
 )
@@ -145,7 +144,7 @@ class InMemory:
         output = SliceOutput((), ())
         if not failure:
             output = self._engine.run_slice(rows, steps, lambda _: True)
-        self._report(BatchDone(worker, batch_id, output, Times(), failure))
+        self._report(BatchDone(worker, batch_id, output, failure))
 
     def _end_round(self, worker, batch_id, plan):
         failure = self.fate(batch_id, plan.enter)
@@ -155,7 +154,7 @@ class InMemory:
         else:
             output = self._rounds[worker].run_round(plan, lambda _: True)
             failure = failure or ("oom" if output.is_short else "")
-        self._report(RoundDone(worker, batch_id, output, Times(), failure))
+        self._report(RoundDone(worker, batch_id, output, failure))
 
     def _report(self, done):
         self._busy.discard(done.worker)

@@ -21,7 +21,6 @@ from toolkit.workers.protocol import (
     RunSlice,
     Start,
     Stop,
-    Times,
     ToWorker,
     front_side,
     pack,
@@ -39,7 +38,7 @@ STEP = StepOutput((0, 1), (65, 66), ((1, "length"),))
 FROM_WORKER = [
     Ready("{}"),
     Progress(7, (STEP, STEP)),
-    Done(7, (), Times(0.25, 0.01, 0.001), out_of_memory=True),
+    Done(7, (), 0.001, out_of_memory=True),
     Refused("no", "try"),
 ]
 

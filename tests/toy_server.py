@@ -37,7 +37,6 @@ from toolkit.workers.protocol import (
     OnEvent,
     RunBatch,
     RunSlice,
-    Times,
     WorkerLost,
     WorkerReady,
 )
@@ -139,7 +138,7 @@ class HandWorkers:
         tokens = (tokens for tokens, _ in results)
         finish = (finish for _, finish in results)
         output = SliceOutput(tuple(tokens), tuple(finish))
-        self.on_event(BatchDone(worker, batch_id, output, Times(0.01), failure))
+        self.on_event(BatchDone(worker, batch_id, output, failure, 0.01))
 
     def crash(self, worker: int = 0, *, steps: int = 0) -> None:
         self.finish(worker, steps=steps, failure="crashed")

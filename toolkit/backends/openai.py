@@ -48,7 +48,6 @@ from toolkit.workers.protocol import (
     OnEvent,
     RunBatch,
     RunSlice,
-    Times,
     WorkerReady,
     Workers,
 )
@@ -388,7 +387,6 @@ class EndpointWorkers:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, batch_id: int, samples: list[Sample]) -> None:
-        start_s = time.perf_counter()
         rows = len(samples)
         tokens: tuple[tuple[int, ...], ...] = ((),) * rows  # if a request fails, the slice has
         with contextlib.suppress(Unmeasurable):
@@ -396,9 +394,8 @@ class EndpointWorkers:
             tokens = tuple((0,) * sample.output_tokens for sample in samples)
         finish: FinishReason = "length"
         output = SliceOutput(tokens, (finish,) * rows)
-        times = Times(engine_s=time.perf_counter() - start_s)
         if self._on_event is not None:
-            self._on_event(BatchDone(0, batch_id, output, times))
+            self._on_event(BatchDone(0, batch_id, output))
 
 
 class OpenaiBackend:

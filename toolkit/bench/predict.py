@@ -5,7 +5,7 @@ the replay, shows how fast it is today: the server counts how long its batches t
 its laws predict. The ratio of the two is the slowdown, one factor for every batch of the
 prediction. A server that has just started is slow, so its first requests are not counted.
 
-In order: `predict`, at a slowdown; the counters of llmctl's own servers (`counts`, `scheduling`,
+In order: `predict`, at a slowdown; the counters of llmctl's own servers (`counts`,
 `slowdown_between`); the warm-up (`warm_up`); and whether the server runs the plan's engine
 (`check_server`).
 """
@@ -22,7 +22,7 @@ from toolkit.bench.client import LoadSpec, client_times, run_whole
 from toolkit.endpoints.target import Target, front_state, scrape, version
 from toolkit.engine_traits import traits_of
 from toolkit.errors import ForeignError, InputError
-from toolkit.files.bench import BenchReport, Scheduling, Warmup
+from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
@@ -72,17 +72,6 @@ def router_of_plan(plan: Plan) -> Router:
     return make_router(spec.name, spec.parameters) if spec else RoundRobinRouter()
 
 
-COUNTED = {  # field of `Scheduling`: the counter that it is the growth of (docs/how-to/serve.md)
-    "batches": "llmctl_batches_total",
-    "steps": "llmctl_engine_steps_total",
-    "engine_s": "llmctl_engine_seconds_total",
-    "reporting_s": "llmctl_reporting_seconds_total",
-    "deciding_s": "llmctl_deciding_seconds_sum",
-    "hops": "llmctl_hop_seconds_count",
-    "hop_s": "llmctl_hop_seconds_sum",
-}
-
-
 def counts(target: Target) -> dict[str, float]:
     """Return the counters of a server of llmctl's, by series, summed over the replicas of a front.
 
@@ -100,14 +89,6 @@ def counts_or_none(target: Target) -> dict[str, float]:
         return counts(target)
     except InputError:
         return {}
-
-
-def scheduling(before: dict[str, float], after: dict[str, float]) -> Scheduling | None:
-    """The scheduling cost between two readings; None where nothing ran or counted it."""
-    if not set(COUNTED.values()) <= before.keys() & after.keys():
-        return None
-    grown = {field: after[series] - before[series] for field, series in COUNTED.items()}
-    return Scheduling.model_validate(grown) if grown["batches"] and grown["engine_s"] else None
 
 
 TOOK = "llmctl_batch_seconds_total"

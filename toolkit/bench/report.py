@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from toolkit.bench.client import Lengths, Replay, client_times, served
 from toolkit.endpoints.load import INTERRUPTED, Sample
 from toolkit.endpoints.target import CacheCounts
-from toolkit.files.bench import BenchReport, CacheUse, Compared, Scheduling, TargetResult, Warmup
+from toolkit.files.bench import BenchReport, CacheUse, Compared, TargetResult, Warmup
 from toolkit.files.io import EnvelopeFields
 from toolkit.metrics import Served, sla_ratios, summarize
 from toolkit.traces.types import Trace
@@ -46,7 +46,6 @@ def report(
     sla: Mapping[str, float],
     predicted: Prediction,
     slowdown: float | None = None,
-    scheduling: Scheduling | None = None,
     cache: CacheUse | None = None,
     policy: str | None = None,
     request_rate_rps: float | None = None,
@@ -82,7 +81,6 @@ def report(
         sla=dict(sla),
         warmup=predicted.warmup,
         replay_slowdown=slowdown,
-        scheduling=scheduling,
         cache=cache,
         measured=measured,
         predicted=dict(predicted.metrics),

@@ -31,7 +31,6 @@ from toolkit.bench.predict import (
     other_requests,
     predicted,
     reports_batch_times,
-    scheduling,
     slowdown_between,
     warm_up,
 )
@@ -269,7 +268,6 @@ class Measurement:
             sla=self._sla,
             predicted=self._predicted,
             slowdown=counted.slowdown if self._predicted.warmup else None,
-            scheduling=scheduling(counted.before, counted.after),
             cache=cache_use(replay.samples, self._part, counted.cached, self._predicted.metrics),
             policy=self._plan.policy.name if self._plan else None,
             request_rate_rps=None if self._load.concurrency else mean_rate(self._whole) or None,

@@ -360,7 +360,8 @@ def _print_notes(result: BenchReport) -> None:
     if result.warmup and result.replay_slowdown:
         before = f"{result.warmup.slowdown:.2f}"
         note(f"during the replay {took_text(result.replay_slowdown)}; in the warm-up {before}")
-    note(*(facts.text() for facts in (result.scheduling, result.cache) if facts))
+    if result.cache is not None:
+        note(result.cache.text())
     if result.interrupted:
         answered = f"{result.answered:,} of {result.requests:,} requests were answered"
         note(f"interrupted: {answered}, and are reported")

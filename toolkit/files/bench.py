@@ -98,35 +98,6 @@ class TargetResult(Strict):
     predicted_kept: bool | None
 
 
-class Scheduling(Strict):
-    """Time that a server spent on scheduling, over all its workers. Seconds are wall time."""
-
-    batches: int = Field(description="slices or rounds")
-    steps: int
-    engine_s: float = Field(description="inside the engines, reporting included")
-    reporting_s: float = Field(
-        description="between two steps, to send tokens and receive cancellations"
-    )
-    deciding_s: float = Field(description="in the scheduler, in the front's process")
-    hops: int = Field(description="batches that directly followed another batch")
-    hop_s: float = Field(
-        description="from the end of the previous batch to their start, deciding included"
-    )
-
-    def text(self) -> str:
-        """One line for a person. Shares are of engine time, without the front's other work."""
-        percent = 100.0 / self.engine_s
-        shares = (
-            f"deciding {percent * self.deciding_s:.2f} %, hop {percent * self.hop_s:.2f} %, "
-            f"reporting {percent * self.reporting_s:.2f} % of engine time"
-        )
-        step_ms = 1e3 * self.engine_s / max(self.steps, 1)
-        deciding_ms = 1e3 * self.deciding_s / self.batches
-        hop_ms = 1e3 * self.hop_s / max(self.hops, 1)
-        batch = f"per batch of {self.steps / self.batches:.1f} steps of {step_ms:.2f} ms"
-        return f"scheduler: {shares}; {batch}: {deciding_ms:.3f} and {hop_ms:.3f} ms"
-
-
 class CacheUse(Strict):
     """How much of the prompts a server took from its prefix cache, measured and predicted."""
 
@@ -212,9 +183,6 @@ class BenchReport(Envelope):
     warmup: Warmup | None
     replay_slowdown: float | None = Field(
         description="the slowdown of the replay's own batches, known afterwards; none: not counted"
-    )
-    scheduling: Scheduling | None = Field(
-        description="the server's scheduling time during the replay; only llmctl servers report it"
     )
     measured: dict[str, float]
     predicted: dict[str, float]

@@ -298,7 +298,8 @@ class Driver:
         result: BatchResult | RoundResult,
         now_s: float,
     ) -> None:
-        self.stats.count_engine(event, follows=flight.follows)
+        if flight.follows and event.failure != "crashed":
+            self.stats.hop.observe(event.gap_s)
         self.forecast.pace.ran(self.stats.batch_s, self.stats.predicted_batch_s)
         with self._timing_scheduler():
             self.scheduler.complete(result, now_s)

@@ -93,9 +93,6 @@ _COUNTERS = {
     "oom_events": "Batches that ran out of memory.",
     "preemptions": "Rows that were evicted, paused or swapped out.",
     "worker_restarts": "Workers lost and started again.",
-    "engine_s": "Time inside workers' engines, of all workers.",
-    "engine_steps": "Steps that batches ran for.",
-    "reporting_s": "Time between steps for reports; part of llmctl_engine_seconds_total.",
 }
 # Of workers: name, help text and attribute. The quotient of the counters is actual over predicted
 # batch time.

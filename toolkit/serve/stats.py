@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.rounds import groups_alike
 from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
-from toolkit.workers.protocol import BatchDone, RoundDone
 
 # The buckets of vLLM, in seconds: a panel shows both alike.
 TTFT_BUCKETS = (
@@ -147,9 +146,6 @@ class Stats:
     deciding: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
     # Time between two batches on a worker, if the second was sent as soon as the first had ended.
     hop: Histogram = field(default_factory=lambda: Histogram(COST_BUCKETS))
-    engine_s: float = 0.0
-    engine_steps: int = 0
-    reporting_s: float = 0.0  # part of `engine_s`
 
     def __post_init__(self) -> None:
         for key, limit in self.sla.items():
@@ -255,16 +251,6 @@ class Stats:
             expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
             expected_s += _transfers_s(batch, worker)
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
-
-    def count_engine(self, event: BatchDone | RoundDone, *, follows: bool) -> None:
-        """Count a batch's times. `follows`: it was sent as soon as the last had ended."""
-        if event.failure == "crashed":
-            return
-        if follows:
-            self.hop.observe(event.times.gap_s)
-        self.engine_s += event.times.engine_s
-        self.reporting_s += event.times.reporting_s
-        self.engine_steps += event.steps
 
     def _count_batch(self, failure: str, rows: int, length: int) -> None:
         self.batches += 1

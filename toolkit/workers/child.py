@@ -17,7 +17,6 @@ from typing import cast
 
 from toolkit.engines.protocol import (
     Engine,
-    OnStep,
     OutOfMemory,
     RoundEngine,
     Row,
@@ -42,7 +41,6 @@ from toolkit.workers.protocol import (
     SocketChannel,
     Start,
     Stop,
-    Times,
 )
 
 WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
@@ -130,36 +128,6 @@ class BatchInProgress:
         return goes_on and not self.stops
 
 
-class Stopwatch:
-    """Measures the `Times` of batches on the worker's clock."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._start_s = self._gap_s = self._reporting_s = 0.0
-        self._end_s: float | None = None  # of the last batch
-
-    def start(self) -> None:
-        self._start_s = self._clock()
-        self._reporting_s = 0.0
-        self._gap_s = 0.0 if self._end_s is None else self._start_s - self._end_s
-
-    def reporting(self, on_step: OnStep) -> OnStep:
-        """`on_step` with its time measured."""
-
-        def timed(step: StepOutput) -> bool:
-            begin_s = self._clock()
-            wanted = on_step(step)
-            self._reporting_s += self._clock() - begin_s
-            return wanted
-
-        return timed
-
-    def stop(self) -> Times:
-        """End the batch and return its times."""
-        self._end_s = self._clock()
-        return Times(self._end_s - self._start_s, self._reporting_s, self._gap_s)
-
-
 def serve(channel: Channel, signs: LifeSigns) -> int:
     """Load the engine that the first frame names, and serve until `Stop`. Returns the exit code.
 
@@ -177,7 +145,7 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
     outbox = Outbox(channel, recipe.engine.flush_s, time.perf_counter)
-    watch = Stopwatch(time.perf_counter)
+    ended_s: float | None = None  # the last batch
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
@@ -185,22 +153,22 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
         if not isinstance(frame, RunSlice | RunRound):
             continue  # it is for a batch that has ended
         signs.state = "busy"
-        watch.start()
+        gap_s = 0.0 if ended_s is None else time.perf_counter() - ended_s
         outbox.begin(frame)
         running = BatchInProgress(frame, channel, outbox)
-        on_step = watch.reporting(running.on_step)
         output = None
         ran_out = False
         if isinstance(frame, RunSlice):
             try:
-                engine.run_slice(frame.rows, frame.steps, on_step)
+                engine.run_slice(frame.rows, frame.steps, running.on_step)
             except OutOfMemory:
                 ran_out = True
         else:
-            output = cast(RoundEngine, engine).run_round(frame.plan, on_step)
+            output = cast(RoundEngine, engine).run_round(frame.plan, running.on_step)
             outbox.forget(output.dropped)
             ran_out = output.is_short
-        channel.send(Done(frame.batch_id, outbox.take(), watch.stop(), ran_out, output))
+        ended_s = time.perf_counter()
+        channel.send(Done(frame.batch_id, outbox.take(), gap_s, ran_out, output))
         if running.stops:
             return 0
         signs.state = "idle"

@@ -49,7 +49,6 @@ from toolkit.workers.protocol import (
     RunSlice,
     Start,
     Stop,
-    Times,
     ToWorker,
     WorkerEvent,
     WorkerLost,
@@ -309,7 +308,7 @@ class WorkerPool(ABC):
             self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
             slot.body.send(batch)
         else:
-            asyncio.get_running_loop().call_soon(self._end_batch, slot, Times(), "crashed")
+            asyncio.get_running_loop().call_soon(self._end_batch, slot, "crashed")
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         """Change a running batch; nothing happens if it has ended."""
@@ -350,7 +349,7 @@ class WorkerPool(ABC):
             slot.body = slot.facts = None
             slot.exits += 1
             slot.failed_loads += not was_ready
-            self._end_batch(slot, Times(), "crashed")
+            self._end_batch(slot, "crashed")
             if was_ready:
                 self._emit(WorkerLost(slot.index, reason))
             if not self._stopping.is_set():
@@ -466,10 +465,15 @@ class WorkerPool(ABC):
             self._emit(BatchProgress(slot.index, frame.batch_id, frame.steps))
         if isinstance(frame, Done):
             slot.exits = 0
-            self._end_batch(slot, frame.times, "oom" if frame.out_of_memory else "", frame.output)
+            failure: Failure = "oom" if frame.out_of_memory else ""
+            self._end_batch(slot, failure, frame.output, frame.gap_s)
 
     def _end_batch(
-        self, slot: _Slot, times: Times, failure: Failure, output: RoundOutput | None = None
+        self,
+        slot: _Slot,
+        failure: Failure,
+        output: RoundOutput | None = None,
+        gap_s: float = 0.0,
     ) -> None:
         """End the running batch, if there is one. `output` is that of a round."""
         batch_id = slot.batch_id
@@ -479,10 +483,10 @@ class WorkerPool(ABC):
         if slot.facts is not None:
             self.supervisor.enter(slot.index, "idle")
         if slot.record is None:
-            self._emit(RoundDone(slot.index, batch_id, output, times, failure))
+            self._emit(RoundDone(slot.index, batch_id, output, failure, gap_s))
         else:
             done = slot.record.output()
-            self._emit(BatchDone(slot.index, batch_id, done, times, failure))
+            self._emit(BatchDone(slot.index, batch_id, done, failure, gap_s))
 
 
 def _ignore(event: WorkerEvent) -> None:

@@ -46,20 +46,6 @@ class WorkersFailed:
     error: EngineError
 
 
-class Times(msgspec.Struct, frozen=True):
-    """Wall seconds of a batch on the worker's clock.
-
-    Attributes:
-        engine_s: inside the engine.
-        reporting_s: the part of `engine_s` between steps, to send tokens and to read frames.
-        gap_s: since the end of the worker's last batch; 0 for its first.
-    """
-
-    engine_s: float = 0.0
-    reporting_s: float = 0.0
-    gap_s: float = 0.0
-
-
 @dataclass(slots=True, frozen=True)
 class BatchProgress:
     """Tokens of one or more steps of a running batch; in a round, rows are numbers."""
@@ -76,8 +62,8 @@ class BatchDone:
     worker: int
     batch_id: int
     output: SliceOutput
-    times: Times
     failure: Failure = ""
+    gap_s: float = 0.0  # as in `Done`
 
     @property
     def steps(self) -> int:
@@ -96,12 +82,8 @@ class RoundDone:
     worker: int
     batch_id: int
     output: RoundOutput | None
-    times: Times
     failure: Failure = ""
-
-    @property
-    def steps(self) -> int:
-        return self.output.steps if self.output else 0
+    gap_s: float = 0.0  # as in `Done`
 
 
 WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | BatchProgress | BatchDone | RoundDone
@@ -213,11 +195,18 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The batch has ended. `steps` are those since the last frame; `output` is that of a round."""
+    """The batch has ended.
+
+    Attributes:
+        steps: since the last frame.
+        gap_s: between the end of the worker's last batch and the start of this one, on its clock; 0
+            for its first.
+        output: of a round.
+    """
 
     batch_id: int
     steps: tuple[StepOutput, ...]
-    times: Times
+    gap_s: float = 0.0
     out_of_memory: bool = False
     output: RoundOutput | None = None
 
