@@ -69,15 +69,11 @@ class _Problem(msgspec.Struct):
     hint: str = ""
 
 
-class LeaseHeldError(InputError):
-    """Another tuner holds the lease of this server."""
-
-
 class SettingsClient:
     """The control of the server at `url`, with its key. With an `owner` it may hold the lease.
 
     Every call raises `InputError`, in one line, where the server has no control, refuses the key or
-    the values, or does not answer, and `LeaseHeldError` while another one tunes.
+    the values, or does not answer, and while another one tunes.
     """
 
     def __init__(self, url: str, key: str, owner: str = "") -> None:
@@ -130,5 +126,4 @@ class SettingsClient:
         except UNREADABLE:
             problem = _Problem()
         text = problem.error or f"HTTP {answer.status}: {error_text(answer.body)}"
-        kind = LeaseHeldError if answer.status == 409 else InputError
-        raise kind(text, problem.hint)
+        raise InputError(text, problem.hint)

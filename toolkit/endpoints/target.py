@@ -20,7 +20,7 @@ from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.endpoints.ask import PlainAnswer, ask
-from toolkit.endpoints.foreign import UNREADABLE, Count, decoded, plain
+from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded, plain
 from toolkit.errors import InputError
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
@@ -329,16 +329,12 @@ class Dialect:
 FULL = Dialect()
 
 
-class TargetUsage(msgspec.Struct):
-    prompt_tokens: Count
-
-
 class AnswerChoice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
 class Answer(msgspec.Struct):
-    usage: TargetUsage | None = None
+    usage: CountedUsage | None = None
     choices: list[AnswerChoice] = []
 
 

@@ -47,7 +47,9 @@ class _Delta(msgspec.Struct):
     tool_calls: Raw = Raw(b"null")
 
 
-class _Choice(msgspec.Struct):
+class EventChoice(msgspec.Struct):
+    """What an event of a stream, or a whole answer, says of a choice."""
+
     index: Count = 0
     text: str | None = None
     delta: _Delta | None = None
@@ -71,23 +73,16 @@ class _Choice(msgspec.Struct):
         return called or bool(delta.reasoning or delta.reasoning_content)
 
 
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+class AnswerEvent(msgspec.Struct):
+    """An event of a stream, or a whole answer."""
+
+    choices: list[EventChoice] = []
     usage: Raw = Raw(b"null")
     error: Raw = Raw(b"null")
     prompt_token_ids: list[Count] | None = None
 
 
-class _WholeChoice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Whole(msgspec.Struct):
-    choices: list[_WholeChoice] = []
-    usage: Raw = Raw(b"null")
-
-
-_decode = msgspec.json.Decoder(_Event).decode
+_decode = msgspec.json.Decoder(AnswerEvent).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -335,7 +330,7 @@ class PassingAnswer:
         self.usage = self._whole_usage(read.usage) or self.usage
         return self._passed(event, begins=any(brought))
 
-    def _refused(self, read: _Event) -> str:
+    def _refused(self, read: AnswerEvent) -> str:
         """Return why an event ends the attempt, or ''."""
         most = self._call.choices
         if bytes(read.error) != b"null":
@@ -360,7 +355,7 @@ class PassingAnswer:
         self._held = b""
         return held
 
-    def _rest_of(self, read: _Event) -> bytes:
+    def _rest_of(self, read: AnswerEvent) -> bytes:
         """Return what the client lacks of an event of a later attempt, as an event of this answer.
 
         Sets `failure` if the texts differ. New ids before all the repeated text has come count as a
@@ -395,7 +390,7 @@ class PassingAnswer:
             return b""
         return self._made(choice, text[same:], new_ids, usage)
 
-    def _count_choice(self, choice: _Choice) -> bool:
+    def _count_choice(self, choice: EventChoice) -> bool:
         """Count what an event brought of a choice. Return whether it brought anything."""
         text = choice.new_text
         ids = choice.token_ids
@@ -423,7 +418,7 @@ class PassingAnswer:
             self._idle_events = 0
         return brought
 
-    def _on_usage(self, event: bytes, read: _Event) -> bytes:
+    def _on_usage(self, event: bytes, read: AnswerEvent) -> bytes:
         """Return what the client gets of an event with the usage alone."""
         usage = self._whole_usage(read.usage)
         if usage is None:
@@ -462,7 +457,7 @@ class PassingAnswer:
         """Read an answer in one piece."""
         if not self._call.is_read:
             return
-        read = decoded(content, _Whole) or _Whole()
+        read = decoded(content, AnswerEvent) or AnswerEvent()
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
         if any(reason in ("abort", "error") for reason in reasons):
             self.failure = "the server aborted the request"
@@ -487,7 +482,7 @@ class PassingAnswer:
         made = b""
         if not self._finished:
             self.finish_reason = "length"
-            made = self._made(_Choice(finish_reason="length"), "", [], None)
+            made = self._made(EventChoice(finish_reason="length"), "", [], None)
         return made + self._last_lines()
 
     def error(self, error: ApiError) -> bytes:
@@ -514,7 +509,9 @@ class PassingAnswer:
             return None
         return CountedUsage(len(self._prompt_ids), len(self._ids))
 
-    def _made(self, read: _Choice, text: str, ids: list[int], usage: CountedUsage | None) -> bytes:
+    def _made(
+        self, read: EventChoice, text: str, ids: list[int], usage: CountedUsage | None
+    ) -> bytes:
         """Return an event of this answer, with the end of the choice that was read."""
         choice = choice_of(read.index, text, read.finish_reason, chat=self._call.chat)
         if read.stop_reason is not None:

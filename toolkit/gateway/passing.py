@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -403,7 +402,10 @@ class PassedRequest:
             self.heard_s = replica.heard_s = self._gateway.now_s()
 
         self.midway = True
-        return await whole_body(answer, heard)
+        body = await answer.read(MAX_WHOLE_BYTES, heard)
+        if len(body) > MAX_WHOLE_BYTES:
+            raise UpstreamError("the answer is too long")
+        return body
 
     async def _give_up(self, text: str, ended: str = "failed", status: int = 503) -> None:
         """End with an error: in the stream, if the client has a part of it. Where it has all tokens
@@ -454,16 +456,6 @@ class PassedRequest:
 def _reason(told: str) -> str:
     """How an answer ended, in words that are known: a replica's own would become labels."""
     return told if told in REASONS else "other" if told else "stop"
-
-
-async def whole_body(answer: UpstreamAnswer, heard: Callable[[], None] = lambda: None) -> bytes:
-    """The whole body; `heard` is called for each piece. Raises `UpstreamError` if it breaks off or
-    is too long.
-    """
-    body = await answer.read(MAX_WHOLE_BYTES, heard)
-    if len(body) > MAX_WHOLE_BYTES:
-        raise UpstreamError("the answer is too long")
-    return body
 
 
 async def send_whole(

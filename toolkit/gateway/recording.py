@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import uvloop
 from msgspec import Raw
 from msgspec.structs import replace
@@ -29,6 +28,7 @@ from toolkit.endpoints.foreign import CountedUsage, decoded
 from toolkit.endpoints.sse import EventReader, data_of, in_parts
 from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
+from toolkit.gateway.answers import AnswerEvent
 from toolkit.gateway.calls import CHAT, COMPLETIONS, GenerationCall
 from toolkit.gateway.prompt_blocks import PromptBlocks
 from toolkit.serve.access import check_local_host
@@ -51,7 +51,6 @@ MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
 
-_EMPTY = (b'""', b"null", b"[]", b"{}")
 _NULL = Raw(b"null")
 
 
@@ -316,25 +315,6 @@ def _usage(given: Raw) -> CountedUsage | None:
     return None if bytes(given) == b"null" else decoded(given, CountedUsage)
 
 
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: dict[str, Raw] | None = None
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether there is text. Some servers announce the role in a chunk without a token."""
-        delta = self.delta or {}
-        return bool(self.text) or any(
-            key != "role" and bytes(value) not in _EMPTY for key, value in delta.items()
-        )
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: Raw = _NULL
-    error: Raw | None = None
-
-
 class StreamReader:
     """Reads an event stream: gets pieces as they arrive, and returns what to pass to the client.
 
@@ -369,13 +349,14 @@ class StreamReader:
 
     def _read_event(self, event: bytes) -> bool:
         """Note what an event says. Returns whether it carries the usage and nothing else."""
-        chunk = decoded(data_of(event), _Chunk)
+        chunk = decoded(data_of(event), AnswerEvent)
         if chunk is None:
             return False  # a comment, [DONE], or an event of an unknown format
         self.usage = _usage(chunk.usage) or self.usage
-        self.failed |= chunk.error is not None
-        self.has_tokens |= any(choice.has_tokens for choice in chunk.choices)
-        return bytes(chunk.usage) != b"null" and not chunk.choices and chunk.error is None
+        is_error = bytes(chunk.error) != b"null"
+        self.failed |= is_error
+        self.has_tokens |= any(one.new_text or one.beside_text for one in chunk.choices)
+        return bytes(chunk.usage) != b"null" and not chunk.choices and not is_error
 
 
 class WholeReader:
