@@ -12,15 +12,18 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.files.live import BurstFigures
 from toolkit.interrupts import InterruptedReplayError
-from toolkit.live.bursts import Bursts
 from toolkit.live.search import (
+    Bursts,
+    Dimension,
     LiveSearch,
+    dimensions,
+    drawn,
     gains,
     interval,
+    policy_of,
     prediction_error,
     spearman,
 )
-from toolkit.live.space import Dimension, dimensions, drawn, policy_of
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace

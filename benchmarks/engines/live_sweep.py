@@ -43,9 +43,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.io import digest, read_file
 from toolkit.files.live import BurstFigures, LiveTuning
 from toolkit.files.plan import Plan, PlannedPolicy
-from toolkit.live.bursts import Bursts, mean_of
-from toolkit.live.search import interval
-from toolkit.live.space import Settings
+from toolkit.live.search import Bursts, Settings, interval, mean_of
 from toolkit.serve.server import Ending
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path

@@ -44,8 +44,7 @@ def tune_live(args: TuneOptions) -> None:
     """Search on a running server; see `toolkit.live.search`."""
     from toolkit.bench.session import RequestSettings, prepare_replay, unused_seed
     from toolkit.endpoints.target import find_target
-    from toolkit.live.bursts import Bursts
-    from toolkit.live.search import LiveSearch
+    from toolkit.live.search import Bursts, LiveSearch
     from toolkit.sched.policies.vllm import VllmPolicy
     from toolkit.sim.world import world_of
     from toolkit.traces.read import read_trace

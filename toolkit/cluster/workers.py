@@ -1,8 +1,8 @@
 """Workers as Ray actors: the pool of `toolkit.workers`, with actors as bodies.
 
-The actor runs on a machine of the cluster, and the pool (`RayWorkers`) in the front.
-`toolkit.cluster.places` reserves their room; when a machine is lost and Ray has moved its bundles,
-the pool starts their workers there.
+The actor runs on a machine of the cluster, and the pool (`RayWorkers`) in the front. One placement
+group (`Room`) holds a bundle for each worker, spread over the machines. When a machine is lost, Ray
+moves its bundles as soon as the cluster has room for them, and the pool starts their workers there.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from toolkit.cluster.places import MachineShare, Room, reason
+from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.child import serve
 from toolkit.workers.lifeline import LifeSigns
@@ -37,6 +37,76 @@ from toolkit.workers.protocol import (
 
 # Threads of an actor: the loop, a batch's call, the end of the call before it, and other frames.
 THREADS = 4
+Resources = Mapping[str, float]  # of a machine or a worker, as Ray names them
+
+
+def bundle_of(recipe: Recipe) -> dict[str, float]:
+    """What a worker takes of a machine: the threads of its engine, and the GPU if it needs one."""
+    gpu = {"GPU": 1.0} if recipe.hardware.device == "cuda" else {}
+    return {"CPU": float(recipe.engine.threads or 1)} | gpu
+
+
+def no_room(bundle: Resources, workers: int, machines: Sequence[Resources]) -> str:
+    """Why a cluster of these machines has no room: what the workers need, and what it has."""
+    share = " and ".join(f"{count:g} {what}" for what, count in bundle.items())
+    total = " and ".join(
+        f"{sum(machine.get(what, 0.0) for machine in machines):g} {what}" for what in bundle
+    )
+    return (
+        f"the cluster has no room for {workers} worker{'s' * (workers > 1)} of {share} each: "
+        f"{total} in all on {len(machines)} machines, of which some may be in use"
+    )
+
+
+class Room:
+    """The room of some workers in the cluster that this process has joined.
+
+    `ready` is Ray's object that exists once the cluster has room for all of them.
+    """
+
+    def __init__(self, bundle: Resources, workers: int) -> None:
+        from ray.util import placement_group
+
+        self._bundle = bundle
+        self._workers = workers
+        self.group: Any = placement_group([dict(bundle)] * workers, strategy="SPREAD")
+        self.ready: Any = self.group.ready()
+
+    def options(self, index: int) -> dict[str, Any]:
+        """The options of an actor that takes the whole bundle of worker `index`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {
+            "num_cpus": self._bundle["CPU"],
+            "num_gpus": self._bundle.get("GPU", 0.0),
+            "max_restarts": 0,  # llmctl starts another one
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=index
+            ),
+        }
+
+    def missing(self, waited_s: float) -> EngineError:
+        """The error that says what the workers need and what the cluster has."""
+        import ray
+
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return EngineError(
+            f"{no_room(self._bundle, self._workers, machines)} (waited {waited_s:g} s)",
+            "add machines, or serve with fewer workers",
+        )
+
+    def free(self) -> None:
+        """Give the room back. Actors in it end."""
+        from ray.util import remove_placement_group
+
+        remove_placement_group(self.group)
+
+
+def reason(message: str) -> str:
+    """Ray's message in one line: the last line of a traceback, or the cause of an actor's end."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    causes = [line for line in lines[1:] if line.startswith("The actor ")]
+    return (causes or lines[-1:] or ["the actor ended"])[0][:300]
 
 
 class QueueChannel:
@@ -129,7 +199,7 @@ class RayWorkers(WorkerPool):
 
     async def start(self, on_event: OnEvent) -> None:
         """See `WorkerPool.start`. Raises `EngineError` also if the cluster lacks room for them."""
-        room = self._room = Room(MachineShare.of(self._recipe), self.size)
+        room = self._room = Room(bundle_of(self._recipe), self.size)
         try:
             await asyncio.wait_for(room.ready, self.room_s)
         except TimeoutError:

@@ -18,31 +18,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.endpoints.settings import SettingsClient
+from toolkit.bench.client import LoadSpec, run_whole, served
+from toolkit.bench.session import unused_seed
+from toolkit.endpoints.settings import LiveState, SettingsClient
+from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
-from toolkit.files.live import (
-    BurstFigures,
-    LiveInterval,
-    LiveTrial,
-    PredictionError,
-)
+from toolkit.files.live import BurstFigures, LiveInterval, LiveTrial, PredictionError
 from toolkit.interrupts import check, held
-from toolkit.live.bursts import Bursts, mean_of
-from toolkit.live.space import (
-    Dimension,
-    Settings,
-    dimensions,
-    drawn,
-    is_modelled,
-    policy_of,
-)
+from toolkit.metrics import Served, latencies, meets_sla
 from toolkit.sched.policies.parameters import Value
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import simulate
 from toolkit.sim.world import World
+from toolkit.traces.types import Trace
+from toolkit.traces.windows import TraceWindow
 
 POOL = 240  # settings that are simulated
 PROPOSED = 0.75  # of the tried ones are the best of them; the rest are of all kinds
@@ -64,6 +58,137 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 
 
 Note = Callable[[str], None]
 Floats = NDArray[np.float64]
+TIE_BREAK = 0.01  # of the score: what the lowest mean E2E is worth, also where no target is kept
+LONGEST = 4.0  # windows that a request may take; a longer one missed every target
+LEAST_TIMEOUT_S = 10.0
+Settings = dict[str, Value]
+THRESHOLD = "long_prefill_token_threshold"
+ROWS = "max_num_seqs"
+TOKENS = "max_num_batched_tokens"
+WATERMARK = "watermark"
+LEAST_THRESHOLD = 16  # tokens of a chunk; shorter ones make passes of hardly any work
+MOST_WATERMARK = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A setting's range. `off`: the share of draws that switch it off (0)."""
+
+    name: str
+    low: float
+    high: float
+    log: bool
+    whole: bool
+    off: float = 0.0
+
+    def at(self, place: float) -> Value:
+        """The value at a place from 0 to 1."""
+        if place < self.off:
+            return 0 if self.whole else 0.0
+        place = (place - self.off) / (1.0 - self.off)
+        if self.log:
+            value = self.low * math.exp(math.log(self.high / self.low) * place)
+        else:
+            value = self.low + (self.high - self.low) * place
+        return round(value) if self.whole else round(value, 3)
+
+
+def dimensions(state: LiveState) -> list[Dimension]:
+    """The settings that are searched. `InputError` where the server has none of them: its policy is
+    llmctl's own.
+    """
+    if state.named("policy") is None:
+        raise InputError(
+            "this server runs a policy of llmctl's, and a live search tunes vLLM's own",
+            "change its parameters with: llmctl set",
+        )
+    found = []
+    for name, log, off in ((ROWS, True, 0.0), (TOKENS, True, 0.0), (THRESHOLD, True, 0.5)):
+        known = state.named(name)
+        if known is None or known.low is None or known.high is None:
+            continue
+        low = max(known.low, LEAST_THRESHOLD) if name == THRESHOLD else max(known.low, 1.0)
+        if low < known.high:
+            found.append(Dimension(name, low, known.high, log, True, off))
+    if state.named(WATERMARK) is not None:
+        found.append(Dimension(WATERMARK, 0.0, MOST_WATERMARK, False, False, 0.5))
+    return found
+
+
+def is_modelled(name: str, world: World) -> bool:
+    """Whether the simulator knows what a setting does to this engine."""
+    return name != THRESHOLD or world.engine().caches is None
+
+
+def drawn(space: Sequence[Dimension], count: int, seed: int) -> list[Settings]:
+    """So many settings, spread evenly over each dimension (a Latin hypercube)."""
+    rng = np.random.default_rng(seed)
+    places = {one.name: (rng.permutation(count) + rng.random(count)) / count for one in space}
+    return [{one.name: one.at(float(places[one.name][k])) for one in space} for k in range(count)]
+
+
+def policy_of(planned: Mapping[str, Value], settings: Mapping[str, Value]) -> VllmPolicy:
+    """vLLM's scheduler with the plan's flags and these live settings."""
+    known = {name: settings[name] for name in settings if name in VllmPolicy.__dataclass_fields__}
+    return VllmPolicy(**VllmPolicy.within({**planned, **known}))  # type: ignore[arg-type]
+
+
+def figures(result: Served, sla: Mapping[str, float], window_s: float) -> BurstFigures:
+    """What a burst that arrived within `window_s` was served like. Without targets, requests that
+    were served within twice that time count.
+    """
+    good = meets_sla(result, sla)
+    if not sla:
+        good = result.ok & (result.finish_s - result.arrival_s.min() <= 2.0 * window_s)
+    seconds = latencies(result)
+    e2e_s = float(seconds["e2e"].mean()) if len(seconds["e2e"]) else LONGEST * window_s
+    ttft_s = float(seconds["ttft"].mean()) if len(seconds["ttft"]) else LONGEST * window_s
+    goodput_rps = float(good.sum()) / window_s
+    rate_rps = len(result) / window_s
+    return BurstFigures(
+        score=(1.0 - TIE_BREAK) * goodput_rps + TIE_BREAK * rate_rps / (1.0 + e2e_s),
+        goodput_rps=goodput_rps,
+        attained_percent=100.0 * float(good.mean()),
+        ttft_mean_s=ttft_s,
+        e2e_mean_s=e2e_s,
+    )
+
+
+def mean_of(several: Sequence[BurstFigures]) -> BurstFigures:
+    """The means of several bursts' figures."""
+    names = BurstFigures.model_fields
+    return BurstFigures(
+        **{name: float(np.mean([getattr(one, name) for one in several])) for name in names}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """The windows that bursts are taken from, and the server that gets them.
+
+    Every burst has other prompts, so that no prefix cache holds those of the burst before.
+    """
+
+    target: Target
+    load: LoadSpec
+    windows: Sequence[TraceWindow]
+    sla: Mapping[str, float]
+    window_s: float
+
+    def measure(self, window: int, on_done: Callable[[], None] = lambda: None) -> BurstFigures:
+        """Send a window's requests at their times, and wait until all have ended. Raises
+        `InterruptedReplayError`.
+        """
+        limit_s = max(LONGEST * self.window_s, LEAST_TIMEOUT_S)
+        load = replace(self.load, seed=unused_seed(), timeout_s=limit_s)
+        trace = self.windows[window].trace
+        whole = run_whole(self.target, trace, load, on_done)
+        return figures(served(whole.samples), self.sla, self.window_s)
+
+    def predict(self, window: int, policy: VllmPolicy, world: World) -> BurstFigures:
+        """The same burst in a simulation."""
+        trace: Trace = self.windows[window].trace
+        return figures(simulate(trace, policy, world).served, self.sla, self.window_s)
 
 
 @dataclass(eq=False)

@@ -123,10 +123,9 @@ def _workers(plan: Plan, ray: str) -> Iterator[Workers]:
         yield ProcessWorkers(plan.recipe, plan.workers, patience)
         return
     from toolkit.cluster.connect import joined
-    from toolkit.cluster.places import MachineShare
-    from toolkit.cluster.workers import RayWorkers
+    from toolkit.cluster.workers import RayWorkers, bundle_of
 
-    with joined(ray, MachineShare.of(plan.recipe).cpus * plan.workers):
+    with joined(ray, bundle_of(plan.recipe)["CPU"] * plan.workers):
         yield RayWorkers(plan.recipe, plan.workers, patience)
 
 
