@@ -8,11 +8,10 @@ import pytest
 from said import says
 
 from toolkit.backends.vllm import control as module
-from toolkit.backends.vllm.control import Control, EngineControl
+from toolkit.backends.vllm.control import MAX_BODY_BYTES, MAX_WAITING, ROUTE, Control, EngineControl
 from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.backends.vllm.setup import CONTROL_VARIABLE
 from toolkit.errors import InputError
-from toolkit.serve.control import MAX_BODY_BYTES, MAX_WAITING, ROUTE
 
 KEY = "a key of the control"
 

@@ -1,5 +1,5 @@
 """The settings of a running server from outside: read them with their bounds, change them, hold the
-lease. The server's side is `toolkit.serve.control`.
+lease. The server's side is `toolkit.backends.vllm.control`.
 """
 
 from __future__ import annotations

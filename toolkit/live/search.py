@@ -56,18 +56,19 @@ LEFT_OVER_S = 2.0  # of the time, for what follows the last burst
 LEASE_S = 60.0  # beyond the longest burst
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
-Note = Callable[[str], None]
-Floats = NDArray[np.float64]
 TIE_BREAK = 0.01  # of the score: what the lowest mean E2E is worth, also where no target is kept
 LONGEST = 4.0  # windows that a request may take; a longer one missed every target
 LEAST_TIMEOUT_S = 10.0
-Settings = dict[str, Value]
 THRESHOLD = "long_prefill_token_threshold"
 ROWS = "max_num_seqs"
 TOKENS = "max_num_batched_tokens"
 WATERMARK = "watermark"
 LEAST_THRESHOLD = 16  # tokens of a chunk; shorter ones make passes of hardly any work
 MOST_WATERMARK = 0.3
+
+Note = Callable[[str], None]
+Floats = NDArray[np.float64]
+Settings = dict[str, Value]
 
 
 @dataclass(frozen=True, slots=True)

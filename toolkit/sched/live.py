@@ -1,9 +1,9 @@
 """The settings of a scheduler that takes new ones while it serves, and its control.
 
 A knob is a setting with its bounds, and how it is read and applied. The parameters of a policy of
-llmctl's are knobs (`policy.NAME`), in its own servers and inside vLLM; vLLM's settings are knobs,
-too (`toolkit.backends.vllm.knobs`). `SettingsControl` answers requests for new values, which reach
-it over HTTP (`toolkit.serve.control`), between two passes or ticks.
+llmctl's inside vLLM are knobs (`policy.NAME`), and so are vLLM's settings
+(`toolkit.backends.vllm.knobs`). `SettingsControl` answers requests for new values, which reach
+it over HTTP (`toolkit.backends.vllm.control`), between two passes or ticks.
 
 A tuner holds a lease, which ends by itself: then the settings from before it are back. Meanwhile no
 other program changes settings.

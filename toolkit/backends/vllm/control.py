@@ -5,16 +5,19 @@ A client's request reaches `Control` in vLLM's API server (`MIDDLEWARE` is the v
 the engine's process. There `EngineControl` gives the settings to the scheduler between two passes.
 
 vLLM's own code is unchanged: `--middleware` is its flag, and its engine runs utility calls by name,
-in order with requests. Bounds, leases and requests are those of `toolkit.sched.live`, and the HTTP
-is that of `toolkit.serve.control`.
+in order with requests. Bounds, leases and requests are those of `toolkit.sched.live`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import hmac
+import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import cache
 from typing import Any
 
@@ -22,7 +25,6 @@ from toolkit.backends.vllm.knobs import LiveSettings
 from toolkit.backends.vllm.setup import CONTROL_VARIABLE
 from toolkit.sched.live import SettingsControl
 from toolkit.sched.policies.parameters import Value
-from toolkit.serve.control import App, Scope, SettingsMiddleware
 
 METHOD = "llmctl_settings"
 MIDDLEWARE = "toolkit.backends.vllm.control.Control"
@@ -31,6 +33,16 @@ HOW_TO_START = (
     f"{MIDDLEWARE} and --scheduler-cls toolkit.backends.vllm.iterations.logged_scheduler to it"
 )
 log = logging.getLogger("vllm.llmctl")
+ROUTE = "/llmctl/settings"
+HEADER = b"authorization"
+MAX_BODY_BYTES = 1 << 14
+BODY_S = 5.0  # for a body to arrive
+MAX_WAITING = 8  # requests with the key that are answered in turn
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class EngineControl(SettingsControl):
@@ -81,11 +93,76 @@ def _settings_of_engine(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     return control.handle(request)
 
 
-class Control(SettingsMiddleware):
-    """The middleware in vLLM's API server. Without a key in the environment it answers nothing."""
+class Control:
+    """ASGI middleware in vLLM's API server, which passes on everything but `ROUTE`. GET shows the
+    settings and their bounds; POST takes a request of `toolkit.sched.live` and answers the same
+    afterwards. Without a key in the environment it answers nothing.
+    """
 
     def __init__(self, app: App) -> None:
-        super().__init__(app, os.environ.get(CONTROL_VARIABLE, ""), _ask)
+        key = os.environ.get(CONTROL_VARIABLE, "")
+        self._app = app
+        self._digest = hashlib.sha256(key.encode()).digest() if key else b""
+        self._lock = asyncio.Lock()
+        self._waiting = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = str(scope.get("path", "")).removeprefix(str(scope.get("root_path", "")))
+        if scope["type"] != "http" or path != ROUTE or not self._digest:
+            await self._app(scope, receive, send)
+            return
+        status, answer = await self._answer(scope, receive)
+        body = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+        headers.append((b"content-length", str(len(body)).encode()))
+        if status >= 400:
+            headers.append((b"connection", b"close"))  # its body may not have been read
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
+        """Status and body. Nothing reaches the engine without the key."""
+        if not self._knows_key(scope):
+            return 401, {"error": "the control needs its key", "hint": "give LLMCTL_CONTROL_KEY"}
+        if scope["method"] not in ("GET", "POST"):
+            return 405, {"error": f"{scope['method']}: only GET and POST", "hint": ""}
+        if self._waiting >= MAX_WAITING:
+            return 429, {"error": "too many requests at once", "hint": "ask again later"}
+        self._waiting += 1
+        try:
+            fields: object = {}
+            if scope["method"] == "POST":
+                try:
+                    fields = json.loads(await asyncio.wait_for(_body(receive), BODY_S))
+                except (ValueError, RecursionError, TimeoutError):
+                    return 400, {"error": "the body is no short JSON", "hint": ""}
+            async with self._lock:
+                answer = await _ask(scope, fields)
+                return int(answer.pop("status", 200)), answer
+        finally:
+            self._waiting -= 1
+
+    def _knows_key(self, scope: Scope) -> bool:
+        for name, value in scope["headers"]:
+            if name == HEADER:
+                scheme, _, key = value.partition(b" ")
+                digest = hashlib.sha256(key).digest()
+                return scheme.lower() == b"bearer" and hmac.compare_digest(digest, self._digest)
+        return False
+
+
+async def _body(receive: Receive) -> bytes:
+    """The body of a request. `ValueError` where it is long or cut off."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ValueError("the client has gone")
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise ValueError("too long")
+        if not message.get("more_body"):
+            return bytes(body)
 
 
 async def _ask(scope: Scope, fields: object) -> dict[str, Any]:
