@@ -56,13 +56,6 @@ def first_event(text: str) -> dict[str, Any]:
     return text_event(text, **ids)
 
 
-async def tasks_of(front: Front) -> dict[str, float]:
-    """By task, whether it is up, as /metrics says."""
-    told = (await front.http.get("/metrics")).text
-    lines = [line for line in told.splitlines() if line.startswith("llmctl_background_task_up{")]
-    return {line.split('task="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
-
-
 async def metric(front: Front, name: str) -> float:
     """The sum of a metric over its labels."""
     told = (await front.http.get("/metrics")).text
@@ -216,7 +209,6 @@ def test_odd_reports_stop_no_others(text: str, monkeypatch: pytest.MonkeyPatch):
         for each in known:
             assert 0 <= each.waiting <= 1 << 20
             assert 0.0 <= each.kv_usage <= 1.0
-        assert (await tasks_of(front))["reports of replicas"] == 1.0
         assert await metric(front, "llmctl_background_task_failures_total{") == 0
 
     good = "vllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.25\n"

@@ -328,13 +328,10 @@ async def in_parallel(
 
 
 async def check_tasks(front: Front, found: Found) -> None:
-    """Every task of the front runs, and none has failed, as its metrics say."""
+    """No task of the front has failed, as its metrics say."""
     lines = (await front.http.get("/metrics")).text.splitlines()
-    up = [line for line in lines if line.startswith("llmctl_background_task_up{")]
     failed = [line for line in lines if line.startswith("llmctl_background_task_failures_total{")]
-    if len(up) < 3 or not all(line.endswith(" 1.0") for line in up):
-        found.complain(f"tasks: {up}")
-    if not all(line.endswith(" 0.0") for line in failed):
+    if len(failed) < 3 or not all(line.endswith(" 0.0") for line in failed):
         found.complain(f"failures of tasks: {failed}")
     front.pipe.send("busy")
     found.busy_s = await asyncio.to_thread(front.pipe.recv)

@@ -268,11 +268,7 @@ class Gateway(FrontPages):
         ):
             values = {one.url: float(getattr(one, attribute)) for one in replicas}
             yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
-        background = self.pool.background
-        alive = {name: float(is_up) for name, is_up in background.up()}
-        text = "1 while every task of this name runs; 0 while one waits to be started again."
-        yield by_label(GaugeMetricFamily, "llmctl_background_task_up", text, labels, "task", alive)
-        failures = {name: float(background.failures[name]) for name in alive}
+        failures = self.pool.background.failures
         name = "llmctl_background_task_failures"
         text = "Failures of tasks that run beside requests."
         yield by_label(CounterMetricFamily, name, text, labels, "task", failures)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -24,14 +24,12 @@ class Background:
     """The tasks of one server, by what they do.
 
     Attributes:
-        failures: how often tasks raised, by name.
+        failures: how often tasks raised, by name; 0 for those that never did.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
         self.failures: Counter[str] = Counter()
         self._say = say
-        self._kept: Counter[str] = Counter()
-        self._running: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, name: str, work: Work) -> asyncio.Task[Any]:
@@ -42,11 +40,6 @@ class Background:
         """Run `work` once; an exception is logged and counted."""
         return self._start(name, self._run(name, work))
 
-    def up(self) -> Iterator[tuple[str, bool]]:
-        """By name, whether all of its tasks run; False while one waits to be started again."""
-        for name, kept in self._kept.items():
-            yield name, self._running[name] == kept
-
     async def stop(self) -> None:
         """Cancel all tasks, and wait for their end."""
         tasks = list(self._tasks)
@@ -55,15 +48,11 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, name: str, running: Coroutine[Any, Any, object]) -> asyncio.Task[Any]:
-        self._kept[name] += 1
+        self.failures[name] += 0
         task = asyncio.create_task(running, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        self._kept[task.get_name()] -= 1
 
     async def _keep(self, name: str, work: Work) -> None:
         now_s = asyncio.get_running_loop().time
@@ -78,7 +67,6 @@ class Background:
 
     async def _run(self, name: str, work: Work) -> bool:
         """Whether it returned, and did not raise."""
-        self._running[name] += 1
         try:
             await work()
         except Exception as error:  # whatever it is, no other code sees it
@@ -87,8 +75,6 @@ class Background:
             with suppress(OSError):  # stderr is closed at the other end
                 self._say(f"warning: {name} failed and starts again: {_words(error)}")
             return False
-        finally:
-            self._running[name] -= 1
         return True
 
 
