@@ -315,7 +315,7 @@ class AnswerFormat:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._chat = chat
         self._about = {"id": self.id, "created": int(time.time()), "model": model}
-        self._begun: set[int] = set()  # choices of a chat
+        self._begun: set[int] = set()  # choices
 
     def whole(self, choices: Sequence[Delta], usage: object) -> bytes:
         """A response in one piece."""
@@ -327,12 +327,10 @@ class AnswerFormat:
 
     def chunk(self, delta: Delta, usage: Mapping[str, object]) -> bytes:
         """An event of a stream; `usage`: its field of that name, or nothing."""
-        role: dict[str, str] = {}
-        if self._chat and delta.index not in self._begun:
-            self._begun.add(delta.index)
-            role = {"role": "assistant"}
+        role = "" if delta.index in self._begun else "assistant"
+        self._begun.add(delta.index)
         chat = self._chat
-        choice = choice_of(delta.index, delta.text, delta.finish, chat=chat, **role)
+        choice = choice_of(delta.index, delta.text, delta.finish, chat=chat, role=role)
         return self._object([choice], usage)
 
     def last_chunk(self, usage: object) -> bytes:

@@ -24,14 +24,14 @@ def kind_of(*, chat: bool, whole: bool = False) -> str:
 
 
 def choice_of(
-    index: int, text: str, finish: str | None, *, chat: bool, whole: bool = False, **delta: str
+    index: int, text: str, finish: str | None, *, chat: bool, whole: bool = False, role: str = ""
 ) -> dict[str, Any]:
-    """One choice of an answer, or its new text in a stream. `delta`: further fields of a chat's."""
+    """One choice of an answer, or its new text in a stream; `role`: of a chat's first text."""
     choice: dict[str, Any] = {"index": index}
     if not chat:
         choice["text"] = text
     elif whole:
         choice["message"] = {"role": "assistant", "content": text, "refusal": None}
     else:
-        choice["delta"] = delta | {"content": text}
+        choice["delta"] = {"role": role, "content": text} if role else {"content": text}
     return choice | {"logprobs": None, "finish_reason": finish or None}
