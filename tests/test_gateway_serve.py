@@ -146,7 +146,7 @@ def test_several_workers_are_servers_behind_a_front(tmp_path: Path):
             answer = httpx.post(f"{server.url}/v1/completions", json=asked)
             assert answer.json()["usage"]["completion_tokens"] == 3
         assert server.end() == 0, server.said
-    assert says(server.said, "2 replicas")
+    assert says(server.said, "2 servers")
 
 
 def test_one_that_cannot_load_ends_the_front(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
