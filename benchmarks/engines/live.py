@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
