@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import samples
 
-from toolkit.estimators.fitting import fit_file, fit_profile
+from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
@@ -94,7 +94,7 @@ def make_profile(
 
 def fit_of(profile: Profile) -> Fit:
     """The laws of a profile, as its fit file has them."""
-    return fit_file(profile, fit_profile(profile), head({}))
+    return fit_profile(profile, head({}))
 
 
 def steps_profile(points: Sequence[StepPoint], **more: Any) -> StepsProfile:

@@ -94,7 +94,7 @@ PLAIN = {
 FULL = CacheGroup("full", "FullAttentionSpec", 16, 16, 32768)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 16, 16, 32768, window=128)
 STATE = CacheGroup("state", "MambaSpec", 1056, 12, 1 << 20, mode="align")
-ONE = Resolved([FULL], blocks=1000, bytes_per_block=524288, hash_block=16, scheduler_block=16)
+ONE = Resolved([FULL], blocks=1000, bytes_per_block=524288)
 
 
 def names(found: list[classes.ClassFound]) -> set[str]:
@@ -223,7 +223,7 @@ def test_a_threshold_for_long_prefills_is_modelled_for_one_group_of_full_caches(
 
 def test_a_plain_server_is_not_refused() -> None:
     latent = replace(FULL, kind="mla", spec="MLAAttentionSpec")
-    experts = replace(ONE, groups=[latent], experts=[64, 6], tp=2, ep=True, quantization="fp8")
+    experts = replace(ONE, groups=[latent], experts=[64, 6], tp=2, quantization="fp8")
     assert of_resolved(ONE) == of_resolved(experts) == []
 
 

@@ -73,7 +73,6 @@ def test_the_output_fits_80_columns_and_has_the_results(whole, capsys):
     assert max(map(len, out.splitlines())) <= 80
     for said in (
         "each policy's best settings",
-        "goodput_rps of the trials",
         "judged on the whole trace, 900 requests",
         "the limit that binds: ",
         "gain over the defaults: +",
@@ -94,7 +93,7 @@ def test_a_search_that_goes_on_says_how_much_is_kept(files, capsys, monkeypatch)
         patch.setattr("toolkit.tuning.journal.EvaluationJournal.forget", lambda journal: None)
         assert tune("--out whole.json") in WRITTEN
     assert "kept" not in capsys.readouterr().err
-    kept = Path("whole.json.partial").read_text().count("stopped_after")
+    kept = Path("whole.json.partial").read_text().count('"ratios"')
     assert tune("--out whole.json") in WRITTEN
     assert says(capsys.readouterr().err, str(kept))
 
@@ -141,9 +140,9 @@ def test_by_default_every_policy_is_searched_and_the_cost_is_noted(files, capsys
     assert {one.policy for one in result.policies if one.refusal is None} == {"slice", "sequence"}
     err = capsys.readouterr().err
     assert says(err, "10 trials", "10 policies", "2")
-    result = tuned("--policies own --trials 2")
+    result = tuned("--policies own --trials 6")
     assert [one.policy for one in result.policies] == ["sequence"]
-    assert says(capsys.readouterr().err, "2 trials")
+    assert says(capsys.readouterr().err, "6 trials")
 
 
 @pytest.mark.slow
@@ -224,15 +223,6 @@ def test_own_names_no_policy_that_was_not_searched(whole, capsys):
     assert "fewer requests: at most " in said
 
 
-@pytest.mark.slow
-def test_the_fewest_workers_are_printed_and_written(files, capsys):
-    result = tuned("--workers auto --policies slice")
-    out = capsys.readouterr().out
-    assert f"workers needed: {result.sizing.workers}, with " in out
-    assert "workers that were tried" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize(
     ("words", "named", "remedy"),
     [
@@ -242,8 +232,6 @@ def test_the_fewest_workers_are_printed_and_written(files, capsys):
             ("'past-future-oracle'",),
             "docs/explanation/policies.md",
         ),
-        ("--workers 0", ("--workers 0", "1", "'auto'"), ""),
-        ("--workers many", ("--workers many", "1", "'auto'"), ""),
     ],
 )
 def test_an_impossible_search_is_refused_before_anything_runs(files, words, named, remedy, capsys):

@@ -88,19 +88,6 @@ def test_fit_names_the_points_that_a_law_misses(folder, capsys):
     assert "form" in said["crooked.json"][1]
 
 
-def test_fit_says_of_prefills_that_they_are_flat_at_first(folder, capsys):
-    def launched(size: int, length: int) -> float:
-        return max(0.03, 3e-5 * size * length)
-
-    write_file(make_profile(prefill=launched, noise=0.02), "flat.json")
-    assert run("fit", "flat.json") == 0
-    lines = capsys.readouterr().err.splitlines()
-    law = read_file(Fit, "fit.json").prefill
-    assert law.flat_percent < 5.0 < 10.0 < law.error.median_percent
-    assert [line.split(":")[0] for line in lines[:2]] == ["prefill", "prefill"]
-    assert "flat" in lines[1]
-
-
 def test_fit_prints_rules_where_there_are_rules(folder, capsys):
     probes = [
         probe.model_copy(update={"largest_ok": rows, "smallest_oom": rows + 1})

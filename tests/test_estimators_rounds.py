@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from said import says
+from samples import HEAD
 from synthetic_profiles import FACTS, LAW, make_profile, make_rounds
 
 from toolkit.errors import InputError
@@ -17,7 +18,7 @@ def profile(**truth) -> Profile:
 
 
 def fitted(**truth):
-    return fit_profile(profile(**truth))
+    return fit_profile(profile(**truth), HEAD)
 
 
 def close(value: float):
@@ -61,7 +62,7 @@ def test_the_fitted_link_to_host_memory_equals_the_true_one():
 @pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("NVIDIA A100-SXM4-80GB", True)])
 def test_transfers_do_not_overlap_computation_on_a_cpu(device, overlaps):
     facts = profile().engine.model_copy(update={"device": device})
-    found = fit_profile(profile().model_copy(update={"engine": facts}))
+    found = fit_profile(profile().model_copy(update={"engine": facts}), HEAD)
     assert found.swap.overlaps is overlaps
 
 
@@ -79,7 +80,7 @@ def test_parts_that_take_no_time_have_no_terms():
 
 def test_the_law_of_rounds_predicts_the_measured_rounds():
     found = profile()
-    law = law_of_rounds(LAW, fit_profile(found).rounds)
+    law = law_of_rounds(LAW, fit_profile(found, HEAD).rounds)
     for point in found.rounds.sequences[0].rounds:
         seconds = law.round_s + sum(law.prefill_s(*group) for group in point.groups)
         seconds += law.decode_s(point.rows, point.cached_length, point.steps)
@@ -99,11 +100,11 @@ def test_the_error_names_the_missing_measurement(change, named):
     found = profile()
     lacking = found.model_copy(update={"rounds": found.rounds.model_copy(update=change)})
     with pytest.raises(InputError) as caught:
-        fit_profile(lacking)
+        fit_profile(lacking, HEAD)
     assert says(caught.value.message, *named)
 
 
 def test_a_profile_without_rounds_and_passes_has_no_laws_of_them():
-    found = fit_profile(make_profile())
+    found = fit_profile(make_profile(), HEAD)
     assert (found.rounds, found.steps) == (None, None)
     assert SegmentedLaw(LAW.prefill, LAW.decode, True).round_s == replace(LAW).leave_s(100) == 0.0

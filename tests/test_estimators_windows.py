@@ -9,7 +9,6 @@ import pytest
 from synthetic_profiles import steps_profile
 
 from toolkit.catalogue.resolved import CacheGroup, Resolved
-from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, point_of
 from toolkit.estimators.pipeline import PassTimes
@@ -20,11 +19,9 @@ from toolkit.sim.flight import grown_shape
 
 FULL = CacheGroup("full", "FullAttentionSpec", 16, 18, 1 << 15)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 16, 18, 1 << 15, window=1024)
-STATE = CacheGroup("state", "MambaSpec", 16, 18, 1 << 15, mode="align")
 WINDOWS = StepLaw(
     2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), window=1024, inside_s=9e-8, attended_inside_s=4e-9
 )
-STATES = StepLaw(2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), row_knots=(16, 64), row_more_s=(4e-5, 7e-5))
 
 
 def shapes(window: int) -> list[StepShape]:
@@ -40,7 +37,7 @@ def shapes(window: int) -> list[StepShape]:
 
 def profile_of(law: StepLaw, groups: list[CacheGroup]) -> StepsProfile:
     points = [point_of(shape, law.forward_s(shape)) for shape in shapes(law.window)]
-    return steps_profile(points, resolved=Resolved(groups, 10_000, 1 << 20, 16, 16))
+    return steps_profile(points, resolved=Resolved(groups, 10_000, 1 << 20))
 
 
 def test_what_is_inside_the_windows_of_a_pass() -> None:
@@ -75,16 +72,6 @@ def test_the_law_of_a_pass_finds_what_windows_cost() -> None:
     assert fit_steps(without, 0).error.p95_percent > 3.0 * fit.error.p95_percent
 
 
-def test_the_law_of_a_pass_finds_what_more_rows_of_states_cost() -> None:
-    fit = fit_steps(profile_of(STATES, [STATE, FULL]), 0)
-    assert fit.row_knots == [16, 64]
-    assert fit.row_more_s == pytest.approx(STATES.row_more_s, rel=0.05)
-    law = law_of_steps(fit)
-    for rows in (4, 40, 250):
-        shape = StepShape(rows, rows * 700)
-        assert law.forward_s(shape) == pytest.approx(STATES.forward_s(shape), rel=0.01)
-
-
 def test_a_step_grows_by_what_both_kinds_of_layers_read() -> None:
     shape = shape_of_rows([LoggedRow("", 100, 1, 1), LoggedRow("", 4000, 1, 1)], 1024)
     grown_s = WINDOWS.forward_s(grown_shape(shape, 6)) - WINDOWS.forward_s(shape)
@@ -96,8 +83,3 @@ def test_a_router_believes_in_windows_by_averages() -> None:
     rows = [LoggedRow("", 5000, 1, 1)] * 3
     seconds = WINDOWS.step_s(shape_of_rows(rows, 1024))
     assert times.pass_s(3, 15_000.0, 0.0, 0.0, 0.0) == pytest.approx(seconds)
-
-
-def test_each_knot_of_rows_has_a_slope() -> None:
-    with pytest.raises(InputError, match="row_knots"):
-        StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,), row_knots=(16,))

@@ -10,7 +10,7 @@ from orders import changed
 
 from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import measured_elsewhere
-from toolkit.estimators.fitting import fit_file, fit_profile
+from toolkit.estimators.fitting import fit_profile
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 from toolkit.files.profile import Profile
@@ -82,8 +82,8 @@ def test_an_analytic_profile_can_be_fitted_and_stays_marked(
     made = read_file(Profile, profile)
     assert "a100_sxm" in made.engine.analytic
     assert made.engine.capacity_tokens == (int(79.1 * (1 << 30) * 0.9) - 13476831232) // 524288
-    fitted = fit_profile(made)
-    assert fitted.decode.fit.error.median_percent < 5.0
+    fitted = fit_profile(made, HEAD)
+    assert fitted.decode.error.median_percent < 5.0
     assert fitted.memory.capacity_tokens == made.engine.capacity_tokens
 
 
@@ -103,7 +103,7 @@ def test_an_analytic_profile_has_passes():
     assert made.steps
     assert made.steps.blocks == made.engine.capacity_tokens // 16
     assert made.engine.analytic_error
-    fitted = fit_profile(made)
+    fitted = fit_profile(made, HEAD)
     assert fitted.steps
     assert fitted.steps.valid.tokens_max > 4096
 
@@ -113,7 +113,7 @@ def test_a_fit_is_as_far_off_as_predictions_beside_measured_servers():
     known = made.engine.analytic_error
     assert known
     assert known.gpu is None  # no server on an A100 was compared
-    fit = fit_file(made, fit_profile(made), HEAD)
+    fit = fit_profile(made, HEAD)
     assert fit.engine.analytic_error == known
     assert fit.steps
     assert fit.steps.error.median_percent < 2.0  # of its form, on held-out points

@@ -148,4 +148,4 @@ def test_a_server_with_overlapping_passes_is_profiled(
     ]
     assert np.median(alone) >= APART
     assert max(len(point.seconds) for point in measured.points) >= STEPS - 4
-    assert fit_profile(found).steps is not None
+    assert fit_profile(found, samples.HEAD).steps is not None

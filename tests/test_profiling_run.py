@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 from said import says
-from samples import ENVIRONMENT, recipe
+from samples import ENVIRONMENT, HEAD, recipe
 from synthetic_profiles import FACTS
 
-from toolkit.engines.fake import FakeEngine
 from toolkit.engines.protocol import SliceOutput
+from toolkit.engines.fake import FakeEngine
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.profile import FailedPoint, SlicePoint
@@ -259,7 +259,7 @@ def test_a_profile_of_the_pool_of_processes_can_be_fitted(source):
         RECIPE.replace("model_type: fake", "model_type: fake, prefill_s: 0.001, decode_s: 0.0005")
     )
     found = run(source, Watching(), workers=_pool)
-    fitted = fit_profile(found)
+    fitted = fit_profile(found, HEAD)
     assert fitted.overhead.error.points == 8
     assert fitted.memory.zeta == pytest.approx(1.0, abs=0.03)
 

@@ -71,7 +71,7 @@ def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
     hits = [one.prefill_cached for one in found.steps.points if one.prefill_cached]
     assert [hits.count(cached) for cached in (32, 64)] == [12, 8]
     assert not found.failed
-    fitted = fit_profile(found)
+    fitted = fit_profile(found, samples.HEAD)
     assert fitted.steps is not None
     assert (fitted.steps.blocks, fitted.steps.block_tokens) == (256, 16)
     assert law_of_steps(fitted.steps).forward_s(StepShape(4, 400, 1, 64, 64 * 32)) > 0.0
@@ -186,8 +186,6 @@ RESOLVED = Resolved(
     groups=[CacheGroup("full", "FullAttentionSpec", 16, 2, 32768)],
     blocks=1000,
     bytes_per_block=65536,
-    hash_block=16,
-    scheduler_block=16,
 )
 
 

@@ -337,7 +337,7 @@ def test_routers_are_told_apart_by_their_names(folder):
         router = RouterSpec(name=name)
         outcome = Outcome(policy="vllm", parameters={}, metrics=METRICS, replica_router=router)
         told = {"policy": "vllm", "trials": 1, "feasible": True, "judged_requests": 9}
-        results.append(PolicyResult(outcome=outcome, importance={}, refusal=None, **told))
+        results.append(PolicyResult(outcome=outcome, refusal=None, **told))
     changes = {"best": results[0].outcome, "policies": results}
     tuned = found.tuning.model_copy(update=changes)
     table = tuning_section(replace(found, tuning=tuned)).tables[-1]

@@ -72,8 +72,6 @@ def scheduler(*groups: Any, tensors: Any = (), **config: Any) -> Any:
         kv_cache_config=SimpleNamespace(
             kv_cache_groups=list(groups), kv_cache_tensors=list(tensors), num_blocks=101
         ),
-        hash_block_size=16,
-        block_size=16,
     )
 
 
@@ -86,9 +84,9 @@ def test_what_a_version_lacks_keeps_its_default() -> None:
 
 
 def test_groups_have_their_kind_and_sizes() -> None:
-    window = group(SlidingWindowSpec(), is_eagle_group=True)
+    window = group(SlidingWindowSpec())
     groups = resolved_of(scheduler(window, group(MambaSpec(), 3))).groups
-    assert (groups[0].kind, groups[0].window, groups[0].draft_group) == ("window", 128, True)
+    assert (groups[0].kind, groups[0].window) == ("window", 128)
     state = groups[1]
     assert (state.kind, state.mode, state.drafts, state.checkpoints) == ("state", "align", 3, 1)
     assert (state.block, state.layers, state.page_bytes) == (1056, 3, 4096)
@@ -119,16 +117,14 @@ def test_drafts_and_connectors_are_read() -> None:
         method="mtp",
         num_speculative_tokens=3,
         num_speculative_tokens_per_batch_size=[(1, 8, 3)],
-        use_eagle=lambda: True,
         rejection_sample_method="synthetic",
-        synthetic_acceptance_length=2.5,
     )
     resolved = resolved_of(
         scheduler(group(FullAttentionSpec()), speculative_config=spec, kv_transfer_config=object())
     )
     assert resolved.drafts is not None
     assert (resolved.drafts.method, resolved.drafts.schedule) == ("mtp", [[1, 8, 3]])
-    assert (resolved.drafts.synthetic_length, resolved.drafts.drops_block) == (2.5, True)
+    assert resolved.drafts.synthetic == "synthetic"
     assert resolved.connectors == ["kv_transfer_config"]
 
 

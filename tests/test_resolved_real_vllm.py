@@ -62,7 +62,7 @@ def test_what_vllm_resolved_is_read_from_its_scheduler(tmp_path: Path) -> None:
     read = TypeAdapter(list[Resolved]).validate_json(done.stdout.splitlines()[-1], strict=True)
     plain, windows, states, drafts = read
     assert of_resolved(plain) == []
-    assert (plain.blocks, plain.scheduler_block, plain.watermark) == (50, 16, 0.1)
+    assert (plain.blocks, plain.watermark) == (50, 0.1)
     assert (plain.max_in_flight_tokens, plain.tp, plain.policy) == (64, 1, "fcfs")
     assert [(one.kind, one.window) for one in windows.groups] == [("window", 40), ("full", 0)]
     assert [(one.kind, one.mode) for one in states.groups] == [("state", "align"), ("full", "")]

@@ -5,7 +5,7 @@ import pytest
 
 from toolkit.traces.generate import Arrivals, Lengths, generate
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import describe, histogram
+from toolkit.traces.windows import describe
 
 
 def test_rates_count_from_the_first_arrival_to_the_last():
@@ -30,13 +30,3 @@ def test_requests_that_all_arrive_at_once_have_no_rate(count):
     ones = np.ones(count, dtype=np.int64)
     found = describe(Trace(np.zeros(count), ones, ones, ones))
     assert (found.rate_rps, found.burstiness_cv, found.input_tokens_per_s) == (0, 0, 0)
-
-
-def test_the_histogram_has_bins_of_powers_of_two_without_gaps():
-    assert histogram(np.array([1, 2, 3, 4, 16, 31])) == [
-        (1, 1, 1),
-        (2, 3, 2),
-        (4, 7, 1),
-        (8, 15, 0),
-        (16, 31, 2),
-    ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from divided import divide_lengths
 
 from toolkit.traces.chats import estimated
 from toolkit.traces.generate import Arrivals, Lengths, SharedContent, generate
@@ -16,7 +17,7 @@ from toolkit.traces.growth import Growth, grown
 from toolkit.traces.read import read_trace
 from toolkit.traces.repeat import repeated
 from toolkit.traces.types import Trace, trace_path
-from toolkit.traces.windows import divide_lengths, excerpt, leave_out_longer, scale_lengths
+from toolkit.traces.windows import excerpt, leave_out_longer, scale_lengths
 
 FROZEN = Path(__file__).parent / "data" / "frozen"
 SAMPLES = sorted((FROZEN / "traces").iterdir())

@@ -68,21 +68,19 @@ def test_lengths_are_divided_to_fit_the_99th_percentile():
     scaled = scale_lengths(trace_of(lengths, lengths), 200, 100)
     assert scaled.prompt_tokens[:3].tolist() == [1, 2, 3]
     assert scaled.prompt_tokens[-2:].tolist() == [97, 100]
-    assert says(scaled.notes[0], "divided by 10.3", "1030 -> 100", "1 of 100")
+    assert says(scaled.notes[0], "prompts divided by 10.3", "1 prompts cut to 100 tokens")
 
 
 def test_lengths_that_fit_are_left_alone():
     scaled = scale_lengths(trace_of([5, 6], [7, 8]), 100, 50)
     assert scaled.prompt_tokens.tolist() == [5, 6]
-    assert scaled.notes == (
-        "prompts unchanged: all within 50 tokens; outputs unchanged: all within 50 tokens",
-    )
+    assert scaled.changes == ""
 
 
 def test_a_single_long_request_does_not_shrink_the_others():
     scaled = scale_lengths(trace_of([5] * 999 + [90], [5] * 1000), 60, 10)
     assert scaled.prompt_tokens[0] == 5
-    assert says(scaled.notes[0], "50 tokens", "1 of 1,000", "0.1 %")
+    assert scaled.scaling.prompts.clipped == 1
 
 
 def test_limits_of_clients_never_cut_their_outputs():

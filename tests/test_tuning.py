@@ -121,13 +121,6 @@ def test_a_policy_that_the_engine_cannot_serve_is_searched_with_its_refusal(sear
 
 
 @pytest.mark.slow
-def test_a_policys_importances_are_its_own_parameters_and_sum_to_one():
-    result = run(trials=24, policies=[])
-    assert set(result.policies[0].importance) == set(search_space("slice", {}, {}))
-    assert sum(result.policies[0].importance.values()) == pytest.approx(1.0)
-
-
-@pytest.mark.slow
 def test_no_trial_beats_a_trial_of_the_front(searched):
     points = {t.number: t.outcome.metrics for t in searched.trials}
     latency = searched.latency_metric

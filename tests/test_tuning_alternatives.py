@@ -14,7 +14,7 @@ from toolkit.sched.policies import KNOWN, STARTED, engines_for, footnote, marked
 from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner
 from toolkit.tuning.inputs import Inputs
-from toolkit.tuning.tune import tune, tune_to_size
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds
@@ -33,10 +33,8 @@ def inputs(sla: dict[str, float], **changes: object) -> Inputs:
     return Inputs(recipe, fit, make_workload(recipe, fit, trace(1000)))
 
 
-def tuned(given: Inputs, auto: bool = False) -> tuple[Tuning, Alternatives]:
-    result = (tune_to_size if auto else tune)(
-        given, InProcessRunner(), samples.HEAD, lambda best: None
-    )
+def tuned(given: Inputs) -> tuple[Tuning, Alternatives]:
+    result = tune(given, InProcessRunner(), samples.HEAD, lambda best: None)
     assert result.alternatives is not None
     return result, result.alternatives
 
@@ -75,20 +73,6 @@ def test_own_simulates_no_policy_and_no_engine_but_the_recipe_s(
     result, _ = tuned(given)
     assert not result.keeps_limits
     assert tried == {(given.recipe.policy.name, False)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rate", "workers"), [(5.0, 1), (300.0, 2)])
-@without_capacity()
-def test_auto_gives_a_server_replicas(rate: float, workers: int) -> None:
-    spec = {"engine": {"name": "vllm"}, "workers": 1, "policy": {"name": "vllm"}}
-    tune_spec = TUNE | {"request_rate_rps": rate, "routers": ["own"]}
-    result, _ = tuned(inputs({"e2e_p95_s": 3.0}, tune=tune_spec, **spec), auto=True)
-    assert result.keeps_limits
-    assert result.sizing is not None
-    assert result.sizing.workers >= workers
-    line = f"workers needed: {result.sizing.workers}, with "
-    assert any(told.startswith(line) for told in verdict(result))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Evaluations in Optuna's journal beside the result, reused after an interruption."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import optuna
@@ -8,12 +9,25 @@ import samples
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from test_tuning import trace
-from test_tuning_early import Interrupted
 
 from toolkit.errors import InputError
-from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
-from toolkit.tuning.executor import InProcessRunner, Remembering, collect
+from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task, make_world
+from toolkit.tuning.executor import InProcessRunner, Pieces, Remembering, collect
 from toolkit.tuning.journal import EvaluationJournal
+
+
+class Interrupted(InProcessRunner):
+    """Is interrupted after so many evaluations."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        for index, evaluation in super().run(tasks):
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield index, evaluation
 
 
 @pytest.fixture
@@ -116,3 +130,18 @@ def test_another_file_of_that_name_is_refused_and_stays_as_it_is(
     with pytest.raises(InputError, match=r"tuning\.json\.partial"):
         EvaluationJournal(path, "one")
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
+def test_the_order_in_which_windows_are_done_changes_nothing(order: list[int]) -> None:
+    world = make_world(samples.recipe(), samples.fit())
+    windows = [trace(40), trace(50), trace(60)]
+    task = Task(EvaluationSetup(world, windows, {"ttft_p99_s": 2.0}), "slice")
+    pieces = Pieces([task])
+    all_pieces = list(pieces)
+    found = [
+        each
+        for number in order
+        for each in pieces.add(all_pieces[number], all_pieces[number].task.simulate(0))
+    ]
+    assert found == [(0, task.run())]

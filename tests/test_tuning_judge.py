@@ -19,15 +19,8 @@ from toolkit.traces.windows import prepare, scale_rate
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import InProcessRunner, Runner, collect
 from toolkit.tuning.inputs import Inputs, settings_of
-from toolkit.tuning.judge import (
-    AGAIN,
-    NEXT,
-    REACHABLE,
-    JudgedCandidates,
-    is_better,
-    judge_candidates,
-)
-from toolkit.tuning.search import BATCH, search
+from toolkit.tuning.judge import NEXT, JudgedCandidates, is_better, judge_candidates
+from toolkit.tuning.search import search
 from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
@@ -126,30 +119,6 @@ def test_where_the_best_breaks_a_limit_the_next_best_are_tried() -> None:
     assert [tokens_of(one) for one in found.further] == slices[1 : NEXT + 1]
     best = found.of_space["slice"]
     assert (tokens_of(best), best.feasible(found.limits)) == (third, True)
-
-
-@pytest.mark.slow
-def test_where_no_trial_keeps_the_limits_the_search_goes_on_with_what_it_learned() -> None:
-    _, slices = judged(Made(whole=lambda tokens: 1.0), trials=10)
-    # a little too slow for all that were tried, by so much as they are from the good ones
-    good = [tokens for tokens in range(129, slices[0]) if tokens not in slices]
-    runner = Made(whole=lambda tokens: 0.9 if tokens in good else 1.2)
-    found, _ = judged(runner, trials=10)
-    others = [tokens_of(one) for one in found.further[NEXT:]]
-    assert others
-    assert set(others) & set(good)
-    assert len(others) in (BATCH, 2 * BATCH)
-    assert found.of_space["slice"].feasible(found.limits)
-    assert tokens_of(found.of_space["slice"]) == max(set(others) & set(good))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("used", "again"), [(REACHABLE, AGAIN), (REACHABLE + 0.1, 0)])
-def test_the_search_goes_on_only_where_the_limits_are_in_reach(used: float, again: int) -> None:
-    runner = Made(whole=lambda tokens: used)
-    found, _ = judged(runner)
-    assert len(found.further) == NEXT + again * BATCH
-    assert not found.of_space["slice"].feasible(found.limits)
 
 
 def evaluation(

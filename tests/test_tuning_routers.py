@@ -1,6 +1,5 @@
 """Several replicas of a server: `tune` searches the router before them, and the plan names it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import make_world
 from toolkit.tuning.executor import InProcessRunner, Runner
 from toolkit.tuning.inputs import Inputs, settings_of
-from toolkit.tuning.tune import tune, tune_to_size
+from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
@@ -52,10 +51,8 @@ def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: objec
 
 
 @without_capacity()
-def found_by(
-    given: Inputs, runner: Runner | None = None, by: Callable[..., Tuning] = tune
-) -> Tuning:
-    return by(given, runner or InProcessRunner(), samples.HEAD, lambda best: None)
+def found_by(given: Inputs, runner: Runner | None = None) -> Tuning:
+    return tune(given, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
 @pytest.fixture(scope="module")
@@ -200,22 +197,6 @@ def test_neither_replicas_nor_prices_make_a_measurement_stale(tmp_path: Path) ->
         digests.append(head({"recipe": file})["inputs"]["recipe"].sections)
     assert digests[0] == digests[1]
     assert digest(file).sha256
-
-
-@pytest.mark.slow
-def test_auto_finds_the_fewest_replicas_and_the_router_that_needs_fewest() -> None:
-    spec = TUNE | {"routers": ["sglang", "by-law", "least-requests"], "trials": 6}
-    spec["request_rate_rps"] = 160.0
-    given = inputs({"ttft_p90_s": 0.25}, workers=1, tune=spec)
-    result = found_by(given, by=tune_to_size)
-    sizing = result.sizing
-    assert sizing is not None
-    kept = {row.workers for row in sizing.rows if row.feasible and row.settings == "recipe"}
-    assert 1 < sizing.workers <= min(kept)
-    tried = {row.workers: row.feasible for row in sizing.rows if row.settings == sizing.settings}
-    assert tried[sizing.workers]
-    assert not any(row.feasible for row in sizing.rows if row.workers < sizing.workers)
-    assert any(line.startswith(f"workers needed: {sizing.workers}") for line in verdict(result))
 
 
 @pytest.mark.slow

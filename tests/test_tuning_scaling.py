@@ -32,20 +32,17 @@ serve: {max_new_tokens: 128}
 """
 
 
-def lengths(divisor: float, longest: int = 100, limit: int = 384) -> ScaledLengths:
+def lengths(divisor: float, limit: int) -> ScaledLengths:
     return ScaledLengths(
-        limit_tokens=limit, percentile_99_tokens=divisor * limit, longest_tokens=longest,
-        mean_tokens=50.0,
+        limit_tokens=limit, mean_tokens=50.0,
         divisor=divisor, clipped=0, scaled_mean_tokens=50.0 / divisor,
     )  # fmt: skip
 
 
-def scaling(
-    prompts: float, outputs: float = 1.0, longest: int = 100, context: int | None = None
-) -> Scaling:
+def scaling(prompts: float, outputs: float = 1.0, context: int | None = None) -> Scaling:
     return Scaling(
         requests=9, max_model_len=512, max_new_tokens=128, model_context=context,
-        prompts=lengths(prompts, longest), outputs=lengths(outputs, limit=128),
+        prompts=lengths(prompts, 384), outputs=lengths(outputs, 128),
     )  # fmt: skip
 
 
@@ -73,18 +70,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (scaling(2.0), None),
         (scaling(1.9, 1.5, context=99_999), None),
-        (scaling(4.0), "max_model_len: 512 limits the prompts; raise it if the model takes"),
-        (scaling(4.0, context=512), "the model takes at most 512 tokens, which limits the prompts"),
-        (
-            scaling(4.0, longest=7000, context=8192),
-            "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 "
-            "in the recipe",
-        ),
-        (
-            scaling(4.0, longest=9000, context=896),
-            "the model takes 896 tokens; max_model_len: 512 in the recipe limits the prompts:"
-            " with 896 they would be divided by 2",
-        ),
+        (scaling(4.0), "max_model_len: 512 limits the prompts: raise"),
+        (scaling(4.0, context=512), "max_model_len: 512 limits the prompts: the model takes no"),
+        (scaling(4.0, context=8192), "max_model_len: 512 limits the prompts: raise"),
         (scaling(1.0, 3.0), "max_new_tokens: 128 limits the outputs"),
     ],
 )
@@ -106,7 +94,6 @@ def test_the_numbers_are_those_of_the_trace_before_and_after() -> None:
     found = scaled.scaling.prompts
     assert found.mean_tokens == pytest.approx(whole.prompt_tokens.mean())
     assert found.scaled_mean_tokens == pytest.approx(scaled.prompt_tokens.mean())
-    assert found.longest_tokens == whole.prompt_tokens.max()
     assert found.limit_tokens == 256 == scaled.prompt_tokens.max()
     assert found.divisor > 2
 
@@ -131,11 +118,8 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
     assert "divided by 8.5" in err.splitlines()[0]
     verdict = re.sub(r"\s+", " ", out[out.index("warning: ") :])
     assert "divided by 8.5" in verdict
-    cuts = (
-        "the model takes 8,192 tokens, enough for every prompt as it is; max_model_len: 512 in "
-        "the recipe"
-    )
-    assert f"warning: {cuts} limits the prompts" in verdict
+    cuts = "max_model_len: 512 limits the prompts: raise model.max_model_len, up to 8,192"
+    assert f"warning: {cuts}" in verdict
     tuning = read_file(Tuning, "tuning.json")
     assert tuning.scaling is not None
     assert tuning.scaling.prompts.divisor == pytest.approx(8.58, abs=0.01)
@@ -145,7 +129,6 @@ def test_the_verdict_the_plan_and_the_page_have_the_warning(
     assert "not the trace's own" in re.sub(r"\s+", " ", capsys.readouterr().out)
     plan = read_file(Plan, "plan.json")
     assert plan.explained["requests"].value == tuning.changes == tuning.scaling.changes()
-    assert tuning.scaling.divided() in tuning.changes
     assert cuts in plan.explained["requests"].source
     assert tuning.changes in plan.explained["predicted goodput_rps"].source
     assert llmctl("render", "plan.json", "--target", "systemd") == 0
@@ -164,7 +147,7 @@ def test_requests_that_fit_give_no_warning(files: Path, capsys: pytest.CaptureFi
     words = ["--trace", "trace.jsonl", "--jobs", "1"]
     assert llmctl("tune", "recipe.yaml", "--fit", "fit.json", *words) == 0
     out, err = capsys.readouterr()
-    assert err.splitlines()[0].startswith("trace: prompts unchanged")
+    assert err.splitlines()[0].startswith("trace: lengths unchanged")
     assert "not the trace's own" not in out
     words = ["--fit", "fit.json", "--tuning", "tuning.json"]
     assert llmctl("render", "recipe.yaml", *words) == 0

@@ -78,7 +78,7 @@ def test_what_is_hopeless_on_the_part_breaks_the_limits_on_the_whole(policy: str
     where = setup(400.0)
     found = screen_of(where).hopeless(Task(screen_of(where).setup, policy).run())
     assert found is not None
-    assert (found.whole, found.feasible(LIMITS)) == (False, False)
+    assert (found.screened_out, found.feasible(LIMITS)) == (True, False)
     assert found.ratios.keys() == SLA.keys()
     assert not Task(where, policy).run().feasible(LIMITS)
 
@@ -127,7 +127,7 @@ def test_once_a_trial_keeps_the_limits_the_others_are_screened() -> None:
     }
     best = found.best()
     assert best is not None
-    assert best.whole
+    assert not best.screened_out
     assert best.outcome.policy != "past-future"
 
 

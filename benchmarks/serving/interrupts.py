@@ -97,7 +97,6 @@ CASES = (
     Case("fit", "fit profiles/tiny-llama-cpu/profile.json --out OUT/fit.json", result="fit.json"),
     Case("tune, one process", f"{TUNE} --jobs 1", result="tuning.json"),
     Case("tune, two processes", f"{TUNE} --jobs 2", result="tuning.json"),
-    Case("tune --workers auto", f"{TUNE} --workers auto --jobs 2", result="tuning.json"),
     Case(
         "render",
         f"render tiny-llama-cpu --fit {FIT} --policy slice --out OUT/plan.json",

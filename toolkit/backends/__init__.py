@@ -75,18 +75,8 @@ class Backend(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class Serves(Protocol):
-    """A backend that starts its engine's server. Clients send their requests to that server."""
-
-    def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
-        """Serve until a signal ends the server; `on_ready` gets the URL once it answers.
-
-        Returns the number of ended requests by finish reason. Raises `InputError` for an address or
-        a plan that cannot be served, and `EngineError` if the server cannot start or ends by
-        itself.
-        """
+    def check(self, recipe: Recipe) -> list[Check]:
+        """Return lines for `llmctl doctor`: whether the engine is on this machine."""
         ...
 
 
@@ -114,26 +104,6 @@ class HostedServer(Protocol):
 
     def stop(self) -> None:
         """End it, with every process of its own."""
-        ...
-
-
-@runtime_checkable
-class StartsReplicas(Protocol):
-    """A backend that starts one of several servers behind llmctl's front."""
-
-    def replica(self, order: ServerOrder, number: int, folder: Path) -> HostedServer:
-        """Start server `number` of the plan's `workers`, on a free port of the order's host, with
-        its share of the machine's devices. `folder` is empty, and lasts as long as the server.
-        """
-        ...
-
-
-@runtime_checkable
-class Checks(Protocol):
-    """A backend that can check whether its engine is on this machine."""
-
-    def check(self, recipe: Recipe) -> list[Check]:
-        """Return lines for `llmctl doctor`."""
         ...
 
 
@@ -167,11 +137,31 @@ class ServerCommand:
 
 
 @runtime_checkable
-class DescribesServer(Protocol):
-    """A backend that describes its engine's server, for replicas behind llmctl's front."""
+class Serves(Protocol):
+    """A backend that starts its engine's server. Clients send their requests to that server."""
+
+    def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
+        """Serve until a signal ends the server; `on_ready` gets the URL once it answers.
+
+        Returns the number of ended requests by finish reason. Raises `InputError` for an address or
+        a plan that cannot be served, and `EngineError` if the server cannot start or ends by
+        itself.
+        """
+        ...
+
+
+@runtime_checkable
+class StartsReplicas(Protocol):
+    """A backend whose engine's servers may be replicas behind llmctl's front."""
+
+    def replica(self, order: ServerOrder, number: int, folder: Path) -> HostedServer:
+        """Start server `number` of the plan's `workers`, on a free port of the order's host, with
+        its share of the machine's devices. `folder` is empty, and lasts as long as the server.
+        """
+        ...
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
-        """Describe one server of the plan's recipe."""
+        """Describe one server of the plan's recipe, as another program starts it."""
         ...
 
 
@@ -182,9 +172,7 @@ def backend_of(engine: str) -> Backend:
 
 
 class LocalBackend:
-    """`Backend` and `Checks` of engines with an `EngineTraits.load`: each is profiled in its own
-    process.
-    """
+    """`Backend` of engines with an `EngineTraits.load`: each is profiled in its own process."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         from toolkit.profiling.process import engine_process
@@ -193,7 +181,7 @@ class LocalBackend:
         return engine_process(recipe)
 
     def check(self, recipe: Recipe) -> list[Check]:
-        """See `Checks.check`: the versions of the engine's libraries."""
+        """See `Backend.check`: the versions of the engine's libraries."""
         traits = traits_of(recipe.engine.name)
         try:
             traits.require()

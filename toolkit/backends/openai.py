@@ -1,10 +1,10 @@
 """The backend of a server that runs already: any that speaks OpenAI's completions API.
 
 The server is timed from outside, as its clients see it. Requests of one measurement are sent
-together, each with its own random prompt, so that no prefix cache helps; what a cache saves is
-measured apart. A prefill of [N, L] is N requests for one token, from their due time to the last
-answer, connections included. A decode step of N rows is timed while N requests decode: it is the
-mean time between tokens of the request that got its first token last.
+together, each with its own random prompt, so that no prefix cache helps. A prefill of [N, L] is N
+requests for one token, from their due time to the last answer, connections included. A decode step
+of N rows is timed while N requests decode: it is the mean time between tokens of the request that
+got its first token last.
 
 Order: the server's facts, `Endpoint` (requests), the benches, and `EndpointWorkers` (whole slices).
 """
@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from toolkit.backends import Check
 from toolkit.endpoints.load import LoadClient, LoadRequest, Sample, make_request
 from toolkit.endpoints.target import (
     Dialect,
@@ -35,7 +36,7 @@ from toolkit.endpoints.target import (
 )
 from toolkit.engines.protocol import FinishReason, SliceOutput
 from toolkit.errors import EngineError, InputError
-from toolkit.files.profile import EngineFacts, HitPoint
+from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.interrupts import cancelling
 from toolkit.profiling.grid import STEPS, GridPoint, SliceShape
@@ -57,7 +58,6 @@ KEY_VARIABLE = "LLMCTL_ENGINE_API_KEY"  # not in a recipe: profiles and logs hol
 # A request that gets its first token early is sent with this many times the tokens of its lead.
 LEAD_MARGIN = 1.25
 EARLY_SHARE = 0.25  # of the timed steps may lack rows that have ended
-HIT_VISITS = 5  # prompts of each length that are sent twice
 TRIES = 4  # attempts to let all rows of a decode step run at once
 GROUP_TIMEOUT_S = 300.0  # bound on one group of requests
 FAILURES_MAX = 5  # in a row: the server is gone
@@ -267,29 +267,6 @@ class EndpointBench(ServerBench):
 
         return visit(prefill_s, warmups)
 
-    def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
-        """See `TimedEngine.time_hits`. A length that cannot be measured is left out."""
-        found = []
-        run = self._run
-        endpoint = self._endpoint
-        for length in lengths:
-            if length >= self.facts.max_model_len:
-                continue
-            new_s = list[float]()
-            again_s = list[float]()
-            with contextlib.suppress(Unmeasurable), self.counting_failures():
-                for _ in range(HIT_VISITS):
-                    prompt = endpoint.prompt(length)
-                    new_s.append(run(endpoint.first_token(prompt, length)).first_token_s)
-                    again = run(endpoint.first_token(prompt, length))
-                    again_s.append(again.first_token_s)
-                cached = again.cached_tokens
-                hit = HitPoint(
-                    prompt_tokens=length, new_s=new_s, again_s=again_s, cached_tokens=cached
-                )
-                found.append(hit)
-        return found
-
     def _decode_s(self, point: GridPoint) -> float:
         """Mean time of the steps around the cached length while all rows decode, half before it.
 
@@ -403,3 +380,7 @@ class OpenaiBackend:
 
     def timed(self, recipe: Recipe) -> contextlib.AbstractContextManager[ProfileBench]:
         return EndpointBench(recipe)
+
+    def check(self, recipe: Recipe) -> list[Check]:
+        """See `Backend.check`: the server need not run on this machine."""
+        return []

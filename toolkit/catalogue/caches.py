@@ -42,11 +42,6 @@ def window_of(groups: Sequence[CacheGroup]) -> int:
     return layers.most_common(1)[0][0] if layers else 0
 
 
-def has_states(groups: Sequence[CacheGroup]) -> bool:
-    """Whether some layers have states."""
-    return any(group.kind == "state" for group in groups)
-
-
 def is_plain(groups: Sequence[CacheGroup]) -> bool:
     """Whether there is one cache of full attention: its blocks just follow the tokens."""
     return len(groups) == 1 and groups[0].kind in FULL_KINDS

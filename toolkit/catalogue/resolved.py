@@ -24,8 +24,6 @@ class CacheGroup:
         mode: of states: align or none; '': no states.
         drafts: of states: blocks for drafts.
         checkpoints: of states: blocks for checkpoints inside a prefill.
-        cacheable: prefixes of it are kept.
-        draft_group: a drafter's layers are in it.
         replay: tokens that are computed again after a hit.
     """
 
@@ -38,8 +36,6 @@ class CacheGroup:
     mode: str = ""
     drafts: int = 0
     checkpoints: int = 0
-    cacheable: bool = True
-    draft_group: bool = False
     replay: int = 0
 
 
@@ -53,10 +49,7 @@ class Drafts:
         schedule: [rows from, rows to, drafts] by the rows of a pass; empty: always `tokens`.
         lookahead: slots beyond a row's tokens that the drafter writes to.
         hash_lookahead: tokens behind a block that its hash covers, too.
-        drops_block: the last block of a hit is dropped.
         synthetic: how acceptance is made up, such as 'synthetic'; '': drafts are verified.
-        synthetic_length: mean tokens per step that are made up; None: not given.
-        synthetic_rates: made-up acceptance by position.
         padded: another method than one drafter after another (`parallel_drafting`).
     """
 
@@ -65,10 +58,7 @@ class Drafts:
     schedule: list[list[int]] = field(default_factory=list)
     lookahead: int = 0
     hash_lookahead: int = 0
-    drops_block: bool = False
     synthetic: str = ""
-    synthetic_length: float | None = None
-    synthetic_rates: list[float] = field(default_factory=list)
     padded: bool = False
 
 
@@ -82,8 +72,6 @@ class Resolved:
         bytes_per_block: of the widest group, on one device.
         retention: tokens between kept ends of windows and states: 0 keeps known returns only,
             None all.
-        hash_block: tokens of a hash.
-        scheduler_block: the least common multiple of the groups' blocks.
         fine_hits: prefixes hit at less than a block.
         max_in_flight_tokens: of all passes that may be under way.
         max_num_active_seqs: rows that run at once; None: max_num_seqs.
@@ -92,10 +80,8 @@ class Resolved:
         reserve_full_isl: a request waits until its whole input fits.
         watermark: share of blocks that admission leaves free.
         tp, dp, dp_rank, pp, cp: sizes of parallelism: tensor, data, pipeline, context.
-        ep: experts are divided among devices.
         quantization: vLLM's name of the weights' scheme; '': as model.dtype.
         kv_cache_dtype: 'auto': as model.dtype.
-        v2_runner: vLLM's second model runner.
         experts: [of a layer, chosen per token]; empty: none.
         index_topk: cached tokens that sparse attention reads; 0: all.
         connectors: what moves caches in or out of the engine.
@@ -112,8 +98,6 @@ class Resolved:
     groups: list[CacheGroup]
     blocks: int
     bytes_per_block: int
-    hash_block: int
-    scheduler_block: int
     retention: int | None = None
     fine_hits: bool = False
     max_in_flight_tokens: int = 0
@@ -129,10 +113,8 @@ class Resolved:
     dp_rank: int = 0
     pp: int = 1
     cp: int = 1
-    ep: bool = False
     quantization: str = ""
     kv_cache_dtype: str = "auto"
-    v2_runner: bool = False
     experts: list[int] = field(default_factory=list)
     index_topk: int = 0
     connectors: list[str] = field(default_factory=list)

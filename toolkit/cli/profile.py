@@ -142,12 +142,11 @@ def fit(args: FitOptions) -> None:
     all points. --from-log needs no profile: it says which terms the server's traffic does not
     show, and refuses a log that shows too little.
     """
-    from toolkit.estimators.fitting import fit_file, fit_profile, laws_of_drafts
+    from toolkit.estimators.fitting import fit_profile, laws_of_drafts
 
     measured, inputs = _measured(args)
-    fitted = fit_profile(measured, args.seed)
     made_from = head(inputs=inputs, device=measured.environment.device)
-    made = fit_file(measured, fitted, made_from)
+    made = fit_profile(measured, made_from, args.seed)
     if args.also:
         others = [read_file(Profile, path) for path in args.also]
         made = made.model_copy(update={"drafts": laws_of_drafts(measured, others, args.seed)})
@@ -282,16 +281,6 @@ def show_profile(measured: Profile) -> None:
         note(f"at most {facts.max_rows} requests ran at once")
     for lacking in facts.lacks:
         note(f"the server does not accept {lacking}")
-    if measured.hits:
-        hits: list[list[object]] = []
-        for hit in measured.hits:
-            new_s = median(hit.new_s)
-            again_s = median(hit.again_s)
-            cached = "not said" if hit.cached_tokens is None else hit.cached_tokens
-            change = percent(100.0 * (again_s / new_s - 1.0))
-            hits.append([hit.prompt_tokens, seconds(new_s), seconds(again_s), change, cached])
-        columns = [">L", ">first token", ">sent again", ">change", ">from the cache"]
-        table(columns, hits, "the same prompt twice, median: what a prefix cache saves")
     for reason, count in Counter(point.reason for point in measured.failed).items():
         note(f"{counted(count, 'point')} not measured: {reason}")
 
@@ -335,12 +324,7 @@ def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
         error = percent(point.error_percent)
         named.append(f"N={point.batch_size} L={point.length}: {error} ({samples})")
     lines = [f"{name}: the held-out median error is {off:.0f} %; worst: {', '.join(named)}"]
-    if law.flat_percent is not None and law.flat_percent <= off / 2:
-        lines.append(
-            f"{name}: small ones take the same time, as launches on a GPU do; a law that is flat "
-            f"and then linear would be {law.flat_percent:.0f} % off, and prefills have none"
-        )
-    elif law.spread_percent is None:
+    if law.spread_percent is None:
         lines.append(f"{name}: no point has two samples, so how noisy they are is unknown")
     elif law.spread_percent >= off / 2:
         why = "profile on a quieter machine, or with more repeats"

@@ -96,8 +96,6 @@ def record(args: RecordOptions) -> None:
     note(f"requests: {counts}; see them with: llmctl trace inspect {args.out}")
 
 
-BAR_WIDTH = 18
-
 app = typer.Typer(
     help="Inspect, convert, generate and record traces.", no_args_is_help=True, add_completion=False
 )
@@ -420,7 +418,7 @@ def _content(args: GenerateOptions) -> SharedContent | None:
 
 
 def _show(trace: Trace, report: ReadReport, found: Description) -> None:
-    """Print what a trace contains, and histograms on the scale of the fullest bin of either."""
+    """Print what a trace contains."""
     print(trace.source)
     print(f"  {trace.notes[0]}")
     if report.understood:
@@ -440,17 +438,6 @@ def _show(trace: Trace, report: ReadReport, found: Description) -> None:
         [name, *map(round, (s.mean, *s.percentiles.values(), s.max))] for name, s in spreads.items()
     ]
     table(columns, rows)
-    histograms = [
-        {(low, high): count for low, high, count in s.histogram} for s in spreads.values()
-    ]
-    most = max(count for counts in histograms for count in counts.values())
-    bins: list[list[object]] = []
-    for low, high in sorted(set[tuple[int, int]]().union(*histograms)):
-        bins.append([f"{low:,}-{high:,}" if high > low else f"{low:,}"])
-        for counts in histograms:
-            count = counts.get((low, high), 0)
-            bins[-1] += [count, "█" * -(-count * BAR_WIDTH // most)]
-    table(["<length", ">prompts", "<", ">outputs", "<"], bins)
     if found.reusable_percent is not None:
         share = f"{found.reusable_percent:.1f} % of the prompt tokens"
         print(f"{share} repeat the beginning of an earlier prompt")

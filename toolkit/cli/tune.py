@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from toolkit.tuning.inputs import Inputs
     from toolkit.tuning.journal import EvaluationJournal
 
-AUTO = "auto"
-MAX_DIGITS = 18  # of --workers; Python refuses to parse thousands of digits
 MAX_JOBS = 1024
 
 
@@ -125,10 +123,8 @@ class TuneOptions:
         min=1,
     )
     sla: SlaOption = None
-    workers: str | None = _traffic(
-        None,
-        "The number of workers; 'auto' finds the fewest that keep all limits.",
-        metavar="N|auto",
+    workers: int | None = _traffic(
+        None, "The number of workers; default: the recipe's.", min=1, callback=limit_workers
     )
     jobs: int | None = _computing(
         None,
@@ -197,7 +193,7 @@ def command(args: TuneOptions) -> None:
     trace, _ = read_trace(file)
     # a load is a share of what the recipe's own number of workers serves
     workload = make_workload(recipe, fit, trace)
-    workers = _worker_count(args.workers) or recipe.workers
+    workers = args.workers or recipe.workers
     inputs = Inputs(recipe.model_copy(update={"workers": workers}), fit, workload)
     settings_of(inputs.recipe, fit)  # refuses what cannot be searched
     note_trace(workload.windows.trace)
@@ -248,7 +244,7 @@ def _searched(
 ) -> Tuning:
     """Search and judge; evaluations are kept in the journal, and taken from it."""
     from toolkit.tuning.executor import Remembering
-    from toolkit.tuning.tune import planned, tune, tune_to_size
+    from toolkit.tuning.tune import planned, tune
 
     plan = planned(inputs)
     left = deque(plan)
@@ -263,8 +259,7 @@ def _searched(
             text = f"best {number(best)} good requests/s" if best else ""
             advance(left.popleft() if left else 0, text)
 
-        search = tune_to_size if args.workers == AUTO else tune
-        return search(inputs, remembering, made_from, evaluated)
+        return tune(inputs, remembering, made_from, evaluated)
 
 
 def _note_search(inputs: Inputs, simulations: int) -> None:
@@ -297,15 +292,6 @@ def _journal(out: Path, inputs: Inputs, made_from: EnvelopeFields) -> Evaluation
     version = made_from["tool_version"]
     fingerprint = f"{digests} {version} {inputs.recipe.model_dump_json()}"
     return EvaluationJournal(Path(f"{out}.partial"), fingerprint)
-
-
-def _worker_count(workers: str | None) -> int | None:
-    """The number of --workers; None for the recipe's, and for 'auto'."""
-    if workers is None or workers == AUTO:
-        return None
-    if not workers.isdecimal() or len(workers) > MAX_DIGITS or not int(workers):
-        raise InputError(f"--workers {workers}: it is a whole number from 1, or '{AUTO}'")
-    return limit_workers(int(workers))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.cli.output import paragraph, table
-from toolkit.files.tuning import Outcome, Sizing, Tuning, share_used
+from toolkit.files.tuning import Outcome, Tuning
 from toolkit.report.rows import change_rows, policy_rows, settings_of
 from toolkit.units import bracketed, word
 
@@ -26,14 +26,11 @@ METRICS = (
 
 def show(result: Tuning) -> None:
     """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
-    from toolkit.report.verdict import size_lines, verdict
+    from toolkit.report.verdict import verdict
 
     before = result.defaults
     after = result.best
     same = before.key == after.key
-    if result.sizing:
-        print("\n".join([*size_lines(result), ""]))
-        _show_sizing(result.sizing)
     if len(result.policies) > 1:
         _show_policies(result)
     rate = f"{result.load} on {result.workers} workers"
@@ -55,15 +52,12 @@ def show(result: Tuning) -> None:
     what = "the recipe's settings" if result.keep_defaults else "the best settings"
     title = f"{what} beside the limits"
     table(["limit", ">allowed", ">predicted", "kept"], limits, title=title)
-    of_best = [one.importance for one in result.policies if one.outcome.key == after.key]
-    shares = of_best[0] if of_best else {}
     swings: list[tuple[object, ...]] = []
     for swept in result.sensitivity:
-        share = f"{100 * shares[swept.parameter]:.0f} %" if swept.parameter in shares else "-"
         over = f"{word(swept.values[0])} .. {word(swept.values[-1])}"
-        swings.append((swept.parameter, f"{swept.swing_percent:.1f} %", share, over))
-    title = "how far goodput moves with one parameter, and its weight among all trials"
-    table(["parameter", ">goodput swing", ">importance", "over"], swings, title=title)
+        swings.append((swept.parameter, f"{swept.swing_percent:.1f} %", over))
+    title = "how far goodput moves with one parameter"
+    table(["parameter", ">goodput swing", "over"], swings, title=title)
     for line in verdict(result):
         paragraph(line)
 
@@ -79,18 +73,6 @@ def _show_policies(result: Tuning) -> None:
     if remark:
         paragraph(remark)
         print()
-
-
-def _show_sizing(sizing: Sizing) -> None:
-    """Print the tried numbers of workers."""
-    rows: list[list[object]] = []
-    for one in sizing.rows:
-        used = share_used(one.binding_ratio).removesuffix(" of its limit")
-        attained = f"{one.attainment_percent:.1f} %"
-        what = f"{one.binding} {used}"
-        rows.append([one.settings, one.workers, one.feasible, one.goodput_rps, attained, what])
-    columns = ["settings", ">workers", "fits", ">goodput_rps", ">attained", "what binds"]
-    table(columns, rows, title="numbers of workers that were tried, on the whole trace")
 
 
 def _short(outcome: Outcome) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.backends import Check, Checks, backend_of
+from toolkit.backends import Check, backend_of
 from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import HINT, refusal
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
@@ -95,8 +95,7 @@ def check_recipe(recipe: Recipe, devices: Devices) -> list[Check]:
         remedy = "start it before you profile; it need not run on this machine"
         return [Check("engine", "note", f"a server at {recipe.engine.url}", remedy)]
     checks = [_check_hardware(recipe, devices), _check_model(recipe.model), *check_sizes(recipe)]
-    backend = backend_of(recipe.engine.name)
-    return [*checks, *backend.check(recipe)] if isinstance(backend, Checks) else checks
+    return [*checks, *backend_of(recipe.engine.name).check(recipe)]
 
 
 def check_engines(devices: Devices) -> list[Check]:

@@ -91,7 +91,7 @@ def make_plan(
         recipe = recipe.model_copy(update={"sla": dict(tuning.sla)})
         if server:  # as many replicas as it was tuned for
             recipe = recipe.model_copy(update={"workers": tuning.workers})
-        elif tuning.sizing is None and tuning.workers != recipe.workers:
+        elif tuning.workers != recipe.workers:
             numbers = f"{tuning.workers} workers, and the recipe has {recipe.workers}"
             raise InputError(f"the tuning is for {numbers}", "tune it again")
     choice = _choice(given, recipe, tuning)
@@ -143,10 +143,8 @@ def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
     trace = tuning.inputs.get("trace")
     if trace is None or tuning.concurrency is not None:
         return explained, None
-    needed = tuning.sizing.workers if tuning.sizing else None
     rate = tuning.request_rate_rps
-    workload = PlannedWorkload(trace=trace.name, request_rate_rps=rate, workers_needed=needed)
-    return explained, workload
+    return explained, PlannedWorkload(trace=trace.name, request_rate_rps=rate)
 
 
 def with_workers(plan: Plan, workers: int) -> Plan:
@@ -155,7 +153,7 @@ def with_workers(plan: Plan, workers: int) -> Plan:
     """
     explained = plan.explained | {"workers": _explanation(workers, "set by --workers")}
     update: dict[str, object] = {"workers": workers}
-    if workers != plan.workers_needed:
+    if workers != plan.workers:
         limits = [limit.judged(None, kept=None) for limit in plan.limits]
         why = OVERRIDDEN if plan.predicted else UNTUNED
         explained = {key: explained[key] for key in explained if not key.startswith(PREDICTED)}
@@ -180,10 +178,6 @@ def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:
         source = f"{_trial(tuning, outcome)} of {trials}: {gain}"
     part = "whole" if tuning.judged.whole else "busiest part of the"
     windows = f"simulated with the fit on the {part} trace{bracketed(tuning.changes)}"
-    workers_source = "tuning: simulated with this number"
-    if tuning.sizing:
-        windows += f", with {tuning.workers} workers in all"
-        workers_source = "tuning: the fewest that keep all limits"
     return Choice(
         outcome.policy,
         outcome.parameters,
@@ -193,7 +187,7 @@ def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:
         windows,
         outcome.metrics,
         outcome.replica_router,
-        workers_source=workers_source,
+        workers_source="tuning: simulated with this number",
     )
 
 

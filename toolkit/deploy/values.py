@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import toolkit
-from toolkit.backends import DescribesServer, ServerCommand, backend_of
+from toolkit.backends import ServerCommand, StartsReplicas, backend_of
 from toolkit.deploy import reckon
 from toolkit.deploy.autoscaling import Autoscaling
 from toolkit.deploy.order import KEY_FOLDER, Order, Sourced, check_image, shortened
@@ -100,7 +100,7 @@ class Values:
         """The command of a replica. Raises `InputError` if its engine has no such servers."""
         engine = self.recipe.engine.name
         backend = backend_of(engine)
-        if not isinstance(backend, DescribesServer):
+        if not isinstance(backend, StartsReplicas):
             raise InputError(
                 f"engine '{engine}' has no servers that could stand behind a front",
                 "render it for 'local'",
@@ -113,17 +113,8 @@ class Values:
     def count(self) -> Sourced[int]:
         """The number of servers, each with the workers of the plan, or of replicas."""
         workers = self.server.plan.workers
-        needed = self.plan.workers_needed
         if self.options.replicas:
             return Sourced(self.options.replicas, "--replicas")
-        if needed is not None:
-            source = "tuned: the fewest that keep all limits"
-            if not self.front:
-                source = (
-                    f"tuned: {needed} workers keep all limits, {workers} in each replica; each has "
-                    "its own scheduler, while one for all was simulated"
-                )
-            return Sourced(math.ceil(needed / workers), source)
         own = "plan: workers" if self.front else "one server has all workers of the plan"
         source = f"{own}; for more: --replicas, or tune with --workers"
         return Sourced(self.plan.workers // workers, source)

@@ -2,13 +2,12 @@
 fit did not see.
 
 Forms compete on held-out error, where a point is all its repeats; the chosen form is then fitted to
-all points. `fit_profile` does that for every law of a profile, and `fit_file` makes fit.json of it.
+all points. `fit_profile` does that for every law of a profile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,13 +21,9 @@ from toolkit.files.fit import (
     Candidate,
     Fit,
     LatencyFit,
-    MemoryFit,
-    OverheadFit,
     PointError,
     Range,
-    RoundsFit,
     StepsFit,
-    SwapFit,
 )
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
@@ -38,45 +33,6 @@ Name = Literal["prefill", "decode"]  # of a law
 POINTS_MIN = 8
 LEAST_S = 1e-9  # of a sample: no clock measures less, and a relative error has no bound there
 WORST_POINTS = 3  # named in a fit
-
-
-@dataclass(slots=True, frozen=True)
-class FittedLaw:
-    """A law, its points, and the seconds that a fit without each point predicted for it."""
-
-    fit: LatencyFit
-    points: Points
-    predicted_s: Floats
-
-
-@dataclass(slots=True, frozen=True)
-class FittedProfile:
-    """The fits of one profile, as a fit file holds them."""
-
-    prefill: FittedLaw
-    decode: FittedLaw
-    overhead: OverheadFit
-    memory: MemoryFit
-    rounds: RoundsFit | None
-    swap: SwapFit | None
-    steps: StepsFit | None
-
-
-def fit_file(profile: Profile, fitted: FittedProfile, made_from: EnvelopeFields) -> Fit:
-    """The content of fit.json: facts about `profile`, and the laws that were fitted to it."""
-    return Fit(
-        **made_from,
-        recipe_name=profile.recipe_name,
-        workers=profile.workers,
-        engine=profile.engine,
-        prefill=fitted.prefill.fit,
-        decode=fitted.decode.fit,
-        overhead=fitted.overhead,
-        memory=fitted.memory,
-        rounds=fitted.rounds,
-        swap=fitted.swap,
-        steps=fitted.steps,
-    )
 
 
 def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -> list[StepsFit]:
@@ -109,8 +65,12 @@ def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -
     return found
 
 
-def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
-    """Fit every law to a profile; `seed` deals the points into held-out parts.
+def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> Fit:
+    """Fit every law to a profile: the content of fit.json.
+
+    Args:
+        made_from: the common fields of the file.
+        seed: deals the points into held-out parts.
 
     Raises `InputError` that names what the profile lacks: points, lengths, batch sizes, slices,
     rounds or memory probes.
@@ -118,20 +78,27 @@ def fit_profile(profile: Profile, seed: int = 0) -> FittedProfile:
     prefill = fit_latency("prefill", profile.prefill, seed)
     decode = fit_latency("decode", profile.decode, seed)
     law = SegmentedLaw(
-        tuple(prefill.fit.segments), tuple(decode.fit.segments), profile.engine.prefill_emits_token
+        tuple(prefill.segments), tuple(decode.segments), profile.engine.prefill_emits_token
     )
-    steps = fit_steps(profile.steps, seed) if profile.steps is not None else None
-    return FittedProfile(
-        prefill,
-        decode,
-        forms.fit_overhead(profile.slices, law, seed),
-        fit_memory(profile.memory, profile.engine),
-        *fit_rounds(profile, law, seed),
-        steps,
+    rounds, swap = fit_rounds(profile, law, seed)
+    return Fit(
+        **made_from,
+        recipe_name=profile.recipe_name,
+        workers=profile.workers,
+        engine=profile.engine,
+        prefill=prefill,
+        decode=decode,
+        overhead=forms.fit_overhead(profile.slices, law, seed),
+        memory=fit_memory(profile.memory, profile.engine),
+        rounds=rounds,
+        swap=swap,
+        steps=fit_steps(profile.steps, seed) if profile.steps is not None else None,
     )
 
 
-def fit_latency(name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed: int) -> FittedLaw:
+def fit_latency(
+    name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed: int
+) -> LatencyFit:
     """The best form for the points by held-out error, fitted to all of them. Forms of prefills may
     have a term N*L^2.
 
@@ -149,7 +116,7 @@ def fit_latency(name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed
     form = competing[kept]
     spreads = [_spread_percent(point.seconds) for point in measured]
     known = [spread for spread in spreads if spread is not None]
-    fit = LatencyFit(
+    return LatencyFit(
         form=form.name,
         segments=form.segments(form.solve(points)),
         error=candidates[kept].error,
@@ -159,9 +126,7 @@ def fit_latency(name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed
         ),
         worst_points=_worst_points(points, predicted[kept], spreads),
         spread_percent=float(np.median(known)) if known else None,
-        flat_percent=_flat_percent(points, seed) if name == "prefill" else None,
     )
-    return FittedLaw(fit, points, predicted[kept])
 
 
 def _worst_points(
@@ -178,14 +143,6 @@ def _worst_points(
         )
         for index in np.argsort(-np.abs(errors), kind="stable")[:WORST_POINTS]
     ]
-
-
-def _flat_percent(points: Points, seed: int) -> float | None:
-    """The median held-out error, in percent, of a flat and then linear form."""
-    if not forms.may_be_flat(points):
-        return None
-    predicted = _held_out(forms.FlatForm(), points, seed)
-    return forms.percent_error(predicted, points.seconds).median_percent
 
 
 def _spread_percent(samples: Sequence[float]) -> float | None:

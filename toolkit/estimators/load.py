@@ -27,7 +27,7 @@ from toolkit.sched.types import NO_LIMIT, Joining
 
 # The fields of `StepLaw`, which `StepsFit` has, too, and those that are lists there.
 STEP_FIELDS = tuple(each.name for each in fields(StepLaw) if each.init)
-STEP_LISTS = ("token_s", "knots", "row_knots", "row_more_s")
+STEP_LISTS = ("token_s", "knots")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
-from toolkit.catalogue.caches import has_states, window_of
+from toolkit.catalogue.caches import window_of
 from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.errors import InputError
 from toolkit.estimators import forms, pipeline_fit
@@ -349,7 +349,6 @@ def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed
 PASSES_MIN = 40
 KNOT_TOKENS = (8, 32, 128, 512)  # new tokens at which a knot may be
 KNOTS_MAX = 2
-ROW_KNOTS = (16, 64)  # decoding rows beyond which one costs more, of models with states
 OVERLAPPING = "overlapping passes"  # the form of `PipelineLaw`
 GAP_MAX = 3.0  # times the median: how much a longer gap between passes counts
 
@@ -377,15 +376,14 @@ class StepPasses:
 @dataclass(frozen=True, slots=True)
 class StepForm:
     """A form of `StepLaw`: where the cost of a new token changes, whether decodes beside chunks
-    read their caches at a cost of their own, the experts of a layer and of a token, the tokens of
-    sliding windows, and where the cost of a row changes.
+    read their caches at a cost of their own, the experts of a layer and of a token, and the tokens
+    of sliding windows.
     """
 
     knots: tuple[int, ...]
     beside: bool = False
     experts: tuple[int, int] = (0, 0)
     window: int = 0
-    row_knots: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -394,8 +392,6 @@ class StepForm:
             knots += f", {self.experts[0]} experts"
         if self.window:
             knots += f", windows of {self.window}"
-        if self.row_knots:
-            knots += f", rows {', '.join(map(str, self.row_knots))}"
         return f"{knots}, reads beside chunks" if self.beside else knots
 
     def law(self, passes: StepPasses) -> StepLaw:
@@ -407,13 +403,7 @@ class StepForm:
         """The law with these coefficients of `columns`."""
         if not self.beside:
             values = np.insert(values, BESIDE, values[CACHED])
-        return StepLaw.of(
-            values.tolist(),
-            self.knots,
-            experts=self.experts,
-            window=self.window,
-            row_knots=self.row_knots,
-        )
+        return StepLaw.of(values.tolist(), self.knots, experts=self.experts, window=self.window)
 
     def held_out(self, passes: StepPasses, seed: int) -> Floats:
         """Seconds [n] of each pass by laws that did not see it."""
@@ -421,7 +411,7 @@ class StepForm:
 
     def columns(self, shapes: Sequence[StepShape]) -> Floats:
         """The columns [n, k] that the coefficients multiply: `features` of the passes."""
-        terms = self.knots, self.experts, self.window, self.row_knots
+        terms = self.knots, self.experts, self.window
         columns = np.array([features(shape, *terms) for shape in shapes])
         if self.beside:
             return columns
@@ -453,7 +443,7 @@ def fit_steps(measured: StepsProfile, seed: int) -> StepsFit:
     graphs = pipeline_fit.graphs_of(measured)
     if graphs is not None:
         columns = pipeline_fit.PassColumns.of(points, graphs, form.experts)
-        pipeline = pipeline_fit.fit_pipeline(columns, seed)
+        pipeline = pipeline_fit.fit_pipeline(columns)
         means = np.array([np.mean(point.seconds) for point in points])
         error = forms.percent_error(pipeline_fit.held_out_s(columns, seed), means)
         candidates.append(Candidate(form=OVERLAPPING, error=error))
@@ -497,16 +487,10 @@ def _best_form(
     predicted = [form.held_out(passes, seed) for form in tried]
     best = forms.choose(predicted, passes.seconds)
     form = tried[best]
-    more = [replace(form, beside=True)]
-    if has_states(groups):
-        rows_max = max(shape.decodes for shape in passes.shapes)
-        more.append(replace(form, row_knots=tuple(k for k in ROW_KNOTS if k < rows_max)))
-        more.append(replace(more[-1], beside=True))
-    for other in more:
-        tried.append(other)
-        predicted.append(other.held_out(passes, seed))
-        if forms.choose([predicted[best], predicted[-1]], passes.seconds):
-            best = len(tried) - 1
+    tried.append(replace(form, beside=True))
+    predicted.append(tried[-1].held_out(passes, seed))
+    if forms.choose([predicted[best], predicted[-1]], passes.seconds):
+        best = len(tried) - 1
     candidates = [
         Candidate(form=form.name, error=forms.percent_error(prediction, passes.seconds))
         for form, prediction in zip(tried, predicted, strict=True)

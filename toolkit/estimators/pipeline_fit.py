@@ -35,12 +35,10 @@ from toolkit.files.profile import StepPoint, StepsProfile
 Flags = NDArray[np.bool_]
 
 ROUNDS = 8  # of the alternation; it changes nothing after five or six
-ROUNDS_AGAIN = 3  # from a law of the same passes with other weights
 SHOWN_MIN = 6  # passes that a group of coefficients is fitted from, at least
 SHORT_TOKENS = 512  # a pass with chunks of more tokens is limited by arithmetic
 SHARE_SHOWN = 0.5  # of the short passes with chunks that must show their work on the GPU
 GPU_MIN_S = 1e-4  # a shorter rest between two ends says nothing of the GPU
-DRAWS = 32  # of laws, for the deviation of their coefficients
 QUANTILES = 16  # of the eager launches' spread
 
 LAUNCH_NAMES = (
@@ -154,10 +152,6 @@ class PassColumns:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def weighted(self, weights: Floats) -> PassColumns:
-        """The same passes, each run with one of the `weights` [runs]."""
-        return replace(self, root_weight=self.root_weight * np.sqrt(weights[self.run]))
-
     def work_s(self, law: PipelineLaw) -> Floats:
         """Seconds of each pass on the GPU."""
         experts = law.expert_s * self.touched
@@ -248,20 +242,16 @@ def predicted_s(passes: PassColumns, law: PipelineLaw) -> Floats:
     return timeline(passes, law, measured=False).took_s
 
 
-def fit_law(
-    passes: PassColumns, seen: Flags | None = None, start: PipelineLaw | None = None
-) -> PipelineLaw:
-    """The law that the passes show, of which the fit may use those that are `seen` [n].
+def fit_law(passes: PassColumns, seen: Flags | None = None) -> PipelineLaw:
+    """Return the law that the passes show, of which the fit may use those that are `seen` [n].
 
-    `start` is a law of the same passes with other weights: the alternation begins there. The
-    coefficients of launches that no pass had are 0. Without launch times in the profile, launches
-    that no pass waited for stay as guessed: shorter than what hid them.
+    The coefficients of launches that no pass had are 0. Without launch times in the profile,
+    launches that no pass waited for stay as guessed: shorter than what hid them.
     """
     chosen = np.ones(len(passes), dtype=bool) if seen is None else seen
     experts, per_token = passes.experts
-    guess = PipelineLaw(passes.graphs, **FIRST_GUESS, experts=experts, experts_per_token=per_token)
-    law = start or guess
-    for _ in range(ROUNDS_AGAIN if start else ROUNDS):
+    law = PipelineLaw(passes.graphs, **FIRST_GUESS, experts=experts, experts_per_token=per_token)
+    for _ in range(ROUNDS):
         found = timeline(passes, law, measured=True)
         law = _with_launches(law, passes, found, chosen)
         law = _with_work(law, passes, found, chosen)
@@ -362,10 +352,8 @@ def graphs_of(measured: StepsProfile) -> GraphSettings | None:
     )
 
 
-def fit_pipeline(passes: PassColumns, seed: int) -> PipelineFit:
-    """The law of a profile's passes, with the spread of its launches, and the standard deviation of
-    its coefficients.
-    """
+def fit_pipeline(passes: PassColumns) -> PipelineFit:
+    """Return the law of a profile's passes, with the spread of its launches."""
     law = fit_law(passes)
     law = replace(law, spread=_spread(passes, law))
     coefficients = {name: getattr(law, name) for name in COEFFICIENTS}
@@ -376,7 +364,6 @@ def fit_pipeline(passes: PassColumns, seed: int) -> PipelineFit:
         **coefficients,
         spread=list(law.spread),
         launches="measured" if passes.launches.any() else "inferred",
-        deviation=_deviations(passes, law, seed),
     )
 
 
@@ -390,21 +377,6 @@ def held_out_s(passes: PassColumns, seed: int) -> Floats:
         unseen = part[passes.point] == number
         predicted[unseen] = predicted_s(passes, fit_law(passes, ~unseen))[unseen]
     return np.bincount(passes.point, predicted) / np.bincount(passes.point)
-
-
-def drawn_law(passes: PassColumns, law: PipelineLaw, rng: np.random.Generator) -> PipelineLaw:
-    """The law by runs with random weights (the Bayesian bootstrap): passes of one run share the
-    machine's speed, so that runs, not passes, are independent.
-    """
-    weights = rng.exponential(size=int(passes.run[-1]) + 1)
-    return replace(fit_law(passes.weighted(weights), start=law), spread=law.spread)
-
-
-def _deviations(passes: PassColumns, law: PipelineLaw, seed: int) -> dict[str, float]:
-    """The standard deviation of each coefficient over laws of drawn runs."""
-    rng = np.random.default_rng(seed)
-    laws = [drawn_law(passes, law, rng) for _ in range(DRAWS)]
-    return {name: float(np.std([getattr(one, name) for one in laws])) for name in COEFFICIENTS}
 
 
 def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:

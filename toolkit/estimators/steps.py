@@ -17,7 +17,7 @@ E, k per token, E * (1 - (1 - k / E)^T) are expected, if all are chosen alike.
 
 In layers with sliding windows of W tokens a decode reads at most W - 1 cached tokens (`inside`).
 Layers with states (Mamba, linear attention) read no cached tokens, but a state for each row that
-decodes, and each costs the more the more there are (`more`).
+decodes.
 
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
 arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
@@ -152,8 +152,6 @@ class StepLaw:
         window: tokens of the model's sliding windows; 0: there are none.
         inside_s: per cached token of a decode that is inside the windows.
         attended_inside_s: per token that a chunk's tokens attend to inside the windows.
-        row_knots: numbers of decoding rows, ascending. Each row beyond `row_knots[k]` costs
-            `row_more_s[k]` more.
     """
 
     base_s: float
@@ -173,8 +171,6 @@ class StepLaw:
     window: int = 0
     inside_s: float = 0.0
     attended_inside_s: float = 0.0
-    row_knots: tuple[int, ...] = ()
-    row_more_s: tuple[float, ...] = ()
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
@@ -188,10 +184,6 @@ class StepLaw:
             raise InputError(
                 f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin "
                 "at 0 and ascend, one slope for each"
-            )
-        if len(self.row_knots) != len(self.row_more_s):
-            raise InputError(
-                f"steps: row_knots {list(self.row_knots)} with {len(self.row_more_s)} slopes"
             )
         for value in (*self.coefficients, self.host_s, self.host_row_s):
             if not 0.0 <= value < math.inf:
@@ -208,12 +200,9 @@ class StepLaw:
         host_row_s: float = 0.0,
         experts: tuple[int, int] = (0, 0),
         window: int = 0,
-        row_knots: tuple[int, ...] = (),
     ) -> StepLaw:
         """The law with these `coefficients`, in the order of `features`."""
         values = [float(value) for value in coefficients]
-        more_s = [values.pop() for _ in row_knots]
-        more_s.reverse()
         attended_inside_s = values.pop() if window else 0.0
         inside_s = values.pop() if window else 0.0
         expert_s = values.pop() if experts[0] else 0.0
@@ -236,8 +225,6 @@ class StepLaw:
             window,
             inside_s,
             attended_inside_s,
-            row_knots,
-            tuple(more_s),
         )
 
     @property
@@ -250,7 +237,7 @@ class StepLaw:
             found = (*found, self.expert_s)
         if self.window:
             found = (*found, self.inside_s, self.attended_inside_s)
-        return (*found, *self.row_more_s)
+        return found
 
     def read_s(self, shape: StepShape) -> float:
         """Seconds per cached token of a decode in such a pass."""
@@ -289,10 +276,6 @@ class StepLaw:
         if self.window:
             seconds += self.inside_s * shape.decode_inside
             seconds += self.attended_inside_s * shape.prefill_inside
-        if self.row_knots:
-            for knot, more_s in zip(self.row_knots, self.row_more_s, strict=True):
-                if decodes > knot:
-                    seconds += more_s * (decodes - knot)
         return seconds
 
     def prompt_token_s(self, attended: float) -> float:
@@ -330,9 +313,7 @@ class StepLaw:
         experts = (self.experts, self.experts_per_token)
         host_s = factor * self.host_s
         host_row_s = factor * self.host_row_s
-        return StepLaw.of(
-            scaled, self.knots, host_s, host_row_s, experts, self.window, self.row_knots
-        )
+        return StepLaw.of(scaled, self.knots, host_s, host_row_s, experts, self.window)
 
 
 def features(
@@ -340,13 +321,11 @@ def features(
     knots: Sequence[int] = (0,),
     experts: tuple[int, int] = (0, 0),
     window: int = 0,
-    row_knots: Sequence[int] = (),
 ) -> tuple[float, ...]:
     """The factor of each coefficient: 1, rows, chunks, the decodes' cached tokens in a pass of
     decodes alone and in one with chunks, attended, cached before chunks, the new tokens between
-    each knot and the next, of a model with `experts` (of a layer, and per token) those touched, of
-    one with windows of `window` tokens what is read and attended to inside them, and the decodes
-    beyond each of `row_knots`.
+    each knot and the next, of a model with `experts` (of a layer, and per token) those touched, and
+    of one with windows of `window` tokens what is read and attended to inside them.
     """
     cached = float(shape.decode_cached)
     ends = (*knots[1:], math.inf)
@@ -363,7 +342,6 @@ def features(
         *(max(0.0, min(shape.tokens, end) - start) for start, end in zip(knots, ends, strict=True)),
         *touched,
         *inside,
-        *(float(max(0, shape.decodes - knot)) for knot in row_knots),
     )
 
 

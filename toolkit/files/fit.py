@@ -74,10 +74,6 @@ class LatencyFit(Strict):
     spread_percent: float | None = optional(
         "the median spread of a point's samples; none: no point has two samples"
     )
-    flat_percent: float | None = optional(
-        "of prefills: the median error if the law could be flat and then linear, as launches on a "
-        "GPU are; none: too few points"
-    )
 
 
 class OverheadFit(Strict):
@@ -191,9 +187,6 @@ class PipelineFit(Strict):
     launches: Literal["measured", "inferred"] = Field(
         description="inferred: from passes that waited for the next launch"
     )
-    deviation: dict[str, float] = Field(
-        description="standard deviation of each coefficient, over runs drawn with replacement"
-    )
 
 
 class StepsFit(Strict):
@@ -223,10 +216,6 @@ class StepsFit(Strict):
     attended_inside_s: float = Field(
         0.0, description="per token that a chunk's tokens attend to inside the windows"
     )
-    row_knots: list[int] = Field(
-        [], description="decoding rows beyond which each costs more, as those of states do"
-    )
-    row_more_s: list[float] = Field([], description="what each row beyond a knot costs more")
     token_s: list[float]
     knots: list[int]
     host_s: float = Field(

@@ -33,9 +33,6 @@ class PlannedWorkload(Strict):
 
     trace: str = Field(description="file name of the trace; `inputs` has its sha256")
     request_rate_rps: float
-    workers_needed: int | None = optional(
-        "the fewest, where the tuning searched for them; of all servers"
-    )
 
 
 class Plan(Envelope):
@@ -58,11 +55,6 @@ class Plan(Envelope):
     replica_router: RouterSpec | None = optional(
         "before several replicas of a server, with all its parameters; else omitted"
     )
-
-    @property
-    def workers_needed(self) -> int | None:
-        """The fewest workers that keep all limits, where the tuning searched for them."""
-        return self.workload.workers_needed if self.workload else None
 
     @model_serializer(mode="wrap")
     def _omit_router(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:

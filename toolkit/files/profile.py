@@ -201,17 +201,6 @@ class StepsProfile(Strict):
     front_in_traffic: list[TrafficFront] = Field([], description="by request")
 
 
-class HitPoint(Strict):
-    """A prompt sent to a server twice: what its prefix cache saves. Times to the first token."""
-
-    prompt_tokens: int
-    new_s: list[float] = Field(description="of prompts that no cache holds, every repeat")
-    again_s: list[float] = Field(description="of the same prompts directly afterwards")
-    cached_tokens: int | None = Field(
-        description="of the repeated prompt from the cache, by its usage; none: it does not say"
-    )
-
-
 # Of points that are visited: the grid, mixes, traffic, hits and parts of rounds.
 PointKind = Literal[
     "prefill", "decode", "mix", "traffic", "hit", "lone", "burst", "load", RoundPart
@@ -308,9 +297,6 @@ class Profile(Envelope):
     failed: list[FailedPoint] = Field(default_factory=list)
     rounds: RoundsProfile | None = optional("none: the engine does not keep rows between batches")
     steps: StepsProfile | None = optional("none: the engine's passes were not measured one by one")
-    hits: list[HitPoint] = Field(
-        [], description="of a server that is profiled from outside, by prompt length"
-    )
 
 
 def identity(facts: EngineFacts) -> dict[str, str]:

@@ -107,8 +107,6 @@ class ScaledLengths(Strict):
     """How the prompts, or the outputs, were scaled. Lengths are in tokens."""
 
     limit_tokens: int = Field(description="the longest that fits")
-    percentile_99_tokens: float = Field(description="in the trace")
-    longest_tokens: int = Field(description="in the trace")
     mean_tokens: float = Field(description="in the trace")
     divisor: float = Field(description="every length was divided by it; 1: nothing was divided")
     clipped: int = Field(description="requests that were cut to the limit after the division")
@@ -137,51 +135,37 @@ class Scaling(Strict):
         return max(self.prompts.divisor, self.outputs.divisor) > NOTABLE_DIVISOR
 
     def summary(self) -> str:
-        """All changes in one line."""
-        changes = []
-        for name, lengths in self._both():
-            limit = lengths.limit_tokens
-            parts = []
-            if lengths.divisor > 1.0:
-                edge = f"99th percentile {lengths.percentile_99_tokens:.0f} -> {limit}"
-                parts.append(f"divided by {lengths.divisor:.4g} ({edge})")
-            if lengths.clipped:
-                percent = 100 * lengths.clipped / self.requests
-                share = f"{lengths.clipped:,} of {self.requests:,}, {percent:.1f} %"
-                parts.append(f"clipped to {limit} tokens ({share})")
-            changes.append(f"{name} {', '.join(parts) or f'unchanged: all within {limit} tokens'}")
-        return "; ".join([*changes, *self._left_out()])
+        """Return all changes in words, or that there are none."""
+        return self.changes() or "lengths unchanged"
 
     def changes(self) -> str:
-        """All changes in words, for the sentence of a result: 'prompts divided by 3, 12 outputs cut
-        to 384 tokens', or '12 of 6,000 requests left out, longer than 8,192 tokens'; '' for none.
+        """Return all changes in words, for the sentence of a result: 'prompts divided by 3, 12
+        outputs cut to 384 tokens', or '12 of 6,000 requests left out, longer than 8,192 tokens'; ''
+        for none.
         """
-        cut = [
+        both = self._both()
+        parts = [
+            f"{name} divided by {lengths.divisor:.4g}"
+            for name, lengths in both
+            if lengths.divisor > 1.0
+        ]
+        parts += [
             f"{lengths.clipped:,} {name} cut to {lengths.limit_tokens:,} tokens"
-            for name, lengths in self._both()
+            for name, lengths in both
             if lengths.clipped
         ]
-        return ", ".join([*filter(None, [self.divided()]), *cut, *self._left_out()])
-
-    def _left_out(self) -> list[str]:
-        if not self.left_out:
-            return []
-        which = f"{self.left_out:,} of {self.requests:,} requests left out"
-        return [f"{which}, longer than {self.max_model_len:,} tokens"]
-
-    def divided(self) -> str:
-        """The divisors in words: 'prompts divided by 11.91'; '' where nothing was divided."""
-        return ", ".join(
-            f"{name} divided by {lengths.divisor:.4g}"
-            for name, lengths in self._both()
-            if lengths.divisor > 1.0
-        )
+        if self.left_out:
+            which = f"{self.left_out:,} of {self.requests:,} requests left out"
+            parts.append(f"{which}, longer than {self.max_model_len:,} tokens")
+        return ", ".join(parts)
 
     def warnings(self) -> list[str]:
-        """What a reader of a result must know, a sentence each: of lengths that are divided by much
-        (`notable`), and of requests that are left out.
+        """Return what a reader of a result must know, a sentence each: of lengths that are divided
+        by much (`notable`), and of requests that are left out.
         """
-        lines = self._why_left_out()
+        lines = []
+        if self.left_out:
+            lines.append(f"{self.changes()}: {self._remedy()}")
         if not self.notable:
             return lines
         divided = ", ".join(
@@ -192,43 +176,23 @@ class Scaling(Strict):
         )
         lines.append(f"not the trace's own requests: {divided}")
         if self.prompts.divisor > NOTABLE_DIVISOR:
-            lines.append(self._what_limits_prompts())
+            limit = f"max_model_len: {self.max_model_len} limits the prompts"
+            lines.append(f"{limit}: {self._remedy()}")
         if self.outputs.divisor > NOTABLE_DIVISOR:
             lines.append(f"max_new_tokens: {self.max_new_tokens} limits the outputs")
         return lines
 
-    def _why_left_out(self) -> list[str]:
+    def _remedy(self) -> str:
+        """Return whether a longer context would help."""
         context = self.model_context
-        if not self.left_out:
-            return []
-        remedy = "the model takes no more"
-        if context is None or context > self.max_model_len:
-            takes = f"up to {context:,}" if context else "where the model takes more"
-            remedy = f"raise model.max_model_len, {takes}"
-        return [f"{self._left_out()[0]} (max_model_len): {remedy}"]
+        if context is None:
+            return "raise model.max_model_len where the model takes more"
+        if context > self.max_model_len:
+            return f"raise model.max_model_len, up to {context:,}"
+        return "the model takes no more"
 
     def _both(self) -> tuple[tuple[str, ScaledLengths], ...]:
         return ("prompts", self.prompts), ("outputs", self.outputs)
-
-    def _what_limits_prompts(self) -> str:
-        """Whether the recipe or the model itself limits the prompts."""
-        now = f"max_model_len: {self.max_model_len}"
-        context = self.model_context
-        if context is None:
-            return f"{now} limits the prompts; raise it if the model takes more"
-        if context <= self.max_model_len:
-            return f"the model takes at most {context:,} tokens, which limits the prompts"
-        longest_output = max(self.max_new_tokens, self.outputs.longest_tokens)
-        if self.prompts.longest_tokens + longest_output <= context:
-            return (
-                f"the model takes {context:,} tokens, enough for every prompt as it is; {now} in "
-                "the recipe limits the prompts"
-            )
-        divisor = max(1.0, self.prompts.percentile_99_tokens / (context - self.max_new_tokens))
-        return (
-            f"the model takes {context:,} tokens; {now} in the recipe limits the prompts:"
-            f" with {context} they would be divided by {divisor:.4g}"
-        )
 
 
 def changes_in_words(scaling: Scaling | None, repeats: int = 1) -> str:
@@ -269,20 +233,13 @@ class Trial(Strict):
     """One trial of the search, on the search windows.
 
     `screened_out`: so many requests of the first part of each window were late that the trial was
-    not simulated further; its metrics are of that part. `stopped_after`: the first so many windows
-    broke a limit whatever the others give; its metrics are of those. None: all were simulated.
+    not simulated further; its metrics are of that part.
     """
 
     number: int
     outcome: Outcome
     feasible: bool
     screened_out: bool = False
-    stopped_after: int | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether its metrics are of all search windows, to their ends."""
-        return not self.screened_out and self.stopped_after is None
 
 
 class Sensitivity(Strict):
@@ -302,9 +259,6 @@ class PolicyResult(Strict):
     outcome: Outcome
     feasible: bool = Field(description="whether it keeps every limit on the whole trace")
     judged_requests: int = Field(description="fewer than the trace has: its busiest part")
-    importance: dict[str, float] = Field(
-        description="parameter to its share of the best trials' lead (PED-ANOVA); may be empty"
-    )
     refusal: str | None = Field(
         description="why the engine cannot serve it, so its figures are a guess; None: it can"
     )
@@ -329,30 +283,6 @@ class HeldOutGain(Strict):
         description="None where the defaults have no goodput in a window"
     )
     better: int = Field(description="windows in which the best wins")
-
-
-class SizingRow(Strict):
-    """Settings with a number of workers on the whole trace, and the limit that binds."""
-
-    settings: str = Field(description="'recipe', or 'tuned for N' workers, and the router")
-    workers: int
-    feasible: bool
-    goodput_rps: float
-    attainment_percent: float
-    binding: str
-    binding_ratio: float
-
-
-class Sizing(Strict):
-    """How many workers this trace needs: they keep all limits, and one worker less does not."""
-
-    workers: int
-    settings: str
-    one_more_keeps: bool | None = Field(
-        description="False: one more worker breaks a limit again, so the answer is not robust; "
-        "None: not tried, since one of our policies in a server is one worker"
-    )
-    rows: list[SizingRow]
 
 
 class Alternatives(Strict):
@@ -410,16 +340,6 @@ class TunedCapacity(Strict):
     repeats: int = Field(
         1, description="how often the trace is repeated there, to last long enough"
     )
-
-
-class DraftGain(Strict):
-    """Up to how many rows a token takes less time with drafts than without, in passes of decodes
-    alone.
-    """
-
-    tokens: int = Field(description="drafts of a row in a pass")
-    rows: int = Field(description="0: they never pay; `most_rows`: as far as rows go")
-    most_rows: int = Field(description="max_num_seqs of the recommended settings")
 
 
 class Tuning(Envelope):
@@ -493,12 +413,8 @@ class Tuning(Envelope):
     held_out_gain: HeldOutGain | None = optional(
         "None: the best has the defaults' settings, or no window is held out"
     )
-    sizing: Sizing | None = optional("where the number of workers was requested")
     engine: str = Field(description="the recommendation is the best policy that it runs")
     alternatives: Alternatives = Field(description="what else would serve this traffic")
-    draft_gain: DraftGain | None = optional(
-        "of vLLM with laws for several numbers of drafts; none elsewhere"
-    )
 
     @property
     def load(self) -> str:

@@ -30,7 +30,7 @@ from toolkit.catalogue.quantization import scheme_of
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import error_words, measured_elsewhere
-from toolkit.estimators.fitting import fit_file, fit_profile
+from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
     ACTIVATION_BYTES,
@@ -226,8 +226,7 @@ def computed_profile(
 
 def analytic_fit(recipe: Recipe, head: EnvelopeFields) -> Fit:
     """Return the laws of `analytic_profile`, which raises `InputError`."""
-    profile = analytic_profile(recipe, head)
-    return fit_file(profile, fit_profile(profile), head)
+    return fit_profile(analytic_profile(recipe, head), head)
 
 
 def refuse_not_computed(recipe: Recipe) -> None:

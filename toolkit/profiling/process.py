@@ -36,7 +36,6 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import (
     EngineFacts,
     FrontPoint,
-    HitPoint,
     StepPoint,
     StepsProfile,
     TrafficFront,
@@ -104,10 +103,6 @@ class TimedEngine(ABC):
 
     def prepare(self, points: Sequence[GridPoint]) -> None:  # noqa: B027  (most need nothing)
         """Run some of the points before any is timed, where the engine needs that."""
-
-    def time_hits(self, lengths: Sequence[int]) -> list[HitPoint]:
-        """What a prompt of each length takes at first, and again if a prefix cache may hold it."""
-        return []
 
 
 class ProfileBench(TimedEngine):

@@ -23,7 +23,6 @@ from toolkit.files.io import EnvelopeFields, head
 from toolkit.files.profile import (
     MEASURED_SECTIONS,
     FailedPoint,
-    HitPoint,
     MemoryPoint,
     Profile,
     SlicePoint,
@@ -176,7 +175,6 @@ class _Session:
         traits = traits_of(facts.engine)
         self._rounds = RoundsStage(recipe, facts, journal) if traits.keeps_rows else None
         self._steps = bench.steps
-        self._hits: list[HitPoint] = []
         if self._steps is not None and self._steps.async_scheduling:
             # All shapes run before the first timing, so no point needs a run of its own for that.
             self._spec = self._spec.model_copy(update={"warmups": 0})
@@ -235,18 +233,17 @@ class _Session:
             self._rounds.probe_admission(self._bench, self._progress.advanced)
 
     def measure(self) -> None:
-        """Measure the grid, and what a prefix cache saves if the engine may have one. On a CPU as
-        many other engines are busy meanwhile as when serving; on GPUs each worker has its own.
+        """Measure the grid. On a CPU as many other engines are busy meanwhile as when serving; on
+        GPUs each worker has its own.
         """
-        if self._work.visits:
-            self._bench.prepare([*self._points, *(point for _, point in self._work.visits)])
-            shared = self._recipe.hardware.device == "cpu"
-            others = self._recipe.workers - 1 if shared else 0
-            shapes = list(self._shapes().values())
-            with busy_neighbours(self._recipe, others, shapes):
-                visits = self._work.visits
-                measure(visits, self._bench, self._spec, self._journal, self._progress.advanced)
-        self._hits = self._bench.time_hits(sorted(set(self._spec.input_lengths)))
+        if not self._work.visits:
+            return
+        self._bench.prepare([*self._points, *(point for _, point in self._work.visits)])
+        shared = self._recipe.hardware.device == "cpu"
+        others = self._recipe.workers - 1 if shared else 0
+        with busy_neighbours(self._recipe, others, list(self._shapes().values())):
+            visits = self._work.visits
+            measure(visits, self._bench, self._spec, self._journal, self._progress.advanced)
 
     def run_workers(self) -> None:
         """Run slices, and sequences of rounds if the engine runs them, on all workers."""
@@ -297,7 +294,6 @@ class _Session:
             failed=[*self._skipped, *of_kind(FailedPoint, results.values())],
             rounds=self._rounds.result() if self._rounds else None,
             steps=steps,
-            hits=self._hits,
         )
 
 

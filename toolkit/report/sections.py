@@ -268,18 +268,9 @@ def tuning_section(files: Material) -> Section:
     policies = f"policy '{tuning.best.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section("tuning", lead)
-    shares: dict[str, float] = {}
-    for result in tuning.policies:
-        if result.policy == tuning.best.policy:
-            shares = {name: 100 * share for name, share in result.importance.items()}
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
-    trials = "how much each parameter separates the best trials from the others (PED-ANOVA)"
     swept = "how far goodput moves when one parameter of the best is swept over its range"
-    section.figures += [
-        _front(tuning),
-        Figure(bars(shares, " %"), trials),
-        Figure(bars(swings, " %"), swept),
-    ]
+    section.figures += [_front(tuning), Figure(bars(swings, " %"), swept)]
     section.tables += _on_trace(tuning)
     if tuning.policies:
         names = [result.policy for result in tuning.policies]
@@ -296,7 +287,7 @@ def tuning_section(files: Material) -> Section:
 def _front(tuning: Tuning) -> Figure:
     latency = tuning.latency_metric
     metrics = {latency, "goodput_rps"}
-    known = [t for t in tuning.trials if metrics <= t.outcome.metrics.keys() and t.whole]
+    known = [t for t in tuning.trials if metrics <= t.outcome.metrics.keys() and not t.screened_out]
     front = [trial for trial in known if trial.number in tuning.front]
     front.sort(key=lambda trial: trial.outcome.metrics[latency])
     best = [trial for trial in known if trial.outcome.same_settings(tuning.best)][:1]

@@ -17,7 +17,7 @@ from toolkit.files.tuning import (
     share_used,
 )
 from toolkit.sched.policies import BUILT_IN
-from toolkit.units import bracketed, counted, number, percent
+from toolkit.units import bracketed, number, percent
 
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
 KEPT_SHARE = 0.97  # of the tuned rate: a capacity below it contradicts that this rate is kept
@@ -26,7 +26,7 @@ NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
 def verdict(result: Tuning) -> list[str]:
     """The conclusion of a tuning, a line each; indented lines continue the one before."""
-    lines = [*_warnings(result), *size_lines(result), *_judged_lines(result)]
+    lines = [*_warnings(result), *_judged_lines(result)]
     if result.keep_defaults and not result.keeps_limits:
         lines.append("nothing better than the defaults was found; they also break limits")
     elif result.keep_defaults:
@@ -42,7 +42,6 @@ def verdict(result: Tuning) -> list[str]:
     lines += [
         *_capacity_lines(result),
         *_router_lines(result),
-        *_draft_lines(result),
     ]
     lines += [*_alternative_lines(result), *_how_sure(result)]
     best = result.best.policy
@@ -79,20 +78,6 @@ def _judged_lines(result: Tuning) -> list[str]:
         further = f"{len(result.further)} further settings were tried on the trace"
         lines.append(f"  {further}, since the search's best broke a limit there")
     return lines
-
-
-def _draft_lines(result: Tuning) -> list[str]:
-    """From how many running requests on drafts cost more than they give; empty without drafts."""
-    gain = result.draft_gain
-    if gain is None:
-        return []
-    which = f"{counted(gain.tokens, 'draft')} of a request in a pass"
-    if gain.rows == gain.most_rows:
-        return [f"{which} pay up to {gain.rows} running requests, as many as run"]
-    if not gain.rows:
-        return [f"{which} cost more than they give, however few requests run"]
-    more = gain.rows + 1
-    return [f"from {more} running requests on, {which} cost more than they give"]
 
 
 def _capacity_lines(result: Tuning) -> list[str]:
@@ -193,25 +178,6 @@ def _latency_gain(result: Tuning) -> str:
 
 def _span(interval: Interval, form: Callable[[float], str] = number) -> str:
     return f"{form(interval.low)} to {form(interval.high)}"
-
-
-def size_lines(result: Tuning) -> list[str]:
-    """How many workers suffice, and what one more of them does."""
-    sizing = result.sizing
-    if sizing is None:
-        return []
-    settings = "the recipe's settings" if sizing.settings == "recipe" else "the best settings"
-    needed = f"workers needed: {sizing.workers}, with {settings}"
-    if sizing.one_more_keeps is None:
-        return [f"{needed}; a server is one worker"]
-    lines = [needed]
-    if not sizing.one_more_keeps:
-        lines.append(f"  with {sizing.workers + 1} a limit is broken again: leave a margin")
-    if not traits_of(result.engine).server:
-        again = f"workers: {sizing.workers} in the recipe, then profile and fit again, since"
-        slow = "workers on one machine slow each other, and the fit holds for its own number"
-        lines += [f"  to serve it: {again}", f"  {slow}"]
-    return lines
 
 
 def _alternative_lines(result: Tuning) -> list[str]:

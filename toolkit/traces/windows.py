@@ -21,7 +21,6 @@ from toolkit.files.tuning import ScaledLengths, Scaling
 from toolkit.traces.sharing import cold_tokens, keep_sessions, reusable_tokens, scale_blocks
 from toolkit.traces.types import MAX_LENGTH, Trace
 
-MAX_DIVISOR = 1e6  # of lengths
 MIN_RATE_RPS = 1e-6
 MAX_RATE_RPS = 1e6  # one request in 11 days; more than any server takes
 FITTED_PERCENTILE = 99.0  # of the lengths: must fit after dividing; longer ones are clipped
@@ -112,7 +111,7 @@ def scale_lengths(
         notes=(*trace.notes, scaling.summary()),
         scaling=scaling,
     )
-    return _divided(fitted, prompts, outputs, of_prompts.divisor)
+    return with_lengths(fitted, prompts, outputs, of_prompts.divisor)
 
 
 def leave_out_longer(
@@ -168,8 +167,6 @@ def with_long_limits(trace: Trace, max_new_tokens: int, max_model_len: int) -> T
 def _as_they_are(lengths: Tokens, kept: Tokens, limit: int) -> ScaledLengths:
     return ScaledLengths(
         limit_tokens=limit,
-        percentile_99_tokens=_edge(lengths),
-        longest_tokens=int(lengths.max()),
         mean_tokens=float(lengths.mean()),
         divisor=1.0,
         clipped=0,
@@ -191,25 +188,8 @@ def fit_lengths(
     return fit(trace, max_model_len, max_new_tokens, model_context)
 
 
-def divide_lengths(trace: Trace, divisor: float) -> Trace:
-    """Divide all lengths by one factor, rounded up. What prompts share stays shared.
-
-    Raises `InputError` if the factor is below 1.
-    """
-    if not 1.0 <= divisor <= MAX_DIVISOR:
-        raise InputError(
-            f"lengths cannot be divided by {divisor:g}", f"give a factor from 1 to {MAX_DIVISOR:g}"
-        )
-    prompts, outputs, limits = (
-        np.ceil(lengths / divisor).astype(np.int64)
-        for lengths in (trace.prompt_tokens, trace.output_tokens, trace.max_tokens)
-    )
-    notes = (*trace.notes, f"all lengths divided by {divisor:g}")
-    return _divided(replace(trace, max_tokens=limits, notes=notes), prompts, outputs, divisor)
-
-
-def _divided(trace: Trace, prompts: Tokens, outputs: Tokens, divisor: float) -> Trace:
-    """`trace` with these lengths: its prompts were divided by `divisor`, and clipped."""
+def with_lengths(trace: Trace, prompts: Tokens, outputs: Tokens, divisor: float) -> Trace:
+    """Return `trace` with these lengths: its prompts were divided by `divisor`, and clipped."""
     shared, note = scale_blocks(trace, divisor, prompts)
     if trace.sessions is not None:
         # Rounded up, a prompt may lack a token for the answer that it holds.
@@ -235,14 +215,11 @@ def _edge(lengths: Tokens) -> float:
 
 def _fit(lengths: Tokens, limit: int, least: float) -> tuple[Tokens, ScaledLengths]:
     """Lengths within `limit`, divided by `least` or more, and how they were scaled."""
-    edge = _edge(lengths)
-    divisor = max(least, edge / limit)
+    divisor = max(least, _edge(lengths) / limit)
     divided = np.ceil(lengths / divisor).astype(np.int64)
     fitted = np.minimum(divided, limit)
     return fitted, ScaledLengths(
         limit_tokens=limit,
-        percentile_99_tokens=edge,
-        longest_tokens=int(lengths.max()),
         mean_tokens=float(lengths.mean()),
         divisor=divisor,
         clipped=int((divided > limit).sum()),
@@ -507,8 +484,6 @@ class LengthSpread:
     mean: float
     percentiles: dict[str, float]  # p1, p25, p50, ...
     max: int
-    # (first length, last length, number of requests) of each bin
-    histogram: list[tuple[int, int, int]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -549,19 +524,10 @@ def describe(trace: Trace) -> Description:
 
 
 def spread(lengths: NDArray[np.int64]) -> LengthSpread:
-    """Mean, percentiles and a histogram of lengths in powers of two."""
+    """The mean, the percentiles and the greatest of lengths."""
     values = np.percentile(lengths, PERCENTILES)
     return LengthSpread(
         mean=float(lengths.mean()),
         percentiles={f"p{q}": float(value) for q, value in zip(PERCENTILES, values, strict=True)},
         max=int(lengths.max()),
-        histogram=histogram(lengths),
     )
-
-
-def histogram(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Bins 1, 2-3, 4-7, ... from the shortest length to the longest, with their counts."""
-    exponents = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), exact
-    low = int(exponents.min())
-    counts = np.bincount(exponents - low)
-    return [(2 ** (low + k), 2 ** (low + k + 1) - 1, int(count)) for k, count in enumerate(counts)]

@@ -99,18 +99,11 @@ class Evaluation:
     """An outcome, and each latency target's value over its limit, of what was simulated.
 
     `screened_out`: that was only the first part of each window, which broke a limit (`Screen`).
-    `stopped_after`: that was only the first so many windows (`Task.hopeless`); None: all.
     """
 
     outcome: Outcome
     ratios: dict[str, float]
     screened_out: bool = False
-    stopped_after: int | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether every window was simulated to its end."""
-        return not self.screened_out and self.stopped_after is None
 
     @property
     def goodput_rps(self) -> float:
@@ -159,7 +152,7 @@ class Evaluation:
 
     def rank(self, limits: CandidateLimits) -> tuple[bool, bool, float]:
         """A greater rank is better: limits kept, then simulated whole, then the score."""
-        return self.feasible(limits), self.whole, self.score
+        return self.feasible(limits), not self.screened_out, self.score
 
 
 @dataclass(slots=True, frozen=True)
@@ -190,16 +183,13 @@ class SimulatedWindow:
 class Task:
     """A candidate on a setup. Windows are simulated one by one, in any order, then summed up.
 
-    `router` is before several replicas of a server; None: as the setup's world says. A task that
-    `stops_above` a share ends once it uses more than that of a limit, whatever the other windows
-    give (`hopeless`); None: it never ends early.
+    `router` is before several replicas of a server; None: as the setup's world says.
     """
 
     setup: EvaluationSetup
     policy: str
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     router: RouterSpec | None = None
-    stops_above: float | None = None
 
     @classmethod
     def of(cls, setup: EvaluationSetup, outcome: Outcome) -> Task:
@@ -225,39 +215,8 @@ class Task:
         result = simulate(self.setup.windows[window], self._candidate(), world)
         return SimulatedWindow(result.served, result.metrics(self.setup.sla))
 
-    def hopeless(self, results: Sequence[SimulatedWindow]) -> bool:
-        """Whether the first windows' `results` use more of a limit than `stops_above`, whatever the
-        others give.
-
-        The others are taken as served perfectly: every request at once, none refused or evicted, no
-        batch out of memory. No share of a limit can be lower: one more request in time cannot raise
-        a mean or a percentile. The attainment's confidence bound is below the attainment itself.
-        """
-        windows = self.setup.windows
-        sla = self.setup.sla
-        rest = sum(window.counted for window in windows[len(results) :])
-        if self.stops_above is None or not results or not rest:
-            return False
-        # The others are served at once; fewer than 2 tokens have no time per output token.
-        none = np.zeros(rest)
-        two = np.full(rest, 2)
-        perfect = Served(none, none, none, two, none, np.ones(rest, dtype=np.bool_))
-        served = _joined([*(result.served for result in results), perfect])
-        late = sum(int(np.count_nonzero(~meets_sla(result.served, sla))) for result in results)
-        metrics = {
-            key: sum(result.metrics.get(key, 0.0) for result in results) / len(windows)
-            for key in (OOM, EVICTED)
-        }
-        metrics[ATTAINMENT_LOWER] = 100.0 * (1.0 - late / len(served))
-        if self.setup.world.refuses:
-            refused = sum(result.metrics["refused"] for result in results)
-            metrics[REFUSED] = 100.0 * refused / (sum(map(len, windows[: len(results)])) + rest)
-        outcome = Outcome(policy=self.policy, parameters={}, metrics=metrics)
-        usage = Evaluation(outcome, sla_ratios(served, sla)).usage(self.setup.limits)
-        return any(share > self.stops_above for share in usage.values())
-
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
-        """The evaluation of all windows, or of the first ones for a task that was stopped there.
+        """Return the evaluation, from the `results` of all windows in their order.
 
         Metrics are means over windows. Targets are judged on the requests of all windows together,
         and so are throughput, goodput and attainment: a mean of the windows' rates would weigh a
@@ -281,8 +240,9 @@ class Task:
         if not sla:
             metrics["goodput_rps"] = metrics["throughput_rps"]
         if self.setup.world.refuses:
-            requests = sum(map(len, self.setup.windows[: len(results)]))
-            metrics[REFUSED] = 100.0 * metrics["refused"] * len(results) / requests
+            metrics[REFUSED] = (
+                100.0 * metrics["refused"] * len(results) / sum(map(len, self.setup.windows))
+            )
         served = _joined(parts)
         outcome = Outcome(
             policy=self.policy,
@@ -290,17 +250,11 @@ class Task:
             metrics=metrics,
             replica_router=self.router,
         )
-        stopped = len(results) if len(results) < len(self.setup.windows) else None
-        return Evaluation(outcome, sla_ratios(served, sla), stopped_after=stopped)
+        return Evaluation(outcome, sla_ratios(served, sla))
 
     def run(self) -> Evaluation:
-        """Simulate the windows in this process, all of them or until it is hopeless."""
-        results: list[SimulatedWindow] = []
-        for window in range(len(self.setup.windows)):
-            results.append(self.simulate(window))
-            if self.hopeless(results):
-                break
-        return self.sum_up(results)
+        """Simulate all windows in this process."""
+        return self.sum_up([self.simulate(window) for window in range(len(self.setup.windows))])
 
     def _candidate(self) -> AnyPolicy:
         """The policy. Parameters are drawn independently; where one bounds another, it is moved to

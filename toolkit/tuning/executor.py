@@ -24,9 +24,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.errors import LlmctlError
-from toolkit.files.tuning import Outcome
 from toolkit.interrupts import held
-from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, SimulatedWindow, Task
+from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
 
 if TYPE_CHECKING:  # processes that simulate do not import Optuna
     from toolkit.tuning.journal import EvaluationJournal
@@ -55,12 +54,6 @@ def collect(
     return [found[index] for index in range(len(tasks))]
 
 
-def keeps_limits(evaluate: Evaluate, setup: EvaluationSetup, outcome: Outcome) -> bool:
-    """Whether the settings of `outcome` keep every limit on `setup`."""
-    [done] = evaluate([Task.of(setup, outcome)])
-    return done.feasible(setup.limits)
-
-
 class InProcessRunner:
     """Runs tasks in this process, one after another."""
 
@@ -78,53 +71,26 @@ class Piece:
 
 
 class Pieces:
-    """Tasks cut into pieces, and assembled from the results of the pieces in any order.
-
-    Whether a task ends early is judged by its first window, then by its first two, and so on.
-    Results of later windows wait, so the order of the results changes nothing.
-    """
+    """Tasks cut into pieces, and assembled from the results of the pieces in any order."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
         self._results: list[dict[int, SimulatedWindow]] = [{} for _ in tasks]
-        self._first: list[list[SimulatedWindow]] = [[] for _ in tasks]
-        self._ended: set[int] = set()
 
     def __iter__(self) -> Iterator[Piece]:
-        """The pieces, less those of tasks that have ended. Of tasks that may stop early, all first
-        windows come first, then all second ones; the other tasks follow one by one.
-        """
-        order = [
-            (index, window)
-            for index, task in enumerate(self._tasks)
-            for window in range(len(task.setup.windows))
-        ]
-        for index, window in sorted(order, key=self._place):
-            if index not in self._ended:
-                yield Piece(index, window, self._tasks[index].on(window))
-
-    def _place(self, piece: tuple[int, int]) -> tuple[bool, int]:
-        index, window = piece
-        early = self._tasks[index].stops_above is not None
-        return not early, window if early else 0
+        """Yield the pieces, task by task."""
+        for index, task in enumerate(self._tasks):
+            for window in range(len(task.setup.windows)):
+                yield Piece(index, window, task.on(window))
 
     def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
-        """Yield the task's index and evaluation if it ends with this piece."""
-        index = piece.index
+        """Yield the task's index and evaluation if this piece was its last one."""
         task = self._tasks[piece.index]
-        if index in self._ended:
-            return
-        first = self._first[index]
-        others = self._results[index]
-        others[piece.window] = result
-        while len(first) in others:
-            first.append(others.pop(len(first)))
-            if len(first) == len(task.setup.windows) or task.hopeless(first):
-                self._ended.add(index)
-                yield index, task.sum_up(first)
-                first.clear()
-                others.clear()
-                return
+        results = self._results[piece.index]
+        results[piece.window] = result
+        if len(results) == len(task.setup.windows):
+            yield piece.index, task.sum_up([results[window] for window in sorted(results)])
+            results.clear()
 
 
 class ProcessPool:
@@ -258,47 +224,31 @@ def _unwrap(result: object) -> SimulatedWindow:
 
 
 class Remembering:
-    """A runner that keeps every evaluation and runs only tasks without a kept one.
-
-    A task that may stop early has a key of its own, so that its evaluation is never taken for one
-    of all windows. It gets the evaluation of all windows where this run already has that. One that
-    an earlier run kept does not count, since then a resumed search would differ.
-    """
+    """A runner that keeps every evaluation and runs only tasks without a kept one."""
 
     def __init__(self, runner: Runner, journal: EvaluationJournal) -> None:
         self._runner = runner
         self._journal = journal
         self._known = dict(journal.known)
-        self._whole: dict[str, Evaluation] = {}  # of this run, by the key without an early end
         self.remembered = len(self._known)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         """As `Runner.run`; equal tasks run once."""
         wanted: defaultdict[str, list[int]] = defaultdict(list)
         for index, task in enumerate(tasks):
-            early = task.stops_above is not None and _key(task) not in self._whole
-            wanted[_key(task, early=early)].append(index)
-        known = {key: self._whole.get(key) or self._known.get(key) for key in wanted}
-        for key, evaluation in known.items():
-            if evaluation is not None:
-                yield from self._done(evaluation, tasks, wanted[key])
-        new = [key for key, evaluation in known.items() if evaluation is None]
+            wanted[_key(task)].append(index)
+        new = [key for key in wanted if key not in self._known]
+        for key, indexes in wanted.items():
+            if key in self._known:
+                yield from ((index, self._known[key]) for index in indexes)
         fresh = [tasks[wanted[key][0]] for key in new]
         for number, evaluation in self._runner.run(fresh):
             self._journal.keep(new[number], evaluation)
             self._known[new[number]] = evaluation
-            yield from self._done(evaluation, tasks, wanted[new[number]])
-
-    def _done(
-        self, evaluation: Evaluation, tasks: Sequence[Task], indexes: Sequence[int]
-    ) -> Iterator[tuple[int, Evaluation]]:
-        if evaluation.whole:
-            self._whole[_key(tasks[indexes[0]])] = evaluation
-        yield from ((index, evaluation) for index in indexes)
+            yield from ((index, evaluation) for index in wanted[new[number]])
 
 
-def _key(task: Task, *, early: bool = False) -> str:
+def _key(task: Task) -> str:
     router = task.router and task.router.model_dump()
     settings = [task.policy, dict(task.parameters), *([router] if router else [])]
-    label = f"{task.setup.label}, may end early" if early else task.setup.label
-    return json.dumps([label, *settings], sort_keys=True)
+    return json.dumps([task.setup.label, *settings], sort_keys=True)

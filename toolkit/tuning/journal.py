@@ -10,20 +10,19 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Annotated
 
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from toolkit.errors import InputError
 from toolkit.files.tuning import Outcome
 from toolkit.tuning.evaluate import Evaluation
 
-_KEPT = TypeAdapter(tuple[str, Outcome, dict[str, float], Annotated[int, Field(gt=0)] | None])
+_KEPT = TypeAdapter(tuple[str, Outcome, dict[str, float]])
 FIRST = b'{"op_code"'  # how a journal of Optuna's begins
-ATTRIBUTES = ("key", "outcome", "ratios", "stopped_after")  # of a trial
+ATTRIBUTES = ("key", "outcome", "ratios")  # of a trial
 
 
 class EvaluationJournal:
@@ -65,7 +64,7 @@ class EvaluationJournal:
     def keep(self, key: str, evaluation: Evaluation) -> None:
         """Keep an evaluation; return only when a kill would not lose it."""
         outcome = evaluation.outcome.model_dump(mode="json")
-        values = (key, outcome, evaluation.ratios, evaluation.stopped_after)
+        values = (key, outcome, evaluation.ratios)
         attributes = dict(zip(ATTRIBUTES, values, strict=True))
         trial = optuna.trial.create_trial(value=evaluation.score, user_attrs=attributes)
         self._study.add_trial(trial)
@@ -92,9 +91,7 @@ def _mend(path: Path) -> None:
 
 def _evaluation_of(attributes: dict[str, object]) -> tuple[str, Evaluation]:
     """Return a kept evaluation and the key of its task. Raises `ValueError` for damaged data."""
-    key, outcome, ratios, windows = _KEPT.validate_python(
-        tuple(attributes.get(name) for name in ATTRIBUTES)
-    )
+    key, outcome, ratios = _KEPT.validate_python(tuple(attributes.get(name) for name in ATTRIBUTES))
     if "goodput_rps" not in outcome.metrics:
         raise ValueError("an evaluation without goodput_rps")
-    return key, Evaluation(outcome, ratios, stopped_after=windows)
+    return key, Evaluation(outcome, ratios)

@@ -1,24 +1,23 @@
 """Which settings a tuning recommends: the candidates of a search, judged on the whole trace.
 
 A search sees windows of the trace. Its best settings may break a limit on the whole of it. Then the
-next best are tried there, and at last the search goes on with what it learned (`search_again`).
+next best are tried there.
 The settings that are found are recommended only if they are better than the recipe's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from toolkit.files.tuning import Outcome
 from toolkit.tuning.evaluate import CandidateLimits, Evaluation, Task
 from toolkit.tuning.executor import Evaluate
-from toolkit.tuning.search import BATCH, Found, SearchSettings, search_again
+from toolkit.tuning.search import BATCH, Found, SearchSettings
 
 NOTABLE_GAIN = 1.01  # ratio of goodput or of latency above which other settings are worth naming
 NO_LOSS = 0.999  # ratio of goodput: less is a loss
 NEXT = BATCH  # further trials that are tried on the whole trace
-AGAIN = 2  # batches of new suggestions that are tried on the whole trace
-REACHABLE = 2.0  # used share of a limit, above which new suggestions are not tried
 
 Judge = Callable[[Task], Task]  # the same candidate on what its verdict is about
 
@@ -50,58 +49,29 @@ def judge_candidates(
     tasks = [start, *(Task.of(found.setup, trial.outcome) for trial in trials.values())]
     limits = judge(start).setup.limits
     default, *done = evaluate(list(map(judge, tasks)))
-    of_trials = dict(zip(trials, done, strict=True))
-    result = JudgedCandidates(limits, default, dict(of_trials))
+    result = JudgedCandidates(limits, default, dict(zip(trials, done, strict=True)))
     _take_better(result, default)  # windows may have shown as better what is worse on the whole
     served = [key for key in trials if key in settings.served] or list(trials)
-
-    def shortfall() -> float:
-        """The used share of the limit that binds, of the candidate nearest to keeping all."""
-        candidates = [default, *(result.of_space[key] for key in served)]
-        return min(max(each.usage(limits).values(), default=0.0) for each in candidates)
-
-    if shortfall() <= 1.0:
+    candidates = [default, *(result.of_space[key] for key in served)]
+    if any(candidate.feasible(limits) for candidate in candidates):
         return result
-    numbers = {found.evaluations.index(trials[key]): of_trials[key] for key in served}
-    others = _next_trials(found, served, set(numbers))
-    tasks = [Task.of(found.setup, found.evaluations[number].outcome) for number in others]
-    done = evaluate(list(map(judge, tasks)))
-    numbers |= dict(zip(others, done, strict=True))
-    _add(result, done)
-    for _ in range(AGAIN):
-        if not 1.0 < shortfall() <= REACHABLE:
-            break
-        done = search_again(found, settings, numbers, judge, evaluate)
-        numbers = {}
-        _add(result, done)
+    others = _next_trials(found, served, [trials[key].outcome for key in served])
+    tasks = [Task.of(found.setup, outcome) for outcome in others]
+    result.further += evaluate(list(map(judge, tasks)))
+    for evaluation in result.further:
+        _take_better(result, evaluation)
     return result
 
 
-def _next_trials(found: Found, served: list[str], judged: set[int]) -> list[int]:
-    """The numbers of the best trials with other settings than those of the `judged` ones."""
-    known = [found.evaluations[number].outcome for number in judged]
-    ranked = sorted(
-        range(len(found.evaluations)),
-        key=lambda number: found.evaluations[number].rank(found.limits),
-        reverse=True,
-    )
-    chosen: list[int] = []
-    for number in ranked:
-        outcome = found.evaluations[number].outcome
+def _next_trials(found: Found, served: list[str], judged: Sequence[Outcome]) -> list[Outcome]:
+    """The settings of the best trials with other settings than those that were `judged`."""
+    known = [*judged]
+    ranked = sorted(found.evaluations, key=lambda trial: trial.rank(found.limits), reverse=True)
+    for outcome in (trial.outcome for trial in ranked):
         is_new = not any(outcome.same_settings(other) for other in known)
         if outcome.key in served and is_new:
             known.append(outcome)
-            chosen.append(number)
-        if len(chosen) == NEXT:
-            break
-    return chosen
-
-
-def _add(result: JudgedCandidates, evaluations: list[Evaluation]) -> None:
-    """Note further candidates; a better one becomes the best of its space."""
-    result.further += evaluations
-    for evaluation in evaluations:
-        _take_better(result, evaluation)
+    return known[len(judged) :][:NEXT]
 
 
 def _take_better(result: JudgedCandidates, evaluation: Evaluation) -> None:

@@ -1,26 +1,23 @@
 """From a recipe, a fit and a trace to tuning.json.
 
-`tune` searches on windows of the trace and judges the result on the whole of it. `tune_to_size`
-also looks for the fewest workers. The parts, in order: the two entry points, the report with its
-verdict, and how much the gain varies over windows that were held out.
+`tune` searches on windows of the trace and judges the result on the whole of it. The parts, in
+order: the search and the report, its verdict, and how much the gain varies over windows that were
+held out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from toolkit.engine_traits import traits_of
-from toolkit.errors import InputError
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import (
     BEHIND,
     OOM,
     UNSERVED,
-    DraftGain,
     HeldOutGain,
     Interval,
     JudgedPart,
@@ -35,20 +32,10 @@ from toolkit.files.tuning import (
     recipe_limits,
 )
 from toolkit.metrics import MOST_BEHIND_PERCENT
-from toolkit.sched.policies import BUILT_IN, engines_for, refusal
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies import engines_for, refusal
 from toolkit.traces.windows import TraceWindow, mean_rate
-from toolkit.tuning.alternatives import (
-    RATES,
-    RECIPE,
-    WorkerCounts,
-    alternatives,
-    answer,
-    fewest,
-    nothing_suffices,
-)
+from toolkit.tuning.alternatives import alternatives
 from toolkit.tuning.capacity import Capacity, rate_capacity
-from toolkit.tuning.drafts import draft_gain
 from toolkit.tuning.evaluate import (
     ATTAINMENT,
     ATTAINMENT_LOWER,
@@ -65,7 +52,6 @@ from toolkit.tuning.search import (
     Progress,
     SearchSettings,
     front,
-    importance,
     search,
     sensitivity,
 )
@@ -77,6 +63,7 @@ from toolkit.tuning.workload import Workload
 
 # limits with a key in `Evaluation.usage` that differs from their metric
 USAGE_KEYS = {ATTAINMENT_LOWER: ATTAINMENT}
+RATES = 20  # that a capacity takes, about
 
 
 def planned(inputs: Inputs) -> list[int]:
@@ -95,98 +82,18 @@ def planned(inputs: Inputs) -> list[int]:
 
 
 def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progress) -> Tuning:
-    """Search on windows, judge on the whole trace.
+    """Search on windows, and judge on the whole trace. The recommended settings are those of a
+    policy that the recipe's engine can run.
 
     Args:
         runner: runs the simulations, or returns the results that an interrupted run kept.
         head: the envelope's fields of the result.
         progress: called after each evaluation with the best goodput so far.
     """
-    return reported(inputs, search_of(inputs, runner, progress), runner, head, progress)
-
-
-def tune_to_size(
-    inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progress
-) -> Tuning:
-    """As `tune`, with the fewest workers that keep all limits.
-
-    The recipe's settings give a first number of workers. A search with that many may find settings
-    for which fewer suffice; then another search follows. A server with one of our policies inside
-    it is one worker, even where that breaks limits. For replicas of a server, the best settings
-    behind each router are tried with fewer.
-
-    Raises `InputError` where the recipe has no latency target, `LimitsBrokenError` where no number
-    suffices.
-    """
-    if not inputs.recipe.sla:
-        raise InputError(
-            "--workers auto needs latency targets",
-            "give some in the recipe's sla, like ttft_p99_s: 5",
-        )
-    evaluate = partial(collect, runner, tick=partial(progress, 0.0))
-    sizes = WorkerCounts(inputs.whole, evaluate)
-    own = inputs.settings.spaces[0]
-    chosen = Outcome(policy=own.policy, parameters=dict(own.start), metrics={})
-    name = RECIPE
-    if traits_of(inputs.recipe.engine.name).server and own.policy not in BUILT_IN:
-        found = search_of(inputs, runner, progress)
-        result = reported(inputs, found, runner, head, progress)
-        name = "tuned for 1"
-        if not sizes.keeps(name, result.best, 1):
-            return result
-        return result.model_copy(update={"sizing": answer(sizes, name, 1, None)})
-    workers = fewest(partial(sizes.keeps, name, chosen))
-    if workers is None:
-        raise nothing_suffices(sizes)
-    while True:
-        inputs = replace(inputs, recipe=inputs.recipe.model_copy(update={"workers": workers}))
-        found = search_of(inputs, runner, progress)
-        tuned = best_trial(found, inputs.settings.served).outcome
-        tuned_name = settings_name(tuned, workers)
-        if not sizes.keeps(tuned_name, tuned, workers):
-            break
-        chosen = tuned
-        name = tuned_name
-        fewer = fewest(partial(sizes.keeps, name, chosen), known=workers) or workers
-        for space in inputs.settings.spaces:
-            best = found.best([space.key])
-            if space.router is None or best is None:
-                continue
-            other = best.outcome
-            other_name = settings_name(best.outcome, workers)
-            while fewer > 1 and sizes.keeps(other_name, other, fewer - 1):
-                chosen = other
-                name = other_name
-                fewer = fewer - 1
-        if fewer == workers:
-            break
-        workers = fewer
-    sizing = answer(sizes, name, workers, sizes.keeps(name, chosen, workers + 1))
-    result = reported(inputs, found, runner, head, progress)
-    return result.model_copy(update={"sizing": sizing})
-
-
-def settings_name(outcome: Outcome, workers: int) -> str:
-    """The name in a table of sizes of settings that a search with so many workers found."""
-    behind = f", {outcome.replica_router.name}" if outcome.replica_router else ""
-    return f"tuned for {workers}{behind}"
-
-
-def search_of(inputs: Inputs, runner: Runner, progress: Progress) -> Found:
-    """The search on the search windows."""
-    setup = inputs.setup("search", inputs.workload.windows.search)
-    return search(setup, runner, inputs.settings, progress)
-
-
-def reported(
-    inputs: Inputs, found: Found, runner: Runner, head: EnvelopeFields, progress: Progress
-) -> Tuning:
-    """The verdict on the best of `found`, and everything else that tuning.json holds.
-
-    The best is one that the recipe's engine can run.
-    """
     recipe = inputs.recipe
     settings = inputs.settings
+    setup = inputs.setup("search", inputs.workload.windows.search)
+    found = search(setup, runner, settings, progress)
     evaluate = partial(collect, runner, tick=partial(progress, 0.0))
     judged = judge_candidates(found, settings, inputs.judge, evaluate)
     best = _best_served(judged, settings)
@@ -225,9 +132,7 @@ def reported(
             "further": [evaluation.outcome for evaluation in judged.further],
             "capacity": _capacity(inputs, evaluate, judged.default, recommended),
             "sensitivity": sensitivity(found.setup, runner, space, chosen, progress),
-            "policies": [
-                _result(found, best, settings, inputs) for best in judged.of_space.values()
-            ],
+            "policies": [_result(found, best, inputs) for best in judged.of_space.values()],
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
@@ -236,7 +141,6 @@ def reported(
             ),
             "engine": recipe.engine.name,
             "alternatives": others,
-            "draft_gain": _draft_gain(inputs, recommended.outcome),
         }
     )
 
@@ -292,14 +196,6 @@ def _window_specs(windows: Sequence[TraceWindow]) -> list[TuningWindow]:
     ]
 
 
-def _draft_gain(inputs: Inputs, outcome: Outcome) -> DraftGain | None:
-    """Up to how many running requests drafts pay; None where there is no choice of their number."""
-    if not inputs.fit.drafts or outcome.policy != VllmPolicy.name:
-        return None
-    flags = VllmPolicy(**VllmPolicy.within(outcome.parameters))  # type: ignore[arg-type]
-    return draft_gain(inputs.world, flags, inputs.workload.trace)
-
-
 def _settle_router(
     inputs: Inputs, evaluate: Evaluate, chosen: Evaluation, spaces: Sequence[PolicySpace]
 ) -> tuple[Evaluation, PolicySpace, Outcome | None]:
@@ -335,13 +231,6 @@ def _best_served(judged: JudgedCandidates, settings: SearchSettings) -> Evaluati
     spaces = judged.of_space
     served = [spaces[key] for key in spaces if key in settings.served] or list(spaces.values())
     return max(served, key=lambda best: best.rank(judged.limits))
-
-
-def best_trial(found: Found, keys: Collection[str]) -> Evaluation:
-    """The best trial of these spaces, or of all where they have no trial."""
-    best = found.best(keys) or found.best()
-    assert best is not None, "every search has trials"
-    return best
 
 
 def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str, object]:
@@ -380,12 +269,7 @@ def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str,
     }
 
 
-def _result(
-    found: Found,
-    best: Evaluation,
-    settings: SearchSettings,
-    inputs: Inputs,
-) -> PolicyResult:
+def _result(found: Found, best: Evaluation, inputs: Inputs) -> PolicyResult:
     policy = best.outcome.policy
     key = best.outcome.key
     return PolicyResult(
@@ -394,7 +278,6 @@ def _result(
         outcome=best.outcome,
         feasible=best.feasible(inputs.whole(policy).limits),
         judged_requests=len(inputs.workload.judged(policy).trace),
-        importance=importance(found, next(space for space in settings.spaces if space.key == key)),
         refusal=refusal(policy, inputs.recipe.engine.name),
         engines=engines_for(policy),
     )

@@ -29,7 +29,7 @@ from toolkit.traces.windows import (
     prepare,
     scale_rate,
 )
-from toolkit.tuning.capacity import LASTING, backlog_rate_rps, longest_wait_s, rate_capacity
+from toolkit.tuning.capacity import LASTING, longest_wait_s, rate_capacity
 from toolkit.tuning.evaluate import (
     CandidateLimits,
     Evaluation,
@@ -112,12 +112,6 @@ def load_rate_rps(recipe: Recipe, fit: Fit, trace: Trace, load: float) -> float:
             "give a rate with --rate, or looser targets in the recipe's sla",
         )
     return round(load * found.served_rps, 3)
-
-
-def backlog_rps(recipe: Recipe, fit: Fit, trace: Trace) -> float:
-    """Requests per second that the recipe's settings serve of a backlog of the whole trace."""
-    setup = whole_setup(make_world(recipe, fit), trace, recipe, recipe.policy.name)
-    return backlog_rate_rps(setup, own_settings(recipe), in_process)
 
 
 def own_settings(recipe: Recipe) -> Outcome:

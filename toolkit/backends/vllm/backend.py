@@ -102,7 +102,7 @@ ASK_EVERY_S = 5.0  # whether it is healthy
 
 
 class VllmBackend:
-    """`toolkit.backends.Backend`, `Serves`, `StartsReplicas` and `Checks` of vLLM."""
+    """`toolkit.backends.Backend`, `Serves` and `StartsReplicas` of vLLM."""
 
     def timed(self, recipe: Recipe) -> AbstractContextManager[ProfileBench]:
         from toolkit.backends.vllm.profile import vllm_bench  # here: only a profile needs httpx
@@ -174,7 +174,7 @@ class VllmBackend:
         return [Check("engine", "note", text, remedy)]
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:
-        """See `DescribesServer.described`: in vLLM's own image, which counts no passes, or in one
+        """See `StartsReplicas.described`: in vLLM's own image, which counts no passes, or in one
         that has llmctl, too.
         """
         recipe = plan.recipe

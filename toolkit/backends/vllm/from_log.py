@@ -135,14 +135,11 @@ def coverage(fit: StepsFit, steps: StepsProfile, passes: int) -> Coverage:
     """Which terms of a law the points identify."""
     shapes = [shape_of(point) for point in steps.points]
     experts = (fit.experts, fit.experts_per_token)
-    columns = np.array(
-        [features(shape, fit.knots, experts, fit.window, fit.row_knots) for shape in shapes]
-    )
+    columns = np.array([features(shape, fit.knots, experts, fit.window) for shape in shapes])
     seconds = np.array([float(np.mean(point.seconds)) for point in steps.points])
     names = [*TERMS, *(f"new tokens from {knot}" for knot in fit.knots)]
     names += ["touched experts"] if fit.experts else []
     names += INSIDE if fit.window else ()
-    names += [f"decoding rows from {knot}" for knot in fit.row_knots]
     seen = np.any(columns > 0.0, axis=0)
     absent = [name for name, there in zip(names, seen, strict=True) if not there]
     relative = columns[:, seen] / seconds[:, None]

@@ -39,8 +39,6 @@ def resolved_of(scheduler: Any) -> Resolved:
         groups=groups,
         blocks=cache.num_gpu_blocks - 1,  # vLLM never gives out one of them
         bytes_per_block=_bytes_per_block(caches, groups),
-        hash_block=scheduler.hash_block_size,
-        scheduler_block=scheduler.block_size,
         retention=getattr(caches, "prefix_cache_retention_interval", None),
         fine_hits=_fine_hits(scheduler),
         max_in_flight_tokens=int(getattr(config, "max_in_flight_tokens", 0)),
@@ -59,10 +57,8 @@ def resolved_of(scheduler: Any) -> Resolved:
         pp=parallel.pipeline_parallel_size,
         cp=int(getattr(parallel, "decode_context_parallel_size", 1))
         * int(getattr(parallel, "prefill_context_parallel_size", 1)),
-        ep=bool(getattr(parallel, "enable_expert_parallel", False)),
         quantization=str(getattr(model, "quantization", None) or ""),
         kv_cache_dtype=str(getattr(cache, "cache_dtype", "auto")),
-        v2_runner=bool(getattr(config, "use_v2_model_runner", False)),
         experts=_experts(text),
         index_topk=int(getattr(text, "index_topk", None) or 0),
         connectors=_connectors(config),
@@ -135,8 +131,6 @@ def _group(group: Any) -> CacheGroup:
         mode=str(getattr(first, "mamba_cache_mode", "")),
         drafts=int(getattr(first, "num_speculative_blocks", 0)),
         checkpoints=int(getattr(first, "num_prefill_checkpoint_blocks", 0)),
-        cacheable=bool(getattr(spec, "prefix_cacheable", True)),
-        draft_group=bool(getattr(group, "is_eagle_group", False)),
         replay=int(getattr(spec, "prefix_replay_tokens", 0)),
     )
 
@@ -163,7 +157,6 @@ def _drafts(config: Any) -> Drafts | None:
     spec = config.speculative_config
     if spec is None:
         return None
-    drops = getattr(spec, "use_eagle_block_drop", None) or getattr(spec, "use_eagle", None)
     made_up = str(getattr(spec, "rejection_sample_method", "") or "")
     return Drafts(
         method=str(spec.method),
@@ -173,10 +166,7 @@ def _drafts(config: Any) -> Drafts | None:
         ],
         lookahead=int(getattr(config, "num_lookahead_tokens", 0)),
         hash_lookahead=int(getattr(config, "num_hash_lookahead_tokens", 0)),
-        drops_block=bool(drops() if drops else False),
         synthetic=made_up if made_up.startswith("synthetic") else "",
-        synthetic_length=getattr(spec, "synthetic_acceptance_length", None),
-        synthetic_rates=list(getattr(spec, "synthetic_acceptance_rates", None) or []),
         padded=bool(getattr(spec, "parallel_drafting", False)),
     )
 
