@@ -16,6 +16,7 @@ import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
+import benchmarks.common  # noqa: F401  (it makes the engine `fake` known)
 from toolkit import interrupts
 
 pytest_plugins = ["lanes", "reword"]

@@ -49,7 +49,7 @@ TOY_SERVER = EngineTraits(
 )
 """
 ENGINE = """\
-from toolkit.engines import fake
+import llmctl_fake as fake
 
 def load(model, engine, hardware):
     loaded = fake.load(model, engine, hardware)

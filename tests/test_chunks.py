@@ -5,8 +5,8 @@ after which step.
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llmctl_fake import FakeConfig, FakeEngine
 
-from toolkit.engines.fake import FakeConfig, FakeEngine
 from toolkit.engines.protocol import SamplingParams
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw
 from toolkit.estimators.memory import ZetaMemory

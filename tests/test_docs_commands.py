@@ -32,6 +32,7 @@ from filelock import FileLock
 from test_traces_histograms import EARLY, LATE
 from test_traces_histograms import page as metrics_page
 
+from benchmarks.common import PLUGINS
 from benchmarks.common.serving import fake_plan
 from toolkit import compiled
 from toolkit.errors import InputError, LimitsBrokenError
@@ -249,7 +250,7 @@ def environment(site: Path) -> dict[str, str]:
     install puts on the path. Compiled code runs where there is some, as it does for a reader.
     """
     kept = {name: value for name, value in os.environ.items() if name != compiled.VARIABLE}
-    return kept | {"PYTHONPATH": str(site)}
+    return kept | {"PYTHONPATH": os.pathsep.join((str(site), PLUGINS))}
 
 
 def free_port() -> str:

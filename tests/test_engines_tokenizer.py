@@ -201,7 +201,7 @@ def test_an_unusable_template_is_refused(source: str) -> None:
 @pytest.mark.slow
 def test_the_front_needs_no_torch() -> None:
     code = (
-        "import sys, toolkit.engines.tokenizer, toolkit.engines.fake, toolkit.engines.protocol;"
+        "import sys, toolkit.engines.tokenizer, toolkit.engines.protocol;"
         "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -4,9 +4,9 @@ from collections import Counter
 from functools import partialmethod
 
 import pytest
+from llmctl_fake import FakeEngine
 from synthetic_profiles import FACTS
 
-from toolkit.engines.fake import FakeEngine
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.grid import (
     CHEAP_VISITS,

@@ -2,9 +2,9 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from llmctl_fake import FakeEngine
 from synthetic_profiles import FACTS
 
-from toolkit.engines.fake import FakeEngine
 from toolkit.files.profile import MemoryPoint
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.measure import find_edge, probe_memory, probe_shapes, safe_tokens

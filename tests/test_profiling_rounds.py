@@ -1,10 +1,10 @@
 """Sequences of rounds: their draws, their records, and workers that fail meanwhile."""
 
 import pytest
+from llmctl_fake import FakeEngine
 from synthetic_profiles import FACTS
 from test_profiling_run import InMemory, recorded_by
 
-from toolkit.engines.fake import FakeEngine
 from toolkit.files.profile import FailedPoint, RoundSequence
 from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.grid import GridPoint, part_points

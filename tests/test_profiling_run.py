@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from llmctl_fake import FakeEngine
 from said import says
 from samples import ENVIRONMENT, HEAD, recipe
 from synthetic_profiles import FACTS
 
 from toolkit.engines.protocol import SliceOutput
-from toolkit.engines.fake import FakeEngine
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.profile import FailedPoint, SlicePoint

@@ -103,15 +103,6 @@ ENGINES: dict[str, EngineTraits] = {
             loads_model=False,
             settings=("url", "served_model"),
         ),
-        EngineTraits(
-            "fake",
-            "no model: deterministic tokens and set times, for tests",
-            backend=LOCAL,
-            load="toolkit.engines.fake:load",
-            keeps_rows=True,
-            loads_model=False,
-            for_tests=True,
-        ),
     )
 }
 

@@ -302,7 +302,7 @@ class EngineSpec(Strict):
     name: EngineName = Field(
         "transformers",
         description="what runs the model; 'vllm' is vLLM's own server, 'openai' a server that "
-        "runs already, 'fake' has no model",
+        "runs already",
     )
     url: str | None = optional("openai: the server, like http://127.0.0.1:8000")
     served_model: str | None = optional(

@@ -1,4 +1,6 @@
-"""An engine without a model: deterministic tokens, and failures on demand. It needs no torch.
+"""The engine `fake`, without a model: deterministic tokens, and failures on demand.
+
+It is a plugin, as another package would add it (`llmctl.engines`), and needs no torch.
 
 The next token of a row is a hash of all its tokens so far, so a row gets the same tokens in slices
 and in one piece. Tokens are printable ASCII, so that a byte tokenizer shows text.
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 import msgspec
 
 import toolkit
+from toolkit.engine_traits import LOCAL, EngineTraits
 from toolkit.engines.protocol import (
     LiveRow,
     OnStep,
@@ -41,6 +44,15 @@ from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.rounds import PrefillPasses
 
+TRAITS = EngineTraits(
+    "fake",
+    "no model: deterministic tokens and set times, for tests",
+    backend=LOCAL,
+    load="llmctl_fake:load",
+    keeps_rows=True,
+    loads_model=False,
+    for_tests=True,
+)
 FIRST_TOKEN = 32
 LAST_TOKEN = 126  # printable ASCII
 DEFAULT_KV_BYTES = 1024
