@@ -13,7 +13,7 @@ from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.policies import make_policy
-from toolkit.sched.rounds import alike, groups_alike
+from toolkit.sched.rounds import groups_alike
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
@@ -21,12 +21,6 @@ from toolkit.traces.types import Trace
 CAPACITY = 300
 LIMIT = 40
 LINK = LinearSwap(latency_s=2**-7, out_tokens_per_s=1024.0, in_tokens_per_s=2048.0)
-ANYTHING = {
-    "max_batch_size": 4,
-    "memory_threshold": 0.75,
-    "headroom_steps": 3,
-    "max_prefill_tokens": 10_000,
-}
 
 
 @dataclass(eq=False)
@@ -242,35 +236,6 @@ def test_the_closed_form_equals_single_steps(
     assert counters["consumed_memory_percent"] == pytest.approx(100.0 * held / CAPACITY)
     assert counters["evicted_percent"] == 100.0 * loop.evicted / len(rows)
     assert counters["swaps_out"] == counters["swaps_in"] == loop.swaps
-
-
-CROWD = [(k % 5, 20 + 7 * (k % 6), 40) for k in range(12)]
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_the_crowd_is_swapped_and_without_host_memory_evicted(decoupled):
-    """Rows leave for host memory; without it they are evicted."""
-    assert both(CROWD, True, True, 1000, decoupled, ANYTHING)[1].swaps > 0
-    assert both(CROWD, True, True, 0, decoupled, ANYTHING)[1].evicted > 0
-
-
-def test_running_rows_pay_for_a_request_that_joins_by_shaping():
-    work = [(0, 10, 40), (0, 12, 40), (0, 14, 40), (1, 36, 2)]
-    parameters = ANYTHING | {"memory_threshold": 1.0, "headroom_steps": 1}
-    apart, within = (
-        both(work, True, True, 0, decoupled, parameters)[2] for decoupled in (True, False)
-    )
-    one = law(True, True)
-    assert apart.served.max_gap_s[0] == one.prefill_s(1, 36) + one.decode_s(4, 36, 1)
-    assert within.served.max_gap_s[0] == one.prefill_s(4, 36)
-    assert within.served.first_token_s[3] > apart.served.first_token_s[3]
-
-
-def test_groups_have_similar_lengths_and_leave_no_prompt_out():
-    assert groups_alike([100, 500, 110, 90, 510, 2000]) == [[0, 2, 3], [1, 4], [5]]
-    assert groups_alike([]) == []
-    assert alike([100, 100, 100], limit=250) == [0, 1]
-    assert alike([400, 10], limit=250) == [0]
 
 
 @given(st.lists(st.integers(1, 3000), max_size=40))

@@ -231,30 +231,3 @@ def test_no_decision_falls_within_a_round(work, case, interval, max_prefill, emi
         "consumed_memory_percent",
     ):
         assert leaps.counters[count] == steps.counters[count]
-
-
-def test_such_workloads_have_evictions_and_interruptions():
-    """A workload like those above, with both."""
-    rows = [Row(k / 64, 10, 40, 40) for k in range(8)]
-    one = law(emits=True, padded=True)
-    result = simulated(rows, "aggressive", PARAMETERS["aggressive"] | {"interval_steps": 4}, one, 1)
-    assert result.counters["evicted_percent"] > 0
-    assert result.counters["rounds"] > 8
-
-
-def test_a_round_is_long_if_no_request_waits():
-    rows = [Row(0.0, 10, 40, 40)]
-    counters = simulated(
-        rows, "conservative", {"interval_steps": 1}, law(emits=False, padded=True), 1
-    ).counters
-    assert (counters["rounds"], counters["decoding_steps"]) == (1.0, 40.0)
-
-
-def test_memory_is_summed_over_the_steps():
-    rows = [Row(0.0, 10, 4, 4), Row(0.0, 20, 2, 4)]
-    counters = simulated(rows, "conservative", {}, law(emits=False, padded=True), 1).counters
-    held = [11 + 21, 12 + 22, 13, 14]
-    assert counters["consumed_memory_percent"] == pytest.approx(
-        100 * sum(held) / len(held) / CAPACITY
-    )
-    assert counters["peak_memory_percent"] == pytest.approx(100 * 34 / CAPACITY)

@@ -13,13 +13,11 @@ from said import says
 
 from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
-from toolkit.estimators.pipeline import GRAPH, PIECEWISE, GraphSettings
-from toolkit.estimators.steps import StepShape
 from toolkit.files.recipe import AcceptanceSpec
 from toolkit.sched.iterations import LoggedRow
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.drafts import DRAWS, DrawnDrafts, drafts_of, rates_of_length
+from toolkit.sim.drafts import DRAWS, DrawnDrafts, drafts_of
 from toolkit.sim.paged_engine import PagedEngine
 
 DATA = Path(__file__).parent / "data"
@@ -112,13 +110,6 @@ def test_draws_have_the_rates_of_the_positions() -> None:
     assert drafts.length == pytest.approx(2.4)
 
 
-@pytest.mark.parametrize(("length", "tokens"), [(1.0, 3), (2.5, 3), (4.0, 3), (1.4, 1)])
-def test_rates_of_a_length_add_up_to_it(length: float, tokens: int) -> None:
-    rates = rates_of_length(length, tokens)
-    assert 1.0 + sum(rates) == pytest.approx(length)
-    assert all(rate == pytest.approx(rates[0] ** (k + 1)) for k, rate in enumerate(rates))
-
-
 def test_a_length_of_other_drafts_gives_each_draft_the_same_probability() -> None:
     known = AcceptanceSpec(length=2.5, tokens=3)
     assert drafts_of("ngram", 2, known, 0).rates == drafts_of("ngram", 3, known, 0).rates[:2]
@@ -144,12 +135,6 @@ def test_rates_that_cannot_be_are_refused(rates: tuple[float, ...]) -> None:
         DrawnDrafts("ngram", rates)
 
 
-def test_another_method_is_refused_by_its_name() -> None:
-    with pytest.raises(InputError) as error:
-        DrawnDrafts("medusa", (0.5,))
-    assert says(error.value.whole, "medusa", "ngram")
-
-
 def test_a_number_of_drafts_without_a_law_is_refused() -> None:
     with pytest.raises(InputError) as error:
         run_with(3)
@@ -160,20 +145,6 @@ def run_with(tokens: int) -> None:
     flags = VllmPolicy(num_speculative_tokens=tokens)
     there = world(engine((0.5, 0.5)), acceptance=AcceptanceSpec(length=2.0))
     simulate(trace_of(ROWS), flags, there)
-
-
-def test_the_law_prices_drafts_as_tokens() -> None:
-    alone = StepShape(4, 100)
-    drafting = StepShape(4, 100, draft_tokens=12)
-    assert drafting.tokens == 16
-    assert drafting.rows == 4
-    assert LAW.forward_s(drafting) - LAW.forward_s(alone) == pytest.approx(12 * 2e-4)
-
-
-def test_drafts_count_in_the_size_of_a_graph() -> None:
-    graphs = GraphSettings("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16))
-    assert graphs.launch_of(16, 0, 0) == GRAPH
-    assert graphs.launch_of(17, 0, 0) not in (GRAPH, PIECEWISE)
 
 
 def test_a_row_with_drafts_decodes_and_one_recomputed_does_not() -> None:

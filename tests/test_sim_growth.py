@@ -21,13 +21,13 @@ pytestmark = pytest.mark.skipif(
     not hasattr(Scheduler.tick, "__code__"),
     reason="lines of compiled code are not counted",
 )
-BACKLOGS = (100, 600)  # requests that come almost at once, for two workers
+BACKLOGS = (100, 400)  # requests that come almost at once, for two workers
 MOST = {  # times the lines with a longer backlog, where it is more than 1.2
     "past-future-sla": 2.0,  # it looks at up to 64 late requests at each attempt to admit
     "mlfq": 1.6,  # rounds end, and rows are preempted, more often while more wait
 }
 CASES = [(policy, "") for policy in sorted(POLICIES.keys() - ORACLES)]
-CASES += [(policy, router) for policy in ROUTED for router in ROUTERS[:-1]]
+CASES += [(ROUTED[0], router) for router in ROUTERS[:-1]]
 
 
 def lines_per_request(policy: str, router: str, trace: Trace, workers: int) -> float:

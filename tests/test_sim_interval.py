@@ -33,10 +33,6 @@ def prefills(interval: int) -> list[int]:
     return found
 
 
-def test_without_an_interval_each_request_is_let_in_at_once() -> None:
-    assert prefills(1) == [0, 5, 6, 7]
-
-
 def test_prefills_come_an_interval_apart_while_rows_decode() -> None:
     assert prefills(4) == [0, 5, 9]
     assert prefills(8) == [0, 8]

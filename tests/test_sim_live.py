@@ -80,7 +80,7 @@ def token_times(flags: VllmPolicy, rows, blocks: int) -> list[list[int]]:
     raise AssertionError("it does not end")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_that_miss_a_pass_get_their_tokens_later_and_their_gaps_are_longer(seed: int):
     draw = random.Random(seed)
     rows = [(draw.randint(1, 60), draw.randint(1, 30)) for _ in range(20)]
@@ -135,22 +135,3 @@ def test_a_change_ends_a_leap_and_holds_from_the_next_pass_on(ahead: bool):
     assert 7.5 < first_of_last([(6.5, more_rows)]) <= 9.0
     assert first_of_last([(1000.0, more_rows)]) == first_of_last([])
     assert first_of_last([(0.0, more_rows)]) == 1.0
-
-
-def test_many_changes_lose_no_request():
-    draw = random.Random(4)
-    rows = [(0.1 * k, draw.randint(1, 60), 9) for k in range(60)]
-    changes = [
-        (
-            1.0 * k,
-            {
-                "max_num_seqs": draw.randint(1, 8),
-                "max_num_batched_tokens": draw.randint(8, 64),
-                "long_prefill_token_threshold": draw.choice([0, 4, 16]),
-                "watermark": draw.choice([0.0, 0.3]),
-            },
-        )
-        for k in range(100)
-    ]
-    ledger = served(rows, PagedEngine(FLAT, 60, 4), changes)
-    assert min(one.max_gap_s for one in ledger.outcomes) >= 1.0

@@ -48,7 +48,7 @@ def test_figure_11_comes_out_of_the_laws():
 
 @pytest.mark.slow
 def test_throughput_rises_then_falls_with_the_slice_length():
-    runs = [run(Case(HF.name, "SCLS", slice_tokens=tokens)) for tokens in (8, 32, 128, 512, 1024)]
+    runs = [run(Case(HF.name, "SCLS", slice_tokens=tokens)) for tokens in (8, 128, 1024)]
     throughputs = [run["throughput_rps"] for run in runs]
     peak = throughputs.index(max(throughputs))
     assert 0 < peak < len(runs) - 1

@@ -19,7 +19,6 @@ from toolkit.files.io import write_file
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import declared
-from toolkit.sched.types import Request
 from toolkit.sched.view import Decision
 from toolkit.sim.api import simulate
 from toolkit.sim.loop import SimulationStalledError
@@ -28,7 +27,6 @@ from toolkit.sim.world import (
     World,
     WorldSettings,
     assign_settings,
-    extrapolation_warning,
     make_world,
     policy_for,
 )
@@ -125,32 +123,6 @@ def test_simulate_alone_gives_a_row_of_table_1(
     assert found["unfinished"] == found["failed"] > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_has_every_metric(policy: str) -> None:
-    rng = np.random.default_rng(0)
-    trace = trace_of(rng.integers(1, 200, 60).tolist(), rng.integers(1, 60, 60).tolist())
-    metrics = simulate(trace, make_policy(policy, {}), make_world(samples.fit(), {})).metrics(
-        {"ttft_p99_s": 1.0}
-    )
-    wanted = {
-        "throughput_rps", "goodput_rps", "sla_attainment_percent", "decoding_steps",
-        "consumed_memory_percent",
-        "future_required_memory_percent", "evicted_percent", "pad_tokens_per_request",
-        "invalid_tokens_per_request",
-        "batch_size_mean", "slices_per_request", "completion_time_std_s",
-        "utilisation_worker_1_percent", "refused",
-        "extrapolated_batches_percent", "oom_percent", "peak_memory_percent",
-    }  # fmt: skip
-    wanted |= {
-        f"{name}_{stat}_s"
-        for name in ("ttft", "tpot", "itl", "mtpot", "e2e")
-        for stat in ("p50", "p99")
-    }
-    assert wanted - metrics.keys() == set()
-    assert 0 < metrics["consumed_memory_percent"] <= metrics["future_required_memory_percent"]
-    assert metrics["consumed_memory_percent"] <= metrics["peak_memory_percent"]
-
-
 def test_a_static_batch_holds_its_padding() -> None:
     world = make_world(samples.fit(capacity_tokens=1000, zeta_std=0.0), {}, workers=1)
     counters = simulate(trace_of([100, 60], [3, 2]), make_policy("sequence", {}), world).counters
@@ -172,25 +144,12 @@ def test_batches_outside_the_fit_are_counted(policy: str) -> None:
         assert (counters["extrapolated_batches_percent"] > 0) == outside
 
 
-def test_requests_that_cannot_leave_the_range_are_not_counted() -> None:
-    valid = Validity(Range(batch_size_max=2, length_max=10), Range(batch_size_max=2, length_max=10))
-    requests = [Request(str(k), 0.0, 5, 5) for k in range(3)]
-    assert valid.holds(requests[:2], [5, 5])
-    assert not valid.holds(requests, [5, 5, 5])
-    assert not valid.holds(requests[:2], [5, 6])
-
-
 def test_requests_that_were_rejected_and_extrapolated_are_counted() -> None:
     policy = make_policy("slice", {})
     world = make_world(samples.fit(), {}, max_new_tokens=256)
     result = simulate(trace_of([600, 9000, 20], [10, 10, 10]), policy, world)
     lines = result_notes(result.refusals, result.metrics({}), world.range_of(policy.name))
     assert says(" ".join(lines), "1 request", "number 2", "100 %", "batches")
-
-
-def test_without_extrapolation_there_is_no_warning() -> None:
-    valid = Validity(Range(batch_size_max=2, length_max=10), Range(batch_size_max=2, length_max=10))
-    assert extrapolation_warning(0.0, valid) == ""
 
 
 def test_a_capacity_below_the_longest_prompt_is_one_line(
