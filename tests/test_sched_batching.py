@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.estimators.laws import SegmentedLaw, bilinear_law
-from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
+from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min
 from toolkit.sched.types import Batch, Job, Request, Worker
@@ -107,11 +107,6 @@ def test_batches_hold_every_job_once_within_memory(lengths, reserve, cap):
         assert b.input_length == max(j.length for j in b.jobs)
         assert b.size == 1 or b.size * (b.input_length + 32) <= (1 - reserve) * 0.9 * 4000 + 1e-6
         assert not cap or b.size <= cap
-
-
-def test_algorithm_2_limits_batches():
-    memory = RuleMemory(PAPER_DEEPSPEED_RULES)
-    assert memory.max_batch(np.array([384, 385, 896, 897]), 128, 0.0).tolist() == [28, 22, 22, 12]
 
 
 def test_offloading_gives_the_longest_to_the_least_loaded():

@@ -39,22 +39,3 @@ def test_the_least_figure_equals_that_of_computing_all(seed, count):
         least = min(alive, key=lambda worker: amount(worker, expected))
         assert figure.least(alive, expected) == least.index
         assert figure.least_by(alive, expected, more) == min(alive, key=more).index
-
-
-def test_only_stale_figures_are_computed_again():
-    computed = []
-
-    def amount(worker, expected):
-        computed.append(worker.index)
-        return worker.index
-
-    found = workers(50)
-    figure = WorkerFigure(found, amount)
-    assert figure.least(found, 1) == 0
-    computed.clear()
-    figure.forget(7)
-    assert figure.least(found, 1) == 0
-    assert computed == [7]
-    figure.add(0, 100)
-    figure.write(1, 1, 200)
-    assert figure.least(found, 1) == 2

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.caches import RunningJobs
 from toolkit.sched.memory import footprint_of
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
@@ -167,31 +166,3 @@ def test_a_row_that_leaves_frees_its_tokens(residents, joining, data):
     assert footprint.promised_with(10) == (
         (len(stay) + 1) * max([10, *limits]) if joining else sum(limits) + 10
     )
-
-
-@given(
-    jobs=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 80)), min_size=1, max_size=20),
-    events=st.lists(st.tuples(st.sampled_from("jjslema"), st.integers(0, 19)), max_size=80),
-)
-def test_the_longest_job_is_known_as_jobs_come_change_and_go(jobs, events):
-    """Whether it is asked for after every change, or seldom."""
-    waiting = [job(length, limit) for length, limit in jobs]
-    running = RunningJobs()
-    for kind, place in events:
-        there = list(running.jobs)
-        if kind == "j" and waiting:
-            running.join(waiting.pop(place % len(waiting)))
-        elif kind == "s":
-            running.steps += 1 + place
-        elif there:
-            one = there[place % len(there)]
-            if kind == "l":
-                running.leave(one)
-                waiting.append(one)
-            elif kind == "e":
-                running.emitted([one])
-            elif kind == "m":
-                running.miss(one, place % 3)
-        if kind == "a":
-            assert running.longest == max(map(running.holds, there), default=0)
-            assert running.longest_promise == max((one.limit_tokens for one in there), default=0)

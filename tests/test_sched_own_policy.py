@@ -2,15 +2,27 @@
 
 import pytest
 from least_served import LeastServedPolicy
-from test_sched_planner import recorded
 
 from benchmarks.common.golden import rate_rps, trace_of, world_of
 from toolkit.errors import InputError
-from toolkit.sched.eventlog import Tick, replay
+from toolkit.sched.eventlog import RecordingScheduler, Tick, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sim.api import simulate
+from toolkit.sim.api import requests_of, simulate, virtual_workers
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.loop import run
+
+
+def recorded(policy, trace, world):
+    """All calls and decisions of a simulation, in which every request ends."""
+    found = []
+    requests, outputs = requests_of(trace, world.max_new_tokens)
+    scheduler = RecordingScheduler(policy, world.scheduled(), found.append)
+    ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers)
+    run(scheduler, requests, virtual_workers(policy, world, ledger, requests))
+    assert all(each.ok for each in ledger.outcomes)
+    return found
 
 
 @pytest.mark.parametrize("joining", [None, "embed", "shape"])

@@ -60,13 +60,6 @@ def test_the_time_since_the_last_token_counts():
     assert entered(scheduler, 0.1) == ["a"]
 
 
-def test_a_prefill_on_an_empty_worker_stalls_no_job():
-    scheduler = make(mtpot_s=0.3)
-    for name in "abc":
-        submit(scheduler, name, prompt=100)
-    assert entered(scheduler, 0.0) == ["a", "b", "c"]
-
-
 def test_newcomers_do_not_delay_each_others_first_tokens_beyond_ttft():
     """Two are prefilled in 0.8 s and step in 20 ms; three would have their first tokens at 1.23
     s.
@@ -100,13 +93,6 @@ def test_late_jobs_wait_behind_jobs_in_time():
 def test_no_job_is_deferred_in_the_attempts_for_late_jobs():
     _, first = late_and_in_time(late_share=0.5)
     assert first == ["a"]
-
-
-def test_late_jobs_are_served_if_no_others_wait():
-    scheduler = make(ttft_s=0.001)
-    for name in "ab":
-        submit(scheduler, name)
-    assert entered(scheduler, 9.0) == ["a", "b"]
 
 
 def test_a_cancelled_request_is_removed_from_the_deferred_jobs():

@@ -1,15 +1,12 @@
 """A smaller priority is more urgent: it waits less, and less urgent rows are evicted for it."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from toolkit.estimators.laws import LinearSwap, bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Job, Request, RoundResult, Worker
-from toolkit.sched.waiting import WaitingJobs
+from toolkit.sched.types import Batch, Request, RoundResult, Worker
 
 CONTINUOUS = {
     "conservative": {},
@@ -42,29 +39,6 @@ def finish(scheduler: Scheduler, batch: Batch, steps: int, now_s: float) -> None
 
 def ids(jobs) -> list[str]:
     return [job.request_id for job in jobs]
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(-2, 2), st.sampled_from(["append", "appendleft", "defer", "advance"]))
-    )
-)
-def test_an_inbox_is_always_in_the_order_of_urgency(steps: list[tuple[int, str]]):
-    inbox = WaitingJobs()
-    tokens = 0
-    for ticket, (priority, step) in enumerate(steps):
-        if step == "defer" and inbox:
-            inbox.defer(inbox[len(inbox) // 2])
-        elif step == "advance" and inbox.behind:
-            inbox.advance(inbox.behind[0])
-        else:
-            job = Job(Request(str(ticket), 0.0, ticket, 1, priority), ticket, ticket)
-            (inbox.appendleft if step == "appendleft" else inbox.append)(job)
-            tokens += ticket
-        for waiting in (inbox, inbox.behind):
-            urgency = [job.priority for job in waiting]
-            assert urgency == sorted(urgency)
-        assert inbox.tokens == tokens == sum(job.length for job in inbox.all_jobs())
 
 
 @pytest.mark.parametrize("policy", [*CONTINUOUS, "sequence", "baton"])
@@ -126,17 +100,6 @@ def test_when_memory_is_short_the_least_urgent_row_leaves_and_not_the_last_admit
         submit(scheduler, name, priority, prompt=10)
     finish(scheduler, start(scheduler, 0.0), 10, 10.0)
     assert ids(start(scheduler, 10.0).evict) == ["b"]
-
-
-def test_in_a_slab_the_least_urgent_leaves_first():
-    scheduler = make("baton", capacity=100, memory_threshold=1.0, headroom_steps=1)
-    for name, priority in (("a", 1), ("b", 0), ("c", 0)):
-        submit(scheduler, name, priority)
-    first = start(scheduler, 0.0)
-    assert (ids(first.jobs), first.steps) == (["b", "c", "a"], 13)
-    submit(scheduler, "d", 0)
-    finish(scheduler, first, 13, 13.0)
-    assert ids(start(scheduler, 13.0).evict) == ["a"]
 
 
 def test_an_urgent_job_preempts_under_feedback_queues_and_no_cache_is_lost():

@@ -108,16 +108,6 @@ def test_it_counts_the_jobs_that_are_served_before_a_job_while_jobs_come_and_go(
             assert all(other in inbox for other in left)
 
 
-@given(jobs_that_wait)
-def test_it_finds_the_job_that_starves_next(rows):
-    inbox, left = filled(rows)
-    besides = set(left[::2])
-    waits_s = [NOW_S - job.waiting_since_s for job in left if job not in besides]
-    assert inbox.next_wait_s(NOW_S, PATIENCE_S, besides) == max(
-        [w for w in waits_s if w < PATIENCE_S], default=-1.0
-    )
-
-
 def test_no_job_enters_before_a_starving_job_without_room():
     law = bilinear_law(p=(0.0, 0.0, 0.01, 0.0), d=(0.0, 0.0, 0.0, 1.0))
     policy = make_policy("mlfq", {"quantum_s": 2.0, "starvation_s": 5.0})
@@ -132,15 +122,3 @@ def test_no_job_enters_before_a_starving_job_without_room():
     scheduler.complete(RoundResult(second.batch_id, 0, 1, ("runs",)), 9.0)
     (third,) = scheduler.tick(9.0)
     assert [job.request_id for job in third.jobs] == ["large", "small"]
-
-
-@pytest.mark.slow
-@given(jobs_that_wait)
-def test_it_knows_the_longest_job_that_has_generated_nothing(rows):
-    inbox, left = filled(rows)
-    for k, job in enumerate(left):
-        assert inbox.longest_new == max(
-            [job.length for job in left[k:] if not job.generated], default=0
-        )
-        inbox.remove(job)
-    assert inbox.longest_new == 0

@@ -61,13 +61,6 @@ def test_a_request_that_can_never_fit_is_refused_by_name():
     assert says(refusal.reason, "max_tokens", "140", "50")
 
 
-def test_load_rises_with_a_batch_and_falls_with_its_completion():
-    scheduler, batch = started("a")
-    assert scheduler.workers[0].load_s == batch.estimated_s > 0
-    scheduler.complete(done(batch, 1, finished=True), 1.0)
-    assert scheduler.workers[0].load_s == 0.0
-
-
 def test_a_batch_out_of_memory_is_tried_again_in_halves_on_its_worker():
     scheduler, batch = started("a b c")
     scheduler.complete(done(batch, 0, finished=False, failure="oom"), 1.0)

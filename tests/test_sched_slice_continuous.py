@@ -38,14 +38,6 @@ def test_admission_counts_a_slice_and_not_the_clients_limit():
     assert [job.request_id for job in batch.jobs] == ["a", "b", "c"]
 
 
-def test_reserve_is_kept_free():
-    scheduler = make(capacity=150, reserve=0.01)
-    for name in "abc":
-        submit(scheduler, name, prompt=30)
-    (batch,) = scheduler.tick(0.0)
-    assert len(batch.jobs) == 2
-
-
 def test_rows_that_end_before_a_newcomers_slice_leave_their_room_to_it():
     """a holds 50 and has 10 steps left, b enters with 60: the peak is 60 + 70 = 130, not 60 +
     80.
@@ -60,13 +52,6 @@ def test_rows_that_end_before_a_newcomers_slice_leave_their_room_to_it():
     (second,) = scheduler.tick(10.0)
     assert [job.request_id for job in second.jobs] == ["b"]
     assert second.steps == 10  # a's slice is over then
-
-
-def test_a_slice_ends_at_the_attempt_that_follows_its_last_token():
-    scheduler = make(slice_tokens=13)
-    submit(scheduler, "a", prompt=10)
-    (batch,) = scheduler.tick(0.0)
-    assert batch.steps == 20
 
 
 def test_a_job_stays_with_its_cache_if_no_other_waits():
