@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import SegmentedLaw, WithOverhead, bilinear_law, unit_step
+from toolkit.estimators.laws import SegmentedLaw, WithOverhead
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.files.fit import Segment
-
-PAPER = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 
 FLAT = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
 
@@ -128,27 +126,6 @@ def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s
         expected
     )
     assert slower.prefill_emits_token == law.prefill_emits_token
-
-
-def test_a_slice_is_shorter_where_prefill_emits_a_token():
-    law = bilinear_law(p=(0, 0, 0, 1.0), d=(0, 0, 0, 1.0), prefill_emits_token=True)
-    assert law.serve_s(1, 10, 8) == 1 + 7
-
-
-def test_figure_11_a_long_request_with_fifteen_short_ones_and_apart():
-    assert PAPER.serve_s(16, 1024, 128) == pytest.approx(13.5, abs=0.001)
-    assert PAPER.serve_s(15, 10, 128) + PAPER.serve_s(1, 1024, 128) == pytest.approx(7.6, abs=0.001)
-
-
-def test_unit_step_counts_decode_steps_alone():
-    assert unit_step().serve_s(7, 300, 20) == 20
-
-
-def test_tables_are_shared_and_cannot_be_written_to():
-    table = PAPER.serve_table(8, 16)
-    assert PAPER.serve_table(8, 16) is table
-    with pytest.raises(ValueError, match="read-only"):
-        table[0, 0] = 1.0
 
 
 @pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])

@@ -42,13 +42,6 @@ def test_fitted_dispatch_and_stretch_equal_the_true_ones():
     assert overhead.error.points == 8
 
 
-def test_noise_raises_the_error_and_hardly_changes_the_law():
-    rounds = fitted(noise=0.05).rounds
-    assert rounds.overhead.stretch == pytest.approx(1.3, rel=0.05)
-    assert 0.3 < rounds.overhead.error.median_percent < 10.0
-    assert rounds.join.row_s == pytest.approx(2e-4, rel=0.2)
-
-
 def test_the_fitted_link_to_host_memory_equals_the_true_one():
     swap = fitted().swap
     assert (swap.latency_s, swap.out_bytes_per_s, swap.in_bytes_per_s) == (
@@ -68,14 +61,6 @@ def test_transfers_do_not_overlap_computation_on_a_cpu(device, overlaps):
 
 def test_the_usable_share_is_what_ran_at_every_length():
     assert fitted().rounds.usable_share * FACTS.capacity_tokens == close(min(110 * 65, 28 * 257))
-
-
-def test_parts_that_take_no_time_have_no_terms():
-    rounds = fitted(
-        join=lambda rows, length: 0.0, leave_s=lambda length: 0.0, grow=lambda rows, length: 0.0
-    ).rounds
-    assert (rounds.join.row_s, rounds.leave.row_s, rounds.grow.token_s) == (0.0, 0.0, 0.0)
-    assert (rounds.overhead.batch_s, rounds.overhead.stretch) == (close(1.5e-3), close(1.3))
 
 
 def test_the_law_of_rounds_predicts_the_measured_rounds():

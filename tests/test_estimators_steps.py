@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, features
+from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended
 
 LAW = StepLaw(
     base_s=4.0, row_s=0.5, prefill_s=2.0, cached_s=0.25, attended_s=0.125, token_s=(1.0, 0.5),
@@ -45,21 +45,6 @@ def test_decodes_beside_a_chunk_have_their_own_reading_cost():
 def test_a_chunk_pays_for_tokens_and_attention():
     shape = StepShape(0, 0, 1, 20, chunk_attended(cached=30, new=20))
     assert LAW.forward_s(shape) == 4.0 + 0.5 + 2.0 + (16 * 1.0 + 4 * 0.5) + 0.125 * 20 * (30 + 10)
-
-
-def test_chunks_attend_to_as_much_as_the_whole_prompt():
-    parts = chunk_attended(0, 5) + chunk_attended(5, 7) + chunk_attended(12, 8)
-    assert parts == chunk_attended(0, 20)
-
-
-def test_tokens_of_both_kinds_share_the_knots():
-    alone = StepShape(0, 0, prefill_tokens=20)
-    mixed = StepShape(6, 0, prefill_tokens=14)
-    assert features(alone, (0, 16))[-2:] == features(mixed, (0, 16))[-2:] == (16.0, 4.0)
-
-
-def test_a_law_equals_the_law_made_of_its_coefficients():
-    assert StepLaw.of(LAW.coefficients, LAW.knots, LAW.host_s, LAW.host_row_s) == LAW
 
 
 @given(shape=shapes, values=coefficients, more=st.integers(1, 100))
