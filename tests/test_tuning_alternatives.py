@@ -30,7 +30,7 @@ def inputs(sla: dict[str, float], **changes: object) -> Inputs:
         if recipe.engine.name == "vllm"
         else samples.fit(engine=recipe.engine.name)
     )
-    return Inputs(recipe, fit, make_workload(recipe, fit, trace(1000)))
+    return Inputs(recipe, fit, make_workload(recipe, fit, trace(500)))
 
 
 def tuned(given: Inputs) -> tuple[Tuning, Alternatives]:

@@ -22,7 +22,6 @@ from toolkit.tuning.capacity import (
     SESSIONS,
     TOLERANCE,
     LoadSearch,
-    at_concurrency,
     at_rate,
     busiest_part,
     judged_s,
@@ -30,8 +29,8 @@ from toolkit.tuning.capacity import (
     own_rate_rps,
     rate_capacity,
 )
-from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, make_world
-from toolkit.tuning.workload import in_process, most_requests, own_settings, whole_setup
+from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, make_world
+from toolkit.tuning.workload import in_process, own_settings, whole_setup
 
 pytestmark = pytest.mark.whole_traces
 LOADS = st.floats(0.01, 1000.0)
@@ -147,11 +146,6 @@ def test_a_trace_of_sessions_lasts_many_times_as_long_as_one():
     assert judged_s(setup({"ttft_p99_s": 2.0}, requests)) == pytest.approx(LASTING * 2.0)
 
 
-def test_requests_at_once_are_more_than_there_are_places():
-    [judged] = at_concurrency(setup({"ttft_p99_s": 2.0}, trace(100)), 50).windows
-    assert len(judged) >= 500
-
-
 def test_the_rate_of_a_busiest_part_is_the_whole_trace_s():
     gaps_s = np.concatenate([np.full(LONG, 1.0), np.full(LONG // 5, 0.1)])
     ones = np.ones(len(gaps_s), dtype=np.int64)
@@ -164,15 +158,6 @@ def test_the_rate_of_a_busiest_part_is_the_whole_trace_s():
     assert mean_rate(before) > 1.2 * mean_rate(whole)
     [judged] = at_rate(part, 2.0 * mean_rate(whole)).windows
     assert mean_rate(judged) == pytest.approx(2.0 * mean_rate(before)), "twice the trace's rate"
-
-
-def test_all_of_a_day_is_judged_under_vllm_and_the_part_of_others_has_the_trace_s_rate():
-    ones = np.ones(300_000, dtype=np.int64)
-    day = Trace(np.cumsum(np.linspace(0.1, 0.5, 300_000)) - 0.1, ones, ones, 0 * ones)
-    assert most_requests("vllm") >= 1_000_000
-    where = setup({"ttft_p99_s": 2.0}, day)
-    assert len(where.windows[0]) < len(day)
-    assert own_rate_rps(where) == pytest.approx(mean_rate(day))
 
 
 def test_a_trace_that_is_too_long_is_judged_on_its_busiest_part():
@@ -188,8 +173,3 @@ def test_a_trace_that_is_too_long_is_judged_on_its_busiest_part():
     assert part.end_s > 1010
     whole = busiest(long, 5000)
     assert whole.trace is long
-
-
-def test_limits_of_a_whole_trace_include_that_the_queue_does_not_grow():
-    assert setup({}, trace(100)).limits.max_behind_percent is not None
-    assert CandidateLimits.of(samples.recipe()).max_behind_percent is None

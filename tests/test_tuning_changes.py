@@ -11,11 +11,9 @@ from test_tuning_drafts import fit_with, recipe_with
 
 from toolkit.cli.basis import computed_fit
 from toolkit.errors import InputError
-from toolkit.files.capacity import Capacities, CapacityOf, Requests
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
-from toolkit.report.capacity import conclusion
 from toolkit.traces.types import SharedBlocks
 from toolkit.tuning.changes import RecipeChange, changed_recipe, on_gpus
 from toolkit.tuning.deployments import (
@@ -59,21 +57,6 @@ def test_a_parameter_has_its_own_name_or_its_path(shipped: Recipe, words: str) -
     assert found.model_copy(update={"policy": shipped.policy}) == shipped
 
 
-def test_several_keys_change_together(shipped: Recipe) -> None:
-    found = changed(shipped, "max_num_seqs=64,sla.ttft_p99_s=1.5,workers=2")
-    assert found.policy.parameters["max_num_seqs"] == 64
-    assert found.sla == {**shipped.sla, "ttft_p99_s": 1.5}
-    assert found.workers == 2
-
-
-def test_values_are_those_of_yaml(shipped: Recipe) -> None:
-    found = changed(
-        shipped, "num_speculative_tokens=2,serve.acceptance={rates: [0.8, 0.5], proposed: 0.5}"
-    )
-    assert found.serve.acceptance is not None
-    assert found.serve.acceptance.rates == [0.8, 0.5]
-
-
 def test_bytes_follow_from_the_config(shipped: Recipe) -> None:
     assert changed(shipped, "model.quantization=fp8").model.weight_bytes == FP8_BYTES
     cache = changed(shipped, "engine.vllm.kv_cache_dtype=fp8").model
@@ -85,45 +68,24 @@ def test_bytes_follow_from_the_config(shipped: Recipe) -> None:
     assert changed(back, "model.quantization=null").model.weight_bytes == 141_107_412_992
 
 
-def test_bytes_that_the_config_does_not_give_must_be_given(shipped: Recipe) -> None:
-    odd = shipped.model_copy(
-        update={"model": shipped.model.model_copy(update={"weight_bytes": 12_345})}
-    )
-    with pytest.raises(InputError) as error:
-        changed(odd, "model.quantization=fp8")
-    assert "model.weight_bytes" in error.value.hint
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         ("prefix_caching", "prefix_caching"),
-        ("=3", "=3"),
         ("prefix_cachin=false", "prefix_caching"),
         ("kv_cache_dtype=fp8", "engine.vllm.kv_cache_dtype"),
         ("engine.vllm.kv_cache_dtyp=fp8", "kv_cache_dtype"),
-        ("engin.name=vllm", "engine"),
-        ("policy.parameters.max_num_seq=3", "max_num_seqs"),
         ("max_num_seqs=many", "many"),
-        ("max_num_seqs=0", "0"),
         ("max_num_seqs=1024", "max_num_seqs"),  # the recipe's own
         ("max_num_seqs=3,max_num_seqs=4", "max_num_seqs"),
         ("model.quantization=int4", "int4"),
-        ("model.quantization=[fp8", "model.quantization"),
-        ("workers.count=2", "workers"),
         ("sla.ttft=3", "ttft"),
         ("engine.tensor_parallel_size=2", "--tp"),
         ("policy.name=past-future", "--policies"),
         ("hardware.usd_per_hour=3", "--price"),
-        ("hardware.memory_gib=80", "hardware"),
         ("serve.max_new_tokens=64", "serve.max_new_tokens"),
-        ("model.max_model_len=64", "model.max_model_len"),
-        ("name=other", "name"),
         ("engine={name: transformers}", "engine"),
-        ("serve={max_new_tokens: 9}", "serve"),
         ("tune.trials=3", "tune.trials"),
-        ("serve.port=1", "serve.port"),
-        ("profile.repeats=1", "profile.repeats"),
         ("replica_router.name=by-law", "--workers"),  # there is one
         ("serve.acceptance.length=2", "num_speculative_tokens"),
     ],
@@ -188,15 +150,6 @@ def test_what_is_not_computed_is_refused(
     with pytest.raises(InputError) as error:
         changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
     assert named in error.value.whole
-
-
-def test_a_fit_that_is_not_computed_so_is_no_base(shipped: Recipe, own_fit: Fit) -> None:
-    engine = own_fit.engine.model_copy(update={"analytic": "other operators"})
-    other = own_fit.model_copy(update={"engine": engine})
-    with pytest.raises(InputError):
-        changed_deployment(
-            shipped, other, RecipeChange.parsed("model.quantization=fp8", shipped), compute
-        )
 
 
 def test_drafts_stand_beside_none_where_both_laws_were_measured() -> None:
@@ -270,58 +223,6 @@ def test_the_fewest_of_which_some_may_be_lost_are_so_many_more() -> None:
     assert spare is not None
     assert alone.recipe.workers > 1
     assert spare.recipe.workers == alone.recipe.workers + 2
-
-
-def capacity_of(rate: float | None, **given: object) -> CapacityOf:
-    about: dict[str, object] = {
-        "recipe": "one",
-        "settings": "defaults",
-        "engine": "vllm",
-        "policy": "vllm",
-        "parameters": {},
-        "router": None,
-        "workers": 3,
-        "gpus": 3,
-        "capacity_rps": rate,
-        "at_least": False,
-        "error_percent": 1.0,
-        "judged_requests": 100,
-        "of_requests": 100,
-        "repeats": 1,
-        "scaling": None,
-        "changes": "",
-        "binding": None,
-        "concurrency": None,
-        "concurrency_binding": None,
-        "metrics": {},
-        "cost": None,
-        "needed": None,
-        "analytic": None,
-        "curve": [],
-        "concurrency_curve": [],
-    }
-    return CapacityOf.model_validate(about | given)
-
-
-def said(*capacities: CapacityOf) -> list[str]:
-    requests = Requests(source="t", requests=1, notes=[], scaling=None)
-    result = Capacities(trace=requests, sla={}, wanted_rps=None, capacities=list(capacities))
-    return conclusion(result)
-
-
-def test_the_conclusion_says_how_many_times_as_much() -> None:
-    key = {"changed": {"policy.parameters.prefix_caching": False}, "settings": "new"}
-    assert any("0.5 " in line for line in said(capacity_of(50.0), capacity_of(25.0, **key)))
-    same = said(capacity_of(50.0), capacity_of(50.2, **key))
-    assert not any("1 times" in line for line in same)
-    short = said(capacity_of(50.0, at_least=True), capacity_of(50.0, at_least=True, **key))
-    assert not any("times" in line or "1.0 %" in line for line in short if "new" in line)
-    assert len(said(capacity_of(None), capacity_of(9.0, **key))) == 2
-
-
-def test_the_conclusion_has_a_line_for_lost_workers() -> None:
-    lines = said(capacity_of(50.0), capacity_of(30.0, lost=1, settings="defaults, 1 lost"))
-    assert ["50" in lines[0], "30" in lines[1], len(lines)] == [True, True, 2]
 
 
 def test_the_same_gpus_are_few_large_workers_or_many_small_ones() -> None:

@@ -1,7 +1,6 @@
 """Drafts as a variable: their laws in one fit, and the search among them."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ import samples
 from lean import without_capacity
 from said import says
 from test_estimators_steps_fit import LAW, measured
-from test_sim_paged_commands import HEAD, trace
+from test_sim_paged_commands import trace
 
 from toolkit.backends.vllm.command import draft_flags
 from toolkit.endpoints.acceptance import acceptance_of
@@ -68,7 +67,7 @@ def test_cheap_drafts_are_recommended() -> None:
     fit = fit_with((0, 3))
     recipe = recipe_with()
     inputs = Inputs(recipe, fit, make_workload(recipe, fit, trace(300)))
-    result = tune(inputs, InProcessRunner(), HEAD, lambda best: None)
+    result = tune(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
     assert result.best.parameters["num_speculative_tokens"] == 3
 
 
@@ -123,10 +122,6 @@ def test_acceptance_is_read_from_vllm_s_metrics() -> None:
     assert found.proposed == pytest.approx(200 / (600 - 180 - 20))
 
 
-def test_a_page_without_drafts_has_no_acceptance() -> None:
-    assert acceptance_of(parsed_metrics(PAGE.split("# TYPE vllm:generation")[1])) is None
-
-
 def test_the_flags_of_drafts() -> None:
     recipe = recipe_with()
     assert draft_flags(recipe, {}, []) == []
@@ -138,10 +133,3 @@ def test_the_flags_of_drafts() -> None:
     assert json.loads(text)["synthetic_acceptance_rates"] == [0.5, 0.2]
     with pytest.raises(InputError):
         draft_flags(recipe, {"num_speculative_tokens": 2}, [0.5, 0.2])
-
-
-def test_drafts_without_a_method_are_refused(tmp_path: Path) -> None:
-    recipe = samples.recipe(engine={"name": "vllm"}, policy={"name": "vllm"})
-    with pytest.raises(InputError) as error:
-        draft_flags(recipe, {"num_speculative_tokens": 2}, [])
-    assert says(error.value.whole, "2", "engine.vllm.drafts")

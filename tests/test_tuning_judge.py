@@ -101,15 +101,6 @@ def test_where_the_best_keeps_the_limits_nothing_else_is_tried() -> None:
 
 
 @pytest.mark.slow
-def test_where_the_defaults_keep_the_limits_nothing_else_is_tried() -> None:
-    runner = Made(whole=lambda tokens: 0.5 if tokens == 128 else 1.5)
-    found, slices = judged(runner)
-    assert runner.tried == [128, slices[0]]
-    assert found.default.feasible(found.limits)
-    assert found.of_space["slice"] == found.default  # the other breaks a limit
-
-
-@pytest.mark.slow
 def test_where_the_best_breaks_a_limit_the_next_best_are_tried() -> None:
     _, slices = judged(Made(whole=lambda tokens: 1.0))
     third = slices[2]

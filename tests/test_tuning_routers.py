@@ -13,10 +13,9 @@ from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import digest, head
 from toolkit.files.plan import Plan
-from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import Tuning
 from toolkit.report.verdict import verdict
-from toolkit.routing.routers import ROUTERS, router_of
+from toolkit.routing.routers import ROUTERS
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import make_world
@@ -73,13 +72,6 @@ def test_each_router_is_a_space_with_its_own_parameters_and_the_recipe_s_targets
     assert task.parameters["max_num_seqs"] == 7
     assert task.router is not None
     assert (task.router.parameters["late"], task.router.parameters["ttft_s"]) == (2.0, 0.3)
-
-
-def test_one_server_has_no_router_to_search() -> None:
-    given = inputs(workers=1)
-    (space,) = settings_of(given.recipe, given.fit).spaces[:1]
-    assert space.router is None
-    assert make_world(given.recipe, given.fit).routing is None
 
 
 def test_a_recipe_narrows_the_routers_and_their_parameters() -> None:
@@ -151,15 +143,6 @@ def test_the_search_finds_the_router_that_knows_what_is_cached(
 
 
 @pytest.mark.slow
-def test_where_nothing_is_shared_and_load_is_low_there_is_nothing_to_gain() -> None:
-    low = TUNE | {"routers": ["sglang"], "request_rate_rps": 2.0, "trials": 3}
-    given = inputs(shared=False, tune=low)
-    result = found_by(given)
-    assert result.best.replica_router == RouterSpec()
-    assert any(line.startswith("nothing to gain from a router") for line in verdict(result))
-
-
-@pytest.mark.slow
 def test_the_plan_has_router_and_replicas_and_explains_them(routed: Tuning, tmp_path: Path) -> None:
     recipe = inputs().recipe
     file = tmp_path / "trace.jsonl"
@@ -177,15 +160,6 @@ def test_the_plan_has_router_and_replicas_and_explains_them(routed: Tuning, tmp_
     if name == "by-law":
         assert plan.explained["by-law.ttft_s"].source == "recipe: sla"
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
-
-
-def test_a_plan_without_a_tuning_has_the_recipe_s_router_and_one_server_has_none() -> None:
-    several = inputs(replica_router={"name": "llm-d"}).recipe
-    plan = make_plan(several, samples.paged_fit(), None, {})
-    assert plan.replica_router == router_of(several)
-    alone = make_plan(inputs(workers=1).recipe, samples.paged_fit(), None, {})
-    assert alone.replica_router is None
-    assert "replica_router" not in alone.model_dump()
 
 
 def test_neither_replicas_nor_prices_make_a_measurement_stale(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.tuning import ScaledLengths, Scaling, Tuning
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
-from toolkit.traces.windows import prepare, scale_lengths
+from toolkit.traces.windows import prepare
 
 RECIPE = """\
 name: test
@@ -69,7 +69,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("given", "last"),
     [
         (scaling(2.0), None),
-        (scaling(1.9, 1.5, context=99_999), None),
         (scaling(4.0), "max_model_len: 512 limits the prompts: raise"),
         (scaling(4.0, context=512), "max_model_len: 512 limits the prompts: the model takes no"),
         (scaling(4.0, context=8192), "max_model_len: 512 limits the prompts: raise"),
@@ -85,17 +84,6 @@ def test_beyond_a_divisor_of_two_the_warnings_say_what_limits_the_lengths(
     else:
         assert "trace's own requests" in warnings[0]
         assert warnings[-1].startswith(last)
-
-
-def test_the_numbers_are_those_of_the_trace_before_and_after() -> None:
-    whole = read_trace(trace_path("chat-small"))[0]
-    scaled = scale_lengths(whole, 512, 256)
-    assert scaled.scaling is not None
-    found = scaled.scaling.prompts
-    assert found.mean_tokens == pytest.approx(whole.prompt_tokens.mean())
-    assert found.scaled_mean_tokens == pytest.approx(scaled.prompt_tokens.mean())
-    assert found.limit_tokens == 256 == scaled.prompt_tokens.max()
-    assert found.divisor > 2
 
 
 def test_the_model_s_own_context_comes_from_the_recipe() -> None:

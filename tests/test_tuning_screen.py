@@ -9,7 +9,6 @@ import samples
 from toolkit.files.tuning import Outcome
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import (
-    SCREEN_SHARE,
     CandidateLimits,
     Evaluation,
     EvaluationSetup,
@@ -45,15 +44,6 @@ def screen_of(where: EvaluationSetup) -> Screen:
     return screen
 
 
-def test_it_is_the_first_part_of_each_window_by_time() -> None:
-    where = setup(20.0)
-    screen = screen_of(where)
-    for part, whole in zip(screen.setup.windows, where.windows, strict=True):
-        assert part.arrival_s.tolist() == whole.arrival_s[: len(part)].tolist()
-        assert part.arrival_s[-1] <= SCREEN_SHARE * whole.arrival_s[-1] < whole.arrival_s[len(part)]
-    assert screen.setup.label != where.label
-
-
 def test_more_than_all_windows_may_have_must_be_late_in_the_part() -> None:
     where = setup(20.0)
     screen = screen_of(where)
@@ -66,11 +56,6 @@ def test_more_than_all_windows_may_have_must_be_late_in_the_part() -> None:
 @pytest.mark.parametrize("sla", [{}, {"e2e_mean_s": 9.0}, {"ttft_p50_s": 1.0}])
 def test_without_a_target_that_can_tell_early_nothing_is_screened(sla: dict[str, float]) -> None:
     assert make_screen(setup(20.0, sla)) is None
-
-
-def test_windows_of_few_requests_are_not_screened() -> None:
-    few = EvaluationSetup(setup(20.0).world, [window(400, 20.0), window(5, 0.1, 2)], SLA)
-    assert make_screen(few) is None
 
 
 @pytest.mark.parametrize("policy", ["sequence", "slice"])

@@ -10,7 +10,7 @@ from toolkit.sched.policies import ORACLES, POLICIES
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import Lengths, backlog
 from toolkit.tuning.evaluate import EvaluationSetup, Task
-from toolkit.tuning.spaces import PolicySpace, make_spaces, search_space, sweep
+from toolkit.tuning.spaces import PolicySpace, make_spaces, search_space
 
 SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
 
@@ -51,13 +51,6 @@ def test_routers_are_searched_where_there_are_several_workers():
     assert "router" not in search_space("past-future", {}, {}, workers=1)
 
 
-def test_a_named_parameter_is_searched():
-    assert "eager" not in search_space("slice", {}, {})
-    space = search_space("slice", {}, {"eager": [True, False], "max_batch_size": [1, 64]})
-    assert space["eager"].choices == (True, False)
-    assert (space["max_batch_size"].low, space["max_batch_size"].high) == (0, 64)
-
-
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - ORACLES))
 def test_every_policy_can_be_searched(policy):
     assert search_space(policy, {}, {})
@@ -82,20 +75,6 @@ def test_an_impossible_search_names_the_problem(policies, narrowed, named):
         make_spaces(SLICE, policies, narrowed, 2)
     assert says(caught.value.message, *named)
     assert caught.value.hint
-
-
-def test_a_range_is_widened_to_hold_the_start():
-    space = search_space("slice", {"slice_tokens": 128}, {"slice_tokens": [4, 64]})
-    assert sweep(space["slice_tokens"], 2) == [4, 128]
-
-
-def test_a_sweep_has_all_choices():
-    assert sweep(search_space("slice", {}, {"eager": [False]})["eager"], 7) == [True, False]
-
-
-def test_recipes_take_ranges_and_choices():
-    space = {"slice_tokens": [16, 64], "eager": [True, False], "past-future.router": ["max-min"]}
-    assert samples.recipe(tune={"space": space, "policies": ["all"]}).tune.space == space
 
 
 def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
