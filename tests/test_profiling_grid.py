@@ -1,7 +1,6 @@
 """The points of a profile, their order, and the runs of one visit."""
 
 from collections import Counter
-from functools import partialmethod
 
 import pytest
 from llmctl_fake import FakeEngine
@@ -16,7 +15,7 @@ from toolkit.profiling.grid import (
     in_rounds,
     slice_shapes,
 )
-from toolkit.profiling.process import VISIT_SAMPLES, LocalTimedEngine, Unmeasurable, slice_rows
+from toolkit.profiling.process import LocalTimedEngine, Unmeasurable, slice_rows
 
 SPEC = ProfileSpec(
     batch_sizes=[1, 4, 16, 64],
@@ -54,24 +53,6 @@ def test_every_round_visits_every_point():
     assert visits[GridPoint("prefill", 16, 256)] == 4
 
 
-def test_visits_to_a_point_are_numbered_from_zero():
-    points, _ = grid(SPEC, FACTS)
-    visits = list(in_rounds(points, SPEC))
-    assert len(set(visits)) == len(visits)
-    assert [number for number, point in visits if point == GridPoint("decode", 1, 16)] == list(
-        range(4 * CHEAP_VISITS)
-    )
-
-
-def test_each_round_has_its_own_reproducible_order():
-    points, _ = grid(SPEC, FACTS)
-    visits = list(in_rounds(points, SPEC))
-    first = visits[: len(visits) // 4]
-    second = visits[len(visits) // 4 : len(visits) // 2]
-    assert [point for _, point in first] != [point for _, point in second]
-    assert list(in_rounds(points, SPEC)) == visits
-
-
 def test_slices_stay_within_memory_and_model():
     shapes = slice_shapes(SPEC, 2000, 200).values()
     assert len(shapes) == 40
@@ -86,10 +67,6 @@ def test_a_slice_depends_on_its_number_only():
     assert slice_shapes(few, 2000, 200) == {number: all_of_them[number] for number in range(10)}
 
 
-def test_there_is_no_slice_if_nothing_fits():
-    assert slice_shapes(SPEC, 10, 200) == {}
-
-
 def test_slices_have_real_padding_and_all_their_steps():
     rows = slice_rows(SliceShape(5, 100, 16), vocab_size=50)
     assert [len(row.tokens) for row in rows] == [100, 94, 88, 82, 75]
@@ -97,57 +74,7 @@ def test_slices_have_real_padding_and_all_their_steps():
     assert max(max(row.tokens) for row in rows) == 49
 
 
-class Stopwatch(FakeEngine):
-    """A fake engine with its own clock; the test sets the time of each run."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(FACTS)
-        self.seconds = seconds
-        self.now = 0.0
-        self.runs: list[tuple[str, int, int]] = []
-
-    def _run(self, kind, batch_size, length, clock):
-        self.runs.append((kind, batch_size, length))
-        self.now += self.seconds
-        return self.seconds
-
-    time_prefill = partialmethod(_run, "prefill")
-    time_decode = partialmethod(_run, "decode")
-
-
-def test_a_long_point_is_run_once_after_its_warmups(monkeypatch):
-    engine = Stopwatch(0.5)
-    monkeypatch.setattr("time.perf_counter", lambda: engine.now)
-    bench = LocalTimedEngine(engine, "wall")
-    assert bench.time(GridPoint("prefill", 2, 64), warmups=2) == [0.5]
-    assert engine.runs == [("prefill", 2, 64)] * 3
-
-
-def test_a_short_point_is_run_a_few_times(monkeypatch):
-    engine = Stopwatch(0.001)
-    monkeypatch.setattr("time.perf_counter", lambda: engine.now)
-    bench = LocalTimedEngine(engine, "cpu")
-    assert bench.time(GridPoint("decode", 2, 64), warmups=0) == [0.001] * VISIT_SAMPLES
-
-
 def test_out_of_memory_makes_a_point_unmeasurable():
     bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
     with pytest.raises(Unmeasurable, match="out of memory"):
         bench.time(GridPoint("prefill", 1000, 64), warmups=0)
-
-
-def test_an_engine_reports_which_slices_fit():
-    bench = LocalTimedEngine(FakeEngine(FACTS), "wall")
-    assert bench.fits(SliceShape(64, 112, 16))
-    assert not bench.fits(SliceShape(65, 112, 16))
-
-
-def test_a_probe_takes_one_step_only():
-    steps = []
-
-    class Counting(FakeEngine):
-        def run_slice(self, rows, steps_, on_step):
-            return super().run_slice(rows, steps_, lambda step: steps.append(step) or on_step(step))
-
-    assert LocalTimedEngine(Counting(FACTS), "wall").fits(SliceShape(4, 100, 300))
-    assert len(steps) == 1

@@ -46,13 +46,6 @@ def test_results_are_read_back(path):
         assert journal.set_aside == ""
 
 
-def test_new_results_are_appended(path):
-    with Journal(path, NOW) as journal:
-        journal.put("slice/8", RESULTS["slice/7"])
-    with Journal(path, NOW) as journal:
-        assert journal.results == RESULTS | {"slice/8": RESULTS["slice/7"]}
-
-
 @pytest.mark.slow
 def test_a_torn_line_is_cut_off(path):
     whole = path.read_bytes()
@@ -75,14 +68,6 @@ def test_everything_after_a_damaged_line_is_measured_again(path):
             assert list(journal.results) == ["prefill/1/16/0"]
             assert says(journal.set_aside, "line 3")
         assert path.with_name("profile.json.partial.old").read_bytes() == content
-
-
-def test_a_damaged_first_line_sets_the_file_aside(path):
-    rest = path.read_bytes().splitlines(keepends=True)[1:]
-    for damage in DAMAGED:
-        path.write_bytes(b"".join([damage + b"\n", *rest]))
-        with Journal(path, NOW) as journal:
-            assert (journal.results, journal.set_aside) == ({}, "its first line cannot be read")
 
 
 def test_a_torn_first_line_is_written_again(path):
@@ -125,14 +110,6 @@ def test_a_slightly_changed_budget_is_the_same_engine(path):
     hair = FACTS.model_copy(update={"capacity_tokens": 8190, "kv_budget_bytes": 8190 * 4096})
     with Journal(path, NOW.model_copy(update={"engine": hair})) as journal:
         assert journal.results == RESULTS
-
-
-def test_a_file_that_is_not_a_journal_is_set_aside(tmp_path):
-    path = tmp_path / "x.partial"
-    path.write_text("hello\n")
-    with Journal(path, NOW) as journal:
-        assert "first line" in journal.set_aside
-    assert (tmp_path / "x.partial.old").read_text() == "hello\n"
 
 
 def test_only_one_process_at_a_time(path):

@@ -22,13 +22,7 @@ from toolkit.estimators.fitting import fit_profile
 from toolkit.files.profile import FailedPoint, SlicePoint
 from toolkit.files.shipped import load_recipe
 from toolkit.profiling.grid import GridPoint, SliceShape, grid, in_rounds
-from toolkit.profiling.measure import (
-    Journal,
-    JournalConditions,
-    grid_points,
-    measure,
-    visits_left,
-)
+from toolkit.profiling.measure import Journal, JournalConditions, grid_points, measure, visits_left
 from toolkit.profiling.process import (
     DEATHS_MAX,
     Died,
@@ -41,13 +35,7 @@ from toolkit.profiling.process import (
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.worker_runs import SliceFeed
 from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import (
-    BatchDone,
-    RoundDone,
-    RunRound,
-    WorkerLost,
-    WorkerReady,
-)
+from toolkit.workers.protocol import BatchDone, RoundDone, RunRound, WorkerLost, WorkerReady
 
 RECIPE = """
 name: fake
@@ -199,29 +187,12 @@ def test_a_profile_holds_all_points_of_its_recipe(source):
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_measures_nothing_twice(source):
-    first = Watching(until=30)
-    second = Watching()
-    with pytest.raises(KeyboardInterrupt):
-        run(source, first)
-    found = run(source, second)
-    assert second.plan.resumed == 30
-    assert second.plan.steps == first.plan.steps - 30
-    assert len(second.steps) == second.plan.steps
-    assert len(found.prefill) + len(found.decode) == POINTS
-    assert len(found.slices) == 8
-    journal = journal_path(source.with_name("profile.json")).read_text().splitlines()
-    keys = [json.loads(line)["key"] for line in journal[1:]]
-    assert len(keys) == len(set(keys)) == first.plan.steps
-
-
-@pytest.mark.slow
 def test_a_killed_profile_resumes(source):
     script = f"""
 import os, signal
 from pathlib import Path
 from toolkit.files.io import load_recipe
-from toolkit.profiling.run import profile
+from toolkit.profiling.run import journal_path, profile
 class Watch:
     steps = 0
     def planned(self, plan): pass
@@ -234,8 +205,13 @@ profile(load_recipe(source), source, source.with_name("profile.json"), Watch())
     killed = subprocess.run([sys.executable, "-c", script], check=False)
     assert killed.returncode == -signal.SIGKILL
     watch = Watching()
-    run(source, watch)
+    found = run(source, watch)
     assert watch.plan.resumed == 25
+    assert len(watch.steps) == watch.plan.steps
+    assert (len(found.prefill) + len(found.decode), len(found.slices)) == (POINTS, 8)
+    journal = journal_path(source.with_name("profile.json")).read_text().splitlines()
+    keys = [json.loads(line)["key"] for line in journal[1:]]
+    assert len(keys) == len(set(keys)), "nothing is measured twice"
 
 
 @pytest.mark.slow
@@ -320,19 +296,14 @@ def fake_recipe(**config):
 
 
 @pytest.mark.slow
-def test_a_point_that_kills_its_process_gets_a_new_one():
+def test_a_point_or_a_probe_that_kills_its_process_gets_a_new_one():
     with engine_process(fake_recipe()) as bench:
         bench._child.kill()
         with pytest.raises(Died, match="signal 9"):
             bench.time(GridPoint("prefill", 1, 16), 0)
         assert bench.time(GridPoint("prefill", 1, 16), 0)
-
-
-@pytest.mark.slow
-def test_a_probe_that_kills_its_process_did_not_fit():
-    with engine_process(fake_recipe()) as bench:
         bench._child.kill()
-        assert not bench.fits(SliceShape(1, 16, 16))
+        assert not bench.fits(SliceShape(1, 16, 16)), "it did not fit"
         assert bench.fits(SliceShape(1, 16, 16))
 
 
@@ -424,13 +395,6 @@ def test_each_slice_is_recorded_once_with_its_shape():
         assert result.seconds > 0
 
 
-def test_every_worker_warms_up_and_stays_busy_to_the_end():
-    workers = InMemory(2)
-    run_shapes(workers)
-    assert len(workers.ran) >= len(SHAPES) + 2
-    assert {worker for worker, _, _ in workers.ran} == {0, 1}
-
-
 def test_a_slice_that_runs_out_of_memory_is_recorded_as_failed():
     recorded = run_shapes(InMemory(2, fate=lambda batch_id, rows: "oom" if batch_id == 5 else ""))
     failed = [result for result in recorded.values() if isinstance(result, FailedPoint)]
@@ -443,10 +407,6 @@ def test_a_crashed_worker_gets_slices_again_after_its_restart():
     recorded = run_shapes(workers)
     assert recorded.keys() == SHAPES.keys()
     assert sum(isinstance(result, FailedPoint) for result in recorded.values()) == 1
-
-
-def test_no_slices_need_no_workers():
-    asyncio.run(SliceFeed(None, {}, 95, None).run())
 
 
 @pytest.mark.slow

@@ -9,15 +9,14 @@ import samples
 from pass_logs import header, one_pass
 
 from toolkit.backends.vllm.backend import VllmBackend
-from toolkit.backends.vllm.profile import NeverAtOnce, VllmBench, points, refuse_not_modelled, timed
+from toolkit.backends.vllm.profile import points, refuse_not_modelled, timed
 from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.steps import StepShape, shape_of_rows
-from toolkit.profiling.grid import GridPoint
+from toolkit.estimators.steps import StepShape
 from toolkit.profiling.run import profile
-from toolkit.sched.iterations import LoggedRow, header_of, to_line
+from toolkit.sched.iterations import LoggedRow
 
 
 def recipe_for(python: str, source: str = "toy", **settings: object):
@@ -56,8 +55,21 @@ def profiled(recipe, folder: Path, watch: Watch | None = None):
 
 
 @pytest.mark.slow
-def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
-    found = profiled(recipe_for(fake_vllm_server.install(tmp_path)), tmp_path)
+def test_vllm_is_profiled_and_fitted_pass_by_pass_also_after_an_interruption(tmp_path: Path):
+    class Stops(Watch):
+        left = 12
+
+        def advanced(self, text):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+    recipe = recipe_for(fake_vllm_server.install(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        profiled(recipe, tmp_path, Stops())
+    watch = Watch()
+    found = profiled(recipe, tmp_path, watch)
+    assert watch.plan.resumed >= 11
     assert (found.engine.engine, found.engine.capacity_tokens, found.engine.max_rows) == (
         "vllm",
         4096,
@@ -75,25 +87,6 @@ def test_vllm_is_profiled_and_fitted_pass_by_pass(tmp_path: Path):
     assert fitted.steps is not None
     assert (fitted.steps.blocks, fitted.steps.block_tokens) == (256, 16)
     assert law_of_steps(fitted.steps).forward_s(StepShape(4, 400, 1, 64, 64 * 32)) > 0.0
-
-
-@pytest.mark.slow
-def test_an_interrupted_profile_keeps_its_passes(tmp_path: Path):
-    class Stops(Watch):
-        left = 12
-
-        def advanced(self, text):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-    recipe = recipe_for(fake_vllm_server.install(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        profiled(recipe, tmp_path, Stops())
-    watch = Watch()
-    found = profiled(recipe, tmp_path, watch)
-    assert watch.plan.resumed >= 11
-    assert len(found.decode) == 9
 
 
 @pytest.mark.slow
@@ -118,18 +111,6 @@ def test_a_point_that_fails_is_marked_and_the_profile_goes_on(
 def test_a_server_that_cannot_load_says_why(tmp_path: Path):
     with pytest.raises(EngineError, match=r"exit code 1.*ValueError.*fake dies"):
         profiled(recipe_for(fake_vllm_server.install(tmp_path), "dies"), tmp_path)
-
-
-def test_a_pass_is_described_by_its_sums():
-    shape = shape_of_rows(
-        [
-            LoggedRow("a", 20, 1, 16),
-            LoggedRow("b", 31, 1, 16),
-            LoggedRow("c", 8, 4, 16),
-            LoggedRow("d", 0, 16, 16),
-        ]
-    )
-    assert shape == StepShape(2, 51, 2, 20, 4 * (8 + 2) + 16 * 8, 8)
 
 
 def test_gaps_count_while_requests_wait():
@@ -161,27 +142,6 @@ def test_decodes_are_one_point_and_each_chunked_pass_another():
     assert found[0].decode_cached == 21.5
 
 
-@pytest.mark.parametrize(("late", "tried"), [(0, 1), (2, 3), (9, 4)])
-def test_a_decode_step_whose_requests_parted_is_tried_again(monkeypatch, late: int, tried: int):
-    bench = object.__new__(VllmBench)
-    runs = []
-
-    def measured(point: GridPoint) -> float:
-        runs.append(point)
-        if len(runs) <= late:
-            raise NeverAtOnce("its rows never decoded all at once")
-        return 0.25
-
-    monkeypatch.setattr(VllmBench, "_measure_once", lambda self, point: measured(point))
-    point = GridPoint("decode", 4, 64)
-    if late < tried:
-        assert bench._measure(point) == 0.25
-    else:
-        with pytest.raises(NeverAtOnce):
-            bench._measure(point)
-    assert len(runs) == tried
-
-
 RESOLVED = Resolved(
     groups=[CacheGroup("full", "FullAttentionSpec", 16, 2, 32768)],
     blocks=1000,
@@ -194,22 +154,7 @@ def test_a_server_that_is_not_modelled_is_refused_by_name():
         refuse_not_modelled(header(async_scheduling=True, graph_mode="FULL_AND_MORE"))
 
 
-def test_a_server_that_is_modelled_is_not_refused():
-    refuse_not_modelled(header())
-    refuse_not_modelled(header(resolved=RESOLVED))
-
-
 def test_a_server_is_refused_from_what_it_resolved():
     resolved = dataclasses.replace(RESOLVED, drafts=Drafts("ngram", 3, padded=True))
     with pytest.raises(InputError, match="ngram, 3 drafts"):
         refuse_not_modelled(header(resolved=resolved))
-
-
-def test_several_engines_of_data_parallelism_are_refused():
-    with pytest.raises(InputError, match="2 engines"):
-        refuse_not_modelled(header(), ranks=2)
-
-
-def test_a_header_keeps_all_that_was_resolved():
-    given = header(resolved=RESOLVED)
-    assert header_of(to_line(given)) == given
