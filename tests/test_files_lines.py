@@ -13,14 +13,13 @@ from toy_server import LAW
 
 from toolkit.errors import InputError
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.files.io import MARK_BYTES, LineLog
+from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import (
     EventLogHeader,
     Lost,
     RecordingScheduler,
     Submit,
     from_lines,
-    lost_line,
     replay,
 )
 from toolkit.sched.policies import make_policy
@@ -80,19 +79,6 @@ def test_a_full_disk_loses_lines_and_the_log_counts_them(
     assert says(lost, "log", str(log.lost))
 
 
-def test_each_gap_has_its_own_mark(tmp_path: Path) -> None:
-    log = LineLog(tmp_path / "log", 1 << 20, mark)
-    for first in (1, 201):
-        with room_for(log_size := (tmp_path / "log").stat().st_size + 1000):
-            log.write(lines(first, first + 199))
-        assert (tmp_path / "log").stat().st_size <= log_size
-    log.close()
-    found = read(tmp_path / "log")
-    gaps = [int(line[1:].split()[0]) for line in found if line.startswith("<")]
-    assert len(gaps) == 2
-    assert sum(gaps) == log.lost == 400 - (len(found) - 2)
-
-
 def test_the_size_is_bounded_and_the_mark_names_the_limit(tmp_path: Path) -> None:
     log = LineLog(tmp_path / "log", 2000, mark)
     for first in range(1, 1001, 10):
@@ -101,16 +87,6 @@ def test_the_size_is_bounded_and_the_mark_names_the_limit(tmp_path: Path) -> Non
     found = read(tmp_path / "log")
     assert (tmp_path / "log").stat().st_size <= 2000
     assert found[-1] == f"<{1000 - (len(found) - 1)} its limit of 2000 bytes is reached>"
-
-
-def test_a_log_with_no_room_raises_nothing(tmp_path: Path) -> None:
-    log = LineLog(tmp_path / "log", 1 << 20, mark)
-    with room_for(10):
-        log.write(lines(1, 20))
-    log.write(lines(21, 22))
-    log.close()
-    assert log.lost == 20
-    assert read(tmp_path / "log") == ["<20 File too large>", "line 0021", "line 0022"]
 
 
 def test_a_pipe_that_is_not_read_loses_lines_and_stalls_nothing(tmp_path: Path) -> None:
@@ -161,10 +137,6 @@ def test_the_replay_of_an_event_log_reports_lost_events(tmp_path: Path) -> None:
     at = events.index(gap) + 1
     assert len(said) == 1
     assert says(said[0], f"event {at}", str(gap.events), "File too large")
-
-
-def test_a_mark_fits_whatever_the_reason_is() -> None:
-    assert len(lost_line(10**15, "x" * 500)) < MARK_BYTES - 20
 
 
 def test_a_trace_on_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:

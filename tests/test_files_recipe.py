@@ -90,10 +90,6 @@ def test_a_recipe_is_a_mapping(tmp_path: Path, text: str) -> None:
     assert says(error.hint, "`name:`", "docs/reference/recipe.md")
 
 
-def test_a_bare_name_is_a_shipped_recipe() -> None:
-    assert load_recipe("tiny-llama-cpu").name == "tiny-llama-cpu"
-
-
 def test_a_file_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny-llama-cpu").write_text(GOOD)
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_len
 from toolkit.traces.growth import Growth, grown
 from toolkit.traces.read import read_trace
 from toolkit.traces.sharing import reusable_tokens
-from toolkit.traces.types import SharedBlocks, Trace
+from toolkit.traces.types import Trace
 from toolkit.traces.write import write_trace
 
 HOUR_S = 3600.0
@@ -42,13 +42,6 @@ def test_these_hours_get_the_factor_and_the_others_nothing() -> None:
     assert (np.diff(more.arrival_s) >= 0).all()
 
 
-def test_the_requests_of_the_trace_are_unchanged() -> None:
-    trace = steady()
-    more, _ = grow(trace, "1-2=3.7", "3-4=1.2")
-    rows = list(more.rows())
-    assert all(row in rows for row in trace.rows())
-
-
 def test_added_requests_have_lengths_of_these_hours_at_times_of_their_own() -> None:
     trace = steady()
     more, added = grow(trace, "1-2=2")
@@ -70,14 +63,6 @@ def test_the_load_keeps_its_shape_within_the_hours() -> None:
     assert early == pytest.approx(2 * len(slow), abs=0.3 * len(slow))
     gaps = np.diff(more.arrival_s[more.arrival_s > 1800.0])
     assert gaps.max() < 8.0  # no gap of the fast half grows to several requests
-
-
-def test_the_seed_decides() -> None:
-    trace = steady()
-    one, again, other = (grow(trace, "0-1=1.3", seed=seed)[0] for seed in (1, 1, 2))
-    assert (one.arrival_s == again.arrival_s).all()
-    assert (one.prompt_tokens == again.prompt_tokens).all()
-    assert not np.array_equal(one.arrival_s, other.arrival_s)
 
 
 def test_hours_of_the_day_are_those_of_the_clock_on_each_day_and_over_midnight() -> None:
@@ -118,16 +103,6 @@ def test_copies_share_what_sessions_share_and_nothing_of_their_own(tmp_path: Pat
     again, report = read_trace(tmp_path / "more.jsonl")
     assert not report.unshared.counts
     assert set(reusable_tokens(again)[1:].tolist()) == {64}
-
-
-def test_a_prompt_without_blocks_still_shares_nothing() -> None:
-    ones = np.ones(3, dtype=np.int64)
-    shared = SharedBlocks(16, np.array([7, 7]), np.array([0, 1, 1, 2]))
-    trace = Trace(np.array([0.0, 1.0, 2.0]), 16 * ones, ones, 0 * ones, shared=shared)
-    more, _ = grow(trace, "0-1=2")
-    assert more.shared is not None
-    assert sorted(more.shared.counts) == [0, 0, 1, 1, 1, 1]
-    assert set(more.shared.ids.tolist()) == {7}
 
 
 @pytest.mark.parametrize(
@@ -182,17 +157,6 @@ def test_dates_count_by_the_clock_of_the_file(tmp_path: Path, capsys, stamp: str
     said = printed(capsys, words, f"{hour}-{hour + 1}=1.5")
     assert (said["added"], said["requests"]) == (10, 30)
     assert refused(capsys, words, f"{hour + 1}-{hour + 2}=1.5")
-
-
-def test_seconds_since_1970_are_hours_in_utc(tmp_path: Path, capsys) -> None:
-    rows = [
-        {"created": 1_767_605_400 + second, "prompt_tokens": 5, "completion_tokens": 4}
-        for second in range(20)  # 2026-01-05 09:30 UTC
-    ]
-    log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    said = printed(capsys, f"trace convert {log} {tmp_path / 'out.jsonl'} --grow 9-10=2")
-    assert said["added"] == 20
 
 
 def test_the_command_says_how_many_and_the_seed_needs_something_to_draw(tmp_path, capsys) -> None:

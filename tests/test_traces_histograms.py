@@ -77,19 +77,6 @@ def test_a_page_gives_the_lengths(drawn, out, tmp_path):
     assert says(err, "prompt", "output", PROMPT)
 
 
-def test_arrivals_are_drawn_at_the_rate_and_the_mean_length_stays(drawn, out, tmp_path):
-    assert drawn(saved(tmp_path, *LATE), "--rate", 5, "--duration", 100)[0] == 0
-    trace, _ = read_trace(out)
-    assert len(trace) == pytest.approx(500, rel=0.2)
-    assert trace.prompt_tokens.mean() == pytest.approx(np.mean([p for p, _ in LATE]), abs=0.01)
-
-
-def test_turns_have_the_lengths_too(drawn, out, tmp_path):
-    words = "--turns", "fixed:2", "--rate", 5, "--duration", 20
-    assert drawn(saved(tmp_path, *LATE), *words)[0] == 0
-    assert read_trace(out)[0].sessions is not None
-
-
 def histogram_with(values: list[int]) -> LengthHistogram:
     bounds = (*map(float, BOUNDS), ABOVE)
     return LengthHistogram(bounds, tuple(map(float, counts(values))), float(sum(values)))
@@ -104,11 +91,6 @@ def test_drawn_lengths_have_the_counts_of_buckets_and_the_sum(values, seed):
     assert counts(drawn) == counts(values)
     assert drawn.sum() == sum(values)
     assert drawn.min() >= 1
-
-
-def test_a_sum_that_buckets_do_not_allow_is_as_near_as_it_can_be():
-    wrong = LengthHistogram((10.0, 20.0, ABOVE), (0.0, 5.0, 0.0), 500.0)
-    assert wrong.draw_unclipped(np.random.default_rng(0), 5).tolist() == [20] * 5
 
 
 @pytest.mark.parametrize(
@@ -156,9 +138,3 @@ def test_a_page_of_several_models_is_refused(drawn, tmp_path):
     code, _, err = drawn(path)
     assert code == 2
     assert says(err, "'a'", "'b'")
-
-
-def test_a_missing_page_is_one_line(drawn, tmp_path):
-    code, _, err = drawn(tmp_path / "absent")
-    assert code == 2
-    assert err.startswith("error: ")

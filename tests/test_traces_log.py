@@ -42,16 +42,6 @@ def test_a_line_is_in_the_file_after_add(tmp_path: Path):
     assert written == "{" + expected + "}\n"
 
 
-def test_a_later_process_appends_to_an_earlier_log(tmp_path: Path):
-    for index in (1, 2):
-        with TraceLog(tmp_path / "log") as log:
-            log.add(TraceLine(log.timestamp(index), 5, 6))
-    trace, report = read_trace(tmp_path / "log")
-    assert report.kept == 2
-    # both were opened at about the same time
-    assert trace.arrival_s.tolist() == pytest.approx([0, 1], abs=0.5)
-
-
 def test_a_torn_last_line_loses_no_other_line(tmp_path: Path):
     whole = '{"timestamp":1,"input_length":1,"output_length":1}\n'
     (tmp_path / "log").write_text(whole + '{"timestamp":2,"inp')

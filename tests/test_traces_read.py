@@ -1,4 +1,4 @@
-"""Each source by a tiny literal file; impossible rows are counted by reason."""
+"""Impossible rows are counted by reason. What each source reads as is in test_traces_frozen."""
 
 import gzip
 import json
@@ -13,81 +13,20 @@ from toolkit.errors import InputError
 from toolkit.traces import read
 from toolkit.traces.read import read_trace
 
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:47.1805900,396,109
-"""
-AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
-2024-05-10 00:00:00.009930+00:00,2162,5
-2024-05-10 00:00:01.009930+00:00,2399,6
-"""
-BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-5,ChatGPT,472,18,490,Conversation log
-45,ChatGPT,1087,0,1087,Conversation log
-118,GPT-4,417,276,693,API log
-"""
-BURSTGPT_SESSIONS = """Timestamp,Session ID,Elapsed time,Model,Request tokens,\
-Response tokens,Total tokens,Log Type
-5,9,1.5,ChatGPT,472,18,490,Conversation log
-"""
 VIDUR = """arrived_at,num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
 0.25,374,44,418,8.5
 0.75,396.0,109,505,3.6
-"""
-VIDUR_LENGTHS = """num_prefill_tokens,num_decode_tokens
-374,44
 """
 MOONCAKE = """{"timestamp": 1000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
 {"timestamp": 1500.5, "input_length": 7322, "output_length": 490, "hash_ids": [0, 14], \
 "max_tokens": 512}
 """
-SERVER_LOG = """\
-{"timestamp":0,"input_length":10,"output_length":4,"e2e_ms":9.5,"ttft_ms":2.0,"status":"ok"}
-{"timestamp":7,"input_length":10,"output_length":0,"e2e_ms":1.0,"status":"error"}
-"""
-SHAREGPT_O1 = """[
-    {"completion_tokens": 1822, "prompt_tokens": 40, "total_tokens": 1862,
-     "reasoning_tokens": 1024},
-    {"completion_tokens": 976, "prompt_tokens": 24, "total_tokens": 1000, "reasoning_tokens": 768}
-]"""
-
-
-@pytest.mark.parametrize(
-    ("text", "arrivals", "prompts", "outputs"),
-    [
-        (AZURE, [0, 0.5], [374, 396], [44, 109]),
-        (AZURE_2024, [0, 1], [2162, 2399], [5, 6]),
-        (BURSTGPT, [0, 113], [472, 417], [18, 276]),
-        (BURSTGPT_SESSIONS, [0], [472], [18]),
-        (VIDUR, [0, 0.5], [374, 396], [44, 109]),
-        (VIDUR_LENGTHS, [0], [374], [44]),
-        (MOONCAKE, [0, 0.5005], [6758, 7322], [500, 490]),
-        (SERVER_LOG, [0], [10], [4]),
-        (SHAREGPT_O1, [0, 0], [40, 24], [1822, 976]),
-    ],
-)
-def test_each_source_is_read_by_its_columns(tmp_path, text, arrivals, prompts, outputs):
-    trace, _ = read_trace(_file(tmp_path, text))
-    assert trace.arrival_s.tolist() == pytest.approx(arrivals, abs=1e-9)
-    assert trace.prompt_tokens.tolist() == prompts
-    assert trace.output_tokens.tolist() == outputs
-
-
-def test_columns_are_found_by_name_in_any_order(tmp_path):
-    trace, _ = read_trace(
-        _file(tmp_path, "GeneratedTokens,x, TIMESTAMP,ContextTokens\n7,?,2023-11-16 18:15:46,5\n")
-    )
-    assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([5], [7])
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
     path = tmp_path / "trace"
     path.write_bytes(b"\xef\xbb\xbf" + VIDUR.replace("\n", "\r\n").encode())
     assert read_trace(path)[1].kept == 2
-
-
-def test_max_tokens_is_kept_and_zero_where_the_trace_has_none(tmp_path):
-    assert read_trace(_file(tmp_path, MOONCAKE))[0].max_tokens.tolist() == [0, 512]
 
 
 TOKENS = "must be a whole number from 1 to 2,147,483,647"
@@ -98,22 +37,16 @@ SECONDS = "must be a finite number of s"
     ("row", "reason", "shown"),
     [
         ("0,0,5", "with a non-positive length", f"num_prefill_tokens is '0', {TOKENS}"),
-        ("0,5,0", "with a non-positive length", f"num_decode_tokens is '0', {TOKENS}"),
-        ("0,-5,5", "with a non-positive length", f"num_prefill_tokens is '-5', {TOKENS}"),
         ("-3,5,5", "with a negative time", "arrived_at is '-3', must be at least 0 s"),
-        ("-1e300,5,5", "with a negative time", "arrived_at is '-1e300', must be at least 0 s"),
         (
             "1e300,5,5",
             "with a time beyond the year 9999",
             "arrived_at is '1e300', must be at most 2.534e+11 s",
         ),
         ("inf,5,5", "unparsable", f"arrived_at is 'inf', {SECONDS}"),
-        ("nan,5,5", "unparsable", f"arrived_at is 'nan', {SECONDS}"),
         ("soon,5,5", "unparsable", f"arrived_at is 'soon', {SECONDS}"),
         (",5,5", "unparsable", f"no arrived_at, {SECONDS}"),
-        ("0,five,5", "unparsable", f"num_prefill_tokens is 'five', {TOKENS}"),
         ("0,5.5,5", "unparsable", f"num_prefill_tokens is '5.5', {TOKENS}"),
-        ("0,inf,5", "unparsable", f"num_prefill_tokens is 'inf', {TOKENS}"),
         ("0,99999999999,5", "unparsable", f"num_prefill_tokens is '99999999999', {TOKENS}"),
         ("0,5", "unparsable", f"no num_decode_tokens, {TOKENS}"),
         ("0,5," + "x" * 99, "unparsable", f"num_decode_tokens is '{'x' * 39}..., {TOKENS}"),
@@ -136,12 +69,6 @@ def test_a_report_names_the_json_value_that_is_nan(tmp_path, array):
         read_trace(_file(tmp_path, "[" + ",".join(rows) + "]" if array else "\n".join(rows)))
     assert says(caught.value.message, "3 unparsable", "row 1", "nan")
     assert caught.value.hint
-
-
-def test_a_time_in_another_unit_is_shown_with_its_limit(tmp_path):
-    rows = [{"timestamp": 10.0**30 * k, "input_length": 5, "output_length": 5} for k in (1, 2)]
-    with pytest.raises(InputError, match=r"1e\+30.*2\.534e\+14"):
-        read_trace(_file(tmp_path, "\n".join(map(json.dumps, rows))))
 
 
 ODD = st.one_of(
@@ -203,10 +130,6 @@ def test_a_broken_first_line_does_not_hide_the_columns(tmp_path):
     assert (report.kept, report.dropped) == (2, {"unparsable": 1})
 
 
-def test_a_failed_response_of_burstgpt_has_no_tokens(tmp_path):
-    assert read_trace(_file(tmp_path, BURSTGPT))[1].dropped == {"with a non-positive length": 1}
-
-
 def test_rows_out_of_order_are_sorted_and_reported(tmp_path):
     lines = [{"timestamp": ms, "input_length": ms + 1, "output_length": 1} for ms in (30, 10, 20)]
     trace, report = read_trace(_file(tmp_path, "\n".join(map(json.dumps, lines))))
@@ -214,12 +137,6 @@ def test_rows_out_of_order_are_sorted_and_reported(tmp_path):
     assert trace.prompt_tokens.tolist() == [11, 21, 31]
     assert report.reordered
     assert "sorted" in " ".join(trace.notes)
-
-
-def test_a_file_without_times_says_so(tmp_path):
-    trace, report = read_trace(_file(tmp_path, SHAREGPT_O1))
-    assert report.timeless
-    assert any("all requests arrive at 0 s" in note for note in trace.notes)
 
 
 def test_a_missing_column_is_named_with_those_found(tmp_path):

@@ -5,9 +5,9 @@ import pytest
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, Lengths, SharedContent, generate
-from toolkit.traces.repeat import most_repeats, repeated
+from toolkit.traces.repeat import repeated
 from toolkit.traces.sharing import reusable_tokens
-from toolkit.traces.types import SharedBlocks, Trace
+from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate
 
 
@@ -58,13 +58,6 @@ def test_each_repeat_keeps_the_arrival_times_and_redraws_the_requests_nearby():
         assert sorted(drawn.tolist()) == sorted(own.tolist()), "a part of the day stays a part"
 
 
-def test_more_repeats_begin_with_fewer():
-    trace = plain()
-    few, many = repeated(trace, 3), repeated(trace, 6)
-    assert many.prompt_tokens[: len(few)].tolist() == few.prompt_tokens.tolist()
-    assert many.arrival_s[: len(few)].tolist() == few.arrival_s.tolist()
-
-
 def test_sessions_are_repeated_whole_as_new_ones():
     trace = sessions()
     whole = repeated(trace, 4)
@@ -93,22 +86,6 @@ def test_repeats_share_the_system_prompt_and_no_conversation():
     assert again == 4 * once + 3 * 64, "a repeat's first request finds the system prompt, no more"
 
 
-def test_without_sessions_a_growing_prompt_counts_as_one_conversation():
-    """One conversation of ten turns, and ten requests with a template, all through the trace."""
-    chain = [list(range(turn + 1)) for turn in range(10)]
-    template = [[100, 101, 200 + k] for k in range(10)]
-    prompts = [ids for pair in zip(chain, template, strict=True) for ids in pair]
-    counts = np.array([len(ids) for ids in prompts])
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    shared = SharedBlocks(16, np.concatenate(prompts), offsets)
-    ones = np.ones(20, dtype=np.int64)
-    trace = Trace(np.arange(20.0), 16 * counts, ones, 0 * ones, shared=shared)
-    whole = repeated(trace, 2)
-    assert whole.shared
-    kept = set(shared.ids.tolist()) & set(whole.shared.take(slice(20, 40)).ids.tolist())
-    assert kept == {100, 101}
-
-
 @pytest.mark.parametrize("times", [0, -1])
 def test_an_impossible_number_is_refused(times):
     with pytest.raises(InputError, match=str(times)):
@@ -119,10 +96,3 @@ def test_requests_that_arrive_at_once_have_no_length_to_repeat():
     ones = np.ones(3, dtype=np.int64)
     with pytest.raises(InputError):
         repeated(Trace(np.zeros(3), ones, ones, ones), 2)
-
-
-def test_once_is_the_trace_itself():
-    trace = plain()
-    assert repeated(trace, 1) is trace
-    assert trace.changes == ""
-    assert most_repeats(trace) > 1_000_000

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from said import says
 from test_traces_shared import blocks_of
 
-from toolkit.traces.generate import Arrivals, draw_arrivals
-from toolkit.traces.sharing import cold_tokens, reusable_tokens, scale_blocks
+from toolkit.traces.sharing import cold_tokens, reusable_tokens
 from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import cut, scale_lengths
 
@@ -75,20 +74,6 @@ def test_scaled_prompts_share_what_they_shared_and_nothing_new(made, divisor):
             assert after == 0
 
 
-@pytest.mark.parametrize(
-    ("block", "divisor", "expected"),
-    [(512, 16.0, 32), (512, 10.79, 16), (512, 100.0, 5), (64, 8.0, 8), (4, 8.0, 1), (16, 1.0, 16)],
-)
-def test_blocks_shrink_as_lengths_do(block, divisor, expected):
-    trace = trace_of(block, [3 * block, 2 * block + 1], [[1, 2, 3], [1, 2, 4]])
-    prompts = np.ceil(trace.prompt_tokens / divisor).astype(np.int64)
-    shared, note = scale_blocks(trace, divisor, prompts)
-    assert shared.block_tokens == expected
-    assert bool(note) == (block / divisor != expected)
-    if divisor == 16.0:
-        assert shared.ids.tolist() == [1, 2, 3, 1, 2, 4]
-
-
 def test_clipped_prompts_lose_the_blocks_beyond_the_limit():
     trace = trace_of(4, [40, 40, 3], [list(range(10)), list(range(10)), [77]])
     fitted = scale_lengths(trace, 11, 1)
@@ -96,11 +81,6 @@ def test_clipped_prompts_lose_the_blocks_beyond_the_limit():
     assert fitted.shared.block_tokens == 1
     assert common(fitted, 0, 1) == 10
     assert common(fitted, 0, 2) == 0
-
-
-def test_a_row_without_blocks_stays_without():
-    scaled = divide_lengths(trace_of(4, [9, 8], [[], [1, 2]]), 2)
-    assert scaled.shared.counts.tolist() == [0, 2]
 
 
 # Rows 0, 2 and 3 are one session, rows 1 and 4 another.
@@ -135,19 +115,6 @@ def test_scaled_turns_hold_the_turn_before_and_its_answer(news, outputs, divisor
     )
 
 
-def test_sessions_are_divided_by_one_factor():
-    lengths = [100, 100, 150, 900, 160]
-    outputs = [50, 50, 50, 50, 50]
-    trace = trace_of(4, lengths, [[]] * 5, TURNS, outputs)
-    fitted = scale_lengths(trace, 400, 50)
-    assert fitted.scaling.prompts.divisor == fitted.scaling.outputs.divisor > 1
-    assert fitted.prompt_tokens.max() <= 350
-    assert fitted.sessions.previous.tolist() == [-1, -1, 0, 2, 1]
-    short = scale_lengths(replace(trace, prompt_tokens=np.array([350, 1, 400, 450, 50])), 401, 50)
-    assert short.sessions.previous[3] == -1
-    assert says(" ".join(short.notes), "1 of 3")
-
-
 def test_a_window_cuts_sessions_and_says_what_a_cold_cache_costs():
     ids = [[1, 2], [3], [1, 2, 4], [1, 2, 4, 5], [3, 6]]
     trace = trace_of(4, [8, 4, 12, 16, 8], ids, TURNS)
@@ -158,17 +125,6 @@ def test_a_window_cuts_sessions_and_says_what_a_cold_cache_costs():
     assert says(window.notes[-1], "33.3")
     assert cold_tokens(trace, 2, 5) == 12
     assert len(cut(trace, 0.0, 9.0).notes) == 1
-
-
-def test_drawn_times_keep_the_gaps_within_sessions():
-    trace = replace(trace_of(4, [1] * 5, [[]] * 5, TURNS), arrival_s=np.array([0, 0, 3, 4, 9.0]))
-    drawn = draw_arrivals(trace, Arrivals(0.01), seed=3)
-    first = drawn.sessions.first
-    since = drawn.arrival_s - drawn.arrival_s[first]
-    assert sorted(since.round(9).tolist()) == [0, 0, 3, 4, 9]
-    assert (np.diff(drawn.arrival_s) >= 0).all()
-    assert sorted(drawn.sessions.think_s.tolist()) == [0, 0, 1, 1, 1]
-    assert drawn.arrival_s.max() > 9
 
 
 def reused(trace: Trace) -> int:
@@ -192,9 +148,3 @@ def reused(trace: Trace) -> int:
 def test_a_cache_without_limit_reuses_what_an_earlier_prompt_begins_with(made):
     trace = trace_of(*made)
     assert reusable_tokens(trace).sum() == reused(trace)
-
-
-def test_a_trace_without_blocks_reuses_nothing():
-    trace = replace(trace_of(4, [3], [[1]]), shared=None)
-    assert reusable_tokens(trace).tolist() == [0]
-    assert cold_tokens(trace, 0, 1) == 0

@@ -71,24 +71,6 @@ def test_lengths_are_divided_to_fit_the_99th_percentile():
     assert says(scaled.notes[0], "prompts divided by 10.3", "1 prompts cut to 100 tokens")
 
 
-def test_lengths_that_fit_are_left_alone():
-    scaled = scale_lengths(trace_of([5, 6], [7, 8]), 100, 50)
-    assert scaled.prompt_tokens.tolist() == [5, 6]
-    assert scaled.changes == ""
-
-
-def test_a_single_long_request_does_not_shrink_the_others():
-    scaled = scale_lengths(trace_of([5] * 999 + [90], [5] * 1000), 60, 10)
-    assert scaled.prompt_tokens[0] == 5
-    assert scaled.scaling.prompts.clipped == 1
-
-
-def test_limits_of_clients_never_cut_their_outputs():
-    scaled = scale_lengths(trace_of([5, 5], [1000, 1000], max_tokens=[2000, 0]), 60, 10)
-    assert scaled.output_tokens.tolist() == [10, 10]
-    assert scaled.max_tokens.tolist() == [10, 0]
-
-
 @pytest.mark.parametrize(("max_model_len", "max_new_tokens"), [(100, 100), (100, 0), (0, 50)])
 def test_a_context_without_room_for_prompts_is_refused(max_model_len, max_new_tokens):
     with pytest.raises(InputError, match=f"max_new_tokens {max_new_tokens} .*{max_model_len}"):

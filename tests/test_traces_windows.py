@@ -16,14 +16,7 @@ from toolkit.errors import InputError
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import (
-    COVERED,
-    TraceWindow,
-    cut,
-    fit_windows,
-    scale_rate,
-    split_windows,
-)
+from toolkit.traces.windows import COVERED, TraceWindow, cut, fit_windows, scale_rate, split_windows
 from toolkit.tuning.evaluate import make_world
 
 
@@ -40,15 +33,6 @@ def test_a_cut_is_half_open_and_counts_from_its_start():
     assert window.arrival_s.tolist() == [0, 0.5, 1, 1.5]
     assert window.prompt_tokens.tolist() == [21, 22, 23, 24]
     assert says(window.notes[-1], "10 s .. 12 s", "4 requests")
-
-
-def test_a_cut_may_go_on_to_the_end():
-    assert len(cut(STEADY, 99, float("inf"))) == 3
-
-
-def test_a_cut_without_requests_is_an_input_error():
-    with pytest.raises(InputError, match=r"t\.csv.*200.*210"):
-        cut(STEADY, 200, 210)
 
 
 def in_time(*lists: list[TraceWindow]) -> list[TraceWindow]:
@@ -114,16 +98,6 @@ def test_windows_cover_the_quantiles_of_the_load():
     assert all(place in third for place, third in zip(places, thirds, strict=True))
 
 
-@pytest.mark.parametrize(("search", "held_out"), [(1, 3), (3, 1), (4, 2), (2, 5)])
-def test_the_roles_are_dealt_evenly_from_the_busiest_on(search, held_out):
-    searched, held = split_windows(STEADY, 5, search, held_out)
-    by_load = sorted([*searched, *held], key=tokens, reverse=True)
-    roles = [window in searched for window in by_load]
-    assert roles[0]
-    for first in range(1, len(roles) + 1):  # no role is ahead of its share by a window
-        assert abs(sum(roles[:first]) - first * search / len(roles)) < 1
-
-
 def test_a_warm_up_is_what_comes_before_a_window():
     for wish in (4, 25):
         cold = fit_windows(STEADY, wish, 2, 2, seed=1)
@@ -145,37 +119,11 @@ def test_a_warm_up_is_what_comes_before_a_window():
         assert any(window.trace.warmup for window in warmed)
 
 
-def test_a_cut_with_a_warm_up_counts_its_times_from_the_warm_up():
-    window = cut(STEADY, 10, 12, warm_s=1)
-    assert window.arrival_s.tolist() == [0, 0.5, 1, 1.5, 2, 2.5]
-    assert (window.warmup, window.counted) == (2, 4)
-    # a shorter part of it still has it
-    assert (cut(window, 0, 2).warmup, len(cut(window, 0, 2))) == (2, 4)
-    assert window.take(slice(1, 4)).warmup == 0
-    # without requests before it there is nothing to warm up with
-    assert cut(STEADY, 0, 2, warm_s=5).warmup == 0
-
-
-def test_windows_depend_on_the_seed_alone():
-    first, same, other = (
-        [w.start_s for w in in_time(*split_windows(STEADY, 2, 2, 2, seed))] for seed in (1, 1, 2)
-    )
-    assert first == same
-    assert first != other
-
-
 def test_a_short_trace_says_what_would_fit():
     with pytest.raises(InputError) as caught:
         split_windows(STEADY, 30, 2, 2)
     assert says(caught.value.message, "t.csv", "100 s", "2 + 2", "30 s")
     assert says(caught.value.hint, "25 s", "3 windows")
-
-
-def test_an_empty_window_is_an_input_error():
-    with pytest.raises(InputError) as caught:
-        split_windows(trace_of([0, 1, 100]), 10, 2, 2, seed=0)
-    assert says(caught.value.message, "t.csv", "9", "10 stretches", "3 requests")
-    assert says(caught.value.hint, "--window")
 
 
 @pytest.mark.parametrize("wish", [None, 0.5, 10, 25, 25.1, 1e9])

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.errors import InputError
 from toolkit.sim.api import requests_of
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import cut
-from toolkit.traces.write import TraceLine, write_lines, write_trace
+from toolkit.traces.write import write_trace
 
 ROWS = st.lists(
     st.tuples(
@@ -47,22 +46,6 @@ def test_writing_what_was_read_gives_the_same_bytes(tmp_path):
     write_trace(_trace([(0, 5, 6, False), (1_234_567, 7, 8, True)]), first)
     write_trace(read_trace(first)[0], second)
     assert second.read_bytes() == first.read_bytes()
-
-
-def test_a_line_omits_default_values(tmp_path):
-    path = tmp_path / "log.jsonl"
-    full = TraceLine(1.5, 7, 8, max_tokens=9, ttft_ms=2.0, e2e_ms=3.0, status="ok")
-    write_lines([TraceLine(0, 5, 6), full], path)
-    assert path.read_text() == (
-        '{"timestamp":0,"input_length":5,"output_length":6}\n'
-        '{"timestamp":1.5,"input_length":7,"output_length":8,'
-        '"max_tokens":9,"ttft_ms":2.0,"e2e_ms":3.0,"status":"ok"}\n'
-    )
-
-
-def test_an_unwritable_path_is_an_input_error(tmp_path):
-    with pytest.raises(InputError, match=str(tmp_path)):
-        write_trace(_trace([(0, 5, 6, False)]), tmp_path)
 
 
 def _trace(rows):
