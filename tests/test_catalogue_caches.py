@@ -89,13 +89,6 @@ def test_a_window_needs_blocks_for_the_passes_under_way() -> None:
     assert longest_blocks(window, 131_072, 4_096) == 321
 
 
-def test_what_tensor_parallelism_divides() -> None:
-    whole = row_bytes(GPT_OSS, "bfloat16", 8192)
-    half = row_bytes(GPT_OSS, "bfloat16", 8192, gpus=2)
-    assert whole is not None
-    assert half == whole // 2
-
-
 def test_one_cache_is_plain() -> None:
     llama = {**GPT_OSS, "model_type": "llama", "sliding_window": None, "layer_types": None}
     groups = groups_of_config(llama, "bfloat16")
@@ -116,13 +109,3 @@ def test_one_cache_is_plain() -> None:
 )
 def test_caches_that_are_not_known_have_no_groups(change: dict[str, Any]) -> None:
     assert groups_of_config({**GPT_OSS, **change}, "bfloat16") is None
-
-
-def test_the_window_is_that_of_most_layers() -> None:
-    groups = [
-        CacheGroup("window", "SlidingWindowSpec", 16, 2, 1, window=64),
-        CacheGroup("window", "SlidingWindowSpec", 16, 5, 1, window=128),
-        CacheGroup("state", "MambaSpec", 16, 5, 1, mode="align"),
-    ]
-    assert window_of(groups) == 128
-    assert has_states(groups)

@@ -208,12 +208,6 @@ def test_a_server_is_refused_from_what_vllm_resolved(change: dict[str, Any], nam
     assert bool(refusal(found)) == (name not in MODELLED)
 
 
-def test_windows_of_two_sizes_are_refused() -> None:
-    found = of_resolved(replace(ONE, groups=[FULL, WINDOW, replace(WINDOW, window=64)]))
-    assert names(found) == {"windows", "several windows"}
-    assert refusal(found)
-
-
 def test_a_threshold_for_long_prefills_is_modelled_for_one_group_of_full_caches() -> None:
     cut = replace(ONE, long_prefill_token_threshold=64)
     assert of_resolved(cut) == []
@@ -231,13 +225,6 @@ def test_a_model_that_sees_is_not_refused_for_text_alone() -> None:
     config = CONFIGS["qwen3-vl"][0]
     assert names(of_recipe(config, [])) == {"media"}
     assert of_recipe(config, ["--language-model-only"]) == []
-
-
-def test_a_class_that_is_modelled_is_found_and_not_refused(monkeypatch) -> None:
-    monkeypatch.setattr(classes, "MODELLED", ("windows",))
-    found = of_resolved(replace(ONE, groups=[WINDOW, FULL]))
-    assert names(found) == {"windows"}
-    refuse("a server", found)
 
 
 @pytest.mark.parametrize(

@@ -80,21 +80,6 @@ def test_without_libraries_plain_python_runs_silently(
     assert capsys.readouterr().err == ""
 
 
-def test_libraries_of_another_list_are_not_current(libraries: Path) -> None:
-    is_current = hatch_build["is_current"]
-    is_current.__globals__["FOLDER"] = libraries
-    assert is_current()
-    (libraries / compiled.MANIFEST).write_text(compiled.manifest(MODULES[:-1]))
-    assert not is_current()
-    assert compiled.unusable() == ""
-
-
-def test_the_libraries_of_a_source_that_is_gone_are_stale(libraries: Path) -> None:
-    with (libraries / compiled.MANIFEST).open("a") as file:
-        file.write(f"{'0' * 64}  toolkit.gone\n")
-    assert says(compiled.unusable(), "toolkit.gone")
-
-
 def test_the_variable_forces_either(libraries: Path) -> None:
     os.environ[compiled.VARIABLE] = "0"
     assert found() is None

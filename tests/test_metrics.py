@@ -13,7 +13,6 @@ from toolkit.metrics import (
     pooled_rates,
     sessions_rate_rps,
     sla_ratios,
-    statistic,
     summarize,
     window_s,
 )
@@ -38,20 +37,9 @@ def test_latencies_count_from_the_arrival():
     assert {name: list(array) for name, array in values.items()} == expected
 
 
-def test_a_request_of_one_token_has_no_time_per_output_token():
-    assert list(latencies(served((0, 1, 1, 1, 0), (0, 1, 3, 3, 1)))["tpot"]) == [1.0]
-
-
 def test_requests_that_failed_have_no_latency():
     values = latencies(served((0, 1, 3, 5, 0.75), (0, np.nan, np.nan, 0, 0), ok=[True, False]))
     assert [len(array) for array in values.values()] == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("mean", 2.5), ("max", 4), ("p50", 2.5), ("p100", 4), ("p0", 1)]
-)
-def test_statistics_by_name(name, expected):
-    assert statistic(np.array([1.0, 2.0, 3.0, 4.0]), name) == expected
 
 
 def test_throughput_is_over_the_window_of_arrivals():
@@ -142,10 +130,6 @@ def test_a_summary_without_served_requests_has_no_latencies():
     assert (summary["goodput_rps"], summary["sla_attainment_percent"]) == (0, 0)
 
 
-def test_without_targets_there_is_neither_goodput_nor_attainment():
-    assert not {"goodput_rps", "sla_attainment_percent"} & summarize(TWO, {}).keys()
-
-
 @pytest.mark.parametrize(
     ("key", "ratio"),
     [("ttft_max_s", 0.5), ("e2e_mean_s", 1.5), ("itl_max_s", 0.5), ("mtpot_p50_s", 0.4375)],
@@ -192,8 +176,3 @@ def test_sessions_are_counted_between_the_first_ends_and_the_last_start():
     assert sessions_rate_rps(served(*rows), first) == pytest.approx(2.0)
     makespan_s = 109.0
     assert 200 / makespan_s < 1.9, "the beginning and the end have fewer sessions under way"
-
-
-def test_sessions_that_start_at_once_have_no_rate():
-    rows = [(0, 1, 2, 1, 0), (0, 1, 2, 1, 0)]
-    assert sessions_rate_rps(served(*rows), np.arange(2)) == 0.0

@@ -8,9 +8,8 @@ import huggingface_hub
 import pytest
 import samples
 from commands import llmctl, refused
-from orders import changed
 
-from toolkit.catalogue.gpus import GPUS, gpu_of, gpu_words
+from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
 from toolkit.catalogue.quantization import KeptModules
@@ -20,7 +19,6 @@ from toolkit.errors import InputError
 from toolkit.files import find_model
 from toolkit.files.new_recipe import TraceLengths, Wish, new_recipe
 from toolkit.files.recipe import Recipe
-from toolkit.profiling.analytic import analytic_profile
 
 
 def made(tmp_path: Path, model: str, gpu: str, **wish: Any) -> Recipe:
@@ -128,22 +126,6 @@ def test_every_byte_count_has_its_reason(tmp_path: Path) -> None:
         assert "#" in lines[place] or lines[place - 1].startswith("  #"), key
 
 
-def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert llmctl("recipe", "new", "qwen3-8b", "--gpu", "h200", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["recipe"]["hardware"]["gpu"] == "h200"
-    assert "weight_bytes" in found["text"]
-
-
-def test_modelopt_writes_its_quantization_beside_the_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(dict(KNOWN["qwen3-8b"].config)))
-    quantization = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
-    scheme = facts_of(find_model.find_model(str(tmp_path)).config).scheme
-    assert scheme is not None
-    assert scheme.name == "fp8"
-
-
 @pytest.mark.parametrize("content", ["{}", "[1]", "no json", '{"model": {}, "hardware": {}}'])
 def test_a_file_that_is_no_config(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -215,90 +197,12 @@ def test_the_name_of_a_gpu_is_hardware() -> None:
     assert again.hardware == hardware
 
 
-@pytest.mark.parametrize("given", ["h101-sxm", {"gpu": "h101-sxm"}])
-def test_an_unknown_name_of_hardware_names_the_nearest(given: object) -> None:
-    with pytest.raises(ValueError, match="h100-sxm"):
-        recipe_with(given)
-
-
-@pytest.mark.parametrize(
-    ("model", "gpu", "wish", "change", "named"),
-    [
-        ("deepseek-v3", "h200", {}, {}, "MLA"),
-        ("qwen3-8b", "a100-80gb", {"quantization": "fp8"}, {}, "fp8"),
-        ("mistral-small-24b", "h200", {}, {"sliding_window": 128}, "sliding windows"),
-        (
-            *("mistral-small-24b", "h200", {}),
-            {"layer_types": ["linear_attention"] * 36},
-            "linear attention",
-        ),
-        (
-            *("mistral-small-24b", "h200", {}),
-            {"quantization_config": {"quant_method": "awq"}},
-            "int4",
-        ),
-    ],
-)
-def test_an_analytic_profile_refuses_what_it_does_not_know(
-    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any], change: dict[str, Any], named: str
-) -> None:
-    recipe = made(tmp_path, model, gpu, **wish)
-    other = changed(recipe, model__config={**recipe.model.config, **change})
-    with pytest.raises(InputError) as caught:
-        analytic_profile(other, samples.HEAD)
-    assert named in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("model", "gpu", "wish"),
-    [
-        ("qwen3-30b-a3b", "h100-sxm", {}),
-        ("llama-3.3-70b", "h100-sxm", {"gpus": 4}),
-        ("qwen3-32b", "l40s", {"quantization": "fp8"}),
-    ],
-)
-def test_an_analytic_profile_of_experts_several_gpus_and_fp8(
-    tmp_path: Path, model: str, gpu: str, wish: dict[str, Any]
-) -> None:
-    recipe = made(tmp_path, model, gpu, **wish)
-    profile = analytic_profile(recipe, samples.HEAD)
-    assert profile.engine.tensor_parallel_size == recipe.engine.tensor_parallel_size
-    assert profile.engine.capacity_tokens > 0
-    assert profile.engine.analytic_error
-
-
-def test_an_analytic_profile_refuses_flags_that_change_the_model(tmp_path: Path) -> None:
-    recipe = made(tmp_path, "qwen3-8b", "h200")
-    assert analytic_profile(recipe, samples.HEAD).engine.capacity_tokens > 0
-    data = recipe.model_dump(mode="json")
-    data["engine"]["vllm"] = {"args": ["--enable-lora", "--max-loras=4"]}
-    with pytest.raises(InputError, match="LoRA"):
-        analytic_profile(Recipe.model_validate_json(json.dumps(data)), samples.HEAD)
-
-
 def test_only_vllm_quantizes_weights(tmp_path: Path) -> None:
     data = made(tmp_path, "qwen3-8b", "h200", quantization="fp8").model_dump(mode="json")
     data["engine"] = {"name": "rebatch"}
     data["policy"] = {"name": "past-future"}
     with pytest.raises(ValueError, match="quantization"):
         Recipe.model_validate_json(json.dumps(data))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("window", "computed"), [(262144, True), (8192, True), (4096, False)])
-def test_a_window_that_never_slides_is_computed(
-    tmp_path: Path, window: int, computed: bool
-) -> None:
-    """As those of Phi-4-mini and of Mistral-7B; the recipe's longest request is of 8,192 tokens."""
-    config = {**KNOWN["qwen3-8b"].config, "model_type": "phi3", "sliding_window": window}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    recipe = made(tmp_path, str(tmp_path), "h100-sxm")
-    assert recipe.model.config["sliding_window"] == window
-    if computed:
-        assert analytic_profile(recipe, samples.HEAD).engine.analytic
-    else:
-        with pytest.raises(InputError):
-            analytic_profile(recipe, samples.HEAD)
 
 
 SMI_NAMES = {
@@ -328,12 +232,6 @@ def test_the_driver_s_name_of_a_gpu_is_understood(tmp_path: Path, name: str, gpu
     assert gpu_of(name.lower()) is GPUS[gpu]
 
 
-def test_recipe_new_takes_the_driver_s_name(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["recipe", "new", "qwen3-8b", "--gpu", "NVIDIA H100 80GB HBM3", "--json"]
-    assert llmctl(*words) == 0
-    assert json.loads(capsys.readouterr().out)["recipe"]["hardware"]["gpu"] == "h100-sxm"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -346,10 +244,6 @@ def test_another_card_is_not_taken_for_one_that_is_known(name: str) -> None:
     with pytest.raises(InputError) as caught:
         gpu_of(name)
     assert caught.value.hint
-
-
-def test_every_gpu_has_a_name_of_its_own() -> None:
-    assert len({gpu_words(gpu.device) for gpu in GPUS.values()}) == len(GPUS)
 
 
 def test_an_unknown_type_says_what_to_do_and_not_to_rename_it(
@@ -467,13 +361,6 @@ def test_the_limits_follow_from_a_trace(
     assert recipe.model.max_model_len == longest
     assert recipe.serve.max_new_tokens == output
     assert recipe.tune.trace == LONG.name
-
-
-def test_a_trace_beyond_the_model_s_limit_is_counted() -> None:
-    beyond = TraceLengths("t.jsonl", [500, 200_000, 300_000], 200_000, 9_500)
-    found = find_model.find_model("llama-3.1-8b")
-    recipe = new_recipe(found, Wish(GPUS["h200"], traffic=beyond))
-    assert any("2 of 3" in note for note in recipe.notes)
 
 
 def test_the_command_reads_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
