@@ -1,6 +1,7 @@
 """No command writes over a file that it reads, also behind links and under another spelling."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,25 @@ from toolkit.traces.types import FOLDER
 LOG = "time,prompt_tokens,completion_tokens\n0.5,5,6\n2.5,7,8\n"
 
 
-@pytest.fixture
-def stage(tmp_path, monkeypatch) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
     """A folder with recipe.yaml, profile.json, fit.json, plan.json, log.csv and a page."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("recipe.yaml").write_text(RECIPE)
+        samples.write_fit(Path("recipe.yaml"))
+        assert llmctl("render recipe.yaml --fit fit.json") == 0
+    (folder / "log.csv").write_text(LOG)
+    (folder / "page").write_text(page(*EARLY))
+    return folder
+
+
+@pytest.fixture
+def stage(made, tmp_path, monkeypatch) -> Path:
+    """A copy of that folder, with links to log.csv."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    Path("recipe.yaml").write_text(RECIPE)
-    samples.write_fit(Path("recipe.yaml"))
-    assert llmctl("render recipe.yaml --fit fit.json") == 0
-    Path("log.csv").write_text(LOG)
-    Path("page").write_text(page(*EARLY))
     Path("link").symlink_to("log.csv")
     os.link("log.csv", "hard")
     return tmp_path

@@ -37,13 +37,6 @@ def test_every_recipe_has_its_line(capsys):
     assert {basis for _, _, basis in rows.values()} == {"analytic", "measured", "none"}
 
 
-def test_recipes_as_json(capsys):
-    found = printed(capsys, "recipes")["recipes"]
-    assert sorted(one["name"] for one in found) == shipped_names()
-    keys = {"name", "description", "model", "hardware", "engine", "policy", "fit"}
-    assert all(one.keys() == keys for one in found)
-
-
 def test_every_policy_says_what_it_does_and_which_engines_run_it(capsys):
     found = {one["name"]: one for one in printed(capsys, "policies")["policies"]}
     assert found.keys() == KNOWN.keys() == ABOUT.keys()
@@ -82,15 +75,6 @@ def test_completion_of_commands_and_options_imports_nothing_heavy():
     assert completed("tu") == ["tune"]
     assert "--trace" in completed("tune", "tiny-llama-cpu", "--t")
     assert completed("trace", "insp") == ["inspect"]
-
-
-@pytest.mark.slow
-def test_completion_offers_shipped_names_and_local_files(tmp_path):
-    (tmp_path / "tiny-mine.yaml").touch()
-    here = [name for name in shipped_names() if name.startswith("tiny-")]
-    assert completed("tune", "tiny-", cwd=tmp_path) == sorted([*here, "tiny-mine.yaml"])
-    assert completed("simulate", "--fit", "unit") == [UNIT_STEP]
-    assert completed("simulate", "--policy", "slice,past-future-s") == ["slice,past-future-sla"]
 
 
 @pytest.mark.parametrize(

@@ -133,10 +133,3 @@ def test_without_a_recipe_the_engine_s_own_policy_runs(replicas, capsys):
     found = printed(capsys, f"simulate {ONE} --max-new-tokens 64")
     assert (found["policy"], found["sla"]) == ("vllm", {})
     assert not {"goodput_rps", "sla_attainment_percent"} & found.keys()
-
-
-@pytest.mark.parametrize("command", ["simulate --policy slice", "simulate --policy slice,fcfs"])
-def test_without_targets_nothing_is_called_good(command, capsys):
-    out = ran(capsys, f"{command} --fit unit-step --trace bursty-small").out
-    assert "goodput" not in out
-    assert "attainment" not in out

@@ -10,14 +10,9 @@ import pytest
 from commands import llmctl, ran, refused
 from said import says
 
-from toolkit.bench.client import Replay
-from toolkit.bench.report import Prediction
-from toolkit.bench.report import report as bench_report
 from toolkit.deploy.render import read_manifest
-from toolkit.endpoints.load import Sample
 from toolkit.errors import InputError
 from toolkit.files import io
-from toolkit.files.bench import Compared
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
@@ -100,14 +95,6 @@ def test_files_edited_by_hand_stay(capsys):
 
 
 @pytest.mark.usefixtures("plan")
-def test_a_file_that_was_there_before_stays():
-    Path("compose").mkdir()
-    Path("compose/compose.yaml").write_text("services: {}\n")
-    assert render("--target compose") == 2
-    assert Path("compose/compose.yaml").read_text() == "services: {}\n"
-
-
-@pytest.mark.usefixtures("plan")
 def test_files_that_are_no_longer_rendered_are_removed():
     render("--target kubernetes --out x")
     assert render("--target local --out x") == 0
@@ -134,41 +121,6 @@ def test_names_that_leave_the_folder_are_refused(name, tmp_path):
     with pytest.raises(InputError) as caught:
         inside(tmp_path, name)
     assert repr(name) in caught.value.message
-
-
-def test_a_given_plan_stays_unchanged(plan):
-    render("--target local")
-    elsewhere = plan.environment.model_copy(update={"processor": "another"})
-    write_file(plan.model_copy(update={"environment": elsewhere}), "plan.json")
-    assert render("--target local --check") == 4
-
-
-def test_the_bench_beside_the_plan_is_the_bound_of_the_check(plan):
-    row = Compared(
-        metric="throughput_rps",
-        measured=3.0,
-        predicted=3.3,
-        error_percent=-31.5,
-        as_fitted=None,
-        as_fitted_error_percent=None,
-    )
-    found = bench_report(
-        Replay([Sample(0, 10, 5, 0, 1, 3, 0.5, 5, "")], False),
-        head({"plan": "plan.json"}),
-        model="m",
-        lengths="hidden",
-        trace_notes=[],
-        sla={},
-        predicted=Prediction(),
-    )
-    write_file(found.model_copy(update={"compared": [row]}), "bench.json")
-    assert render("--target local") == 0
-    assert "MAX_ERROR:-32" in Path("local/bench.sh").read_text()
-
-
-@pytest.mark.usefixtures("plan")
-def test_a_plan_needs_a_target(capsys):
-    assert says(refused(capsys, "render plan.json")[0], "plan.json")
 
 
 @pytest.mark.parametrize("target", ["local", "systemd", "compose", "kubernetes"])

@@ -13,9 +13,7 @@ from toolkit.cli import simulate as command
 from toolkit.files.io import write_file
 from toolkit.routing.routers import ROUTERS
 from toolkit.sched.policies import ORACLES, POLICIES, footnote
-from toolkit.sim import api
 from toolkit.sim.api import simulate
-from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.world import make_world, policy_for
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
@@ -112,33 +110,6 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
     assert says(err, "1 of 2")
 
 
-def test_a_stalled_policy_does_not_stop_the_others(stage, capsys, monkeypatch):
-    real = api.simulate
-
-    def stalls(trace, policy, world):
-        if policy.name == "slice":
-            raise SimulationStalledError("the simulation stalled: 5 wait")
-        return real(trace, policy, world)
-
-    monkeypatch.setattr(api, "simulate", stalls)
-    out, err = ran(capsys, f"simulate {stage} --policy slice,fcfs")
-    assert says(err, "slice", "5 wait")
-    assert " slice " in out
-
-
-def test_a_negative_seed_is_refused(capsys):
-    assert "'--seed'" in refused(capsys, "simulate --fit unit-step --seed -1")[0]
-
-
-def test_extrapolation_is_noted_once_with_the_share_of_each_policy(stage, capsys):
-    many = Trace(np.zeros(200), np.full(200, 20), np.full(200, 8), np.zeros(200, np.int64))
-    write_trace(many, Path("trace.jsonl"))
-    err = ran(capsys, f"simulate {stage} --policy aggressive,slice").err
-    [line] = [line for line in err.splitlines() if "outside what the fit measured" in line]
-    assert "aggressive" in line
-    assert "slice" in line
-
-
 def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     write_file(samples.fit(engine="transformers"), Path("fit.json"))
     out = ran(capsys, f"simulate {stage} --policy slice,past-future,baton").out
@@ -153,13 +124,6 @@ def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
     assert says(runs["past-future"]["refusal"], "'past-future'", "'transformers'")
-
-
-def test_simulate_marks_an_unservable_policy(stage, capsys):
-    write_file(samples.fit(engine="transformers"), Path("fit.json"))
-    out, err = ran(capsys, f"simulate {stage} --policy past-future")
-    assert "policy 'past-future *'" in out
-    assert footnote(["past-future"], "transformers") in " ".join(err.split())
 
 
 REPLICAS = "--fit llama-3.1-8b-h200 --trace bursty-small --workers 3"

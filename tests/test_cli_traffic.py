@@ -58,19 +58,7 @@ def test_so_many_at_once_are_in_the_system_on_average(capsys, lengths):
     assert found["throughput_rps"] * found["e2e_mean_s"] == pytest.approx(8, rel=0.05)
 
 
-def test_several_policies_take_the_same_options(capsys, lengths):
-    words = f"{lengths} --concurrency 8 --policy slice,sequence"
-    found = printed(capsys, f"simulate {FIT} {words}")
-    assert found["concurrency"] == 8
-    assert [run["rate_rps"] for run in found["runs"]] == [0, 0]
-
-
-def test_a_trace_s_sessions_are_only_an_order(capsys):
-    found = simulated(capsys, "--trace chat-small --concurrency 8")
-    assert found["unfinished"] == 0
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 50])
+@pytest.mark.parametrize("concurrency", [3, 50])
 def test_the_client_sends_the_next_when_one_has_ended(concurrency):
     trace = trace_of(*((9 * k, 5, 1) for k in range(12)))  # at its times it would take 100 s
     with sse_server() as server:

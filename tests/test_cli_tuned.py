@@ -76,14 +76,6 @@ def test_options_replace_what_was_tuned(tuned, capsys):
     assert same["e2e_mean_s"] == simulated(capsys, SERVERS)["e2e_mean_s"] != other["e2e_mean_s"]
 
 
-def test_compare_shows_the_tuned_servers_at_several_rates(tuned, capsys):
-    runs = printed(capsys, f"simulate {SERVERS} --rate 10,25")["runs"]
-    assert [run["policy"] for run in runs] == ["vllm", "vllm"]
-    assert runs[0]["parameters"] == tuned.recommended.parameters
-    alone = simulated(capsys, f"{SERVERS} --rate 25")
-    assert runs[1]["metrics"]["e2e_mean_s"] == alone["e2e_mean_s"]
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,6 +1,5 @@
 """Wrong input to commands: one clear line with the value, the limit and the remedy."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -71,12 +70,6 @@ def test_a_search_has_bounds(words, named, limits, stage, capsys):
     assert says(hint, *limits)
 
 
-def test_the_number_of_workers_in_a_recipe_has_a_limit(stage, capsys):
-    path = stage / "recipe.yaml"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"workers": 1_000_000}))
-    assert says(refused(capsys, "tune", path)[0], "recipe.yaml", "workers", "1,000,000", LIMIT)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("count", ["-1", "9" * 5000])
 def test_a_count_of_workers_is_a_whole_number(count, stage, capsys):
@@ -117,12 +110,3 @@ def test_an_enormous_whole_number_is_refused(policy, setting, capsys):
     line = f"simulate --fit unit-step --trace bursty-small --policy {policy}"
     said = refused(capsys, line, "--set", f"{setting}={10**21}")
     assert says(said[0], setting, str(10**21), "9.0072e+15")
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [(b"", ("fit.json",)), (b" \n", ("fit.json",)), (b'{"a": \xff', ("fit.json", "7", "UTF-8"))],
-)
-def test_a_file_that_is_no_json_says_why(content, named, tmp_path, capsys):
-    (tmp_path / "fit.json").write_bytes(content)
-    assert says(refused(capsys, "simulate --fit", tmp_path / "fit.json")[0], *named)
