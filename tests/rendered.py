@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import check_jsonschema
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from toolkit.deploy.order import Order
 from toolkit.deploy.render import PROGRAM, render_target
@@ -58,9 +60,9 @@ def complaints(order: Order, folder: Path) -> list[str]:
 def check_compose(order: Order, folder: Path) -> None:
     """The file of Compose is as its specification says."""
     (folder / "compose.yaml").write_text(render_target("compose", order)["compose.yaml"])
-    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*check, folder / "compose.yaml"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    words = ["--builtin-schema", "vendor.compose-spec", str(folder / "compose.yaml")]
+    done = CliRunner().invoke(check_jsonschema.main, words)
+    assert done.exit_code == 0, done.output
 
 
 def kustomized(order: Order, folder: Path) -> Iterator[list[dict[str, Any]]]:

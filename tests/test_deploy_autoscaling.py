@@ -125,16 +125,10 @@ def test_replicas_at_most_double_and_go_one_by_one(plan: Plan) -> None:
 
 @pytest.mark.parametrize("load_s", [None, 1.0, 9000.0])
 def test_every_period_is_one_that_kubernetes_takes(plan: Plan, load_s: float | None) -> None:
-    scaled(orders.order(loading(plan, load_s)))  # its model has the bounds
+    spec = scaled(orders.order(loading(plan, load_s)))
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    for way in behavior.values():
+        assert 0 <= way["stabilizationWindowSeconds"] <= 3600
+        assert all(0 < one["periodSeconds"] <= 1800 for one in way["policies"])
     long = Autoscaling(Sourced(None, "test"), BREAKING, 1, 0, 20_000)
     assert long.down_s == 1800
-
-
-def test_with_a_minimum_above_zero_there_is_no_cooldown(plan: Plan) -> None:
-    assert "cooldownPeriod" not in scaled(orders.order(plan))
-
-
-def test_where_only_one_may_wait_no_queue_is_early_enough() -> None:
-    found = Autoscaling(Sourced(None, "test"), Sourced(1, "test"), 1, 0, 60)
-    assert found.threshold.value is None
-    assert found.most.value == 1

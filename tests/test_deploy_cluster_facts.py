@@ -4,17 +4,14 @@ models.
 
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import orders
 import pytest
 import yaml
 from orders import changed
-from said import says
 
 from toolkit.deploy.render import render_target
-from toolkit.deploy.values import PRODUCTS
 from toolkit.files.plan import Plan
 
 
@@ -60,10 +57,6 @@ def test_nodes_are_selected_by_the_product_names_of_their_gpus(measured: Plan) -
         assert ("guessed" in files["base/deployment.yaml"]) == (name == "RTX 6000")
 
 
-def test_a_part_of_a_gpu_is_not_the_gpu_that_was_measured() -> None:
-    assert not [name for name in PRODUCTS if "SHARED" in name or "MIG" in name]
-
-
 @pytest.mark.slow
 def test_the_hub_s_token_is_in_the_command_of_the_secret_and_in_no_file(measured: Plan) -> None:
     files, pod = rendered(measured)
@@ -76,22 +69,6 @@ def test_the_hub_s_token_is_in_the_command_of_the_secret_and_in_no_file(measured
     subprocess.run(["bash", "-n"], input=create, text=True, check=True)
     assert "--from-file=api-key=<(" in create
     assert create.endswith("--from-file=hf-token=$HOME/.cache/huggingface/token")
-
-
-def test_a_model_that_is_not_from_the_hub_needs_no_token(tmp_path: Path) -> None:
-    files = render_target("kubernetes", orders.order(orders.plan(tmp_path)))
-    assert "hf-token" not in "".join(files.values())
-    deployment = files["base/deployment.yaml"]
-    assert "each new pod downloads" not in deployment
-    assert "the model's weights are random: it has no files" in deployment
-
-
-def test_without_a_claim_the_models_volume_has_a_limit(measured: Plan) -> None:
-    files, pod = rendered(measured)
-    (volume,) = [one for one in pod["volumes"] if one["name"] == "models"]
-    assert volume["emptyDir"] == {"sizeLimit": "34Gi"}, "twice 16 GiB of weights, and 2"
-    assert "base/models-claim.yaml" not in files
-    assert says(files["base/deployment.yaml"], "--model-claim", "NAME")
 
 
 @pytest.mark.parametrize(

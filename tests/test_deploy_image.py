@@ -29,11 +29,6 @@ def test_it_starts_from_a_pinned_version_and_runs_as_the_user_of_the_deployments
     assert {one["user"] for one in services(order).values()} == {user}
 
 
-def test_it_runs_in_a_writable_folder_without_sources() -> None:
-    *_, last = re.findall(r"^WORKDIR (.+)$", DOCKERFILE, re.MULTILINE)
-    assert last == "/tmp" == re.findall(r"HOME=(\S+)", DOCKERFILE)[0]
-
-
 def test_all_copied_files_exist_and_are_not_ignored() -> None:
     ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     copied = [

@@ -8,23 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-import numpy as np
 import orders
 import pytest
 from orders import changed
-from rendered import objects_of, services
+from rendered import objects_of
 
 from toolkit.cli.basis import plan_from
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import drain_s, e2e_p99_s, startup_s
 from toolkit.deploy.render import render_target
-from toolkit.deploy.values import Values
 from toolkit.files.bench import BenchReport
 from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import recipe_path
-from toolkit.gateway.replicas import PROBE_DOWN_MAX_S, SLOW_START_S
-from toolkit.traces.types import Trace
 
 
 @pytest.fixture
@@ -71,27 +67,6 @@ def test_without_a_prediction_the_p99_is_simulated_at_the_most_that_is_served(
     assert e2e_p99_s(orders.order(slow)).value > 0.0, "no rate keeps this target"
 
 
-def test_a_trace_that_comes_at_once_is_simulated_as_it_is(plan: Plan) -> None:
-    lengths = np.full(8, 16)
-    trace = Trace(np.zeros(8), lengths, lengths, lengths)
-    found = e2e_p99_s(replace(orders.order(changed(plan, predicted={})), trace=trace))
-    assert found.value > 0.0
-    assert "requests/s" not in found.source
-
-
-@pytest.mark.parametrize("target", ["systemd", "compose", "kubernetes", "vllm"])
-def test_all_targets_drain_equally_long(plan: Plan, target: str) -> None:
-    order = predicting(plan, 103.0)
-    text = "\n".join(render_target(target, order).values())
-    assert re.search(r"--shutdown-timeout[\s\"',-]+129\b", text)
-    grace = {
-        "systemd": "TimeoutStopSec=149\n",
-        "compose": "stop_grace_period: 149s\n",
-        "kubernetes": "terminationGracePeriodSeconds: 154\n",
-    }
-    assert grace.get(target, "") in text
-
-
 @pytest.mark.parametrize(("pods", "surge", "away"), [(1, 1, 0), (2, 1, 0), (3, 0, 1), (8, 0, 1)])
 def test_a_rollout_leaves_more_than_half_of_the_pods(
     plan: Plan, pods: int, surge: int, away: int
@@ -101,12 +76,6 @@ def test_a_rollout_leaves_more_than_half_of_the_pods(
     assert bounds == {"maxSurge": surge, "maxUnavailable": away}
     assert 2 * bounds["maxUnavailable"] < pods
     assert objects["base/poddisruptionbudget.yaml"]["spec"]["maxUnavailable"] == 1
-
-
-def test_a_replica_is_replaced_once_the_front_uses_the_one_before() -> None:
-    found = objects_of(replicated())["base/statefulset.yaml"]["spec"]
-    assert found["updateStrategy"] == {"type": "RollingUpdate"}, "one at a time"
-    assert found["minReadySeconds"] == 15 >= PROBE_DOWN_MAX_S + SLOW_START_S
 
 
 @pytest.mark.parametrize(("replicas", "needed"), [(1, 2), (2, 3), (3, None)])
@@ -130,30 +99,3 @@ def test_a_recipe_says_how_long_its_model_may_load(plan: Plan) -> None:
     ]
     probe = container["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 7200
-
-
-def test_compiled_kernels_are_on_the_volume() -> None:
-    order = replicated()
-    values = Values(order, front=True, cluster=True)
-    caches = values.caches("/models")
-    (container,) = objects_of(order)["base/statefulset.yaml"]["spec"]["template"]["spec"][
-        "containers"
-    ]
-    given = {one["name"]: one.get("value") for one in container["env"]}
-    assert given.items() >= caches.items()
-    assert any(mount["mountPath"] == "/models" for mount in container["volumeMounts"])
-    replica = services(order)["replica-0"]
-    assert replica["environment"].items() >= caches.items()
-    assert any(mount["target"] == "/models" for mount in replica["volumes"])
-    name = order.name
-    unit = render_target("systemd", order)[f"{name}-replica@.service"]
-    assert f"CacheDirectory={name}\n" in unit
-    for variable, folder in values.caches(f"/var/cache/{name}").items():
-        assert f"{variable}={folder}" in unit
-
-
-def test_the_logs_of_a_container_are_bounded() -> None:
-    staying = {name: one for name, one in services(replicated()).items() if "restart" in one}
-    assert staying.keys() == {"llmctl", "replica-0"}
-    for service in staying.values():
-        assert service["logging"]["options"].keys() == {"max-size", "max-file"}

@@ -11,6 +11,8 @@ import yaml
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.deploy.render import render_target
+from toolkit.files.io import write_file
+from toolkit.files.plan import PlannedPolicy
 
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 200}
 
@@ -54,9 +56,10 @@ def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(tmp_path: Path)
     assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
     ready = found["readinessProbe"]
     alive = found["livenessProbe"]
-    fake_plan(tmp_path, eos_one_in=0, decode_s=0.004)
-    options = "--served-model-name toy --workers 1 --policy slice --set slice_tokens=16"
-    with Server(tmp_path / "plan.json", *options.split()) as server:
+    policy = PlannedPolicy(name="slice", parameters={"slice_tokens": 16})
+    plan = fake_plan(tmp_path, policy, eos_one_in=0, decode_s=0.004)
+    write_file(orders.changed(plan, workers=1), tmp_path / "plan.json")
+    with Server(tmp_path / "plan.json", "--served-model-name", "toy") as server:
         assert found["startupProbe"].ask(server.url)
         assert found["startupProbe"].failures == 0
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

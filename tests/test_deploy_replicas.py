@@ -20,10 +20,8 @@ from rendered import (
     objects_of,
     services,
 )
-from said import says
 
 from toolkit.backends import ServerOrder
-from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_from
@@ -109,33 +107,6 @@ def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> Non
     assert len(list(tmp_path.glob("*@0.service"))) == 1
 
 
-def test_a_replica_unit_gets_port_and_devices_from_its_number(order: Order, shipped: Plan) -> None:
-    files = render_target("systemd", order)
-    assert "\nPORT=8003\n" in files["replica-2.env"]
-    assert "\nCUDA_VISIBLE_DEVICES=2\n" in files["replica-2.env"]
-    unit = files[f"{NAME}-replica@.service"]
-    assert "EnvironmentFile=/srv/llmctl/replica-%i.env" in unit
-    assert f"TimeoutStopSec={drain_s(order).value + 20}\n" in unit
-    assert "PrivateDevices=no" in unit
-    assert "api-key" not in unit
-    wide = orders.order(changed(shipped, recipe__engine__tensor_parallel_size=2), replicas=2)
-    assert "CUDA_VISIBLE_DEVICES=2,3\n" in render_target("systemd", wide)["replica-1.env"]
-
-
-def test_the_front_stops_before_its_replicas(order: Order) -> None:
-    files = render_target("systemd", order)
-    front = files[f"{NAME}.service"]
-    target = files[f"{NAME}.target"]
-    for number in range(3):
-        unit = f"{NAME}-replica@{number}.service"
-        assert unit in front.partition("After=")[2].splitlines()[0]
-        assert unit in target.partition("Wants=")[2].splitlines()[0]
-    assert f"Requires={NAME}.service" in target
-    for unit in (front, files[f"{NAME}-replica@.service"]):
-        assert f"PartOf={NAME}.target" in unit
-        assert f"User={NAME}\n" in unit
-
-
 def test_cpus_are_divided_where_the_recipe_sets_threads(shipped: Plan) -> None:
     plan = changed(built(shipped), recipe__engine__threads=2)
     files = render_target("systemd", orders.order(plan, folder="/srv/llmctl"))
@@ -160,27 +131,6 @@ def test_a_user_s_name_is_short_and_of_its_deployment(shipped: Plan) -> None:
 @pytest.mark.slow
 def test_compose_is_as_its_specification_says(order: Order, tmp_path: Path) -> None:
     check_compose(order, tmp_path)
-
-
-def test_compose_reserves_a_gpu_for_each_replica(order: Order) -> None:
-    found = services(order)
-    assert {name for name, one in found.items() if "ports" in one} == {"llmctl"}
-    assert {name for name, one in found.items() if "secrets" in one} == {"llmctl"}
-    devices = [
-        found[f"replica-{number}"]["deploy"]["resources"]["reservations"]["devices"]
-        for number in range(3)
-    ]
-    assert [one["device_ids"] for (one,) in devices] == [["0"], ["1"], ["2"]]
-    assert "deploy" not in found["llmctl"]
-    for replica in (found[f"replica-{number}"] for number in range(3)):
-        check = replica["healthcheck"]  # it also ends a replica that hangs: Docker would not
-        assert check["test"][:3] == ["CMD", "python3", "/etc/llmctl/alive.py"]
-        assert check["test"][-1] == "end"
-        assert check["timeout"] == "45s"  # 30 s (serve.hang_s) for a token, and the rest
-        assert "/etc/llmctl/alive.py" in [mount["target"] for mount in replica["volumes"]]
-        assert replica["init"]  # process 1 outlives the check's signal, and ends after its child
-    assert found["llmctl"]["depends_on"]["replica-2"] == {"condition": "service_started"}
-    assert "models" not in str(found["llmctl"]["volumes"]), "the front loads no model"
 
 
 @pytest.mark.slow
@@ -222,53 +172,10 @@ def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, ship
     assert found["base/models-claim.yaml"]["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_no_pod_has_a_token_of_the_cluster(order: Order) -> None:
-    found = objects_of(order)
-    for kind in ("deployment", "statefulset"):
-        pod = found[f"base/{kind}.yaml"]["spec"]["template"]["spec"]
-        assert pod["automountServiceAccountToken"] is False
-    assert found["base/service-replicas.yaml"]["spec"]["publishNotReadyAddresses"] is True, (
-        "the front's name for them exists before one is ready"
-    )
-
-
-def test_only_the_front_and_prometheus_reach_a_replica(order: Order) -> None:
-    policies = objects_of(order)
-    behind = policies["base/networkpolicy-replicas.yaml"]["spec"]
-    (way_in,) = behind["ingress"]
-    names = [str(one) for one in way_in["from"]]
-    assert len(names) == 2
-    assert f"'app.kubernetes.io/name': '{NAME}'" in names[0]
-    assert "monitoring" in names[1]
-    pod = policies["base/statefulset.yaml"]["spec"]["template"]
-    assert behind["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    secrets = {
-        one["valueFrom"]["secretKeyRef"]["key"]
-        for one in pod["spec"]["containers"][0]["env"]
-        if "valueFrom" in one
-    }
-    assert secrets == {"hf-token"}
-
-
 def test_a_new_router_or_prediction_starts_no_replica_again(shipped: Plan) -> None:
     other = changed(shipped, predicted={"goodput_rps": 1.0})
     sets = [objects_of(orders.order(plan))["base/statefulset.yaml"] for plan in (shipped, other)]
     assert sets[0] == sets[1]
-
-
-def test_the_autoscaler_and_the_alert_read_vllm_s_own_metric(order: Order, shipped: Plan) -> None:
-    scaled = objects_of(order)["autoscaling/scaledobject.yaml"]["spec"]
-    (trigger,) = scaled["triggers"]
-    series = f'{{namespace="default",job="default/{NAME}-replica"}}'
-    assert trigger["metadata"]["query"] == f"sum(vllm:num_requests_waiting{series})"
-    assert scaled["scaleTargetRef"] == {"kind": "StatefulSet", "name": f"{NAME}-replica"}
-    alone = waiting_threshold(shipped, None).value
-    assert alone is not None
-    assert trigger["metadata"]["threshold"] == str(alone // 2), "of one replica"
-    (group,) = objects_of(order)["monitoring/prometheusrule.yaml"]["spec"]["groups"]
-    rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
-    assert rules["LlmctlReplicaQueue"] == f"avg(vllm:num_requests_waiting{series}) > {alone}"
-    assert rules.keys() >= {"LlmctlDown", "LlmctlNoReplica", "LlmctlTargetTtftP99S"}
 
 
 def test_the_threshold_is_of_one_replica(shipped: Plan) -> None:
@@ -327,30 +234,3 @@ def test_probes_rest_on_the_measured_time_of_loading(shipped: Plan) -> None:
     spec = objects_of(orders.order(plan))["base/statefulset.yaml"]["spec"]["template"]["spec"]
     probe = spec["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 780
-
-
-def test_a_unit_restarts_when_its_server_does_not_answer(order: Order) -> None:
-    files = render_target("systemd", order)
-    unit = files[f"{order.name}-replica@.service"]
-    assert says(unit, "/health", "30", "serve.hang_s")
-    assert "Restart=on-failure" in unit
-
-
-def test_a_hung_replica_is_restarted_though_health_answers(order: Order) -> None:
-    files = render_target("kubernetes", order)
-    found = objects_of(order)
-    pod = found["base/statefulset.yaml"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    program, url, model, *rest = container["livenessProbe"]["exec"]["command"][1:]
-    names = container["args"]
-    assert model == names[names.index("--served-model-name") + 1]
-    assert (url, rest) == ("http://127.0.0.1:8000", ["30", "/tmp/llmctl-alive"])
-    (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] in program]
-    (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
-    maps = found["base/kustomization.yaml"]["configMapGenerator"]
-    assert {"name": volume["configMap"]["name"], "files": ["alive.py"]} in maps
-    assert files["base/alive.py"] == Path(alive.__file__).read_text()
-    assert "httpGet" not in container["livenessProbe"]
-    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
-    units = render_target("systemd", order)
-    assert "\nWatchdogSec=60\n" in units[f"{order.name}-replica@.service"]

@@ -57,10 +57,3 @@ def test_shellcheck_finds_nothing_in_any_script(order: Order, tmp_path: Path) ->
     done = subprocess.run(check, capture_output=True, text=True)
     assert done.stdout == ""
     assert done.returncode == 0, done.stderr
-
-
-def test_every_target_has_a_script_that_checks_its_predictions(order: Order) -> None:
-    found = scripts(order)
-    assert {name for name in found if name.endswith("bench.sh")} == {
-        f"{name.split('-')[0]}-bench.sh" for name in found
-    }

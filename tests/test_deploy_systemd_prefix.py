@@ -63,13 +63,6 @@ def test_systemd_finds_nothing_in_the_units(order: Order, tmp_path: Path) -> Non
     assert complaints(order, tmp_path) == []
 
 
-def test_without_a_prefix_files_stay_in_place(tmp_path: Path) -> None:
-    order = orders.order(orders.plan(tmp_path), folder=HERE)
-    unit = render_target("systemd", order)[f"{order.name}.service"]
-    assert f"LoadCredential=plan.json:{HERE}/plan.json" in unit
-    assert not [line for line in commands_of(order) if " cp " in line]
-
-
 @pytest.mark.parametrize("prefix", ["etc/llmctl", "/etc/ll mctl", "/etc/../x\n", "~/x"])
 def test_a_prefix_is_a_plain_absolute_path(prefix: str) -> None:
     with pytest.raises(InputError, match="--prefix"):
