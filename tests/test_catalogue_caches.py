@@ -7,7 +7,6 @@ import pytest
 from toolkit.catalogue.caches import (
     bytes_per_block,
     groups_of_config,
-    has_states,
     is_plain,
     logged_tokens,
     longest_blocks,
@@ -96,7 +95,6 @@ def test_one_cache_is_plain() -> None:
     assert is_plain(groups)
     assert row_bytes(llama, "bfloat16", 8192) is None
     assert not window_of(groups)
-    assert not has_states(groups)
 
 
 @pytest.mark.parametrize(
