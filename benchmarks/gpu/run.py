@@ -250,7 +250,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(words)
     if {"vllm", "live"} & {*given.parts} and not (given.dry_run or given.model):
         parser.error("parts vllm and live need --model FOLDER")
-    given.rates = given.rates or ([1.0, 2.0] if given.dry_run else [10.0, 18.0])
+    given.rates = given.rates or ([5.0, 10.0] if given.dry_run else [10.0, 18.0])
     return given
 
 

@@ -307,7 +307,7 @@ class TuningWindow(Strict):
 class WindowLength(Strict):
     """The length of the windows, in seconds of the scaled trace, and what they leave out."""
 
-    wished_s: float | None = Field(description="by the recipe or --window; none: as long as fits")
+    wished_s: float | None = Field(description="by the recipe; none: as long as fits")
     seconds: float
     longest_s: float = Field(description="the greatest that leaves gaps between windows")
     covered_percent: float = Field(description="of the trace's requests that are in a window")

@@ -277,7 +277,7 @@ class LiveSearch:
             raise InputError(
                 f"a burst takes {burst_s:.1f} s, and {self.budget_s:.0f} s are too few for "
                 f"{TRIED_MIN} settings",
-                f"give --minutes {math.ceil(needed / 60.0 * 10) / 10:g}, or a shorter --window",
+                f"give --minutes {math.ceil(needed / 60.0 * 10) / 10:g}, or shorten tune.window_s",
             )
         self.trials = self._proposed(space, min(tried, TRIED_MAX))
         self.note(f"{len(self.trials)} settings, a burst takes about {burst_s:.1f} s")

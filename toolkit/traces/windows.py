@@ -431,7 +431,7 @@ def split_windows(
             f"{trace.source}: no request arrives in {len(loads) - len(busy):,} of "
             f"{len(loads):,} stretches of {window_s:.3g} s, too many for {search} + {held_out} "
             f"windows ({len(trace):,} requests in {duration_s:,.6g} s)",
-            "give a longer trace, longer windows (--window), or fewer windows",
+            "give a longer trace, longer windows (tune.window_s), or fewer windows",
         )
     by_load = busy[np.argsort(-loads[busy], kind="stable")]
     rng = np.random.default_rng(seed)
