@@ -152,7 +152,7 @@ class Serves(Protocol):
 
 @runtime_checkable
 class StartsReplicas(Protocol):
-    """A backend whose engine's servers may be replicas behind llmctl's front."""
+    """A backend that starts servers of its engine as replicas behind llmctl's front."""
 
     def replica(self, order: ServerOrder, number: int, folder: Path) -> HostedServer:
         """Start server `number` of the plan's `workers`, on a free port of the order's host, with
