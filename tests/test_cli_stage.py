@@ -50,7 +50,6 @@ def test_all_commands_scale_alike(folder, capsys):
 @pytest.mark.parametrize("command", [SIMULATE, SEVERAL])
 def test_the_first_line_says_how_lengths_were_scaled(folder, command, capsys):
     lines = ran(capsys, command).err.splitlines()
-    assert says(lines[0], "384")
     assert "divided by 3.1" in lines[0]
     assert sum("divided" in line for line in lines) == 1
 
