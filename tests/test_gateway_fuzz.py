@@ -18,16 +18,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_odd_bodies_get_no_5xx():
-    found = asyncio.run(odd_bodies(600, 3))
+    found = asyncio.run(odd_bodies(300, 3))
     assert found.complaints == []
-    assert found.statuses["200"] > 50
-    assert found.statuses["400"] > 50
+    assert found.statuses["200"] > 20
+    assert found.statuses["400"] > 20
 
 
 def test_cut_heads_with_upgrade_reach_no_other_client():
-    found = asyncio.run(cut_heads(40))
+    found = asyncio.run(cut_heads(16))
     assert found.complaints == []
-    assert found.statuses == {"alice's own": 40}
+    assert found.statuses == {"alice's own": 16}
 
 
 def test_answers_without_end_reach_no_other_request():
@@ -36,9 +36,9 @@ def test_answers_without_end_reach_no_other_request():
 
 
 def test_hostile_replicas_reach_no_other_request():
-    found = asyncio.run(hostile_replicas(150, 3))
+    found = asyncio.run(hostile_replicas(75, 3))
     assert found.complaints == []
-    assert found.statuses["200"] > 50
+    assert found.statuses["200"] > 20
 
 
 def test_streams_through_flapping_replicas_are_undisturbed():

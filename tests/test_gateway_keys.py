@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from test_gateway import PROMPT, Front, asked, behind, chatted, run
+from test_gateway import Front, asked, behind, chatted, run
+from test_gateway_responses import wanted
 
 from benchmarks.common.standin import StandIn
 from toolkit.serve.access import ApiKey
@@ -19,50 +20,39 @@ def keyed(*, urgent: bool = False) -> list[ApiKey]:
     return [ApiKey(name="a", sha256=SHA, urgent=urgent)]
 
 
-def responded(max_output_tokens: int | None = 40, **more: Any) -> dict[str, Any]:
-    body = {"model": "standin", "input": PROMPT, "max_output_tokens": max_output_tokens}
-    return body | {"ignore_eos": True} | more
+WRONG = [
+    *[{"stream": value} for value in ("true", 1)],
+    *[{"n": value} for value in ("64", 64.0, 0, 100_000)],
+    {"best_of": "64"},
+    *[{"max_tokens": value} for value in ("60000", 10**400)],
+    {"priority": "-5"},
+    {"temperature": "0"},
+    *[{"stop": value} for value in (7, [7])],
+    {"model": 7},
+    *[{"prompt": value} for value in ({"a": 1}, ["a", 1], ["a", [1]], [1, True], [10**400])],
+    {"prompt": ["a"] * 5000},
+    {"return_token_ids": "yes"},
+    *[{"stream_options": value} for value in ({"include_usage": "true"}, [1])],
+]
+WRONG_CHATS = [{"max_completion_tokens": "9"}, {"messages": "hello"}]
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong"),
-    [
-        (COMPLETIONS, {"stream": "true"}),
-        (COMPLETIONS, {"stream": 1}),
-        (COMPLETIONS, {"n": "64"}),
-        (COMPLETIONS, {"n": 64.0}),
-        (COMPLETIONS, {"n": 0}),
-        (COMPLETIONS, {"n": 100_000}),
-        (COMPLETIONS, {"best_of": "64"}),
-        (COMPLETIONS, {"max_tokens": "60000"}),
-        (COMPLETIONS, {"max_tokens": 10**400}),
-        (COMPLETIONS, {"priority": "-5"}),
-        (COMPLETIONS, {"temperature": "0"}),
-        (COMPLETIONS, {"stop": 7}),
-        (COMPLETIONS, {"stop": [7]}),
-        (COMPLETIONS, {"model": 7}),
-        (COMPLETIONS, {"prompt": {"a": 1}}),
-        (COMPLETIONS, {"prompt": ["a", 1]}),
-        (COMPLETIONS, {"prompt": ["a", [1]]}),
-        (COMPLETIONS, {"prompt": [1, True]}),
-        (COMPLETIONS, {"prompt": [10**400]}),
-        (COMPLETIONS, {"prompt": ["a"] * 5000}),
-        (COMPLETIONS, {"return_token_ids": "yes"}),
-        (COMPLETIONS, {"stream_options": {"include_usage": "true"}}),
-        (COMPLETIONS, {"stream_options": [1]}),
-        (CHAT, {"max_completion_tokens": "9"}),
-        (CHAT, {"messages": "hello"}),
-    ],
+    ("path", "good", "cases"), [(COMPLETIONS, asked(), WRONG), (CHAT, chatted(), WRONG_CHATS)]
 )
 @behind({}, keys=keyed())
 async def test_a_field_of_another_type_gets_400_with_its_name(
-    front: Front, servers: list[StandIn], path: str, wrong: dict[str, Any]
+    front: Front,
+    servers: list[StandIn],
+    path: str,
+    good: dict[str, Any],
+    cases: list[dict[str, Any]],
 ):
-    body = {CHAT: chatted}.get(path, asked)() | wrong
-    answer = await front.http.post(path, json=body, headers=HEADERS)
-    assert answer.status_code == 400, answer.text
-    (name,) = wrong
-    assert answer.json()["error"]["param"].startswith(name)
+    for wrong in cases:
+        answer = await front.http.post(path, json=good | wrong, headers=HEADERS)
+        assert answer.status_code == 400, (wrong, answer.text)
+        (name,) = wrong
+        assert answer.json()["error"]["param"].startswith(name)
     assert servers[0].used == 0
 
 
@@ -73,7 +63,7 @@ async def test_a_field_of_another_type_gets_400_with_its_name(
 def test_only_an_urgent_key_may_ask_for_priority(
     path: str, urgent: bool, priority: int, status: int
 ):
-    body = (responded if path == RESPONSES else asked)() | {"priority": priority}
+    body = (wanted if path == RESPONSES else asked)() | {"priority": priority}
 
     async def test(front: Front, servers: list[StandIn]) -> None:
         answer = await front.http.post(path, json=body, headers=HEADERS)
