@@ -14,25 +14,20 @@ from toolkit.sim.world import world_from_fit
 
 
 def plan(policy: str, engine: str = "transformers", **changes: object) -> Plan:
-    return Plan(
-        tool_version="0",
-        environment=samples.ENVIRONMENT,
-        inputs={},
-        recipe=samples.recipe(engine={"name": engine} | changes),
-        fit=samples.fit(),
-        workers=2,
-        policy=PlannedPolicy(name=policy, parameters={}),
-        predicted={},
-        limits=[],
-        explained={},
-    )
+    recipe = samples.recipe(engine={"name": engine} | changes)
+    made = samples.plan(recipe, samples.fit(), "slice", workers=2)
+    return made.model_copy(update={"policy": PlannedPolicy(name=policy, parameters={})})
 
 
-@pytest.mark.parametrize("policy", ["past-future", "mlfq", "slice"])
-def test_every_policy_that_needs_no_oracle_is_served_by_an_engine_that_keeps_its_rows(
-    policy: str,
-) -> None:
-    assert make_scheduler(plan(policy, "rebatch")).policy.name == policy
+@pytest.mark.parametrize(
+    ("policy", "engine"),
+    [
+        *((policy, "rebatch") for policy in ("past-future", "mlfq", "slice")),
+        *((policy, "transformers") for policy in ("slice", "sequence")),
+    ],
+)
+def test_an_engine_serves_the_policies_that_it_can_run(policy: str, engine: str) -> None:
+    assert make_scheduler(plan(policy, engine)).policy.name == policy
 
 
 @pytest.mark.parametrize(
@@ -47,11 +42,6 @@ def test_simulator_and_server_take_row_memory_from_the_engine(
     planned = plan("past-future", "rebatch").model_copy(update={"fit": fit})
     assert [worker.joining for worker in make_scheduler(planned).workers] == [joining] * 2
     assert world_from_fit(fit, workers=1, max_new_tokens=9).scheduled()[0].joining == joining
-
-
-@pytest.mark.parametrize("policy", ["slice", "sequence"])
-def test_static_policies_are_served(policy: str) -> None:
-    assert make_scheduler(plan(policy)).policy.name == policy
 
 
 @pytest.mark.parametrize(

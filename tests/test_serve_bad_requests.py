@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from contextlib import suppress
 
@@ -15,6 +16,7 @@ from within import with_server
 
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
+from toolkit.serve import forms
 from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import MAX_DEPTH, parse_json
 
@@ -22,17 +24,6 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 JSON = {"content-type": "application/json"}
-
-
-def send(method: str, path: str, **options) -> httpx.Response:
-    async def run() -> httpx.Response:
-        async with client(max_body_bytes=20_000) as http:
-            response = await http.request(method, path, **options)
-            await turns()
-            assert http.driver.scheduler.jobs == 0
-            return response
-
-    return asyncio.run(run())
 
 
 def error(response: httpx.Response) -> dict:
@@ -44,193 +35,151 @@ def error(response: httpx.Response) -> dict:
     return body["error"]
 
 
-RAW = {
-    "empty": (b"", "not JSON"),
-    "torn": (b'{"prompt": "a"', "not JSON"),
-    "two objects": (b'{"prompt": "a"}{}', "Extra data"),
-    "not an object": (b'["prompt"]', "must be a JSON object"),
-    "NaN": (b'{"prompt": "a", "temperature": NaN}', "NaN is not a JSON number"),
-    "Infinity": (b'{"prompt": "a", "top_p": -Infinity}', "-Infinity is not a JSON number"),
-    "a key twice": (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' occurs twice"),
-    "a byte order mark": (b'\xef\xbb\xbf{"prompt": "a"}', "BOM"),
-    "not UTF-8": (b'{"prompt": "\xff"}', "not UTF-8: byte 12"),
-    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8"),
-    "a lone surrogate": (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
-    "a lone surrogate in a key": (b'{"prompt": "a", "\\udfff": 1}', "half of a surrogate pair"),
-    "a lone surrogate in a message": (
-        b'{"messages": [{"role": "user", "content": "\\uDC00"}]}',
-        "half of a surrogate",
-    ),
-    "deep": (b'{"prompt": "a", "x": ' + b"[" * 40 + b"]" * 40 + b"}", "nests deeper than 32"),
-    "very deep": (b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}", "nests deeper than 32"),
-    "a huge integer": (
-        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
-        "integer string conversion",
-    ),
-    "a raw line break in a string": (b'{"prompt": "a\nb"}', "not JSON"),
-}
+RAW = [
+    b"",
+    b'{"prompt": "a"',
+    b'{"prompt": "a"}{}',
+    b'["prompt"]',
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "top_p": -Infinity}',
+    b'{"prompt": "a", "prompt": "b"}',
+    b'\xef\xbb\xbf{"prompt": "a"}',
+    b'{"prompt": "\xff"}',
+    '{"prompt": "a"}'.encode("utf-16"),
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "a", "\\udfff": 1}',
+    b'{"messages": [{"role": "user", "content": "\\uDC00"}]}',
+    b'{"prompt": "a", "x": ' + b"[" * 40 + b"]" * 40 + b"}",
+    b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}",
+    b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "a\nb"}',
+]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("what", RAW)
-def test_invalid_json_bodies_are_refused(path: str, what: str):
-    body, message = RAW[what]
-    response = send("POST", path, content=body, headers=JSON)
-    assert response.status_code == 400
-    assert message in error(response)["message"]
+@with_server(max_body_bytes=20_000)
+async def test_invalid_json_bodies_are_refused(http: httpx.AsyncClient, path: str):
+    for body in RAW:
+        response = await http.post(path, content=body, headers=JSON)
+        assert response.status_code == 400, body
+        error(response)
+    assert http.driver.scheduler.jobs == 0
 
 
-FIELDS = [
-    ({}, "prompt", "Field required"),
-    ({"prompt": 5}, "prompt", "string"),
-    ({"prompt": ""}, "prompt", "no tokens"),
-    ({"prompt": []}, "prompt", "string"),
-    ({"prompt": [[]]}, "prompt", "no tokens"),
-    ({"prompt": ["a", 5]}, "prompt", "alone"),
-    ({"prompt": [1, True]}, "prompt", "alone"),
-    ({"prompt": [1, 2.0]}, "prompt", "alone"),
-    ({"prompt": [259]}, "prompt", "holds token 259; tokens here are 0 to 258"),
-    ({"prompt": [-1]}, "prompt", "holds token -1"),
-    ({"prompt": [10**30]}, "prompt", "too large a number"),
-    ({"prompt": ["a"] * 257}, "prompt", "257 prompts; the limit is 256"),
-    ({"prompt": ["a"] * 100, "n": 11}, "n", "1100 choices; the limit is 1024"),
-    ({"prompt": "a" * 512}, "prompt", "512 tokens; the limit of prompt + output is 512"),
-    ({"prompt": "a" * 412, "max_tokens": 101}, "max_tokens", "together 513; the limit is 512"),
-    ({"prompt": "a", "max_tokens": 257}, "max_tokens", "max_tokens is 257; the limit is 256"),
-    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens", "too large a number; the limit is 256"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
-    ({"prompt": "a", "max_tokens": 5.0}, "max_tokens", "integer"),
-    ({"prompt": "a", "max_tokens": True}, "max_tokens", "integer"),
-    ({"prompt": "a", "temperature": -0.1}, "temperature", "greater than or equal to 0"),
-    ({"prompt": "a", "temperature": 2.1}, "temperature", "less than or equal to 2"),
-    ({"prompt": "a", "temperature": 1e999}, "temperature", "finite"),
-    ({"prompt": "a", "top_p": 0}, "top_p", "greater than 0"),
-    ({"prompt": "a", "top_k": -2}, "top_k", "greater than or equal to -1"),
-    ({"prompt": "a", "min_p": 1.5}, "min_p", "less than or equal to 1"),
-    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
-    ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
-    ({"prompt": "a", "n": 17}, "n", "less than or equal to 16"),
-    ({"prompt": "a", "seed": 2**63}, "seed", "less than"),
-    ({"prompt": "a", "seed": "x"}, "seed", "integer"),
-    ({"prompt": "a", "stop": 5}, "stop", "list of strings"),
-    ({"prompt": "a", "stop": [""]}, "stop", "1 to 256 characters"),
-    ({"prompt": "a", "stop": "x" * 257}, "stop", "1 to 256 characters"),
-    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "17 strings; the limit is 16"),
-    ({"prompt": "a", "stop_token_ids": [300]}, "stop_token_ids", "holds token 300"),
-    ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids", "at most 64"),
-    ({"prompt": "a", "min_tokens": 17}, "min_tokens", "min_tokens is 17; max_tokens is 16"),
-    ({"prompt": "a", "stream": "yes"}, "stream", "boolean"),
-    (
-        {"prompt": "a", "stream_options": {"include_usage": 1}},
-        "stream_options.include_usage",
-        "boolean",
-    ),
-    ({"prompt": "a", "priority": 2**40}, "priority", "less than"),
-    ({"prompt": "a", "llmctl_end_after": 5}, "llmctl_end_after", "--allow-end-after"),
-    ({"prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
-    ({"prompt": "a", "echo": True}, "echo", "not supported"),
-    ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
-    ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
-    ({"prompt": "a", "frequency_penalty": -1}, "frequency_penalty", "not supported"),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"), FIELDS, ids=[json.dumps(one[0])[:60] for one in FIELDS]
-)
-def test_invalid_fields_are_refused(body: dict, param: str, message: str):
-    response = send(
-        "POST", COMPLETIONS, content=json.dumps(body).replace("Infinity", "1e999"), headers=JSON
-    )
-    assert response.status_code == 400
-    said = error(response)
-    assert said["type"] == "invalid_request_error"
-    assert said["param"] == param
-    assert message in said["message"]
-
-
-CHATS = [
-    ({}, "messages", "Field required"),
-    ({"messages": []}, "messages", "at least 1"),
-    ({"messages": "hi"}, "messages", "list"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content", "Field required"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "string"),
-    ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", "'system'"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system'"),
-    (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-            ]
-        },
-        "messages.0.content",
-        "not of type 'text'",
-    ),
-    (
-        {"messages": USER, "max_completion_tokens": 0},
-        "max_completion_tokens",
-        "greater than or equal to 1",
-    ),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"messages": USER, "tool_choice": "required"}, "tool_choice", "not supported"),
-    (
-        {"messages": USER, "response_format": {"type": "json_schema"}},
-        "response_format",
-        "not supported",
-    ),
-    ({"messages": USER, "logprobs": True}, "logprobs", "not supported"),
-    ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "not supported"),
-    ({"messages": USER, "modalities": ["audio"]}, "modalities", "not supported"),
-]
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"), CHATS, ids=[json.dumps(one[0])[:60] for one in CHATS]
-)
-def test_invalid_chats_are_refused(body: dict, param: str, message: str):
-    response = send("POST", CHAT, json=body)
-    assert response.status_code == 400
-    assert (error(response)["param"], message in error(response)["message"]) == (param, True)
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/", 404),
-        ("GET", "/docs", 404),
-        ("GET", "/v1/models/", 404),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", COMPLETIONS, 405),
-        ("DELETE", "/v1/models", 405),
-        ("POST", "/health", 405),
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+# By the field that the refusal names: what it does not take, beside a prompt or a message.
+WRONG = {
+    "prompt": [5, "", [], [[]], ["a", 5], [1, True], [1, 2.0], [259], [-1], [10**30]],
+    "max_tokens": [0, "5", 5.0, True, 10**30],
+    "temperature": [-0.1, 2.1, math.inf],
+    "top_p": [0],
+    "top_k": [-2],
+    "min_p": [1.5],
+    "repetition_penalty": [0],
+    "n": [0, 17],
+    "seed": [2**63, "x"],
+    "stop": [5, [""], "x" * 257],
+    "stop_token_ids": [[300]],
+    "min_tokens": [17],
+    "stream": ["yes"],
+    "stream_options": [{"include_usage": 1}],
+    "priority": [2**40],
+    "llmctl_end_after": [5],
+    "logprobs": [0],
+    "echo": [True],
+    "best_of": [2],
+    "suffix": ["z"],
+    "logit_bias": [{"5": 1}],
+    "presence_penalty": [0.5],
+    "frequency_penalty": [-1],
+}
+WRONG_CHATS = {
+    "messages": [
+        *([], "hi", [{"role": "user"}]),
+        *([{"role": "user", "content": content}] for content in (None, [IMAGE])),
+        *([{"role": role, "content": "a"}] for role in ("king", "tool")),
     ],
-)
-def test_unknown_routes_are_refused(method: str, path: str, status: int):
-    response = send(method, path)
-    assert response.status_code == status
-    error(response)
-    assert ("allow" in response.headers) == (status == 405)
+    "max_completion_tokens": [0],
+    "tools": [[{"type": "function"}]],
+    "tool_choice": ["required"],
+    "response_format": [{"type": "json_schema"}],
+    "logprobs": [True],
+    "top_logprobs": [2],
+    "modalities": [["audio"]],
+}
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})]
+    ("path", "good", "wrong"),
+    [(COMPLETIONS, {"prompt": "a"}, WRONG), (CHAT, {"messages": USER}, WRONG_CHATS)],
+    ids=["completions", "chats"],
 )
-def test_an_unknown_model_is_refused(path: str, body: dict):
-    response = send("POST", path, json={"model": "gpt-5", **body})
-    assert response.status_code == 404
-    assert error(response)["code"] == "model_not_found"
+@with_server()
+async def test_invalid_fields_are_refused(
+    http: httpx.AsyncClient, path: str, good: dict, wrong: dict
+):
+    (needed,) = good
+    cases = [({}, needed)]
+    cases += [(good | {name: value}, name) for name, values in wrong.items() for value in values]
+    for body, name in cases:
+        content = json.dumps(body).replace("Infinity", "1e999")
+        response = await http.post(path, content=content, headers=JSON)
+        assert response.status_code == 400, body
+        said = error(response)
+        assert (said["type"], said["param"].partition(".")[0]) == ("invalid_request_error", name)
+    assert http.driver.scheduler.jobs == 0
 
 
-def test_a_body_that_says_it_is_too_large_is_refused_unread():
-    response = send("POST", COMPLETIONS, content=b"", headers={**JSON, "content-length": "20001"})
-    assert response.status_code == 413
-    assert says(error(response)["message"], "20000")
+LIMITS = [
+    ({"prompt": ["a"] * 257}, "prompt", "256"),
+    ({"prompt": ["a"] * 100, "n": 11}, "n", "1024"),
+    ({"prompt": "a" * 512}, "prompt", "512"),
+    ({"prompt": "a" * 412, "max_tokens": 101}, "max_tokens", "512"),
+    ({"prompt": "a", "max_tokens": 257}, "max_tokens", "256"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "16"),
+    ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids", "64"),
+]
 
 
-def test_a_body_is_refused_once_it_is_too_large():
+@with_server()
+async def test_what_is_beyond_a_limit_is_refused_with_the_limit(http: httpx.AsyncClient):
+    for body, param, limit in LIMITS:
+        response = await http.post(COMPLETIONS, json=body)
+        assert response.status_code == 400
+        assert error(response)["param"] == param
+        assert says(error(response)["message"], limit)
+
+
+TYPES = ["text/plain", "application/x-www-form-urlencoded", ""]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status"),
+    [
+        *[("GET", path, {}, 404) for path in ("/", "/docs", "/v1/models/")],
+        ("POST", "/v1/embeddings", {}, 404),
+        ("GET", COMPLETIONS, {}, 405),
+        ("DELETE", "/v1/models", {}, 405),
+        ("POST", "/health", {}, 405),
+        ("POST", COMPLETIONS, {"json": {"model": "gpt-5", "prompt": "a"}}, 404),
+        ("POST", CHAT, {"json": {"model": "gpt-5", "messages": USER}}, 404),
+        ("POST", COMPLETIONS, {"headers": {**JSON, "content-length": "20001"}}, 413),
+        *[("POST", COMPLETIONS, {"content": b"{}", "headers": {"content-type": one}}, 415)
+          for one in TYPES],
+    ],
+)  # fmt: skip
+@with_server(max_body_bytes=20_000)
+async def test_what_is_not_served_is_refused(
+    http: httpx.AsyncClient, method: str, path: str, options: dict, status: int
+):
+    response = await http.request(method, path, **options)
+    assert response.status_code == status
+    assert ("allow" in response.headers) == (status == 405)
+    assert error(response)["code"] == "model_not_found" or "gpt-5" not in str(options)
+
+
+@with_server(max_body_bytes=20_000)
+async def test_a_body_is_refused_once_it_is_too_large(http: httpx.AsyncClient):
     pieces = []
 
     async def body():
@@ -238,49 +187,48 @@ def test_a_body_is_refused_once_it_is_too_large():
             pieces.append(1)
             yield b"x" * 1000
 
-    response = send("POST", COMPLETIONS, content=body(), headers=JSON)
+    response = await http.post(COMPLETIONS, content=body(), headers=JSON)
     assert response.status_code == 413
     assert len(pieces) == 21
 
 
-def test_what_the_tokenizer_refuses_is_the_clients_error(monkeypatch: pytest.MonkeyPatch):
+@with_server()
+async def test_what_the_tokenizer_refuses_is_the_clients_error(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(*_: object) -> list[int]:
         raise InputError("messages: the model's chat template refuses them: roles must alternate")
 
     monkeypatch.setattr(ByteTokenizer, "encode_chat", refuse)
-    said = error(send("POST", CHAT, json={"messages": USER}))
+    said = error(await http.post(CHAT, json={"messages": USER}))
     assert (said["param"], "roles must alternate" in said["message"]) == ("messages", True)
 
 
 LARGE = [
-    (COMPLETIONS, {"prompt": "a" * 600}, 400, "600 tokens; the limit of prompt + output is 512"),
-    (COMPLETIONS, {"prompt": "a" * 40, "max_tokens": 2}, 200, ""),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": "a" * 600}]},
-        400,
-        "the limit of prompt + output is 512",
-    ),
-    (CHAT, {"messages": USER, "max_tokens": 2, "n": 2}, 200, ""),
-    (COMPLETIONS, {"prompt": [104] * 513}, 400, "513 tokens; the limit of prompt + output is 512"),
-    (COMPLETIONS, {"prompt": [1] * 20 + [-1] * 20}, 400, "'prompt' holds token -1"),
+    (COMPLETIONS, {"prompt": "a" * 600}, 400),
+    (COMPLETIONS, {"prompt": "a" * 40, "max_tokens": 2}, 200),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, 400),
+    (CHAT, {"messages": USER, "max_tokens": 2, "n": 2}, 200),
+    (COMPLETIONS, {"prompt": [104] * 513}, 400),
+    (COMPLETIONS, {"prompt": [1] * 20 + [-1] * 20}, 400),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "message"), LARGE)
-def test_large_bodies_get_the_same_answers_from_a_thread(
-    monkeypatch: pytest.MonkeyPatch, path: str, body: dict, status: int, message: str
+@with_server()
+async def test_large_bodies_get_the_same_answers_from_a_thread(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ):
-    body = {"temperature": 0, **body}
-    small = send("POST", path, json=body)
-    monkeypatch.setattr("toolkit.serve.forms.LARGE_BODY_BYTES", 1)
-    large = send("POST", path, json=body)
-    assert large.status_code == small.status_code == status
-    if status == 200:
-        assert large.json()["choices"] == small.json()["choices"]
-    else:
-        assert error(large) == error(small)
-        assert message in error(large)["message"]
+    for path, body, status in LARGE:
+        answers = []
+        for least_bytes in (forms.LARGE_BODY_BYTES, 1):
+            with monkeypatch.context() as patch:
+                patch.setattr(forms, "LARGE_BODY_BYTES", least_bytes)
+                response = await http.post(path, json=body | {"temperature": 0})
+            assert response.status_code == status
+            answers.append(response.json() if status == 200 else error(response))
+        small, large = answers
+        differing = {name for name in small if small[name] != large[name]}
+        assert differing <= {"id", "created"}
 
 
 def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.MonkeyPatch):
@@ -315,13 +263,6 @@ def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.Monkey
     assert codes.count("overloaded") >= 1
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_other_content_types_are_refused(kind: str):
-    response = send("POST", COMPLETIONS, content=b'{"prompt": "a"}', headers={"content-type": kind})
-    assert response.status_code == 415
-    error(response)
-
-
 def test_surrogate_pairs_are_accepted_and_halves_refused():
     assert parse_json(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\N{GRINNING FACE}"}
 
@@ -342,34 +283,3 @@ def test_nesting_is_limited_to_max_depth():
 def test_no_body_raises_anything_but_an_api_error(body: bytes):
     with suppress(ApiError):
         assert isinstance(parse_json(body), dict)
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-ONE_PATH = ("prompt", "messages")
-NAMES = st.sampled_from(
-    ["prompt", "messages", "max_tokens", "stop", "n", "stream_options", "seed", "stop_token_ids"]
-)
-
-
-@pytest.mark.slow
-@given(fields=st.dictionaries(NAMES, VALUES, max_size=4))
-@with_server()
-async def test_no_field_gives_a_server_error(http: httpx.AsyncClient, fields: dict):
-    for path, good in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
-        known = {name: value for name, value in fields.items() if name not in ONE_PATH}
-        body = {**good, "max_tokens": 2, **known}
-        body |= {name: fields[name] for name in good.keys() & fields.keys()}
-        response = await http.post(path, content=json.dumps(body), headers=JSON)
-        assert response.status_code in (200, 400)
-        if response.status_code == 400:
-            error(response)

@@ -51,17 +51,6 @@ async def test_a_batch_that_crashed_has_no_times(driver: Driver, hands: HandWork
     assert sum(driver.stats.hop.counts) == 0
 
 
-@with_driver()
-async def test_every_call_of_the_scheduler_is_timed(driver: Driver, hands: HandWorkers):
-    submit(driver, "a", 8)
-    await turns()
-    assert sum(driver.stats.deciding.counts) == 1
-    hands.finish()
-    await turns()
-    assert sum(driver.stats.deciding.counts) == 3  # what has ended, and the tick after it
-    assert driver.stats.deciding.total > 0
-
-
 @pytest.mark.parametrize(("overlaps", "expected_s"), [(True, 0.0), (False, 1.5)])
 def test_a_rounds_prediction_includes_transfers_that_it_waits_for(overlaps, expected_s):
     link = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0, overlaps=overlaps)

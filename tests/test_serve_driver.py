@@ -4,14 +4,13 @@ depend on the clock.
 
 import asyncio
 
-import pytest
 from toy_server import HandWorkers, generate, make_driver, turns
 from within import in_a_loop, with_driver
 
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.sched.types import Job
-from toolkit.serve.driver import SHUTTING_DOWN, Driver, RefusedError
+from toolkit.serve.driver import Driver
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 
 
@@ -139,21 +138,6 @@ async def test_out_of_memory_costs_no_request(driver: Driver, hands: HandWorkers
 
 
 @with_driver()
-async def test_the_worker_learns_of_a_cancelled_row_which_does_not_run_again(
-    driver: Driver, hands: HandWorkers
-):
-    live, _ = submit(driver, ask(limit=100))
-    await turns()
-    driver.cancel(live)
-    assert hands.unwanted == ["a"]
-    hands.finish(steps=1)
-    await turns()
-    assert not hands.running
-    assert (driver.running, driver.waiting, driver.scheduler.jobs) == (0, 0, 0)
-    assert live.tokens == []
-
-
-@with_driver()
 async def test_a_cancelled_waiting_request_is_removed_at_once(driver: Driver, hands: HandWorkers):
     submit(driver, ask("first", limit=100))
     await turns()
@@ -205,41 +189,6 @@ async def test_the_scheduler_never_sees_the_length_of_a_replayed_request(
     delta = await take(reply)
     assert (delta.tokens, delta.finish, len(delta.text)) == (6, "stop", 5)
     assert live.tokens[:5] == generate("hello", 5)
-
-
-@with_driver(capacity=40)
-async def test_a_request_beyond_all_memory_is_refused(driver: Driver, hands: HandWorkers):
-    with pytest.raises(RefusedError, match="memory holds 40"):
-        submit(driver, ask(limit=100))
-    assert driver.waiting == 0
-
-
-@with_driver()
-async def test_draining_waits_for_running_requests(driver: Driver, hands: HandWorkers):
-    _, reply = submit(driver, ask(limit=2))
-    await turns()
-    draining = asyncio.create_task(driver.drain(3600.0))
-    await turns()
-    assert not draining.done()
-    hands.finish(steps=2)
-    assert await draining == 0
-    assert (await take(reply)).finish == "length"
-
-
-@with_driver()
-async def test_requests_that_run_past_the_drain_timeout_fail(driver: Driver, hands: HandWorkers):
-    _, quick = submit(driver, ask("quick", limit=2))
-    _, late = submit(driver, ask("late", limit=100))
-    await turns()
-    hands.progress(steps=2)
-    assert await driver.drain(0.0) == 1
-    assert (await take(quick)).finish == "length"
-    assert (await take(late)).failure == SHUTTING_DOWN
-
-
-@with_driver()
-async def test_an_idle_driver_drains_at_once(driver: Driver, hands: HandWorkers):
-    assert await driver.drain(3600.0) == 0
 
 
 @with_driver(slice_tokens=8, eager=False, min_interval_s=0.02)

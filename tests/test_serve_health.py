@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from toy_server import HandWorkers, make_driver, turns
 from within import with_server
@@ -13,6 +12,7 @@ from within import with_server
 from toolkit.errors import EngineError
 from toolkit.serve.stats import Histogram
 from toolkit.serve.status import failure, gauges, problem, state
+from toolkit.workers.protocol import WorkerLost
 
 
 def test_a_loading_server_is_healthy_and_not_ready():
@@ -23,68 +23,46 @@ def test_a_loading_server_is_healthy_and_not_ready():
 
 
 @with_server()
-async def test_a_loaded_server_is_healthy_and_ready(http: httpx.AsyncClient):
+async def test_a_leaving_server_is_healthy_and_not_ready(http: httpx.AsyncClient):
     for path in ("/health", "/ready"):
         assert (await http.get(path)).status_code == 200
         assert (await http.head(path)).status_code == 200
-
-
-@with_server()
-async def test_a_leaving_server_is_healthy_and_not_ready(http: httpx.AsyncClient):
     http.driver.leaving = True
     ready = await http.get("/ready")
     assert (ready.status_code, ready.json()) == (503, {"status": "leaving"})
     assert (await http.get("/health")).status_code == 200
     assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+    http.driver.failed = EngineError("no worker is left")
+    assert (await http.get("/health")).status_code == 503
+    http.driver.failed = None
+    http.driver.bug = ValueError("a bug")
+    assert (await http.get("/health")).status_code == 503
 
 
-@with_server(hands=1)
-async def test_without_a_living_worker_it_is_healthy_and_not_ready(http: httpx.AsyncClient):
-    asking = asyncio.create_task(
-        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
-    )
+async def begun(http: httpx.AsyncClient, **more: object) -> asyncio.Task[httpx.Response]:
+    """A request of which the batch runs."""
+    body = {"prompt": "a", "max_tokens": 8} | more
+    asking = asyncio.create_task(http.post("/v1/completions", json=body))
     await turns(60)
-    http.workers.crash()
-    response = await http.get("/ready")
-    assert (response.status_code, response.json()) == (503, {"status": "no worker is alive"})
-    assert (await http.get("/health")).status_code == 200
-    assert scrape((await http.get("/metrics")).text)["llmctl_workers_alive"] == 0
-    http.workers.recover()
-    assert (await http.get("/ready")).status_code == 200
-    await turns()
-    http.workers.finish()
-    await asking
+    return asking
 
 
 @with_server(hands=2)
-async def test_with_one_of_two_workers_alive_it_is_ready(http: httpx.AsyncClient):
-    asking = asyncio.create_task(
-        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 8})
-    )
-    await turns(60)
+async def test_without_a_living_worker_it_is_healthy_and_not_ready(http: httpx.AsyncClient):
+    asking = await begun(http)
     (worker,) = http.workers.running
     http.workers.crash(worker)
     assert (await http.get("/ready")).status_code == 200
     await turns()
     http.workers.finish(1 - worker)
     await asking
-
-
-@pytest.mark.slow
-@with_server()
-async def test_after_a_bug_in_the_scheduler_it_is_unhealthy(http: httpx.AsyncClient):
-    http.driver.bug = ValueError("a bug")
-    assert (await http.get("/health")).status_code == 503
-
-
-@with_server()
-async def test_a_server_that_can_load_no_worker_is_unhealthy(http: httpx.AsyncClient):
-    http.driver.failed = EngineError("no worker is left")
-    response = await http.get("/health")
-    assert (response.status_code, response.json()) == (
-        503,
-        {"status": "no worker can be loaded"},
-    )
+    http.workers.on_event(WorkerLost(1 - worker, "killed"))
+    response = await http.get("/ready")
+    assert (response.status_code, response.json()) == (503, {"status": "no worker is alive"})
+    assert (await http.get("/health")).status_code == 200
+    assert scrape((await http.get("/metrics")).text)["llmctl_workers_alive"] == 0
+    http.workers.recover(worker)
+    assert (await http.get("/ready")).status_code == 200
 
 
 def scrape(body: str) -> dict[str, float]:
@@ -120,10 +98,7 @@ async def test_metrics_count_requests_and_tokens(http: httpx.AsyncClient):
 
 @with_server(hands=1)
 async def test_cache_usage_includes_padding_and_all_steps(http: httpx.AsyncClient):
-    asking = asyncio.create_task(
-        http.post("/v1/completions", json={"prompt": ["a", "hello"], "max_tokens": 8})
-    )
-    await turns(60)
+    asking = await begun(http, prompt=["a", "hello"])
     found = scrape((await http.get("/metrics")).text)
     assert found["llmctl_requests_running"] == 2
     assert found["llmctl_kv_cache_usage_ratio"] == 2 * (5 + 8) / 8192
@@ -137,10 +112,7 @@ async def test_cache_usage_includes_padding_and_all_steps(http: httpx.AsyncClien
 @with_server(hands=2)
 async def test_actual_and_predicted_batch_times_are_per_worker(http: httpx.AsyncClient):
     for _ in range(2):  # the second goes to the other worker, which was idle for longer
-        asking = asyncio.create_task(
-            http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8})
-        )
-        await turns(60)
+        asking = await begun(http, prompt="hello")
         (worker,) = http.workers.running
         http.driver.flights[worker].batch.started_s -= 3.0 * worker
         http.workers.finish(worker)

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvloop
-from said import says
 from within import within
 
 from toolkit.serve.errors import ApiError, error_response
@@ -225,15 +224,6 @@ async def test_a_client_that_closes_or_resets_is_noticed(wire: Wire, first: byte
         await until(lambda number=number: wire.desk.ended == ["gone"] * number)
     await wire.connections(0)
     assert wire.desk.seen == []
-
-
-@wired()
-async def test_bytes_that_are_not_http_end_a_stream(wire: Wire):
-    peer = await wire.open(STREAM)
-    await peer.has(b"first ")
-    peer.send(b"\x00\x01 garbage\r\n\r\n")
-    assert b"HTTP/1.1" not in await peer.rest()
-    await until(lambda: wire.desk.ended == ["gone"])
 
 
 @pytest.mark.parametrize(
@@ -478,19 +468,6 @@ async def test_too_many_connections_close_the_one_that_waits_longest(wire: Wire)
     await wire.connections(3)
     peers[2].send(KEPT)
     await peers[2].has(b" bytes")
-
-
-@wired(connections=2)
-async def test_a_connection_too_many_gets_503_if_all_have_requests(wire: Wire):
-    streams = [await wire.open(STREAM) for _ in range(2)]
-    for stream in streams:
-        await stream.has(b"first ")
-    received = await wire.say(KEPT)
-    assert statuses(received) == [503]
-    assert says(error(received)["message"], "2 connections")
-    wire.desk.go.set()
-    for stream in streams:
-        await stream.has(b"last")
 
 
 @wired(connections=8)

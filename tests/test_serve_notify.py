@@ -68,11 +68,6 @@ def test_the_manager_is_read_and_removed_from_the_environment(
     assert not names.keys() & os.environ.keys()
 
 
-def test_without_a_manager_nothing_is_sent() -> None:
-    Manager().tell("READY=1")
-    asyncio.run(Manager().report_health(lambda: True))
-
-
 @pytest.mark.slow
 def test_a_server_reports_until_it_ends(heard: socket.socket, tmp_path: Path) -> None:
     fake_plan(tmp_path)

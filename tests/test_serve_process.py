@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from orders import changed
 
 from benchmarks.common.serving import Server, fake_plan
-from toolkit.files.io import write_file
-from toolkit.files.plan import PlannedPolicy
+from toolkit.files.io import read_file, write_file
+from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.sched.eventlog import from_lines, replay
 from toolkit.serve.assemble import make_scheduler
 
@@ -24,17 +25,22 @@ POLICIES = {
     "slice": PlannedPolicy(name="slice", parameters={"slice_tokens": 16}),
     "past-future": PlannedPolicy(name="past-future", parameters={"interval_steps": 2}),
 }
+LOGS = ("--event-log", "--request-log")
 ENGINE = {"eos_one_in": 0, "decode_s": 0.004}
 
 
 @pytest.fixture(scope="module", params=POLICIES)
-def server(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Server]:
-    """A server with a slice-level policy, and one with a continuous policy."""
-    folder = tmp_path_factory.mktemp(request.param)
-    fake_plan(folder, POLICIES[request.param], **ENGINE)
-    with Server(folder / "plan.json", "--served-model-name", "toy") as running:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """With a plan of a slice-level policy, and one of a continuous policy."""
+    path = tmp_path_factory.mktemp(request.param)
+    fake_plan(path, POLICIES[request.param], **ENGINE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    logs = [word for option in LOGS for word in (option, str(folder / f"log{option}.jsonl"))]
+    with Server(folder / "plan.json", "--served-model-name", "toy", *logs) as running:
         yield running
 
 
@@ -45,17 +51,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def test_the_ready_line_says_what_is_served(server: Server):
-    assert server.ready["model"] == "toy"
-    assert server.ready["workers"] == 2
-    parameters = server.ready["parameters"]
-    assert (
-        server.ready["policy"],
-        parameters.get("slice_tokens"),
-        parameters.get("interval_steps"),
-    ) in (
-        ("slice", 16, None),
-        ("past-future", None, 2),
-    )
+    assert (server.ready["model"], server.ready["workers"]) == ("toy", 2)
+    given = POLICIES[server.ready["policy"]].parameters
+    assert given.items() <= server.ready["parameters"].items()
     assert httpx.get(f"{server.url}/ready").status_code == 200
 
 
@@ -74,47 +72,21 @@ def test_openais_client_completes(client: openai.OpenAI):
     assert whole.usage.completion_tokens == 60
 
 
-def test_openais_client_chats(client: openai.OpenAI):
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
-    whole = client.chat.completions.create(messages=messages, n=2, **GREEDY)
-    texts = ["", ""]
-    for piece in client.chat.completions.create(messages=messages, n=2, stream=True, **GREEDY):
-        (choice,) = piece.choices
-        texts[choice.index] += choice.delta.content or ""
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert {choice.message.role for choice in whole.choices} == {"assistant"}
-
-
 def test_openais_client_assembles_a_streamed_chat(client: openai.OpenAI):
     """The client's helper accepts a chat that stopped, but not one that was cut off."""
     messages = [{"role": "user", "content": "hello"}]
-    whole = client.chat.completions.create(messages=messages, **GREEDY).choices[0].message.content
+    made = client.chat.completions.create(messages=messages, **GREEDY).choices[0].message
+    whole = made.content
     options = {"messages": messages, "stop": whole[20:24], **GREEDY}
     with client.chat.completions.stream(**options) as stream:
         for _ in stream:
             pass
         (choice,) = stream.get_final_completion().choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
-        "assistant",
-        whole[:20],
-        "stop",
-    )
-
-
-async def ask_asynchronously(url: str) -> None:
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        whole = await client.completions.create(prompt=["a", "b"], **GREEDY)
-        stream = await client.completions.create(prompt=["a", "b"], stream=True, **GREEDY)
-        texts = ["", ""]
-        async for piece in stream:
-            texts[piece.choices[0].index] += piece.choices[0].text
-        assert texts == [choice.text for choice in whole.choices]
-        assert [model.id async for model in client.models.list()] == ["toy"]
-        assert (await client.models.retrieve("toy")).object == "model"
-
-
-def test_openais_asynchronous_client(server: Server):
-    asyncio.run(ask_asynchronously(f"{server.url}/v1"))
+    found = choice.message.role, choice.message.content, choice.finish_reason
+    assert found == ("assistant", whole[:20], "stop")
+    for answer in (made, made.model_dump()):  # it goes back with the next question
+        talk = [*messages, answer, *messages]
+        assert client.chat.completions.create(messages=talk, **GREEDY).usage.completion_tokens == 60
 
 
 def test_openais_client_knows_our_errors(client: openai.OpenAI):
@@ -123,20 +95,6 @@ def test_openais_client_knows_our_errors(client: openai.OpenAI):
     assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt-5", prompt="a")
-
-
-def test_a_keyless_server_refuses_foreign_host_names(server: Server):
-    assert httpx.get(f"{server.url}/v1/models", headers={"host": "evil.com"}).status_code == 403
-    assert httpx.get(f"{server.url}/health", headers={"host": "evil.com"}).status_code == 200
-
-
-def test_a_large_body_gets_the_answer_of_a_small_one(server: Server):
-    small = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
-    large = small | {"user": "x" * 40_000}
-    answers = [
-        httpx.post(f"{server.url}/v1/completions", json=body).json() for body in (small, large)
-    ]
-    assert answers[0]["choices"] == answers[1]["choices"]
 
 
 def test_a_killed_worker_fails_no_request(server: Server, client: openai.OpenAI):
@@ -173,46 +131,33 @@ def test_a_disconnect_frees_the_worker(server: Server, client: openai.OpenAI):
     assert 'finish_reason="cancelled"' in metrics
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_log_of_a_live_server_replays_to_the_same_decisions(tmp_path: Path, policy: str):
-    plan = fake_plan(tmp_path, POLICIES[policy], **ENGINE)
-    log = tmp_path / "events.jsonl"
-    trace = tmp_path / "requests.jsonl"
-    logs = ["--event-log", str(log), "--request-log", str(trace)]
-    with Server(tmp_path / "plan.json", *logs) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            options = {**GREEDY, "model": "test"}
-            client.completions.create(prompt=["a", "bb", "ccc"], **options)
-            stream = client.completions.create(prompt="d", stream=True, **options)
-            next(iter(stream))
-            server.workers()[0].kill()
-            list(stream)
-            client.completions.create(prompt=["a", "bb", "ccc"], **options)
-        assert server.end() == 0
-    lines = log.read_bytes().splitlines(keepends=True)
+def test_its_log_replays_to_the_same_decisions(server: Server, client: openai.OpenAI, folder: Path):
+    """Of all tests of the server, which ends here, also of its killed workers."""
+    client.completions.create(prompt=["a", "bb", "ccc"], **GREEDY)
+    stream = client.completions.create(prompt="d", stream=True, **GREEDY)
+    next(iter(stream))
+    server.workers()[0].kill()
+    list(stream)
+    client.completions.create(prompt=["a", "bb", "ccc"], **GREEDY)
+    assert server.end() == 0
+    events, requests = (folder / f"log{option}.jsonl" for option in LOGS)
+    lines = events.read_bytes().splitlines(keepends=True)
     kinds = {json.loads(line)["type"] for line in lines}
-    assert kinds == {
-        "header",
-        "submit",
-        "tick",
-        "complete" if policy == "slice" else "round",
-        "worker",
-    }
+    ended = "complete" if server.ready["policy"] == "slice" else "round"
+    assert kinds >= {"header", "submit", "tick", ended, "worker"}
+    plan = read_file(Plan, folder / "plan.json")
     assert list(replay(from_lines(lines), make_scheduler(plan))) == []
-    rows = [json.loads(line) for line in trace.read_text().splitlines()]
-    assert [(row["input_length"], row["output_length"], row["status"]) for row in rows].count(
-        (1, 60, "ok")
-    ) == 3
+    rows = [json.loads(line) for line in requests.read_text().splitlines()][-7:]
+    lengths = sorted((row["input_length"], row["output_length"]) for row in rows)
+    assert lengths == [(1, 60)] * 3 + [(2, 60)] * 2 + [(3, 60)] * 2
+    assert {row["status"] for row in rows} == {"ok"}
     assert all(row["ttft_ms"] <= row["e2e_ms"] for row in rows)
 
 
 def test_a_hung_worker_is_replaced_and_fails_no_request(tmp_path: Path):
     plan = fake_plan(tmp_path, POLICIES["slice"], **ENGINE)
-    served = plan.recipe.serve.model_copy(update={"hang_s": 2.0})
-    write_file(
-        plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"serve": served})}),
-        tmp_path / "plan.json",
-    )
+    hanging = changed(plan, recipe__serve=plan.recipe.serve.model_copy(update={"hang_s": 1.0}))
+    write_file(hanging, tmp_path / "plan.json")
     words = ["--served-model-name", "toy", "--workers", "1"]
     with Server(tmp_path / "plan.json", *words) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -236,15 +181,13 @@ def test_a_request_that_kills_its_workers_fails_alone(tmp_path: Path):
     with Server(tmp_path / "plan.json", "--served-model-name", "toy") as server:
 
         async def ask(prompt: str) -> str:
-            async with openai.AsyncOpenAI(
-                base_url=f"{server.url}/v1", api_key="none", max_retries=0
-            ) as client:
+            options = {"base_url": f"{server.url}/v1", "api_key": "none", "max_retries": 0}
+            async with openai.AsyncOpenAI(**options) as client:
                 try:
-                    return (
-                        (await client.completions.create(prompt=prompt, **GREEDY)).choices[0].text
-                    )
+                    answer = await client.completions.create(prompt=prompt, **GREEDY)
                 except openai.InternalServerError as error:
                     return f"{error.status_code} {error.code}"
+                return answer.choices[0].text
 
         async def ask_all(prompts: list[str]) -> list[str]:
             return await asyncio.gather(*[ask(prompt) for prompt in prompts])

@@ -11,29 +11,10 @@ from toolkit.serve.live import Delta, Reply
 @in_a_loop
 async def test_output_merges_between_reads():
     reply = Reply(2)
-    for delta in (
-        Delta(0, "a", 1),
-        Delta(1, "x", 1),
-        Delta(0, "b", 1),
-        Delta(0, "", 0, "stop"),
-    ):
+    for delta in (Delta(0, "a", 1), Delta(1, "x", 1), Delta(0, "b", 1), Delta(0, "", 0, "stop")):
         reply.put(delta)
     assert await reply.take(10.0) == [Delta(0, "ab", 2, "stop"), Delta(1, "x", 1)]
     assert reply.open == 1
-
-
-@in_a_loop
-async def test_new_output_wakes_a_waiting_reader():
-    reply = Reply(1)
-    reader = asyncio.create_task(reply.take(3600.0))
-    await turns()
-    assert not reader.done()
-    reply.put(Delta(0, "a", 1))
-    assert await reader == [Delta(0, "a", 1)]
-
-
-def test_a_reader_gets_nothing_after_its_timeout():
-    assert asyncio.run(Reply(1).take(0.0)) == []
 
 
 @in_a_loop
@@ -54,13 +35,3 @@ async def test_a_failure_wakes_a_patient_reader_too():
     reply = Reply(2, patient=True)
     reply.put(Delta(1, failure="broke"))
     assert await reply.take(3600.0) == [Delta(1, failure="broke")]
-
-
-@in_a_loop
-async def test_closing_wakes_the_reader():
-    reply = Reply(1)
-    reader = asyncio.create_task(reply.take(3600.0))
-    await turns()
-    reply.close()
-    assert await reader == []
-    assert reply.closed

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import NamedTuple
 
 import httpx
 import pytest
@@ -216,17 +215,6 @@ def test_loopback_addresses_are_recognised(host: str, expected: bool):
             check_exposure(host, asks_key=False, insecure=False)
     check_exposure(host, asks_key=True, insecure=False)
     check_exposure(host, asks_key=False, insecure=True)
-
-
-def test_addresses_are_shown_as_urls():
-    class Listener(NamedTuple):
-        address: tuple
-
-        def getsockname(self) -> tuple:
-            return self.address
-
-    assert url(Listener(("127.0.0.1", 80))) == "http://127.0.0.1:80"
-    assert url(Listener(("::1", 80, 0, 0))) == "http://[::1]:80"
 
 
 def test_an_address_of_another_machine_is_an_input_error():

@@ -90,20 +90,6 @@ async def test_a_disconnect_frees_the_row_with_its_batch(
     assert driver.stats.ended == {"cancelled": 1}
 
 
-@with_app(ToyWorkers)
-async def test_a_disconnect_does_not_affect_other_streams(app, driver: Driver, hands: HandWorkers):
-    leaves = Client(stream=True, max_tokens=100)
-    stays = Client(stream=True, max_tokens=30)
-    answering = [client.start(app) for client in (leaves, stays)]
-    await turns(6)
-    leaves.gone.set()
-    await asyncio.gather(*answering)
-    assert stays.complete
-    assert "".join(one["choices"][0]["text"] for one in events(stays.received)[:-1]) == text(
-        "hello", 30
-    )
-
-
 @with_app()
 async def test_output_between_two_reads_is_one_event(app, driver: Driver, hands: HandWorkers):
     client = Client(stream=True, max_tokens=8)
@@ -151,22 +137,6 @@ async def test_comments_keep_a_waiting_stream_alive(app, driver: Driver, hands: 
 
 
 @with_app()
-async def test_late_streams_get_a_final_error(app, driver: Driver, hands: HandWorkers):
-    client = Client(stream=True, max_tokens=100)
-    answering = client.start(app)
-    await turns()
-    hands.progress(steps=1)
-    await turns()
-    assert await driver.drain(0.0) == 1
-    await answering
-    first, last, done = events(client.received)
-    assert first["choices"][0]["text"] == text("hello", 1)
-    assert "shutting down" in last["error"]["message"]
-    assert done == "[DONE]"
-    assert client.complete
-
-
-@with_app()
 async def test_text_before_a_failure_is_delivered(app, driver: Driver, hands: HandWorkers):
     client = Client(stream=True, max_tokens=100)
     answering = client.start(app)
@@ -177,11 +147,3 @@ async def test_text_before_a_failure_is_delivered(app, driver: Driver, hands: Ha
     text_event, error, _ = events(client.received)
     assert text_event["choices"][0]["text"] == text("hello", 3)
     assert "error" in error
-
-
-@with_app()
-async def test_a_draining_server_accepts_no_requests(app, driver: Driver, hands: HandWorkers):
-    await driver.drain(0.0)
-    client = Client()
-    await client.start(app)
-    assert json.loads(client.received)["error"]["message"] == "the server is draining"

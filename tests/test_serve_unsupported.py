@@ -1,13 +1,11 @@
 """What the server of llmctl's own engines refuses by name, and where it is served instead."""
 
-import asyncio
 import json
 from typing import Any
 
 import httpx
 import pytest
-from toy_server import ToyWorkers, app_of, make_driver
-from within import in_a_loop, with_server
+from within import with_server
 
 from toolkit.serve.errors import ApiError
 from toolkit.serve.forms import (
@@ -19,8 +17,6 @@ from toolkit.serve.forms import (
     GenerationForm,
     read_form,
 )
-from toolkit.serve.http import HttpServer
-from toolkit.serve.server import listen, url
 
 SERVED_BY_VLLM: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -122,38 +118,3 @@ async def test_a_request_for_a_response_gets_one_line_that_names_the_engine(
     answer = await http.request(method, path, json={"input": "a"})
     message = answer.json()["error"]["message"]
     assert (answer.status_code, "vllm" in message, "\n" in message) == (404, True, False)
-
-
-@pytest.mark.slow
-@in_a_loop
-async def test_the_official_client() -> None:
-    openai = pytest.importorskip("openai")
-
-    def use(base_url: str) -> None:
-        server = openai.OpenAI(base_url=f"{base_url}/v1", api_key="x", max_retries=0)
-        common = {"model": "toy", "max_tokens": 5, "user": "u", "temperature": 0}
-        labels = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
-        chats = server.chat.completions
-        made = chats.create(**common, **labels, messages=[MESSAGE], n=1, stop=None)
-        # As its users do, the answer goes back with the next question.
-        answered = [MESSAGE, made.choices[0].message, MESSAGE]
-        assert chats.create(**common, messages=answered).usage.completion_tokens == 5
-        dumped = [MESSAGE, made.choices[0].message.model_dump(), MESSAGE]
-        assert chats.create(**common, messages=dumped).usage.completion_tokens == 5
-        options = {"include_usage": True}
-        stream = chats.create(**common, messages=[MESSAGE], stream=True, stream_options=options)
-        assert list(stream)[-1].usage.completion_tokens == 5
-        assert server.completions.create(**common, prompt="a").usage.completion_tokens == 5
-        with pytest.raises(openai.BadRequestError):
-            chats.create(**common, messages=[MESSAGE], extra_body={"temprature": 1})
-        with pytest.raises(openai.NotFoundError):
-            server.responses.create(model="toy", input="a")
-
-    driver = make_driver(ToyWorkers())
-    await driver.start()
-    server = HttpServer(app_of(driver))
-    with listen("127.0.0.1", 0) as listener:
-        await server.start(listener)
-        await asyncio.to_thread(use, url(listener))
-        await server.stop(1.0)
-    await driver.stop()
