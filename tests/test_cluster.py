@@ -30,7 +30,6 @@ from toolkit.workers.protocol import (
     Interrupt,
     OnEvent,
     Ready,
-    Refused,
     RunSlice,
     Start,
     Stop,
@@ -219,16 +218,6 @@ def test_an_actor_handles_frames_in_order() -> None:
         *_, done = answers(actor, 2, RunSlice(7, tuple(ROWS), 20))
         assert isinstance(done, Done)
         assert exit_code.result() == 0
-
-
-def test_an_actor_that_cannot_load_sends_the_reason() -> None:
-    actor = WorkerActor()
-    recipe = tiny.recipe(fake(no_such_key=1), tiny.engine_spec("fake"))
-    with ThreadPoolExecutor() as threads:
-        exit_code = threads.submit(actor.serve)
-        *_, refused = answers(actor, 0, Start(recipe.model_dump_json()))
-        assert isinstance(refused, Refused)
-        assert exit_code.result() == 2
 
 
 @pytest.mark.parametrize(

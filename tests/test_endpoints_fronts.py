@@ -74,10 +74,3 @@ def test_a_request_that_may_have_waited_for_room_is_left_out():
     full = one(0.9, 1.0, [LoggedRow("cmpl-x-0-y", 9, 1, 8)], [], waiting=1)
     its = one(1.0, 1.09, [LoggedRow("cmpl-llmctl0-0-y", 0, 8, 8)], [])
     assert seen_in_traffic([sample], names_of([sample]), [full, its], 0.0) == []
-
-
-def test_a_failed_request_and_one_without_passes_are_left_out():
-    failed = Sample(0.0, 8, 1, sent_s=1.0)
-    its = one(1.0, 1.09, [LoggedRow("cmpl-llmctl0-0-y", 0, 8, 8)], [])
-    lost = Sample(0.0, 8, 1, sent_s=1.0, first_token_s=1.1, failure="")
-    assert seen_in_traffic([failed, lost], names_of([failed, lost]), [its], 0.0) == []

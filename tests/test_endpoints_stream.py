@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -46,11 +45,6 @@ def test_the_times_of_tokens_are_noted_as_they_come():
     assert (sample.output_tokens, answer.complete, answer.failure) == (3, True, "")
 
 
-def test_tokens_are_counted_by_usage_not_by_events():
-    sample = answer(chunked(tokens_event("three tokens"), usage_event(3), DONE))
-    assert (sample.output_tokens, sample.failure) == (3, "")
-
-
 def test_comments_and_lines_of_other_kinds_are_no_tokens():
     waiting = b": waiting\n\n" + b"event: ping\nid: 3\n\n"
     end = tokens_event() + usage_event(2) + DONE
@@ -58,17 +52,11 @@ def test_comments_and_lines_of_other_kinds_are_no_tokens():
     assert (sample.first_token_s, answer.complete) == (2.0, True)
 
 
-def test_carriage_returns_and_a_missing_space_are_fine():
-    stream = (
-        (tokens_event() + usage_event(1) + DONE)
-        .replace(b"\n", b"\r\n")
-        .replace(b"data: ", b"data:")
-    )
-    assert answer(head() + stream).failure == ""
-
-
-def test_a_stream_may_end_without_done():
-    assert answer(head() + tokens_event() + usage_event(1)).failure == ""
+def test_carriage_returns_a_missing_space_and_a_missing_end_are_fine():
+    stream = tokens_event("three tokens") + usage_event(3)
+    stream = stream.replace(b"\n", b"\r\n").replace(b"data: ", b"data:")
+    sample = answer(head() + stream)
+    assert (sample.output_tokens, sample.failure) == (3, "")
 
 
 @given(cuts=st.lists(st.integers(0, 1000), max_size=30))
@@ -109,31 +97,8 @@ def test_any_other_answer_is_a_failure_with_a_reason(data, failure):
     assert answer(data).failure == failure
 
 
-def test_the_first_reason_stands():
-    _, answer = fed((1.0, event({"error": "first"})), (2.0, event({"error": "second"})))
-    assert answer.failure == "error in the stream: first"
-
-
 def test_a_silent_server_is_awaited_for_the_given_time():
     assert answer(None, timeout_s=0.05).failure == "no end within 0.05 s"
-
-
-def test_a_server_that_is_gone_is_a_failure_too():
-    sample = Sample(0.0, 1, 1)
-    target = Target("http://127.0.0.1:1", "", "m", None, own=False)
-
-    async def send() -> None:
-        async with LoadClient(target) as client:
-            await client.send(make_request(target, {}), sample, lambda: 0.0, 5.0)
-
-    asyncio.run(send())
-    assert sample.failure.startswith("cannot connect")
-
-
-def test_an_event_that_never_happened_is_nan():
-    sample = answer(whole({"error": "no"}, 503))
-    assert math.isnan(sample.first_token_s)
-    assert math.isnan(sample.last_token_s)
 
 
 def test_empty_lines_are_one_event_however_the_stream_is_cut():

@@ -131,21 +131,6 @@ async def test_a_cut_off_or_malformed_answer_is_an_error(
         await read(upstream)
 
 
-@behind(WHOLE)
-async def test_a_header_in_utf_8_is_passed_on_as_it_is(upstream: Upstream, server: Behind):
-    name = "x-user: Zoë".encode()
-    await (await upstream.send("GET", b"/x", [tuple(name.split(b": "))])).aclose()
-    assert name + b"\r\n" in server.heads[0]
-
-
-@behind(WHOLE, WHOLE)
-async def test_no_connection_is_kept_where_enough_are_in_use(upstream: Upstream, server: Behind):
-    upstream._http.most_kept = 0
-    for _ in range(2):
-        assert await read(upstream) == (200, b"ok")
-    assert [b"connection: close" in head.lower() for head in server.heads] == [True, True]
-
-
 @behind(WHOLE, b"", WHOLE)
 async def test_a_closed_kept_connection_costs_no_request(upstream: Upstream, server: Behind):
     assert await read(upstream) == (200, b"ok")
@@ -159,24 +144,6 @@ async def test_an_unread_answer_closes_its_connection(upstream: Upstream, server
     await answer.aclose()
     assert await read(upstream) == (200, b"ok")
     assert server.connections == 2
-
-
-@behind(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun", WHOLE)
-async def test_closing_breaks_off_answers_that_are_being_read(upstream: Upstream, server: Behind):
-    answer = await upstream.send("GET", b"/x", [])
-    begun = asyncio.Event()
-
-    async def read_on() -> None:
-        async for _ in answer.body():
-            begun.set()
-
-    reading = asyncio.create_task(read_on())
-    await begun.wait()
-    await upstream.close()
-    with pytest.raises(UpstreamError, match="was lost"):
-        async with asyncio.timeout(5):
-            await reading
-    await answer.aclose()
 
 
 @behind(b"HTTP/1.1 100 Continue\r\n\r\n", WHOLE, silence_s=0.01)

@@ -1,6 +1,5 @@
 """vLLM's server as a child: its Python, version and flags, its start, death and end."""
 
-import json
 from pathlib import Path
 
 import fake_vllm_server
@@ -31,10 +30,8 @@ def test_flags_follow_the_recipe(python: str):
         words = httpx.get(f"{server.url}/flags").json()[1:]
     assert words[:2] == ["serve", "folder"]
     joined = " ".join(words)
-    assert (
-        "--max-model-len 512 --kv-cache-memory-bytes 16777216 --block-size 16 --max-num-seqs 8"
-        in joined
-    )
+    for flags in ("--kv-cache-memory-bytes 16777216", "--block-size 16 --max-num-seqs 8"):
+        assert flags in joined
     assert f"--dtype {recipe.model.dtype}" in joined
     assert not server.running
 
@@ -101,24 +98,3 @@ def test_flags_are_written_for_policy_vllm_only():
         samples.recipe(engine={"name": "fake", "vllm": {}})
     with pytest.raises(ValueError, match="engine 'fake' has no replicas"):
         samples.recipe(engine={"name": "fake"}, replica_router={"name": "by-law"})
-
-
-def test_lines_of_the_iteration_log_are_read_back():
-    from toolkit.sched.iterations import LoggedPass, LoggedRow, passes_of, to_line
-
-    rows = [LoggedRow("a", 12, 1, 12), LoggedRow("b", 0, 8, 30), LoggedRow("c", 12, 1, 13)]
-    one = LoggedPass(
-        step=3,
-        start_s=1.0,
-        end_s=1.5,
-        rows=rows,
-        preempted=["x"],
-        ended=["a"],
-        waiting=2,
-        free_blocks=7,
-    )
-    line = to_line(one)
-    assert json.loads(line)["rows"][0] == ["a", 12, 1, 12, 0, False]
-    (read,) = passes_of([line])
-    assert read == one
-    assert [row.decodes for row in read.rows] == [True, False, False]

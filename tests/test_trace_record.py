@@ -27,9 +27,8 @@ from sse_server import sse_server as serving
 from toolkit.endpoints.upstream import Upstream
 from toolkit.gateway import recording
 from toolkit.gateway.calls import COMPLETIONS, GenerationCall
-from toolkit.gateway.recording import StreamReader, TraceRecorder, record_on, split
+from toolkit.gateway.recording import StreamReader, TraceRecorder, record_on
 from toolkit.serve.errors import ApiError
-from toolkit.serve.forms import is_large
 from toolkit.serve.server import listen
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLog
@@ -141,12 +140,8 @@ def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
     assert (len(trace), report.dropped) == (2, {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "in_loop"), [(10, True), (10_000, False)])
-def test_a_large_request_is_read_in_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int, in_loop: bool
-):
-    asked = body(stream=True, prompt="word " * words)
+def test_a_large_request_is_read_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = body(stream=True, prompt="word " * 10_000)
     threads = []
 
     def noting(route: str, text: bytes) -> GenerationCall:
@@ -161,8 +156,8 @@ def test_a_large_request_is_read_in_a_thread(
 
     server = through(tmp_path / "log", use)
     assert server.bodies == [asked | {"stream_options": {"include_usage": True}}]
-    assert [thread is threading.main_thread() for thread in threads] == [in_loop]
-    assert [row["output_length"] for row in rows(tmp_path / "log")] == [3]
+    assert threading.main_thread() not in threads
+    assert len(threads) == 1
 
 
 def test_neither_texts_nor_keys_are_in_the_file(tmp_path: Path):
@@ -225,12 +220,14 @@ def test_a_bad_request_is_refused_by_the_server_in_its_own_words(tmp_path: Path)
     through(tmp_path / "log", use, lambda _: whole({"error": {"message": "max_tokens"}}, 400))
 
 
-@pytest.mark.parametrize("status", [0, 600, 999, 1000])
-def test_a_status_that_is_none_is_a_502(tmp_path: Path, status: int):
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
-        assert (await client.post("/v1/completions", json=body())).status_code == 502
+def test_a_status_that_is_none_is_a_502(tmp_path: Path):
+    left = [0, 600, 999, 1000]
 
-    through(tmp_path / "log", use, lambda _: whole({}, status))
+    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+        while left:
+            assert (await client.post("/v1/completions", json=body())).status_code == 502
+
+    through(tmp_path / "log", use, lambda _: whole({}, left.pop()))
 
 
 def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
@@ -309,24 +306,6 @@ def test_a_client_that_leaves_cancels_the_request_behind(tmp_path: Path):
     assert (row["status"], row["output_length"]) == ("cancelled", 0)
 
 
-def test_events_pass_as_they_come_and_not_at_the_end(tmp_path: Path):
-    held = asyncio.Event()
-
-    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(chunked(tokens_event()).removesuffix(b"0\r\n\r\n"))
-        await held.wait()
-        writer.write(chunked(usage_event(1), DONE).partition(b"\r\n\r\n")[2])
-        writer.close()
-
-    async def use(_: httpx.AsyncClient, app: TraceRecorder) -> None:
-        sent = await asyncio.wait_for(ask(app, body(stream=True), leaves_after=2), 30)
-        held.set()
-        assert sent[1]["body"] == tokens_event()
-
-    in_front_of(slow, tmp_path / "log", use)
-
-
 def test_a_role_is_no_token():
     reader = StreamReader(strip=True)
     assert reader.feed(ROLE) == ROLE
@@ -397,13 +376,6 @@ def test_rows_of_a_request(prompt, count):
     assert asked.choices == 2 * count
 
 
-@given(total=st.integers(0, 10**6), count=st.integers(1, 100))
-def test_a_share_for_each_row(total, count):
-    shares = split(total, count)
-    assert (sum(shares), len(shares)) == (total, count)
-    assert max(shares) - min(shares) <= 1
-
-
 @pytest.mark.slow
 def test_the_command_records_and_ends_in_order(tmp_path: Path):
     out = tmp_path / "log.jsonl"
@@ -444,27 +416,20 @@ def test_what_cannot_be_recorded_is_one_line(tmp_path: Path, capsys, upstream, a
     assert SECRET not in error
 
 
-UPGRADE = (
-    b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Type: "
-    b"application/json\r\nContent-Length: %d\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (GET + b"Host: localhost\r\nx: " + b"y" * (1 << 18), 431),
+        (b"\x16\x03\x01 garbage\r\n\r\n", 400),
+        (GET + b"\r\n", 400),
+        (GET + b"Host: evil.com\r\nConnection: close\r\n\r\n", 403),
+    ],
+    ids=["a header without an end", "no HTTP", "no host", "another machine's name"],
 )
-RAW = {
-    "a header without an end": (
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * (1 << 18),
-        431,
-    ),
-    "no HTTP": (b"\x16\x03\x01 garbage\r\n\r\n", 400),
-    "no host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
-    "another machine's name": (
-        b"GET /v1/models HTTP/1.1\r\nHost: evil.com\r\nConnection: close\r\n\r\n",
-        403,
-    ),
-}
-
-
-@pytest.mark.parametrize("what", RAW)
-def test_the_recorder_has_the_bounds_of_the_server(tmp_path: Path, what: str):
-    data, status = RAW[what]
+def test_the_recorder_has_the_bounds_of_the_server(tmp_path: Path, data: bytes, status: int):
     head, _, rest = talk(tmp_path, data).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert b"content-type: application/json" in head
@@ -473,13 +438,9 @@ def test_the_recorder_has_the_bounds_of_the_server(tmp_path: Path, what: str):
 
 def test_the_body_of_a_request_that_would_upgrade_passes(tmp_path: Path):
     asked = json.dumps(body()).encode()
-    data = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        + UPGRADE % len(asked)
-        + b"\r\n"
-        + asked
-    )
-    assert talk(tmp_path, data).startswith(b"HTTP/1.1 200 ")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\n"
+    head += b"Upgrade: h2c\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    assert talk(tmp_path, head % len(asked) + asked).startswith(b"HTTP/1.1 200 ")
     assert [row["output_length"] for row in rows(tmp_path / "log")] == [5]
 
 
@@ -514,12 +475,12 @@ def talk(folder: Path, data: bytes) -> bytes:
         return asyncio.run(run(server.url))
 
 
-def recorded(tmp_path: Path, *bodies: dict, tokens: int = 40, block_tokens: int = 4) -> list[dict]:
+def recorded(tmp_path: Path, *bodies: dict, block_tokens: int = 4) -> list[dict]:
     """The rows of requests that were recorded one after another, by one recorder."""
     out = tmp_path / f"log{len(list(tmp_path.iterdir()))}"
 
     def reply(body: dict) -> bytes:
-        count = len(body["prompt"]) if isinstance(body.get("prompt"), list) else tokens
+        count = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 40
         usage = {"prompt_tokens": count, "completion_tokens": 5}
         return whole({"choices": [{"index": 0, "text": TEXT}], "usage": usage})
 
@@ -546,6 +507,8 @@ def test_what_prompts_of_tokens_share_is_noted_exactly(tmp_path: Path):
     assert [shared_run(found[0], row) for row in found] == [8, 5, 0, 5]
     assert all(row["block_tokens"] == 4 for row in found)
     assert all(0 <= one < 2**53 for row in found for one in row["hash_ids"])
+    (again,) = recorded(tmp_path, body(prompt=prompts[0]))
+    assert not {*found[0]["hash_ids"]} & {*again["hash_ids"]}, "of another recording"
 
 
 def test_what_texts_and_chats_share_is_noted_in_blocks_of_bytes(tmp_path: Path):
@@ -559,20 +522,6 @@ def test_what_texts_and_chats_share_is_noted_in_blocks_of_bytes(tmp_path: Path):
     assert 8 <= shared_run(*found) < 10
     other_tools = recorded(tmp_path, *[body(prompt=None, tools=[one]) | chats[0] for one in (1, 2)])
     assert shared_run(*other_tools) == 0
-
-
-def test_ids_of_two_recordings_have_nothing_in_common(tmp_path: Path):
-    one, other = (recorded(tmp_path, body(prompt=list(range(40))))[0] for _ in range(2))
-    assert not {*one["hash_ids"]} & {*other["hash_ids"]}
-
-
-@pytest.mark.slow
-def test_a_large_prompt_is_cut_as_a_small_one(tmp_path: Path):
-    small = [1] * 16
-    long = [*small, *range(20_000)]
-    assert is_large(json.dumps(long).encode())
-    found = recorded(tmp_path, body(prompt=long), body(prompt=small))
-    assert shared_run(*found) == 4
 
 
 def test_rows_that_share_a_count_have_no_blocks(tmp_path: Path):
@@ -596,20 +545,23 @@ def test_a_recorded_trace_is_read_with_what_its_prompts_share(tmp_path: Path):
 HUGE = 10**400
 
 
-@pytest.mark.parametrize("count", [10**9, HUGE, -1, "7", 1.5], ids=lambda count: str(count)[:6])
+ODD_COUNTS = [10**9, HUGE, -1, "7", 1.5]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_usage_that_cannot_be_is_no_work(stream: bool, count: object, tmp_path: Path):
+def test_a_usage_that_cannot_be_is_no_work(stream: bool, tmp_path: Path):
     """Blocks follow the prompt, not the server's count of it."""
-    usage = {"prompt_tokens": count, "completion_tokens": 1}
+    left = [count for count in ODD_COUNTS for _ in range(2)]
 
     def reply(body: dict) -> bytes:
+        usage = {"prompt_tokens": left.pop(), "completion_tokens": 1}
         if not stream:
             return whole({"choices": [{"index": 0, "text": "x"}], "usage": usage})
         return chunked(tokens_event("x"), event({"choices": [], "usage": usage}), DONE)
 
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         body = {"prompt": "some text", "stream": stream}
-        for _ in range(2):
+        while left:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
 
     through(tmp_path / "t.jsonl", use, reply, block_tokens=16)
@@ -629,17 +581,20 @@ ODD_BODIES = [
 ]
 
 
-@pytest.mark.parametrize("body", ODD_BODIES, ids=range(len(ODD_BODIES)))
-def test_an_odd_body_passes_as_it_is(body: bytes, tmp_path: Path):
+def test_an_odd_body_passes_as_it_is(tmp_path: Path):
+    passed = []
+
     async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
         headers = {"content-type": "application/json"}
-        answer = await client.post("/v1/completions", content=body, headers=headers)
-        assert answer.status_code == 200
+        for body in ODD_BODIES:
+            answer = await client.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == 200
+            assert body[:10] in passed[-1]
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        await reader.readexactly(size)
+        passed.append(await reader.readexactly(size))
         usage = {"prompt_tokens": 1, "completion_tokens": 1}
         writer.write(whole({"choices": [], "usage": usage}))
         writer.close()

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from toolkit.engines.protocol import FinishReason, Round, Row, SamplingParams, StepOutput
 from toolkit.workers.child import BatchInProgress, Outbox
-from toolkit.workers.pool import BatchRecord
 from toolkit.workers.protocol import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -129,15 +128,9 @@ def test_the_end_of_a_row_is_sent_with_later_steps_too() -> None:
 
 def test_a_batch_goes_on_while_one_row_is_wanted() -> None:
     running = Slice()
-    running.channel.inbox = [Cancel(3, ("a",))]
+    running.channel.inbox = [Cancel(2, ("a", "b")), Cancel(3, ("a",))]  # the first is another's
     assert running.step(100.0)
     assert not running.step(100.01, ended=[(1, "stop")])  # the other row has ended
-
-
-def test_a_cancellation_of_another_batch_is_ignored() -> None:
-    running = Slice()
-    running.channel.inbox = [Cancel(2, ("a", "b"))]
-    assert running.step(100.0)
 
 
 def test_stop_ends_the_slice_and_then_the_worker() -> None:
@@ -145,13 +138,6 @@ def test_stop_ends_the_slice_and_then_the_worker() -> None:
     running.channel.inbox = [Stop()]
     assert not running.step(100.0)
     assert running.running.stops
-
-
-def test_a_record_holds_the_reported_steps() -> None:
-    record = BatchRecord(3)
-    record.add([StepOutput((0, 1, 2), (5, 6, 7)), StepOutput((0, 2), (8, 9), ((2, "stop"),))])
-    assert record.output().tokens == ((5, 8), (6,), (7, 9))
-    assert record.output().finish == ("", "", "stop")
 
 
 def running_round(channel: FakeChannel) -> tuple[BatchInProgress, Outbox]:
@@ -187,12 +173,3 @@ def test_a_newcomer_may_get_its_first_token_in_a_later_round() -> None:
     outbox.begin(RunRound(4, Round(9, evict=(7,))))
     running.on_step(StepOutput((8,), (5,)))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
-
-
-def test_stop_ends_a_round_and_then_the_worker() -> None:
-    channel = FakeChannel()
-    channel.inbox = [Stop()]
-    running, _ = running_round(channel)
-    assert not running.on_step(StepOutput((), ()))
-    assert not running.on_step(StepOutput((), ())), "the round may end only at a later step"
-    assert running.stops

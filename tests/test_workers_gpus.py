@@ -5,12 +5,14 @@ from pathlib import Path
 import orders
 import pytest
 import samples
+import tiny
 from commands import llmctl
 from said import says
 
 from toolkit.backends import LocalBackend
 from toolkit.backends.vllm import backend as vllm_backend
 from toolkit.backends.vllm.backend import VllmBackend
+from toolkit.cluster.workers import bundle_of
 from toolkit.errors import EngineError
 from toolkit.files.io import write_file
 from toolkit.files.plan import PlannedPolicy
@@ -95,6 +97,7 @@ def test_the_environment_takes_precedence_over_the_driver(
     (machine / "gpus" / "0000:01:00.0").mkdir(parents=True)
     (machine / "gpus" / "0000:02:00.0").mkdir()
     assert visible_gpus() == ["0", "1"]
+    require_gpu(GPU_RECIPE)
     monkeypatch.setenv(GPUS_VARIABLE, "3,GPU-5f")
     assert visible_gpus() == ["3", "GPU-5f"]
     monkeypatch.setenv(GPUS_VARIABLE, "")
@@ -137,19 +140,8 @@ GPU_RECIPE = samples.recipe(**orders.GPU)
         (GPU_RECIPE, {}, "nvidia0", ""),
         (GPU_RECIPE, {}, "dxg", ""),
         (GPU_RECIPE, {}, "kfd", ""),
-        (
-            GPU_RECIPE,
-            {"CUDA_VISIBLE_DEVICES": ""},
-            "nvidia0",
-            "CUDA_VISIBLE_DEVICES",
-        ),
-        (
-            GPU_RECIPE,
-            {"CUDA_VISIBLE_DEVICES": "-1"},
-            "nvidia0",
-            "CUDA_VISIBLE_DEVICES",
-        ),
-        (GPU_RECIPE, {"CUDA_VISIBLE_DEVICES": "1"}, "nvidia1", ""),
+        *((GPU_RECIPE, {GPUS_VARIABLE: none}, "nvidia0", GPUS_VARIABLE) for none in ("", "-1")),
+        (GPU_RECIPE, {GPUS_VARIABLE: "1"}, "nvidia1", ""),
         (samples.recipe(**orders.GPU | {"engine": {"name": "fake"}}), {}, None, ""),
         (samples.recipe(), {}, None, ""),
     ],
@@ -174,11 +166,6 @@ def test_a_recipe_for_a_gpu_is_refused_without_one(
     assert says(caught.value.message, "'test'", refused)
 
 
-def test_a_gpu_that_only_the_driver_lists_is_enough(machine: Path) -> None:
-    (machine / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    require_gpu(GPU_RECIPE)
-
-
 def never(*_: object, **__: object) -> None:
     pytest.fail("the command went on without a GPU")
 
@@ -200,26 +187,36 @@ def test_serve_checks_for_a_gpu_before_slow_work(
     assert says(capsys.readouterr().err, "'test'", "H200", "CUDA_VISIBLE_DEVICES")
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_profile_checks_for_a_gpu_first(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("visible", "changes", "named"),
+    [
+        *(
+            ("", {"workers": 1, "engine": {"name": engine}}, ("'test'", "H200", GPUS_VARIABLE))
+            for engine in ("transformers", "vllm")
+        ),
+        ("0", {"workers": 2}, ("2 workers", "2 GPUs", "1")),
+    ],
+)
+def test_profile_checks_the_gpus_first(
+    visible: str,
+    changes: dict[str, object],
+    named: tuple[str, ...],
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(GPUS_VARIABLE, visible)
+    (machine / "dev" / "nvidia0").touch()
     monkeypatch.setattr(LocalBackend, "timed", never)
     monkeypatch.setattr(VllmBackend, "timed", never)
-    changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
-    write_file(samples.recipe(**changes), tmp_path / "recipe.json")
-    assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3
-    assert says(capsys.readouterr().err, "'test'", "H200", "CUDA_VISIBLE_DEVICES")
+    recipe = machine / "recipe.json"
+    write_file(samples.recipe(**orders.GPU | changes), recipe)
+    assert llmctl("profile", recipe, "--out", machine / "profile.json") == 3
+    assert says(capsys.readouterr().err, *named)
 
 
-def test_profile_refuses_to_share_gpus_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("toolkit.workers.process.DEVICES", tmp_path)
-    monkeypatch.setattr("toolkit.profiling.run.require_gpu", lambda recipe: None)
-    monkeypatch.setattr(LocalBackend, "timed", never)
-    write_file(samples.recipe(**orders.GPU | {"workers": 2}), tmp_path / "recipe.json")
-    assert llmctl("profile", tmp_path / "recipe.json", "--out", tmp_path / "profile.json") == 3
-    assert says(capsys.readouterr().err, "2 workers", "2 GPUs", "1")
+def test_a_worker_on_ray_takes_its_threads_and_a_gpu_of_its_machine() -> None:
+    engine = tiny.engine_spec("llama", threads=3)
+    assert bundle_of(tiny.recipe(tiny.model_spec(), engine)) == {"CPU": 3.0}
+    gpus = tiny.CPU.model_copy(update={"device": "cuda"})
+    assert bundle_of(tiny.recipe(tiny.model_spec(), engine, gpus)) == {"CPU": 3.0, "GPU": 1.0}

@@ -139,7 +139,8 @@ def with_workers(
 
     before = set(psutil.Process().children())
     try:
-        asyncio.run(main())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as a server does
+            runner.run(main())
     finally:
         assert set(psutil.Process().children()) <= before
 
@@ -151,52 +152,34 @@ def expected(rows: list[Row], steps: int) -> SliceOutput:
 
 def test_a_slice_through_a_process_equals_one_without() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
+        ready = [event for event in events.seen if isinstance(event, WorkerReady)]
+        assert sorted(event.worker for event in ready) == [0, 1]
+        assert {event.facts.capacity_tokens for event in ready} == {1024}
+        assert len({workers.pid(0), workers.pid(1), os.getpid()}) == 3
         for worker in (0, 1):
             workers.run(worker, RunSlice(10 + worker, ROWS, 20))
+        with pytest.raises(ValueError, match="one at a time"):
+            workers.run(0, RunSlice(2, ROWS, 20))
         await events.until(BatchDone, 2)
         done = {event.worker: event for event in events.seen if isinstance(event, BatchDone)}
         for worker in (0, 1):
             assert (done[worker].batch_id, done[worker].failure) == (10 + worker, "")
             assert done[worker].output == expected(ROWS, 20)
-            assert tokens_reported(events, 10 + worker) == expected(ROWS, 20).tokens
+            reported = tokens_reported(events, 10 + worker)
+            assert (tuple(reported[0]), tuple(reported[1])) == expected(ROWS, 20).tokens
 
     with_workers(scenario, process_workers(2))
 
 
-def tokens_reported(events: Events, batch_id: int) -> tuple[tuple[int, ...], ...]:
-    """The tokens that the progress events of a batch report."""
-    tokens: list[list[int]] = [[] for _ in ROWS]
+def tokens_reported(events: Events, *batch_ids: int) -> dict[int, list[int]]:
+    """The tokens that the progress events of batches report, by row number."""
+    tokens: dict[int, list[int]] = {}
     for event in events.seen:
-        if isinstance(event, BatchProgress) and event.batch_id == batch_id:
+        if isinstance(event, BatchProgress) and event.batch_id in batch_ids:
             for step in event.steps:
-                for row, token in zip(step.rows, step.tokens, strict=True):
-                    tokens[row].append(token)
-    return tuple(map(tuple, tokens))
-
-
-def test_each_worker_reports_its_facts_once() -> None:
-    async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        ready = [event for event in events.seen if isinstance(event, WorkerReady)]
-        assert sorted(event.worker for event in ready) == [0, 1]
-        assert {event.facts.capacity_tokens for event in ready} == {1024}
-        assert len({workers.pid(0), workers.pid(1), os.getpid()}) == 3
-
-    with_workers(scenario, process_workers(2))
-
-
-def test_the_pool_runs_on_uvloop() -> None:
-    async def main() -> None:
-        workers = process_workers()
-        events = Events()
-        await workers.start(events)
-        workers.run(0, RunSlice(1, ROWS, 20))
-        await events.until(BatchDone)
-        workers.kill(0)
-        await events.until(WorkerReady, 2)
-        await workers.stop()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+                for number, token in zip(step.rows, step.tokens, strict=True):
+                    tokens.setdefault(number, []).append(token)
+    return tokens
 
 
 def test_a_killed_worker_keeps_its_reported_tokens() -> None:
@@ -220,22 +203,14 @@ def test_a_killed_worker_keeps_its_reported_tokens() -> None:
     with_workers(scenario)
 
 
-def test_a_worker_killed_while_idle_restarts() -> None:
-    async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.kill(0)
-        await events.until(WorkerReady, 2)
-        assert [type(event) for event in events.seen] == [WorkerReady, WorkerLost, WorkerReady]
-
-    with_workers(scenario)
-
-
-def test_a_slice_sent_to_a_lost_worker_ends_as_crashed() -> None:
+def test_a_slice_sent_to_a_worker_killed_while_idle_ends_as_crashed() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.kill(0)
         await events.until(WorkerLost)
         workers.run(0, RunSlice(9, ROWS, 20))
         (done,) = await events.until(BatchDone)
         assert (done.batch_id, done.failure, done.output.tokens) == (9, "crashed", ((), ()))
+        await events.until(WorkerReady, 2)
 
     with_workers(scenario)
 
@@ -264,7 +239,7 @@ def test_running_out_of_memory_keeps_the_process() -> None:
     with_workers(scenario)
 
 
-def test_a_batch_stops_when_no_row_is_wanted() -> None:
+def test_a_batch_stops_when_no_row_is_wanted_and_a_round_when_it_is_interrupted() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.run(0, RunSlice(1, ENDLESS, 10**6))
         await events.until(BatchProgress)
@@ -277,26 +252,17 @@ def test_a_batch_stops_when_no_row_is_wanted() -> None:
         workers.tell(0, Cancel(1, ("a", "b")))  # too late: nothing happens
         workers.run(0, RunSlice(2, ROWS, 2))
         assert len((await events.until(BatchDone, 2))[1].output.tokens[0]) == 2
+        seen = len(await events.until(BatchProgress))
+        workers.run(0, RunRound(3, Round(10**6, (ENDLESS[0],), (0,))))
+        await events.until(BatchProgress, seen + 2)
+        workers.tell(0, Interrupt(3))
+        (interrupted,) = await events.until(RoundDone)
+        assert 0 < interrupted.output.steps < 10**6
+        assert len(tokens_reported(events, 3)[0]) == 1 + interrupted.output.steps
+        workers.run(0, RunSlice(4, ENDLESS, 10**6))
+        await events.until(BatchProgress, len(await events.until(BatchProgress)) + 1)
 
-    with_workers(scenario, slow_workers())
-
-
-def test_a_second_batch_on_a_busy_worker_raises() -> None:
-    async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunSlice(1, ROWS, 20))
-        with pytest.raises(ValueError, match="one at a time"):
-            workers.run(0, RunSlice(2, ROWS, 20))
-        await events.until(BatchDone)
-
-    with_workers(scenario)
-
-
-def test_stop_ends_a_batch_at_its_next_step() -> None:
-    async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunSlice(1, ENDLESS, 10**6))
-        await events.until(BatchProgress)
-
-    with_workers(scenario, slow_workers())
+    with_workers(scenario, slow_workers())  # its end ends the last batch, too
 
 
 def test_stop_kills_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,16 +279,20 @@ async def never(workers: ProcessWorkers, events: Events) -> None:
     raise AssertionError("the workers should not have started")
 
 
-def test_the_error_of_an_engine_that_cannot_be_loaded_is_raised() -> None:
-    with pytest.raises(EngineError) as raised:
-        with_workers(never, process_workers(2, fake(decode_ms=3)))
-    assert says(raised.value.message, "model.config.decode_ms")
-    assert raised.value.hint == "did you mean 'decode_s'?"
-
-
-def test_a_worker_that_ends_while_it_loads_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match=r"worker 0.*exit code 1.*RuntimeError"):
-        with_workers(never, process_workers(1, fake(crash_token=0)))  # the warm-up holds it
+@pytest.mark.parametrize(
+    ("config", "message", "hint"),
+    [
+        ({"decode_ms": 3}, r"model\.config\.decode_ms", "'decode_s'"),
+        # it ends while it loads: the warm-up holds the token
+        ({"crash_token": 0}, r"worker 0.*exit code 1.*RuntimeError", ""),
+    ],
+)
+def test_an_engine_that_cannot_be_loaded_is_an_error(
+    config: dict[str, int], message: str, hint: str
+) -> None:
+    with pytest.raises(EngineError, match=message) as raised:
+        with_workers(never, process_workers(1, fake(**config)))
+    assert hint in raised.value.hint
 
 
 class ManualBody:
@@ -458,20 +428,6 @@ def test_beside_a_running_worker_restarts_have_no_limit() -> None:
         await events.until(WorkersFailed)
 
     with_bodies(scenario, size=2)
-
-
-def test_a_load_that_hangs_is_ended_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.workers.pool.LOAD_GRACE_S", 0.0)
-
-    async def scenario(pool: ManualPool, events: Events) -> None:
-        second = await pool.loading_again()
-        pool.supervisor.watched[0].since_s -= 1  # a load that does not end
-        pool.supervisor.check()
-        assert second.end.done()
-        pool.load(await pool.next_body(3))
-        await events.until(WorkerReady, 2)
-
-    with_bodies(scenario)
 
 
 def test_a_worker_that_hangs_while_it_loads_is_killed() -> None:
@@ -694,63 +650,21 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
     with_workers(scenario)
 
 
-def test_a_real_model_in_a_process() -> None:
-    rows = [
-        Row("a", (1, 2, 3), 0, 12),
-        Row("b", tuple(range(30)), 0, 12, SamplingParams(temperature=1.0, seed=3)),
-    ]
-
-    async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunSlice(1, rows, 8))
-        (done,) = await events.until(BatchDone)
-        here = make_engine(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
-        assert done.output == here.run_slice(rows, 8, lambda step: True)
-
-    with_workers(scenario, ProcessWorkers(tiny.recipe(tiny.model_spec(), tiny.engine_spec()), 1))
-
-
-def round_tokens(events: Events) -> dict[int, list[int]]:
-    """The tokens that the progress events of all rounds report, by row number."""
-    tokens: dict[int, list[int]] = {}
-    for event in events.seen:
-        if isinstance(event, BatchProgress):
-            for step in event.steps:
-                for number, token in zip(step.rows, step.tokens, strict=True):
-                    tokens.setdefault(number, []).append(token)
-    return tokens
-
-
 def test_rows_stay_on_the_worker_between_rounds() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         alone = expected(ROWS, 40).tokens
         workers.run(0, RunRound(1, Round(4, (ROWS[0],), (7,))))
         (first,) = await events.until(RoundDone)
-        assert (first.failure, first.output.steps, first.output.joined, first.output.ended) == (
-            "",
-            4,
-            ((7, 0),),
-            (),
-        )
+        assert (first.failure, first.output.steps) == ("", 4)
+        assert (first.output.joined, first.output.ended) == (((7, 0),), ())
         workers.run(0, RunRound(2, Round(40, (ROWS[1],), (9,))))
         second = (await events.until(RoundDone, 2))[1]
         assert second.output.ended == (9,)
-        got = round_tokens(events)
+        got = tokens_reported(events, 1, 2)
         assert tuple(got[9]) == alone[1]
         assert tuple(got[7]) == alone[0][: 1 + 4 + second.output.steps]
 
     with_workers(scenario)
-
-
-def test_a_round_ends_soon_after_it_is_interrupted() -> None:
-    async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunRound(1, Round(10**6, (ENDLESS[0],), (0,))))
-        await events.until(BatchProgress, 2)
-        workers.tell(0, Interrupt(1))
-        (done,) = await events.until(RoundDone)
-        assert 0 < done.output.steps < 10**6
-        assert len(round_tokens(events)[0]) == 1 + done.output.steps
-
-    with_workers(scenario, slow_workers())
 
 
 def test_a_round_out_of_memory_names_the_dropped_rows() -> None:
