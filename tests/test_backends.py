@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,6 +16,7 @@ import orders
 import pytest
 import samples
 from commands import llmctl
+from lean import verdict_only
 from said import says
 
 from benchmarks.common.serving import Server
@@ -116,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     Path("recipe.yaml").write_text(RECIPE)
     rows = [
         {"timestamp": 40 * k, "input_length": 20 + 7 * k % 60, "output_length": 8 + 5 * k % 40}
-        for k in range(400)
+        for k in range(200)
     ]
     Path("trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert llmctl("profile", "recipe.yaml", "--out", "profile.json") == 0
@@ -133,7 +133,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_another_packages_engine_is_tuned_rendered_and_served(folder: Path):
     files = ["recipe.yaml", "--fit", "fit.json"]
     tune = ["--trace", "trace.jsonl", "--policies", "own", "--jobs", "1", "--out", "tuning.json"]
-    assert llmctl("tune", *files, *tune) == 0
+    with verdict_only():
+        assert llmctl("tune", *files, *tune) == 0
     assert llmctl("render", *files, "--tuning", "tuning.json", "--out", "plan.json") == 0
     plan = read_file(Plan, folder / "plan.json")
     assert plan.fit.engine.engine == "toy"
@@ -141,13 +142,6 @@ def test_another_packages_engine_is_tuned_rendered_and_served(folder: Path):
         body = {"prompt": "one two", "max_tokens": 5, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
     assert answer.json()["usage"]["completion_tokens"] == 5
-
-
-@pytest.mark.slow
-def test_an_engine_refuses_policies_that_it_cannot_run(folder: Path, capsys):
-    options = ["--fit", "fit.json", "--policy", "past-future", "--out", "plan.json"]
-    assert llmctl("render", "recipe.yaml", *options) == 2
-    assert says(capsys.readouterr().err, "'past-future'", "'toy'")
 
 
 @pytest.mark.slow
@@ -181,16 +175,6 @@ def test_every_engine_has_a_backend(name: str):
     assert isinstance(backend, Serves) == (traits.server and traits.started)
     assert bool(traits.load) != traits.server
     assert callable(backend.check)
-
-
-@pytest.mark.slow
-def test_the_package_that_runs_inside_vllm_loads_nothing_heavy():
-    code = (
-        "import sys, toolkit.backends.vllm.setup\n"
-        "heavy = {'fastapi', 'uvicorn', 'torch', 'transformers', 'optuna', 'typer'}\n"
-        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_settings_of_drafts_are_one_word(tmp_path: Path):

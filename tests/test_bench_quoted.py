@@ -10,11 +10,12 @@ from commands import llmctl
 from said import says
 from sse_server import late_client, sse_server
 
+from toolkit.bench.predict import slowdown_of
 from toolkit.bench.session import hold
 from toolkit.cli.basis import find_bench
 from toolkit.cli.main import run
 from toolkit.deploy.plan import make_plan
-from toolkit.errors import LateClientError, TargetMissedError
+from toolkit.errors import InputError, LateClientError, TargetMissedError
 from toolkit.files.bench import BENCH, NOT_SERVERS, BenchReport
 from toolkit.files.io import read_file, record_inputs, write_file
 from toolkit.traces.write import TraceLine, write_lines
@@ -117,9 +118,14 @@ def test_a_report_of_a_late_client_is_marked_and_not_quoted(
     written = plan.with_name(BENCH)
     with sse_server() as server, late_client():
         assert bench(plan, server.url) == LateClientError.exit_code
-    assert NOT_SERVERS in capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert NOT_SERVERS in printed
+    assert NOT_SERVERS in said
     found = read_file(BenchReport, written)
+    assert (bool(found.late), found.measured["requests"]) == (True, 5)
     assert find_bench(plan, found.inputs["fit"].sha256) is None
+    with pytest.raises(InputError, match="measured"):
+        slowdown_of(found)
     assert found.client is not None
     punctual = found.client.model_copy(update={"late": False})
     write_file(found.model_copy(update={"client": punctual}), written)

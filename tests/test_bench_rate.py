@@ -105,7 +105,7 @@ def test_the_window_of_a_tuning_has_the_same_requests_at_any_rate(
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    recipe = samples.recipe(sla={"ttft_p99_s": 5.0})
+    recipe = samples.recipe(sla={"ttft_p99_s": 1.0})
     write_file(make_plan(recipe, samples.fit(), None, {}), tmp_path / "plan.json")
     write_lines([TraceLine(10 * k, 20, 3) for k in range(60)], tmp_path / "trace.jsonl")
     return tmp_path / "plan.json"

@@ -8,8 +8,6 @@ import commands
 import numpy as np
 import pytest
 import samples
-from hypothesis import given
-from hypothesis import strategies as st
 from said import says
 from sse_server import (
     DONE,
@@ -92,16 +90,6 @@ def test_prompts_follow_from_the_seed_alone():
     assert first == [46, 54, 35, 255, 31, 185, 152, 118, 148, 193, 113]
 
 
-@given(
-    ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6),
-    tokens=st.integers(1, 24),
-    seed=st.integers(0, 2**32),
-)
-def test_any_id_and_any_seed_make_a_prompt(ids, tokens, seed):
-    ids = ids[: -(-tokens // 4)] + [7] * max(-(-tokens // 4) - len(ids), 0)
-    assert len(Prompts(trace_of([tokens], [ids]), FULL, 9, seed).prompt(0)) == tokens
-
-
 def test_text_prompts_share_words():
     ids = [[*range(28)], [*range(14), *range(50, 66)], [*range(80, 98)]]
     made = Prompts(trace_of([110, 120, 70], ids), TEXT, 0, seed=5)
@@ -149,12 +137,8 @@ def test_a_turn_holds_the_prompt_and_answer_before_it():
     answer = [sum(first) % 1000 + k for k in range(3)]
     assert second[:13] == first + answer
     assert third[:20] == second + [sum(second) % 1000 + k for k in range(3)]
-    assert [by_length[n].get("return_token_ids") for n in (10, 17, 30, 6)] == [
-        True,
-        True,
-        None,
-        None,
-    ]
+    asked_for_ids = [by_length[n].get("return_token_ids") for n in (10, 17, 30, 6)]
+    assert asked_for_ids == [True, True, None, None]
     # It thought for 50 ms after the end; its latency counts from then.
     assert samples[2].scheduled_s == pytest.approx(samples[0].last_token_s + 0.05)
     assert samples[2].sent_s >= samples[2].scheduled_s - 0.002
@@ -326,11 +310,7 @@ GROWN = (CacheCounts(100.0, 10.0), CacheCounts(300.0, 60.0))
 )  # fmt: skip
 def test_hits_are_reported_beside_their_prediction(samples, trace, counted, predicted, text):
     assert cache_use(samples, trace, counted, predicted).text() == f"prefix cache: {text}"
-
-
-def test_nothing_is_said_where_no_cache_is_known():
-    assert cache_use([sample(10)], BLOCKS, (None, None), {}) is None
-    assert cache_use([sample(10)], PLAIN, (None, None), {"throughput_rps": 1.0}) is None
+    assert cache_use([sample(10)], BLOCKS, (None, None), {}) is None, "no cache is known"
 
 
 def test_the_counters_of_all_engines_are_added():

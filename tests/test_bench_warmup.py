@@ -52,23 +52,6 @@ def test_the_other_requests_come_at_the_rate_of_the_replay():
     assert other_requests(trace(), 0.0, 1, 10.0).arrival_s.tolist() == [0.0]
 
 
-@pytest.mark.slow
-def test_the_slowdown_is_of_the_batches_that_ran_meanwhile():
-    def answer(body):
-        server.batch_s = (server.batch_s[0] + 3.0, server.batch_s[1] + 2.0)
-        return serve_request(body)
-
-    with sse_server(answer) as server:
-        server.batch_s = (100.0, 1.0)
-        warm = warm_up(find_target(server.url), other_requests(trace(), 0.0, 2), LOAD, lambda: None)
-    assert (warm.requests, warm.batch_s, warm.predicted_batch_s, warm.slowdown) == (
-        2,
-        6.0,
-        4.0,
-        1.5,
-    )
-
-
 def test_the_first_requests_settle_the_server_and_are_not_timed():
     def answer(body):
         took_s = 9.0 if len(server.bodies) <= 2 else 1.5

@@ -14,7 +14,6 @@ from toolkit.files.fit import Segment
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import make_policy
-from toolkit.sched.rounds import PrefillPasses
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Batch, Request, RoundResult, Worker
 from toolkit.serve.driver import ResidentRows
@@ -303,44 +302,3 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
         assert {name: jobs[name].generated for name in names} == {
             name: len(lives[name].tokens) for name in names
         }
-
-
-def test_a_group_restarts_its_prefill_when_a_row_leaves():
-    passes: PrefillPasses[str] = PrefillPasses()
-    for name, length in (("a", 10), ("b", 20), ("c", 15), ("far", 500)):
-        passes.add(name, length)
-    first = passes.next(60)
-    assert (first.group.keys, first.start, first.end) == (["b", "c", "a"], 0, 20)
-    passes.remove("c")
-    again = passes.next(30)
-    assert (again.group.keys, again.start, again.end) == (["b"], 0, 20)
-
-
-def test_a_copy_is_advanced_alone():
-    passes: PrefillPasses[str] = PrefillPasses()
-    passes.add("a", 50)
-    passes.made(passes.next(20))
-    other = passes.copy()
-    other.made(other.next(20))
-    assert (passes.next(20).start, other.next(20).start) == (20, 40)
-
-
-@pytest.mark.parametrize(
-    ("policy", "others"), [("fcfs", {"interval_steps": 1}), ("baton", {}), ("mlfq", {})]
-)
-def test_a_row_in_prefill_counts_with_its_first_token(policy, others):
-    scheduler = Scheduler(make_policy(policy, {"chunk_tokens": 10, **others}), [worker()])
-    residents = scheduler.workers[0].running
-    for name, prompt in (("a", 3), ("b", 100)):
-        scheduler.submit(Request(name, 0.0, prompt, LIMIT), 0.0)
-        (batch,) = scheduler.tick(0.0)
-        scheduler.complete(
-            RoundResult(batch.batch_id, 0, 2, (), (("a", 0),) if name == "a" else ()), 1.0
-        )
-    job = next(iter(residents.prefilling))
-    assert (job.request_id, job.length, job.generated, job.joined) == ("b", 100, 0, residents.steps)
-    assert residents.used == (3 + 1 + 4) + (100 + 1)
-    scheduler.cancel("b", 2.0)
-    assert (residents.used, len(residents.prefilling)) == (8, 0)
-    (batch,) = scheduler.tick(2.0)
-    assert [job.request_id for job in batch.evict] == ["b"]

@@ -75,35 +75,32 @@ def truth(requests):
 
 
 @every_policy
-def test_every_request_gets_every_token_once(make, policy, ahead):
-    scheduler = make(policy, ahead=bool(ahead))
-    requests = several()
-    assert run(scheduler, requests, ahead=ahead) == truth(requests)
-    assert scheduler.steps.scheduler.jobs == 0
-
-
-@every_policy
-def test_the_scheduler_counts_the_tokens_that_vllm_holds(make, policy, ahead):
-    scheduler = make(policy, ahead=bool(ahead))
-    residents = scheduler.steps.scheduler.workers[0].running
+def test_every_request_gets_every_token_once_and_the_log_replays(make, tmp_path, policy, ahead):
+    """Our scheduler counts the tokens that vLLM holds. The server is killed: it ends no log."""
+    log = tmp_path / "events.jsonl"
+    scheduler = make(policy, log=str(log), ahead=bool(ahead))
+    ours = scheduler.steps.scheduler
+    residents = ours.workers[0].running
     requests = several()
     by_id = {request.request_id: request for request in requests}
+    complete = ours.complete
 
-    def checked(complete):
-        def completed(result, now_s):
-            complete(result, now_s)
-            for job in residents.jobs:
-                assert (
-                    job.generated + residents.steps - job.joined == by_id[job.request_id].generated
-                )
+    def checked(result, now_s):
+        complete(result, now_s)
+        for job in residents.jobs:
+            generated = job.generated + residents.steps - job.joined
+            assert generated == by_id[job.request_id].generated
 
-        return completed
-
-    scheduler.steps.scheduler.complete = checked(scheduler.steps.scheduler.complete)
-    run(scheduler, requests, ahead=ahead)
-    assert sorted(scheduler.steps.scheduler._view.finished.recent) == sorted(
-        truth(requests).values()
-    )
+    ours.complete = checked
+    assert run(scheduler, requests, ahead=ahead) == truth(requests)
+    assert ours.jobs == 0
+    assert sorted(ours._view.finished.recent) == sorted(truth(requests).values())
+    header, *events = read(log)
+    assert isinstance(header, EventLogHeader)
+    assert any(isinstance(event, Tick) and event.started for event in events)
+    fresh = make_policy(header.policy, header.parameters)
+    worker = make_worker(read_setup(os.environ), header.capacity_tokens, header.slots)
+    assert list(replay(events, Scheduler(fresh, [worker]))) == []
 
 
 @pytest.mark.slow
@@ -130,19 +127,6 @@ def test_no_request_is_lost(fitted, shapes, case, budget, block_size):
         for n, (prompt, limit, length, at) in enumerate(shapes)
     ]
     assert run(scheduler, requests, ahead=ahead) == truth(requests)
-
-
-@every_policy
-def test_the_log_replays_even_of_a_killed_server(make, tmp_path, policy, ahead):
-    log = tmp_path / "events.jsonl"
-    scheduler = make(policy, log=str(log), ahead=bool(ahead))
-    run(scheduler, several(), ahead=ahead)
-    header, *events = read(log)
-    assert isinstance(header, EventLogHeader)
-    assert any(isinstance(event, Tick) and event.started for event in events)
-    fresh = make_policy(header.policy, header.parameters)
-    worker = make_worker(read_setup(os.environ), header.capacity_tokens, header.slots)
-    assert list(replay(events, Scheduler(fresh, [worker]))) == []
 
 
 def test_the_policy_admits_requests_in_its_order(make):
@@ -175,19 +159,6 @@ def test_a_dropped_cache_is_logged_and_its_request_waits(make, tmp_path):
     assert sum(map(len, dropped)) == scheduler.ran_out > 0
 
 
-def test_past_future_preempts_less_than_aggressive(make):
-    preempted = {}
-    for policy in (
-        "past-future reserve=0 initial_count=50 initial_length=30",
-        "aggressive watermark=1.0",
-    ):
-        scheduler = make(policy, block_size=1, blocks=101, slots=8, budget=40)
-        run(scheduler, [Request(f"r{n}", 6, 60, 30, arrival_time=n) for n in range(12)])
-        preempted[policy] = scheduler.made_way + scheduler.ran_out
-    past_future, aggressive = preempted.values()
-    assert past_future < aggressive
-
-
 def alike(count, shared=8):
     """Prompts of 36 tokens in blocks of 4, of which the first `shared` blocks are the same."""
     return [
@@ -214,29 +185,6 @@ def submitted(scheduler):
 
     scheduler.steps.submit = recorded
     return found
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize(
-    "policy", ["past-future initial_count=50 initial_length=12", "conservative"]
-)
-def test_blocks_that_requests_share_are_counted_once(make, policy, ahead):
-    """25 blocks hold two requests of 12 blocks, or several that have 8 blocks in common."""
-    most = {}
-    for shared in (0, 8):
-        scheduler = make(policy, blocks=26, slots=8, budget=80, ahead=bool(ahead))
-        requests = alike(10, shared)
-        running = []
-
-        def look(scheduler=scheduler, running=running):
-            running.append(len(scheduler.running))
-
-        assert run(scheduler, requests, ahead=ahead, look=look) == truth(requests)
-        assert scheduler.ran_out == 0
-        assert scheduler._counted.uncounted == 0
-        most[shared] = max(running)
-    assert most[0] == 2
-    assert most[8] >= 3
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -275,38 +223,27 @@ def test_the_policy_counts_the_tokens_that_vllm_holds(make, ahead):
     assert scheduler._counted.uncounted == 0
 
 
-def before_a_third(scheduler, *ended):
-    """A third request comes when `ended` have ended of two with a common prompt. The blocks that
-    were counted with none before it, and the sizes of the requests.
+@pytest.mark.parametrize(("ended", "uncounted"), [(["r0"], 8), (["r0", "r1"], 0)])
+def test_a_request_brings_only_its_unshared_blocks(make, ended, uncounted):
+    """21 blocks hold three requests of a common prompt, also after the first of them has ended;
+    its blocks count again when all of them have.
     """
+    scheduler = make("conservative", blocks=22, slots=8, budget=400)
     first, second, third = alike(3)
     sizes = submitted(scheduler)
     scheduler.add_request(first)
     scheduler.add_request(second)
     scheduler.schedule()
     scheduler.finish_requests(ended, None)
-    uncounted = scheduler._counted.uncounted
+    assert scheduler._counted.uncounted == uncounted
     scheduler.add_request(third)
-    return uncounted, sizes
-
-
-def test_a_request_brings_only_its_unshared_blocks(make):
-    """21 blocks hold three requests of a common prompt, also after the first of them has ended."""
-    scheduler = make("conservative", blocks=22, slots=8, budget=400)
-    uncounted, sizes = before_a_third(scheduler, "r0")
-    assert uncounted == 8
     scheduler.schedule()
-    assert sizes == {"r0": 36 + 2, "r1": 36 + 2 - 32, "r2": 36 + 2 - 32}
-    assert [request.request_id for request in scheduler.running] == ["r1", "r2"]
-    assert scheduler._counted.uncounted == 8
-    scheduler.finish_requests(["r1", "r2"], None)
+    whole = 36 + 2
+    left = ["r1", "r2"][len(ended) - 1 :]
+    assert sizes == {"r0": whole, "r1": whole - 32, "r2": whole - (32 if uncounted else 0)}
+    assert [request.request_id for request in scheduler.running] == left
+    scheduler.finish_requests(left, None)
     assert scheduler._counted.uncounted == 0
-
-
-def test_a_shared_block_counts_again_after_its_last_holder(make):
-    scheduler = make("conservative", blocks=101, slots=8, budget=400)
-    _, sizes = before_a_third(scheduler, "r0", "r1")
-    assert sizes["r2"] == 36 + 2
 
 
 def test_a_log_with_shared_blocks_replays(make, tmp_path):
@@ -465,13 +402,10 @@ def test_past_future_is_the_default():
     ],
 )
 def test_untested_features_are_refused(make, shape, what):
+    assert make(kind=UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": FullAttentionSpec()}))
     with pytest.raises(InputError, match=what) as caught:
         make(**shape)
     assert says(str(caught.value), "--scheduler-cls")
-
-
-def test_layers_of_one_kind_are_accepted(make):
-    assert make(kind=UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": FullAttentionSpec()}))
 
 
 def test_a_log_that_cannot_be_written_is_refused(make, tmp_path):

@@ -147,21 +147,3 @@ def test_no_item_is_declared_twice() -> None:
 def test_the_installed_vllm_has_all(tmp_path: Path) -> None:
     installed = read_vllm(PYTHON)
     assert words(installed) == {}
-
-
-@needed
-@pytest.mark.slow
-def test_a_renamed_method_of_the_installed_vllm_is_the_only_one_that_is_missing(
-    tmp_path: Path,
-) -> None:
-    installed = read_vllm(PYTHON)
-    assert installed.folder is not None
-    for file in installed.folder.rglob("*.py"):
-        copy = tmp_path / "vllm" / file.relative_to(installed.folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(file.read_text("utf-8").replace("_preempt_request", "_evict_request"))
-    renamed = Installed("0.99.0", tmp_path / "vllm")
-    missing = check(renamed)
-    assert [one.item.where.rpartition(".")[2] for one in missing] == ["_preempt_request"]
-    with pytest.raises(InputError, match="_preempt_request"):
-        refuse_missing(renamed, "inside")
