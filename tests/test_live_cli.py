@@ -124,14 +124,6 @@ def test_the_key_of_a_server_that_runs_here_is_found(capsys, server, tmp_path):
     assert not left.exists()
 
 
-def test_while_somebody_tunes_set_is_refused(capsys, server):
-    server.engine.handle({"owner": "a tuner", "lease_s": 60})
-    code, _, noted = llmctl(
-        capsys, "set", "max_num_seqs=4", "--url", server.url, "--control-key", KEY
-    )
-    assert (code, says(noted, "a tuner")) == (2, True)
-
-
 @pytest.mark.slow
 def test_a_fit_from_a_log_is_a_fit(capsys, tmp_path):
     light = pass_logs.requests(60, 4.0, seed=1)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pass_logs
 import pytest
 from samples import HEAD
@@ -12,7 +11,6 @@ from toolkit.backends.vllm.from_log import (
     coverage,
     profile_of_log,
     read_passes,
-    standard_errors,
     steps_of_log,
 )
 from toolkit.catalogue.resolved import CacheGroup, Resolved
@@ -121,12 +119,3 @@ def test_a_log_that_is_still_written_is_read_up_to_its_last_whole_line(tmp_path,
     with path.open("ab") as file:
         file.write(b'{"step": 51, "sta')
     assert len(read_passes(path).passes) == 50
-
-
-def test_columns_that_replace_each_other_have_no_error_bound():
-    rng = np.random.default_rng(0)
-    one = rng.random(50)
-    other = rng.random(50)
-    errors = standard_errors(np.stack([one, other, 2.0 * one], axis=1))
-    assert np.isinf(errors[[0, 2]]).all()
-    assert np.isfinite(errors[1])

@@ -164,6 +164,11 @@ def test_a_time_that_is_too_short_is_refused_with_what_it_needs():
     assert control.values == START
 
 
+FIGURES = BurstFigures(
+    score=1, goodput_rps=1, attained_percent=100, ttft_mean_s=0.1, e2e_mean_s=1.1
+)
+
+
 def test_settings_are_drawn_evenly_within_the_bounds():
     space = [
         Dimension("max_num_seqs", 1, 64, log=True, whole=True),
@@ -199,10 +204,7 @@ def test_ranks_and_errors_of_predictions():
     assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
     assert spearman([1, 1, 1], [1, 2, 3]) == 0.0
-    one = BurstFigures(
-        score=1, goodput_rps=1, attained_percent=100, ttft_mean_s=0.1, e2e_mean_s=1.1
-    )
-    two = one.model_copy(update={"ttft_mean_s": 0.2, "e2e_mean_s": 1.0, "score": 2})
-    error = prediction_error([(one, two), (two, two)])
+    two = FIGURES.model_copy(update={"ttft_mean_s": 0.2, "e2e_mean_s": 1.0, "score": 2})
+    error = prediction_error([(FIGURES, two), (two, two)])
     assert error.ttft_percent == pytest.approx(25.0)
     assert error.e2e_percent == pytest.approx(5.0)

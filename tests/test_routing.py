@@ -1,5 +1,6 @@
 """Routers: what each chooses, and what a balancer knows."""
 
+import math
 import random
 
 import numpy as np
@@ -10,7 +11,12 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.replicas import PrefixIndex
 from toolkit.routing.routers import ROUTERS, TARGETS, make_router
-from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
+from toolkit.routing.types import (
+    DEFAULT_EXPECTED_TOKENS,
+    ReplicaReport,
+    ReplicaTraits,
+    RoutedRequest,
+)
 from toolkit.sched.policies.parameters import declared
 
 
@@ -66,6 +72,54 @@ def test_an_index_with_a_time_to_live_forgets_unused_blocks():
     index.add(1, (1,), 8.0)
     assert index.matched((1, 2), 10.0) == [2, 1]
     assert index.matched((1, 2), 10.5) == [0, 1]
+
+
+class PlainIndex:
+    """Each replica's blocks with their times, the least recently used first."""
+
+    def __init__(self, ttl_s: float, replicas: int, capacity: int) -> None:
+        self.ttl_s = ttl_s or math.inf
+        self.capacity = capacity
+        self.used_s: list[dict[int, float]] = [{} for _ in range(replicas)]
+
+    def matched(self, blocks: tuple[int, ...], now_s: float) -> list[int]:
+        found = []
+        for used_s in self.used_s:
+            known = {block for block, at_s in used_s.items() if now_s - at_s <= self.ttl_s}
+            missing = (count for count, block in enumerate(blocks) if block not in known)
+            found.append(next(missing, len(blocks)))
+        return found
+
+    def add(self, index: int, blocks: tuple[int, ...], now_s: float) -> None:
+        used_s = self.used_s[index]
+        for block in reversed(blocks):  # so that a prompt's last blocks are forgotten first
+            used_s.pop(block, None)
+            used_s[block] = now_s
+        while 0 < self.capacity < len(used_s):
+            del used_s[next(iter(used_s))]
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, 2.0])
+@pytest.mark.parametrize("capacity", [0, 9])
+@pytest.mark.parametrize("replicas", [2, 70])
+def test_forgetting_is_as_block_by_block(ttl_s, capacity, replicas):
+    rng = random.Random(3)
+    now_s = 0.0
+    index = index_of(replicas, capacity=capacity, ttl_s=ttl_s)
+    plain = PlainIndex(ttl_s, replicas, capacity)
+    for _ in range(1_000):
+        now_s += rng.random() * rng.choice((0.0, 0.01, 0.3))
+        blocks = tuple(rng.randrange(2) + 10 * depth for depth in range(rng.randrange(5)))
+        expected = plain.matched(blocks, now_s)
+        replica = rng.randrange(replicas)
+        if rng.random() < 0.5:  # either may be asked first
+            assert index.matched(blocks, now_s) == expected
+        assert index.matched_by(replica, blocks, now_s) == expected[replica]
+        if rng.random() < 0.01:
+            index.clear(replica)
+            plain.used_s[replica].clear()
+        index.add(replica, blocks, now_s)
+        plain.add(replica, blocks, now_s)
 
 
 def test_round_robin_skips_replicas_that_are_down():
@@ -183,6 +237,17 @@ def test_by_law_prefers_the_replica_on_which_rows_lose_least():
     assert front.route(request("b", 400), 0.0) == 1 - busy
 
 
+def test_by_law_expects_a_first_token_with_the_pass_that_ends_its_prompt():
+    front = balancer("by-law", 1)
+    front.route(request("a"), 0.0)
+    front.first_token("a")
+    for name, new_tokens in (("b", 100), ("c", 200)):  # c's prompt is in the pass of b's
+        front.route(request(name, 100), 0.0)
+        half_of_its_output = DEFAULT_EXPECTED_TOKENS / 2
+        expected_s = Law().pass_s(1, 50 + half_of_its_output, 1, new_tokens, 0)
+        assert front.replicas[0].sent[name].first_s == pytest.approx(expected_s)
+
+
 def test_by_law_without_a_law_is_refused():
     front = Balancer(make_router("by-law", {}), [ReplicaTraits(100)])
     with pytest.raises(InputError, match="'by-law'"):
@@ -227,12 +292,30 @@ def test_unknown_routers_and_parameters_are_named():
         make_router("sglang", {"threshold": 2})
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-def test_counts_return_to_nothing(name):
+def check_counts(front: Balancer) -> None:
+    """What replicas keep up to date is what their requests come to."""
+    for replica in front.replicas:
+        sent = list(replica.sent.values())
+        prefilling = [each for each in sent if not each.has_token]
+        assert replica.prefills == len(prefilling)
+        assert replica.prefill_tokens == sum(each.new_tokens for each in prefilling)
+        assert replica.prefill_cached == sum(each.cached_tokens for each in prefilling)
+        assert replica.prompt_tokens == sum(each.prompt_tokens for each in sent)
+        assert replica.decode_tokens == sum(each.prompt_tokens for each in sent if each.has_token)
+        assert replica.blocks == len({block for each in sent for block in each.blocks})
+        assert replica.in_time == sum(each.stalls == replica._stalls for each in sent)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [*((name, {}) for name in ROUTERS), ("by-law", {"ttft_s": 0.05, "gap_s": 0.02})],
+)
+def test_counts_are_those_of_the_requests(name, parameters):
     rng = random.Random(1)
-    front = balancer(name, 4)
+    front = balancer(name, 4, **parameters)
     alive = list[str]()
     for k in range(300):
+        check_counts(front)
         now_s = k / 10
         blocks = tuple(rng.randrange(4) + 10 * depth for depth in range(rng.randrange(6)))
         if front.route(request(str(k), 60, blocks, f"s{k % 7}"), now_s) is not None:
@@ -248,9 +331,8 @@ def test_counts_return_to_nothing(name):
             front.change(rng.randrange(4), is_up=rng.random() < 0.7, is_fresh=rng.random() < 0.5)
     for name_left in alive:
         front.ended(name_left, 5)
-    for replica in front.replicas:
-        counts = replica.requests, replica.prefills, replica.prefill_tokens, replica.blocks
-        assert (*counts, replica.decode_tokens, replica.prompt_tokens) == (0,) * 6
+    check_counts(front)
+    assert not any(replica.requests for replica in front.replicas)
 
 
 def test_every_parameter_has_a_search_range_that_is_valid():
