@@ -59,15 +59,6 @@ def test_tokens_are_those_of_steps_that_keep_their_own_shapes(
 
 
 @pytest.mark.slow
-def test_rows_that_have_ended_may_pass_the_model_s_last_position() -> None:
-    rows = [free_row(90, 6), free_row(3, 90)]
-    for kind in ("llama", "gpt2"):
-        engines = fixed_engine(kind), plain_engine(kind)
-        fixed, plain = (engine.run_slice(rows, 90, go_on) for engine in engines)
-        assert fixed == plain
-
-
-@pytest.mark.slow
 def test_slices_lie_in_memory_that_is_taken_once() -> None:
     engine = fixed_engine(budget_mib=1.0)
     arena = arena_of(engine)
@@ -175,11 +166,6 @@ def test_timed_steps_are_captured_before_they_are_timed(graphs: list[Replay]) ->
 
     engine.time_decode(4, 128, clock)
     assert during == [2, 2]  # up to 128 tokens, and more
-
-
-def test_by_default_a_cpu_s_slices_take_their_own_memory() -> None:
-    assert plain_engine()._arena is None
-    assert plain_engine()._fixed is None
 
 
 def test_a_model_that_cannot_attend_through_ours_is_refused(

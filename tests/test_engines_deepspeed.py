@@ -1,6 +1,5 @@
 """The deepspeed engine: the facts that it reports, what it refuses, and that it prints nothing."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,15 +8,12 @@ import tiny
 from pydantic import ValidationError
 from rounds import free_row, go_on
 from said import says
-from test_workers_pool import Events, with_workers
 
-from toolkit.engines.protocol import Row, make_engine
+from toolkit.engines.protocol import make_engine
 from toolkit.errors import EngineError
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import MemoryPoint
 from toolkit.files.recipe import EngineSpec
-from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import BatchDone, RunSlice, WorkerReady
 
 
 def spec_of(**changes: object) -> EngineSpec:
@@ -52,52 +48,11 @@ def test_inputs_longer_than_deepspeed_s_default_limit_run() -> None:
     assert len(engine.run_slice([free_row(1100, 3)], 3, go_on).tokens[0]) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_installed")
-def test_kernel_injection_is_tried_in_another_process() -> None:
-    from toolkit.engines.deepspeed_engine import probe_injection
-
-    assert probe_injection(tiny.model_spec(), tiny.CPU).startswith("kernel injection ")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_installed")
-def test_a_worker_process_gives_the_tokens_of_transformers() -> None:
-    rows = [Row("a", (1, 2, 3, 4, 5), 0, 24), Row("b", (6, 7), 0, 24)]
-    alone = make_engine(tiny.model_spec(), tiny.engine_spec(), tiny.CPU)
-    whole = alone.run_slice(rows, 24, lambda _: True).tokens
-
-    async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        (ready,) = await events.until(WorkerReady)
-        assert ready.facts.deepspeed.startswith("pass-through")
-        so_far: list[tuple[int, ...]] = [(), ()]
-        for number in range(3):
-            left = [
-                Row(row.request_id, row.tokens + done, len(done), row.max_new_tokens)
-                for row, done in zip(rows, so_far, strict=True)
-            ]
-            workers.run(0, RunSlice(number, left, 8))
-            output = (await events.until(BatchDone, number + 1))[-1].output
-            so_far = [done + new for done, new in zip(so_far, output.tokens, strict=True)]
-        assert [done[: len(tokens)] for done, tokens in zip(so_far, whole, strict=True)] == list(
-            whole
-        )
-
-    recipe = tiny.recipe(tiny.model_spec("deepspeed"), spec_of())
-    with_workers(scenario, ProcessWorkers(recipe, 1))
-
-
 def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(EngineError, match="deepspeed") as caught:
         make_engine(tiny.model_spec(), spec_of(), tiny.CPU)
     assert "pip install" in caught.value.hint
-
-
-@pytest.mark.slow
-def test_other_engines_do_not_import_deepspeed() -> None:
-    code = "import sys, toolkit.engines.transformers_engine; sys.exit('deepspeed' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_kernel_injection_is_no_key_of_another_engine() -> None:

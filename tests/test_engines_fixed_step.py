@@ -184,17 +184,6 @@ def test_an_overflow_does_not_reach_the_next_row(poisoned: int) -> None:
         assert [got[number]] == alone(eager, [driver.rows[number]])
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"joining": "shape"}, "engine.joining .*shape"),
-    ],
-)
-def test_what_has_no_fixed_shape_is_refused(changes: dict[str, object], why: str) -> None:
-    with pytest.raises(InputError, match=f"engine.cuda_graphs.*{why}"):
-        fixed_engine(**changes)
-
-
-def test_a_cpu_s_steps_keep_their_own_shapes_by_default() -> None:
-    assert rebatch_engine()._batch.fixed is None
-    assert rebatch_engine(cuda_graphs=False)._batch.fixed is None
+def test_what_has_no_fixed_shape_is_refused() -> None:
+    with pytest.raises(InputError, match=r"engine.cuda_graphs.*engine.joining .*shape"):
+        fixed_engine(joining="shape")

@@ -102,16 +102,6 @@ def test_rows_that_come_go_and_are_swapped_get_the_cpu_s_tokens(
     assert fixed is None or fixed.captures  # no capture has failed
 
 
-def test_decode_steps_are_captured_as_graphs() -> None:
-    engine = RebatchEngine(tiny.model_spec(dtype="bfloat16"), tiny.engine_spec("rebatch"), GPU)
-    fixed = engine._batch.fixed
-    assert fixed is not None
-    rows = tuple(free_row(length, 60) for length in (3, 20, 9))
-    engine.run_round(Round(steps=30, enter=rows, numbers=(0, 1, 2)), go_on)
-    assert fixed.captures
-    assert fixed.graphs
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 8, 64), (4, 2, 16)])
 def test_flash_attention_reads_each_row_s_own_tokens(
@@ -208,15 +198,6 @@ def test_transfers_in_parallel_with_computation_move_every_value(overlap: bool) 
         back = [number for number in runs if number in driver.having(SWAPPED)]
         driver.run(1, swap_in=back, resume=() if overlap else back, overlap=overlap)
     assert driver.finish() == alone(cpu, ROWS)
-
-
-def test_swapped_rows_lie_in_pinned_memory() -> None:
-    engine = on_gpu(rebatch_engine())
-    engine.run_round(Round(steps=2, enter=(free_row(20, 30),), numbers=(0,)), go_on)
-    engine.run_round(Round(steps=0, swap_out=(0,)), go_on)
-    block = engine._suspended._rows[0].block
-    assert block is not None
-    assert block.is_pinned()
 
 
 def test_slices_survive_running_out_of_device_memory(small_gpu: EngineSpec) -> None:

@@ -97,49 +97,12 @@ def test_rows_keep_their_values_through_any_moves(seed: int) -> None:
     assert cache._ledger.used_bytes == cache.slab_tokens == 0
 
 
-def test_a_join_and_a_step_do_not_move_the_other_rows() -> None:
-    cache = make_cache()
-    put(cache, [random_row(20), random_row(12)])
-    cache.make_room(6, 30, ahead=10)
-    before = [
-        (layer.key_slab.data_ptr(), layer.key_slab[0, 0, cache._window.end - 1].clone())
-        for layer in cache.layers
-    ]
-    end = cache._window.end
-    put(cache, [random_row(30)])  # longer: the window grows to the left
-    assert (cache.width, cache._window.end) == (30, end)
-    step(cache)
-    for layer, (pointer, last) in zip(cache.layers, before, strict=True):
-        assert layer.key_slab.data_ptr() == pointer
-        assert torch.equal(layer.key_slab[0, 0, end - 1], last)
-
-
 def test_columns_that_no_row_needs_are_released() -> None:
     cache = make_cache()
     put(cache, [random_row(30), random_row(4), random_row(9)])
     assert cache.padded_tokens == 90
     assert cache.leave([0]) == [2, 1]
     assert (cache.padded_tokens, lengths(cache)) == (18, [9, 4])
-
-
-def test_an_overflow_stays_in_its_row() -> None:
-    cache = make_cache()
-    poisoned = [
-        (torch.full_like(keys, torch.nan), torch.full_like(values, torch.inf))
-        for keys, values in random_row(30)
-    ]
-    put(cache, [random_row(3), poisoned])
-    cache.leave([1])
-    short = random_row(2)
-    long = random_row(25)
-    put(cache, [short])
-    put(cache, [long])
-    kept = cache.read(0)
-    check(
-        cache,
-        [[(keys.clone(), values.clone()) for keys, values in kept], short, long],
-        cache._ledger.used_bytes,
-    )
 
 
 def test_at_the_edge_of_memory_a_slab_has_no_spare_columns() -> None:

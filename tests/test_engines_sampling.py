@@ -85,13 +85,6 @@ def test_only_tokens_that_pass_the_filters_are_drawn(
     assert drawn_set(**sampling) == allowed
 
 
-def test_rows_keep_their_own_limits_in_one_batch() -> None:
-    rows = [row(temperature=1.0, seed=seed, top_k=1 if seed % 2 else 0) for seed in range(2000)]
-    drawn = draw(rows)
-    assert set(drawn[1::2]) == {0}
-    assert len(set(drawn[::2])) == VOCAB
-
-
 def test_the_repetition_penalty_is_transformers_own() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
     rows = [row(tokens=(index, index + 1), repetition_penalty=1.7) for index in range(4)]

@@ -2,35 +2,27 @@
 row's tokens change.
 
 An allocation is a charge to a ledger or a tensor that torch makes, also in the model's passes.
-Either one allocation fails, so that a second try succeeds, or all later ones in the round fail too,
-so that rows are dropped. After each round `RoundDriver` compares the engine's rows with the plan
-and with the rows that the round reports as dropped. Failed passes are repeated, whole and then in
-parts. `test_engines_machine.py` has any rounds in any order.
+Failed passes are repeated, whole and then in parts. `test_engines_machine.py` lets any allocation
+of any rounds fail, once or for the rest of a round.
 """
 
 import functools
-import os
 from typing import Any
 
 import pytest
 import torch
 from rounds import (
     FREE,
-    PAUSED,
     RUNS,
-    SWAPPED,
-    WAITS,
     FailingAllocations,
     RoundDriver,
     free_row,
-    kept_bytes,
     rebatch_engine,
 )
 
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
 
-STRIDE = int(os.environ.get("LLMCTL_TEST_STRIDE", "61"))  # 1: every allocation, which takes minutes
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(repetition_penalty=1.4),
@@ -57,11 +49,6 @@ def alone() -> list[tuple[int, ...]]:
 
 def make_driver(layout: str, chunk_tokens: int) -> RoundDriver:
     return RoundDriver(rebatch_engine(**LAYOUTS[layout]), ROWS, chunk_tokens=chunk_tokens)
-
-
-def cached(driver: RoundDriver) -> list[int]:
-    """The running rows that have their caches."""
-    return [number for number in driver.having(RUNS) if number in driver.engine._batch]
 
 
 class FailingPasses:
@@ -92,50 +79,6 @@ class FailingPasses:
         if len(self.rows) <= self.failures or 0 < self.most_rows < rows:
             raise torch.OutOfMemoryError("injected")
         return output
-
-
-def play(driver: RoundDriver, failing: FailingAllocations) -> None:
-    """Rounds with every kind of move, each of rows that are in the right state."""
-    with failing:
-        for round_ in (
-            lambda: driver.run(3, enter=driver.having(WAITS)[:2]),
-            lambda: driver.run(2, enter=driver.having(WAITS)[:2], pause=tuple(cached(driver)[:1])),
-            lambda: driver.run(
-                2, swap_out=tuple(cached(driver)[:1]), resume=tuple(driver.having(PAUSED))
-            ),
-            lambda: driver.run(
-                2,
-                enter=driver.having(WAITS)[:1],
-                swap_in=tuple(driver.having(SWAPPED)),
-                overlap=True,
-            ),
-            lambda: driver.run(
-                2, resume=tuple(driver.having(PAUSED)), evict=tuple(driver.having(RUNS)[-1:])
-            ),
-        ):
-            round_()
-            failing.stop_failing()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "for the rest of the round"])
-@pytest.mark.parametrize(("layout", "chunk_tokens"), CASES)
-def test_a_failing_allocation_changes_no_tokens(
-    layout: str, chunk_tokens: int, lasting: bool
-) -> None:
-    driver = make_driver(layout, chunk_tokens)
-    calm = FailingAllocations(driver.engine)
-    play(driver, calm)
-    assert driver.finish() == alone()
-    first = 1 + 17 * CASES.index((layout, chunk_tokens)) % STRIDE
-    for fails_at in range(first, calm.count + 1, STRIDE):
-        driver = make_driver(layout, chunk_tokens)
-        failing = FailingAllocations(driver.engine, fails_at, lasting=lasting)
-        play(driver, failing)
-        assert failing.failures, fails_at
-        assert driver.finish() == alone(), fails_at
-        assert driver.engine.ledger.used_bytes == kept_bytes(driver.engine), fails_at
-        assert driver.engine.host_ledger.used_bytes == 0, fails_at
 
 
 @pytest.mark.slow

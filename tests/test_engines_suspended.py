@@ -60,12 +60,6 @@ def test_what_exceeds_the_bound_is_ordinary_memory() -> None:
     assert taken_bytes(arena) == 0
 
 
-def test_a_large_block_gets_a_piece_of_its_size() -> None:
-    arena = HostArena(None)
-    assert arena.take(3 * PIECE, torch.bfloat16).shape == (3 * PIECE,)
-    assert arena.held_bytes == 6 * PIECE
-
-
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

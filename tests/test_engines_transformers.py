@@ -101,9 +101,6 @@ def test_the_cpu_allocator_running_out_counts_as_out_of_memory() -> None:
     with pytest.raises(OutOfMemory) as raised:
         on_device(lambda: torch.empty(1 << 60))()
     assert raised.value.__context__ is None  # it would keep the batch's tensors alive
-
-
-def test_other_errors_propagate() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         on_device(lambda: torch.zeros(2, 3).view(7))()
 
@@ -127,18 +124,6 @@ def test_timed_decode_steps_grow_as_in_serving(
     clock = iter([1.0, 7.0])
     assert engine.time_decode(3, length, lambda: next(clock)) == 6.0 / (len(timed) - 1)
     assert lengths == timed
-
-
-def test_the_mask_of_decode_steps_is_made_once_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[torch.Tensor] = []
-
-    def noted(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        made.append(additive(visible, dtype))
-        return made[-1]
-
-    monkeypatch.setattr("toolkit.engines.slab.additive", noted)
-    engine_of("llama").run_slice([free_row(30, 9), free_row(3, 9)], 9, go_on)
-    assert [mask.shape for mask in made] == [(2, 1, 1, 39)]
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 61])
