@@ -164,16 +164,11 @@ def test_another_number_of_workers_has_no_prediction() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("value", "policy"), [(12, "sequence"), (16, "sequence")])
-def test_the_command_reports_what_was_set(
-    value: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_reports_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu"]
-    assert llmctl(*words, "--policy", policy, "--set", f"batch_size={value}") == 0
+    assert llmctl(*words, "--policy", "sequence", "--set", "batch_size=12") == 0
     explained = read_file(Plan, "plan.json").explained
-    assert (explained["batch_size"].value, explained["batch_size"].source) == (
-        str(value),
-        "set by --set",
-    )
+    assert says(explained["batch_size"].value, "12")
+    assert explained["batch_size"].source == "set by --set"
     assert explained["slice_tokens"].source == "default of policy 'sequence'"
