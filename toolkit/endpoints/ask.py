@@ -105,6 +105,7 @@ class _End:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
+        self._timer.join()  # a thread that still ends would run beside what comes next
 
     def note(self, event: str, info: dict[str, Any]) -> None:
         """Remember the socket of a new connection, as httpcore tells of it."""
