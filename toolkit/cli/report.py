@@ -29,8 +29,8 @@ def command(
     """Write one HTML page about a recipe: the verdict first, then benches, tuning, fit
     and plan.
 
-    It is about the files in the plan's folder, or for a recipe in the current one; those of `llmctl
-    bench --out` are found by their contents. The page needs no network and runs no
+    It is about the files in the plan's folder, or for a recipe in the current one; reports of
+    `llmctl bench` are found by their contents. The page needs no network and runs no
     script. A missing file is named with the command that makes it; a file about another fit is not
     shown.
     """

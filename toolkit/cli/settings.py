@@ -45,7 +45,7 @@ def command(args: SetOptions) -> None:
     are taken, or none. Without any, show the settings with their bounds.
 
     The server is a vLLM of `llmctl serve PLAN.json --live`. No accepted request is dropped: fewer
-    requests at once let those that run end. A value outside its bounds is refused with the bounds.
+    requests at once means that running ones end first. A value outside its bounds is refused with the bounds.
     """
     import msgspec
 
