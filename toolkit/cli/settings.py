@@ -44,8 +44,9 @@ def command(args: SetOptions) -> None:
     """Change settings of a running server between two passes, without a restart: all of the values
     are taken, or none. Without any, show the settings with their bounds.
 
-    The server is a vLLM of `llmctl serve PLAN.json --live`. No accepted request is dropped: fewer
-    requests at once means that running ones end first. A value outside its bounds is refused with the bounds.
+    The server is a vLLM of `llmctl serve PLAN.json --live`. No accepted request is dropped: with
+    fewer requests at once, running ones end first. A value outside its bounds is refused with the
+    bounds.
     """
     import msgspec
 
