@@ -15,7 +15,7 @@ COPY toolkit toolkit
 COPY recipes recipes
 COPY profiles profiles
 COPY templates templates
-RUN PIP_NO_CACHE_DIR=1 sh locks/install.sh python engines $(printf %s "$EXTRAS" | tr '[],' '   ') \
+RUN PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 sh locks/install.sh python engines $(printf %s "$EXTRAS" | tr '[],' '   ') \
     && useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin llmctl \
     && install -d -o 10001 -g 10001 /models
 

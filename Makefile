@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml $(LOCKS)
 	test "$$python" || { echo "make: found no Python 3.11, 3.12 or 3.13 with venv (tried $(PYTHONS)); install one, or name it: make PYTHON=..." >&2; exit 2; }; \
 	command -v "$$python" >/dev/null || { echo "make: $$python is not installed; leave PYTHON= out for the first that fits" >&2; exit 2; }; \
 	echo "setting up $(VENV) with $$("$$python" --version)"; "$$python" -m venv $(VENV); }
-	LLMCTL_COMPILED=0 sh locks/install.sh $(BIN)/python -e dev
-	@$(BIN)/python hatch_build.py
+	LLMCTL_COMPILED=0 sh locks/install.sh $(BIN)/python -e
+	@$(BIN)/python hatch_build.py & LLMCTL_COMPILED=0 sh locks/install.sh $(BIN)/python -e dev; installed=$$?; \
+	wait $$! && exit $$installed
 	@touch $(STAMP)
 
 compile: $(STAMP)  ## compile the scheduler and the simulator, where a C compiler is; again after a change of them

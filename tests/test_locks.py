@@ -78,27 +78,46 @@ def test_the_constraints_have_the_same_versions() -> None:
 
 
 PYTHON = """#!/bin/sh
-case "$1 $2" in
+case "$1 $2 $3 $4" in
 "-c "*) exit {cuda} ;;
+"-m pip config list") echo "{config}"; exit ;;
 esac
-echo "$*" >>"$0.said"
-case "$*" in *torch-cpu.txt) exit {cpu} ;; esac
+words="$*"
+echo "$words" >>"{said}"
+case "$words" in
+*torch-cpu.txt) exit {cpu} ;;
+*tools.txt)
+    folder=${{words#*--target }}
+    mkdir "${{folder%% *}}/bin"
+    printf '#!/bin/sh\\necho "$*" >>"{said}"\\nexit {uv}\\n' >"${{folder%% *}}/bin/uv"
+    chmod +x "${{folder%% *}}/bin/uv" ;;
+esac
 """
 
 
 def installed(
-    folder: Path, *words: str, cuda: bool = False, cpu: bool = False
+    folder: Path,
+    *words: str,
+    cuda: bool = False,
+    cpu: bool = False,
+    uv: bool = True,
+    config: str = ":env:.find-links='/wheels'",
 ) -> tuple[int, list[str], str]:
-    """What pip is called for, with a stand-in for Python; whether torch asks for CUDA, and has a
-    wheel for CPUs.
+    """What pip and uv are called for, with stand-ins for Python and uv; whether torch asks for
+    CUDA, and has a wheel for CPUs, whether uv succeeds, and what configures pip.
     """
-    python = folder / "python"
-    python.write_text(PYTHON.format(cuda=int(not cuda), cpu=int(not cpu)))
+    python, said = folder / "python", folder / "said"
+    codes = {"cuda": int(not cuda), "cpu": int(not cpu), "uv": int(not uv)}
+    python.write_text(PYTHON.format(said=said, config=config, **codes))
     python.chmod(0o755)
     command = ["sh", str(ROOT / "locks" / "install.sh"), str(python), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = folder / "python.said"
     return done.returncode, said.read_text().splitlines() if said.exists() else [], done.stderr
+
+
+def locks_of(calls: list[str]) -> list[str]:
+    """The locks that these calls install from."""
+    return [name for call in calls for name in re.findall(r"-r \S*/locks/(\S+)\.txt", call)]
 
 
 @pytest.mark.slow
@@ -124,12 +143,31 @@ def test_all_but_the_project_itself_comes_from_locks(
     status, calls, _ = installed(tmp_path, *words, cuda=cuda, cpu=cpu)
     assert status == 0
     *others, itself = calls
-    assert [
-        name for call in others for name in re.findall(r"-r \S*/locks/(\S+)\.txt", call)
-    ] == locks
+    assert locks_of(others) == ["tools", *locks]
+    by_pip = [call for call in others if call.startswith("-m pip ")]
+    assert {"tools"} <= set(locks_of(by_pip)) <= {"tools", "torch", "torch-cpu"}
     assert all("--require-hashes" in call for call in others)
     assert all("--no-deps" in call and "--no-build-isolation" in call for call in calls)
     assert itself.endswith(("-e " if "-e" in words else "") + f"{ROOT}/locks/..")
+
+
+@pytest.mark.slow
+def test_pip_goes_on_where_uv_fails(tmp_path: Path) -> None:
+    status, calls, error = installed(tmp_path, "ray", uv=False)
+    assert status == 0
+    assert len(error.splitlines()) == 1
+    assert locks_of(calls) == ["tools", "build", "run", "build", "run", "ray"]
+    assert [call.startswith("-m pip ") for call in calls] == [True, False, True, True, True]
+    assert all("--require-hashes" in call for call in calls[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["global.index-url='https://example.org'", ":env:.no-index='1'"])
+def test_an_index_that_pip_is_given_is_pips(tmp_path: Path, config: str) -> None:
+    status, calls, error = installed(tmp_path, config=config)
+    assert (status, error) == (0, "")
+    assert locks_of(calls) == ["build", "run"]
+    assert all(call.startswith("-m pip ") for call in calls)
 
 
 @pytest.mark.slow
