@@ -3,6 +3,7 @@
 import pytest
 from test_shipped_profiles import rounded
 
+from benchmarks.engines.gpu_profile import from_idle, read_measured, shipped_profile, text_of
 from benchmarks.engines.gpu_windows import NAME, SPEED, errors_of
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.part_fits import fit_steps
@@ -13,6 +14,43 @@ from toolkit.files.shipped import shipped_profiles
 
 FOLDER = shipped_profiles() / NAME
 TTFT_LIMITS = {10.0: 13.0, 18.0: 23.0}  # of the error's size, in percent, by window
+
+
+@pytest.mark.slow
+def test_the_shipped_profile_is_made_of_what_was_measured():
+    made = text_of(shipped_profile(read_measured()))
+    assert made == (FOLDER / "profile.json").read_text()
+
+
+def visited(*points):
+    """Points of (prompts, tokens of each, decodes, whether a request was left)."""
+    return [
+        {
+            "prefills": prompts,
+            "prefill_tokens": prompts * length,
+            "decodes": decodes,
+            "seconds": [0.01],
+            "host_s": [0.0] * left,
+        }
+        for prompts, length, decodes, left in points
+    ]
+
+
+GRID = [{"batch_size": rows, "input_length": 128} for rows in (1, 8, 32)]
+
+
+@pytest.mark.parametrize(
+    ("points", "idle"),
+    [
+        ([(1, 128, 0, False), (1, 64, 0, False)], [True, True]),
+        ([(1, 128, 0, False), (7, 128, 0, False)], [True, False]),  # a burst of 8
+        ([(1, 128, 0, False), (25, 128, 0, True), (6, 128, 0, False)], [True, False, False]),
+        ([(3, 64, 0, False), (5, 64, 0, False)], [True, True]),  # the grid has no such batch
+        ([(1, 128, 0, True), (0, 0, 1, False), (8, 128, 0, False)], [True, False, True]),
+    ],
+)
+def test_a_visit_begins_from_idle(points, idle):
+    assert from_idle(visited(*points), GRID) == idle
 
 
 @pytest.mark.slow

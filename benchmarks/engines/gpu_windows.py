@@ -4,16 +4,25 @@
 
 Takes some seconds. Needs nothing else: the windows' requests and what clients measured are in
 docs/results/data/h200-windows.json; the profile and the fit are those that ship as
-llama-3.1-8b-h200-measured. Nothing is adjusted to the windows.
+llama-3.1-8b-h200-measured, made by benchmarks.engines.gpu_profile and llmctl fit.
 
-Rows of each window: by the fit alone, and at the speed that the warm-up before it showed. The
-second window found prompts of the first one in the cache, so it is simulated after that.
+Rows of each window: by the fit alone; at the speed that the warm-up before it showed; with the
+warm-up's front, too; and in hindsight, with the front that the window itself had, and with its
+launches. Nothing is adjusted to the window but in these last two rows. The second window found
+prompts of the first one in the cache, so it is simulated after that. `front_mean_s` is that of the
+whole simulation.
+
+Then the coefficients of the profile's law, each with its standard error in percent: the law is
+fitted again without each twentieth of the profile's points (a jackknife). Last, how far off it is
+held out by points, of all points and of short prompts from idle.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +31,36 @@ import numpy as np
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import markdown
+from toolkit.estimators.pipeline import COEFFICIENTS, PipelineLaw
+from toolkit.estimators.pipeline_fit import (
+    SHORT_TOKENS,
+    PassColumns,
+    fit_law,
+    graphs_of,
+    held_out_s,
+)
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file
+from toolkit.files.profile import Profile, StepsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_profiles
 from toolkit.metrics import Served, summarize
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
-from toolkit.sim.world import slowed, world_from_fit
+from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import SharedBlocks, Trace
 
 NAME = "llama-3.1-8b-h200-measured"
 WINDOWS = ROOT / "docs/results/data/h200-windows.json"
 FIT = "the fit alone"
 SPEED = "the warm-up's speed"
+FRONT = "the warm-up's speed and front"
+OWN_FRONT = "the warm-up's speed, the window's own front"
+HINDSIGHT = "the window's own front and launches"
+LAUNCHES = ("graph_s", "graph_row_s", "piece_s", "piece_row_s", "eager_s", "eager_chunk_s")
 REST_S = 1000.0  # between two windows
+PARTS = 20  # of a profile's points, for standard errors
 SHOWN = ("throughput_rps", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "e2e_mean_s")
 
 
@@ -64,17 +88,47 @@ def shared_prompts(prompts: np.ndarray, first: int) -> SharedBlocks:
     return SharedBlocks(size, np.array(blocks, np.int64), np.array(offsets, np.int64))
 
 
+def conditions_of(window: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return what each row of a window knows: slowdown, launch_slowdown and front_first_s, as far
+    as it is not the fit's.
+    """
+    warmup = window["warmup"]
+    speed = {name: warmup[name] for name in ("slowdown", "launch_slowdown")}
+    own = window["hindsight"]
+    front = speed | {"front_first_s": own["front_first_s"]}
+    return {FIT: {}, SPEED: speed, FRONT: warmup, OWN_FRONT: front, HINDSIGHT: own}
+
+
+def in_conditions(engine: PagedEngine, known: dict[str, float]) -> PagedEngine:
+    """Return the engine as a row of a window knows it."""
+    slowed = engine.slowed(known.get("slowdown", 1.0))
+    law = slowed.steps
+    assert isinstance(law, PipelineLaw)
+    factor = known.get("launch_slowdown", 1.0) / known.get("slowdown", 1.0)
+    launches = {name: factor * getattr(law, name) for name in LAUNCHES}
+    engine = replace(slowed, steps=replace(law, **launches))
+    if "front_first_s" in known:
+        engine = replace(engine, front_s=known["front_first_s"], front_row_s=0.0)
+    return engine
+
+
 def predicted(
-    fit: Fit, recipe: Recipe, windows: Sequence[dict[str, Any]], place: int, slowdown: float
+    fit: Fit,
+    recipe: Recipe,
+    windows: Sequence[dict[str, Any]],
+    place: int,
+    known: dict[str, float],
 ) -> dict[str, float]:
-    """Return a window's metrics by the fit, at a speed."""
+    """Return a window's metrics by the fit, in the conditions that are `known`."""
     window = windows[place]
     before = windows[window["after"]]["requests"] if window["after"] is not None else []
     trace = trace_of(window["requests"], before)
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     world = world_from_fit(fit, workers=1, max_new_tokens=recipe.serve.max_new_tokens)
-    served = simulate(trace, policy, slowed(world, slowdown)).served
-    return summarize(served.after(len(before)), {})
+    world = replace(world, paged=in_conditions(world.engine(), known))
+    result = simulate(trace, policy, world)
+    front = {"front_mean_s": result.metrics({})["front_mean_s"]}
+    return summarize(result.served.after(len(before)), {}) | front
 
 
 def measured(window: dict[str, Any]) -> dict[str, float]:
@@ -89,34 +143,77 @@ def measured(window: dict[str, Any]) -> dict[str, float]:
 
 
 def errors_of(fit: Fit) -> list[dict[str, Any]]:
-    """Return the error of each figure in percent, of each window by the fit and at its speed."""
+    """Return the error of each figure in percent, for each window and what is known of it."""
     windows = json.loads(WINDOWS.read_text(encoding="utf-8"))["windows"]
     recipe = load_recipe(recipe_path(NAME))
     found = []
     for place, window in enumerate(windows):
         truth = measured(window)
-        for knows, slowdown in ((FIT, 1.0), (SPEED, window["warmup"]["slowdown"])):
-            said = predicted(fit, recipe, windows, place, slowdown)
+        for knows, known in conditions_of(window).items():
+            said = predicted(fit, recipe, windows, place, known)
             error = {name: 100.0 * (said[name] / truth[name] - 1.0) for name in SHOWN}
-            found.append({"rate_rps": window["rate_rps"], "knows": knows, "error": error})
+            row = {"rate_rps": window["rate_rps"], "knows": knows, "error": error}
+            found.append(row | {"measured": truth, "front_s": said["front_mean_s"]})
     return found
 
 
-def main() -> None:
-    """Print two rows for each window."""
-    parser = make_parser(__doc__)
-    default = shipped_profiles() / NAME / "fit.json"
-    parser.add_argument("--fit", type=Path, default=default, help="default: the shipped one")
-    given = parser.parse_args()
-    rows = [
-        [
-            f"{row['rate_rps']:g}",
-            row["knows"],
-            *(f"{row['error'][name]:+.1f} %" for name in SHOWN),
-        ]
-        for row in errors_of(read_file(Fit, given.fit))
+def standard_errors(passes: PassColumns) -> list[tuple[str, float, float]]:
+    """Return each coefficient of a law that is not 0, with its standard error in percent."""
+    law = fit_law(passes)
+    part = np.random.default_rng(0).permutation(passes.point[-1] + 1) % PARTS
+    parts = [fit_law(passes, part[passes.point] != number) for number in range(PARTS)]
+    found = []
+    for name in COEFFICIENTS:
+        value = getattr(law, name)
+        values = np.array([getattr(one, name) for one in parts])
+        if value:
+            spread = math.sqrt((PARTS - 1) / PARTS * np.square(values - values.mean()).sum())
+            found.append((name, value, 100.0 * spread / value))
+    return found
+
+
+def held_out(measured: StepsProfile, passes: PassColumns) -> list[tuple[str, int, float, float]]:
+    """Return how many points there are, and the median and p95 of their held-out errors: of all,
+    and of short prompts from idle.
+    """
+    seconds = np.bincount(passes.point, passes.seconds) / np.bincount(passes.point)
+    off = 100.0 * np.abs(held_out_s(passes, 0) / seconds - 1.0)
+    short = np.array([one.idle and one.prefill_tokens <= SHORT_TOKENS for one in measured.points])
+    kinds = {"all": off, f"from idle, up to {SHORT_TOKENS} tokens": off[short]}
+    return [
+        (kind, len(one), float(np.median(one)), float(np.percentile(one, 95)))
+        for kind, one in kinds.items()
     ]
-    print(markdown(["requests/s", "with", *SHOWN], rows, words=2))
+
+
+def main() -> None:
+    """Print five rows for each window, and the law."""
+    parser = make_parser(__doc__)
+    folder = shipped_profiles() / NAME
+    parser.add_argument(
+        "--fit", type=Path, default=folder / "fit.json", help="default: the shipped one"
+    )
+    given = parser.parse_args()
+    rows: list[list[str]] = []
+    for row in errors_of(read_file(Fit, given.fit)):
+        rate = f"{row['rate_rps']:g}"
+        if row["knows"] == FIT:
+            rows.append([rate, "measured", *(f"{row['measured'][name]:.4g}" for name in SHOWN), ""])
+        errors = (f"{row['error'][name]:+.1f} %" for name in SHOWN)
+        rows.append([rate, row["knows"], *errors, f"{1e3 * row['front_s']:.1f} ms"])
+    print(markdown(["requests/s", "with", *SHOWN, "front_mean_s"], rows, words=2))
+    measured = read_file(Profile, folder / "profile.json").steps
+    assert measured is not None
+    graphs = graphs_of(measured)
+    assert graphs is not None
+    passes = PassColumns.of(measured.points, graphs)
+    law = [[name, f"{value:.4g}", f"{off:.1f} %"] for name, value, off in standard_errors(passes)]
+    print(markdown(["coefficient", "seconds", "standard error"], law))
+    off = [
+        [kind, f"{points:,}", f"{median:.1f} %", f"{most:.0f} %"]
+        for kind, points, median, most in held_out(measured, passes)
+    ]
+    print(markdown(["points", "number", "held out, median", "p95"], off))
 
 
 if __name__ == "__main__":
