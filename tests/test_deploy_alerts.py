@@ -142,6 +142,13 @@ def test_the_share_beyond_a_limit_is_exact() -> None:
     assert dict(stats.mtpot.cumulative())["0.33"] == 3
 
 
+def test_a_request_of_one_token_counts_in_no_histogram_of_gaps() -> None:
+    stats = Stats(sla={"mtpot_p99_s": 0.33, "tpot_p99_s": 0.01})
+    stats.count_end("stop", 0.0, 1.0, 2.0, 1, 0.9)
+    assert dict(stats.mtpot.cumulative())["+Inf"] == dict(stats.tpot.cumulative())["+Inf"] == 0
+    assert (dict(stats.e2e.cumulative())["+Inf"], stats.within_targets) == (1, 1)
+
+
 def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> None:
     sla = limits()
     gateway = SimpleNamespace(

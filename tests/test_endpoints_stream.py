@@ -3,14 +3,17 @@
 import asyncio
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, head, sse_server, tokens_event, usage_event, whole
 
+from toolkit.bench.client import served
 from toolkit.endpoints import sse
 from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer, make_request
 from toolkit.endpoints.target import Target
+from toolkit.metrics import Served, summarize
 
 
 def fed(*pieces: tuple[float, bytes]) -> tuple[Sample, StreamedAnswer]:
@@ -43,6 +46,20 @@ def test_the_times_of_tokens_are_noted_as_they_come():
     times = (sample.first_token_s, sample.last_token_s, sample.max_gap_s)
     assert times == (1.5, 4.0, 2.0)
     assert (sample.output_tokens, answer.complete, answer.failure) == (3, True, "")
+
+
+def test_one_token_is_measured_as_it_is_simulated():
+    """The event that ends its stream, here 0.4 s later, is no token."""
+    several = ((1.5, tokens_event()), (3.5, tokens_event()), (4.0, tokens_event() + usage_event(3)))
+    one, _ = fed((1.0, tokens_event()), (1.4, tokens_event("") + usage_event(1)))
+    three, _ = fed(*several)
+    one.failure = three.failure = ""
+    columns = ([0.25, 0.25], [1.0, 1.5], [1.0, 4.0], [1, 3], [0.0, 2.0], [True, True])
+    simulated = summarize(Served(*map(np.array, columns)), {"mtpot_p99_s": 3.0, "tpot_p99_s": 2.0})
+    measured = summarize(served([one, three]), {"mtpot_p99_s": 3.0, "tpot_p99_s": 2.0})
+    of_gaps = [name for name in simulated if name.startswith(("tpot", "mtpot", "sla"))]
+    assert [measured[name] for name in of_gaps] == [simulated[name] for name in of_gaps]
+    assert (measured["mtpot_p50_s"], measured["sla_attainment_percent"]) == (2.0, 100.0)
 
 
 def test_comments_and_lines_of_other_kinds_are_no_tokens():

@@ -42,6 +42,28 @@ def test_requests_that_failed_have_no_latency():
     assert [len(array) for array in values.values()] == [1, 1, 1, 1]
 
 
+ONE_TOKEN = (0, 1, 1.4, 1, 0.4)  # its stream ended with an event of its own
+
+
+def test_a_request_of_one_token_has_no_gap():
+    """It moves no percentile of TPOT and MTPOT, and keeps each target of theirs."""
+    rows = served(*[ONE_TOKEN] * 3, (0, 1, 3, 5, 0.75))
+    values = latencies(rows)
+    assert {name: len(array) for name, array in values.items()} == {
+        "ttft": 4,
+        "tpot": 1,
+        "mtpot": 1,
+        "e2e": 4,
+    }
+    assert summarize(rows, {})["mtpot_p50_s"] == 0.75
+    assert sla_ratios(rows, {"mtpot_p50_s": 0.5, "itl_p50_s": 0.5}) == {
+        "mtpot_p50_s": 1.5,
+        "itl_p50_s": 1.5,
+    }
+    for target in ("tpot_p99_s", "mtpot_p99_s", "itl_p99_s"):
+        assert list(meets_sla(rows, {target: 0.01})) == [True, True, True, False]
+
+
 def test_throughput_is_over_the_window_of_arrivals():
     summary = summarize(TWO, {"e2e_p99_s": 9.0})
     assert summary["makespan_s"] == 4

@@ -108,5 +108,7 @@ def open_experiment(
 
 
 def latencies_of(result: SimResult) -> dict[str, Floats]:
-    """`ttft`, `tpot`, `mtpot` and `e2e` of each request that ended well, in seconds."""
+    """`ttft`, `tpot`, `mtpot` and `e2e` of each request that ended well, in seconds; `tpot` and
+    `mtpot` only of requests with several tokens.
+    """
     return latencies(result.served)

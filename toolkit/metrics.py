@@ -1,7 +1,8 @@
 """Summaries of served requests: the same functions for simulated and measured ones.
 
 TPOT = (E2E - TTFT) / (output tokens - 1). ITL is each gap between tokens. MTPOT is the largest gap
-within a request.
+within a request. A request with one output token has no gap: it has neither TPOT nor MTPOT, counts
+in none of their statistics, and keeps every target of theirs.
 
 Throughput is the successful requests, and goodput those within every latency target, both over the
 same time (`window_s`): so goodput is at most throughput. Where the server keeps up, that is the
@@ -47,7 +48,7 @@ class Served:
     first_token_s: Floats
     finish_s: Floats
     output_tokens: NDArray[np.int64]
-    max_gap_s: Floats  # largest gap between two tokens of the request, 0 with one token
+    max_gap_s: Floats  # largest gap between two tokens of the request; with one token not read
     ok: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -59,21 +60,26 @@ class Served:
 
 
 def _of_all(served: Served) -> dict[str, Floats]:
-    """TTFT, TPOT, MTPOT and E2E of every request, in seconds; one token counts as one gap."""
+    """TTFT, TPOT, MTPOT and E2E of every request, in seconds; with one token TPOT and MTPOT are 0.
+
+    A server may end the stream of one token with an event of its own, which is no gap.
+    """
+    several = served.output_tokens > 1
     ttft = served.first_token_s - served.arrival_s
     e2e = served.finish_s - served.arrival_s
-    tpot = (e2e - ttft) / np.maximum(served.output_tokens - 1, 1)
-    return {"ttft": ttft, "tpot": tpot, "mtpot": served.max_gap_s, "e2e": e2e}
+    tpot = np.where(several, (e2e - ttft) / np.maximum(served.output_tokens - 1, 1), 0.0)
+    mtpot = np.where(several, served.max_gap_s, 0.0)
+    return {"ttft": ttft, "tpot": tpot, "mtpot": mtpot, "e2e": e2e}
 
 
 def latencies(served: Served) -> dict[str, Floats]:
     """TTFT, TPOT, MTPOT and E2E of each request that is ok, in seconds.
 
-    TPOT omits requests with one token.
+    TPOT and MTPOT omit requests with one token.
     """
-    values = {name: seconds[served.ok] for name, seconds in _of_all(served).items()}
-    values["tpot"] = values["tpot"][served.output_tokens[served.ok] > 1]
-    return values
+    several = served.ok & (served.output_tokens > 1)
+    counted = {"ttft": served.ok, "tpot": several, "mtpot": several, "e2e": served.ok}
+    return {name: seconds[counted[name]] for name, seconds in _of_all(served).items()}
 
 
 def statistic(values: Floats, name: str) -> float:

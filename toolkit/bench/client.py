@@ -444,7 +444,7 @@ def client_times(replay: Replay, sla: Mapping[str, float]) -> ClientTimes | None
     if not len(seconds["ttft"]):
         return None
     means_s = [float(seconds["ttft"].mean())]
-    if any(target.startswith(("mtpot", "itl")) for target in sla):
+    if len(seconds["mtpot"]) and any(target.startswith(("mtpot", "itl")) for target in sla):
         means_s.append(float(seconds["mtpot"].mean()))
     limit_s = max(LATE_SHARE * min(means_s), LEAST_LATE_S)
     connects_s = np.array([one.connected_s - one.scheduled_s for one in replay.samples])

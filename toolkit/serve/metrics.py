@@ -110,7 +110,7 @@ _OF_REQUESTS = {
     "ttft": "Arrival to first token.",
     "itl": "Time between tokens; tokens that arrive together share their gap.",
     "tpot": "First to last token, per token after the first.",
-    "mtpot": "The longest time between two tokens of a request.",
+    "mtpot": "The longest time between two tokens of a request with several.",
     "e2e": "Arrival to last token.",
 }
 _LATENCIES = {

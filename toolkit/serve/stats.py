@@ -197,12 +197,13 @@ class Stats:
             return
         ttft = first_token_s - arrival_s
         e2e = last_token_s - arrival_s
-        tpot = (e2e - ttft) / (tokens - 1) if tokens > 1 else 0.0
         self.e2e.observe(e2e)
-        self.mtpot.observe(max_gap_s)
-        if tokens > 1:
+        latency = {"ttft": ttft, "e2e": e2e, "tpot": 0.0, "mtpot": 0.0, "itl": 0.0}
+        if tokens > 1:  # as in `toolkit.metrics`
+            tpot = (e2e - ttft) / (tokens - 1)
+            latency |= {"tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
             self.tpot.observe(tpot)
-        latency = {"ttft": ttft, "e2e": e2e, "tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
+            self.mtpot.observe(max_gap_s)
         self.within_targets += all(
             latency[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
         )
