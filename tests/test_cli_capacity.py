@@ -28,6 +28,9 @@ def test_simulate_keeps_the_targets_below_the_capacity_and_not_above(capacity, c
     assert simulated(capsys, 1.05 * found["capacity_rps"]) != "kept"
     assert found["error_percent"] <= 1.0
     assert found["binding"] in ("ttft_p99_s", "mtpot_p99_s", "behind_percent")
+    interval = found["interval"]
+    assert interval["low_rps"] < found["capacity_rps"] < interval["high_rps"]
+    assert interval["law"]["fast"] < 1.0 < interval["law"]["slow"]
 
 
 def test_recipes_stand_side_by_side_with_what_they_cost(capacity):

@@ -99,35 +99,38 @@ def test_a_fit_is_as_far_off_as_predictions_beside_measured_servers():
     made = analytic_profile(recipe(), HEAD)
     known = made.engine.analytic_error
     assert known
-    assert known.gpu is None  # no server on an A100 was compared
+    assert known.here is None  # no server on an A100 was compared
+    assert known.own == known.left_out
     fit = fit_profile(made, HEAD)
     assert fit.engine.analytic_error == known
     assert fit.steps
     assert fit.steps.error.median_percent < 2.0  # of its form, on held-out points
-    assert fit.off_percent(fit.decode) == max(known.tpot_percent, fit.decode.error.median_percent)
-    assert fit.off_percent(fit.prefill) >= known.ttft_percent
-    assert fit.off_percent(fit.steps) >= max(known.tpot_percent, known.ttft_percent)
+    own = known.own
+    assert fit.off_percent(fit.decode) == max(own.tpot_percent, fit.decode.error.median_percent)
+    assert fit.off_percent(fit.prefill) >= own.ttft_percent
+    assert fit.off_percent(fit.steps) >= max(own.tpot_percent, own.ttft_percent)
     facts = made.engine.model_copy(update={"analytic_error": None})
     measured = fit.model_copy(update={"engine": facts})
     assert measured.off_percent(measured.steps) == fit.steps.error.median_percent
 
 
 @pytest.mark.parametrize(
-    ("name", "compared"),
+    ("name", "gpu", "compared"),
     [
-        ("llama-3.1-8b-h100-sxm", "h100_sxm"),
-        ("llama-3.1-8b-h200", "h200_sxm"),
-        ("qwen3-30b-a3b-h200", "h200_sxm"),
-        ("qwen3-30b-a3b-h100-sxm", None),
-        ("llama-3.1-8b-a100-80gb", None),
-        ("llama-3.1-8b-l40s", None),
+        ("llama-3.1-8b-h100-sxm", "h100_sxm", True),
+        ("llama-3.1-8b-h200", "h200_sxm", True),
+        ("qwen3-30b-a3b-h200", "h200_sxm", True),
+        ("qwen3-30b-a3b-h100-sxm", "h100_sxm", False),
+        ("llama-3.1-8b-a100-80gb", "a100_sxm", False),
+        ("llama-3.1-8b-l40s", "l40s", False),
     ],
 )
-def test_an_error_is_of_the_recipes_gpu_and_class_or_of_no_gpu(name: str, compared: str | None):
-    error = pass_times(load_recipe(recipe_path(name))).error
+def test_an_error_is_of_the_recipes_gpu_and_class(name: str, gpu: str, compared: bool):
+    recipe = load_recipe(recipe_path(name))
+    error = pass_times(recipe).error
     assert error
-    assert error.gpu == compared
-    assert error == measured_elsewhere(compared or "none", experts="a3b" in name)
+    assert (error.here is not None) == compared
+    assert error == measured_elsewhere(gpu, recipe, experts="a3b" in name)
 
 
 @pytest.mark.slow
@@ -206,7 +209,10 @@ def test_other_caches_are_refused_by_name(dtype: str, gpu: str, size: int):
 
 @pytest.mark.parametrize(
     ("hardware", "named"),
-    [({"gpu": "rtx-4090"}, "rtx-4090"), ({"gpu": "h100-pcie"}, "h100-pcie"), ({}, "transformers")],
+    [
+        *(({"gpu": gpu}, gpu) for gpu in ("rtx-4090", "h100-pcie", "mi300x")),
+        ({}, "transformers"),
+    ],
 )
 def test_another_gpu_or_engine_is_refused_by_name(hardware: dict[str, str], named: str):
     data = recipe().model_dump(mode="json", exclude_unset=True)

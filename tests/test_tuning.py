@@ -102,6 +102,16 @@ def test_gain_and_binding_target_follow_from_the_verdict(searched):
 
 
 @pytest.mark.slow
+def test_the_recommendation_is_also_judged_with_times_at_the_slow_end(searched):
+    end = searched.slow_end
+    assert end.law == samples.fit().law_range()
+    assert end.law.slow > 1.0
+    assert [limit.name for limit in end.limits] == [limit.name for limit in searched.limits]
+    pairs = zip(end.limits, searched.limits, strict=True)
+    assert all(slow.predicted >= own.predicted for slow, own in pairs if own.name in searched.sla)
+
+
+@pytest.mark.slow
 def test_sensitivity_sweeps_every_searched_parameter(searched):
     assert {one.parameter for one in searched.sensitivity} == set(
         search_space(searched.best.policy, {}, {})

@@ -15,10 +15,12 @@ from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import busiest, mean_rate
 from toolkit.tuning.capacity import (
     ABOVE,
+    APART,
     BELOW,
     LASTING,
     LONG,
     MOST_REPEATED,
+    NEAR,
     SESSIONS,
     TOLERANCE,
     LoadSearch,
@@ -29,6 +31,7 @@ from toolkit.tuning.capacity import (
     own_rate_rps,
     rate_capacity,
 )
+from toolkit.tuning.deployments import deployments_of, measure
 from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, make_world
 from toolkit.tuning.workload import in_process, own_settings, whole_setup
 
@@ -79,6 +82,13 @@ def test_no_tried_load_below_the_capacity_is_broken(guess, edge, holes):
         assert all(shares[share] for share in checked)
 
 
+@pytest.mark.parametrize("guess", [9.7, 10.0, 10.3, 7.0, 20.0])
+def test_a_rough_search_ends_at_its_tolerance(guess):
+    found = search(lambda load: load <= 10.0, tolerance=APART).rough(guess, NEAR)
+    assert found.load <= 10.0 < found.broken <= found.load * (1 + APART) * (1 + 1e-9)
+    assert len(found.points) <= (2 if abs(guess - 10.0) <= 10.0 * NEAR else 12)
+
+
 def test_a_whole_number_of_requests_at_once_is_found_exactly():
     found = search(lambda load: load <= 37, whole=True).found(10)
     assert (found.load, found.broken) == (37, 38)
@@ -108,6 +118,29 @@ def test_the_whole_trace_keeps_the_limits_below_the_capacity_and_not_above():
     below, above = search.tried([0.98 * found.load, ABOVE * found.load])
     assert below.kept
     assert not above.kept
+
+
+@pytest.mark.slow
+def test_the_ends_of_an_interval_keep_the_limits_with_times_at_the_ends_of_the_laws_range():
+    requests = trace(1000)
+    recipe = samples.recipe(sla={"ttft_p99_s": 2.0})
+    [own] = deployments_of(recipe, samples.fit())
+    found = measure(own, requests, in_process, concurrency=False).interval
+    law = found.law
+    assert law.fast < 1.0 < law.slow
+    for factor, rate in ((law.slow, found.low_rps), (law.fast, found.high_rps)):
+        where = replace(own, slowdown=factor).setup(requests)
+        search = LoadSearch(lambda load, where=where: at_rate(where, load), own.outcome, in_process)
+        below, above = search.tried([0.97 * rate, ABOVE * rate])
+        assert below.kept
+        assert not above.kept
+
+
+@pytest.mark.slow
+def test_without_a_capacity_there_is_no_interval():
+    recipe = samples.recipe(sla={"ttft_p99_s": 1e-6})
+    [own] = deployments_of(recipe, samples.fit())
+    assert measure(own, trace(100), in_process, concurrency=False).interval is None
 
 
 def test_requests_that_arrive_at_once_have_no_rate_to_search():

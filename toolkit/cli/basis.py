@@ -178,8 +178,15 @@ def plan_address(plan: Plan) -> str:
 
 
 def analytic_notes(engine: EngineFacts) -> list[str]:
-    """A line that nothing was measured, for an analytic profile or fit; else none."""
-    return [f"analytic, nothing was measured: {engine.analytic}"] if engine.analytic else []
+    """Return a line that nothing was measured, for an analytic profile or fit; else none. It is a
+    warning where no such server was compared, or the recipe is beyond those that were.
+    """
+    if not engine.analytic:
+        return []
+    error = engine.analytic_error
+    unknown = error is None or error.here is None or error.beyond
+    mark = "warning: " if unknown else ""
+    return [f"{mark}analytic, nothing was measured: {engine.analytic}"]
 
 
 def agreement_notes(fit: Fit) -> list[str]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from toolkit.tuning.capacity import Capacity
     from toolkit.tuning.deployments import Deployment, Measured
 
-SIMULATIONS = 14  # of each capacity, about
+SIMULATIONS = 24  # of each capacity, about
 LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
 
 
@@ -139,13 +139,14 @@ def command(args: CapacityOptions) -> None:
     recipes, policies and routers side by side.
 
     The arrivals of the trace are compressed until a target breaks, found to 1 %, to 2 % for a very
-    long trace; all rates have the same requests and draws. A trace that would be over before a
-    queue could grow is repeated. Rates are the mean over the whole trace, of sessions as they were
-    served. With --bench, workers are as fast as they were in that bench, which may be slower than
-    they were in the profile. With --also, a recipe stands beside itself with some keys changed;
-    computed laws are computed for it, and measured ones refuse what would change them. With a
-    price, it says what requests and tokens cost at that rate. With --rate, it says how many GPUs
-    that rate takes. Exit code 5 means that no rate keeps the limits.
+    long trace; all rates have the same requests and draws. The law's error gives a range: the rates
+    that keep the targets if all times are as long, or as short, as that error leaves open. A trace
+    that would be over before a queue could grow is repeated. Rates are the mean over the whole
+    trace, of sessions as they were served. With --bench, workers are as fast as they were in that
+    bench, which may be slower than they were in the profile. With --also, a recipe stands beside
+    itself with some keys changed; computed laws are computed for it, and measured ones refuse what
+    would change them. With a price, it says what requests and tokens cost at that rate. With
+    --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps the limits.
     """
     from toolkit.tuning.deployments import check_sharing, deployments_of, measure, with_lost
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
@@ -435,6 +436,7 @@ def _plain(found: Measured, trace: Trace) -> CapacityOf:
         capacity_rps=rate and rate.served_rps,
         at_least=bool(rate and rate.broken is None),
         error_percent=rate.error_percent if rate else 0.0,
+        interval=found.interval,
         binding=rate.binding if rate else _binding(found),
         concurrency=int(at_once.load) if at_once else None,
         concurrency_binding=at_once and at_once.binding,
@@ -498,8 +500,9 @@ def _show(result: Capacities) -> None:
         rate = "none" if one.capacity_rps is None else number(one.capacity_rps)
         if one.at_least:
             rate = f">= {rate}"
-        rows.append([name, one.gpus, rate, one.binding, one.concurrency])
-    columns = ["", ">GPUs", ">requests/s", "then breaks"]
+        interval = one.interval and one.interval.text
+        rows.append([name, one.gpus, rate, interval, one.binding, one.concurrency])
+    columns = ["", ">GPUs", ">requests/s", ">by the law's error", "then breaks"]
     if any(one.concurrency for one in result.capacities):
         columns.append(">at once")
     about = bracketed(shared_changes(result))

@@ -9,6 +9,7 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import JsonOption
+from toolkit.cli.basis import analytic_notes
 from toolkit.cli.output import emit, note
 from toolkit.files.io import check_writable, keep_sources, write_text
 from toolkit.units import size
@@ -44,6 +45,10 @@ def command(
     write_text(out, page)
     for role, why in material.why.items():
         note(f"{role} is not shown: {why}")
+    if material.fit:
+        note(*analytic_notes(material.fit.engine))
+    elif material.tuning and material.tuning.analytic:
+        note(f"analytic, nothing was measured: {material.tuning.analytic}")
     shown = [file.role for file in material.sources]
     length = len(page.encode())
     text = f"wrote {out} ({size(length)}), from: {', '.join(shown)}"

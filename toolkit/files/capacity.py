@@ -10,10 +10,11 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
+from toolkit.files.fit import LawRange
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.strict import Strict
 from toolkit.files.tuning import ParameterValue, Scaling
-from toolkit.units import bracketed
+from toolkit.units import bracketed, number
 
 
 class Requests(Strict):
@@ -69,6 +70,24 @@ class Cost(Strict):
     usd_per_million_out: float | None = Field(description="output tokens; null: no law of passes")
 
 
+class LawInterval(Strict):
+    """The capacity if true times are at the ends of the range that the law's error leaves. Both
+    are interpolated between simulated rates.
+    """
+
+    low_rps: float | None = Field(
+        description="with every time law.slow times as long; null: no rate that was tried is kept"
+    )
+    high_rps: float | None = Field(description="with every time law.fast times as long")
+    law: LawRange
+
+    @property
+    def text(self) -> str:
+        """Both ends in words: '13.1 to 15.2'."""
+        ends = (self.low_rps, self.high_rps)
+        return " to ".join("none" if end is None else number(end) for end in ends)
+
+
 class CapacityOf(Strict):
     """The capacity of a recipe's settings."""
 
@@ -102,6 +121,9 @@ class CapacityOf(Strict):
     )
     at_least: bool = Field(description="the trace cannot be repeated enough for a higher rate")
     error_percent: float = Field(description="the lowest broken rate is this much higher")
+    interval: LawInterval | None = Field(
+        description="of capacity_rps, by the law's error; null: none that was tried"
+    )
     binding: str | None = Field(description="the limit that breaks above it")
     concurrency: int | None = Field(
         description="most requests at once that keep every limit; null: none, or not searched"

@@ -242,6 +242,17 @@ class StepsFit(Strict):
     )
 
 
+HELD_OUT = "the law's error of 95 % of held-out batches"
+
+
+class LawRange(Strict):
+    """By which factors true times may differ from those of a fit's laws, and how that is known."""
+
+    fast: float = Field(description="the least factor of every time")
+    slow: float = Field(description="the greatest")
+    basis: str = Field(description="which errors the factors are, in words")
+
+
 class Fit(Envelope):
     """fit.json, whole."""
 
@@ -273,8 +284,29 @@ class Fit(Envelope):
         known = self.engine.analytic_error
         if known is None:
             return held_out
+        own = known.own
         if law is self.prefill:
-            return max(held_out, known.ttft_percent)
+            return max(held_out, own.ttft_percent)
         if law is self.decode:
-            return max(held_out, known.tpot_percent)
-        return max(held_out, known.tpot_percent, known.ttft_percent)
+            return max(held_out, own.tpot_percent)
+        return max(held_out, own.tpot_percent, own.ttft_percent)
+
+    def law_range(self) -> LawRange:
+        """Return by which factors true times may differ from times by these laws.
+
+        The range of an analytic fit holds 80 % of the servers that such predictions were compared
+        to, by their TPOT (`AnalyticError.own`). The range of a measured fit holds 95 % of the
+        batches that were held out. Their errors have no sign, so it is as wide in both directions.
+        """
+        known = self.engine.analytic_error
+        if known is None:
+            law = self.rounds.overhead if self.rounds else self.overhead
+            off = law.error.p95_percent / 100.0
+            return LawRange(fast=1.0 / (1.0 + off), slow=1.0 + off, basis=HELD_OUT)
+        own = known.own
+        which = f"of {known.gpu}" if own is known.here else "whose model set no constant"
+        return LawRange(
+            fast=1.0 / (1.0 + own.tpot_high_percent / 100.0),
+            slow=1.0 / (1.0 + own.tpot_low_percent / 100.0),
+            basis=f"the law's error of 80 % of {own.servers} servers {which}",
+        )

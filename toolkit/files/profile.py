@@ -216,20 +216,43 @@ class FailedPoint(Strict):
     reason: str
 
 
+class ErrorSpread(Strict):
+    """How far predicted mean times were off beside measured servers, in percent."""
+
+    servers: int = Field(description="each once")
+    tpot_percent: float = Field(description="median of the sizes of the errors")
+    tpot_p90_percent: float
+    ttft_percent: float = Field(description="median of the sizes of the errors")
+    ttft_p90_percent: float
+    tpot_low_percent: float = Field(
+        description="10th percentile of 100 (predicted / measured - 1), with its sign"
+    )
+    tpot_high_percent: float = Field(description="90th percentile, with its sign")
+
+
 class AnalyticError(Strict):
     """How far `recipe new`, `profile --analytic`, `fit` and `simulate` were off beside servers that
-    others measured and that set no constant: sizes of the errors of mean times, in percent.
+    others measured, with models of the recipe's class: dense, or with experts.
     """
 
-    gpu: str | None = optional(
-        "of these servers, the recipe's, with models of its class: dense, or with experts; none: "
-        "no such server was compared, and the errors are of all that were"
+    experts: bool = Field(description="of the class")
+    gpu: str = Field(description="the recipe's, as its operators are named")
+    here: ErrorSpread | None = optional("of servers on this GPU; none: not one was compared")
+    models: list[str] = Field(description="of these servers")
+    listed: bool = Field(description="whether the recipe's model is one of these")
+    left_out: ErrorSpread = Field(
+        description="on all GPUs, each server predicted with constants that its model did not set"
     )
-    servers: int = Field(description="each once")
-    tpot_percent: float = Field(description="median")
-    tpot_p90_percent: float
-    ttft_percent: float = Field(description="median")
-    ttft_p90_percent: float
+    beyond: list[str] = Field(
+        [], description="what of the recipe is beyond every server that was compared"
+    )
+
+    @property
+    def own(self) -> ErrorSpread:
+        """The errors to expect of the recipe's model: of servers on this GPU if the model is among
+        theirs, else of models that were left out.
+        """
+        return self.here if self.here and self.listed else self.left_out
 
 
 class EngineFacts(Strict):
@@ -259,7 +282,7 @@ class EngineFacts(Strict):
     )
     analytic: str = Field("", description="the assumptions, where nothing was measured")
     analytic_error: AnalyticError | None = optional(
-        "of such predictions, where nothing was measured; none: it is not known"
+        "of such predictions, where nothing was measured; none: something was"
     )
     load_s: float | None = optional(
         "seconds until the engine was loaded; none: it was not measured"

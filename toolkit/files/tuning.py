@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from toolkit.files.fit import LawRange
 from toolkit.files.profile import MEASURED_SECTIONS
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.strict import Envelope, Strict, optional
@@ -342,6 +343,13 @@ class TunedCapacity(Strict):
     )
 
 
+class SlowEnd(Strict):
+    """The recommended settings on the whole trace with times at the slow end of the law's range."""
+
+    law: LawRange
+    limits: list[Limit] = Field(description="every limit, with the prediction there")
+
+
 class Tuning(Envelope):
     """tuning.json, whole."""
 
@@ -395,6 +403,9 @@ class Tuning(Envelope):
         description="every limit, with the prediction for the recommended settings"
     )
     keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
+    slow_end: SlowEnd | None = optional(
+        "the recommended settings if the law's error makes everything slower; None: not simulated"
+    )
     sensitivity: list[Sensitivity]
     usage: dict[str, float] = Field(
         {}, description="of the recommended: used share of each limit; above 1 it is broken"

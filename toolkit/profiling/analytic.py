@@ -114,8 +114,8 @@ def pass_times(recipe: Recipe) -> ComputedPasses:
     ranks = recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
     experts = model.experts > 0
-    error = measured_elsewhere(operators.name, experts=experts)
-    source = f"sum of {operators.source}; {error_words(error, experts=experts)}"
+    error = measured_elsewhere(operators.name, recipe, experts=experts)
+    source = f"{error_words(error)}; sum of {operators.source}"
     launch_s = model.layers * EAGER_LAYER_S if vllm and vllm.enforce_eager else 0.0
     if launch_s:
         source += f"; without CUDA graphs a pass takes at least {launch_s * 1e3:.0f} ms"

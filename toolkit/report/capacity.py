@@ -59,8 +59,7 @@ def _highest(group: list[CapacityOf], lost: int, *, several: bool) -> list[str]:
     if not kept:
         return []
     best = max(kept, key=lambda one: one.capacity_rps or 0.0)
-    error = f" (to {best.error_percent:.1f} %)" if best.error_percent else ""
-    most = f"{number(best.capacity_rps or 0.0)} requests/s{error}"
+    most = f"{number(best.capacity_rps or 0.0)} requests/s{bracketed('; '.join(_errors(best)))}"
     which = f"{best.name}: " if several else ""
     if lost and not several:
         which = f"{lost} of {counted(best.workers, 'worker')} lost: "
@@ -70,6 +69,16 @@ def _highest(group: list[CapacityOf], lost: int, *, several: bool) -> list[str]:
     if len({one.traffic for one in kept}) > 1:
         lines += [f"  {one.name}: on {one.traffic}" for one in kept if one is not best]
     return lines
+
+
+def _errors(one: CapacityOf) -> list[str]:
+    """How far off a capacity may be: by the law's error, and by the search."""
+    found = []
+    if one.interval:
+        found.append(f"{one.interval.text} by {one.interval.law.basis}")
+    if one.error_percent:
+        found.append(f"search to {one.error_percent:.1f} %")
+    return found
 
 
 def _effect(one: CapacityOf, group: list[CapacityOf]) -> str:
@@ -140,8 +149,10 @@ def _answer(result: Capacities) -> Section:
         cost = one.cost
         million = None if cost is None else cost.usd_per_million_requests
         tokens = None if cost is None else cost.usd_per_million_out
-        rows.append([one.name, one.gpus, rate, breaks, one.concurrency, million, tokens, needed])
-    columns = ["", "GPUs", "requests/s", "then breaks", "requests at once"]
+        error = one.interval.text if one.interval else None
+        served: list[Cell] = [one.name, one.gpus, rate, error, breaks, one.concurrency]
+        rows.append([*served, million, tokens, needed])
+    columns = ["", "GPUs", "requests/s", "by the law's error", "then breaks", "requests at once"]
     columns += ["USD per M requests", "USD per M tokens out"]
     if result.wanted_rps is not None:
         columns.append(f"GPUs for {number(result.wanted_rps)} requests/s")

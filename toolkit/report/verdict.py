@@ -13,6 +13,7 @@ from toolkit.files.tuning import (
     BEHIND,
     Interval,
     Tuning,
+    breaks,
     changes_in_words,
     share_used,
 )
@@ -40,6 +41,7 @@ def verdict(result: Tuning) -> list[str]:
     else:
         lines.append("gain over the defaults: they have no goodput")
     lines += [
+        *_slow_end_lines(result),
         *_capacity_lines(result),
         *_router_lines(result),
     ]
@@ -78,6 +80,19 @@ def _judged_lines(result: Tuning) -> list[str]:
         further = f"{len(result.further)} further settings were tried on the trace"
         lines.append(f"  {further}, since the search's best broke a limit there")
     return lines
+
+
+def _slow_end_lines(result: Tuning) -> list[str]:
+    """How the recommended settings stand at the slow end of the law's error; empty where they were
+    not simulated there.
+    """
+    end = result.slow_end
+    if end is None:
+        return []
+    which = "the recipe's settings" if result.keep_defaults else "the best settings"
+    how = breaks(end.limits) or "keep all limits"
+    times = f"times {end.law.slow:.2f} x as long, the slow end of {end.law.basis}"
+    return [f"at {times}: {which} {how}"]
 
 
 def _capacity_lines(result: Tuning) -> list[str]:

@@ -54,7 +54,8 @@ MOST_REPEATED = 1_000_000  # requests that a trace is repeated to, at most
 LONG = 100_000  # requests: a longer trace is searched on its busiest part first
 PART = 50_000  # requests of that part
 ROUNDS_AT_ONCE = 10  # requests for each place, where so many are served at once
-NEAR = 0.04  # how far from the part's capacity the whole trace's is sought first
+NEAR = 0.04  # how far from a guess the capacity is sought first
+APART = 0.09  # as `TOLERANCE`, where the capacity is interpolated
 
 
 @dataclass(slots=True, frozen=True)
@@ -141,10 +142,10 @@ class LoadSearch:
             self.points[load] = LoadPoint(load, evaluation, kept, usage)
         return [self.points[load] for load in loads]
 
-    def rough(self, guess: float) -> float | None:
-        """A load that is kept, within the tolerance, without the checks of `found`."""
-        low, high = self._bracket(guess)
-        return None if low is None else self._narrowed(low, high)[0]
+    def rough(self, guess: float, near: float = 0.0) -> Capacity | None:
+        """Return the capacity as `found` does, without checking shares of it."""
+        low, high = self._around(guess, near) if near else self._bracket(guess)
+        return None if low is None else self._answer(*self._narrowed(low, high))
 
     def found(self, guess: float, near: float = 0.0) -> Capacity | None:
         """The capacity, searched from `guess` on; None where no load was found that is kept.
@@ -231,7 +232,7 @@ class LoadSearch:
         while high is not None and high > low * (1.0 + self.tolerance):
             width = math.log(high / low)
             if interpolates:
-                middle = self._crossing(low, high)
+                middle = self.crossing(low, high)
                 around = math.exp(0.45 * math.log1p(self.tolerance))
                 inner = [middle / around, middle * around]
             else:
@@ -248,9 +249,9 @@ class LoadSearch:
             interpolates = math.log(high / low) < SHRINKS * width
         return low, high
 
-    def _crossing(self, low: float, high: float) -> float:
-        """The load between a kept and a broken one at which the first limit is used up: by straight
-        lines between both, of the logarithms of load and used share.
+    def crossing(self, low: float, high: float) -> float:
+        """Return the load between a kept and a broken one at which the first limit is used up, by
+        straight lines between both, of the logarithms of load and used share.
         """
         shares = [1.0]
         for name, above in self.points[high].usage.items():
@@ -387,6 +388,24 @@ def rate_capacity(
     return found
 
 
+def rate_near(
+    setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate, guess_rps: float
+) -> float | None:
+    """Return about which rate is served at the capacity, from a good guess; None where no rate was
+    found that is kept.
+
+    It is interpolated between a rate that is kept and one that is not, at most `TOLERANCE_LONG` of
+    it higher. Of a very long trace that is `APART`, so that two simulations may suffice.
+    """
+    search = _rate_search(setup, outcome, evaluate)
+    [trace] = setup.windows
+    search.tolerance = APART if len(trace) > LONG else TOLERANCE_LONG
+    found = search.rough(guess_rps, NEAR)
+    if found is None or found.broken is None:
+        return found.served_rps if found else None
+    return found.served_rps * search.crossing(found.load, found.broken) / found.load
+
+
 def busiest_part(setup: EvaluationSetup) -> EvaluationSetup | None:
     """The busiest part of a long trace, with the whole trace's rates; None of a shorter one."""
     [trace] = setup.windows
@@ -401,7 +420,8 @@ def _part_rate_rps(part: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) 
     """A rate near the capacity of a part of the trace; None where none was found."""
     search = _rate_search(part, outcome, evaluate)
     backlog_rps = backlog_rate_rps(part, outcome, evaluate)
-    return search.rough(backlog_rps) if backlog_rps else None
+    found = search.rough(backlog_rps) if backlog_rps else None
+    return found.load if found else None
 
 
 def _rate_search(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> LoadSearch:

@@ -19,7 +19,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.steps import StepShape
-from toolkit.files.capacity import Cost
+from toolkit.files.capacity import Cost, LawInterval
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
@@ -40,6 +40,7 @@ from toolkit.tuning.capacity import (
     at_concurrency,
     at_rate,
     rate_capacity,
+    rate_near,
 )
 from toolkit.tuning.changes import (
     PREFIX_CACHING,
@@ -123,6 +124,7 @@ class Measured:
         needed: with the fewest workers that keep the limits at the wanted rate; None where no
             number does, or no rate was wanted.
         lowest: of the rates that were tried where none is kept, the lowest.
+        interval: the rates that keep the limits at both ends of the law's range; None as `rate`.
     """
 
     deployment: Deployment
@@ -130,6 +132,7 @@ class Measured:
     concurrency: Capacity | None
     needed: Deployment | None
     lowest: LoadPoint | None = None
+    interval: LawInterval | None = None
 
 
 def deployments_of(
@@ -300,7 +303,23 @@ def measure(
         known = {deployment.recipe.workers: False} if _breaks(tried, rate_rps) else {}
         needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate, known)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
-    return Measured(deployment, rate, at_once, needed, lowest)
+    interval = _interval(left, trace, evaluate, rate) if rate else None
+    return Measured(deployment, rate, at_once, needed, lowest, interval)
+
+
+def _interval(
+    deployment: Deployment, trace: Trace, evaluate: Evaluate, rate: Capacity
+) -> LawInterval:
+    """Search the capacity with times at both ends of the law's range, from `rate` on: a server
+    that is so much slower serves about so much less.
+    """
+    law = deployment.fit.law_range()
+
+    def served_rps(factor: float) -> float | None:
+        setup = replace(deployment, slowdown=factor * deployment.slowdown).setup(trace)
+        return rate_near(setup, deployment.outcome, evaluate, rate.load / factor)
+
+    return LawInterval(low_rps=served_rps(law.slow), high_rps=served_rps(law.fast), law=law)
 
 
 def cost_of(deployment: Deployment, rate: Capacity, trace: Trace) -> Cost | None:

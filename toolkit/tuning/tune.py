@@ -7,7 +7,7 @@ held out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -24,6 +24,7 @@ from toolkit.files.tuning import (
     Limit,
     Outcome,
     PolicyResult,
+    SlowEnd,
     TunedCapacity,
     Tuning,
     TuningWindow,
@@ -33,6 +34,7 @@ from toolkit.files.tuning import (
 )
 from toolkit.metrics import MOST_BEHIND_PERCENT
 from toolkit.sched.policies import engines_for, refusal
+from toolkit.sim.world import slowed
 from toolkit.traces.windows import TraceWindow, mean_rate
 from toolkit.tuning.alternatives import alternatives
 from toolkit.tuning.capacity import Capacity, rate_capacity
@@ -75,7 +77,7 @@ def planned(inputs: Inputs) -> list[int]:
     sweep = max(len(sweeps(space, {})) for space in settings.spaces)
     return [
         *[searched] * settings.trials,
-        *[whole] * (1 + len(settings.spaces) + 2 * RATES),
+        *[whole] * (2 + len(settings.spaces) + 2 * RATES),
         *[searched] * sweep,
         *[len(window.trace) for window in cut.held_out for _ in range(2)],
     ]
@@ -128,6 +130,7 @@ def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progres
             "held_out_windows": _window_specs(cut.held_out),
             "trials": trials,
             **verdict,
+            "slow_end": _slow_end(inputs, evaluate, recommended.outcome),
             "judged": _judged_part(inputs.workload, recommended.outcome.policy),
             "further": [evaluation.outcome for evaluation in judged.further],
             "capacity": _capacity(inputs, evaluate, judged.default, recommended),
@@ -243,16 +246,7 @@ def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str,
     keep = not is_better(best, default, limits)
     recommended = default if keep else best
     usage = recommended.usage(limits)
-    metrics = recommended.outcome.metrics
-    behind = Limit(name=BEHIND, bound="at most", limit=MOST_BEHIND_PERCENT)
-    judged = []
-    for limit in [*recipe_limits(inputs.recipe), *([behind] if BEHIND in usage else [])]:
-        share = usage[USAGE_KEYS.get(limit.name, limit.name)]
-        ratio = recommended.ratios.get(limit.name)
-        value: float | None = metrics.get(limit.name, 0.0)
-        if ratio is not None:
-            value = None if share >= UNSERVED else ratio * limit.limit
-        judged.append(limit.judged(value, kept=share <= 1.0))
+    judged = _judged_limits(inputs, recommended, usage)
     targets = {key: share for key, share in usage.items() if key not in (OOM, BEHIND)}
     binding = max(targets, key=lambda key: targets[key], default=None)
     return {
@@ -267,6 +261,32 @@ def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str,
         "usage": usage,
         "keep_defaults": keep,
     }
+
+
+def _judged_limits(
+    inputs: Inputs, evaluation: Evaluation, usage: Mapping[str, float]
+) -> list[Limit]:
+    """Return every limit with its prediction. `usage`: the used share of each."""
+    behind = Limit(name=BEHIND, bound="at most", limit=MOST_BEHIND_PERCENT)
+    judged = []
+    for limit in [*recipe_limits(inputs.recipe), *([behind] if BEHIND in usage else [])]:
+        share = usage[USAGE_KEYS.get(limit.name, limit.name)]
+        ratio = evaluation.ratios.get(limit.name)
+        value: float | None = evaluation.outcome.metrics.get(limit.name, 0.0)
+        if ratio is not None:
+            value = None if share >= UNSERVED else ratio * limit.limit
+        judged.append(limit.judged(value, kept=share <= 1.0))
+    return judged
+
+
+def _slow_end(inputs: Inputs, evaluate: Evaluate, recommended: Outcome) -> SlowEnd:
+    """Simulate the recommended settings with times at the slow end of the law's range."""
+    law = inputs.fit.law_range()
+    whole = inputs.whole(recommended.policy)
+    world = slowed(whole.world, law.slow)
+    setup = replace(whole, world=world, label=f"{whole.label}, times x {law.slow:.9g}")
+    [done] = evaluate([Task.of(setup, recommended)])
+    return SlowEnd(law=law, limits=_judged_limits(inputs, done, done.usage(setup.limits)))
 
 
 def _result(found: Found, best: Evaluation, inputs: Inputs) -> PolicyResult:

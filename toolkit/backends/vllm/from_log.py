@@ -197,10 +197,10 @@ def profile_of_log(
 
 
 def with_pass_errors(fit: Fit) -> Fit:
-    """The fit of such a profile. Its prefills and decode steps are as far off as its passes: they
-    were computed by the law of these.
+    """Return the fit of such a profile. Its prefills, decode steps and slices are as far off as its
+    passes: they were computed by the law of these.
     """
     assert fit.steps is not None
     error = {"error": fit.steps.error}
-    laws = {"prefill": fit.prefill, "decode": fit.decode}
+    laws = {"prefill": fit.prefill, "decode": fit.decode, "overhead": fit.overhead}
     return fit.model_copy(update={name: law.model_copy(update=error) for name, law in laws.items()})
