@@ -205,11 +205,40 @@ def test_a_window_that_no_request_passes_is_none(
 
 
 def test_the_cache_of_mla_is_whole_on_every_gpu() -> None:
-    special = special_of(KNOWN["deepseek-v3"].config)
-    assert cache_parts(special, 8) == 1
-    assert cache_parts(special_of(TINY), 8) == 8
-    assert len(not_computed(special, "int4")) == 2
-    assert not_computed(special_of(TINY), "fp8") == []
+    config = KNOWN["deepseek-v3"].config
+    assert cache_parts(config, 8) == 1
+    assert len(not_computed(config, 8192, "int4")) == 2
+    assert not_computed(TINY, 8192, "fp8") == []
+
+
+def test_kv_heads_are_repeated_on_more_gpus_than_there_are_heads() -> None:
+    config = {**TINY, "num_key_value_heads": 4}
+    assert [cache_parts(config, gpus) for gpus in (1, 2, 4, 8)] == [1, 2, 4, 4]
+
+
+MINIMAX = {
+    "model_type": "minimax_m2",
+    "num_hidden_layers": 62,
+    "hidden_size": 3072,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 1536,
+    "vocab_size": 200064,
+    "num_experts_per_tok": 8,
+    "num_local_experts": 256,
+    "max_position_embeddings": 196608,
+    "attn_type_list": [1] * 62,
+}
+
+
+def test_minimax_m2_has_its_published_size_and_full_attention() -> None:
+    facts = facts_of(MINIMAX)
+    assert facts.parameters == pytest.approx(229e9, rel=0.005)  # by its card
+    assert facts.active_parameters == pytest.approx(11e9, rel=0.05)  # 10, and two tables
+    assert not facts.special.states
+    with pytest.raises(InputError):
+        facts_of(MINIMAX | {"attn_type_list": [0, 1] * 31})
 
 
 @pytest.mark.parametrize(

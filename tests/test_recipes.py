@@ -22,7 +22,7 @@ from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import Wish, new_recipe
 from toolkit.files.recipe import ModelSpec, Recipe, recipe_schema
 from toolkit.files.shipped import shipped_recipes
-from toolkit.profiling.analytic import decode_shape, pass_times
+from toolkit.profiling.analytic import pass_shape, pass_times
 
 DOCS = Path(__file__).parent.parent / "docs"
 MADE = names_and_texts()
@@ -87,7 +87,7 @@ def test_a_made_recipe_is_what_recipe_new_writes(name: str) -> None:
     assert path.read_text(encoding="utf-8") == MADE[name], "make reference"
     recipe = open_recipe(path)
     assert [check.status for check in check_sizes(recipe)] == ["ok"]
-    assert pass_times(recipe).one(decode_shape(1, 1024)) > 0.0
+    assert pass_times(recipe).one(pass_shape(1, 1024)) > 0.0
 
 
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h200"])

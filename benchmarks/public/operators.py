@@ -8,7 +8,7 @@ systems/data.
 
 It fits the coefficients of `toolkit.estimators.gpu_operators` for each GPU to the newest kernels of
 vLLM, and prints how far each fit is off. With --write they replace those that ship;
-`benchmarks.public.silicon` sets the constants of an engine, and `benchmarks.public.scoreboard`
+`benchmarks.public.calibrate` sets the constants of an engine, and `benchmarks.public.scoreboard`
 judges both. How far whole passes were off with other constants is in docs/results/operators.md.
 """
 
@@ -79,6 +79,7 @@ EXPERTS = {
 BESIDE = {"h200_sxm": 1.6, "h100_sxm": 1.6}
 BESIDE_ELSE = 1.9
 ROUTING = "power_law_1.01"  # the distribution of tokens over experts in the data
+LEAST_BYTES = 1 << 15  # of all-reduces; smaller ones take their start
 TILE_KERNELS = 50  # fewer tell no factor of an m
 
 
@@ -296,8 +297,23 @@ def fit_all_reduce(data: Path, gpu: str) -> dict[int, Fitted]:
             return law.seconds(2.0 * sizes)
 
         name = f"all-reduce, {ranks} GPUs"
-        found[int(ranks)] = solve(name, AllReduce, predict, seconds, [5e-6, 1e11])
+        smooth = solve(name, AllReduce, predict, seconds, [5e-6, 1e11])
+        factors = by_size(2.0 * sizes, seconds / predict(smooth.value))
+        law = replace(smooth.value, sizes=factors)
+        error = 100.0 * np.abs(predict(law) / seconds - 1.0)
+        median, p90 = np.percentile(error, [50, 90])
+        found[int(ranks)] = replace(smooth, value=law, median=float(median), p90=float(p90))
     return found
+
+
+def by_size(sizes: Floats, ratio: Floats) -> tuple[tuple[int, float], ...]:
+    """Return the median of measured over predicted at each size from `LEAST_BYTES` on, and at the
+    smaller ones together.
+    """
+    found = [(LEAST_BYTES // 2, float(f"{np.median(ratio[sizes < LEAST_BYTES]):.3g}"))]
+    for size in np.unique(sizes[sizes >= LEAST_BYTES]):
+        found.append((int(size), float(f"{np.median(ratio[sizes == size]):.3g}")))
+    return tuple(found)
 
 
 def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
@@ -327,11 +343,11 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
 
 def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
     """What ships. Of `kept`, the file so far, the constants of an engine stay, which
-    `benchmarks.public.silicon` writes.
+    `benchmarks.public.calibrate` writes.
     """
     content = {
         "about": "Coefficients of kernels, fitted to measurements of others; no table of theirs is "
-        "here. Made by benchmarks.public.operators and benchmarks.public.silicon. Seconds, "
+        "here. Made by benchmarks.public.operators and benchmarks.public.calibrate. Seconds, "
         "bytes/s, FLOP/s.",
         "source": f"ai-dynamo/aiconfigurator {COMMIT}, Apache-2.0, Copyright (c) 2025-2026 NVIDIA "
         "CORPORATION & AFFILIATES",

@@ -1,99 +1,416 @@
-"""The scoreboard: predictions beside measurements of others, and beside a peer's.
+"""The scoreboard: servers and runs that others measured, predicted by the product.
 
-    python -m benchmarks.public.scoreboard --aiconfigurator DIR --servingsim DIR [--peer FILE] \\
-        --json docs/results/data/scoreboard.json
+    python -m benchmarks.public.scoreboard --aiconfigurator AIC --servingsim SIM --peer FILE \\
+        --left-out FILE --page docs/results/scoreboard.md --picture docs/pictures/scoreboard.svg \\
+        --errors toolkit/estimators/elsewhere.json --json docs/results/data/scoreboard.json
 
-Takes three minutes. DIR are checkouts of ai-dynamo/aiconfigurator and casys-kaist/LLMServingSim;
-FILE is what `benchmarks.public.silicon_peer` wrote. It predicts the runs of LLMServingSim
-(`benchmarks.public.llmservingsim`), our own windows (`benchmarks.engines.gpu_windows`) and the
-measured servers (`benchmarks.public.silicon`), prints their tables, and puts them with --page into
-the sections of the page, with --picture into a drawing, and with --extract into the file of a
-test. The servers are predicted by a pipeline of its own; `benchmarks.public.product` predicts them
-by llmctl's commands, and writes the errors that these quote.
+Takes twenty minutes on two shared cores; --journal FILE keeps every answer, and goes on from there.
+AIC is a checkout of ai-dynamo/aiconfigurator (Apache-2.0, NVIDIA), SIM one of
+casys-kaist/LLMServingSim (MIT). `benchmarks.public.silicon_peer` makes the file of --peer,
+`benchmarks.public.calibrate` that of --left-out.
+
+Each judged row is one question to the product (`benchmarks.public.asking`). A row that it refuses
+is counted by reason. --typed N types the commands for N drawn rows instead, and compares: the same
+times come out, to the last digit.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import re
+import random
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.command import make_parser
-from benchmarks.common.results_file import keep
+from benchmarks.common.results_file import keep, markdown
 from benchmarks.engines.gpu_windows import FIT, NAME, SPEED, errors_of
-from benchmarks.public import llmservingsim, servers, silicon
-from benchmarks.public.operators import flat_json
-from benchmarks.public.servers import Row
-from benchmarks.public.silicon import Board, Compared
+from benchmarks.public import llmservingsim
+from benchmarks.public.asking import Checkpoint, Fits, Question, Times, checkpoint_of
+from benchmarks.public.servers import MS, Row, split_rows
 from docs.make_pictures import picture
 from toolkit.errors import InputError
+from toolkit.estimators.gpu_operators import TABLE, EngineConstants, family_of
 from toolkit.files.fit import Fit
-from toolkit.files.io import read_file
+from toolkit.files.io import digest, read_file
 from toolkit.files.shipped import shipped_profiles
 
-KAIST_HEAD = (
-    "| run | prediction | makespan | mean TTFT | mean TPOT | mean E2E |\n"
-    "|---|---|---:|---:|---:|---:|"
-)
-PEER_ROWS = ("TTFT Mean", "TPOT Mean", "Latency Mean")
-OWN_HEAD = (
-    "| requests/s | with | throughput | mean TTFT | mean TPOT | mean E2E |\n"
-    "|---:|---|---:|---:|---:|---:|"
-)
-OWN_SHOWN = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")
+# ---- answers ----
 
 
-def kaist_table(data: Path) -> str:
-    """The runs of LLMServingSim, each predicted from attention at equal and at unequal lengths."""
-    lines = [KAIST_HEAD]
-    for folder in llmservingsim.runs_of(data):
-        name = " ".join(folder.parts[-3:-1])
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the product says of a row: how far its mean TPOT and TTFT are off, in percent and
+    signed, or why it says nothing. What was measured stays with its source.
+
+    Attributes:
+        gpu, ..., concurrency: `Row.setting`, which repeats of a measurement share.
+        experts: whether the model has experts.
+        full: whether its cache was full at some time.
+        tpot_left_percent, ttft_left_percent: with constants that this model did not set; NaN:
+            it set none.
+        peer_tpot_percent, peer_ttft_percent: of the peer; NaN: it has no answer.
+        refused: why there is no prediction; "": there is one.
+    """
+
+    name: str
+    gpu: str
+    model: str
+    precision: str
+    version: str
+    ranks: int
+    expert_ranks: int
+    data_ranks: int
+    prompt: int
+    output: int
+    concurrency: int
+    experts: bool = False
+    full: bool = False
+    tpot_percent: float = math.nan
+    ttft_percent: float = math.nan
+    tpot_left_percent: float = math.nan
+    ttft_left_percent: float = math.nan
+    peer_tpot_percent: float = math.nan
+    peer_ttft_percent: float = math.nan
+    refused: str = ""
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What repeats of a measurement have in common."""
+        return astuple(self)[1:11]
+
+
+def percent(predicted: float, measured: float) -> float:
+    """Return the error of a prediction, in percent."""
+    return round(100.0 * (predicted / measured - 1.0), 1)
+
+
+_FITS: Fits = {}  # of a process
+
+
+def answer(row: Row, checkpoint: Checkpoint, without: EngineConstants | None) -> Answer:
+    """Ask the product about a row; also with the constants `without` the row's model, if there are
+    any.
+    """
+    question = Question(row, checkpoint)
+    own = Answer(row.name, *row.setting)
+    try:
+        found = question.predict(_FITS)
+    except InputError as error:
+        return replace(own, refused=error.message)
+    own = replace(
+        own,
+        experts=question.has_experts,
+        full=found.full,
+        tpot_percent=percent(found.tpot_s, row.tpot_s),
+        ttft_percent=percent(found.ttft_s, row.ttft_s),
+    )
+    if without is None:
+        return own
+    left = question.predict(_FITS, without)
+    return replace(
+        own,
+        tpot_left_percent=percent(left.tpot_s, row.tpot_s),
+        ttft_left_percent=percent(left.ttft_s, row.ttft_s),
+    )
+
+
+def answers_of(
+    data: Path,
+    rows: Sequence[Row],
+    left_out: Mapping[str, Mapping[str, EngineConstants]],
+    journal: Path | None,
+    processes: int,
+) -> list[Answer]:
+    """Return an answer for each row, in their order; progress goes to stderr. Answers of the
+    journal are taken from it, and new ones are added to it.
+    """
+    found = {one.name: one for one in read_journal(journal)}
+    left = [row for row in rows if row.name not in found]
+    left.sort(key=lambda row: row.setting)  # rows of one engine follow one another
+    with ProcessPoolExecutor(processes) as pool:
+        asked = []
+        for row in left:
+            without = left_out.get(row.model, {}).get(family_of(row.gpu))
+            asked.append(pool.submit(answer, row, checkpoint_of(data, row), without))
+        for done in as_completed(asked):
+            one = done.result()
+            found[one.name] = one
+            print(f"\r{len(found)} of {len(rows)} rows", end="", file=sys.stderr, flush=True)
+            if journal is not None:
+                with journal.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(astuple(one)) + "\n")
+    print(file=sys.stderr)
+    return [found[row.name] for row in rows]
+
+
+def read_journal(journal: Path | None) -> list[Answer]:
+    """Return the answers of an interrupted run; none without a file."""
+    if journal is None or not journal.exists():
+        return []
+    lines = journal.read_text(encoding="utf-8").splitlines()
+    return [Answer(*json.loads(line)) for line in lines]
+
+
+def with_peer(
+    answers: Sequence[Answer], rows: Sequence[Row], peer: Mapping[str, Any]
+) -> list[Answer]:
+    """Return the answers with the errors of the peer, milliseconds of TTFT and TPOT by row."""
+    found = []
+    for one, row in zip(answers, rows, strict=True):
+        given = peer.get(row.name, "not asked")
+        if not isinstance(given, str):
+            one = replace(
+                one,
+                peer_ttft_percent=percent(MS * given[0], row.ttft_s),
+                peer_tpot_percent=percent(MS * given[1], row.tpot_s),
+            )
+        found.append(one)
+    return found
+
+
+def typed(data: Path, rows: Sequence[Row], count: int) -> None:
+    """Type the commands for drawn rows that the product answers. Raises `SystemExit` where a time
+    differs.
+    """
+    drawn = random.Random(count).sample(list(rows), len(rows))
+    compared = 0
+    for row in drawn:
+        question = Question(row, checkpoint_of(data, row))
         try:
-            lines += kaist_lines(data, folder)
-        except InputError as error:
-            lines.append(f"| {name} | not predicted: {error.message.partition(': ')[2]} | | | | |")
-        lines.append(peer_line(name, folder.parent / "validation" / "summary.txt"))
-    return "\n".join(lines) + "\n"
+            called = question.predict(_FITS)
+        except InputError:
+            continue
+        printed: Times = question.type()
+        if printed != called:
+            raise SystemExit(f"{row.name}: the commands print {printed}, the functions {called}")
+        compared += 1
+        print(f"\r{compared} of {count} rows", end="", file=sys.stderr, flush=True)
+        if compared == count:
+            break
+    print(f"\n{compared} rows typed: no time differs", file=sys.stderr)
 
 
-def kaist_lines(data: Path, folder: Path) -> list[str]:
-    """The lines of one run. `InputError` if it is not modelled."""
-    case = llmservingsim.read_case(data, folder)
-    measured = llmservingsim.metrics(case.measured)
-    lines = []
-    for unequal in (False, True):
-        law = llmservingsim.law_of(data, case, unequal=unequal).law
-        result = llmservingsim.predict(case, law)
-        predicted = llmservingsim.metrics(result.served)
-        errors = [f"{silicon.percent(predicted[key], measured[key]):+.1f} %" for key in measured]
-        lengths = "unequal" if unequal else "equal"
-        cells = [case.name, f"llmctl, attention at {lengths} lengths", *errors]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+# ---- errors ----
 
 
-def peer_line(name: str, summary: Path) -> str:
-    """What LLMServingSim's own simulation of the run was off, by its own summary."""
-    found = dict(re.findall(r"(\w+ Mean) .* ([+-][\d.]+)%", summary.read_text(encoding="utf-8")))
-    cells = [name, "LLMServingSim", "", *(f"{found[key]} %" for key in PEER_ROWS)]
-    return f"| {' | '.join(cells)} |"
+def servers_of(answers: Iterable[Answer]) -> list[Answer]:
+    """Return the answered servers, each once: of one that was measured repeatedly, the median
+    errors.
+    """
+    repeats: dict[tuple[Any, ...], list[Answer]] = {}
+    for one in answers:
+        if not one.refused:
+            repeats.setdefault(one.setting, []).append(one)
+    return [_median_of(same) for same in repeats.values()]
 
 
-def own_table() -> str:
-    """Our own windows on an H200."""
-    fit = read_file(Fit, shipped_profiles() / NAME / "fit.json")
-    lines = [OWN_HEAD]
-    for row in (one for one in errors_of(fit) if one["knows"] in (FIT, SPEED)):
-        errors = [f"{row['error'][key]:+.1f} %" for key in OWN_SHOWN]
-        cells = [f"{row['rate_rps']:g}", row["knows"], *errors]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def _median_of(same: Sequence[Answer]) -> Answer:
+    """Return the first of some answers with the median errors of all."""
+    names = [each.name for each in fields(Answer) if each.name.endswith("_percent")]
+    medians: dict[str, Any] = {
+        name: float(np.median([getattr(one, name) for one in same])) for name in names
+    }
+    return replace(same[0], **medians)
+
+
+def spread_of(servers: Sequence[Answer], kind: str = "") -> dict[str, float]:
+    """Return the errors of some servers in percent, by the names of `AnalyticError`: the median and
+    the p90 of their sizes, and the p10 and p90 of TPOT's with their signs.
+
+    Args:
+        kind: "left_": with constants that the model did not set.
+    """
+    found: dict[str, float] = {"servers": len(servers)}
+    for name in ("tpot", "ttft"):
+        signed = [getattr(one, f"{name}_{kind}percent") for one in servers]
+        median, p90 = np.percentile(np.abs(signed), [50, 90])
+        found[f"{name}_percent"] = round(float(median), 1)
+        found[f"{name}_p90_percent"] = round(float(p90), 1)
+        if name == "tpot":
+            low, high = np.percentile(signed, [10, 90])
+            found["tpot_low_percent"] = round(float(low), 1)
+            found["tpot_high_percent"] = round(float(high), 1)
+    return found
+
+
+def errors_of_servers(answers: Iterable[Answer]) -> dict[str, Any]:
+    """Return the content of the file that ships: errors by GPU and class of model, of models that
+    set no constant, and of all servers.
+    """
+    servers = servers_of(answers)
+    groups: dict[tuple[str, bool], list[Answer]] = {}
+    for one in servers:
+        groups.setdefault((one.gpu, one.experts), []).append(one)
+    apart = [one for one in servers if not math.isnan(one.tpot_left_percent)]
+    classes = {kind: [one for one in apart if one.experts == kind] for kind in (False, True)}
+    return {
+        "about": "Errors of servers predicted by recipe new, profile --analytic, fit and simulate, "
+        "in percent (docs/results/scoreboard.md)",
+        "source": "ai-dynamo/aiconfigurator, silicon_sample.csv, Apache-2.0, NVIDIA",
+        "all": spread_of(servers)
+        | {
+            "tokens_max": max(one.prompt + one.output for one in servers),
+            "ranks_max": max(one.ranks for one in servers),
+        },
+        "groups": [
+            {
+                "gpu": gpu,
+                "experts": experts,
+                "models": sorted({one.model for one in group}),
+                **spread_of(group),
+            }
+            for (gpu, experts), group in sorted(groups.items())
+        ],
+        "left_out": [
+            {"experts": kind, **spread_of(group, "left_")}
+            for kind, group in classes.items()
+            if group
+        ],
+    }
+
+
+# ---- tables ----
+
+ERRORS = ("median, %", "p90, %", "bias, %")
+COLUMNS = ("servers", *(f"{name}: {error}" for name in ("TPOT", "TTFT") for error in ERRORS))
+PEER = (
+    "servers",
+    *(
+        f"{name}: {of}, {error}"
+        for name in ("TPOT", "TTFT")
+        for of in ("ours", "peer's")
+        for error in ERRORS[:2]
+    ),
+)
+LEFT = (
+    "servers",
+    *(
+        f"{name}: {of}"
+        for name in ("TPOT", "TTFT")
+        for of in ("as set, median, %", "left out, median, %", "left out, p90, %")
+    ),
+)
+
+
+def tables(answers: Sequence[Answer], rows: Sequence[Row], reasons: Counter[str]) -> str:
+    """Return how many rows are answered, how far off, and why others are not, as Markdown."""
+    servers = servers_of(answers)
+    refused = Counter(one.refused for one in answers if one.refused)
+    refused_rows = sum(refused.values())
+    lines = [
+        f"{len(rows):,} rows of vLLM without disaggregation, each once. "
+        f"{len(rows) - sum(reasons.values()) - len(answers)} set the constants, {len(answers)} are "
+        f"judged, {sum(reasons.values())} are not:",
+        "",
+        *(f"- {reason}: {count} rows" for reason, count in reasons.most_common()),
+        "",
+        f"Of the {len(answers)} judged rows {len(answers) - refused_rows} can be asked for, "
+        f"{len(servers)} servers. {refused_rows} are refused{':' if refused else '.'}",
+        "",
+        *(f"- {reason}: {count} rows" for reason, count in refused.most_common()),
+        "",
+        markdown(["answered", *COLUMNS], [line_of(*pair) for pair in lines_of(servers).items()]),
+        "A model that set no constant: the same servers, with constants that the other models set.",
+        "",
+        markdown(["left out", *LEFT], left_lines(servers)),
+    ]
+    both = [one for one in servers if not math.isnan(one.peer_tpot_percent)]
+    if both:
+        kinds = {name: group for name, group in lines_of(both).items() if ", TP " not in name}
+        lines += [markdown(["both answer", *PEER], [peer_line(*pair) for pair in kinds.items()])]
+    settings, tpot, ttft = noise(rows)
+    cells = [["repeats of a setting", settings, len(tpot), *sizes(tpot), *sizes(ttft)]]
+    heads = [f"{name}: {error}" for name in ("TPOT", "TTFT") for error in ERRORS[:2]]
+    lines.append(markdown(["noise", "settings", "repeats", *heads], cells))
+    return "\n".join(lines)
+
+
+def lines_of(servers: Sequence[Answer]) -> dict[str, list[Answer]]:
+    """Return the servers of each line of the table: all; each GPU and class; each model, and with
+    each number of GPUs; each number of GPUs of all dense models; full caches.
+    """
+    lines: dict[str, list[Answer]] = {"**all**": list(servers)}
+    for one in sorted(servers, key=lambda one: (one.setting, one.name)):
+        chip = one.gpu.partition("_")[0].upper()
+        kind = "with experts" if one.experts else "dense"
+        model = f"{chip}, {one.model} {one.precision}"
+        for name in (f"**{chip}, {kind}**", model, f"{model}, TP {one.ranks}"):
+            lines.setdefault(name, []).append(one)
+    for experts in (False, True):
+        own = [one for one in servers if one.experts == experts]
+        for ranks in sorted({one.ranks for one in own}):
+            name = f"{'with experts' if experts else 'dense'}, TP {ranks}"
+            lines[name] = [one for one in own if one.ranks == ranks]
+    lines["cache full at some time"] = [one for one in servers if one.full]
+    return {name: group for name, group in lines.items() if group}
+
+
+def sizes(signed: Sequence[float]) -> list[str]:
+    """Return median and p90 of the sizes of some errors, as cells."""
+    return [f"{one:.1f}" for one in np.percentile(np.abs(signed), [50, 90])]
+
+
+def line_of(name: str, servers: Sequence[Answer]) -> list[object]:
+    """Return a line of the table."""
+    cells: list[object] = [name, len(servers)]
+    for key in ("tpot_percent", "ttft_percent"):
+        signed = [getattr(one, key) for one in servers]
+        cells += [*sizes(signed), f"{np.median(signed):+.1f}"]
+    return cells
+
+
+def peer_line(name: str, servers: Sequence[Answer]) -> list[object]:
+    """Return a line about servers that the peer answers, too."""
+    cells: list[object] = [name, len(servers)]
+    for key in ("tpot_percent", "ttft_percent"):
+        cells += sizes([getattr(one, key) for one in servers])
+        cells += sizes([getattr(one, f"peer_{key}") for one in servers])
+    return cells
+
+
+def left_lines(servers: Sequence[Answer]) -> list[list[object]]:
+    """Return a line for each model that set constants, and the median of these lines."""
+    found: list[list[object]] = []
+    for model in sorted({one.model for one in servers}):
+        group = [one for one in servers if one.model == model]
+        group = [one for one in group if not math.isnan(one.tpot_left_percent)]
+        if not group:
+            continue
+        cells: list[object] = [model, len(group)]
+        for name in ("tpot", "ttft"):
+            cells.append(sizes([getattr(one, f"{name}_percent") for one in group])[0])
+            cells += sizes([getattr(one, f"{name}_left_percent") for one in group])
+        found.append(cells)
+    if found:
+        columns = list(zip(*found, strict=True))[2:]
+        medians = [f"{np.median([float(str(one)) for one in column]):.1f}" for column in columns]
+        found.append(["median over models", sum(int(str(one[1])) for one in found), *medians])
+    return found
+
+
+def noise(rows: Sequence[Row]) -> tuple[int, list[float], list[float]]:
+    """Return how many settings were measured again, and how far each repeat is off the setting's
+    first measurement: of TPOT and of TTFT, in percent.
+    """
+    first: dict[tuple[object, ...], Row] = {}
+    again = set()
+    tpot = []
+    ttft = []
+    for row in rows:
+        before = first.setdefault(row.setting, row)
+        if before is not row:
+            again.add(row.setting)
+            tpot.append(percent(row.tpot_s, before.tpot_s))
+            ttft.append(percent(row.ttft_s, before.ttft_s))
+    return len(again), tpot, ttft
 
 
 def put_section(page: Path, name: str, text: str) -> None:
@@ -105,160 +422,48 @@ def put_section(page: Path, name: str, text: str) -> None:
     page.write_text("".join((before, begin, text, end, after)), encoding="utf-8")
 
 
-# ---- servers ----
-
-HEAD = (
-    "| {} | rows | TPOT: median, % | TPOT: p90, % | TPOT: bias, % | TTFT: median, % "
-    "| TTFT: p90, % | TTFT: bias, % | peer: rows | peer, TPOT: median, % | peer, TPOT: p90, % "
-    "| peer, TTFT: median, % | peer, TTFT: p90, % |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-)
-SAME_HEAD = (
-    "| {} | rows | TPOT: ours, % | ours, p90, % | TPOT: peer's, % | peer's, p90, % "
-    "| TTFT: ours, % | TTFT: ours, p90, % | TTFT: peer's, % | TTFT: peer's, p90, % |\n"
-    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-)
-NOISE_HEAD = (
-    "| noise | settings | repeats | TPOT: median, % | TPOT: p90, % | TTFT: median, % "
-    "| TTFT: p90, % |\n|---|---:|---:|---:|---:|---:|---:|"
-)
-REFUSAL_MAX = 90
-HOPPER = ("h100_sxm", "h200_sxm")
+OWN_HEAD = ("requests/s", "with", "throughput", "mean TTFT", "mean TPOT", "mean E2E")
+OWN_SHOWN = ("throughput_rps", "ttft_mean_s", "tpot_mean_s", "e2e_mean_s")
 
 
-def tables(board: Board) -> str:
-    """What was read, and all errors, as Markdown."""
-    found = board.judged
+def own_table() -> str:
+    """Return our own windows on an H200."""
+    fit = read_file(Fit, shipped_profiles() / NAME / "fit.json")
     lines = [
-        f"{len(board.rows):,} rows of vLLM without disaggregation, each once. "
-        f"{len(board.tenth)} set the constants, {len(found)} are judged, "
-        f"{sum(board.reasons.values())} are not predicted:",
-        "",
+        [
+            f"{row['rate_rps']:g}",
+            row["knows"],
+            *(f"{row['error'][key]:+.1f} %" for key in OWN_SHOWN),
+        ]
+        for row in errors_of(fit)
+        if row["knows"] in (FIT, SPEED)
     ]
-    lines += [f"- {reason}: {count} rows" for reason, count in board.reasons.most_common()]
-    full = [one for one in found if one.ours.full]
-    groups = groups_of(found)
-    same = {name: group for name, group in groups.items() if ", " not in name}
-    same["cache full at some time"] = full
-    lines += ["", SAME_HEAD.format("rows that both answer")]
-    lines += [same_line(name, group) for name, group in same.items()]
-    refused = Counter(refusal(one.peer) for one in found if isinstance(one.peer, str))
-    answered = len(found) - sum(refused.values())
-    lines += [
-        "",
-        f"The peer, AIConfigurator {board.peer_version}, answers {answered} rows. Others:",
-    ]
-    lines += ["", *(f"- {words}: {count} rows" for words, count in refused.most_common())]
-    lines += ["", HEAD.format("judged rows")]
-    lines += [line(name, group) for name, group in groups.items()]
-    lines.append(line("cache full at some time", full))
-    settings, tpot, ttft = noise(board.rows)
-    cells = ["repeats of a setting", str(settings), str(len(tpot)), spread(tpot), spread(ttft)]
-    lines += ["", NOISE_HEAD, f"| {' | '.join(cells)} |"]
-    return "\n".join(lines) + "\n"
-
-
-def groups_of(found: Sequence[Compared]) -> dict[str, list[Compared]]:
-    """The lines of the table: each GPU, and on it each model in each precision, version of vLLM
-    and number of GPUs.
-    """
-    lines: dict[str, list[Compared]] = {"all": list(found)}
-    for hopper in (True, False):
-        own = [one for one in found if (one.row.gpu in HOPPER) == hopper]
-        if own:
-            lines["H100 and H200" if hopper else "B200 and B300"] = own
-    for one in sorted(found, key=lambda one: one.row.group):
-        gpu, model, precision, version, ranks = one.row.group
-        chip = gpu.partition("_")[0].upper()
-        lines.setdefault(f"**{chip}**", []).append(one)
-        name = f"{chip}, {model} {precision}, vLLM {version or 'not said'}, TP {ranks}"
-        lines.setdefault(name, []).append(one)
-    return {name: group for name, group in lines.items() if group}
-
-
-def line(name: str, group: Sequence[Compared]) -> str:
-    """A line of the table: errors of ours, and of the peer where it has an answer."""
-    ours = [one.errors() for one in group]
-    theirs = [found for one in group if (found := one.peer_errors()) is not None]
-    cells = [name, str(len(group))]
-    for k in (0, 1):
-        signed = [error[k] for error in ours]
-        cells.append(f"{spread(signed)} | {np.median(signed):+.1f}")
-    cells.append(str(len(theirs)))
-    cells += [spread([error[k] for error in theirs]) for k in (0, 1)]
-    return f"| {' | '.join(cells)} |"
-
-
-def same_line(name: str, group: Sequence[Compared]) -> str:
-    """A line about the rows that the peer answers."""
-    both = [one for one in group if one.peer_errors() is not None]
-    cells = [name, str(len(both))]
-    for k in (0, 1):
-        cells.append(spread([one.errors()[k] for one in both]))
-        cells.append(spread([found[k] for one in both if (found := one.peer_errors())]))
-    return f"| {' | '.join(cells)} |"
-
-
-def spread(errors: Sequence[float]) -> str:
-    """Median and p90 of their sizes."""
-    if not errors:
-        return "- | -"
-    median, p90 = np.percentile(np.abs(errors), [50, 90])
-    return f"{median:.1f} | {p90:.1f}"
-
-
-def noise(rows: Sequence[Row]) -> tuple[int, list[float], list[float]]:
-    """Settings that were measured again, and how far each repeat is off the setting's first
-    measurement: of TPOT and of TTFT, in percent.
-    """
-    first: dict[tuple[object, ...], Row] = {}
-    again = set()
-    tpot = []
-    ttft = []
-    for row in rows:
-        before = first.setdefault(row.setting, row)
-        if before is not row:
-            again.add(row.setting)
-            tpot.append(abs(silicon.percent(row.tpot_s, before.tpot_s)))
-            ttft.append(abs(silicon.percent(row.ttft_s, before.ttft_s)))
-    return len(again), tpot, ttft
-
-
-def refusal(words: str) -> str:
-    """What the peer says of a row, without the row's own names and numbers."""
-    plain = re.sub(r"/\S+|'[^']*'|\(.*?\)|\d[\d.]*", "", words.partition(". ")[0])
-    return " ".join(plain.split())[:REFUSAL_MAX].rstrip(" :,")
-
-
-def derived(one: Compared) -> list[Any]:
-    """A row as the results keep it: its setting, and the errors of TPOT and TTFT, ours and the
-    peer's. What was measured stays with its source.
-    """
-    errors = [round(error, 1) for error in one.errors()]
-    peer = [round(error, 1) for error in one.peer_errors() or ()]
-    return [one.row.name, *errors, one.ours.full, *peer]
+    return markdown(OWN_HEAD, lines)
 
 
 # ---- the drawing ----
 
 SIDE = 300.0  # of a panel, in pixels
 GAP = 60.0
-LEFT = 46.0
+LEFT_EDGE = 46.0
 BOTTOM = 34.0
 
 
-def drawing(found: Sequence[Compared]) -> str:
-    """Predicted against measured on logarithmic axes: TPOT, and TTFT."""
-    tpot = [(1e3 * one.row.tpot_s, 1e3 * one.ours.tpot_s, is_dense(one)) for one in found]
-    ttft = [(one.row.ttft_s, one.ours.ttft_s, is_dense(one)) for one in found]
-    parts = [panel(tpot, LEFT, "TPOT, ms"), panel(ttft, LEFT + SIDE + GAP + LEFT, "TTFT, s")]
+def drawing(answers: Sequence[Answer], rows: Sequence[Row]) -> str:
+    """Draw predicted against measured on logarithmic axes: TPOT, and TTFT."""
+    pairs = [(one, row) for one, row in zip(answers, rows, strict=True) if not one.refused]
+    tpot = [
+        (1e3 * row.tpot_s, 10 * row.tpot_s * (100 + one.tpot_percent), not one.experts)
+        for one, row in pairs
+    ]
+    ttft = [
+        (row.ttft_s, row.ttft_s * (1 + one.ttft_percent / 100), not one.experts)
+        for one, row in pairs
+    ]
+    parts = [panel(tpot, LEFT_EDGE, "TPOT, ms")]
+    parts.append(panel(ttft, LEFT_EDGE + SIDE + GAP + LEFT_EDGE, "TTFT, s"))
     label = "Predicted against measured, TPOT and TTFT, each dot a server"
-    return picture("\n".join(parts), 2 * (LEFT + SIDE) + GAP, SIDE + BOTTOM, label)
-
-
-def is_dense(one: Compared) -> bool:
-    """Whether the model has no experts."""
-    return "Llama" in one.row.model or one.row.model == "Qwen3-32B"
+    return picture("\n".join(parts), 2 * (LEFT_EDGE + SIDE) + GAP, SIDE + BOTTOM, label)
 
 
 def panel(points: Sequence[tuple[float, float, bool]], left: float, name: str) -> str:
@@ -304,58 +509,88 @@ def panel(points: Sequence[tuple[float, float, bool]], left: float, name: str) -
 
 # ---- what a test predicts ----
 
-EXTRACT_ROWS = 80
+EXTRACT_ROWS = 24
 
 
-def extract(data: Path, board: Board) -> str:
-    """Judged rows, evenly over all, with the shapes of their models, for a test: the medians of
-    their errors may not get worse unseen.
+def extract(data: Path, rows: Sequence[Row], answers: Sequence[Answer]) -> str:
+    """Return judged rows of small runs, evenly over models and GPUs, with their checkpoints, for a
+    test that asks about them again.
     """
-    ordered = sorted(board.judged, key=lambda one: (one.row.setting, one.row.name).__repr__())
-    places = np.linspace(0, len(ordered) - 1, EXTRACT_ROWS).round().astype(int)
-    chosen = [ordered[place] for place in places]
-    shapes = {
-        f"{row.model} {row.precision}": asdict(servers.shapes_of(data, row.model, row.precision))
-        for row in (one.row for one in chosen)
-    }
+    order = sorted(
+        (row for row, one in zip(rows, answers, strict=True) if not one.refused),
+        key=lambda row: (row.group, row.concurrency * row.output, row.name),
+    )
+    smallest = {row.group: row for row in reversed(order)}
+    places = np.linspace(0, len(smallest) - 1, EXTRACT_ROWS).round().astype(int)
+    chosen = [list(smallest.values())[place] for place in sorted(set(places.tolist()))]
     content = {
         "source": "ai-dynamo/aiconfigurator, systems/silicon_sample.csv at 095f58a (measured by "
         "InferenceX and NVIDIA)",
         "licence": "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
-        "tpot_percent": silicon.median_error(chosen, 0),
-        "ttft_percent": silicon.median_error(chosen, 1),
-        "columns": [each.name for each in fields(servers.Row)],
-        "rows": [list(asdict(one.row).values()) for one in chosen],
-        "shapes": shapes,
+        "columns": [each.name for each in fields(Row)],
+        "rows": [list(asdict(row).values()) for row in chosen],
+        "checkpoints": {
+            f"{row.model} {row.precision}": asdict(checkpoint_of(data, row)) for row in chosen
+        },
     }
-    return flat_json(content)
+    return json.dumps(content, indent=1) + "\n"
+
+
+def read_left_out(path: Path | None) -> dict[str, dict[str, EngineConstants]]:
+    """Return the constants that other models set, by model and family of GPUs."""
+    if path is None:
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        model: {name: EngineConstants(**one) for name, one in families.items()}
+        for model, families in content.items()
+    }
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--aiconfigurator", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--servingsim", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--servingsim", type=Path, metavar="DIR")
     parser.add_argument("--peer", type=Path, metavar="FILE", help="of silicon_peer")
+    parser.add_argument("--left-out", type=Path, metavar="FILE", help="of calibrate")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="answers so far")
+    parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument("--typed", type=int, metavar="N", help="only type the commands of N rows")
     parser.add_argument("--page", type=Path, metavar="FILE", help="replace its sections")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG")
+    parser.add_argument("--errors", type=Path, metavar="FILE", help="what ships")
     parser.add_argument("--extract", type=Path, metavar="FILE", help="what a test predicts")
     options = parser.parse_args()
-    peer = silicon.read_peer(options.peer)
-    board = silicon.board_of(options.aiconfigurator, silicon.shipped_constants(), peer)
+    data = options.aiconfigurator
+    split = split_rows(data)
+    rows = split.judged
+    if options.typed:
+        typed(data, rows, options.typed)
+        return
+    constants = read_left_out(options.left_out)
+    answers = answers_of(data, rows, constants, options.journal, options.processes)
+    peer = json.loads(options.peer.read_text(encoding="utf-8"))["rows"] if options.peer else {}
+    answers = with_peer(answers, rows, peer)
     sections = {
-        "kaist": ("Runs, request by request", kaist_table(options.servingsim)),
-        "own": ("Our own windows", own_table()),
-        "silicon": ("Servers", tables(board)),
+        "servers": tables(answers, split.rows, split.reasons),
+        "own": own_table(),
     }
-    for name, (title, text) in sections.items():
-        print(f"{title}\n\n{text}")
+    if options.servingsim:
+        sections["runs"] = llmservingsim.table(options.servingsim)
+    for name, text in sections.items():
+        print(f"{name}\n\n{text}")
         if options.page:
             put_section(options.page, name, text)
-    keep("rows", [derived(one) for one in board.judged])
+    keep("operators", digest(TABLE).sha256)
+    keep("columns", [each.name for each in fields(Answer)])
+    keep("rows", [[None if one != one else one for one in astuple(each)] for each in answers])
+    if options.errors:
+        content = json.dumps(errors_of_servers(answers), indent=1)
+        options.errors.write_text(content + "\n", encoding="utf-8")
     if options.picture:
-        options.picture.write_text(drawing(board.judged), encoding="utf-8")
+        options.picture.write_text(drawing(answers, rows), encoding="utf-8")
     if options.extract:
-        options.extract.write_text(extract(options.aiconfigurator, board), encoding="utf-8")
+        options.extract.write_text(extract(data, rows, answers), encoding="utf-8")
 
 
 if __name__ == "__main__":

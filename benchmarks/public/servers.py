@@ -13,30 +13,21 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.public.operators import CORE, GPUS
-from toolkit.estimators.gpu_operators import (
-    ModelShapes,
-)
-from toolkit.profiling.shapes import NORM_REDUCES, QK_NORM
 from toolkit.traces.types import Trace
 
 MS = 1e-3
 SEED = 39
 ONE_IN = 10  # settings sets the constants
-# Memory that is neither weights nor KV cache: activations, CUDA graphs, communicators. On our own
-# H200 it was 2.3 % of the tokens of the cache (docs/results/vllm.md).
-RESERVED = 0.03
 
 # ---- rows ----
 
@@ -208,48 +199,6 @@ MODELS = {
     "gpt-oss-120b": "openai--gpt-oss-120b",
 }
 IN_MXFP4 = ("gpt-oss-120b",)
-IN_BLOCKS = ("MiniMax-M2.5", "Qwen3-235B-A22B-FP8")  # fp8 with a scale per block
-
-
-@cache
-def shapes_of(data: Path, model: str, precision: str) -> ModelShapes:
-    """The model's shapes in that precision, with a KV cache of 16 bits."""
-    path = data / CORE / "model_configs" / f"{MODELS[model]}_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
-        shapes = replace(config_shapes(config, "bfloat16"), expert_weights="mxfp4")
-        layers = config["layer_types"].count("sliding_attention")
-        return replace(shapes, window=config["sliding_window"], window_layers=layers)
-    weights = {"bf16": "bfloat16", "fp8": "fp8", "fp4": "nvfp4"}[precision]
-    if weights == "fp8" and model in IN_BLOCKS:
-        weights = "fp8_block"
-    shapes = config_shapes(config, weights)
-    if weights == "nvfp4" and shapes.experts:  # its attention keeps 16 bits
-        return replace(shapes, weights="bfloat16", expert_weights="nvfp4")
-    return shapes
-
-
-def config_shapes(config: dict[str, Any], weights: str) -> ModelShapes:
-    """The shapes of a model by its config.json."""
-    heads = config["num_attention_heads"]
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return ModelShapes(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        intermediate=0 if experts else config["intermediate_size"],
-        heads=heads,
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
-        experts=experts,
-        experts_per_token=config["num_experts_per_tok"] if experts else 0,
-        expert_intermediate=inner if experts else 0,
-        weights=weights,
-        qk_norm=config["model_type"] in QK_NORM,
-        norm_reduces=NORM_REDUCES.get(config["model_type"], 0),
-    )
-
 
 # ---- protocols ----
 
@@ -266,9 +215,7 @@ class Protocol:
         cache_bytes: of a number in the KV cache.
         ahead: `async_scheduling`.
         whole_experts: `enable_expert_parallel`.
-        taken: share of the memory that something else takes.
-        longest: `max_model_len`; 0: as long as a request.
-        experts: precision of the experts' kernels; "": that of their weights.
+        longest: `max_model_len`; 0: not said.
         said: whether a script of the source says so; otherwise it is assumed.
     """
 
@@ -280,9 +227,7 @@ class Protocol:
     cache_bytes: int = 2
     ahead: bool = False
     whole_experts: bool = False
-    taken: float = RESERVED
     longest: int = 0
-    experts: str = ""
     said: bool = False
 
 
@@ -325,7 +270,6 @@ def protocol_of(row: Row) -> Protocol:
             rows=512,
             cache_bytes=1 if row.day >= "2025-12" else 2,
             longest=longest,
-            experts="mxfp4_mxfp8",
         )
     if row.gpu == "h100_sxm":
         return replace(common, rows=256, whole_experts=apart)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from toolkit.catalogue.models import (
+    CACHE_BYTES,
     DTYPE_BYTES,
     FULL,
     SLIDING,
@@ -89,7 +90,7 @@ def groups_of_config(
 
     Args:
         config: the content of config.json.
-        dtype: of the cache.
+        dtype: of the cache; of a model with states, 16 or 32 bits.
         block: tokens of a block as vLLM's flags have it.
         gpus: that share the model (tensor parallelism).
         longest: see `special_of`.
@@ -101,7 +102,7 @@ def groups_of_config(
         return None
     if any(integer_at(config, key) for key in ("global_head_dim", "num_global_key_value_heads")):
         return None
-    token_bytes = 2 * max(kv_heads // gpus, 1) * head_dim * DTYPE_BYTES[dtype]
+    token_bytes = 2 * max(kv_heads // gpus, 1) * head_dim * CACHE_BYTES[dtype]
     if "state" in kinds:
         state = _state_bytes(config, dtype, gpus)
         if not state:

@@ -27,7 +27,7 @@ WINDOW_PATTERNS = {  # where the config has no pattern: the last of so many laye
 
 # How the weights of a `model_type` are laid out. A type is listed only if `_modules` counts it.
 DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen3_moe")
+EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "minimax_m2", "mixtral", "qwen3_moe")
 KNOWN_TYPES = (*DENSE, *EXPERTS)
 BY_HAND = (
     "write its recipe by hand, with model.kv_bytes_per_token and model.weight_bytes (docs/"
@@ -121,7 +121,7 @@ class ModelFacts:
 
     def cache_bytes_on(self, gpus: int) -> float:
         """Bytes of a token's KV cache on each GPU of a group."""
-        return self.kv_bytes_per_token / cache_parts(self.special, gpus)
+        return self.kv_bytes_per_token / cache_parts(self.config, gpus)
 
     def _bytes(self, module: Module) -> float:
         scheme = self.scheme
@@ -174,23 +174,26 @@ def text_config(config: Config) -> Config:
     return cast(Config, inner) if isinstance(inner, Mapping) else config
 
 
-def cache_parts(special: Special, gpus: int) -> int:
-    """Among how many GPUs of a group a token's cache is divided: MLA's is whole on each."""
-    return 1 if special.latent else gpus
+def cache_parts(config: Config, gpus: int) -> int:
+    """Return among how many GPUs of a group a token's cache is divided. MLA's is whole on each GPU,
+    and KV heads are repeated where there are fewer heads than GPUs.
+    """
+    if special_of(config).latent:
+        return 1
+    return min(gpus, heads_of(text_config(config))[1] or gpus)
 
 
-def not_computed(special: Special, scheme: str) -> list[str]:
-    """What an analytic profile for vLLM does not know about a model, in words.
+def not_computed(config: Config, longest: int, scheme: str) -> list[str]:
+    """Return what an analytic profile for vLLM does not know about a model, in words.
 
     Args:
-        special: of its config.
+        longest: see `special_of`.
         scheme: of its weights, such as 'fp8'; '': 16 or 32 bits.
     """
+    special = special_of(config, longest)
     reasons = []
     if special.latent:
         reasons.append("MLA (multi-head latent attention)")
-    if special.windows[0]:
-        reasons.append("sliding windows")
     if special.states:
         reasons.append(special.states)
     if scheme.startswith("int"):
@@ -343,7 +346,6 @@ STATE_KEYS = {  # a key of config.json, and what holds a state per request
     "linear_attn_config": "linear attention",
     "layers_block_type": "Mamba layers",
     "attn_layer_period": "Mamba layers",
-    "attn_type_list": "linear attention",
 }
 
 
@@ -353,6 +355,9 @@ def _states(config: Config) -> str:
         other = [str(kind) for kind in kinds if kind not in (FULL, SLIDING, CHUNKED)]
         if other:
             return other[0][:80].replace("_", " ")
+    listed = config.get("attn_type_list")  # of MiniMax: 1 is full attention, 0 a linear one
+    if isinstance(listed, list) and any(one != 1 for one in listed):
+        return "linear attention"
     return next((name for key, name in STATE_KEYS.items() if config.get(key)), "")
 
 
@@ -396,6 +401,8 @@ def _attention(config: Config, place: str) -> Iterator[Module]:
         biases += heads  # one sink per head
     if kind in ("qwen3", "qwen3_moe"):  # norms of queries and keys
         yield Module(f"{place}.norms", 2 * head_dim, quantizable=False, replicated=True)
+    if kind == "minimax_m2":  # such norms over all heads
+        yield Module(f"{place}.norms", width + kv_width, quantizable=False)
     if biases:
         yield Module(f"{place}.vectors", biases, quantizable=False)
 
@@ -448,7 +455,7 @@ def _expert_layer(config: Config, place: str) -> Iterator[Module]:
         router += experts
         biases = experts * (2 * inner + hidden)
         yield Module(f"{place}.expert_biases", biases, share, quantizable=False)
-    if kind in ("deepseek_v3", "kimi_k2"):
+    if kind in ("deepseek_v3", "kimi_k2", "minimax_m2"):
         router += experts  # a correction of each expert's score
     yield Module(f"{place}.router", router, quantizable=False, replicated=True)
     if shared := integer_at(config, "n_shared_experts"):

@@ -61,6 +61,9 @@ class NewOptions:
     tensor_parallel_size: int | None = option(
         None, "GPUs that share one copy of the model; default: the fewest that hold it.", min=1
     )
+    expert_parallel: bool = option(
+        False, "Each GPU holds whole experts, not a part of each (vLLM's expert parallelism)."
+    )
     quantization: str = option(
         "", "Quantize 16-bit weights as vLLM loads them: fp8; default: as the checkpoint is."
     )
@@ -106,6 +109,7 @@ def new(args: NewOptions) -> None:
         max_model_len=args.max_model_len,
         targets=parse_sla(args.target, "--target"),
         traffic=_traffic(args.trace),
+        expert_parallel=args.expert_parallel,
     )
     made = new_recipe(found, wish)
     with tempfile.TemporaryDirectory() as folder:

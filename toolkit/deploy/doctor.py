@@ -17,7 +17,7 @@ import psutil
 from toolkit.backends import Check, backend_of
 from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import HINT, refusal
-from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, special_of
+from toolkit.catalogue.models import cache_parts, kv_bytes_per_token
 from toolkit.engine_traits import MODEL_LIBRARIES
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
@@ -251,7 +251,7 @@ def _check_capacity(recipe: Recipe) -> Check:
         budget = share * memory - weights // shares
         divided = f" / {shares}" if shares > 1 else ""
         terms = f"{share:g} x {size(memory)} - weights {size(weights)}{divided}"
-    parts = cache_parts(special_of(model.config), shares)
+    parts = cache_parts(model.config, shares)
     per_token = model.kv_bytes_per_token // parts  # of one process of a worker
     row = row_bytes(model.config, model.dtype, model.max_model_len, shares)
     if row is None:

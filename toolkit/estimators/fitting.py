@@ -92,8 +92,15 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
         memory=fit_memory(profile.memory, profile.engine),
         rounds=rounds,
         swap=swap,
-        steps=fit_steps(profile.steps, seed) if profile.steps is not None else None,
+        steps=_fit_passes(profile, seed),
     )
+
+
+def _fit_passes(profile: Profile, seed: int) -> StepsFit | None:
+    """Return the law of a profile's passes; None: it has none."""
+    if profile.steps is None:
+        return None
+    return fit_steps(profile.steps, seed, computed=bool(profile.engine.analytic))
 
 
 def fit_latency(

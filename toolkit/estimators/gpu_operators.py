@@ -5,7 +5,7 @@
     attention of decodes   start + the hypotenuse of row * rows * KV heads and cache / bandwidth
     attention of chunks    start + 4 * heads * head_dim * attended / (FLOP/s) + bytes / bandwidth
     experts                start + expert * touched + bytes / bandwidth + FLOPs / (FLOP/s)
-    all-reduce             start + bytes / bandwidth, by number of GPUs
+    all-reduce             (start + bytes / bandwidth) * a factor for its size, by number of GPUs
 
 A GEMM is limited by what it moves or by what it computes; `p` says how well both overlap. Kernels
 are made for tiles of rows, so the time is then multiplied by a factor for its m (`tiles`). The
@@ -239,20 +239,30 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Coefficients of an all-reduce among so many GPUs."""
+    """Coefficients of an all-reduce among so many GPUs.
+
+    Attributes:
+        sizes: bytes, and the factor there; linear in the logarithm of the bytes between two. Small
+            tensors, larger ones and the largest have kernels of their own.
+    """
 
     start_s: float
     bytes_per_s: float
+    sizes: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, size_bytes: Floats) -> Floats:
-        """Seconds of a tensor of so many bytes on each GPU."""
-        return self.start_s + size_bytes / self.bytes_per_s
+        """Return the seconds [n] of tensors of so many bytes [n] on each GPU."""
+        seconds = self.start_s + size_bytes / self.bytes_per_s
+        if not self.sizes:
+            return np.asarray(seconds)
+        known, factors = zip(*self.sizes, strict=True)
+        return np.asarray(seconds * np.interp(np.log2(size_bytes), np.log2(known), factors))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConstants:
     """What no kernel tells of an engine. They were set by whole engines
-    (`benchmarks.public.silicon`).
+    (`benchmarks.public.calibrate`).
 
     Attributes:
         kernel_s: each kernel of the rest of a layer, beside what its activations move.
@@ -311,6 +321,14 @@ class GpuOperators:
     all_reduce: Mapping[int, AllReduce]
     engine: EngineConstants
     source: str
+
+    def kernels_of(self, model: ModelShapes) -> ModelShapes:
+        """Return the model with the kernels that servers run on this GPU: experts in mxfp4 take
+        activations of 8 bits where such kernels were measured (Blackwell; vLLM's
+        VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1).
+        """
+        narrow = f"{model.expert_weights}_mxfp8"
+        return replace(model, expert_weights=narrow) if narrow in self.experts else model
 
     def pass_seconds(
         self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int = 1

@@ -17,6 +17,7 @@ is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import lsq_linear, minimize
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
 from toolkit.catalogue.caches import window_of
@@ -35,7 +36,7 @@ from toolkit.estimators.forms import Floats, Rows
 from toolkit.estimators.front import fit_front
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
 from toolkit.estimators.load import STEP_FIELDS, STEP_LISTS
-from toolkit.estimators.steps import StepLaw, StepShape, features
+from toolkit.estimators.steps import FIXED, StepLaw, StepShape, features
 from toolkit.files.fit import (
     BatchRule,
     Candidate,
@@ -349,6 +350,11 @@ def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed
 PASSES_MIN = 40
 KNOT_TOKENS = (8, 32, 128, 512)  # new tokens at which a knot may be
 KNOTS_MAX = 2
+# Of computed passes, which have no noise: tiles of GEMMs begin and end at these.
+COMPUTED_KNOTS = (
+    *(0, 2, 4, 8, 16, 17, 32, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384),
+    *(512, 513, 768, 1024, 1025, 2048, 4096, 8192),
+)
 OVERLAPPING = "overlapping passes"  # the form of `PipelineLaw`
 GAP_MAX = 3.0  # times the median: how much a longer gap between passes counts
 
@@ -367,7 +373,7 @@ class StepPasses:
 
     @classmethod
     def of(cls, points: Sequence[StepPoint]) -> StepPasses:
-        """Each point weighs as its samples that count."""
+        """Return the points, each with the weight of its samples that count."""
         counted = np.array([min(len(one.seconds), forms.SAMPLES_COUNTED_MAX) for one in points])
         seconds = np.array([forms.typical(point.seconds) for point in points])
         return cls([shape_of(point) for point in points], seconds, np.sqrt(counted))
@@ -419,12 +425,14 @@ class StepForm:
         return np.delete(columns, BESIDE, axis=1)
 
 
-def fit_steps(measured: StepsProfile, seed: int) -> StepsFit:
+def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> StepsFit:
     """The law of a profile's passes.
 
     Coefficients are >= 0, by least relative squares. Where the cost of a new token changes
     (`StepLaw.knots`) is chosen by held-out error, the fewest knots first; then whether decodes
     beside chunks have a cost of their own.
+
+    Passes that were `computed` have no noise (`_fit_computed`).
 
     Passes that overlap have a law of their own (`pipeline_fit`), if the profile says how they were
     launched; the error is then that law's.
@@ -437,8 +445,11 @@ def fit_steps(measured: StepsProfile, seed: int) -> StepsFit:
     points = measured.points
     _check_passes(points)
     passes = StepPasses.of(points)
-    form, error, candidates = _best_form(measured, passes, seed)
-    law = form.law(passes)
+    if computed:
+        law, error, candidates = _fit_computed(measured, passes)
+    else:
+        form, error, candidates = _best_form(measured, passes, seed)
+        law = form.law(passes)
     pipeline = None
     graphs = pipeline_fit.graphs_of(measured)
     if graphs is not None:
@@ -447,7 +458,7 @@ def fit_steps(measured: StepsProfile, seed: int) -> StepsFit:
         means = np.array([np.mean(point.seconds) for point in points])
         error = forms.percent_error(pipeline_fit.held_out_s(columns, seed), means)
         candidates.append(Candidate(form=OVERLAPPING, error=error))
-    host_s, host_row_s = _fit_host(points)
+    host_s, host_row_s = _fit_host(points, math.inf if computed else GAP_MAX)
     front_s, front_row_s = fit_front(measured)
     return StepsFit(
         **_coefficients(replace(law, host_s=host_s, host_row_s=host_row_s)),
@@ -468,6 +479,38 @@ def fit_steps(measured: StepsProfile, seed: int) -> StepsFit:
         resolved=measured.resolved,
         pipeline=pipeline,
     )
+
+
+def _fit_computed(
+    measured: StepsProfile, passes: StepPasses
+) -> tuple[StepLaw, HeldOutError, list[Candidate]]:
+    """Return the law of computed passes, and what its form loses of them.
+
+    It has all knots of `COMPUTED_KNOTS` up to the longest pass, and a token may cost less than
+    nothing where a tile fills up. Passes with chunks weigh as much together as passes without; a
+    pass that takes `least_s` says nothing of its parts.
+    """
+    shapes = passes.shapes
+    longest = max(shape.tokens for shape in shapes)
+    knots = tuple(knot for knot in COMPUTED_KNOTS if knot < longest)
+    groups = measured.resolved.groups if measured.resolved is not None else []
+    experts = (measured.experts, measured.experts_per_token)
+    form = StepForm(knots, beside=True, experts=experts, window=window_of(groups))
+    mixed = np.array([shape.prefills > 0 for shape in shapes])
+    told = ~mixed | (passes.seconds > measured.least_s)
+    weight = np.sqrt(np.where(mixed, 1.0 / mixed.mean(), 1.0 / (~mixed).mean()))
+    columns = form.columns(shapes)
+    least = np.zeros(columns.shape[1])
+    least[FIXED : FIXED + len(knots) - 1] = -np.inf
+    relative = (columns * (weight / passes.seconds)[:, None])[told]
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0.0] = 1.0
+    found = lsq_linear(relative / scale, weight[told], (least, np.inf), method="bvls")
+    coefficients = np.maximum(found.x, least) / scale  # the solver may miss a bound by its rounding
+    law = replace(form.law_of(coefficients), least_s=measured.least_s)
+    predicted = np.array([law.forward_s(shape) for shape in shapes])
+    error = forms.percent_error(predicted, passes.seconds)
+    return law, error, [Candidate(form=form.name, error=error)]
 
 
 def _best_form(
@@ -539,13 +582,13 @@ def _coefficients(law: StepLaw) -> dict[str, Any]:
     return values | {name: list(values[name]) for name in STEP_LISTS}
 
 
-def _fit_host(points: Sequence[StepPoint]) -> tuple[float, float]:
-    """Seconds between passes, constant and per row; a gap counts at most three times the median,
-    because another program may have used the machine.
+def _fit_host(points: Sequence[StepPoint], longest: float) -> tuple[float, float]:
+    """Return the seconds between passes, constant and per row. A gap counts at most `longest` times
+    the median, because another program may have used the machine.
     """
     points = [point for point in points if point.host_s]
     if not points:
         return 0.0, 0.0
     rows = np.array([float(point.decodes + point.prefills) for point in points])
     gaps_s = [forms.typical(point.host_s) for point in points]
-    return forms.line_in_rows(rows, np.minimum(gaps_s, GAP_MAX * np.median(gaps_s)))
+    return forms.line_in_rows(rows, np.minimum(gaps_s, longest * np.median(gaps_s)))

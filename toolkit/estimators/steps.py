@@ -8,7 +8,8 @@ together.
               + expert * (experts of a layer that the new tokens touch)
     pass    = forward + host + host_row * rows
 
-In a pass with chunks, `beside` takes the place of `cached`: attention kernels that compute decodes
+A pass with chunks takes at least `least`, since its kernels are launched one by one. In such a
+pass, `beside` takes the place of `cached`: attention kernels that compute decodes
 and chunks together read a decode's cache more slowly than kernels for decodes alone (1.9 times on
 an RTX 4090, by the measured operators of LLMServingSim).
 
@@ -20,7 +21,8 @@ Layers with states (Mamba, linear attention) read no cached tokens, but a state 
 decodes.
 
 `f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
-arithmetic limits a pass of many. Each row pays for the sampler. Decodes read their cache; chunks
+arithmetic limits a pass of many. Kernels are made for tiles of tokens, so it may fall where a tile
+fills up. Each row pays for the sampler. Decodes read their cache; chunks
 attend to theirs and to themselves, and also pay for reading theirs, as a short chunk behind a long
 cache shows. The host schedules the pass and delivers its tokens before the next pass begins. Only
 sums over the batch matter, as in Vidur (arXiv:2405.05465), so a pass needs no list of its rows.
@@ -35,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.errors import InputError
 from toolkit.sched.iterations import LoggedRow
@@ -138,7 +140,8 @@ def touched_experts(tokens: int, experts: int, per_token: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepLaw:
-    """Seconds of a forward pass by its shape. All coefficients are >= 0, in seconds per unit.
+    """Seconds of a forward pass by its shape. All coefficients are >= 0, in seconds per unit. Of
+    `token_s` the last one is, and with `base_s` the sum up to each knot.
 
     Attributes:
         knots: numbers of new tokens, ascending from 0. `token_s[k]` applies between knots[k] and
@@ -152,6 +155,7 @@ class StepLaw:
         window: tokens of the model's sliding windows; 0: there are none.
         inside_s: per cached token of a decode that is inside the windows.
         attended_inside_s: per token that a chunk's tokens attend to inside the windows.
+        least_s: the shortest pass with chunks.
     """
 
     base_s: float
@@ -171,6 +175,7 @@ class StepLaw:
     window: int = 0
     inside_s: float = 0.0
     attended_inside_s: float = 0.0
+    least_s: float = 0.0
     _slopes: tuple[tuple[float, int, float], ...] = field(
         init=False, repr=False, compare=False, default=()
     )
@@ -185,10 +190,15 @@ class StepLaw:
                 f"steps: knots {list(self.knots)} with {len(self.token_s)} slopes; they must begin "
                 "at 0 and ascend, one slope for each"
             )
-        for value in (*self.coefficients, self.host_s, self.host_row_s):
+        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
+        of_tokens = [self.base_s]
+        for slope, start, end in zip(self.token_s[:-1], self.knots[:-1], ends, strict=False):
+            of_tokens.append(of_tokens[-1] + slope * (end - start))
+        others = (*self.coefficients[:FIXED], *self.coefficients[FIXED + len(self.token_s) :])
+        last = (self.token_s[-1], self.host_s, self.host_row_s, self.least_s)
+        for value in (*others, *of_tokens, *last):
             if not 0.0 <= value < math.inf:
                 raise InputError(f"steps: a coefficient is {value}; all must be finite and >= 0")
-        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
         object.__setattr__(self, "_slopes", tuple(zip(self.token_s, self.knots, ends, strict=True)))
 
     @classmethod
@@ -276,6 +286,8 @@ class StepLaw:
         if self.window:
             seconds += self.inside_s * shape.decode_inside
             seconds += self.attended_inside_s * shape.prefill_inside
+        if prefills and seconds < self.least_s:
+            return self.least_s
         return seconds
 
     def prompt_token_s(self, attended: float) -> float:
@@ -313,7 +325,8 @@ class StepLaw:
         experts = (self.experts, self.experts_per_token)
         host_s = factor * self.host_s
         host_row_s = factor * self.host_row_s
-        return StepLaw.of(scaled, self.knots, host_s, host_row_s, experts, self.window)
+        law = StepLaw.of(scaled, self.knots, host_s, host_row_s, experts, self.window)
+        return replace(law, least_s=factor * self.least_s)
 
 
 def features(

@@ -216,6 +216,7 @@ class StepsFit(Strict):
     attended_inside_s: float = Field(
         0.0, description="per token that a chunk's tokens attend to inside the windows"
     )
+    least_s: float = Field(0.0, description="the shortest pass with chunks")
     token_s: list[float]
     knots: list[int]
     host_s: float = Field(

@@ -24,7 +24,6 @@ from toolkit.catalogue.models import (
     facts_of,
     integer_at,
     not_computed,
-    special_of,
     text_config,
 )
 from toolkit.catalogue.quantization import ONLINE, Config
@@ -49,6 +48,7 @@ TARGETS = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096)
 COLUMNS = 100
+EXPERT_PARALLEL = "--enable-expert-parallel"
 POLICIES = {  # where tuning starts, per engine that recipes are made for
     "vllm": "vllm",
     "rebatch": "past-future",
@@ -113,6 +113,7 @@ class Wish:
         quantization: '': as the checkpoint is.
         targets: of latency, in seconds.
         traffic: what the limits of lengths follow from.
+        expert_parallel: each GPU of a group holds whole experts, not a part of each.
     """
 
     gpu: Gpu
@@ -123,6 +124,7 @@ class Wish:
     max_model_len: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)
     traffic: TraceLengths | None = None
+    expert_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +218,17 @@ def _length(facts: ModelFacts, wish: Wish) -> int:
     return min(facts.context, max(MODEL_LEN, stepped))
 
 
-def parallel_problem(facts: ModelFacts, gpus: int) -> str:
-    """Why a model cannot be divided among so many GPUs; '': it can."""
-    for count, what in ((facts.heads, "attention heads"), (facts.kv_heads, "KV heads")):
-        if count % gpus:
-            return f"{gpus} does not divide the model's {count} {what}"
+def parallel_problem(facts: ModelFacts, gpus: int, *, whole_experts: bool = False) -> str:
+    """Return why a model cannot be divided among so many GPUs; '': it can. KV heads are repeated
+    where there are more GPUs than heads.
+    """
+    if facts.heads % gpus:
+        return f"{gpus} does not divide the model's {facts.heads} attention heads"
+    if facts.kv_heads % gpus and gpus % facts.kv_heads:
+        return f"{gpus} does not divide the model's {facts.kv_heads} KV heads"
+    if whole_experts and facts.experts:
+        uneven = facts.experts % gpus
+        return f"{gpus} does not divide the model's {facts.experts} experts" if uneven else ""
     block = facts.scheme.block if facts.scheme else 0
     inner = _inner(facts)
     if block and gpus > 1 and inner % (block * gpus):
@@ -240,9 +248,17 @@ def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> G
     """
     most = wish.gpus or MOST_GPUS
     wanted = wish.tensor_parallel
+    whole = wish.expert_parallel
+    if whole and not facts.experts:
+        problem = f"--expert-parallel: {found.name} has no experts"
+        raise InputError(problem, "leave it out")
     if wanted is not None:
-        if problem := parallel_problem(facts, wanted):
-            raise InputError(f"--tensor-parallel-size {wanted}: {problem}", _divisors(facts))
+        if problem := parallel_problem(facts, wanted, whole_experts=whole):
+            able = [
+                str(one) for one in SIZES if not parallel_problem(facts, one, whole_experts=whole)
+            ]
+            hint = f"one of {', '.join(able)}"
+            raise InputError(f"--tensor-parallel-size {wanted}: {problem}", hint)
         if wish.gpus is not None and wanted > wish.gpus:
             problem = f"--tensor-parallel-size {wanted}: there are --gpus {wish.gpus}"
             raise InputError(problem, "give a smaller one, or more GPUs")
@@ -250,7 +266,9 @@ def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> G
         most = 1
     sizes = [wanted] if wanted else [one for one in SIZES if one <= most]
     rooms = [
-        room_on(facts, wish.gpu, one, longest) for one in sizes if not parallel_problem(facts, one)
+        room_on(facts, wish.gpu, one, longest)
+        for one in sizes
+        if not parallel_problem(facts, one, whole_experts=whole)
     ]
     for room in rooms:
         if room.rows >= GOOD_ROWS:
@@ -261,16 +279,12 @@ def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> G
     raise _too_large(found, facts, wish, rooms[-1], longest)
 
 
-def _divisors(facts: ModelFacts) -> str:
-    able = [str(one) for one in SIZES if not parallel_problem(facts, one)]
-    return f"one of {', '.join(able)}"
-
-
 def _too_large(
     found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupMemory, longest: int
 ) -> InputError:
     """By how much a model does not fit, and what would."""
     gpu = wish.gpu
+    whole = wish.expert_parallel
     per_gpu = _token_bytes(facts, room.gpus, longest)
     need = WORKSPACE_BYTES + longest * per_gpu
     short = size(need - room.budget_bytes)
@@ -283,7 +297,10 @@ def _too_large(
     )
     remedies = []
     for gpus in SIZES:
-        if parallel_problem(facts, gpus) or not traits_of(wish.engine).shares_model:
+        if (
+            parallel_problem(facts, gpus, whole_experts=whole)
+            or not traits_of(wish.engine).shares_model
+        ):
             continue
         if room_on(facts, gpu, gpus, longest).rows:
             what = "--tensor-parallel-size" if wish.tensor_parallel else "--gpus"
@@ -328,7 +345,7 @@ def _notes(
         notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
     if not traits_of(wish.engine).timed_by_pass:
         notes.append(f"engine '{wish.engine}' is slower than vLLM on a GPU")
-    if reasons := not_computed(special_of(facts.config, longest), scheme.name if scheme else ""):
+    if reasons := not_computed(facts.config, longest, scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
     elif not gpu.measured:
         notes.append(f"measure it (llmctl profile): operators of {gpu.name} were not measured")
@@ -500,6 +517,9 @@ def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
         lines += _line(f"  tensor_parallel_size: {room.gpus}", reason)
     left = f"leaves at most {room.tokens:,} tokens of KV cache beside the weights"
     lines += _line(f"  gpu_memory_utilization: {SHARE:g}", left)
+    if wish.expert_parallel:
+        reason = "each GPU holds whole experts"
+        lines += ["  vllm:", *_line(f"    args: [{EXPERT_PARALLEL}]", reason)]
     return lines
 
 

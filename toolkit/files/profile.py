@@ -193,6 +193,9 @@ class StepsProfile(Strict):
     experts_per_token: int = 0
     draft_method: str = Field("", description="of speculative decoding; empty: there was none")
     draft_tokens: int = Field(0, description="drafts of a row in a pass")
+    least_s: float = Field(
+        0.0, description="of computed passes: the shortest one with chunks; 0: not known"
+    )
     resolved: Resolved | None = optional(
         "what vLLM resolved: cache groups, parallelism, limits; none: not known"
     )

@@ -11,12 +11,19 @@ profile and the fit (`engine.analytic_error`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeVar
 
 import numpy as np
 
+from toolkit.catalogue.caches import (
+    IN_FLIGHT,
+    bytes_per_block,
+    groups_of_config,
+    is_plain,
+    logged_tokens,
+)
 from toolkit.catalogue.classes import HINT, refused
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.models import (
@@ -24,9 +31,9 @@ from toolkit.catalogue.models import (
     experts_of,
     kv_bytes_per_token,
     not_computed,
-    special_of,
 )
 from toolkit.catalogue.quantization import scheme_of
+from toolkit.catalogue.resolved import Resolved
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import error_words, measured_elsewhere
@@ -35,12 +42,13 @@ from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
     ACTIVATION_BYTES,
     MEASURE,
+    EngineConstants,
     GpuOperators,
     ModelShapes,
     operators_of,
 )
-from toolkit.estimators.part_fits import point_of
-from toolkit.estimators.steps import StepShape, chunk_attended
+from toolkit.estimators.part_fits import COMPUTED_KNOTS, point_of
+from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.modelled import classes_of
@@ -56,7 +64,7 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.files.recipe import DTYPE_BYTES, Recipe
-from toolkit.profiling.grid import PROMPTS, grid, slice_shapes
+from toolkit.profiling.grid import grid, slice_shapes
 from toolkit.profiling.measure import probe_shapes, safe_tokens
 from toolkit.profiling.shapes import shapes_of
 from toolkit.units import GIB, MIB
@@ -67,33 +75,48 @@ NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they t
     "--kv-cache-dtype": "a KV cache of another dtype",
     "--quantization": "quantized weights",
     "--tensor-parallel-size": "tensor parallelism",
-    "--enable-expert-parallel": "expert parallelism",
 }
+ONE_BY_ONE = "--no-async-scheduling"  # the host works between two passes, not beside them
 NARROW_CACHES = ("fp8", "fp8_e4m3")  # one format; its kernels were measured on some GPUs
 EAGER_LAYER_S = 0.8e-3  # launches of a layer's kernels one by one: our own H200 run, 25.5 ms of 32
 FRONT_ROWS = (1, 16, 64)  # at which the front is written down
-PASS_TOKENS = 8192  # new tokens in the largest pass: the upper bound of tuning's search
+PASS_ROWS = 1024  # rows in the largest pass, and its new tokens: bounds of tuning's search
+PASS_TOKENS = 16384
+ROWS = (1, 3, 6, 12, 24, 40, 80, 112, 160, 320, 640, 900)  # between the knots of a law
+BESIDE_ROWS = (1, 16, 64, 256, 1024)  # of decodes beside chunks
+# Memory of a GPU that is neither weights nor KV cache: activations, CUDA graphs, communicators. On
+# our own H200 it was 2.3 % of the tokens of the cache (docs/results/vllm.md).
+RESERVED = 0.03
 
 
 @dataclass(slots=True, frozen=True)
 class ComputedPasses:
     """Seconds [n] of passes [n], where they come from, how far off they are known to be, and what
-    clients wait beside them, constant and for each running row.
+    no pass contains.
+
+    Attributes:
+        least_s: the shortest pass with chunks.
+        window: tokens of the model's sliding windows; 0: there are none.
+        engine: what clients wait beside passes, and the host's time between them.
     """
 
     seconds: Callable[[Sequence[StepShape]], Floats]
     source: str
     error: AnalyticError | None = None
-    front_s: float = 0.0
-    front_row_s: float = 0.0
+    least_s: float = 0.0
+    window: int = 0
+    engine: EngineConstants = field(default_factory=EngineConstants)
 
     def one(self, shape: StepShape) -> float:
         """Seconds of one pass."""
         return float(self.seconds([shape])[0])
 
 
-def pass_times(recipe: Recipe) -> ComputedPasses:
+def pass_times(recipe: Recipe, constants: EngineConstants | None = None) -> ComputedPasses:
     """Return the times of the recipe's passes, by the sums of operators.
+
+    Args:
+        constants: of the engine; None: those that ship.
 
     Raises `InputError` with the name of what is not known of the model or the GPU.
     """
@@ -109,7 +132,9 @@ def pass_times(recipe: Recipe) -> ComputedPasses:
     link = gpu_of(gpu).link_gb_s * 1e9 if gpu else None
     name = gpu or recipe.hardware.name
     operators = operators_of(name, bandwidth_gb_s * 1e9, tflops * 1e12, link)
-    model = shapes_of(recipe)
+    if constants is not None:
+        operators = replace(operators, engine=constants)
+    model = operators.kernels_of(shapes_of(recipe))
     _refuse_cache(recipe, model, operators)
     ranks = recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
@@ -123,8 +148,8 @@ def pass_times(recipe: Recipe) -> ComputedPasses:
     def seconds(shapes: Sequence[StepShape]) -> Floats:
         return np.maximum(operators.pass_seconds(model, shapes, ranks), launch_s)
 
-    engine = operators.engine
-    return ComputedPasses(seconds, source, error, engine.front_s, engine.front_row_s)
+    least_s = max(launch_s, model.layers * operators.engine.launch_s)
+    return ComputedPasses(seconds, source, error, least_s, model.window, operators.engine)
 
 
 def by_operators(recipe: Recipe) -> bool:
@@ -151,26 +176,33 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
         raise InputError(problem, found[1])
 
 
-def analytic_profile(recipe: Recipe, head: EnvelopeFields) -> Profile:
+def analytic_profile(
+    recipe: Recipe, head: EnvelopeFields, constants: EngineConstants | None = None
+) -> Profile:
     """Return the profile that `pass_times` predict.
 
     Raises `InputError` with the name of what they do not know of the recipe's model or GPU, or of
     numbers that the recipe lacks.
     """
-    times = pass_times(recipe)
-    facts = _facts(recipe, times)
-    return computed_profile(recipe, head, facts, times, _steps(recipe, facts, times))
+    times = pass_times(recipe, constants)
+    budget = _budget(recipe)
+    resolved = _resolved(recipe, budget)
+    facts = _facts(recipe, times, budget, resolved)
+    return computed_profile(recipe, head, facts, times, _steps(recipe, facts, times, resolved))
 
 
-def prefill_shape(batch_size: int, input_length: int) -> StepShape:
-    """Return the pass over [N, L] tokens."""
-    n = batch_size
-    return StepShape(0, 0, n, n * input_length, n * chunk_attended(0, input_length))
-
-
-def decode_shape(batch_size: int, cached_length: int) -> StepShape:
-    """Return a step of N rows with L cached tokens each."""
-    return StepShape(batch_size, batch_size * cached_length)
+def pass_shape(
+    rows: int, cached: int, prompts: int = 0, new: int = 0, before: int = 0, window: int = 0
+) -> StepShape:
+    """Return the pass of `rows` decodes with `cached` tokens each, beside chunks of so many
+    `prompts`: `new` tokens each, behind `before` cached ones. `window`: see `StepLaw`.
+    """
+    attended = prompts * chunk_attended(before, new)
+    shape = StepShape(rows, rows * cached, prompts, prompts * new, attended, prompts * before)
+    if window:
+        shape.decode_inside = rows * min(cached, window - 1)
+        shape.prefill_inside = prompts * chunk_inside(before, new, window)
+    return shape
 
 
 def computed_profile(
@@ -190,10 +222,10 @@ def computed_profile(
         n = point.batch_size
         length = point.length
         if point.kind == "prefill":
-            seconds = [times.one(prefill_shape(n, length))]
+            seconds = [times.one(pass_shape(0, 0, n, length, window=times.window))]
             prefill.append(PrefillPoint(batch_size=n, input_length=length, seconds=seconds))
         else:
-            seconds = [times.one(decode_shape(n, length))]
+            seconds = [times.one(pass_shape(n, length, window=times.window))]
             decode.append(DecodePoint(batch_size=n, cached_length=length, seconds=seconds))
     for length, steps in probe_shapes(recipe.profile, facts):
         rows = facts.capacity_tokens // (length + steps)
@@ -205,9 +237,9 @@ def computed_profile(
         n = shape.batch_size
         length = shape.input_length
         steps = shape.steps
-        each = [decode_shape(n, length + step) for step in range(1, steps)]
+        each = [pass_shape(n, length + step, window=times.window) for step in range(1, steps)]
         decode_s = sum(times.seconds(each).tolist()) if each else 0.0
-        slice_s = times.one(prefill_shape(n, length)) + decode_s
+        slice_s = times.one(pass_shape(0, 0, n, length, window=times.window)) + decode_s
         slices.append(SlicePoint(batch_size=n, input_length=length, steps=steps, seconds=slice_s))
     return Profile(
         **head,
@@ -224,9 +256,11 @@ def computed_profile(
     )
 
 
-def analytic_fit(recipe: Recipe, head: EnvelopeFields) -> Fit:
+def analytic_fit(
+    recipe: Recipe, head: EnvelopeFields, constants: EngineConstants | None = None
+) -> Fit:
     """Return the laws of `analytic_profile`, which raises `InputError`."""
-    return fit_profile(analytic_profile(recipe, head), head)
+    return fit_profile(analytic_profile(recipe, head, constants), head)
 
 
 def refuse_not_computed(recipe: Recipe) -> None:
@@ -239,7 +273,7 @@ def refuse_not_computed(recipe: Recipe) -> None:
     model = recipe.model
     vllm = recipe.engine.vllm
     unmodelled = refused(classes_of(recipe))
-    reasons = not_computed(special_of(model.config, model.max_model_len), _scheme(recipe))
+    reasons = not_computed(model.config, model.max_model_len, _scheme(recipe))
     reasons += [one.what for one in unmodelled]
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
@@ -270,7 +304,66 @@ def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
     return [number for number in numbers.values() if number is not None]
 
 
-def _facts(recipe: Recipe, times: ComputedPasses) -> EngineFacts:
+def _resolved(recipe: Recipe, budget: int) -> Resolved | None:
+    """Return the cache groups of a model with several, in `budget` bytes of each GPU; None: it has
+    one cache of full attention.
+
+    Raises `InputError` where the caches of its layers are not all known.
+    """
+    model = recipe.model
+    vllm = recipe.engine.vllm
+    groups = groups_of_config(
+        model.config,
+        (vllm.kv_cache_dtype if vllm else None) or model.dtype,
+        (vllm.block_size if vllm else None) or BLOCK_TOKENS,
+        recipe.engine.tensor_parallel_size,
+        model.max_model_len,
+    )
+    if groups is None:
+        _refuse(["the caches of this model's layers"], MEASURE)
+    if not groups or is_plain(groups):
+        return None
+    size = bytes_per_block(groups)
+    return Resolved(
+        groups,
+        budget // size - 1,  # vLLM never gives out one of them
+        size,
+        retention=0,
+        max_in_flight_tokens=IN_FLIGHT,
+        tp=recipe.engine.tensor_parallel_size,
+    )
+
+
+def _budget(recipe: Recipe) -> int:
+    """Return the bytes of each of a worker's GPUs that are left for the KV cache.
+
+    Raises `InputError` where the weights leave no room for a token.
+    """
+    engine = recipe.engine
+    if engine.kv_cache_memory_mib is not None:
+        return int(engine.kv_cache_memory_mib * MIB)
+    memory_gib, weight_bytes, kv_bytes = _needed(
+        {
+            "hardware.memory_gib": recipe.hardware.memory_gib,
+            "model.weight_bytes": recipe.model.weight_bytes,
+            "model.kv_bytes_per_token": recipe.model.kv_bytes_per_token,
+        }
+    )
+    ranks = engine.tensor_parallel_size
+    share = engine.gpu_memory_utilization - RESERVED
+    budget = int(memory_gib * GIB * share - weight_bytes / ranks)
+    if budget < kv_bytes / ranks:
+        each = "" if ranks == 1 else f" on each of {ranks} GPUs"
+        weights = f"the weights, {weight_bytes / ranks / GIB:.1f} GiB{each}"
+        hint = "use more GPUs a worker (engine.tensor_parallel_size), or smaller weights"
+        problem = f"{weights}, leave no KV cache in {share:g} of {memory_gib:g} GiB"
+        raise InputError(problem, hint)
+    return budget
+
+
+def _facts(
+    recipe: Recipe, times: ComputedPasses, budget: int, resolved: Resolved | None
+) -> EngineFacts:
     """Return what the engine would resolve; bytes are of each of a worker's GPUs."""
     engine = recipe.engine
     model = recipe.model
@@ -281,31 +374,22 @@ def _facts(recipe: Recipe, times: ComputedPasses) -> EngineFacts:
             "model.kv_bytes_per_token": model.kv_bytes_per_token,
         }
     )
-    parameters = weight_bytes // DTYPE_BYTES[model.dtype]
-    kv_bytes //= cache_parts(special_of(model.config), ranks)
-    if engine.kv_cache_memory_mib is not None:
-        budget = int(engine.kv_cache_memory_mib * MIB)
-    else:
-        (memory_gib,) = _needed({"hardware.memory_gib": recipe.hardware.memory_gib})
-        weight_bytes //= ranks
-        budget = int(memory_gib * GIB * engine.gpu_memory_utilization) - weight_bytes
-        if budget < kv_bytes:
-            share = f"{engine.gpu_memory_utilization:g} of {memory_gib:g} GiB"
-            each = "" if ranks == 1 else f" on each of {ranks} GPUs"
-            weights = f"the weights, {weight_bytes / GIB:.1f} GiB{each}"
-            hint = "use more GPUs a worker (engine.tensor_parallel_size), or smaller weights"
-            raise InputError(f"{weights}, leave no KV cache in {share}", hint)
+    kv_bytes //= cache_parts(model.config, ranks)
+    capacity = budget // kv_bytes
+    if resolved is not None:
+        longest = model.max_model_len
+        capacity = logged_tokens(resolved.groups, resolved.blocks, longest, IN_FLIGHT)
     return EngineFacts(
         engine=engine.name,
         engine_version="",
         model_type=str(model.config.get("model_type", "")),
-        parameters=parameters,
+        parameters=weight_bytes // DTYPE_BYTES[model.dtype],
         dtype=model.dtype,
         device=recipe.hardware.name,
         threads=engine.threads,
         kv_bytes_per_token=kv_bytes,
         kv_budget_bytes=budget,
-        capacity_tokens=budget // kv_bytes,
+        capacity_tokens=capacity,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
         prefill_emits_token=True,
@@ -315,43 +399,65 @@ def _facts(recipe: Recipe, times: ComputedPasses) -> EngineFacts:
     )
 
 
-def _steps(recipe: Recipe, facts: EngineFacts, times: ComputedPasses) -> StepsProfile:
-    """Return passes over the recipe's grid: decoding rows, prompts, and both together. A pass
-    includes the gap between two passes.
+def passes_of(longest: int, capacity: int, window: int = 0) -> list[StepShape]:
+    """Return the compositions of passes that a law is fitted to: decodes alone, and chunks of
+    prompts beside none, few and many decodes.
+
+    Args:
+        longest: tokens of the longest request.
+        capacity: tokens of the KV cache; the rows of a pass fit into it.
+        window: see `StepLaw`.
     """
-    spec = recipe.profile
+    knots = [knot for knot in COMPUTED_KNOTS if knot]
+    counts = sorted({*ROWS, *(knot for knot in knots if knot <= PASS_ROWS)})
+    lengths = sorted({max(longest >> k, 1) for k in (0, 1, 2, 4, 6)})
+    if window:
+        lengths = sorted({*lengths, window // 4, window // 2})
+    found = [
+        pass_shape(count, cached, window=window)
+        for count, cached in product(counts, lengths)
+        if count * cached <= capacity
+    ]
+    beside = [(0, 0), *product(BESIDE_ROWS, lengths)]
+    totals = [*(knot for knot in knots if knot >= 32), PASS_TOKENS]
+    for total, (rows, cached), before in product(totals, beside, (0, longest // 2)):
+        chunk = total - rows
+        prompts = -(-chunk // (longest - before))
+        if chunk > 0 and rows * cached + chunk + prompts * before <= capacity:
+            found.append(pass_shape(rows, cached, prompts, chunk // prompts, before, window))
+    return found
+
+
+def _steps(
+    recipe: Recipe, facts: EngineFacts, times: ComputedPasses, resolved: Resolved | None
+) -> StepsProfile:
+    """Return the passes of `passes_of`, and what lies between them where the engine does not plan a
+    pass while another one runs.
+    """
     vllm = recipe.engine.vllm
+    ahead = not (vllm and ONE_BY_ONE in vllm.args)
     experts, per_token = experts_of(recipe.model.config)
     block_tokens = (vllm.block_size if vllm else None) or BLOCK_TOKENS
-    # All numbers of rows alone, and a few beside chunks, so that both kinds of pass weigh alike.
-    alone = list(product(spec.batch_sizes, _few(spec.cached_lengths, 5), [(0, 0)]))
-    beside = [(0, 0), *product(_few(spec.batch_sizes, 3), _few(spec.cached_lengths, 2))]
-    chunks = list(product((1, PROMPTS), spec.input_lengths))
-    mixed = [(rows, cached, chunk) for (rows, cached), chunk in product(beside, chunks)]
-    shapes = []
-    for rows, cached, (count, length) in [*alone, *mixed]:
-        if rows + count * length > PASS_TOKENS:
-            continue
-        attended = count * chunk_attended(0, length)
-        shapes.append(StepShape(rows, rows * cached, count, count * length, attended))
-    pairs = zip(shapes, times.seconds(shapes).tolist(), strict=True)
+    shapes = passes_of(facts.max_model_len, facts.capacity_tokens, times.window)
+    engine = times.engine
+    points = []
+    for shape, seconds in zip(shapes, times.seconds(shapes).tolist(), strict=True):
+        host_s = [] if ahead else [engine.host_s + engine.host_row_s * shape.rows]
+        points.append(point_of(shape, seconds).model_copy(update={"host_s": host_s}))
     return StepsProfile(
         block_tokens=block_tokens,
-        blocks=facts.capacity_tokens // block_tokens,
+        blocks=resolved.blocks if resolved else facts.capacity_tokens // block_tokens,
         max_num_batched_tokens=PASS_TOKENS,
-        async_scheduling=False,
+        async_scheduling=ahead,
+        least_s=times.least_s,
         experts=experts,
         experts_per_token=per_token,
-        points=[point_of(*pair) for pair in pairs],
+        resolved=resolved,
+        points=points,
         front=[
-            FrontPoint(rows=rows, prompt_tokens=0, seconds=times.front_s + times.front_row_s * rows)
-            for rows in (FRONT_ROWS if times.front_s else ())
+            FrontPoint(
+                rows=rows, prompt_tokens=0, seconds=engine.front_s + engine.front_row_s * rows
+            )
+            for rows in (FRONT_ROWS if engine.front_s else ())
         ],
     )
-
-
-def _few(values: Sequence[int], count: int) -> list[int]:
-    """At most so many of the values, the least and the greatest among them."""
-    ordered = sorted(set(values))
-    places = np.linspace(0, len(ordered) - 1, min(count, len(ordered)))
-    return [ordered[int(place)] for place in places]

@@ -14,6 +14,7 @@ from toolkit.catalogue.models import (
 from toolkit.catalogue.quantization import Scheme, scheme_of
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import ACTIVATION_BYTES, ModelShapes
+from toolkit.files.new_recipe import EXPERT_PARALLEL
 from toolkit.files.recipe import ModelSpec, Recipe
 
 QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2")  # types that normalize queries and keys
@@ -25,7 +26,8 @@ NEEDED = (
     "num_attention_heads",
     "vocab_size",
 )
-LINEAR = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.gate_proj")
+ATTENTION = ("self_attn.q_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_up_proj", "mlp.gate_proj")
 EXPERT = ("mlp.experts", "mlp.experts.0.gate_proj")
 
 
@@ -42,9 +44,11 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
     heads = integer_at(config, "num_attention_heads")
     hidden = integer_at(config, "hidden_size")
     intermediate = integer_at(config, "intermediate_size")
-    weights, expert_weights = precisions(model)
     vllm = recipe.engine.vllm
     cache = vllm.kv_cache_dtype if vllm else None
+    ranks = recipe.engine.tensor_parallel_size
+    weights, expert_weights = precisions(model)
+    window_layers, window = special_of(model.config, model.max_model_len).windows
     shapes = ModelShapes(
         layers=integer_at(config, "num_hidden_layers"),
         hidden=hidden,
@@ -58,6 +62,8 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
         qk_norm=config.get("model_type") in QK_NORM,
         norm_reduces=NORM_REDUCES.get(str(config.get("model_type")), 0),
         cache_bytes=CACHE_BYTES.get(cache or "", ACTIVATION_BYTES),
+        window=window,
+        window_layers=window_layers,
     )
     experts, chosen = experts_of(config)
     if not experts:
@@ -75,6 +81,7 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
         expert_intermediate=each,
         dense_layers=integer_at(config, "first_k_dense_replace"),
         dense_intermediate=intermediate,
+        whole_experts=ranks > 1 and vllm is not None and EXPERT_PARALLEL in vllm.args,
     )
 
 
@@ -84,10 +91,11 @@ def precisions(model: ModelSpec) -> tuple[str, str]:
     if scheme is None:
         return model.dtype, model.dtype
     name = "fp8_block" if scheme.name == "fp8" and scheme.block else scheme.name
-    linear = kept(scheme, LINEAR)
     experts = kept(scheme, EXPERT)
     has_experts = special_of(model.config).experts > 0
-    if len(linear) not in (0, len(LINEAR)):
+    names = ATTENTION if has_experts else (*ATTENTION, *MLP)
+    linear = kept(scheme, names)
+    if len(linear) not in (0, len(names)):
         problem = f"an analytic profile does not know {name} weights beside {', '.join(linear)}"
         raise InputError(f"{problem} in 16 bits", "measure it: llmctl profile RECIPE")
     return model.dtype if linear else name, model.dtype if experts and has_experts else name

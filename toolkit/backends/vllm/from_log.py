@@ -190,7 +190,7 @@ def profile_of_log(
         return np.array([law.forward_s(shape) for shape in shapes])
 
     facts = facts_of(recipe, history.header)
-    times = ComputedPasses(seconds, "passes of a server's log")
+    times = ComputedPasses(seconds, "passes of a server's log", window=fit.window)
     found = coverage(fit, steps, len(history.passes))
     refuse_unsure(found, len(TERMS) + len(fit.knots) - len(found.absent))
     return computed_profile(recipe, head, facts, times, steps), found

@@ -1,17 +1,15 @@
-"""Measured servers: how rows are read, what their protocols are, and how they are predicted."""
+"""Measured servers: how rows are read, and what their protocols are."""
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.public import servers, silicon
+from benchmarks.public import servers
 from benchmarks.public.operators import CORE
 from benchmarks.public.servers import Row
-from toolkit.estimators.gpu_operators import ModelShapes
 
 GIVEN = {
     "id": "one",
@@ -32,7 +30,6 @@ GIVEN = {
     "silicon_ttft_ms": "200",
     "silicon_tpot_ms": "12.5",
 }
-LLAMA = ModelShapes(32, 4096, 14336, 32, 8, 128, 128256)
 ROW = Row(
     name="x",
     source="InferenceX",
@@ -143,81 +140,3 @@ def test_lengths_are_those_that_the_source_draws() -> None:
     assert trace.output_tokens.tolist() == drawn.randint(204, 257, 80).tolist()
     alike = servers.trace_of(ROW, replace(protocol, ratio=1.0))
     assert set(alike.prompt_tokens.tolist()) == {1024}
-
-
-def test_a_server_is_predicted_and_a_full_cache_makes_requests_wait() -> None:
-    constants = replace(silicon.shipped_constants()["h200"], front_s=0.0, front_row_s=0.0)
-    row = replace(ROW, concurrency=32)
-    roomy = silicon.Server(row, servers.protocol_of(row), LLAMA)
-    found = silicon.predict(roomy, constants)
-    assert not found.full
-    assert 0.02 < found.ttft_s < 0.3
-    assert 0.004 < found.tpot_s < 0.02
-    scarce = replace(roomy.protocol, share=0.12 + roomy.protocol.taken)
-    waiting = silicon.predict(replace(roomy, protocol=scarce), constants)
-    assert waiting.full
-    assert waiting.ttft_s > 2 * found.ttft_s
-
-
-WINDOWED = ModelShapes(
-    layers=36,
-    hidden=2880,
-    intermediate=0,
-    heads=64,
-    kv_heads=8,
-    head_dim=64,
-    vocab=201088,
-    experts=128,
-    experts_per_token=4,
-    expert_intermediate=2880,
-    expert_weights="mxfp4",
-    window=128,
-    window_layers=18,
-)
-
-
-def test_layers_with_windows_save_time_and_memory() -> None:
-    row = replace(ROW, model="gpt-oss-120b", precision="fp4", prompt=8192, concurrency=4)
-    constants = silicon.shipped_constants()["h200"]
-    protocol = servers.protocol_of(row)
-    assert (protocol.rows, protocol.longest) == (4, 8192 + 256 + 200)
-    server = silicon.server_of(WINDOWED, row, protocol)
-    without = silicon.server_of(replace(WINDOWED, window=0, window_layers=0), row, protocol)
-    assert server.caches is not None
-    assert without.caches is None
-    assert server.blocks == pytest.approx(2 * without.blocks, abs=1)
-    found = silicon.predict(server, constants)
-    full = silicon.predict(without, constants)
-    assert 0.5 * full.tpot_s < found.tpot_s < 0.97 * full.tpot_s
-    assert found.ttft_s < full.ttft_s
-    uneven = silicon.server_of(replace(WINDOWED, window_layers=30), row, protocol)
-    with pytest.raises(silicon.InputError, match=r"gpt-oss-120b: 30 layers.*6"):
-        silicon.predict(uneven, constants)
-
-
-def test_weights_that_leave_no_cache_are_refused() -> None:
-    constants = silicon.shipped_constants()["h200"]
-    small = replace(servers.protocol_of(ROW), share=0.1)
-    with pytest.raises(silicon.InputError, match=r"x: .*KV cache"):
-        silicon.predict(silicon.Server(ROW, small, LLAMA), constants)
-
-
-EXTRACT = Path(__file__).parent / "data" / "silicon-extract.json"
-
-
-@pytest.mark.slow
-def test_errors_do_not_get_worse_unseen() -> None:
-    """80 measured servers; docs/results/scoreboard.md has all."""
-    extract = json.loads(EXTRACT.read_text(encoding="utf-8"))
-    constants = silicon.shipped_constants()
-    shapes = {name: ModelShapes(**sizes) for name, sizes in extract["shapes"].items()}
-    found = []
-    for values in extract["rows"]:
-        row = Row(**dict(zip(extract["columns"], values, strict=True)))
-        protocol = servers.protocol_of(row)
-        server = silicon.server_of(shapes[f"{row.model} {row.precision}"], row, protocol)
-        ours = silicon.predict(server, constants[silicon.family_of(row.gpu)])
-        found.append(silicon.Compared(row, ours, ""))
-    assert len(found) == 80
-    assert silicon.median_error(found, 0) <= extract["tpot_percent"] + 0.2
-    assert silicon.median_error(found, 1) <= extract["ttft_percent"] + 0.5
