@@ -60,6 +60,7 @@ MXFP4 = ("routed_mxfp4", "speed_mxfp4")  # constants of kernels for experts in m
 HOST = ("host_s", "host_row_s")  # only H100s ran engines that do not plan ahead
 ROW_OFF = 0.1
 MOST_STEPS = 15
+SETTLED = 1e-3  # the search ends where a step changes the sum of squares, or the constants, by less
 PROCESSES = 2
 
 
@@ -134,15 +135,23 @@ def fit_constants(
             loss="soft_l1",
             f_scale=ROW_OFF * usual,
             diff_step=0.05,
+            ftol=SETTLED,
+            xtol=SETTLED,
             max_nfev=MOST_STEPS,
         )
     print(file=sys.stderr)
     return constants_at(found.x - 1.0)
 
 
-def calibrate(data: Path, rows: Sequence[Row], first: Constants | None = None) -> Constants:
+def calibrate(
+    data: Path, rows: Sequence[Row], first: Constants | None = None, without: str = ""
+) -> Constants:
     """Return the constants of each family. Models in mxfp4 set the constants of their own kernels,
-    and no other. `first`: see `fit_constants`.
+    and no other.
+
+    Args:
+        first: where the search begins; None: at `START`.
+        without: a model whose rows are left out; families without one keep the `first` constants.
     """
     names = [each.name for each in fields(EngineConstants) if each.name not in MXFP4]
     found: Constants = {}
@@ -150,24 +159,24 @@ def calibrate(data: Path, rows: Sequence[Row], first: Constants | None = None) -
     for family in FAMILIES:
         own = [row for row in rows if family_of(row.gpu) == family]
         known = first[family] if first else None
-        others = [row for row in own if row.model not in IN_MXFP4]
-        constants = fit_constants(data, others, start, names, known)
+        kinds = {kind: [row for row in own if (row.model in IN_MXFP4) == kind] for kind in (0, 1)}
+        constants = known or START
+        if not known or any(row.model == without for row in kinds[0]):
+            others = [row for row in kinds[0] if row.model != without]
+            constants = fit_constants(data, others, start, names, known)
         if not found:  # the other families have the host of the first
             start = replace(START, **{name: getattr(constants, name) for name in HOST})
             names = [name for name in names if name not in HOST]
-        own = [row for row in own if row.model in IN_MXFP4]
         begin = replace(constants, **{name: getattr(START, name) for name in MXFP4})
-        found[family] = fit_constants(data, own, begin, MXFP4, known)
+        in_mxfp4 = [row for row in kinds[1] if row.model != without]
+        found[family] = fit_constants(data, in_mxfp4, begin, MXFP4, known)
     return found
 
 
 def left_out(data: Path, rows: Sequence[Row]) -> dict[str, Constants]:
     """Return the constants that the rows of all other models set, by the model that is left out."""
     models = sorted({row.model for row in rows} - set(UNEXPLAINED))
-    return {
-        model: calibrate(data, [row for row in rows if row.model != model], shipped_constants())
-        for model in models
-    }
+    return {model: calibrate(data, rows, shipped_constants(), model) for model in models}
 
 
 def write_constants(constants: Constants, rows: int) -> None:
