@@ -16,7 +16,7 @@ from toolkit.files.profile import AnalyticError, ErrorSpread
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 
-ROWS = Path(__file__).parents[1] / "docs" / "results" / "data" / "product.json"
+ROWS = Path(__file__).parents[1] / "docs" / "results" / "data" / "scoreboard.json"
 NAMES = tuple(ErrorSpread.model_fields)
 
 

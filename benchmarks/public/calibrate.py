@@ -151,7 +151,7 @@ def calibrate(
 
     Args:
         first: where the search begins; None: at `START`.
-        without: a model whose rows are left out; families without one keep the `first` constants.
+        without: a model that is left out; families without one keep the `first` constants.
     """
     names = [each.name for each in fields(EngineConstants) if each.name not in MXFP4]
     found: Constants = {}

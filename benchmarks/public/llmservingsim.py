@@ -6,7 +6,7 @@ licence): git clone https://github.com/casys-kaist/LLMServingSim DIR
 
 A run in bench/examples has the arrival times and lengths of its requests, what they share, and
 vLLM's flags and blocks. The recipe has its model, GPU and flags; the laws are those of
-`profile --analytic`. Of a GPU whose operators do not ship there is no prediction.
+`profile --analytic`. A GPU without shipped operators has no prediction.
 """
 
 from __future__ import annotations

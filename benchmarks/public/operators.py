@@ -310,10 +310,10 @@ def by_size(sizes: Floats, ratio: Floats) -> tuple[tuple[int, float], ...]:
     """Return the median of measured over predicted at each size from `LEAST_BYTES` on, and at the
     smaller ones together.
     """
-    found = [(LEAST_BYTES // 2, float(f"{np.median(ratio[sizes < LEAST_BYTES]):.3g}"))]
-    for size in np.unique(sizes[sizes >= LEAST_BYTES]):
-        found.append((int(size), float(f"{np.median(ratio[sizes == size]):.3g}")))
-    return tuple(found)
+    known = [LEAST_BYTES // 2, *np.unique(sizes[sizes >= LEAST_BYTES]).astype(int).tolist()]
+    nearest = np.maximum(sizes, known[0])
+    nearest[sizes < LEAST_BYTES] = known[0]
+    return tuple((size, float(f"{np.median(ratio[nearest == size]):.3g}")) for size in known)
 
 
 def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:

@@ -305,7 +305,7 @@ class Fit(Envelope):
             off = law.error.p95_percent / 100.0
             return LawRange(fast=1.0 / (1.0 + off), slow=1.0 + off, basis=HELD_OUT)
         own = known.own
-        which = f"of {known.gpu}" if own is known.here else "whose model set no constant"
+        which = f"of {known.gpu}" if own is known.here else "with models that set no constant"
         return LawRange(
             fast=1.0 / (1.0 + own.tpot_high_percent / 100.0),
             slow=1.0 / (1.0 + own.tpot_low_percent / 100.0),
