@@ -1,6 +1,6 @@
 """How far analytic predictions were off beside servers that others measured.
 
-`elsewhere.json` has the errors of the commands themselves (`benchmarks.public.product`,
+`elsewhere.json` has the errors of the commands themselves (`benchmarks.public.scoreboard`,
 docs/results/scoreboard.md): by GPU and class of model (`groups`), and of each class with constants
 that the server's model did not set (`left_out`). `all` has what the compared servers reach.
 """
