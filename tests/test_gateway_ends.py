@@ -20,9 +20,7 @@ from toolkit.gateway import passing
 @pytest.mark.parametrize(
     ("dialect", "name"), list(cases()), ids=lambda each: getattr(each, "name", each)
 )
-def test_an_answer_may_end_anywhere(
-    dialect: Dialect, name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_answer_may_end_anywhere(dialect: Dialect, name: str, monkeypatch: pytest.MonkeyPatch):
     """At some places; `benchmarks.serving.replica_ends` tries every one."""
     monkeypatch.setattr(passing, "PAUSE_S", 0.0)
     found = asyncio.run(tried(dialect, name, every=211, first=len(name)))
