@@ -20,7 +20,7 @@ from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup
 from toolkit.tuning.executor import InProcessRunner, Runner, collect
 from toolkit.tuning.inputs import Inputs, settings_of
 from toolkit.tuning.judge import NEXT, JudgedCandidates, is_better, judge_candidates
-from toolkit.tuning.search import search
+from toolkit.tuning.search import Found, SearchSettings, search
 from toolkit.tuning.tune import tune
 from toolkit.tuning.workload import make_workload
 
@@ -58,14 +58,21 @@ def judged(runner: Made, trials: int = 20) -> tuple[JudgedCandidates, list[int]]
     settings = settings_of(recipe, samples.fit())
     world = make_world(recipe, samples.fit())
     setup = EvaluationSetup(world, [trace(100)], {TTFT: 2.0}, limits=LIMITS)
-
-    found = search(setup, runner, settings, lambda best: None)
+    result, found = judged_on_whole(setup, runner, settings)
     slices = sorted({tokens_of(one) for one in found.evaluations}, reverse=True)
+    return result, slices
+
+
+def judged_on_whole(
+    setup: EvaluationSetup, runner: Runner, settings: SearchSettings
+) -> tuple[JudgedCandidates, Found]:
+    """What is judged on the whole trace, and what the search found on windows."""
+    found = search(setup, runner, settings, lambda best: None)
 
     def judge(task: Task) -> Task:
         return replace(task, setup=replace(task.setup, label=WHOLE))
 
-    return judge_candidates(found, settings, judge, partial(collect, runner)), slices
+    return judge_candidates(found, settings, judge, partial(collect, runner)), found
 
 
 def tokens_of(evaluation: Evaluation) -> int:
@@ -87,15 +94,14 @@ class Misled(Made):
 def test_the_best_is_never_worse_than_the_defaults() -> None:
     found, slices = judged(Misled(whole=lambda tokens: 0.5))
     assert slices[0] > 128  # what the search took for the best
-    assert tokens_of(found.of_space["slice"]) == 128
-    assert found.of_space["slice"].rank(LIMITS) >= found.default.rank(LIMITS)
+    assert tokens_of(found.best(found.tried)) == 128
 
 
 @pytest.mark.slow
 def test_where_the_best_keeps_the_limits_nothing_else_is_tried() -> None:
     runner = Made(whole=lambda tokens: 1.0)
     found, slices = judged(runner)
-    assert tokens_of(found.of_space["slice"]) == slices[0]
+    assert tokens_of(found.best(found.tried)) == slices[0]
     assert runner.tried == [128, slices[0]]  # the recipe's, and the best
     assert found.further == []
 
@@ -108,8 +114,43 @@ def test_where_the_best_breaks_a_limit_the_next_best_are_tried() -> None:
     runner = Made(whole=lambda tokens: 0.9 if tokens == third else 1.5)
     found, _ = judged(runner)
     assert [tokens_of(one) for one in found.further] == slices[1 : NEXT + 1]
-    best = found.of_space["slice"]
+    best = found.best(found.tried)
     assert (tokens_of(best), best.feasible(found.limits)) == (third, True)
+
+
+class FewTokens(InProcessRunner):
+    """Busy windows discard passes of few tokens, with which the whole trace is served sooner."""
+
+    def __init__(self) -> None:
+        self.tried: set[int] = set()  # on the whole trace
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        for index, task in enumerate(tasks):
+            tokens = int(task.parameters["max_num_batched_tokens"])
+            used = 1.5 if tokens < 6000 else 0.5
+            if task.setup.label == WHOLE:
+                self.tried.add(tokens)
+                used = 0.5 if tokens >= 500 else 1.5
+            metrics = {"goodput_rps": 1.0, "e2e_mean_s": tokens / 1000.0}
+            outcome = Outcome(policy="vllm", parameters=dict(task.parameters), metrics=metrics)
+            yield index, Evaluation(outcome, {TTFT: used})
+
+
+@pytest.mark.slow
+def test_few_tokens_a_pass_are_tried_on_the_whole_trace_though_windows_discard_them() -> None:
+    recipe = samples.recipe(
+        engine={"name": "vllm"},
+        workers=1,
+        policy={"name": "vllm", "parameters": {"max_num_batched_tokens": 8192}},
+        tune={"trials": 10, "policies": ["own"]},
+    )
+    fit = samples.paged_fit()
+    runner = FewTokens()
+    setup = EvaluationSetup(make_world(recipe, fit), [trace(100)], {TTFT: 2.0}, limits=LIMITS)
+    found, _ = judged_on_whole(setup, runner, settings_of(recipe, fit))
+    assert min(runner.tried) < 500 < 16_000 < max(runner.tried)
+    best = found.best(found.tried).outcome.parameters["max_num_batched_tokens"]
+    assert 500 <= best <= 1000
 
 
 def evaluation(
@@ -131,12 +172,15 @@ DEFAULT = evaluation(10.0)
         (evaluation(9.0), DEFAULT, False),
         # more goodput is worth more latency, and a nearer limit
         (evaluation(10.2, e2e_mean_s=2.0, used=0.9), DEFAULT, True),
-        # no less goodput and less latency, while the limit that binds is no nearer
+        # no less goodput and less latency, while the limit that binds is no nearer, or far
         (evaluation(10.0, e2e_mean_s=0.9), DEFAULT, True),
         (evaluation(9.995, e2e_mean_s=0.9), DEFAULT, True),
         (evaluation(9.98, e2e_mean_s=0.9), DEFAULT, False),
         (evaluation(10.0, e2e_mean_s=0.995), DEFAULT, False),
-        (evaluation(10.0, e2e_mean_s=0.9, used=0.6), DEFAULT, False),
+        (evaluation(10.0, e2e_mean_s=0.6, used=0.2), evaluation(10.0, used=0.1), True),
+        (evaluation(10.0, e2e_mean_s=0.9, used=0.8), DEFAULT, True),
+        (evaluation(10.0, e2e_mean_s=0.6, used=0.9), evaluation(10.0, used=0.85), False),
+        (evaluation(10.0, e2e_mean_s=0.9, used=0.9), evaluation(10.0, used=0.9), True),
         (evaluation(10.0, e2e_mean_s=0.9, used=0.2, other=0.505), DEFAULT, True),
         # what keeps the limits is better, at any goodput
         (evaluation(5.0), evaluation(10.0, used=1.1), True),
@@ -213,6 +257,43 @@ def test_the_defaults_are_the_best_where_others_are_worse_on_the_whole_trace() -
     assert found.recommended == found.defaults
     assert found.capacity is not None
     assert found.capacity.recommended_rps == found.capacity.defaults_rps
+
+
+class Nearer(InProcessRunner):
+    """Other settings than the recipe's have 60 % of its mean E2E. They use the share `used` of the
+    target, the recipe's 0.1 less.
+    """
+
+    def __init__(self, used: float) -> None:
+        self.used = used
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
+        for index, done in super().run(tasks):
+            own = done.outcome.parameters["slice_tokens"] == 128
+            metrics = done.outcome.metrics | {
+                "e2e_mean_s": 5.0 if own else 3.0,
+                "goodput_rps": 20.0,
+            }
+            outcome = done.outcome.model_copy(update={"metrics": metrics})
+            yield index, Evaluation(outcome, {TTFT: self.used - 0.1 * own})
+
+
+@pytest.mark.slow
+@without_capacity()
+def test_latency_is_taken_while_every_limit_is_far_else_named_as_declined() -> None:
+    far = run(20.0, Nearer(0.2))
+    assert (far.keep_defaults, far.binding_ratio, far.alternatives.declined) == (False, 0.2, None)
+    assert far.recommended.metrics["e2e_mean_s"] == 3.0
+    near = run(20.0, Nearer(0.9))
+    declined = near.alternatives.declined
+    assert declined is not None
+    assert (near.keep_defaults, near.binding_ratio) == (True, pytest.approx(0.8))
+    assert (declined.limit, declined.used) == (TTFT, 0.9)
+    assert declined.outcome.metrics["e2e_mean_s"] == 3.0
+    slices = declined.outcome.parameters["slice_tokens"]
+    assert any(f"slice_tokens {slices}" in line for line in verdict(near))
+    same = run(20.0, Nearer(1.1))
+    assert same.alternatives.declined is None  # it breaks a limit
 
 
 @pytest.mark.slow

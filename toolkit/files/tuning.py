@@ -286,6 +286,17 @@ class HeldOutGain(Strict):
     better: int = Field(description="windows in which the best wins")
 
 
+class DeclinedSettings(Strict):
+    """Settings with a notably lower mean E2E than the recommended ones.
+
+    They come nearer to a limit, beyond 0.8 of it, or have up to 1 % less goodput.
+    """
+
+    outcome: Outcome = Field(description="on the whole trace, where they keep every limit")
+    limit: str = Field(description="the limit that binds with them")
+    used: float = Field(description="their share of it, at most 1")
+
+
 class Alternatives(Strict):
     """What else would serve this traffic, besides the recommended settings; all simulated."""
 
@@ -294,6 +305,9 @@ class Alternatives(Strict):
     )
     workers: int | None = Field(
         description="where limits are broken: how many workers keep them with these settings"
+    )
+    declined: DeclinedSettings | None = optional(
+        "quicker settings, for a user who wants latency rather than headroom; None: there are none"
     )
 
 

@@ -17,8 +17,9 @@ from toolkit.files.tuning import (
     changes_in_words,
     share_used,
 )
+from toolkit.report.rows import settings_of
 from toolkit.sched.policies import BUILT_IN
-from toolkit.units import bracketed, number, percent
+from toolkit.units import bracketed, number, percent, word
 
 FEW_REQUESTS = 100  # with fewer, a 99th percentile is the slowest request
 KEPT_SHARE = 0.97  # of the tuned rate: a capacity below it contradicts that this rate is kept
@@ -30,6 +31,8 @@ def verdict(result: Tuning) -> list[str]:
     lines = [*_warnings(result), *_judged_lines(result)]
     if result.keep_defaults and not result.keeps_limits:
         lines.append("nothing better than the defaults was found; they also break limits")
+    elif result.keep_defaults and result.alternatives.declined is not None:
+        lines.append("keep the defaults for headroom; other settings have a lower latency")
     elif result.keep_defaults:
         lines.append(f"nothing to gain: {_no_better(result)}; keep the defaults")
     elif not result.keeps_limits:
@@ -41,6 +44,7 @@ def verdict(result: Tuning) -> list[str]:
     else:
         lines.append("gain over the defaults: they have no goodput")
     lines += [
+        *_declined_lines(result),
         *_slow_end_lines(result),
         *_capacity_lines(result),
         *_router_lines(result),
@@ -189,6 +193,27 @@ def _latency_gain(result: Tuning) -> str:
     after_s = result.best.metrics.get("e2e_mean_s", 0.0)
     times = f"mean E2E {number(after_s)} s, the defaults' {number(before_s)} s"
     return f"the same goodput as the defaults, at a lower latency: {times}"
+
+
+def _declined_lines(result: Tuning) -> list[str]:
+    """The quicker settings that were declined, and which ones are for which wish; may be empty."""
+    declined = result.alternatives.declined
+    if declined is None:
+        return []
+    kept = result.recommended
+    before_s, after_s = (one.metrics.get("e2e_mean_s", 0.0) for one in (kept, declined.outcome))
+    own = settings_of(kept)
+    other = settings_of(declined.outcome)
+    changed = ", ".join(f"{key} {word(other[key])}" for key in other if other[key] != own.get(key))
+    which = "the recipe's settings" if result.keep_defaults else "the best settings"
+    used = share_used(result.usage.get(declined.limit, 0.0))
+    good, own_good = (one.metrics["goodput_rps"] for one in (declined.outcome, kept))
+    return [
+        f"declined: mean E2E {number(after_s)} s for {number(before_s)} s, with {declined.limit} "
+        f"{share_used(declined.used)} and {100 * (good / own_good - 1):+.1f} % goodput",
+        f"  for latency: policy '{declined.outcome.policy}', {changed}",
+        f"  for headroom, recommended: {which}, with {declined.limit} {used}",
+    ]
 
 
 def _span(interval: Interval, form: Callable[[float], str] = number) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import Alternatives
+from toolkit.files.tuning import Alternatives, DeclinedSettings
 from toolkit.sched.policies import BUILT_IN, refusal
-from toolkit.tuning.evaluate import Evaluation, Task
+from toolkit.tuning.evaluate import CandidateLimits, Evaluation, Task
 from toolkit.tuning.executor import Evaluate
 from toolkit.tuning.inputs import Inputs
 from toolkit.tuning.judge import NOTABLE_GAIN
@@ -42,13 +42,18 @@ def fewest(keeps: Callable[[int], bool]) -> int | None:
 
 
 def alternatives(
-    inputs: Inputs, evaluate: Evaluate, chosen: Evaluation, searched: Sequence[Evaluation]
+    inputs: Inputs,
+    evaluate: Evaluate,
+    chosen: Evaluation,
+    searched: Sequence[Evaluation],
+    declined: Evaluation | None,
 ) -> Alternatives:
     """Return what may be worth a change beside the `chosen` settings: nothing that was not searched
     but a number of workers.
 
     Args:
         searched: the best evaluation of each searched policy on the whole trace.
+        declined: see `JudgedCandidates.declined`.
     """
     engine = inputs.recipe.engine.name
     setup = inputs.whole(chosen.outcome.policy)
@@ -69,5 +74,13 @@ def alternatives(
     better = better or (best.feasible(limits) and not feasible)
     not_served = refusal(best.outcome.policy, engine) is not None
     return Alternatives(
-        best_of_all=best.outcome.policy if not_served and better else None, workers=workers
+        best_of_all=best.outcome.policy if not_served and better else None,
+        workers=workers,
+        declined=_with_limit(declined, limits) if declined else None,
     )
+
+
+def _with_limit(declined: Evaluation, limits: CandidateLimits) -> DeclinedSettings:
+    usage = declined.usage(limits)
+    limit = max(usage, key=lambda key: usage[key])
+    return DeclinedSettings(outcome=declined.outcome, limit=limit, used=usage[limit])

@@ -47,20 +47,16 @@ from toolkit.tuning.evaluate import (
 )
 from toolkit.tuning.executor import Evaluate, Runner, collect
 from toolkit.tuning.inputs import Inputs
-from toolkit.tuning.judge import NOTABLE_GAIN, JudgedCandidates, is_better, judge_candidates
+from toolkit.tuning.judge import NOTABLE_GAIN, is_better, is_quicker, judge_candidates
 from toolkit.tuning.search import (
     LATENCY,
     Found,
     Progress,
-    SearchSettings,
     front,
     search,
     sensitivity,
 )
-from toolkit.tuning.spaces import (
-    PolicySpace,
-    sweeps,
-)
+from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweeps
 from toolkit.tuning.workload import Workload
 
 # limits with a key in `Evaluation.usage` that differs from their metric
@@ -77,7 +73,7 @@ def planned(inputs: Inputs) -> list[int]:
     sweep = max(len(sweeps(space, {})) for space in settings.spaces)
     return [
         *[searched] * settings.trials,
-        *[whole] * (2 + len(settings.spaces) + 2 * RATES),
+        *[whole] * (2 + len(settings.spaces) + 2 * SWEEP_POINTS + 2 * RATES),
         *[searched] * sweep,
         *[len(window.trace) for window in cut.held_out for _ in range(2)],
     ]
@@ -98,11 +94,14 @@ def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progres
     found = search(setup, runner, settings, progress)
     evaluate = partial(collect, runner, tick=partial(progress, 0.0))
     judged = judge_candidates(found, settings, inputs.judge, evaluate)
-    best = _best_served(judged, settings)
+    of_spaces = judged.of_spaces(settings.spaces)
+    served = [key for key in of_spaces if key in settings.served] or [*of_spaces]
+    best = judged.best([of_spaces[key] for key in served])
     chosen, space, in_turn = _settle_router(inputs, evaluate, best, settings.spaces)
     own = settings.spaces[0]
     able = own.key in settings.served or chosen.outcome.key not in settings.served
-    if able and judged.default.rank(judged.limits) > chosen.rank(judged.limits):
+    worse = judged.default.rank(judged.limits) > chosen.rank(judged.limits)
+    if able and worse and not is_better(chosen, judged.default, judged.limits):
         chosen, space = judged.default, own  # without its router the best is worse than these
     # The front has goodput and the target nearest to its limit, where that is a metric.
     ratios = {key: r for key, r in chosen.ratios.items() if key in chosen.outcome.metrics}
@@ -111,7 +110,8 @@ def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progres
     verdict = _verdict(inputs, judged.default, chosen)
     recommended = judged.default if verdict["keep_defaults"] else chosen
     cut = inputs.workload.windows
-    others = alternatives(inputs, evaluate, recommended, [*judged.of_space.values()])
+    declined = judged.declined(recommended, served)
+    others = alternatives(inputs, evaluate, recommended, [*of_spaces.values()], declined)
     return Tuning.model_validate(
         {
             **head,
@@ -135,7 +135,7 @@ def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progres
             "further": [evaluation.outcome for evaluation in judged.further],
             "capacity": _capacity(inputs, evaluate, judged.default, recommended),
             "sensitivity": sensitivity(found.setup, runner, space, chosen, progress),
-            "policies": [_result(found, best, inputs) for best in judged.of_space.values()],
+            "policies": [_result(found, best, inputs) for best in of_spaces.values()],
             "in_turn": in_turn,
             "latency_metric": latency,
             "front": front(trials, latency),
@@ -223,17 +223,8 @@ def _router_gains(in_turn: Evaluation, chosen: Evaluation, limits: CandidateLimi
     """
     if chosen.feasible(limits) != in_turn.feasible(limits):
         return chosen.feasible(limits)
-    before_s, after_s = (each.outcome.metrics.get("e2e_mean_s", 0.0) for each in (in_turn, chosen))
-    if chosen.goodput_rps > NOTABLE_GAIN * in_turn.goodput_rps:
-        return True
-    return chosen.goodput_rps >= in_turn.goodput_rps and before_s > NOTABLE_GAIN * after_s
-
-
-def _best_served(judged: JudgedCandidates, settings: SearchSettings) -> Evaluation:
-    """The best policy that the engine can run (any policy, where the engine can run none)."""
-    spaces = judged.of_space
-    served = [spaces[key] for key in spaces if key in settings.served] or list(spaces.values())
-    return max(served, key=lambda best: best.rank(judged.limits))
+    more = chosen.goodput_rps > NOTABLE_GAIN * in_turn.goodput_rps
+    return more or is_quicker(chosen, in_turn)
 
 
 def _verdict(inputs: Inputs, default: Evaluation, best: Evaluation) -> dict[str, object]:

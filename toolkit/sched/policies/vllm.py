@@ -61,7 +61,7 @@ class VllmPolicy:
     max_num_batched_tokens: int = parameter(
         2048,
         low=1,
-        search=(256, 8192),
+        search=(256, 16384),
         log=True,
         doc="the most new tokens in one forward pass, decodes included",
     )
