@@ -7,7 +7,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import samples
-from commands import llmctl, refused
+from commands import llmctl, printed, refused
 
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN
@@ -17,6 +17,8 @@ from toolkit.cli.arguments import open_recipe
 from toolkit.deploy.doctor import check_kv_bytes, check_sizes
 from toolkit.errors import InputError
 from toolkit.files import find_model
+from toolkit.files.fit import Fit
+from toolkit.files.io import read_file
 from toolkit.files.new_recipe import TraceLengths, Wish, new_recipe
 from toolkit.files.recipe import Recipe
 
@@ -72,11 +74,6 @@ def test_the_smallest_group_that_holds_the_model(
         (["lama-3.1-8b", "--gpu", "h100-sxm"], "'llama-3.1-8b'"),
         (["./nowhere/config.json", "--gpu", "h100-sxm"], "no such file"),
         (["llama-3.1-8b", "--gpu", "h100-sxm", "--quantization", "fp9"], "'fp8'"),
-        (["llama-3.1-8b", "--gpu", "h100-sxm", "--engine", "fake"], "rebatch"),
-        (
-            ["llama-3.1-8b", "--gpu", "h100-sxm", "--engine", "rebatch", "--quantization", "fp8"],
-            "fp8",
-        ),
         (["llama-3.1-8b", "--gpu", "h100-sxm", "--tensor-parallel-size", "3"], "1, 2, 4, 8"),
         (
             ["llama-3.1-8b", "--gpu", "h200", "--gpus", "1", "--tensor-parallel-size", "2"],
@@ -343,7 +340,7 @@ def test_which_modules_keep_their_precision(listed: str, kept: set[str]) -> None
     assert {name for name in names if name in KeptModules(["nothing", listed, "re:x"])} == kept
 
 
-LONG = TraceLengths("folder/long.jsonl", [500, 9_000, 20_000], 12_000, 9_500)
+LONG = TraceLengths("folder/long.jsonl", [500, 9_000, 20_000], 9_500)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +348,6 @@ LONG = TraceLengths("folder/long.jsonl", [500, 9_000, 20_000], 12_000, 9_500)
     [
         ({}, 20_480, 9_500),  # in steps of 1,024
         ({"max_model_len": 4096}, 4096, 4095),
-        ({"engine": "rebatch"}, 21_504, 9_500),  # the longest prompt and output together
     ],
 )
 def test_the_limits_follow_from_a_trace(
@@ -361,6 +357,20 @@ def test_the_limits_follow_from_a_trace(
     assert recipe.model.max_model_len == longest
     assert recipe.serve.max_new_tokens == output
     assert recipe.tune.trace == LONG.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest", [16, 64, 200, 256])
+def test_a_recipe_of_short_requests_can_be_fitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], longest: int
+) -> None:
+    words = ["llama-3.1-8b", "--gpu", "h100-sxm", "--max-model-len", longest, "--json"]
+    text = printed(capsys, "recipe new", *words)["text"]
+    recipe, profile, fit = (tmp_path / name for name in ("recipe.yaml", "profile.json", "fit.json"))
+    recipe.write_text(text)
+    assert llmctl("profile", recipe, "--analytic", "--out", profile) == 0
+    assert llmctl("fit", profile, "--out", fit) == 0
+    assert read_file(Fit, fit, {"recipe": recipe}).engine.max_model_len == longest
 
 
 def test_the_command_reads_the_trace(capsys: pytest.CaptureFixture[str]) -> None:

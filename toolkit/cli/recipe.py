@@ -67,7 +67,6 @@ class NewOptions:
     quantization: str = option(
         "", "Quantize 16-bit weights as vLLM loads them: fp8; default: as the checkpoint is."
     )
-    engine: str = option("vllm", "The engine: vllm, rebatch or transformers.")
     max_model_len: int | None = option(
         None,
         "The longest prompt + output in tokens; default: 8192, or the longest of --trace, within "
@@ -105,7 +104,6 @@ def new(args: NewOptions) -> None:
         gpus=args.gpus,
         tensor_parallel=args.tensor_parallel_size,
         quantization=args.quantization,
-        engine=args.engine,
         max_model_len=args.max_model_len,
         targets=parse_sla(args.target, "--target"),
         traffic=_traffic(args.trace),
@@ -133,8 +131,7 @@ def _traffic(name: str | None) -> TraceLengths | None:
         return None
     trace, _ = read_trace(trace_path(name))
     totals = sorted((trace.prompt_tokens + trace.output_tokens).tolist())
-    longest = int(trace.prompt_tokens.max()), int(trace.output_tokens.max())
-    return TraceLengths(name, totals, *longest)
+    return TraceLengths(name, totals, int(trace.output_tokens.max()))
 
 
 @app.command("gpus")

@@ -13,7 +13,6 @@ from toolkit.files.strict import parse_json, read_bytes
 
 HUB_ID = r"[\w.-]+/[\w.-]+"
 MAX_CONFIG_BYTES = 8 << 20
-MAX_CONFIG_DEPTH = 12  # a recipe has it at depth 3, and at most 16
 HUB_S = 5.0  # the hub answers within this, or there is no network
 
 
@@ -143,18 +142,4 @@ def _read(file: Path) -> Config:
 
 def _parsed(file: Path) -> object:
     """The JSON in a file that came with a model. `InputError` for what is larger than any."""
-    content = read_bytes(file, most_bytes=MAX_CONFIG_BYTES)
-    data = parse_json(content, file)
-    level: list[object] = [data]
-    for _ in range(MAX_CONFIG_DEPTH):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-    if level:
-        raise InputError(
-            f"{file.name}: nested more than {MAX_CONFIG_DEPTH} deep", "a config.json is flat"
-        )
-    return data
+    return parse_json(read_bytes(file, most_bytes=MAX_CONFIG_BYTES), file)

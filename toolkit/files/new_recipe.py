@@ -27,8 +27,7 @@ from toolkit.catalogue.models import (
     text_config,
 )
 from toolkit.catalogue.quantization import ONLINE, Config
-from toolkit.engine_traits import traits_of
-from toolkit.errors import InputError, nearest
+from toolkit.errors import InputError
 from toolkit.files.find_model import FoundModel
 from toolkit.units import GIB, size
 
@@ -47,13 +46,9 @@ OUTPUT = 1024  # the limit of outputs without a trace
 TARGETS = {"ttft_p99_s": 10.0, "mtpot_p99_s": 1.5}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096)
+SLICES = (64, 128)
 COLUMNS = 100
 EXPERT_PARALLEL = "--enable-expert-parallel"
-POLICIES = {  # where tuning starts, per engine that recipes are made for
-    "vllm": "vllm",
-    "rebatch": "past-future",
-    "transformers": "slice",
-}
 # Keys of config.json that a recipe repeats: what the byte counts are derived from.
 KEPT = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -79,13 +74,11 @@ class TraceLengths:
     Attributes:
         name: its file, or its name; a recipe repeats it.
         totals: prompt and output of each request, in rising order.
-        longest_prompt: of all requests.
         longest_output: of all requests.
     """
 
     name: str
     totals: Sequence[int]
-    longest_prompt: int
     longest_output: int
 
     @property
@@ -120,7 +113,6 @@ class Wish:
     gpus: int | None = None
     tensor_parallel: int | None = None
     quantization: str = ""
-    engine: str = "vllm"
     max_model_len: int | None = None
     targets: Mapping[str, float] = field(default_factory=dict)
     traffic: TraceLengths | None = None
@@ -181,16 +173,10 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     Raises `InputError` for a model that llmctl does not model, and for one that does not fit, with
     what would.
     """
-    if wish.engine not in POLICIES:
-        problem = f"--engine {wish.engine}: no recipe is made for it"
-        raise InputError(problem, nearest(wish.engine, POLICIES))
     context = integer_at(text_config(found.config), "max_position_embeddings")
     longest = wish.max_model_len or min(context, MODEL_LEN)
     refuse(found.name, of_config(found.config, longest))
     facts = facts_of(found.config, wish.quantization)
-    if facts.scheme and not traits_of(wish.engine).quantizes:
-        problem = f"--engine {wish.engine}: it does not run {facts.scheme.name} weights"
-        raise InputError(problem, "leave --engine out: vLLM runs them")
     longest = wish.max_model_len or _length(facts, wish)
     refuse(found.name, of_config(found.config, longest))
     if longest > facts.context:
@@ -205,16 +191,11 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
 def _length(facts: ModelFacts, wish: Wish) -> int:
     """The longest prompt + output of a recipe: what the trace needs, and `MODEL_LEN` at least; at
     most the model's limit.
-
-    Our own engines need room for the longest prompt and the longest output together.
     """
     traffic = wish.traffic
     if traffic is None:
         return min(facts.context, MODEL_LEN)
-    needed = traffic.longest
-    if not traits_of(wish.engine).server:
-        needed = traffic.longest_prompt + traffic.longest_output
-    stepped = -(-needed // LENGTH_STEP) * LENGTH_STEP
+    stepped = -(-traffic.longest // LENGTH_STEP) * LENGTH_STEP
     return min(facts.context, max(MODEL_LEN, stepped))
 
 
@@ -262,8 +243,6 @@ def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> G
         if wish.gpus is not None and wanted > wish.gpus:
             problem = f"--tensor-parallel-size {wanted}: there are --gpus {wish.gpus}"
             raise InputError(problem, "give a smaller one, or more GPUs")
-    if not traits_of(wish.engine).shares_model:
-        most = 1
     sizes = [wanted] if wanted else [one for one in SIZES if one <= most]
     rooms = [
         room_on(facts, wish.gpu, one, longest)
@@ -297,16 +276,13 @@ def _too_large(
     )
     remedies = []
     for gpus in SIZES:
-        if (
-            parallel_problem(facts, gpus, whole_experts=whole)
-            or not traits_of(wish.engine).shares_model
-        ):
+        if parallel_problem(facts, gpus, whole_experts=whole):
             continue
         if room_on(facts, gpu, gpus, longest).rows:
             what = "--tensor-parallel-size" if wish.tensor_parallel else "--gpus"
             remedies.append(f"{what} {gpus}")
             break
-    if not facts.scheme and traits_of(wish.engine).quantizes:
+    if not facts.scheme:
         smaller = facts_of(found.config, ONLINE[0])
         if room_on(smaller, gpu, room.gpus, longest).rows:
             remedies.append(f"--quantization {ONLINE[0]} on {room.gpus}")
@@ -343,19 +319,16 @@ def _notes(
         notes.append(f"{wish.gpus - workers * room.gpus} of {wish.gpus} GPUs are left over")
     if scheme and scheme.name == "fp8" and "fp8" not in gpu.tflops:
         notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
-    if not traits_of(wish.engine).timed_by_pass:
-        notes.append(f"engine '{wish.engine}' is slower than vLLM on a GPU")
     if reasons := not_computed(facts.config, longest, scheme.name if scheme else ""):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
     elif not gpu.measured:
         notes.append(f"measure it (llmctl profile): operators of {gpu.name} were not measured")
-    elif traits_of(wish.engine).timed_by_pass:
+    else:
         which = "" if wish.traffic else " --trace TRACE"
         notes.append(f"next: llmctl capacity or llmctl tune, with recipe.yaml{which}")
     if wish.traffic is not None and (longer := wish.traffic.longer_than(longest)):
         count = f"{longer:,} of {len(wish.traffic.totals):,} requests of {wish.traffic.file}"
-        what = "are left out" if traits_of(wish.engine).server else "do not fit as they are"
-        notes.append(f"{count} {what}: longer than max_model_len, {longest:,}")
+        notes.append(f"{count} are left out: longer than max_model_len, {longest:,}")
     if gpu.note:
         notes.append(f"{gpu.name}: {gpu.note}")
     return notes
@@ -376,7 +349,7 @@ def _text(
     name = re.sub(r"[^a-z0-9._-]+", "-", "-".join(filter(None, parts)).lower()).strip("-._")
     among = f"{room.gpus} x {gpu.name}" if room.gpus > 1 else f"one {gpu.name}"
     weights = f" with {kind} weights" if kind else ""
-    about = f"{found.name}{weights} on {among}, engine {wish.engine}."
+    about = f"{found.name}{weights} on {among}, engine vllm."
     lines = [
         "# yaml-language-server: $schema=recipe.schema.json",
         *_comment(f"Made by `llmctl recipe new`. {found.origin[0].upper()}{found.origin[1:]}."),
@@ -456,8 +429,7 @@ def _traffic_lines(wish: Wish, longest: int) -> list[str]:
     traffic = wish.traffic
     if traffic is None:
         return ["", "serve:", f"  max_new_tokens: {min(OUTPUT, max(longest // 2, 1))}"]
-    room = longest - 1 if traits_of(wish.engine).server else longest // 2
-    output = min(traffic.longest_output, max(room, 1))
+    output = min(traffic.longest_output, max(longest - 1, 1))
     reason = f"the longest output of {traffic.file}"
     if output < traffic.longest_output:
         reason += f" has {traffic.longest_output:,}; max_model_len leaves this"
@@ -507,7 +479,7 @@ def _hardware_lines(gpu: Gpu, gpus: int) -> list[str]:
 
 
 def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
-    lines = ["engine:", f"  name: {wish.engine}"]
+    lines = ["engine:", "  name: vllm"]
     if room.gpus > 1:
         reason = f"the fewest GPUs that hold the weights and {GOOD_ROWS} of the longest rows"
         if room.rows < GOOD_ROWS:
@@ -524,7 +496,10 @@ def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
 
 
 def _profile_lines(longest: int) -> list[str]:
-    lengths = [length for length in LENGTHS if length <= longest // 2] or [max(longest // 4, 1)]
+    lengths = [length for length in LENGTHS if length <= longest // 2]
+    if len(lengths) < 2:  # a law of lengths needs two
+        lengths = [max(longest // 4, 1), max(longest // 2, 1)]
+    slices = [steps for steps in SLICES if steps <= longest // 2] or [max(longest // 4, 1)]
     return [
         "profile:",
         *_comment("Corners of the grid that do not fit are recorded as failed.", 2),
@@ -532,7 +507,7 @@ def _profile_lines(longest: int) -> list[str]:
         f"  input_lengths: {lengths}",
         f"  cached_lengths: {lengths}",
         f"  memory_lengths: {lengths[-4:]}",
-        "  slice_tokens: [64, 128]",
+        f"  slice_tokens: {slices}",
         "  repeats: 5",
         "  warmups: 2",
     ]
@@ -548,13 +523,10 @@ def _target_lines(wish: Wish) -> list[str]:
 
 
 def _policy_lines(wish: Wish) -> list[str]:
-    name = f"  name: {POLICIES[wish.engine]}"
-    if not traits_of(wish.engine).hosts_policies:
-        return ["policy:", name]
     rows, tokens = (1024, 8192) if wish.gpu.large else (256, 2048)
     return [
         *_line("policy:", "the defaults of vLLM 0.32's server on this GPU"),
-        name,
+        "  name: vllm",
         "  parameters:",
         f"    max_num_seqs: {rows}",
         f"    max_num_batched_tokens: {tokens}",
