@@ -27,8 +27,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Write the page to this file.")] = Path("report.html"),
     as_json: JsonOption = False,
 ) -> None:
-    """Write one HTML page about a recipe: the verdict first, then benches, tuning, fit
-    and plan.
+    """Write one HTML page about a recipe: the verdict first, then benches, tuning and fit.
 
     It is about the files in the plan's folder, or for a recipe in the current one; reports of
     `llmctl bench` are found by their contents. The page needs no network and runs no

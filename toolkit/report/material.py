@@ -2,7 +2,7 @@
 
 A file that is about another fit, or cannot be read, is left out; the page says why, and which
 command makes it again. `llmctl bench --out` takes any name, so benches, any number of them, are
-found by their content. The last section of the page, the files and machines, is here too.
+found by their content. The last section of the page, the files, is here too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, read_file
 from toolkit.files.plan import Plan
-from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
@@ -33,7 +32,6 @@ Basis = tuple[str, str]  # what laws come from: the role of a file and its diges
 ROLES = ("recipe", "profile", "fit", "tuning", "plan")
 BENCH_KEYS = {"measured", "compared", "answered", "inputs"}  # no other workflow file has them all
 MAX_BENCH_BYTES = 1 << 20  # a bench has about 12 KB; a larger file is something else
-FACTS = ("Python", "system", "processor", "CPUs", "device", "packages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +46,10 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """A replay against a server that ran the shown plan, or another plan of the same fit."""
+    """A replay against a server that ran the shown plan."""
 
     name: str
     content: BenchReport
-    of_plan: bool
 
     def at_rate(self, rate_rps: float | None) -> bool:
         """Whether it replayed the trace at this mean rate; False where a rate is not known."""
@@ -66,12 +63,11 @@ class BenchResult:
 class Material:
     """All files of a report. `why` has, for each left-out role or file, the reason.
 
-    `benches` are in the order of what they say about the plan: its own at the rate that it was
-    tuned for, its own at other rates, then those of other plans; among equals the newest first.
+    `benches` are of the shown plan: first those at the rate that it was tuned for, and among equals
+    the newest.
     """
 
     recipe: Recipe
-    profile: Profile | None = None
     fit: Fit | None = None
     tuning: Tuning | None = None
     plan: Plan | None = None
@@ -86,18 +82,13 @@ class Material:
             return self.plan.workload.request_rate_rps if self.plan.workload else None
         return self.tuning.request_rate_rps if self.tuning else None
 
-    def is_of_plan(self, content: Envelope) -> bool:
-        """Whether a file was made from the shown plan."""
-        shown = {source.sha256 for source in self.sources if source.role == "plan"}
-        return _sha256_of(content, "plan") in shown
-
     @property
     def made(self) -> str:
         """When the newest file was written, and the machine: of the benches, else of the plan, the
-        tuning, the profile or the fit. '' where there is none of these.
+        tuning or the fit. '' where there is none of these.
         """
         files = [bench.content for bench in self.benches]
-        others = (self.plan, self.tuning, self.profile, self.fit)
+        others = (self.plan, self.tuning, self.fit)
         machines = {
             f"{one.processor}, {counted(one.cpu_count, 'processor')}"
             + (f", device {one.device}" if one.device != "cpu" else "")
@@ -136,16 +127,14 @@ def gather(source: str) -> Material:
         files.plan = _take(files, Plan, folder / "plan.json", basis)
         if files.fit is None and files.plan:
             files.fit = files.plan.fit  # computed: no file has it
-    profile_sha256 = _sha256_of(files.fit, "profile") if files.fit else ""
-    if profile_sha256:
-        files.profile = _take(files, Profile, folder / "profile.json", sha256=profile_sha256)
     files.tuning = _take(files, Tuning, folder / "tuning.json", basis)
-    _take_benches(files, folder, basis)
+    _take_benches(files, folder)
     return files
 
 
-def _take_benches(files: Material, folder: Path, basis: Basis) -> None:
-    """Take every bench in the folder that was made with the shown laws; see `Material.benches`."""
+def _take_benches(files: Material, folder: Path) -> None:
+    """Take every bench of the shown plan in the folder; see `Material.benches`."""
+    shown = {source.sha256 for source in files.sources if source.role == "plan"}
     taken: list[tuple[BenchResult, SourceFile]] = []
     paths = [path for path in folder.glob("*.json") if path.stem not in ROLES and path.is_file()]
     for path in sorted(paths, key=lambda path: (-path.stat().st_mtime, path)):
@@ -164,16 +153,14 @@ def _take_benches(files: Material, folder: Path, basis: Basis) -> None:
             continue
         if "plan" not in content.inputs:
             files.why[path.name] = f"{path.name} was made without --plan, so its plan is not known"
-        elif _basis_of(content) != basis:
+        elif _sha256_of(content, "plan") not in shown:
             plan = content.inputs["plan"].name
-            other = f"another {basis[0]} ({plan}), not the one that is shown here"
-            files.why[path.name] = f"{path.name} is about {other}"
+            files.why[path.name] = f"{path.name} is about another plan ({plan})"
         elif content.late:
             files.why[path.name] = f"{path.name} is {NOT_SERVERS}: {content.late}"
         else:
-            bench = BenchResult(path.name, content, files.is_of_plan(content))
-            taken.append((bench, _source("bench", path)))
-    taken.sort(key=lambda pair: (not pair[0].of_plan, not pair[0].at_rate(files.rate_rps)))
+            taken.append((BenchResult(path.name, content), _source("bench", path)))
+    taken.sort(key=lambda pair: not pair[0].at_rate(files.rate_rps))
     files.benches = [bench for bench, _ in taken]
     files.sources += [source for _, source in taken]
 
@@ -185,11 +172,10 @@ def _take(
     basis: Basis | None = None,
     *,
     inputs: Mapping[str, Path] | None = None,
-    sha256: str | None = None,
 ) -> EnvelopeT | None:
     """The file, or None where it does not exist or does not belong to the others.
 
-    It must be made from `inputs` and rest on `basis`, and have the digest `sha256` itself.
+    It must be made from `inputs` and rest on `basis`.
     """
     if not path.is_file():
         return None
@@ -200,10 +186,9 @@ def _take(
     except InputError as error:
         files.why[role] = error.whole
         return None
-    is_based = basis in (None, _basis_of(content))
-    if not is_based or sha256 not in (None, source.sha256):
-        what = role if is_based or basis is None else basis[0]
-        files.why[role] = f"{path.name} is about another {what}, not the one that is shown here"
+    if basis is not None and basis != _basis_of(content):
+        other = f"another {basis[0]}, not the one that is shown here"
+        files.why[role] = f"{path.name} is about {other}"
         return None
     files.sources.append(source)
     return content
@@ -227,22 +212,10 @@ def _source(role: str, path: Path) -> SourceFile:
 
 
 def environment_section(files: Material) -> Section:
-    """Where the numbers come from: files with their digests, machines and versions."""
+    """Where the numbers come from: files with their digests."""
     section = Section("origin", "Made from these files; another digest is another file.")
     rows: list[tuple[Cell, ...]] = [
         (file.role, file.name, file.date, file.sha256) for file in files.sources
     ]
     section.tables.append(Table("Files", ["role", "name", "date", "sha256"], rows))
-    of_roles = (files.profile, files.fit, files.tuning, files.plan)
-    by_role: dict[str, Envelope | None] = dict(zip(ROLES[1:], of_roles, strict=True))
-    contents = {role: content for role, content in by_role.items() if content is not None}
-    machines: dict[tuple[Cell, ...], list[str]] = {}  # the roles of the files made in each
-    for role, content in contents.items():
-        made = content.environment
-        packages = ", ".join(f"{name} {version}" for name, version in made.packages.items())
-        system = (made.python, made.platform, made.processor, str(made.cpu_count))
-        machines.setdefault((*system, made.device, packages), []).append(role)
-    if machines:
-        rows = [(", ".join(roles), *facts) for facts, roles in machines.items()]
-        section.tables.append(Table("Machines and versions", ["file", *FACTS], rows))
     return section

@@ -31,7 +31,6 @@ from toolkit.report.parts import (
 from toolkit.report.sections import (
     bench_section,
     fit_section,
-    plan_section,
     tuning_section,
 )
 from toolkit.report.verdict import verdict
@@ -122,7 +121,7 @@ def _measured(files: Material) -> MeasuredTargets | None:
     rate = files.rate_rps
     sla = files.recipe.sla
     for bench in files.benches:
-        if bench.of_plan and bench.at_rate(rate) and bench.content.sla == sla:
+        if bench.at_rate(rate) and bench.content.sla == sla:
             # Not every target is a metric of a bench.
             targets = {target.target: target.measured_s for target in bench.content.targets}
             every = bench.content.measured | targets
@@ -206,7 +205,7 @@ def _checks(files: Material) -> list[str]:
     if files.plan is None and files.tuning is None:
         return []
     texts = []
-    for bench in (bench for bench in files.benches if bench.of_plan):
+    for bench in files.benches:
         content = bench.content
         text = f"{bench.name}: {content.answered:,} requests"
         if content.request_rate_rps is not None:
@@ -252,7 +251,6 @@ def _shares(promise: Promise) -> Figure:
     """The used share of each latency target, predicted and measured."""
     bench = promise.measured
     shares: dict[str, float] = {}
-    titles: dict[str, str] = {}
     for limit in promise.limits:
         if not limit.name.endswith("_s") or limit.predicted is None:
             continue
@@ -260,11 +258,11 @@ def _shares(promise: Promise) -> Figure:
         if bench and limit.name in bench.values:
             values["measured"] = bench.values[limit.name]
         for where, value in values.items():
-            name = f"{metric_name(limit.name)}, {where}"
-            shares[name] = 100 * value / limit.limit
-            titles[name] = f"{name}: {quantity(limit.name, value)}, {limit.allowed()}"
-    svg = bars(shares, " %", limit=100.0, titles=titles)
-    return Figure(svg, "used share of each latency target; kept up to the dashed line")
+            shares[f"{metric_name(limit.name)}, {where}"] = 100 * value / limit.limit
+    return Figure(
+        bars(shares, " %", limit=100.0),
+        "used share of each latency target; kept up to the dashed line",
+    )
 
 
 def _notes(files: Material) -> list[str]:
@@ -295,7 +293,6 @@ def report(files: Material) -> str:
         bench_section(files),
         tuning_section(files),
         fit_section(files),
-        plan_section(files),
         environment_section(files),
     ]
     return render_page(files.recipe.name, files.recipe.description, sections, files.made)

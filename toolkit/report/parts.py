@@ -88,7 +88,6 @@ TITLES = {  # of the sections, by their keys, in their order on the page
     "bench": "The benches",
     "tuning": "The tuning",
     "fit": "The fit",
-    "plan": "The plan",
     "origin": "Where this comes from",
 }
 
@@ -185,14 +184,11 @@ class _Scale:
     high: float
     start: float
     end: float
-    log: bool
-    ticks: list[float] = field(default_factory=list)
+    ticks: list[float]
 
     def place(self, value: float) -> float:
-        low, high, at = (
-            math.log(bound) if self.log else bound for bound in (self.low, self.high, value)
-        )
-        return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
 
 
 def chart(
@@ -200,35 +196,22 @@ def chart(
     y_name: str,
     series: Sequence[ChartSeries],
     *,
-    log: bool = False,
     level: float | None = None,
-    diagonal: bool = False,
 ) -> Markup:
-    """Draw a chart. Points that an axis cannot show (0 on a logarithmic one) are left out.
-
-    `level` adds a horizontal line, and `diagonal` the line where x is y.
-    """
-    drawn = []
-    for one in series:
-        points = one.points
-        if log:
-            points = [(x, y, label) for x, y, label in points if x > 0 and y > 0]
-        if points:
-            drawn.append((one, points[:: -(-len(points) // MAX_POINTS)]))
+    """Draw a chart; `level` adds a horizontal line."""
+    drawn = [
+        (one, one.points[:: -(-len(one.points) // MAX_POINTS)]) for one in series if one.points
+    ]
     xs = [x for _, points in drawn for x, _, _ in points]
     ys = [y for _, points in drawn for _, y, _ in points]
     if not xs:
         return Markup()
-    if diagonal:
-        xs = ys = xs + ys
     if level is not None:
         ys = [*ys, level]
-    x = _scale(xs, LEFT, WIDTH - RIGHT, log=log)
-    y = _scale(ys, HEIGHT - BOTTOM, TOP, log=log)
+    x = _scale(xs, LEFT, WIDTH - RIGHT)
+    y = _scale(ys, HEIGHT - BOTTOM, TOP)
     root = _root(HEIGHT + 18 * (len(drawn) > 1), f"{y_name} over {x_name}")
     _grid(root, x_name, y_name, x, y)
-    if diagonal:
-        _line(root, [(x.low, x.low), (x.high, x.high)], x, y, "rule")
     if level is not None:
         _line(root, [(x.low, level), (x.high, level)], x, y, "rule")
     for index, (one, points) in enumerate(drawn):
@@ -255,13 +238,11 @@ def bars(
     *,
     limit: float | None = None,
     large: float | None = None,
-    titles: Mapping[str, str] | None = None,
 ) -> Markup:
     """Draw a bar for each value; bars of negative values go to the left of a common line.
 
     A `limit` adds a dashed line, and each bar says whether it is kept. A bar of more than `large`
-    to either side is red, and says so. `titles` describe bars; a bar without a title shows its name
-    and value.
+    to either side is red, and says so.
     """
     if not values:
         return Markup()
@@ -290,7 +271,7 @@ def bars(
         start = zero - (length if value < 0 else 0)
         cls = "s0" if kept else "s2"
         bar = _add(root, "rect", x=start, y=top + 2, width=max(length, 1), height=14, cls=cls)
-        _add(bar, "title", text=(titles or {}).get(name, f"{name}: {text}"))
+        _add(bar, "title", text=f"{name}: {text}")
         end = max(zero, zero + value / span * room) if limit is None else left + room
         _add(root, "text", x=end + 5, y=top + 14, text=text)
     if limit is not None:
@@ -299,18 +280,9 @@ def bars(
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _Scale:
-    low = min(values)
-    high = max(values)
-    if log:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ticks = [10.0**power for power in powers]
-        if len(ticks) < 2:
-            ticks = [ticks[0], ticks[0] * 10]
-        every = -(-len(ticks) // 6)
-        return _Scale(ticks[0], ticks[-1], start, end, True, ticks[::every])
-    low = min(low, 0.0)
-    high = max(high, 0.0)
+def _scale(values: Sequence[float], start: float, end: float) -> _Scale:
+    low = min(*values, 0.0)
+    high = max(*values, 0.0)
     rough = (high - low or 1.0) / 5  # the step is 1, 2 or 5 times a power of ten, not below it
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * times for times in (1, 2, 5, 10) if size * times >= rough * (1 - 1e-9))
@@ -318,7 +290,7 @@ def _scale(values: Sequence[float], start: float, end: float, *, log: bool) -> _
     last = math.ceil(high / step)
     last = max(last, first + 1)
     ticks = [round(step * k, 12) for k in range(first, last + 1)]
-    return _Scale(ticks[0], ticks[-1], start, end, False, ticks)
+    return _Scale(ticks[0], ticks[-1], start, end, ticks)
 
 
 def _grid(root: Element, x_name: str, y_name: str, x: _Scale, y: _Scale) -> None:

@@ -1,4 +1,4 @@
-"""The sections about benches, the tuning, the fit and the plan.
+"""The sections about benches, the tuning and the fit.
 
 Each `..._section` shows one kind of file. Where the file is missing, the section names the command
 that makes it.
@@ -6,18 +6,13 @@ that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Literal
 
 from toolkit.backends.vllm.conformance.results import agreement
 from toolkit.catalogue.classes import of_resolved
-from toolkit.estimators.load import laws_from_fit
-from toolkit.files.plan import PREDICTED
 from toolkit.files.tuning import Trial, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
-    Cell,
     ChartPoint,
     ChartSeries,
     Figure,
@@ -25,7 +20,6 @@ from toolkit.report.parts import (
     Table,
     bars,
     chart,
-    metric_name,
     quantity,
 )
 from toolkit.report.rows import (
@@ -36,9 +30,8 @@ from toolkit.report.rows import (
     settings_of,
 )
 from toolkit.sched.policies import footnote
-from toolkit.units import counted, number, percent, seconds, word, words
+from toolkit.units import counted, number, word, words
 
-Point = tuple[int, int, float]  # batch size, length, seconds
 LARGE_PERCENT = 15.0  # a larger error of a prediction is red: the aim for latencies
 LARGE = f"red beyond {LARGE_PERCENT:g} %"
 
@@ -68,29 +61,17 @@ def bench_section(files: Material) -> Section:
     for bench in files.benches:
         section.lines.append(_bench_line(bench, files.rate_rps))
         warm = bench.content.warmup is not None
-        errors: dict[str, float] = {}
-        titles: dict[str, str] = {}
-        for row in bench.content.compared:
-            if row.error_percent is not None:
-                errors[row.metric] = row.error_percent
-            if row.predicted is not None and row.measured is not None:
-                values = [quantity(row.metric, value) for value in (row.predicted, row.measured)]
-                text = f"predicted {values[0]}, measured {values[1]}"
-                titles[row.metric] = f"{metric_name(row.metric)}: {text}"
-        svg = bars(errors, " %", large=LARGE_PERCENT, titles=titles)
+        errors = {
+            row.metric: row.error_percent
+            for row in bench.content.compared
+            if row.error_percent is not None
+        }
+        svg = bars(errors, " %", large=LARGE_PERCENT)
         caption = f"{_title(bench)}: the prediction's error; {LARGE}"
         section.figures.append(Figure(svg, caption))
         columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
         shown = columns if warm else columns[:4]
         section.tables.append(Table(_title(bench), shown, compared_rows(bench.content)))
-    if len(files.benches) > 1:
-        metrics = [row.metric for bench in files.benches for row in bench.content.compared]
-        rows = [
-            [name, *(bench.content.measured.get(name) for bench in files.benches)]
-            for name in dict.fromkeys(metrics)
-        ]
-        columns = ["metric", *(bench.name for bench in files.benches)]
-        section.tables.insert(0, Table("Measured, side by side", columns, rows))
     section.lines += [f"Left out: {why}." for why in left_out]
     return section
 
@@ -106,9 +87,7 @@ def _title(bench: BenchResult) -> str:
 def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     """What was replayed, and its caveats."""
     content = bench.content
-    if not bench.of_plan:
-        what = "another plan of the same fit"
-    elif bench.at_rate(rate_rps):
+    if bench.at_rate(rate_rps):
         what = "this plan at the rate that it was tuned for"
     elif content.request_rate_rps is None or rate_rps is None:
         what = "this plan"
@@ -131,7 +110,7 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
 
 
 def fit_section(files: Material) -> Section:
-    """The laws of `fit.json` and their errors, with plots where their profile is known."""
+    """The laws of `fit.json` and their errors."""
     fit = files.fit
     tuning = files.tuning
     if fit is None and tuning is not None and tuning.analytic:
@@ -151,109 +130,18 @@ def fit_section(files: Material) -> Section:
         classes = {one.name for one in of_resolved(fit.steps.resolved)}
         agrees = agreement(fit.engine.engine_version, classes)
         section.lines.append(f"Measured was {version} with {served}; {agrees}.")
-    laws = (("prefill", fit.prefill), ("decode", fit.decode))
-    errors: list[tuple[Cell, ...]] = []
-    for name, law in laws:
-        reach = law.valid.batch_size_max, law.valid.length_max
-        errors.append((name, law.form, *error_cells(law.error), law.error.points, *reach))
-    overheads = [("whole slices", fit.overhead)]
+    errors = {
+        "prefill": fit.prefill.error,
+        "decode": fit.decode.error,
+        "whole slices": fit.overhead.error,
+    }
     if fit.rounds:
-        overheads.append(("rounds", fit.rounds.overhead))
-    for name, overhead in overheads:
-        form = f"{overhead.stretch:.3g} x + {overhead.batch_s:.2g} s"
-        error = overhead.error
-        errors.append((name, form, *error_cells(error), error.points, "", ""))
+        errors["rounds"] = fit.rounds.overhead.error
     if fit.steps:
-        form = f"knots {', '.join(map(str, fit.steps.knots))}"
-        if fit.steps.pipeline:
-            form = f"overlapping, graphs {fit.steps.pipeline.graph_mode}"
-        most = fit.steps.valid.rows_max
-        error = fit.steps.error
-        errors.append(("passes", form, *error_cells(error), error.points, most, ""))
-    columns = ["law", "form", "median error", "p95", "worst", "points"]
-    columns += ["up to batch", "up to length"]
-    section.tables.append(Table("Errors on points that the fit did not see", columns, errors))
-    competed: list[tuple[Cell, ...]] = []
-    for name, law in laws:
-        for tried in law.candidates:
-            kept = "kept" if tried.form == law.form else ""
-            competed.append((name, tried.form, *error_cells(tried.error)[:2], kept))
-    columns = ["law", "form", "median error", "p95", ""]
-    section.tables.append(Table("Forms that competed", columns, competed))
-    profile = files.profile
-    if profile is None:
-        why = files.why.get("profile", "there is no profile.json in its folder")
-        section.lines.append(f"There are no plots of residuals without its profile: {why}.")
-        return section
-    prefill = [(p.batch_size, p.input_length, median(p.seconds)) for p in profile.prefill]
-    decode = [(p.batch_size, p.cached_length, median(p.seconds)) for p in profile.decode]
-    engine = laws_from_fit(fit).engine
-    section.figures += [
-        *_law_figures("prefill", prefill, engine.prefill_s),
-        *_law_figures("decode step", decode, lambda n, length: engine.decode_s(n, length - 1, 1)),
-    ]
-    return section
-
-
-def _law_figures(
-    name: str, points: Sequence[Point], law: Callable[[int, int], float]
-) -> list[Figure]:
-    """Two charts: predicted over measured, and residuals in percent over the length.
-
-    The residuals are in-sample: the law is the one in use.
-    """
-    by_law: list[ChartPoint] = []
-    residuals: dict[int, list[ChartPoint]] = {}  # by batch size
-    for size, length, real_s in points:
-        by_law_s = law(size, length)
-        off = 100 * (by_law_s / real_s - 1) if real_s else 0.0
-        label = (
-            f"N {size}, length {length}: predicted {seconds(by_law_s)}, "
-            f"measured {seconds(real_s)} ({percent(off)})"
-        )
-        by_law.append((real_s, by_law_s, label))
-        residuals.setdefault(size, []).append((length, off, label))
-    sizes = sorted(residuals)
-    third = -(-len(sizes) // 3) or 1
-    groups = [sizes[start : start + third] for start in range(0, len(sizes), third)]
-    by_size = [
-        ChartSeries(
-            f"N {group[0]}" + (f" to {group[-1]}" if len(group) > 1 else ""),
-            [point for size in group for point in residuals[size]],
-        )
-        for group in groups
-    ]
-    drawn = ChartSeries(name, by_law)
-    both = chart("measured, s", "predicted, s", [drawn], log=True, diagonal=True)
-    errors = chart("length, tokens", "residual, %", by_size, level=0.0)
-    medians = f"{len(points)} points, medians of their repeats; equal on the line"
-    less_one = "predicted over measured, less 1, by length and batch size N"
-    return [Figure(both, f"{name}: {medians}"), Figure(errors, f"{name}: {less_one}")]
-
-
-def plan_section(files: Material) -> Section:
-    """Every value of `plan.json`, with the explanation that the plan holds."""
-    plan = files.plan
-    if plan is None:
-        tuning = " --tuning tuning.json" if files.tuning else ""
-        command = f"llmctl render {files.recipe.name} --fit fit.json{tuning}"
-        return _missing(files, "plan", "There is no plan to serve yet.", command)
-    decided: list[tuple[str, str, str]] = []
-    predicted: list[tuple[str, str]] = []
-    source = ""
-    for key, explained in plan.explained.items():
-        if key.startswith(PREDICTED):
-            predicted.append((key.removeprefix(PREDICTED), explained.value))
-            source = source or explained.source
-        else:
-            decided.append((key, explained.value, explained.source))
-    lead = f"Policy '{plan.policy.name}' on {plan.workers} workers."
-    section = Section("plan", lead)
-    columns = ["key", "value", "reason"]
-    section.tables.append(Table("The plan's values and their reasons", columns, decided))
-    if predicted:
-        caption = f"Predicted results: {source}"
-        section.tables.append(Table(caption, ["metric", "predicted"], predicted))
+        errors["passes"] = fit.steps.error
+    rows = [(name, *error_cells(error), error.points) for name, error in errors.items()]
+    columns = ["law", "median error", "p95", "worst", "points"]
+    section.tables.append(Table("Errors on points that the fit did not see", columns, rows))
     return section
 
 
