@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from said import says
 
 from toolkit.errors import InputError
 from toolkit.traces.read import read_trace
@@ -89,10 +90,13 @@ def test_a_file_that_is_not_a_trace_is_not_changed(tmp_path: Path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_loses_lines_and_warns_once(caplog: pytest.LogCaptureFixture):
+def test_a_full_disk_loses_lines_and_warns_at_the_first_and_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+):
     with caplog.at_level(logging.WARNING), TraceLog(Path("/dev/full")) as log:
         for index in range(3):
             log.add(line(index + 1))
-    assert (log.lines, log.lost) == (0, 3)
-    (record,) = caplog.records
-    assert os.strerror(errno.ENOSPC) in record.getMessage()
+    assert log.lost == 3
+    first, last = [record.getMessage() for record in caplog.records]
+    assert os.strerror(errno.ENOSPC) in first
+    assert says(last, "full", "3")

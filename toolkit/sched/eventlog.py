@@ -132,17 +132,10 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     slots: int = 0
 
 
-class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """So many events are missing here, and why. No replay reaches the state that follows."""
-
-    events: int
-    reason: str
-
-
 Call = (
     Submit | Tick | Complete | CompleteRound | End | CancelCall | WorkerChange | Resize | Configure
 )
-Event = EventLogHeader | Call | Lost
+Event = EventLogHeader | Call
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 
@@ -150,11 +143,6 @@ _decode = msgspec.json.Decoder(Event).decode
 def to_line(event: msgspec.Struct) -> bytes:
     """The event, of this log or another, as one JSON line. Floats keep every digit."""
     return _encode(event) + b"\n"
-
-
-def lost_line(events: int, reason: str) -> bytes:
-    """`Lost` as a line without its end, for the writer of the log."""
-    return _encode(Lost(events, reason[:100]))
 
 
 def whole_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -278,8 +266,5 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                 scheduler.resize(worker, capacity_tokens)
             case Configure(settings, slots):
                 scheduler.configure(settings, slots)
-            case Lost(events_lost, reason):
-                yield f"{at} {events_lost} events are missing here ({reason}); replayed up to here"
-                return
             case EventLogHeader():
                 pass

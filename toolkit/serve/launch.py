@@ -24,7 +24,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from toolkit.files.io import LineLog
-from toolkit.sched.eventlog import Event, lost_line, to_line
+from toolkit.sched.eventlog import Event, to_line
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.background import Background
@@ -289,13 +289,13 @@ class EventLog:
     """The calls of a scheduler, in a new file that can be replayed.
 
     The owner calls `flush`; a killed process loses the events since. Only whole lines are written.
-    Events that cannot be written are lost, and a line in the log says so where they are missing
-    (`toolkit.files.io`). An error of the disk raises nothing here.
+    Where an event cannot be written, the log ends (`toolkit.files.io`). An error of the disk raises
+    nothing here.
     """
 
     def __init__(self, path: Path) -> None:
         self._pending = bytearray()
-        self._log = LineLog(path, EVENT_LOG_BYTES_MAX, lost_line)
+        self._log = LineLog(path, EVENT_LOG_BYTES_MAX)
 
     def __enter__(self) -> Self:
         return self

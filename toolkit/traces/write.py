@@ -12,9 +12,7 @@ requests are served:
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import time
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -25,13 +23,12 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.files.io import target_of, write_text
+from toolkit.files.io import LineLog, target_of, write_text
 from toolkit.traces.types import MOONCAKE_BLOCK, Sessions, Trace
 
 MAX_BYTES = 256 << 20  # of each of the log's two files: some two million requests
 
 _encode = msgspec.json.Encoder().encode
-_logger = logging.getLogger(__name__)
 
 
 class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -115,30 +112,31 @@ class TraceLog:
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
-        self.lines = 0  # written lines
-        self.lost = 0  # lines that could not be written
-        self._max_bytes = max_bytes
         self._offset_s = time.time() - time.monotonic()
-        self._torn = False  # the last line has no line end
         try:
-            self._path = target_of(path)
-            if self._path.is_file():
-                with self._path.open("rb") as file:
+            target = target_of(path)
+            if target.is_file():
+                with target.open("rb") as file:
                     first = file.readline(1 << 12)
                 if first and not (first.startswith(b"{") and b'"timestamp"' in first):
-                    name = self._path.name  # lines would spoil what it holds
+                    name = target.name  # lines would spoil what it holds
                     raise InputError(f"{name}: exists and is not a trace", "choose another file")
-            self._open()
         except OSError as error:
             raise InputError(
                 f"{path}: cannot be written: {error.strerror}", "choose another file"
             ) from None
+        self._log = LineLog(target, max_bytes, endless=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._log.close()
+
+    @property
+    def lost(self) -> int:
+        """The lines that could not be written."""
+        return self._log.lost
 
     def timestamp(self, monotonic_s: float) -> float:
         """The `timestamp` of a line: calendar time in ms, from a `time.monotonic` time in s."""
@@ -146,43 +144,4 @@ class TraceLog:
 
     def add(self, line: TraceLine) -> None:
         """Write `line`. A line that cannot be written is lost; the first loss logs a warning."""
-        text = b"\n" * self._torn + _encode(line) + b"\n"
-        try:
-            if self._regular and self._size + len(text) > self._max_bytes:
-                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-                self._file.close()
-                self._open()
-                text = text.lstrip(b"\n")
-            written = self._file.write(text) or 0
-            if self._regular and written < len(text):  # the disk is full: remove the partial line
-                self._file.truncate(self._size)
-                written = 0
-        except OSError as error:
-            self._lose(error.strerror or str(error))
-            return
-        self._size += written
-        if written < len(text):
-            self._torn = self._torn if self._regular else bool(written)
-            self._lose("no room")
-        else:
-            self._torn = False
-            self.lines += 1
-
-    def _lose(self, reason: str) -> None:
-        if not self.lost:
-            _logger.warning(
-                "%s: cannot be written: %s; requests are served and not logged",
-                self._path.name,
-                reason,
-            )
-        self.lost += 1
-
-    def _open(self) -> None:
-        self._file = self._path.open("ab", buffering=0)
-        self._regular = self._path.is_file()  # a pipe or a device has no size and is not renamed
-        self._size = os.fstat(self._file.fileno()).st_size if self._regular else 0
-        self._torn = False
-        if self._size:  # the machine may have crashed, or its disk was full, within a line
-            with self._path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                self._torn = file.read(1) != b"\n"
+        self._log.write(_encode(line) + b"\n")

@@ -30,7 +30,7 @@ from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup
 from toolkit.backends.vllm.touched import Installed, refuse_missing
 from toolkit.errors import InputError
 from toolkit.files.io import LineLog
-from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler, lost_line, to_line
+from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler, to_line
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request
@@ -260,7 +260,7 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
             return Scheduler(setup.policy, [worker])
         # Each line of the log is written at once, in one piece: without --shutdown-timeout vLLM
         # kills this process, and no line may be lost then.
-        log = LineLog(setup.event_log, MAX_LOG_BYTES, lost_line)
+        log = LineLog(setup.event_log, MAX_LOG_BYTES)
         self._closing.callback(log.close)
 
         def sink(event: Event) -> None:
