@@ -247,7 +247,7 @@ class Values(list):
 
 def pass_series() -> SimpleNamespace:
     """`toolkit.backends.vllm.iterations.PassSeries`, with what it was given."""
-    return SimpleNamespace(**{name: Values() for name in ("took", "predicted", "ttft", "e2e")})
+    return SimpleNamespace(**{name: Values() for name in ("took", "predicted")})
 
 
 def install(version="0.32.0+cpu") -> dict[str, ModuleType]:

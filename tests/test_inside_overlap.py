@@ -123,8 +123,6 @@ def test_a_server_counts_its_passes():
     inside = fake_vllm.imported("toolkit.backends.vllm.iterations")
     sums = fake_vllm.pass_series()
     counts = inside.PassCounts(LAW, sums)
-    counts.arrived("d0", 0.0, 0.0)
-    counts.looked(0.0)
     for one, behind in served(LAW.times(1.25)):
         counts.passed(one, behind)
     assert sum(sums.took) / sum(sums.predicted) == pytest.approx(1.25, rel=0.05)

@@ -1,4 +1,4 @@
-"""The counts of an engine's passes: their time and the law's, and the times of tokens."""
+"""The counts of an engine's passes: their time and the law's."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from toolkit.sched.iterations import LoggedPass, LoggedRow
 LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)
 
 
-PassCounts = fake_vllm.imported("toolkit.backends.vllm.iterations").PassCounts
+INSIDE = fake_vllm.imported("toolkit.backends.vllm.iterations")
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def series() -> SimpleNamespace:
 
 @pytest.fixture
 def counts(series):
-    return PassCounts(LAW, series)
+    return INSIDE.PassCounts(LAW, series)
 
 
 def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> LoggedPass:
@@ -30,10 +30,7 @@ def one(start_s: float, end_s: float, rows: list[LoggedRow], *ended: str) -> Log
 
 
 def test_a_pass_counts_with_the_gap_before_it(counts, series):
-    counts.arrived("a", 1.0, 1.0)
-    counts.looked(1.0)
     counts.passed(one(1.0, 1.5, [LoggedRow("a", 0, 8, 8)]))
-    counts.looked(1.6)
     counts.passed(one(1.6, 2.0, [LoggedRow("a", 8, 1, 8)], "a"))
     alone = LAW.forward_s(StepShape(0, 0, 1, 8, 32.0)) + LAW.forward_s(StepShape(1, 8))
     assert (sum(series.took), sum(series.predicted)) == (
@@ -42,57 +39,22 @@ def test_a_pass_counts_with_the_gap_before_it(counts, series):
     )
 
 
-def test_idle_time_is_not_counted(counts, series):
+def test_idle_time_and_passes_of_nothing_are_not_counted(counts, series):
     for start_s in (1.0, 5.0):
-        counts.arrived("a", start_s, start_s)
-        counts.looked(start_s)
         counts.passed(one(start_s, start_s + 0.5, [LoggedRow("a", 0, 8, 8)], "a"))
+        counts.rest()
+        counts.passed(one(3.0, 3.0, [], "a"))
     assert sum(series.took) == pytest.approx(1.0)
-    assert series.ttft == series.e2e == [0.5, 0.5]
 
 
-def test_an_arrival_counts_from_when_the_engine_has_it(counts, series):
-    counts.arrived("a", 1.0, 0.9)  # so 0.1 s lie between the front and the engine
-    counts.looked(1.0)
-    counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
-    counts.arrived("b", 2.0, 1.2)  # the first look since 1.0
-    counts.looked(2.0)
-    counts.passed(one(2.0, 3.0, [LoggedRow("a", 8, 1, 8), LoggedRow("b", 0, 4, 8)]))
-    counts.looked(3.0)
-    counts.passed(one(3.0, 4.0, [LoggedRow("a", 9, 1, 8), LoggedRow("b", 4, 4, 8)], "a", "b"))
-    assert series.ttft == pytest.approx([1.0, 2.7])
-    assert series.e2e == pytest.approx([3.0, 2.7])
-
-
-@pytest.mark.parametrize(("made_s", "waited_s"), [(-7.0, 2.0), (1.95, 1.0), (9.0, 1.0)])
-def test_an_arrival_is_between_two_looks_of_the_engine(
-    counts, series, made_s: float, waited_s: float
-):
-    counts.arrived("a", 1.0, 0.9)
-    counts.looked(1.0)
-    counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 8, 8)]))
-    counts.arrived("b", 2.0, made_s)
-    counts.looked(2.0)
-    counts.passed(one(2.0, 3.0, [LoggedRow("b", 0, 4, 4)], "a", "b"))
-    assert series.ttft[-1] == pytest.approx(waited_s)
-
-
-def test_a_first_token_is_counted_once(counts, series):
-    counts.arrived("a", 0.0, 0.0)
-    counts.looked(0.0)
-    counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 8)]))
-    counts.passed(one(1.0, 2.0, [LoggedRow("a", 0, 9, 8)], "a"))
-    assert (series.ttft, series.e2e) == ([1.0], [2.0])
-
-
-def test_an_aborted_request_is_in_no_sum(counts, series):
-    counts.arrived("a", 0.0, 0.0)
-    counts.looked(0.0)
+def test_where_the_last_request_is_aborted_the_time_until_the_next_is_not_counted(counts, series):
+    scheduler = object.__new__(INSIDE.CountedAsyncScheduler)
+    scheduler.requests = {"a": fake_vllm.Request("a", 8, 9, 9)}
+    scheduler.running = []
+    scheduler.waiting = SimpleNamespace(remove_requests=lambda _: None)
+    scheduler._gone = []
+    scheduler._counts = counts
     counts.passed(one(0.0, 1.0, [LoggedRow("a", 0, 8, 9)]))
-    counts.gone("a")
-    counts.passed(one(7.0, 7.0, [], "a"))
-    counts.arrived("b", 9.0, 9.0)
-    counts.looked(9.0)
+    scheduler.finish_requests(["a"], None)
     counts.passed(one(9.0, 10.0, [LoggedRow("b", 0, 8, 8)], "b"))
     assert sum(series.took) == pytest.approx(2.0)
-    assert series.ttft == [1.0]

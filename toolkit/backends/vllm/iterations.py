@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm
-from prometheus_client import Counter, Summary
+from prometheus_client import Counter
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -290,21 +290,14 @@ class PassSeries:
         self.predicted = Counter(
             "llmctl_predicted_batch_seconds", "Time of the same passes as the laws predict it."
         )
-        self.ttft = Summary("llmctl_ttft_seconds", "Arrival to first token.")
-        self.e2e = Summary("llmctl_e2e_seconds", "Arrival to last token.")
 
 
 class PassCounts:
-    """Computes the sums from what a scheduler sees. All times are seconds of one clock.
+    """Sums the times of passes, and what the law says of them. All times are seconds of one clock.
 
     A pass counts from its start to its end, plus the gap since the previous pass if requests were
     there during all of that gap. Where passes overlap it counts from the end of the previous pass
     (`toolkit.backends.vllm.overlap`).
-
-    The engine sees a request that arrives during a pass only after that pass. Its arrival is then
-    the time at which the front made it, plus the mean time from the front to an idle engine. (The
-    middle of the pass would be wrong for bursts, which arrive as a pass begins.) HTTP and
-    tokenizing before that, and all after the end of a pass, belong to the front and do not count.
     """
 
     def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
@@ -312,70 +305,31 @@ class PassCounts:
         self._series = series
         self._window = law.window if isinstance(law, StepLaw) else 0
         self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
-        self._arrived_s: dict[str, float] = {}  # requests that have not ended
-        self._without_token: set[str] = set()  # a subset of them
-        # The last time the engine looked for requests, and the end of the last pass. None if no
-        # request has been there since.
-        self._looked_s: float | None = None
-        self._ended_s: float | None = None
+        self._ended_s: float | None = None  # the last pass; None: no request was left since
         self._rows = 0  # of the last pass
-        self._hops_s = 0.0
-        self._hops = 0  # from the front to an idle engine: the sum, the number
 
-    def arrived(self, request_id: str, now_s: float, made_s: float) -> None:
-        """The engine sees a new request, which the front made at `made_s`."""
-        if self._looked_s is None:
-            self._hops_s += max(now_s - made_s, 0.0)
-            self._hops += 1
-            arrived_s = now_s
-        else:  # the clocks of several machines may disagree
-            hop_s = self._hops_s / self._hops if self._hops else 0.0
-            arrived_s = min(max(made_s + hop_s, self._looked_s), now_s)
-        self._arrived_s[request_id] = arrived_s
-        self._without_token.add(request_id)
-
-    def looked(self, now_s: float) -> None:
-        """The engine has taken in all new requests and plans a pass."""
-        if self._arrived_s:
-            self._looked_s = now_s
-
-    def gone(self, request_id: str) -> None:
-        """A request was aborted."""
-        self._without_token.discard(request_id)
-        if self._arrived_s.pop(request_id, None) is not None:
-            self._reset_if_idle()
+    def rest(self) -> None:
+        """No request is left."""
+        self._ended_s = None
 
     def passed(self, logged: LoggedPass, following: Following | None = None) -> None:
         """A pass has ended, and its tokens exist; `following` was scheduled behind it meanwhile."""
-        if logged.rows and self._overlapping is not None:
+        if not logged.rows:
+            return
+        if self._overlapping is not None:
             took_s, predicted_s = self._overlapping.ended(logged, following)
-            self._series.took.inc(took_s)
-            self._series.predicted.inc(predicted_s)
-        elif logged.rows:
+        else:
             shape = shape_of_rows(logged.rows, self._window)
             start_s = logged.start_s
             predicted_s = self._law.forward_s(shape)
             if self._ended_s is not None:
                 start_s = self._ended_s
                 predicted_s += self._law.after_s(self._rows)
-            self._series.took.inc(logged.end_s - start_s)
-            self._series.predicted.inc(predicted_s)
+            took_s = logged.end_s - start_s
             self._ended_s = logged.end_s
             self._rows = shape.rows
-        for row in logged.rows:
-            ends_prompt = row.computed + row.new >= row.prompt_tokens
-            if row.request_id in self._without_token and ends_prompt:
-                self._without_token.discard(row.request_id)
-                self._series.ttft.observe(logged.end_s - self._arrived_s[row.request_id])
-        for request_id in logged.ended:
-            arrived_s = self._arrived_s.pop(request_id, None)
-            if arrived_s is not None:
-                self._series.e2e.observe(logged.end_s - arrived_s)
-        self._reset_if_idle()
-
-    def _reset_if_idle(self) -> None:
-        if not self._arrived_s:
-            self._looked_s = self._ended_s = None
+        self._series.took.inc(took_s)
+        self._series.predicted.inc(predicted_s)
 
 
 class Counted(PassLoggingMixin):
@@ -405,23 +359,12 @@ class Counted(PassLoggingMixin):
             law = law_of_steps(fit)
             self._counts = PassCounts(law, PassSeries())
 
-    def add_request(self, request: VllmRequest) -> None:
-        if request.request_id not in self.requests:
-            now_s = time.monotonic()
-            age_s = time.time() - request.arrival_time
-            self._counts.arrived(request.request_id, now_s, now_s - age_s)
-        super().add_request(request)
-
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._counts.looked(time.monotonic())
-        return super().schedule(throttle_prefills)
-
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: Any
     ) -> list[VllmRequest]:
         finished = super().finish_requests(request_ids, finished_status)
-        for request in finished:
-            self._counts.gone(request.request_id)
+        if not self.requests:
+            self._counts.rest()
         return finished
 
     def shutdown(self) -> None:
@@ -434,6 +377,8 @@ class Counted(PassLoggingMixin):
         if self._log is not None:
             self._log.write(logged)
         self._counts.passed(logged, self._following())
+        if not self.requests:
+            self._counts.rest()
 
 
 class CountedAsyncScheduler(Counted, AsyncScheduler):  # type: ignore[misc]
