@@ -19,9 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from math import gcd, lcm
 from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from toolkit.backends.vllm.conformance.cases import (
     Case,
@@ -45,70 +43,6 @@ ENVIRONMENT = {
 }
 
 
-class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of layers with one kind of KV cache.
-
-    Attributes:
-        block: its tokens.
-        window: tokens that a sliding window sees.
-        mode: of states, vLLM's `mamba_cache_mode`.
-        checkpoint: blocks for states inside the last chunk of a prompt.
-    """
-
-    kind: Literal["full", "window", "state"]
-    block: int
-    window: int = 0
-    mode: Literal["align", "none"] = "align"
-    checkpoint: int = 0
-
-
-class DraftSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Speculative decoding.
-
-    Attributes:
-        method: vLLM's.
-        tokens: drafts of a row in a pass.
-        accepts: of each request, the drafts that are accepted in its passes with drafts; the list
-            begins again at its end.
-        offers: of each request, the drafts that are proposed for each next pass, likewise; empty:
-            as many as can be.
-    """
-
-    method: str
-    tokens: int
-    accepts: list[list[int]]
-    offers: list[list[int]] = []
-
-
-class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one of vLLM's schedulers, named as vLLM's flags where it has one.
-
-    Attributes:
-        blocks: usable ones; vLLM keeps one more for itself.
-        ahead: the scheduler is vLLM's `AsyncScheduler`.
-        groups: empty: one of full attention, with blocks of `block_tokens`.
-        retention: vLLM's `prefix_cache_retention_interval`; None: every block is kept.
-        flags: further arguments of vLLM's `EngineArgs`.
-        policy: one of llmctl's, which runs inside; '': vLLM's own scheduler.
-    """
-
-    block_tokens: int
-    blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefix_caching: bool
-    chunked_prefill: bool = True
-    reserve_full_isl: bool = True
-    watermark: float = 0.0
-    ahead: bool = False
-    groups: list[GroupSettings] = []
-    retention: int | None = None
-    drafts: DraftSettings | None = None
-    flags: dict[str, Any] = {}
-    policy: str = ""
-
-
 class DrivenScheduler:
     """One of vLLM's schedulers on one workload. `model` is a folder with a config.json.
 
@@ -124,16 +58,16 @@ class DrivenScheduler:
         from vllm.v1.structured_output import StructuredOutputManager
 
         init_none_hash(sha256)
-        settings = msgspec.convert(case, SchedulerSettings)
-        groups = settings.groups or [GroupSettings(kind="full", block=settings.block_tokens)]
-        drafts = settings.drafts
-        more: dict[str, Any] = dict(settings.flags)
+        groups = case.get("groups") or [{"kind": "full", "block": case["block_tokens"]}]
+        drafts = case.get("drafts")
+        self.ahead = case.get("ahead", False)
+        more: dict[str, Any] = dict(case.get("flags", {}))
         if drafts is None:
-            more["async_scheduling"] = settings.ahead
+            more["async_scheduling"] = self.ahead
         else:  # other methods need a model of drafts, which nothing here computes
             more["speculative_config"] = {
                 "method": "ngram",
-                "num_speculative_tokens": drafts.tokens,
+                "num_speculative_tokens": drafts["tokens"],
                 "prompt_lookup_max": 3,
                 "prompt_lookup_min": 2,
             }
@@ -142,37 +76,37 @@ class DrivenScheduler:
             skip_tokenizer_init=True,
             dtype="float32",
             enforce_eager=True,
-            block_size=min(group.block for group in groups),
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            watermark=settings.watermark,
-            enable_prefix_caching=settings.prefix_caching,
-            enable_chunked_prefill=settings.chunked_prefill,
-            scheduler_reserve_full_isl=settings.reserve_full_isl,
+            block_size=min(group["block"] for group in groups),
+            max_model_len=case["max_model_len"],
+            max_num_seqs=case["max_num_seqs"],
+            max_num_batched_tokens=case["max_num_batched_tokens"],
+            watermark=case.get("watermark", 0.0),
+            enable_prefix_caching=case["prefix_caching"],
+            enable_chunked_prefill=case.get("chunked_prefill", True),
+            scheduler_reserve_full_isl=case.get("reserve_full_isl", True),
             **more,
         ).create_engine_config()
-        config.scheduler_config.async_scheduling = settings.ahead
+        config.scheduler_config.async_scheduling = self.ahead
         if drafts is not None:
-            config.speculative_config.method = drafts.method
-        config.cache_config.num_gpu_blocks = settings.blocks + 1  # one is never given out
-        states = [group for group in groups if group.kind == "state"]
+            config.speculative_config.method = drafts["method"]
+        config.cache_config.num_gpu_blocks = case["blocks"] + 1  # one is never given out
+        states = [group for group in groups if group["kind"] == "state"]
         if states:
-            config.cache_config.mamba_cache_mode = states[0].mode
-        block, hashed = _block_sizes(groups, settings)
+            config.cache_config.mamba_cache_mode = states[0].get("mode", "align")
+        block, hashed = _block_sizes(groups, caches=case["prefix_caching"])
         retention: dict[str, int] = {}
-        if settings.retention is not None:
-            retention["prefix_cache_retention_interval"] = settings.retention
+        if case.get("retention") is not None:
+            retention["prefix_cache_retention_interval"] = case["retention"]
         register_all_kvcache_specs(config)
         structured = StructuredOutputManager(config)
         self.case = case
-        self.settings = settings
-        self.scheduler: Any = _class_of(settings)(
+        self.drafts = drafts
+        self.scheduler: Any = _class_of(case.get("policy", ""), ahead=self.ahead)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=settings.blocks + 1,
+                num_blocks=case["blocks"] + 1,
                 kv_cache_tensors=[],
-                kv_cache_groups=_groups_of(groups, config, drafts.tokens if drafts else 0),
+                kv_cache_groups=_groups_of(groups, config, drafts["tokens"] if drafts else 0),
                 **retention,
             ),
             structured_output_manager=structured,
@@ -219,7 +153,7 @@ class DrivenScheduler:
                 self._live.apply(changed)
             ended: list[int] = []
             if self.schedule():
-                if not self.settings.ahead or len(self.under_way) == 2:
+                if not self.ahead or len(self.under_way) == 2:
                     ended = self.update()
             elif self.under_way:
                 ended = self.update()
@@ -265,7 +199,7 @@ class DrivenScheduler:
         for name, count in output.num_scheduled_tokens.items():
             request = self.requests[name]
             row = [int(name), request.num_computed_tokens - count, count]
-            if self.settings.drafts is not None:
+            if self.drafts is not None:
                 row.append(len(drafts.get(name, ())))
             rows.append(row)
             if not request.is_prefill_chunk:
@@ -283,9 +217,9 @@ class DrivenScheduler:
             if "ids" in self.case:
                 found = (stats.queries, stats.hits, stats.preempted_queries, stats.preempted_hits)
                 one["found"] = list(found)
-            if self.settings.policy:
+            if self.case.get("policy"):
                 one["blocks"] = self._blocks_of_prompts()
-            if self.settings.groups:
+            if self.case.get("groups"):
                 one["held"] = self._held() if rows else {}
             self.passes.append(one)
         return bool(rows)
@@ -295,24 +229,24 @@ class DrivenScheduler:
         from vllm.v1.outputs import DraftTokenIds
 
         output, gives = self.under_way.popleft()
-        drafts = self.settings.drafts
+        drafts = self.drafts
         accepted: dict[str, int] = {}
         if drafts is not None:
             accepted = {
-                name: _next(drafts.accepts[int(name)], self._verified, int(name))
+                name: _next(drafts["accepts"][int(name)], self._verified, int(name))
                 for name, is_verified in gives.items()
                 if is_verified
             }
         before = set(self.scheduler.requests)
         self.scheduler.update_from_output(output, self._computed(output, gives, accepted))
-        if drafts is not None and not self.settings.ahead:
-            most = getattr(output, "num_spec_tokens_to_schedule", drafts.tokens)
-            count = min(drafts.tokens, most)
+        if drafts is not None and not self.ahead:
+            most = getattr(output, "num_spec_tokens_to_schedule", drafts["tokens"])
+            count = min(drafts["tokens"], most)
             sampled = [name for name in output.num_scheduled_tokens if name in gives]
             counts = [count] * len(sampled)
-            if drafts.offers:
+            if drafts.get("offers"):
                 numbers = map(int, sampled)
-                offered = [_next(drafts.offers[one], self._asked, one) for one in numbers]
+                offered = [_next(drafts["offers"][one], self._asked, one) for one in numbers]
                 counts = [min(each, count) for each in offered]
             drafted_next = DraftTokenIds(sampled, [[FILLER] * each for each in counts])
             self.scheduler.update_draft_token_ids(drafted_next)
@@ -371,7 +305,7 @@ class DrivenScheduler:
         held = set()
         counted = 0
         unplaced = 0
-        size = self.settings.block_tokens
+        size = self.case["block_tokens"]
         for job in scheduler.steps.scheduler.workers[0].running.jobs:
             request = self.requests[job.request_id]
             (blocks,) = scheduler.kv_cache_manager.get_block_ids(job.request_id)
@@ -388,30 +322,30 @@ def _next(plan: list[int], turns: dict[int, int], number: int) -> int:
     return plan[turn % len(plan)]
 
 
-def _class_of(settings: SchedulerSettings) -> Any:
-    """Return the class of the scheduler."""
+def _class_of(policy: str, *, ahead: bool) -> Any:
+    """Return the class of the scheduler; with a `policy`, the one of llmctl inside vLLM."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    if not settings.policy:
-        return AsyncScheduler if settings.ahead else Scheduler
+    if not policy:
+        return AsyncScheduler if ahead else Scheduler
     from toolkit.backends.vllm.scheduler import LlmctlScheduler
 
-    os.environ["LLMCTL_VLLM_POLICY"] = settings.policy
+    os.environ["LLMCTL_VLLM_POLICY"] = policy
     return LlmctlScheduler
 
 
-def _block_sizes(groups: list[GroupSettings], settings: SchedulerSettings) -> tuple[int, int]:
+def _block_sizes(groups: list[dict[str, Any]], *, caches: bool) -> tuple[int, int]:
     """Return the tokens of the scheduler's block, and of a block with a hash."""
-    sizes = [group.block for group in groups]
+    sizes = [group["block"] for group in groups]
     block = lcm(*sizes)
-    unaligned = any(group.kind == "state" and group.mode != "align" for group in groups)
-    if len(sizes) > 1 and (unaligned or not settings.prefix_caching):
+    unaligned = any(group.get("mode", "align") != "align" for group in groups)
+    if len(sizes) > 1 and (unaligned or not caches):
         return block, block
     return block, gcd(*sizes)
 
 
-def _groups_of(groups: list[GroupSettings], config: Any, drafts: int) -> list[Any]:
+def _groups_of(groups: list[dict[str, Any]], config: Any, drafts: int) -> list[Any]:
     """Return vLLM's own groups, each with one layer of the smallest cache there can be."""
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -423,21 +357,21 @@ def _groups_of(groups: list[GroupSettings], config: Any, drafts: int) -> list[An
     dtype = config.model_config.dtype
     found = []
     for number, group in enumerate(groups):
-        plain = {"block_size": group.block, "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
-        if group.kind == "full":
+        plain = {"block_size": group["block"], "num_kv_heads": 1, "head_size": 1, "dtype": dtype}
+        if group["kind"] == "full":
             spec = FullAttentionSpec(**plain)
-        elif group.kind == "window":
-            spec = SlidingWindowSpec(**plain, sliding_window=group.window)
+        elif group["kind"] == "window":
+            spec = SlidingWindowSpec(**plain, sliding_window=group["window"])
         else:
             state: dict[str, Any] = {}
-            if group.checkpoint:  # since 0.29
-                state["num_prefill_checkpoint_blocks"] = group.checkpoint
+            if group.get("checkpoint"):  # since 0.29
+                state["num_prefill_checkpoint_blocks"] = group["checkpoint"]
                 state["prefill_checkpoint_alignment"] = 1
             spec = MambaSpec(
-                block_size=group.block,
+                block_size=group["block"],
                 shapes=((1,),),
                 dtypes=(dtype,),
-                mamba_cache_mode=group.mode,
+                mamba_cache_mode=group.get("mode", "align"),
                 num_speculative_blocks=drafts,
                 **state,
             )
