@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from commands import llmctl, printed
+from conversations import conversations
 
 from toolkit.cli.results import ComparedRun, Comparison, Simulation
+from toolkit.traces.write import write_trace
 
 PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "simulation.md").read_text(
     encoding="utf-8"
@@ -63,7 +65,7 @@ def test_every_documented_metric_is_printed(capsys, tmp_path):
     words = "--fit llama-3.1-8b-h200-measured --policy vllm"
     names |= printed(capsys, f"simulate {words} --trace", shared)
     sessions = tmp_path / "sessions.jsonl"
-    assert llmctl("trace generate --duration 10 --rate 2 --turns fixed:2 --out", sessions) == 0
+    write_trace(conversations([0.5 * k for k in range(20)], turns=2, think_s=1.0), sessions)
     names |= printed(capsys, f"simulate {words} --trace", sessions)
     documented = {key.replace("worker_K", "worker_0") for key in keys_under("metric")}
     expected = {

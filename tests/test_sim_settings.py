@@ -105,7 +105,7 @@ def test_simulate_alone_gives_a_row_of_table_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "D3.jsonl"
-    lengths = "--prompt uniform:2048:4096 --output uniform:32:4096 --max-tokens 4096"
+    lengths = "--prompt uniform:2048:4096 --output uniform:32:4096"
     generate = f"trace generate --out {trace} --backlog 300 {lengths}"
     assert llmctl(*generate.split()) == 0
     capsys.readouterr()

@@ -8,7 +8,7 @@ import pytest
 from commands import shown as llmctl
 
 from toolkit.errors import InputError
-from toolkit.traces.chats import estimated
+from toolkit.traces.chats import TokenCounter
 from toolkit.traces.columns import parse_columns
 from toolkit.traces.read import read_trace
 
@@ -209,7 +209,8 @@ SHAREGPT = json.dumps(
 
 
 def test_answers_of_conversations_are_turns(tmp_path):
-    trace, report = read_trace(written(tmp_path, SHAREGPT), counter=estimated(4))
+    counter = TokenCounter(lambda text: -(-len(text) // 4), "made")
+    trace, report = read_trace(written(tmp_path, SHAREGPT), counter=counter)
     assert trace.prompt_tokens.tolist() == [1 + 2, 1 + 2 + 2 + 3, 1]
     assert trace.output_tokens.tolist() == [2, 1, 1]
     assert trace.sessions is not None
@@ -226,8 +227,6 @@ def test_conversations_need_a_counter(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--tokenizer", "tiny-llama-cpu", "--chars-per-token", "4"],
-        ["--chars-per-token", "0"],
         ["--tokenizer", "no-such-recipe"],
         ["--tokenizer", "absent.json"],
         ["--columns", "prompt=nothing"],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from divided import divide_lengths
 
-from toolkit.traces.chats import estimated
+from toolkit.traces.chats import TokenCounter
 from toolkit.traces.generate import Arrivals, Lengths, SharedContent, generate
 from toolkit.traces.growth import Growth, grown
 from toolkit.traces.read import read_trace
@@ -54,7 +54,7 @@ def digests(trace: Trace) -> dict[str, object]:
 
 
 def read(path: Path) -> Trace:
-    return read_trace(path, counter=estimated(4))[0]
+    return read_trace(path, counter=TokenCounter(lambda text: -(-len(text) // 4), "made"))[0]
 
 
 def made() -> dict[str, Trace]:
@@ -63,10 +63,7 @@ def made() -> dict[str, Trace]:
     mooncake, sessions, log = (
         read(FROZEN / "traces" / name) for name in ("mooncake.jsonl", "sessions.jsonl", "log.csv")
     )
-    content = SharedContent(
-        100, 3, Lengths("uniform", 20, 90), turns=Lengths("uniform", 1, 5),
-        think_ms=Lengths("lognormal", 900, 1.0),
-    )  # fmt: skip
+    content = SharedContent(100, 3, Lengths("uniform", 20, 90))
     lengths = Lengths("lognormal", 80, 1.0, 500), Lengths("pareto", 20, 1.1, 300)
     return {
         "chat-small": read(trace_path("chat-small")),
@@ -82,7 +79,7 @@ def made() -> dict[str, Trace]:
         "sessions grown": grown(sessions, [Growth.parsed("0-0.005=2")], None, 3)[0],
         "log grown": grown(log, [Growth.parsed("4-5=1.5")], 4 * 3600.0, 0)[0],
         "generated": generate(Arrivals(3.0, 2.0), 40.0, *lengths, 7),
-        "generated sessions": generate(Arrivals(1.0), 40.0, *lengths, 7, content),
+        "generated with templates": generate(Arrivals(1.0), 40.0, *lengths, 7, content),
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import printed, refused
+from conversations import conversations
 
 from toolkit.errors import InputError
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
@@ -77,10 +78,7 @@ def test_hours_of_the_day_are_those_of_the_clock_on_each_day_and_over_midnight()
 
 
 def test_sessions_are_added_whole() -> None:
-    content = SharedContent(
-        turns=parse_lengths("fixed:3", 99), think_ms=parse_lengths("fixed:9", 99)
-    )
-    trace = steady(0.05, content=content)
+    trace = conversations(steady(0.05).arrival_s.tolist(), turns=3, think_s=0.009)
     more, added = grow(trace, "1-2=2")
     assert trace.sessions is not None
     assert more.sessions is not None

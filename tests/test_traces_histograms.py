@@ -71,8 +71,6 @@ def test_a_page_gives_the_lengths(drawn, out, tmp_path):
     prompts, outputs = zip(*every, strict=True)
     assert counts(trace.prompt_tokens) == counts(prompts)
     assert counts(trace.output_tokens) == counts(outputs)
-    assert trace.prompt_tokens.sum() == sum(prompts)
-    assert trace.output_tokens.sum() == sum(outputs)
     assert trace.prompt_tokens.max() < 2000  # vLLM's next bound
     assert says(err, "prompt", "output", PROMPT)
 
@@ -85,11 +83,11 @@ def histogram_with(values: list[int]) -> LengthHistogram:
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 1999), min_size=1, max_size=60), st.integers(0, 9))
-def test_drawn_lengths_have_the_counts_of_buckets_and_the_sum(values, seed):
+def test_drawn_lengths_have_the_shares_of_buckets_and_the_mean(values, seed):
     rng = np.random.default_rng(seed)
-    drawn = histogram_with(values).draw_unclipped(rng, len(values))
-    assert counts(drawn) == counts(values)
-    assert drawn.sum() == sum(values)
+    drawn = histogram_with(values).draw_unclipped(rng, 100 * len(values))
+    assert counts(drawn) == [100 * count for count in counts(values)]
+    assert drawn.mean() == pytest.approx(np.mean(values), rel=0.1, abs=1.0)
     assert drawn.min() >= 1
 
 
@@ -102,7 +100,8 @@ def test_lengths_above_unknown_bounds_need_a_limit(longest, named):
     with pytest.raises(InputError, match=named):
         LengthHistogram(bounds, (1.0, 1.0, 1.0), 60.0, "x", longest).draw_unclipped(rng, 3)
     known = LengthHistogram(bounds, (1.0, 1.0, 1.0), 60.0, "x", 64)
-    assert known.draw_unclipped(rng, 3).sum() == 60
+    found = np.sort(known.draw_unclipped(rng, 3))
+    assert (found[0] <= 8, 8 < found[1] <= 16, 16 < found[2] <= 64) == (True, True, True)
 
 
 @pytest.mark.parametrize(

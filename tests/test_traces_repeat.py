@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from conversations import conversations
 
 from toolkit.errors import InputError
-from toolkit.traces.generate import Arrivals, Lengths, SharedContent, generate
+from toolkit.traces.generate import Arrivals
 from toolkit.traces.repeat import repeated
 from toolkit.traces.sharing import reusable_tokens
 from toolkit.traces.types import Trace
@@ -20,11 +21,8 @@ def plain(count: int = 200) -> Trace:
 
 
 def sessions() -> Trace:
-    content = SharedContent(
-        system_tokens=64, turns=Lengths("fixed", 4), think_ms=Lengths("fixed", 500)
-    )
-    lengths = Lengths("fixed", 40), Lengths("fixed", 20)
-    return generate(Arrivals(1.0), 60.0, *lengths, seed=3, content=content)
+    starts_s = Arrivals(1.0).times(np.random.default_rng(3), 60.0)
+    return conversations(starts_s, turns=4, think_s=0.5, system_tokens=64)
 
 
 @pytest.mark.parametrize("trace", [plain(), sessions()], ids=["plain", "sessions"])

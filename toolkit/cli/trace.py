@@ -125,9 +125,6 @@ class ReadOptions:
         metavar="RECIPE|FILE",
         autocompletion=arguments.recipes,
     )
-    chars_per_token: float | None = option(
-        None, "Estimate the tokens of conversations: one for so many characters."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,27 +148,17 @@ def inspect(args: InspectOptions) -> None:
 
 def _read(args: ReadOptions) -> tuple[Trace, ReadReport]:
     """Return the trace and the report. Raises `InputError` if an option has no effect."""
-    from toolkit.traces.chats import estimated
     from toolkit.traces.columns import parse_columns
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
 
     tokenizer = args.tokenizer
-    chars_per_token = args.chars_per_token
-    if tokenizer is not None and chars_per_token is not None:
-        both = f"--tokenizer {tokenizer} and --chars-per-token {chars_per_token:g}"
-        raise InputError(f"{both} contradict each other", "give one of them")
     named = None if args.columns is None else parse_columns(args.columns)
     path = trace_path(args.trace)
-    counter = None
-    if tokenizer is not None:
-        counter = _tokenizer(tokenizer)
-    elif chars_per_token is not None:
-        counter = estimated(chars_per_token)
+    counter = None if tokenizer is None else _tokenizer(tokenizer)
     loaded, report = read_trace(path, named, counter)
     if not report.text:
-        counters = {"--tokenizer": tokenizer, "--chars-per-token": chars_per_token}
-        refuse_useless(counters, f"{path.name} has lengths in tokens")
+        refuse_useless({"--tokenizer": tokenizer}, f"{path.name} has lengths in tokens")
     return loaded, report
 
 
@@ -306,7 +293,6 @@ class GenerateOptions:
     longest: int | None = option(
         None, "Clip lengths to this many tokens, and say how many; default: clip none.", min=1
     )
-    max_tokens: int = option(0, "The limit on output tokens that clients set; 0: none.", min=0)
     all_at_once: int | None = option(
         None,
         "This many requests, all at 0 s, instead of --rate and --duration.",
@@ -322,14 +308,6 @@ class GenerateOptions:
     template_tokens: str | None = option(
         None, "Lengths of the templates, as --prompt; default: fixed:512."
     )
-    turns: str | None = option(
-        None,
-        "Make sessions with so many turns, as --prompt, such as uniform:1:6. --rate is then of "
-        "sessions, and --prompt of what is new in a turn.",
-    )
-    think: str | None = option(
-        None, "Seconds before a later turn, as --prompt, such as lognormal:5:1."
-    )
     seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)
     as_json: JsonOption = False
 
@@ -340,7 +318,7 @@ def generate(args: GenerateOptions) -> None:
     """Write a synthetic trace. The defaults and `--longest 1024` are the SCLS paper's setting, as
     far as it is known.
     """
-    from toolkit.traces.generate import Arrivals, backlog, limited
+    from toolkit.traces.generate import Arrivals, backlog
     from toolkit.traces.generate import generate as synthesize
     from toolkit.traces.histograms import UNKNOWN
 
@@ -358,8 +336,6 @@ def generate(args: GenerateOptions) -> None:
         )
         seconds_long = 600.0 if args.duration is None else args.duration
         made = synthesize(arrivals, seconds_long, prompts, outputs, args.seed, content)
-    if args.max_tokens:
-        made = limited(made, args.max_tokens)
     if args.metrics:
         made = replace(made, notes=(*made.notes, UNKNOWN))
     _put(made, args.out, args.as_json)
@@ -399,21 +375,17 @@ def _page_lengths(path: Path, longest: int) -> tuple[DrawnLengths, DrawnLengths]
 
 def _content(args: GenerateOptions) -> SharedContent | None:
     """Return what generated prompts share. Raises `InputError` if an option has no effect."""
-    from toolkit.traces.generate import SharedContent, parse_lengths, parse_times
+    from toolkit.traces.generate import SharedContent, parse_lengths
 
     if args.templates is None:
         needs = {"--template-tokens": args.template_tokens}
         refuse_useless(needs, "there are no templates", "add --templates")
-    if args.turns is None:
-        refuse_useless({"--think": args.think}, "requests have one turn", "add --turns")
-    if not (args.system_tokens or args.templates or args.turns):
+    if not (args.system_tokens or args.templates):
         return None
     return SharedContent(
         args.system_tokens or 0,
         args.templates or 0,
         parse_lengths(args.template_tokens or "fixed:512"),
-        parse_lengths(args.turns) if args.turns else None,
-        parse_times(args.think) if args.think else None,
     )
 
 

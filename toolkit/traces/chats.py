@@ -43,18 +43,6 @@ class TokenCounter:
         return f"lengths are {self.name}; what a chat template adds is not in them"
 
 
-def estimated(chars_per_token: float) -> TokenCounter:
-    """Return a counter that estimates tokens by the number of characters. Raises `InputError` if
-    `chars_per_token` is not from 0.1 to 100.
-    """
-    if not 0.1 <= chars_per_token <= 100:
-        raise InputError(
-            f"{chars_per_token:g} characters per token are not possible", "give 0.1 to 100"
-        )
-    name = f"an estimate from {chars_per_token:g} characters per token, not counted"
-    return TokenCounter(lambda text: -int(-len(text) // chars_per_token), name)
-
-
 def has_messages(sample: Iterable[Record]) -> bool:
     """Return whether any of these rows is a conversation."""
     return any(record is not None and _messages(record) for record in sample)
@@ -64,8 +52,7 @@ def no_counter_error(source: str) -> InputError:
     """Return the error for conversations of which nothing counts the tokens."""
     return InputError(
         f"{source}: conversations have text and no lengths in tokens",
-        f"count them: llmctl trace convert {source} OUT --tokenizer RECIPE"
-        " (or --chars-per-token 4, an estimate)",
+        f"count them: llmctl trace convert {source} OUT --tokenizer RECIPE",
     )
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import InputError, nearest
 from toolkit.traces.histograms import LengthHistogram
-from toolkit.traces.types import MAX_LENGTH, Sessions, SharedBlocks, Trace
+from toolkit.traces.types import MAX_LENGTH, SharedBlocks, Trace
 
 Floats = NDArray[np.float64]
 
@@ -190,36 +190,16 @@ class Arrivals:
         return times[times < duration_s]
 
 
-def parse_times(text: str) -> Lengths:
-    """A distribution of times in ms, from one in seconds with the spelling of `parse_lengths`.
-
-    Raises `InputError` if the distribution is unknown, or a number is wrong.
-    """
-    kind, *numbers = text.split(":")
-    try:
-        in_ms = [f"{1000.0 * float(value)!r}" for value in numbers]
-    except ValueError as error:
-        raise InputError(f"'{text}': {error}", f"give {kind}:{FORMS.get(kind, '')}") from error
-    if kind != "uniform":  # its second number is a time too; the others' is a shape
-        in_ms[1:] = numbers[1:]
-    return parse_lengths(":".join([kind, *in_ms]))
-
-
 @dataclass(slots=True, frozen=True)
 class SharedContent:
-    """What generated prompts share: parts that they begin with, and conversations.
-
-    Every prompt begins with the system prompt, then with one of the templates (the k-th most
-    frequent is chosen with a weight of 1 / k), then comes a part of its own. The prompt of a later
-    turn is the prompt before, its answer, and a part of its own. Impossible numbers raise
-    `InputError`.
+    """What generated prompts begin with: the system prompt, then one of the templates (the k-th
+    most frequent is chosen with a weight of 1 / k). Then comes a part of its own. Impossible
+    numbers raise `InputError`.
     """
 
     system_tokens: int = 0
     templates: int = 0
     template: Lengths = Lengths("fixed", 512)
-    turns: Lengths | None = None  # per session; None: requests are independent
-    think_ms: Lengths | None = None  # before each later turn; None: 0
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -235,11 +215,6 @@ class SharedContent:
             parts.append(f"a system prompt of {self.system_tokens} tokens")
         if self.templates:
             parts.append(f"{self.templates} templates {self.template}")
-        if self.turns:
-            thought = f"after {self.think_ms} ms" if self.think_ms else "at once"
-            parts.append(
-                f"sessions of {self.turns} turns, later ones {thought}, as if answers took no time"
-            )
         return ", ".join(parts)
 
 
@@ -251,10 +226,7 @@ def generate(
     seed: int,
     content: SharedContent | None = None,
 ) -> Trace:
-    """Draw a trace of `duration_s` seconds. The same arguments give the same trace.
-
-    With the turns of `content` first turns arrive at the rate, for `duration_s`.
-    """
+    """Draw a trace of `duration_s` seconds. The same arguments give the same trace."""
     rng = np.random.default_rng(seed)
     arrival_s = arrivals.times(rng, duration_s)
     note = f"{arrivals} for {duration_s:g} s, prompts {prompt}, outputs {output}, seed {seed}"
@@ -268,7 +240,7 @@ def backlog(
     seed: int,
     content: SharedContent | None = None,
 ) -> Trace:
-    """Draw `count` requests or sessions that all arrive at 0 s; the same for the same arguments."""
+    """Draw `count` requests that all arrive at 0 s; the same for the same arguments."""
     if count < 1:
         raise InputError(f"a backlog of {count} requests is not possible", "give at least 1")
     check_count(count, "the backlog")
@@ -285,88 +257,41 @@ def _requests(
     content: SharedContent | None,
     note: str,
 ) -> Trace:
-    """Requests with drawn lengths at these times. With `content` they are first turns: the shared
-    parts stand before their prompts, and later turns follow.
-    """
+    """Requests with drawn lengths at these times; what prompts share stands before their own."""
     count = len(arrival_s)
-    prompts = prompt.draw_unclipped(rng, count)
-    outputs = output.draw_unclipped(rng, count)
+    drawn = prompt.draw_unclipped(rng, count)
+    answers = output.draw_unclipped(rng, count)
     notes: tuple[str, ...] = (f"generated: {note}",)
+    notes += clip_note(drawn, prompt.longest, "prompts" if content is None else "parts of prompts")
+    notes += clip_note(answers, output.longest, "outputs")
+    prompts = clip(drawn, prompt.longest)
+    outputs = clip(answers, output.longest)
+    shared = None
+    if content is not None:
+        notes += (f"shared: {content}",)
+        template = np.zeros(count, dtype=np.int64)
+        ahead = np.full(count, content.system_tokens)
+        if content.templates:
+            weights = np.arange(1, content.templates + 1) ** -1.0
+            template = rng.choice(content.templates, count, p=weights / weights.sum())
+            ahead += content.template.draw(rng, content.templates)[template]
+        prompts = prompts + ahead
+        longest = int(prompts.max())
+        if longest > MAX_LENGTH:
+            raise InputError(f"a prompt would have {longest:,} tokens", "give shorter parts")
+        shared = _content_blocks(content, prompts, template, ahead)
     no_limits = np.zeros(count, dtype=np.int64)
-    if content is None:
-        notes += clip_note(prompts, prompt.longest, "prompts")
-        notes += clip_note(outputs, output.longest, "outputs")
-        whole = (clip(prompts, prompt.longest), clip(outputs, output.longest), no_limits)
-        return Trace(arrival_s, *whole, "generated", notes)
-    turns = no_limits + 1 if content.turns is None else content.turns.draw(rng, count)
-    total = int(turns.sum())
-    check_count(total, f"{count:,} sessions of {content.turns} turns")
-    begins = np.cumsum(turns) - turns
-    session = np.repeat(np.arange(count), turns)
-    first = np.zeros(total, dtype=np.bool_)
-    first[begins] = True
-
-    def column(drawn: Floats, lengths: DrawnLengths) -> Floats:
-        """One value per turn: those of the first turns are drawn already."""
-        values = np.empty(total)
-        values[first] = drawn
-        values[~first] = lengths.draw_unclipped(rng, total - count)
-        return values
-
-    drawn_own = column(prompts, prompt)
-    drawn_answers = column(outputs, output)
-    notes += clip_note(drawn_own, prompt.longest, "parts of prompts")
-    notes += clip_note(drawn_answers, output.longest, "outputs")
-    own = clip(drawn_own, prompt.longest)
-    answers = clip(drawn_answers, output.longest)
-    think_s = np.zeros(total)
-    if content.think_ms is not None:
-        think_s[~first] = content.think_ms.draw(rng, total - count) / 1000.0
-    template = np.zeros(count, dtype=np.int64)
-    ahead = np.full(count, content.system_tokens)
-    if content.templates:
-        weights = np.arange(1, content.templates + 1) ** -1.0
-        template = rng.choice(content.templates, count, p=weights / weights.sum())
-        ahead += content.template.draw(rng, content.templates)[template]
-    added = np.where(first, 0, np.roll(answers, 1)) + own
-    sums = _sums_by(begins, turns, added.astype(np.float64)).astype(np.int64)
-    whole_prompts = ahead[session] + sums
-    longest = int(whole_prompts.max())
-    if longest > MAX_LENGTH:
-        raise InputError(
-            f"a prompt would have {longest:,} tokens", "give fewer turns, or shorter parts"
-        )
-    times_s = arrival_s[session] + _sums_by(begins, turns, think_s)
-    shared = _content_blocks(content, whole_prompts, session, template, ahead)
-    sessions = Sessions(np.where(first, -1, np.arange(total) - 1), think_s)
-    made = Trace(
-        times_s,
-        whole_prompts,
-        answers,
-        np.zeros(total, dtype=np.int64),
-        "generated",
-        (*notes, f"shared: {content}"),
-        shared=shared,
-        sessions=sessions if content.turns else None,
-    )
-    return made.take(np.argsort(times_s, kind="stable"))
-
-
-def _sums_by(begins: NDArray[np.int64], turns: NDArray[np.int64], values: Floats) -> Floats:
-    """The sum of `values` from the first turn of its session to each turn."""
-    sums = np.cumsum(values)
-    return sums - np.repeat((sums - values)[begins], turns)
+    return Trace(arrival_s, prompts, outputs, no_limits, "generated", notes, shared=shared)
 
 
 def _content_blocks(
     content: SharedContent,
     prompts: NDArray[np.int64],
-    session: NDArray[np.int64],
     template: NDArray[np.int64],
     ahead: NDArray[np.int64],
 ) -> SharedBlocks:
     """The blocks of prompts. A block is shared by all prompts with the part in which it ends: the
-    system prompt, a template, or a session; the partial last block of a prompt by none.
+    system prompt, or a template; a block that ends in a prompt's own part by none.
     """
     size = BLOCK_TOKENS
     counts = -(-prompts // size)
@@ -380,20 +305,16 @@ def _content_blocks(
     row = np.repeat(np.arange(len(prompts)), counts)
     place = np.arange(blocks) - offsets[row]
     end = (place + 1) * size
-    of = session[row]
-    # The part is the one of four kinds, and its number.
+    # The part is the one of three kinds, and its number.
     kind = np.full(blocks, 2)
-    number = of.copy()
-    in_template = end <= ahead[of]
+    number = row.copy()
+    in_template = end <= ahead[row]
     kind[in_template] = 1
-    number[in_template] = template[of][in_template]
+    number[in_template] = template[row][in_template]
     in_system = end <= content.system_tokens
     kind[in_system] = 0
     number[in_system] = 0
-    alone = end > prompts[row]
-    kind[alone] = 3
-    number[alone] = row[alone]
-    key = (number * 4 + kind) * int(counts.max()) + place
+    key = (number * 3 + kind) * int(counts.max()) + place
     ids = np.unique(key, return_inverse=True)[1].reshape(-1).astype(np.int64)
     return SharedBlocks(size, ids, offsets)
 
@@ -402,21 +323,6 @@ def check_count(count: float, what: str) -> None:
     if count > MAX_REQUESTS:
         limit = f"generate at most {MAX_REQUESTS:,} at a time"
         raise InputError(f"{what}: {count:,.0f} requests are too many for one trace", limit)
-
-
-def limited(trace: Trace, max_tokens: int) -> Trace:
-    """Return the requests with `max_tokens` as the limit that their clients set.
-
-    Raises `InputError` if an output is longer.
-    """
-    longest = int(trace.output_tokens.max())
-    if longest > max_tokens:
-        raise InputError(
-            f"outputs reach {longest} tokens, above --max-tokens {max_tokens}: "
-            "readers drop such rows",
-            "leave --max-tokens out, and give the limit to `simulate --max-new-tokens`",
-        )
-    return replace(trace, max_tokens=np.full(len(trace), max_tokens, dtype=np.int64))
 
 
 def draw_arrivals(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:

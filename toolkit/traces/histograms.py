@@ -22,8 +22,6 @@ MODEL = "model_name"  # the label of the served model
 
 ABOVE = float("inf")  # the bound of the last bucket
 MANTISSAS = (1, 2, 5)  # vLLM's bounds are these times powers of ten, up to the context
-STEPS = 50  # of the search for the shape within buckets: more than a float can tell apart
-SHAPES = (-12.0, 12.0)  # logarithms of the exponents among which it is
 
 UNKNOWN = (
     "metrics do not say when requests came, which output belongs to which prompt, what prompts"
@@ -60,9 +58,9 @@ class LengthHistogram:
         """Draw `count` lengths with the histogram's shares of buckets and its mean, in any order.
 
         Within a bucket from `low` to `high` a length is low + u^p * (high - low), with u uniform
-        and one exponent p for all buckets, found so that the sum comes out; single tokens correct
-        the rest. Lengths above the last bound reach up to `longest`, or as far as vLLM's bounds
-        say. Raises `InputError` if that is not known.
+        and one exponent p for all buckets, so that its mean is low + (high - low) / (1 + p).
+        Lengths above the last bound reach up to `longest`, or as far as vLLM's bounds say. Raises
+        `InputError` if that is not known.
         """
         counts = _apportioned(self.counts, count)
         below = [0, *(int(bound) for bound in self.bounds[:-1])]
@@ -77,9 +75,10 @@ class LengthHistogram:
             )
         low = np.repeat(lows, counts)
         high = np.repeat(highs, counts)
-        wanted = round(self.total / sum(self.counts) * count)
-        target = min(max(wanted, int(low.sum())), int(high.sum()))
-        return rng.permutation(_to_sum(low, high, target, rng)).astype(np.float64)
+        beyond = self.total / sum(self.counts) * count - float(low.sum())
+        exponent = max(float((high - low).sum()) / max(beyond, 1.0) - 1.0, 0.0)
+        shares = rng.permutation((np.arange(count) + 0.5) / count)
+        return rng.permutation(np.rint(low + shares**exponent * (high - low)))
 
     def _greatest(self, count: int) -> int:
         """The greatest length above the last finite bound, where `count` lengths are.
@@ -156,27 +155,3 @@ def _apportioned(counts: Sequence[float], total: int) -> Ints:
     order = np.argsort(whole - exact, kind="stable")
     whole[order[: total - int(whole.sum())]] += 1
     return whole
-
-
-def _to_sum(low: Ints, high: Ints, target: int, rng: np.random.Generator) -> Ints:
-    """Return values from `low` to `high` that sum to `target`, which is possible."""
-    drawn = rng.random(len(low))
-    room = high - low + 1
-
-    def values(log_exponent: float) -> Ints:
-        steps: Floats = drawn ** math.exp(log_exponent) * room
-        return np.minimum(low + steps.astype(np.int64), high)
-
-    below, above = SHAPES
-    for _ in range(STEPS):
-        middle = (below + above) / 2.0
-        if int(values(middle).sum()) > target:
-            below = middle
-        else:
-            above = middle
-    found = values(above)
-    while left := target - int(found.sum()):
-        step = 1 if left > 0 else -1
-        free = np.flatnonzero(found < high if left > 0 else found > low)
-        found[rng.permutation(free)[: abs(left)]] += step
-    return found

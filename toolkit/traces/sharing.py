@@ -1,8 +1,8 @@
-"""What prompts share, as files say it: checked, and scaled with the lengths.
+"""What prompts share, as files say it: checked.
 
 A row with impossible blocks or an impossible session is read without them, counted, and named;
-nothing is guessed: `blocks_of` and `sessions_of`. `scale_blocks` and `keep_sessions` follow lengths
-that were divided or clipped. `reusable_tokens` says how much a cache without limit reuses.
+nothing is guessed: `blocks_of` and `sessions_of`. `keep_sessions` follows lengths that were divided
+or clipped. `reusable_tokens` says how much a cache without limit reuses.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from numpy.typing import NDArray
 from toolkit.errors import InputError
 from toolkit.traces.columns import THINK, block_ids, length, number
 from toolkit.traces.types import MOONCAKE_BLOCK, Sessions, SharedBlocks, Trace
-
-# Tokens of a block where scaled lengths do not fit whole ones: vLLM's block, so its cache loses
-# nothing more.
-MAX_SPLIT = 16
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -236,43 +232,6 @@ def _other_blocks(trace: Trace, turns: Ints, before: Ints) -> Flags:
     return wrong
 
 
-def scale_blocks(trace: Trace, divisor: float, prompts: Ints) -> tuple[SharedBlocks | None, str]:
-    """The blocks of `trace` for its prompts divided by `divisor` and clipped to `prompts`, and a
-    note.
-
-    A block of B tokens becomes one of B / `divisor`, where that is a whole number. Otherwise new
-    blocks have `MAX_SPLIT` tokens, or the whole part of B / `divisor` if that is less (at least 1).
-    Such a block covers parts of one or more old ones, and is shared where all of these are. So
-    nothing new is shared, and of what two prompts share less than one new block is lost.
-    """
-    shared = trace.shared
-    if shared is None:
-        return None, ""
-    exact = shared.block_tokens / divisor
-    whole = exact >= 1.0 and abs(exact - round(exact)) < 1e-9
-    block = round(exact) if whole else max(min(int(exact), MAX_SPLIT), 1)
-    counts = -(-prompts // block)
-    counts[shared.counts == 0] = 0
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    rows = np.repeat(np.arange(len(prompts)), counts)
-    place = np.arange(offsets[-1]) - offsets[rows]
-    # The tokens of the original prompt that end with the new block.
-    ends = np.minimum((place + 1) * (block * divisor), trace.prompt_tokens[rows])
-    old = np.ceil(ends / shared.block_tokens - 1e-9).astype(np.int64) - 1
-    old = np.minimum(np.maximum(old, 0), shared.counts[rows] - 1)
-    ids = shared.ids[shared.offsets[:-1][rows] + old]
-    if whole:
-        return SharedBlocks(block, ids, offsets), ""
-    # Several new blocks may end in one old one: the place tells them apart.
-    _, ids = np.unique(np.stack([place, ids]), axis=1, return_inverse=True)
-    note = (
-        f"blocks of {shared.block_tokens} tokens became blocks of {block}: "
-        f"{shared.block_tokens} / {divisor:.4g} is not a whole number, "
-        "so up to one of them is lost of what two prompts share"
-    )
-    return SharedBlocks(block, ids.reshape(-1).astype(np.int64), offsets), note
-
-
 def keep_sessions(trace: Trace) -> Trace:
     """`trace` without the links of turns that do not hold the turn before and its answer (after
     lengths were divided or clipped), with a note.
@@ -311,15 +270,3 @@ def reusable_tokens(trace: Trace) -> Ints:
     tokens[last] = trace.prompt_tokens[several] - (shared.counts[several] - 1) * shared.block_tokens
     seen = np.where(rows[origin] < rows, np.minimum(tokens, tokens[origin]), 0)
     return np.bincount(rows, seen, minlength=len(trace)).astype(np.int64)
-
-
-def cold_tokens(trace: Trace, first: int, last: int) -> int:
-    """The prompt tokens of the rows `first` to `last` (excluded) that only earlier rows hold: what
-    a cache that is empty at `first` must compute, and a warm one need not.
-    """
-    if trace.shared is None:
-        return 0
-    until = replace(trace, sessions=None).take(slice(0, last))
-    return int(
-        reusable_tokens(until)[first:].sum() - reusable_tokens(until.take(slice(first, last))).sum()
-    )

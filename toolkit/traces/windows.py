@@ -18,7 +18,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import ScaledLengths, Scaling
-from toolkit.traces.sharing import cold_tokens, keep_sessions, reusable_tokens, scale_blocks
+from toolkit.traces.sharing import keep_sessions, reusable_tokens
 from toolkit.traces.types import MAX_LENGTH, Trace
 
 MIN_RATE_RPS = 1e-6
@@ -76,7 +76,7 @@ def scale_lengths(
     few lengths that are still too long are clipped. The result's `scaling` records this in numbers,
     with `model_context`, the tokens that the model itself takes; its last notes say it in words.
 
-    What prompts share stays shared (`scale_blocks`). A trace with sessions is divided by one
+    Prompts that were scaled share nothing (`with_lengths`). A trace with sessions is divided by one
     factor, the greater of the two, since answers become parts of prompts; a turn that still does
     not hold the turn before and its answer starts a session of its own.
 
@@ -111,7 +111,7 @@ def scale_lengths(
         notes=(*trace.notes, scaling.summary()),
         scaling=scaling,
     )
-    return with_lengths(fitted, prompts, outputs, of_prompts.divisor)
+    return with_lengths(fitted, prompts, outputs)
 
 
 def leave_out_longer(
@@ -188,9 +188,12 @@ def fit_lengths(
     return fit(trace, max_model_len, max_new_tokens, model_context)
 
 
-def with_lengths(trace: Trace, prompts: Tokens, outputs: Tokens, divisor: float) -> Trace:
-    """Return `trace` with these lengths: its prompts were divided by `divisor`, and clipped."""
-    shared, note = scale_blocks(trace, divisor, prompts)
+def with_lengths(trace: Trace, prompts: Tokens, outputs: Tokens) -> Trace:
+    """Return `trace` with these lengths, which were divided and clipped.
+
+    Prompts of other lengths share nothing: an engine with scaled requests has no prefix cache.
+    """
+    same = np.array_equal(prompts, trace.prompt_tokens)
     if trace.sessions is not None:
         # Rounded up, a prompt may lack a token for the answer that it holds.
         later = np.flatnonzero(trace.sessions.previous >= 0)
@@ -203,8 +206,7 @@ def with_lengths(trace: Trace, prompts: Tokens, outputs: Tokens, divisor: float)
             trace,
             prompt_tokens=prompts,
             output_tokens=outputs,
-            shared=shared,
-            notes=(*trace.notes, note) if note else trace.notes,
+            shared=trace.shared if same else None,
         )
     )
 
@@ -274,9 +276,8 @@ def cut(trace: Trace, start_s: float, end_s: float, *, warm_s: float = 0.0) -> T
     """Return the requests that arrive in [start_s, end_s). Requests of the `warm_s` seconds before
     them are a warm-up. Times count from the beginning of the warm-up.
 
-    Sessions are cut: a turn that continues one before the cut becomes a first turn. Notes say how
-    many these are, and what it costs that a cache is empty at the cut. Raises `InputError` if
-    no request arrives in [start_s, end_s).
+    Sessions are cut: a turn that continues one before the cut becomes a first turn. A note says how
+    many these are. Raises `InputError` if no request arrives in [start_s, end_s).
     """
     first, last = np.searchsorted(trace.arrival_s, [start_s, end_s], side="left")
     if first >= last:
@@ -298,12 +299,6 @@ def cut(trace: Trace, start_s: float, end_s: float, *, warm_s: float = 0.0) -> T
                 f"{lost:,} of {int(later.sum()):,} later turns continue one before the cut: "
                 "they start sessions of their own"
             )
-    if cold := cold_tokens(trace, int(first), int(last)) if first else 0:
-        share = 100.0 * cold / int(kept.prompt_tokens.sum())
-        notes.append(
-            f"the cache is empty at the cut: {share:.1f} % of the prompt tokens are shared only "
-            "with requests before it"
-        )
     return replace(
         kept,
         arrival_s=kept.arrival_s - begin_s,
