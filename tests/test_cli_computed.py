@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import llmctl
+from commands import llmctl, ran
 
 from toolkit.catalogue.gpus import GPUS
 from toolkit.files.find_model import find_model
@@ -68,6 +68,29 @@ def test_a_recipe_without_a_fit_is_tuned_rendered_and_reported(
     Path("plan.json").unlink()
     assert llmctl("report", "recipe.yaml", "--out", "report.html") == 0
     assert "Nothing here was measured" in Path("report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_every_command_warns_where_no_server_like_the_recipe_s_was_compared(
+    recipe: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("llama-3.1-8b", "a100-80gb")
+    for words in (
+        "profile recipe.yaml --analytic",
+        "fit profile.json",
+        "simulate --fit fit.json --recipe recipe.yaml --trace chat-small",
+        "capacity recipe.yaml --trace chat-small --fit fit.json --sla ttft_p99_s=1",
+        "render recipe.yaml --fit fit.json",
+        "report recipe.yaml",
+    ):
+        said = ran(capsys, words).err.splitlines()
+        assert any(line.startswith("warning: ") and "a100_sxm" in line for line in said), words
+    Path("fit.json").unlink()
+    assert llmctl("tune", "recipe.yaml", *QUICK) in (0, 5)
+    Path("profile.json").unlink()
+    Path("plan.json").unlink()
+    said = ran(capsys, "report recipe.yaml").err.splitlines()
+    assert any(line.startswith("warning: ") and "a100_sxm" in line for line in said)
 
 
 @pytest.mark.slow

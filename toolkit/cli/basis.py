@@ -103,8 +103,9 @@ def find_fit(file: Path, recipe: Recipe, given: Path | None, *, force: bool = Fa
             f"recipe '{recipe.name}' has no shipped fit, and there is no fit.json of it here",
             "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
         )
+    found = FoundFit(computed_fit(file, recipe), None)
     note(f"{recipe.name}: there is no fit of it, so its laws are computed; nothing is measured")
-    return FoundFit(computed_fit(file, recipe), None)
+    return found
 
 
 def _fit_here(recipe: Recipe) -> Path | None:
@@ -177,16 +178,15 @@ def plan_address(plan: Plan) -> str:
     return plan.recipe.engine.url or f"http://{f'[{host}]' if ':' in host else host}:{serve.port}"
 
 
-def analytic_notes(engine: EngineFacts) -> list[str]:
-    """Return a line that nothing was measured, for an analytic profile or fit; else none. It is a
-    warning where no such server was compared, or the recipe is beyond those that were.
+def analytic_notes(facts: EngineFacts | Tuning) -> list[str]:
+    """Return a line that nothing was measured, for analytic laws; else none. It is a warning where
+    no server like the recipe's was compared.
     """
-    if not engine.analytic:
+    if not facts.analytic:
         return []
-    error = engine.analytic_error
-    unknown = error is None or error.here is None or error.beyond
-    mark = "warning: " if unknown else ""
-    return [f"{mark}analytic, nothing was measured: {engine.analytic}"]
+    error = facts.analytic_error
+    mark = "warning: " if error is None or error.guessed else ""
+    return [f"{mark}analytic, nothing was measured: {facts.analytic}"]
 
 
 def agreement_notes(fit: Fit) -> list[str]:

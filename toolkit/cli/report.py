@@ -44,10 +44,8 @@ def command(
     write_text(out, page)
     for role, why in material.why.items():
         note(f"{role} is not shown: {why}")
-    if material.fit:
-        note(*analytic_notes(material.fit.engine))
-    elif material.tuning and material.tuning.analytic:
-        note(f"analytic, nothing was measured: {material.tuning.analytic}")
+    laws = material.fit.engine if material.fit else material.tuning
+    note(*(analytic_notes(laws) if laws else []))
     shown = [file.role for file in material.sources]
     length = len(page.encode())
     text = f"wrote {out} ({size(length)}), from: {', '.join(shown)}"

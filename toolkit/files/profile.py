@@ -257,6 +257,11 @@ class AnalyticError(Strict):
         """
         return self.here if self.here and self.listed else self.left_out
 
+    @property
+    def guessed(self) -> bool:
+        """Whether no server like the recipe's was compared."""
+        return self.here is None or bool(self.beyond)
+
 
 class EngineFacts(Strict):
     """What the engine resolved when it loaded: the numbers that a simulation needs."""

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from toolkit.files.fit import LawRange
-from toolkit.files.profile import MEASURED_SECTIONS
+from toolkit.files.profile import MEASURED_SECTIONS, AnalyticError
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.units import number
@@ -378,6 +378,7 @@ class Tuning(Envelope):
 
     recipe_name: str
     analytic: str | None = optional("what computed laws assume; None: they were measured")
+    analytic_error: AnalyticError | None = optional("of computed laws; None: they were measured")
     seed: int
     sla: dict[str, float]
     workers: int

@@ -117,6 +117,7 @@ def tune(inputs: Inputs, runner: Runner, head: EnvelopeFields, progress: Progres
             **head,
             "recipe_name": recipe.name,
             "analytic": inputs.fit.engine.analytic,
+            "analytic_error": inputs.fit.engine.analytic_error,
             "seed": settings.seed,
             "sla": recipe.sla,
             "workers": recipe.workers,
