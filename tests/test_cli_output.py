@@ -87,6 +87,16 @@ def test_numbers_never_wrap_and_the_table_continues_below(capsys):
     assert shown == {f"{round(1234.5 * (k + 1)):,}" for k in range(12)}
 
 
+def test_ranges_and_single_words_never_wrap(capsys):
+    names = ["llama-3.1-8b-a100-80gb, defaults", "llama-3.1-8b-a100-80gb, router least-requests"]
+    columns = ["", ">GPUs", ">requests/s", ">by the law's error", "then breaks"]
+    table(columns, [(name, 2, "30.6", "27.5 to 32.5", "ttft_p99_s") for name in names])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("27.5 to 32.5" in line for line in lines) == 2
+    assert sum("ttft_p99_s" in line for line in lines) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [("█▌ é – … µ 中", "#? e - ... ? ?"), ("plain", "plain"), ("\udcff.json", "?.json")],

@@ -198,7 +198,7 @@ def _view(
     """A table of the columns `shown`; with `narrow` the names of unwrapped columns have a line per
     word, and long names in the first column two lines.
 
-    Columns of text are at most `text_room` wide; None: as wide as they need.
+    Single words never wrap. Columns of text are at most `text_room` wide; None: as they need.
     """
     from rich import box
     from rich.table import Table
@@ -222,19 +222,23 @@ def _view(
             if isinstance(cell, bool) or cell is None:
                 text = {True: "yes", False: "no", None: "-"}[cell]
             texts[-1].append(text)
-        if index == 0 and narrow:  # a long name like `kind.flag` takes two lines; a path does not
+        if index == 0 and narrow:  # `kind.flag` and `recipe, router` take two lines; no path does
             for place, text in enumerate(texts[-1]):
-                owner, dot, last = text.rpartition(".")
-                if dot and len(text) > WIDTH // 2 and "/" not in text:
-                    texts[-1][place] = f"{owner}.\n  {last}"
+                owner, mark, last = text.rpartition(", " if ", " in text else ".")
+                if mark and len(text) > WIDTH // 2 and "/" not in text:
+                    texts[-1][place] = f"{owner}{mark.strip()}\n  {last}"
         longest = max((len(line) for text in texts[-1] for line in text.split("\n")), default=0)
-        whole = longest <= WIDTH // 2 if index == 0 else align == ">" and longest <= TEXT_ROOM
+        whole = longest <= WIDTH // 2
+        if index:
+            words = align != ">" and any(" " in text for text in texts[-1])
+            whole = longest <= TEXT_ROOM and not words
         heading = _plain(name.lstrip("<>^"))
         view.add_column(
             "\n".join(heading.split()) if whole and narrow else heading,
             justify=JUSTIFY[align],  # type: ignore[arg-type]
             overflow="fold",
             no_wrap=whole,
+            min_width=longest if whole else None,
             max_width=None if whole else text_room,
         )
     for row in zip(*texts, strict=True):
