@@ -467,7 +467,7 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
         valid=StepRange(
             rows_max=max(shape.rows for shape in passes.shapes),
             tokens_max=max(shape.tokens for shape in passes.shapes),
-            cached_max=max(shape.decode_cached for shape in passes.shapes),
+            cached_max=_most_cached(measured, passes, computed=computed),
         ),
         front_s=front_s,
         front_row_s=front_row_s,
@@ -479,6 +479,15 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
         resolved=measured.resolved,
         pipeline=pipeline,
     )
+
+
+def _most_cached(measured: StepsProfile, passes: StepPasses, *, computed: bool) -> int:
+    """Return the cached tokens up to which the law holds. Computed passes are linear in them, so
+    their law holds for a full cache.
+    """
+    if computed:
+        return measured.blocks * measured.block_tokens
+    return max(shape.decode_cached for shape in passes.shapes)
 
 
 def _fit_computed(
