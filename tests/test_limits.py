@@ -167,7 +167,7 @@ def test_the_report_shows_broken_limits_and_recommends_nothing() -> None:
     page = report(gather("recipe.yaml"))
     assert "53.1" not in page
     assert "do not serve this" in page
-    assert page.count("31.7 s") >= 3  # the tuning's table, the plan's, and the plan's explanation
+    assert page.count("31.7 s") >= 2
     write_tuning(1.8, gain_percent=53.1)
     assert llmctl("render", *GIVEN) == 0
     assert "+53.1 % goodput" in report(gather("recipe.yaml"))

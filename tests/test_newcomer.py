@@ -14,7 +14,7 @@ CASES = [
     ("qwen3-32b --gpu l40s --gpus 2 --quantization fp8", 2),
     ("llama-3.3-70b --gpu h100-sxm --gpus 4", 4),
     ("qwen3-30b-a3b --gpu h100-sxm", 1),
-    ("gpt-oss-20b --gpu h100-sxm", "sliding windows"),
+    ("gpt-oss-20b --gpu h100-sxm", 1),
     ("deepseek-v3 --gpu h200 --gpus 8", "MLA"),
     ("llama-3.1-8b --gpu rtx-4090 --gpus 1", "rtx-4090"),
 ]
