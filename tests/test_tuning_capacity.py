@@ -13,9 +13,9 @@ from toolkit.errors import InputError
 from toolkit.files.tuning import Outcome
 from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import busiest, mean_rate
+from toolkit.tuning import capacity
 from toolkit.tuning.capacity import (
     ABOVE,
-    APART,
     BELOW,
     LASTING,
     LONG,
@@ -84,8 +84,8 @@ def test_no_tried_load_below_the_capacity_is_broken(guess, edge, holes):
 
 @pytest.mark.parametrize("guess", [9.7, 10.0, 10.3, 7.0, 20.0])
 def test_a_rough_search_ends_at_its_tolerance(guess):
-    found = search(lambda load: load <= 10.0, tolerance=APART).rough(guess, NEAR)
-    assert found.load <= 10.0 < found.broken <= found.load * (1 + APART) * (1 + 1e-9)
+    found = search(lambda load: load <= 10.0, tolerance=2.1 * NEAR).rough(guess, NEAR)
+    assert found.load <= 10.0 < found.broken <= found.load * (1 + 2.1 * NEAR) * (1 + 1e-9)
     assert len(found.points) <= (2 if abs(guess - 10.0) <= 10.0 * NEAR else 12)
 
 
@@ -134,6 +134,20 @@ def test_the_ends_of_an_interval_keep_the_limits_with_times_at_the_ends_of_the_l
         below, above = search.tried([0.97 * rate, ABOVE * rate])
         assert below.kept
         assert not above.kept
+
+
+@pytest.mark.slow
+def test_the_interval_of_a_long_trace_follows_from_its_busiest_part(monkeypatch):
+    requests = trace(2000)
+    [own] = deployments_of(samples.recipe(sla={"ttft_p99_s": 2.0}), samples.fit())
+    whole = measure(own, requests, in_process, concurrency=False)
+    monkeypatch.setattr(capacity, "LONG", 1000)
+    monkeypatch.setattr(capacity, "PART", 800)
+    found = measure(own, requests, in_process, concurrency=False)
+    assert found.rate.load == pytest.approx(whole.rate.load, rel=0.05)
+    assert found.interval.low_rps == pytest.approx(whole.interval.low_rps, rel=0.1)
+    assert found.interval.high_rps == pytest.approx(whole.interval.high_rps, rel=0.1)
+    assert found.interval.low_rps < found.rate.load < found.interval.high_rps
 
 
 @pytest.mark.slow

@@ -55,7 +55,6 @@ LONG = 100_000  # requests: a longer trace is searched on its busiest part first
 PART = 50_000  # requests of that part
 ROUNDS_AT_ONCE = 10  # requests for each place, where so many are served at once
 NEAR = 0.04  # how far from a guess the capacity is sought first
-APART = 0.09  # as `TOLERANCE`, where the capacity is interpolated
 
 
 @dataclass(slots=True, frozen=True)
@@ -395,11 +394,10 @@ def rate_near(
     found that is kept.
 
     It is interpolated between a rate that is kept and one that is not, at most `TOLERANCE_LONG` of
-    it higher. Of a very long trace that is `APART`, so that two simulations may suffice.
+    it higher.
     """
     search = _rate_search(setup, outcome, evaluate)
-    [trace] = setup.windows
-    search.tolerance = APART if len(trace) > LONG else TOLERANCE_LONG
+    search.tolerance = TOLERANCE_LONG
     found = search.rough(guess_rps, NEAR)
     if found is None or found.broken is None:
         return found.served_rps if found else None

@@ -39,6 +39,7 @@ from toolkit.tuning.capacity import (
     LoadSearch,
     at_concurrency,
     at_rate,
+    busiest_part,
     rate_capacity,
     rate_near,
 )
@@ -311,15 +312,22 @@ def _interval(
     deployment: Deployment, trace: Trace, evaluate: Evaluate, rate: Capacity
 ) -> LawInterval:
     """Search the capacity with times at both ends of the law's range, from `rate` on: a server
-    that is so much slower serves about so much less.
+    that is so much slower serves about so much less. Of a very long trace the busiest part says by
+    how much.
     """
     law = deployment.fit.law_range()
 
     def served_rps(factor: float) -> float | None:
-        setup = replace(deployment, slowdown=factor * deployment.slowdown).setup(trace)
-        return rate_near(setup, deployment.outcome, evaluate, rate.load / factor)
+        whole = replace(deployment, slowdown=factor * deployment.slowdown).setup(trace)
+        part = busiest_part(whole) or whole
+        return rate_near(part, deployment.outcome, evaluate, rate.load / factor)
 
-    return LawInterval(low_rps=served_rps(law.slow), high_rps=served_rps(law.fast), law=law)
+    low_rps, high_rps = served_rps(law.slow), served_rps(law.fast)
+    if busiest_part(deployment.setup(trace)) is not None:
+        own_rps = served_rps(1.0)
+        share = rate.served_rps / own_rps if own_rps else 1.0
+        low_rps, high_rps = (end and share * end for end in (low_rps, high_rps))
+    return LawInterval(low_rps=low_rps, high_rps=high_rps, law=law)
 
 
 def cost_of(deployment: Deployment, rate: Capacity, trace: Trace) -> Cost | None:
