@@ -55,6 +55,7 @@ def test_a_longer_target_is_waited_for_too(tmp_path: Path) -> None:
     assert drain_s(predicting(plan, 200.0)).value == 250
 
 
+@pytest.mark.slow
 def test_without_a_prediction_the_p99_is_simulated_at_the_most_that_is_served(
     plan: Plan,
 ) -> None:

@@ -19,6 +19,8 @@ from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.measure import probe_memory, probe_shapes
 from toolkit.profiling.process import LocalTimedEngine
 
+pytestmark = pytest.mark.slow
+
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=60, repetition_penalty=1.1)
 
 
@@ -39,7 +41,6 @@ def arena_of(engine: TransformersEngine) -> Arena:
     return arena
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sampling"),
     [
@@ -58,7 +59,6 @@ def test_tokens_are_those_of_steps_that_keep_their_own_shapes(
         assert fixed.run_slice(batch, steps, go_on) == plain.run_slice(batch, steps, go_on)
 
 
-@pytest.mark.slow
 def test_slices_lie_in_memory_that_is_taken_once() -> None:
     engine = fixed_engine(budget_mib=1.0)
     arena = arena_of(engine)
@@ -73,7 +73,6 @@ def test_slices_lie_in_memory_that_is_taken_once() -> None:
     assert ledger.peak_bytes <= engine.facts.kv_budget_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("length", "steps"), [(60, 1), (60, 36), (8, 88), (95, 1)])
 def test_a_slice_fits_if_its_tokens_do(length: int, steps: int) -> None:
     engine = fixed_engine(budget_mib=1.0)
@@ -110,7 +109,6 @@ def test_a_prefill_is_cut_to_the_rest_of_the_budget(
     assert together == plain_engine().run_slice(rows, 8, go_on)
 
 
-@pytest.mark.slow
 def test_the_law_of_memory_that_probes_show_has_no_workspace() -> None:
     engine = fixed_engine(budget_mib=1.0)
     bench = LocalTimedEngine(engine, "wall")
@@ -139,7 +137,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     return replayed(monkeypatch)
 
 
-@pytest.mark.slow
 def test_captured_steps_serve_slices_of_other_lengths(graphs: list[Replay]) -> None:
     engine = fixed_engine()
     plain = plain_engine()

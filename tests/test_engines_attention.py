@@ -19,6 +19,8 @@ from toolkit.engines.attention import (
 )
 from toolkit.engines.slab import additive
 
+pytestmark = pytest.mark.slow
+
 Shapes = list[tuple[torch.Size, torch.Size, torch.Size | None]]
 
 

@@ -21,6 +21,8 @@ from toolkit.engines.rebatch_engine import STEPS
 from toolkit.engines.transformers_engine import TIMED_STEPS
 from toolkit.workers.pool import BatchRecord
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["llama", "qwen3", "gpt2", "opt", "fixed", "rebatch", "deepspeed", "fake"]
 ALL_STEPS = 10_000  # enough for any row
 
@@ -73,7 +75,6 @@ def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str,
     return done
 
 
-@pytest.mark.slow
 def test_tokens_in_slices_equal_those_of_each_request_alone(case: Case) -> None:
     rows = random_rows(0, 12)
     assert {*case.engine.run_slice(rows, ALL_STEPS, go_on).finish} == {"stop", "length"}

@@ -15,6 +15,8 @@ from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import MemoryPoint
 from toolkit.files.recipe import EngineSpec
 
+pytestmark = pytest.mark.slow
+
 
 def spec_of(**changes: object) -> EngineSpec:
     return tiny.engine_spec("deepspeed", **{"kernel_injection": None} | changes)

@@ -28,6 +28,8 @@ from toolkit.engines.protocol import Round
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 ROWS = random_rows(0, 24)
 
 
@@ -52,7 +54,6 @@ def capturing(engine: RebatchEngine) -> RebatchEngine:
     return engine
 
 
-@pytest.mark.slow
 def test_a_captured_step_gives_the_tokens_of_an_eager_one(graphs: list[Replay]) -> None:
     engine = capturing(fixed_engine())
     eager = rebatch_engine()

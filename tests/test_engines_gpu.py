@@ -33,6 +33,7 @@ from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.profiling.process import LocalTimedEngine
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"

@@ -15,6 +15,8 @@ from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import EngineError, InputError, LlmctlError
 from toolkit.files.recipe import EngineSpec
 
+pytestmark = pytest.mark.slow
+
 
 def config(kind: str = "llama", **changes: object) -> dict[str, object]:
     return {key: value for key, value in (tiny.CONFIGS[kind] | changes).items() if value is not ...}

@@ -7,6 +7,8 @@ import torch
 from toolkit.engines.loading import load_model
 from toolkit.engines.norms import fuse_norms
 
+pytestmark = pytest.mark.slow
+
 
 class Shifted(torch.nn.Module):
     """A norm that multiplies by one more than its weight, as Gemma's does."""

@@ -20,6 +20,8 @@ from rounds import (
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gpt2", "opt", "gpt_neox"]
 ROWS = random_rows(0, 24)
 
@@ -38,7 +40,6 @@ WAYS: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way"),
     # the other ways need nothing more of an architecture: rotary and learned positions suffice

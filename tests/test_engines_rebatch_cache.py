@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [
     (torch.Size((1, 2, 1, 3)), torch.Size((1, 2, 1, 4))),
     (torch.Size((1, 1, 1, 2)), torch.Size((1, 1, 1, 2))),
@@ -72,7 +74,6 @@ def check(cache: RebatchCache, expected: list[RowKV], ledger_bytes: int) -> None
                 assert not slab[index, :, window][:, : cache.width - length].any()
 
 
-@pytest.mark.slow
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_rows_keep_their_values_through_any_moves(seed: int) -> None:

@@ -7,6 +7,8 @@ import rounds
 
 from toolkit.engines.protocol import OutOfMemory, Round
 
+pytestmark = pytest.mark.slow
+
 PARTS = ["join", "leave", "grow", "swap_out", "swap_in"]
 
 

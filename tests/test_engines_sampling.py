@@ -7,6 +7,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from toolkit.engines.protocol import Row, SamplingParams, mix, uniform
 from toolkit.engines.sampling import AHEAD, Sampler, uniforms
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 8
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.9])
@@ -35,7 +37,6 @@ def test_greedy_takes_the_largest() -> None:
     assert draw([row(), row(temperature=1e-6)]) == [0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("along_a_text", [False, True])
 def test_draws_follow_the_distribution(along_a_text: bool) -> None:
     count = 20_000

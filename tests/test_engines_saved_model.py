@@ -12,6 +12,8 @@ from toolkit.engines.loading import load_model
 from toolkit.engines.saved import saved_model
 from toolkit.engines.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

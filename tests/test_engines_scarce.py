@@ -23,6 +23,8 @@ from rounds import (
 from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.engines.rebatch_engine import RebatchEngine
 
+pytestmark = pytest.mark.slow
+
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(repetition_penalty=1.4),
@@ -81,7 +83,6 @@ class FailingPasses:
         return output
 
 
-@pytest.mark.slow
 def test_an_allocation_that_fails_once_in_a_step_costs_no_row() -> None:
     """Whichever allocation it is, the step is repeated."""
     driver = make_driver("slab", 0)

@@ -10,6 +10,8 @@ from rounds import RoundDriver, alone, random_rows, rebatch_engine
 
 from toolkit.engines.suspended import ALIGNMENT_BYTES, HostArena
 
+pytestmark = pytest.mark.slow
+
 PIECE = 1 << 16
 
 
@@ -78,7 +80,6 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert record.getMessage().endswith("pinning is not permitted here")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20], ids=["many pieces", "one piece"])
 def test_swapped_rows_get_their_own_tokens(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch

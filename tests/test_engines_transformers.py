@@ -16,6 +16,8 @@ from toolkit.engines.slab import MASK_ALIGNMENT, PaddedBatch, additive
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.errors import EngineError
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = ["llama", "qwen3", "gpt2", "opt"]
 
 
@@ -48,7 +50,6 @@ def test_the_slab_gives_the_same_bits_as_the_dynamic_cache(kind: str) -> None:
             tokens = logits[0].argmax(dim=-1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_batch_may_be_wider_than_the_model_s_positions(kind: str) -> None:
     engine = engine_of(kind)

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 from pydantic import BaseModel
 from said import says
-from transformers import AutoModelForCausalLM
 
 from docs.make_recipes import names_and_texts
 from toolkit.catalogue.gpus import GPUS as GPUS_KNOWN
 from toolkit.cli.arguments import open_recipe
 from toolkit.deploy.doctor import check_recipe, check_sizes
 from toolkit.engines.devices import CudaDevice, Devices
-from toolkit.engines.loading import load_config
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import Wish, new_recipe
@@ -74,6 +71,11 @@ def parameters_of(model: ModelSpec) -> int:
     """Parameters of the model that transformers builds from the recipe's config; nothing is
     allocated.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.engines.loading import load_config
+
     config = load_config(model.model_copy(update={"load_format": "dummy"}))
     with torch.device("meta"):
         return sum(

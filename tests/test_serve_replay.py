@@ -38,6 +38,8 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 from toolkit.serve.metrics import Stats
 
+pytestmark = pytest.mark.slow
+
 SLICE = {"slice_tokens": 8, "min_interval_s": 0.02, "eager": False}
 MLFQ = {"quantum_s": 0.02, "starvation_s": 1.0, "interval_steps": 2, "max_batch_size": 2}
 CASES = {  # the static engine, or how newcomers join on `rebatch`; a policy and its parameters
@@ -173,7 +175,6 @@ def test_every_policy_that_can_be_served_has_a_case() -> None:
     assert {policy for _, policy, _ in CASES.values()} == POLICIES.keys() - ORACLES
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     kind, name, parameters = CASES[case]
@@ -206,7 +207,6 @@ def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     assert list(replay(events, Scheduler(policy, planned(joining)))) == []
 
 
-@pytest.mark.slow
 def test_a_replay_with_another_parameter_differs() -> None:
     lines: list[bytes] = []
     make = functools.partial(make_engine, tiny.model_spec(), tiny.engine_spec(), tiny.CPU)

@@ -219,18 +219,18 @@ def test_a_line_or_a_value_without_end_is_refused(
 @pytest.mark.parametrize("kind", ["csv", "json", "rows", "nested"])
 def test_more_columns_than_a_log_has_are_refused_by_their_number(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "trace"
-    names = [f"c{k}" for k in range(100_000)]
+    names = [f"c{k}" for k in range(20_000)]
     path.write_text(
         {
-            "csv": ",".join(names) + "\n" + ",".join(["1"] * 100_000),
+            "csv": ",".join(names) + "\n" + ",".join(["1"] * 20_000),
             "json": json.dumps([dict.fromkeys(names, 1)]),
             # rows are looked at until there are too many
             "rows": "\n".join(
-                json.dumps(dict.fromkeys(names[k : k + 9], 1)) for k in range(0, 100_000, 9)
+                json.dumps(dict.fromkeys(names[k : k + 9], 1)) for k in range(0, 20_000, 9)
             ),
             "nested": json.dumps({"in": dict.fromkeys(names, 1)}),
         }[kind]
     )
     with pytest.raises(InputError) as refused:
         read_trace(path)
-    assert says(refused.value.message, "4,104" if kind == "rows" else "100,000", "4,096")
+    assert says(refused.value.message, "4,104" if kind == "rows" else "20,000", "4,096")

@@ -125,6 +125,7 @@ def sources() -> list[str]:
     return sorted(path for path in paths if not path.startswith("__"))
 
 
+@pytest.mark.slow
 def test_imports_go_downwards_and_libraries_stay_in_their_room() -> None:
     found = {path: violations(path, nodes_in(PACKAGE / path)) for path in sources()}
     assert {path: lines for path, lines in found.items() if lines} == {}
