@@ -72,7 +72,6 @@ def pytest_configure(config: pytest.Config) -> None:
             if signal.getsignal(each) is signal.SIG_DFL:  # `nohup` ignores the second
                 HANDLERS[each] = signal.SIG_DFL
         sys.addaudithook(_see)
-        gc.disable()  # until `pytest_collection_finish`: what is imported stays
         # jsonschema's optional check of IRIs: importing it takes a second, and no test needs it
         sys.modules["rfc3987_syntax"] = None
 
@@ -149,14 +148,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return bool(WHOLE.search(collection_path.read_text(encoding="utf-8"))) or None
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude the objects of imported libraries from garbage collection, which begins here.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude the objects of imported libraries from garbage collection, which waits until then.
 
     There are hundreds of thousands of them, and looking through them again and again would take a
     fifth of the quick lane's time.
     """
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # when the tests marked slow are out

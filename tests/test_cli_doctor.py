@@ -38,6 +38,7 @@ def checked(
     return {check.name: check for check in check_recipe(load_recipe(folder / "test.yaml"), devices)}
 
 
+@pytest.mark.slow
 def test_this_machine_can_run_the_demo(capsys):
     result = printed(capsys, "doctor tiny-llama-cpu --strict")
     assert (result["recipe"], result["usable"]) == ("tiny-llama-cpu", True)

@@ -52,11 +52,10 @@ SHORTER = {
     "--duration 30": "--duration 2",
     "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
 }
-# What commands that do not say it get, by their first word. A process takes seconds to start.
-FEWER = {
-    "tune": {"--trials": "8", "--jobs": "1"},
-    "bench": {"--duration": "2", "--warmup": "1"},
-}
+# What commands that do not say it get, by their first word.
+FEWER = {"tune": {"--trials": "8"}, "bench": {"--duration": "2", "--warmup": "1"}}
+# And also where a page's figures are compared: a process takes seconds to start.
+ALONE = {"tune": {"--jobs": "1"}}
 # Pages with output that every machine prints alike: their fits ship.
 FIGURES = ("docs/how-to/capacity.md", "docs/tutorials/reading-a-verdict.md")
 VERDICT = "llmctl tune tiny-llama-cpu --fit tiny-llama-cpu --trace chat-small --policies own"
@@ -219,8 +218,9 @@ class Folder:
         for long, short in SHORTER.items():
             if not command.startswith("llmctl trace"):
                 command = command.replace(long, short)
-        fewer = {} if self.whole else FEWER.get(command.split()[1], {})
-        for option, value in fewer.items():
+        first = command.split()[1]
+        fewer = {} if self.whole else FEWER.get(first, {})
+        for option, value in (fewer | ALONE.get(first, {})).items():
             if option not in command:
                 command += f" {option} {value}"
         for named, port in self.installed.ports.items():

@@ -10,6 +10,8 @@ import pytest
 import toolkit
 from toolkit.engine_traits import ENGINES
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(toolkit.__file__).parent
 
 FLOORS = {
@@ -125,7 +127,6 @@ def sources() -> list[str]:
     return sorted(path for path in paths if not path.startswith("__"))
 
 
-@pytest.mark.slow
 def test_imports_go_downwards_and_libraries_stay_in_their_room() -> None:
     found = {path: violations(path, nodes_in(PACKAGE / path)) for path in sources()}
     assert {path: lines for path, lines in found.items() if lines} == {}
