@@ -36,7 +36,6 @@ MODULES = (
     "toolkit.estimators.memory",
     "toolkit.estimators.pipeline",
     "toolkit.estimators.steps",
-    "toolkit.routing.balancer",
     "toolkit.routing.replicas",
     "toolkit.routing.routers",
     "toolkit.sched.caches",
@@ -78,7 +77,6 @@ MODULES = (
     "toolkit.sim.paged",
     "toolkit.sim.paged_engine",
     "toolkit.sim.passes",
-    "toolkit.sim.replicas",
     "toolkit.sim.slab",
     "toolkit.sim.worker",
 )  # fmt: skip
