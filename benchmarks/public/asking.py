@@ -29,6 +29,7 @@ from benchmarks.public.servers import IN_MXFP4, MODELS, Protocol, Row, protocol_
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.models import experts_of, kv_bytes_per_token
 from toolkit.errors import InputError
+from toolkit.estimators.elsewhere import ONE_BY_ONE
 from toolkit.estimators.gpu_operators import EngineConstants
 from toolkit.files.find_model import find_model
 from toolkit.files.fit import Fit
@@ -37,7 +38,7 @@ from toolkit.files.new_recipe import Wish, new_recipe
 from toolkit.files.profile import MEASURED_SECTIONS
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
-from toolkit.profiling.analytic import ONE_BY_ONE, analytic_fit
+from toolkit.profiling.analytic import analytic_fit
 from toolkit.sim.api import simulate
 from toolkit.sim.world import policy_for
 from toolkit.traces.windows import prepare
