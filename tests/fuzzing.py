@@ -17,12 +17,12 @@ import msgspec
 from hypothesis import strategies as st
 
 from benchmarks.common import ROOT
-from toolkit.serve.forms import IGNORED, ChatForm, harmless_values
+from toolkit.openai.engine_requests import IGNORED, EngineChat, harmless_values
 
 PRIVATE = ("Traceback", 'File "', "site-packages", sys.prefix, str(ROOT))
 LEAKS = re.compile("|".join(map(re.escape, PRIVATE)))
 SENT = ("/v1/completions", "/v1/chat/completions")
-FIELDS = [*ChatForm.model_fields, *IGNORED, *harmless_values(chat=True)]
+FIELDS = [*EngineChat.__struct_fields__, *IGNORED, *harmless_values(chat=True)]
 ERROR_FIELDS = {"message", "type", "param", "code"}
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, head, sse_server, tokens_event, usage_event, whole
 
 from toolkit.bench.client import served
-from toolkit.endpoints import sse
 from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer, make_request
 from toolkit.endpoints.target import Target
 from toolkit.metrics import Served, summarize
+from toolkit.openai import events
 
 
 def fed(*pieces: tuple[float, bytes]) -> tuple[Sample, StreamedAnswer]:
@@ -78,8 +78,8 @@ def test_carriage_returns_a_missing_space_and_a_missing_end_are_fine():
 
 @given(cuts=st.lists(st.integers(0, 1000), max_size=30))
 def test_any_cut_of_the_bytes_gives_the_same_result(cuts):
-    events = (b": waiting\n\n", tokens_event("ä"), tokens_event(), usage_event(2), DONE)
-    data = b"".join(events)
+    sent = (b": waiting\n\n", tokens_event("ä"), tokens_event(), usage_event(2), DONE)
+    data = b"".join(sent)
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[a:b] for a, b in itertools.pairwise(edges)]
     sample, answer = fed(*((1.0, piece) for piece in pieces))
@@ -121,11 +121,12 @@ def test_a_silent_server_is_awaited_for_the_given_time():
 def test_empty_lines_are_one_event_however_the_stream_is_cut():
     stream = b"\n\n\n\r\ndata: a\n\n\n\r\n\n:\r\n\r\n\r\ndata: b\r\r\r\r\n" + b"\n" * 10_000
     for at in range(60):
-        reader = sse.EventReader()
-        events = reader.feed(stream[:at]) + reader.feed(stream[at:])
-        assert b"".join(events) + reader.rest == stream
-        assert len(events) <= 8
-        assert [data for data in map(sse.data_of, events) if data] == [b"a", b"b"]
+        reader = events.EventReader()
+        found = reader.feed(stream[:at]) + reader.feed(stream[at:])
+        assert b"".join(found) + reader.rest == stream
+        assert len(found) <= 8
+        data = [events.data_of(events.lines_of(one)) for one in found]
+        assert [one for one in data if one] == [b"a", b"b"]
 
 
 def test_others_run_between_the_parts_of_a_piece():
@@ -138,17 +139,17 @@ def test_others_run_between_the_parts_of_a_piece():
             await asyncio.sleep(0)
 
     async def pieces():
-        yield b"x" * (10 * sse.PART_BYTES)
+        yield b"x" * (10 * events.PART_BYTES)
         yield b"y"
 
     async def read() -> bytes:
         counting = asyncio.create_task(count())
-        parts = [part async for part in sse.in_parts(pieces())]
+        parts = [part async for part in events.in_parts(pieces())]
         counting.cancel()
-        assert max(map(len, parts)) <= sse.PART_BYTES
+        assert max(map(len, parts)) <= events.PART_BYTES
         return b"".join(parts)
 
-    assert asyncio.run(read()) == b"x" * (10 * sse.PART_BYTES) + b"y"
+    assert asyncio.run(read()) == b"x" * (10 * events.PART_BYTES) + b"y"
     assert turns >= 9
 
 

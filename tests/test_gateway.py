@@ -29,11 +29,11 @@ from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
 from toolkit.gateway import launch
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.answers import PassingAnswer
-from toolkit.gateway.calls import CHAT, GenerationCall
 from toolkit.gateway.front import Gateway, gateway_status
 from toolkit.gateway.launch import OwnReplicas, ServedReplicas, traits_of_replicas
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.openai.merge import MergedAnswer
+from toolkit.openai.requests import CHAT, GenerationCall
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import ROUTERS, make_router
@@ -313,9 +313,9 @@ def events_of(tokens: str, *, ids: bool, hold: int) -> bytes:
     return "".join(lines).encode()
 
 
-def passing_chat(**more: Any) -> PassingAnswer:
+def passing_chat(**more: Any) -> MergedAnswer:
     body = {"messages": [], "stream": True, "max_tokens": 20} | more
-    return PassingAnswer(GenerationCall(CHAT, json.dumps(body).encode()))
+    return MergedAnswer(GenerationCall(CHAT, json.dumps(body).encode()))
 
 
 def text_in(passed: bytes) -> str:

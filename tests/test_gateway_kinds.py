@@ -19,8 +19,8 @@ from test_gateway import (
 )
 
 from benchmarks.common.standin import StandIn, answer_of
-from toolkit.gateway.answers import PassingAnswer
-from toolkit.gateway.calls import CHAT, COMPLETIONS, GenerationCall
+from toolkit.openai.merge import MergedAnswer
+from toolkit.openai.requests import CHAT, COMPLETIONS, GenerationCall
 
 LONG = "x" * 200  # does not fit into SHORT
 SHORT = 100
@@ -104,7 +104,7 @@ BLANK = b'data: {"choices":[{"index":0,"text":""}]}\n\n'
 def test_events_that_bring_nothing_end_an_attempt(event: bytes):
     def fed(limit: int, *pieces: bytes) -> str:
         body = {"prompt": "a", "max_tokens": limit, "stream": True}
-        passing = PassingAnswer(GenerationCall(COMPLETIONS, json.dumps(body).encode()))
+        passing = MergedAnswer(GenerationCall(COMPLETIONS, json.dumps(body).encode()))
         passing.request()
         for piece in pieces:
             passing.feed(piece)
@@ -131,7 +131,7 @@ def test_events_that_bring_nothing_end_an_attempt(event: bytes):
 )
 def test_an_event_that_takes_long_to_read_ends_an_attempt(event: bytes):
     body = {"prompt": "a", "max_tokens": 5, "stream": True}
-    passing = PassingAnswer(GenerationCall(COMPLETIONS, json.dumps(body).encode()))
+    passing = MergedAnswer(GenerationCall(COMPLETIONS, json.dumps(body).encode()))
     passing.request(context=4096)
     passing.feed(event + b"\n")
     assert passing.failure
@@ -142,7 +142,7 @@ def test_log_probabilities_of_a_prompt_may_be_long():
     event = BLANK.replace(b'""', b'"x",' + more)
     for asked_for, fits in (({}, False), ({"echo": True, "logprobs": 1}, True)):
         body = {"prompt": "a", "max_tokens": 5, "stream": True} | asked_for
-        passing = PassingAnswer(GenerationCall(COMPLETIONS, json.dumps(body).encode()))
+        passing = MergedAnswer(GenerationCall(COMPLETIONS, json.dumps(body).encode()))
         passing.request(context=4096)
         passing.feed(event)
         assert (passing.failure == "") == fits, asked_for
@@ -168,7 +168,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="
 )
 def test_a_chat_goes_on_only_where_that_drops_no_field(more: dict[str, Any], goes_on: bool):
     body = chatted(stream=True) | more
-    passing = PassingAnswer(GenerationCall(CHAT, json.dumps(body).encode()))
+    passing = MergedAnswer(GenerationCall(CHAT, json.dumps(body).encode()))
     passing.request(speaks_ids=True)
     passing.feed(events_of("abc", ids=True, hold=0))
     assert passing.goes_on is goes_on

@@ -11,8 +11,8 @@ from test_gateway import PROMPT, Front, behind
 from test_gateway_rogue import metric, page
 
 from benchmarks.common.standin import MODEL, StandIn
-from toolkit.gateway.answers import PassingAnswer
-from toolkit.gateway.calls import RESPONSES, GenerationCall
+from toolkit.openai.merge import MergedAnswer
+from toolkit.openai.requests import RESPONSES, GenerationCall
 
 
 def wanted(max_output_tokens: int | None = 20, **more: Any) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def test_events_pass_whole_whatever_pieces_they_come_in(size: int, ending: str):
     lines += ["event: x", 'data: {"type": "response.output_text.delta",', 'data: "delta": "ab"}']
     lines += ["", 'data: {"type": "response.completed"}', "", "data: [DONE]", "", ""]
     content = ending.join(lines).encode()
-    passing = PassingAnswer(GenerationCall(RESPONSES, json.dumps(wanted(stream=True)).encode()))
+    passing = MergedAnswer(GenerationCall(RESPONSES, json.dumps(wanted(stream=True)).encode()))
     assert passing.request(speaks_ids=True)[0] == RESPONSES
     passed = []
     for at in range(0, len(content), size):

@@ -13,7 +13,8 @@ import pytest
 import uvloop
 from within import within
 
-from toolkit.serve.errors import ApiError, error_response
+from toolkit.openai.errors import ApiError
+from toolkit.serve.errors import error_response
 from toolkit.serve.http import HttpServer
 from toolkit.serve.limits import SMALL_BYTES, WireLimits, excess
 

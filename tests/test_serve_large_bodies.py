@@ -11,28 +11,21 @@ from tokenizers import models, pre_tokenizers
 from within import in_a_loop
 
 from toolkit.engines.tokenizer import VOCAB_SIZE, ByteTokenizer, FileTokenizer
-from toolkit.serve import forms
-from toolkit.serve.errors import ApiError
-from toolkit.serve.forms import (
-    MAX_LISTS,
-    MAX_VALUES,
-    BodyReader,
-    ChatForm,
-    CompletionForm,
-    LargeBodies,
-    parse_json,
-)
+from toolkit.openai.bodies import MAX_LISTS, MAX_VALUES, parse_json
+from toolkit.openai.errors import ApiError
+from toolkit.serve import bodies
+from toolkit.serve.bodies import BodyReader, LargeBodies
 
 READER = BodyReader(ByteTokenizer(), VOCAB_SIZE, 512)
 MANY = 200_000
 
 
 def completion(body: bytes) -> object:
-    return READER.read(CompletionForm, body)
+    return READER.read(body, chat=False)
 
 
 def chat(body: bytes) -> object:
-    return READER.read(ChatForm, body)
+    return READER.read(body, chat=True)
 
 
 def listed(item: bytes, count: int) -> bytes:
@@ -57,8 +50,8 @@ WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
         "too large a number",
     ),
     "a long text": (completion, b'{"prompt":"%s"}' % (b"a" * 500_000), "has 500000 tokens"),
-    "many messages": (chat, b'{"messages":[%s]}' % listed(b"{}", 150_000), "role.: Field required"),
-    "many lists": (chat, b'{"x":[%s]}' % listed(b"[]", 60_000), "Field required"),
+    "many messages": (chat, b'{"messages":[%s]}' % listed(b"{}", 150_000), "length <= 2048"),
+    "many lists": (chat, b'{"x":[%s]}' % listed(b"[]", 60_000), "'x' is not a field"),
     "more lists": (chat, b'{"x":[%s]}' % listed(b"[]", MAX_LISTS), "more than 65536 lists"),
     "many strings": (completion, b'{"prompt":[%s]}' % listed(b'""', 150_000), "150000 prompts"),
     "strings one behind the other": (completion, b'""' * MAX_VALUES, TOO_MANY),
@@ -95,8 +88,8 @@ def test_what_is_inside_strings_is_no_value():
 async def test_large_bodies_are_read_one_at_a_time_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(forms, "MAX_WAITING_BODIES", 2)
-    monkeypatch.setattr(forms, "LARGE_BODY_BYTES", 1)
+    monkeypatch.setattr(bodies, "MAX_WAITING_BODIES", 2)
+    monkeypatch.setattr(bodies, "LARGE_BODY_BYTES", 1)
     reading: list[str] = []
     most = 0
 
@@ -108,14 +101,14 @@ async def test_large_bodies_are_read_one_at_a_time_and_too_many_are_refused(
         reading.pop()
         return body
 
-    bodies = LargeBodies()
-    asking = [asyncio.create_task(bodies.read(read, b"body")) for _ in range(3)]
+    large = LargeBodies()
+    asking = [asyncio.create_task(large.read(read, b"body")) for _ in range(3)]
     found = await asyncio.gather(*asking, return_exceptions=True)
     assert found[:2] == [b"body", b"body"]
     assert isinstance(found[2], ApiError)
     assert (found[2].status, found[2].headers) == (503, {"Retry-After": "5"})
     assert most == 1
-    assert await bodies.read(lambda _: threading.current_thread(), b"") is threading.main_thread()
+    assert await large.read(lambda _: threading.current_thread(), b"") is threading.main_thread()
 
 
 @pytest.mark.slow

@@ -7,16 +7,13 @@ import httpx
 import pytest
 from within import with_server
 
-from toolkit.serve.errors import ApiError
-from toolkit.serve.forms import (
+from toolkit.openai.engine_requests import (
     IGNORED,
     NOT_IN_VLLM,
     UNSUPPORTED,
-    ChatForm,
-    CompletionForm,
-    GenerationForm,
-    read_form,
+    read_engine_request,
 )
+from toolkit.openai.errors import ApiError
 
 SERVED_BY_VLLM: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -42,7 +39,7 @@ SERVED_BY_VLLM: dict[str, Any] = {
 def refused(**fields: Any) -> ApiError:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     with pytest.raises(ApiError) as caught:
-        read_form(ChatForm, json.dumps(body).encode())
+        read_engine_request(json.dumps(body).encode(), chat=True)
     return caught.value
 
 
@@ -66,47 +63,47 @@ CHAT: dict[str, Any] = {"messages": [MESSAGE]}
 
 
 @pytest.mark.parametrize(
-    ("form", "body", "param"),
+    ("chat", "body", "param"),
     [
-        (ChatForm, CHAT | {"temprature": 0.5}, "temprature"),
-        (ChatForm, CHAT | {"web_search_options": {}}, "web_search_options"),
-        (ChatForm, CHAT | {"prompt": "a"}, "prompt"),
-        (ChatForm, {"messages": [MESSAGE | {"name": "b"}]}, "messages.0.name"),
-        (ChatForm, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        (True, CHAT | {"temprature": 0.5}, "temprature"),
+        (True, CHAT | {"web_search_options": {}}, "web_search_options"),
+        (True, CHAT | {"prompt": "a"}, "prompt"),
+        (True, {"messages": [MESSAGE | {"name": "b"}]}, "messages.0.name"),
+        (True, {"messages": [MESSAGE | {"tool_calls": [{}]}]}, "messages.0.tool_calls"),
         (
-            ChatForm,
+            True,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
-            "messages.0.content",
+            "messages.0.content.0.b",
         ),
-        (ChatForm, CHAT | {"stream_options": {"usage": True}}, "stream_options.usage"),
+        (True, CHAT | {"stream_options": {"usage": True}}, "stream_options.usage"),
         (
-            ChatForm,
+            True,
             CHAT | {"stream_options": {"continuous_usage_stats": True}},
             "stream_options.continuous_usage_stats",
         ),
-        (CompletionForm, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
-        (CompletionForm, {"prompt": "a", "x" * 500: 5}, "x" * 80),
+        (False, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
+        (False, {"prompt": "a", "x" * 500: 5}, "x" * 80),
     ],
 )
 def test_an_unknown_field_is_refused_by_its_name(
-    form: type[GenerationForm], body: dict[str, Any], param: str
+    chat: bool, body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        read_form(form, json.dumps(body).encode())
+        read_engine_request(json.dumps(body).encode(), chat=chat)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 @pytest.mark.parametrize("name", [*IGNORED, "nothing_known"])
 def test_what_has_no_effect_may_be_sent(name: str) -> None:
     value = None if name == "nothing_known" else {"any": "value"}
-    read_form(ChatForm, json.dumps(CHAT | {name: value}).encode())
-    read_form(CompletionForm, json.dumps({"prompt": "a", name: value}).encode())
+    read_engine_request(json.dumps(CHAT | {name: value}).encode(), chat=True)
+    read_engine_request(json.dumps({"prompt": "a", name: value}).encode(), chat=False)
 
 
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "logprobs", "add_special_tokens"])
 def test_the_values_of_no_effect_of_an_unsupported_parameter_are_taken(name: str) -> None:
-    for value in UNSUPPORTED.get(name, (None, False)):
-        read_form(ChatForm, json.dumps(CHAT | {name: value}).encode())
+    for value in (None, *UNSUPPORTED.get(name, (False,))):
+        read_engine_request(json.dumps(CHAT | {name: value}).encode(), chat=True)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -26,9 +26,9 @@ from sse_server import sse_server as serving
 
 from toolkit.endpoints.upstream import Upstream
 from toolkit.gateway import recording
-from toolkit.gateway.calls import COMPLETIONS, GenerationCall
-from toolkit.gateway.recording import StreamReader, TraceRecorder, record_on
-from toolkit.serve.errors import ApiError
+from toolkit.gateway.recording import AnswerReader, TraceRecorder, record_on
+from toolkit.openai.errors import ApiError
+from toolkit.openai.requests import COMPLETIONS, GenerationCall
 from toolkit.serve.server import listen
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLog
@@ -307,7 +307,7 @@ def test_a_client_that_leaves_cancels_the_request_behind(tmp_path: Path):
 
 
 def test_a_role_is_no_token():
-    reader = StreamReader(strip=True)
+    reader = AnswerReader(strip=True)
     assert reader.feed(ROLE) == ROLE
     assert not reader.has_tokens
     reader.feed(event({"choices": [{"index": 0, "delta": {"content": "x"}}]}))
@@ -325,8 +325,8 @@ EVENTS = st.lists(
 def test_however_it_is_cut_only_the_usage_is_left_out(before, after, cuts):
     stream = b"".join([*before, usage_event(3), *after])
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    reader = StreamReader(strip=True)
-    plain = StreamReader(strip=False)
+    reader = AnswerReader(strip=True)
+    plain = AnswerReader(strip=False)
     pieces = [stream[start:end] for start, end in itertools.pairwise(edges)]
     passed = b"".join(map(reader.feed, pieces)) + reader.end()
     assert passed == b"".join([*before, *after])

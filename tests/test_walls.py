@@ -17,7 +17,7 @@ PACKAGE = Path(toolkit.__file__).parent
 FLOORS = {
     "errors": 0, "units": 0, "extras": 0, "engine_traits": 0, "compiled": 0,
     "interrupts": 0, "catalogue": 0,
-    "sched": 1, "files": 1,
+    "sched": 1, "files": 1, "openai": 1,
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,
     "endpoints": 2,
     "routing": 2, "sim": 3, "profiling": 3, "serve": 3,

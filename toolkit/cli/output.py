@@ -18,7 +18,7 @@ from contextlib import contextmanager, redirect_stdout
 from textwrap import TextWrapper, fill
 from typing import TYPE_CHECKING, Any, TextIO
 
-from toolkit.endpoints.foreign import escaped
+from toolkit.openai.foreign import escaped
 from toolkit.units import number
 
 if TYPE_CHECKING:

@@ -25,44 +25,15 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from toolkit.endpoints.ask import PLAIN
-from toolkit.endpoints.foreign import UNREADABLE, Count, plain
-from toolkit.endpoints.sse import EventReader, data_of
-from toolkit.endpoints.target import Problem, Target, error_text
+from toolkit.endpoints.target import Target
 from toolkit.endpoints.upstream import bounded_connector
+from toolkit.openai.answers import read_answer
+from toolkit.openai.errors import error_text
+from toolkit.openai.events import MAX_STREAM_BYTES, NOT_OPENAI, EventReader, data_of, lines_of
+from toolkit.openai.foreign import UNREADABLE, is_null, plain
 
-MAX_EVENT_BYTES = 16 << 20
-MAX_STREAM_BYTES = 256 << 20  # of all events of an answer
 MAX_ERROR_BYTES = 1 << 16
 OVERLOADED = (429, 503)  # statuses of a server that refuses load
-
-
-class PromptDetails(msgspec.Struct):
-    cached_tokens: Count | None = None
-
-
-class StreamUsage(msgspec.Struct):
-    completion_tokens: Count
-    prompt_tokens: Count = 0
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class StreamChoice(msgspec.Struct):
-    """What a choice brings, where answers are kept."""
-
-    text: str | None = None
-    token_ids: list[int] | None = None
-
-
-class StreamEvent(msgspec.Struct):
-    """An event of a stream: whether it brings tokens, the final count, and what went wrong."""
-
-    choices: list[msgspec.Raw] = []
-    usage: StreamUsage | None = None
-    error: Problem | str | None = None
-
-
-_decode = msgspec.json.Decoder(StreamEvent).decode
-_decode_choice = msgspec.json.Decoder(StreamChoice).decode
 
 
 @dataclass(slots=True)
@@ -99,8 +70,7 @@ class StreamedAnswer:
     def __init__(self, sample: Sample) -> None:
         self.failure = ""
         self._sample = sample
-        self._reader = EventReader()
-        self._passed_bytes = 0
+        self._reader = EventReader(most_bytes=MAX_STREAM_BYTES)
         self._counted = False  # the server has told how many tokens it generated
 
     @property
@@ -112,41 +82,38 @@ class StreamedAnswer:
     def feed(self, piece: bytes, now_s: float) -> None:
         """Take a piece that arrived at `now_s`."""
         for event in self._reader.feed(piece):
-            data = data_of(event)
+            data = data_of(lines_of(event))
             if data and data != b"[DONE]":
                 self._on_event(data, now_s)
-        self._passed_bytes += len(piece)
-        if len(self._reader.rest) > MAX_EVENT_BYTES:
-            self._fail("an event is too long")
-        if self._passed_bytes > MAX_STREAM_BYTES:
-            self._fail("the answer is too long")
+        self._fail(self._reader.failure)
 
     def _on_event(self, data: bytes, now_s: float) -> None:
         try:
-            chunk = _decode(data)
+            read = read_answer(data)
         except UNREADABLE:
-            self._fail("an event is not OpenAI's")
+            self._fail(NOT_OPENAI)
             return
-        if chunk.error is not None:
+        if not is_null(read.error):
             self._fail(f"error in the stream: {error_text(data)}")
         sample = self._sample
-        if chunk.choices:
+        if read.choices:
             if math.isnan(sample.first_token_s):
                 sample.first_token_s = now_s
             else:
                 sample.max_gap_s = max(sample.max_gap_s, now_s - sample.last_token_s)
             sample.last_token_s = now_s
             if sample.keeps_answer:
-                with suppress(*UNREADABLE):
-                    kept = _decode_choice(chunk.choices[0])
-                    sample.answer_text += [kept.text] if kept.text else []
-                    sample.answer_ids += kept.token_ids or []
-        if chunk.usage is not None:
+                sample.answer_text.append(read.choices[0].new_text)
+                sample.answer_ids += read.choices[0].token_ids or []
+        if not is_null(read.usage):
+            usage = read.counted
+            if usage is None:
+                self._fail(NOT_OPENAI)
+                return
             self._counted = True
-            sample.output_tokens = chunk.usage.completion_tokens
-            sample.counted_prompt_tokens = chunk.usage.prompt_tokens
-            details = chunk.usage.prompt_tokens_details
-            sample.cached_tokens = details.cached_tokens if details else None
+            sample.output_tokens = usage.completion_tokens
+            sample.counted_prompt_tokens = usage.prompt_tokens
+            sample.cached_tokens = usage.cached_tokens
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason

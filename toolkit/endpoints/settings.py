@@ -10,9 +10,10 @@ import httpx
 import msgspec
 
 from toolkit.endpoints.ask import ask
-from toolkit.endpoints.foreign import UNREADABLE
-from toolkit.endpoints.target import base_url, error_text, verify
+from toolkit.endpoints.target import base_url, verify
 from toolkit.errors import InputError
+from toolkit.openai.errors import error_text
+from toolkit.openai.foreign import UNREADABLE
 from toolkit.sched.policies.parameters import Value
 
 ROUTE = "/llmctl/settings"

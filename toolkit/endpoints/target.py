@@ -20,8 +20,11 @@ from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.endpoints.ask import PlainAnswer, ask
-from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded, plain
 from toolkit.errors import InputError
+from toolkit.openai.answers import Answer, Model, Models, Version
+from toolkit.openai.errors import error_text
+from toolkit.openai.foreign import UNREADABLE, decoded, plain
+from toolkit.openai.requests import COMPLETIONS
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
 OK = 200
@@ -49,39 +52,6 @@ def distrusted(error: BaseException) -> str:
             return f"its certificate is not trusted: {cause.verify_message.rstrip('.')}"
         cause = cause.__cause__ or cause.__context__
     return ""
-
-
-class Model(msgspec.Struct):
-    """A model in /v1/models; only OpenAI's `id` is always there. Our front adds its `replicas`."""
-
-    id: str
-    owned_by: str = ""
-    max_model_len: Count | None = None
-    replicas: int | None = None
-
-
-class Models(msgspec.Struct):
-    data: list[Model]
-
-
-class Version(msgspec.Struct):
-    version: str = ""
-
-
-class Problem(msgspec.Struct):
-    message: str = ""
-
-
-class ForeignErrorBody(msgspec.Struct):
-    """OpenAI's error object. Some servers put a string there, or omit the outer level."""
-
-    error: Problem | str | None = None
-    message: str = ""
-
-    @property
-    def text(self) -> str:
-        text = self.error.message if isinstance(self.error, Problem) else self.error
-        return text or self.message
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,13 +137,6 @@ def version(target: Target) -> str:
     return "" if found is None else found.version
 
 
-def error_text(body: bytes) -> str:
-    """The message of an error's body, in one line of at most 200 characters."""
-    read = decoded(body, ForeignErrorBody)
-    text = body[:4096].decode(errors="replace") if read is None else read.text
-    return plain(" ".join(text[:4096].split())[:200])
-
-
 def server_url(url: str) -> httpx.URL:
     """The URL of a server, parsed. Raises `InputError` for any other text."""
     example = "for example http://127.0.0.1:8000"
@@ -255,7 +218,6 @@ _TEXT = (
 )
 WORDS = _TEXT.split()
 CALIBRATION = (16, 80)  # words of the two prompts that measure tokens per word
-COMPLETIONS = "/v1/completions"
 REFUSED = (400, 422)  # statuses for an unknown field
 
 Prompt = list[int] | str
@@ -329,15 +291,6 @@ class Dialect:
 FULL = Dialect()
 
 
-class AnswerChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-
-
-class Answer(msgspec.Struct):
-    usage: CountedUsage | None = None
-    choices: list[AnswerChoice] = []
-
-
 def learn(target: Target) -> Dialect:
     """The fullest dialect that the server accepts, found with one request per dialect.
 
@@ -394,12 +347,13 @@ def _calibrated(target: Target, dialect: Dialect) -> Dialect:
 def _counted(target: Target, dialect: Dialect, words: int) -> int:
     prompt = dialect.prompt(np.random.default_rng(words), words, 0)
     status, answer = _complete(target, dialect.request(target.model, prompt, 1, stream=False))
-    if answer.usage is None:
+    usage = answer.counted
+    if usage is None:
         raise InputError(
             f"{target.url}: HTTP {status} without usage for {words} words",
             "a server must count its tokens",
         )
-    return answer.usage.prompt_tokens
+    return usage.prompt_tokens
 
 
 class CacheCounts(NamedTuple):

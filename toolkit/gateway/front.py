@@ -34,15 +34,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
-from toolkit.gateway.calls import CHAT, COMPLETIONS, RESPONSES, GenerationCall, Prompt
 from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
 from toolkit.gateway.replicas import LOOP, ReplicaPool
+from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
+from toolkit.openai.requests import CHAT, COMPLETIONS, RESPONSES, GenerationCall, Prompt
 from toolkit.routing.types import BLOCK_TOKENS
 from toolkit.sched.policies.parameters import parameters
 from toolkit.serve.access import Keyring, check_priority
 from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, error_response, overloaded
-from toolkit.serve.forms import read_json_bytes
+from toolkit.serve.bodies import read_json_bytes
+from toolkit.serve.errors import error_response
 from toolkit.serve.metrics import by_label, families_of_requests, family_of, text_of
 from toolkit.serve.routes import FrontPages, Written, json_page, unknown_model
 from toolkit.serve.server import RunningRequests

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Send
 
-from toolkit.endpoints.sse import in_parts
 from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
-from toolkit.gateway.answers import PassingAnswer
-from toolkit.gateway.calls import GenerationCall
 from toolkit.gateway.replicas import NOT_SERVED, LiveReplica
+from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
+from toolkit.openai.events import in_parts
+from toolkit.openai.merge import MergedAnswer
+from toolkit.openai.requests import GenerationCall
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
-from toolkit.serve.errors import RETRY_AFTER_S, ApiError, late, overloaded
+from toolkit.serve.errors import late
 from toolkit.serve.server import disconnected, first_of
 from toolkit.serve.stats import LATE
 from toolkit.traces.write import TraceLine, ms_or_none
@@ -102,7 +103,7 @@ class PassedRequest:
         self._call = call
         self._send = send
         self._headers = headers
-        self._passing = PassingAnswer(call, self.prompt_tokens)
+        self._passing = MergedAnswer(call, self.prompt_tokens)
         self._id = f"r{next(gateway.numbers)}"
         self._blocks = gateway.gauge.blocks(call.prompt)
         self._task: asyncio.Task[None] | None = None

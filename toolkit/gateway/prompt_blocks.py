@@ -21,9 +21,9 @@ from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
-from toolkit.gateway.calls import Prompt
-from toolkit.serve.errors import ApiError
-from toolkit.serve.forms import LargeBodies
+from toolkit.openai.errors import ApiError
+from toolkit.openai.requests import Prompt
+from toolkit.serve.bodies import LargeBodies
 
 ID_BITS = 53
 # A server adds tokens to a prompt, of a template or a picture; beyond these its count is not one.

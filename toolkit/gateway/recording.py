@@ -19,22 +19,22 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
-from msgspec import Raw
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from toolkit.endpoints.foreign import CountedUsage, decoded
-from toolkit.endpoints.sse import EventReader, data_of, in_parts
 from toolkit.endpoints.upstream import RawHeaders, Upstream, UpstreamAnswer, UpstreamError
 from toolkit.errors import InputError
-from toolkit.gateway.answers import AnswerEvent
-from toolkit.gateway.calls import CHAT, COMPLETIONS, GenerationCall
 from toolkit.gateway.prompt_blocks import PromptBlocks
+from toolkit.openai.answers import Answer, Usage
+from toolkit.openai.errors import ApiError
+from toolkit.openai.events import EventReader, data_of, in_parts, lines_of
+from toolkit.openai.foreign import decoded, is_null
+from toolkit.openai.requests import CHAT, COMPLETIONS, GenerationCall
 from toolkit.serve.access import check_local_host
 from toolkit.serve.background import Background
-from toolkit.serve.errors import ApiError, error_response
-from toolkit.serve.forms import LargeBodies, read_body
+from toolkit.serve.bodies import LargeBodies, read_body
+from toolkit.serve.errors import error_response
 from toolkit.serve.launch import FrontServer, serve
 from toolkit.serve.limits import WireLimits
 from toolkit.serve.server import Ending, RunningRequests, disconnected, is_loopback, listen, url
@@ -50,8 +50,6 @@ MAX_WHOLE_BYTES = 16 << 20  # of a response without a stream; a longer one is no
 MAX_ROWS = 1024  # written per request; servers accept fewer
 UNCOUNTED = "uncounted"
 UNSUPPORTED_STATUSES = (400, 422)  # of servers that do not know `stream_options`
-
-_NULL = Raw(b"null")
 
 
 def record(
@@ -116,7 +114,7 @@ class RecordedRequest:
     first_token_s: float = math.nan
     last_token_s: float = math.nan
     status: str = "cancelled"  # until it ends otherwise
-    reader: StreamReader | WholeReader | None = None  # of its response
+    reader: AnswerReader | None = None  # of its response
 
     def lines(self, timestamp: float) -> list[TraceLine]:
         """One line for each row. The usage is that of all rows, so each line has its share."""
@@ -251,7 +249,7 @@ class TraceRecorder(FrontServer):
             _, with_usage = call.first(speaks_ids=False)
             answer = await self._upstream.send(scope["method"], target, changed, with_usage)
             if answer.status not in UNSUPPORTED_STATUSES:
-                recorded.reader = StreamReader(strip=True)
+                recorded.reader = AnswerReader(strip=True)
                 return answer
             await answer.aclose()
         plain = await self._upstream.send(scope["method"], target, headers, body)
@@ -262,15 +260,13 @@ class TraceRecorder(FrontServer):
     async def _answer(
         self, answer: UpstreamAnswer, recorded: RecordedRequest | None, send: Send
     ) -> None:
-        reader: StreamReader | WholeReader | None = None
+        reader: AnswerReader | None = None
         if recorded and answer.status == 200:
             if not answer.header("content-type").startswith("text/event-stream"):
-                recorded.reader = WholeReader()
-            elif recorded.reader is None:
-                recorded.reader = StreamReader(strip=False)
-            reader = recorded.reader
+                recorded.reader = AnswerReader(streams=False)
+            reader = recorded.reader = recorded.reader or AnswerReader()
         headers: RawHeaders = answer.headers
-        if isinstance(reader, StreamReader):  # it may remove an event
+        if reader and reader.streams:  # it may remove an event
             headers = _without(headers, b"content-length")
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         async for piece in in_parts(answer.body()) if reader else answer.body():
@@ -288,7 +284,7 @@ class TraceRecorder(FrontServer):
             recorded.status = "ok" if reader.usage else UNCOUNTED
             if reader.failed:
                 recorded.status = "failed"
-            if isinstance(reader, WholeReader):
+            if not reader.streams:
                 recorded.last_token_s = time.monotonic()
 
     async def _write(self, recorded: RecordedRequest) -> None:
@@ -310,78 +306,66 @@ def _piece(body: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def _usage(given: Raw) -> CountedUsage | None:
-    """A usage that a server can have counted; None for null and for any other."""
-    return None if bytes(given) == b"null" else decoded(given, CountedUsage)
+class AnswerReader:
+    """Reads an answer as its pieces pass, and returns what to pass to the client.
 
+    Args:
+        streams: the answer is an event stream, else one JSON object.
+        strip: remove the event that only carries the usage, for a client that did not ask for it.
 
-class StreamReader:
-    """Reads an event stream: gets pieces as they arrive, and returns what to pass to the client.
-
-    `strip` removes the event that only carries the usage, for a client that did not ask for it.
+    Attributes:
+        usage: as the server counted; None before, and where it does not say.
+        has_tokens: tokens have arrived.
+        failed: the response has status 200 but contains an error.
     """
 
-    def __init__(self, *, strip: bool) -> None:
-        self.usage: CountedUsage | None = None
-        self.has_tokens = False  # tokens have arrived
-        self.failed = False  # the response has status 200 but contains an error
+    def __init__(self, *, streams: bool = True, strip: bool = False) -> None:
+        self.streams = streams
+        self.usage: Usage | None = None
+        self.has_tokens = False
+        self.failed = False
         self._strip = strip
         self._reader = EventReader()
+        self._content = bytearray()
+        self._fits = True
 
     def feed(self, piece: bytes) -> bytes:
-        """What to pass on now: with `strip` whole events, otherwise the piece itself."""
-        passed = []
-        for event in self._reader.feed(piece):
-            only_usage = self._read_event(event)
-            if not (only_usage and self._strip):
-                passed.append(event)
+        """Return what to pass on now: with `strip` whole events, otherwise the piece itself."""
+        if not self.streams:
+            self._content += piece if self._fits else b""
+            if len(self._content) > MAX_WHOLE_BYTES:
+                self._fits = False
+                self._content.clear()
+            return piece
+        passed = [event for event in self._reader.feed(piece) if self._passes(event)]
         if len(self._reader.rest) > MAX_EVENT_BYTES:
             passed.append(bytes(self._reader.rest))
             self._reader.rest.clear()
         return b"".join(passed) if self._strip else piece
 
     def end(self) -> bytes:
-        """What is left to pass on at the end of the response."""
+        """Return what is left to pass on at the end of the response."""
+        if not self.streams:
+            self._note(bytes(self._content))
+            return b""
         rest = bytes(self._reader.rest)
-        self._reader.rest.clear()
-        only_usage = self._read_event(rest)
-        return rest if self._strip and not only_usage else b""
+        return rest if self._passes(rest) and self._strip else b""
 
-    def _read_event(self, event: bytes) -> bool:
-        """Note what an event says. Returns whether it carries the usage and nothing else."""
-        chunk = decoded(data_of(event), AnswerEvent)
-        if chunk is None:
-            return False  # a comment, [DONE], or an event of an unknown format
-        self.usage = _usage(chunk.usage) or self.usage
-        is_error = bytes(chunk.error) != b"null"
+    def _passes(self, event: bytes) -> bool:
+        """Note what an event says. Return whether the client gets it."""
+        only_usage = self._note(data_of(lines_of(event)))
+        return not (only_usage and self._strip)
+
+    def _note(self, content: bytes) -> bool:
+        """Note what the JSON of an answer says. Return whether it is the usage and nothing else."""
+        read = decoded(content, Answer)
+        if read is None:
+            return False  # a comment, [DONE], or an unknown format
+        self.usage = read.counted or self.usage
+        is_error = not is_null(read.error)
         self.failed |= is_error
-        self.has_tokens |= any(one.new_text or one.beside_text for one in chunk.choices)
-        return bytes(chunk.usage) != b"null" and not chunk.choices and not is_error
-
-
-class WholeReader:
-    """As `StreamReader`, for a response that is one JSON object: reads it when all has passed."""
-
-    def __init__(self) -> None:
-        self.usage: CountedUsage | None = None
-        self.has_tokens = False
-        self.failed = False
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    def feed(self, piece: bytes) -> bytes:
-        self._size += len(piece)
-        if self._size <= MAX_WHOLE_BYTES:
-            self._pieces.append(piece)
-        else:
-            self._pieces.clear()
-        return piece
-
-    def end(self) -> bytes:
-        whole = decoded(b"".join(self._pieces), dict[str, Raw]) or {}
-        self.usage = _usage(whole.get("usage", _NULL))
-        self._pieces.clear()
-        return b""
+        self.has_tokens |= any(one.new_text or one.beside_text for one in read.choices)
+        return not (is_null(read.usage) or read.choices or is_error)
 
 
 def split(total: int, rows: int) -> Sequence[int]:

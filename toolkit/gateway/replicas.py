@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from toolkit.endpoints.foreign import decoded, plain
-from toolkit.endpoints.target import Models, Version, error_text
 from toolkit.endpoints.upstream import HttpClient, Upstream, UpstreamError
-from toolkit.gateway.calls import CHAT, COMPLETIONS
 from toolkit.gateway.sources import once, spelled
+from toolkit.openai.answers import Models, Version
+from toolkit.openai.errors import error_text
+from toolkit.openai.foreign import decoded, plain
+from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 from toolkit.serve.background import Background

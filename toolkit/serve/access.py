@@ -32,7 +32,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit.errors import InputError
 from toolkit.files.recipe import Name
 from toolkit.files.strict import Strict, load_yaml, read_bytes, validate
-from toolkit.serve.errors import ApiError, error_response
+from toolkit.openai.errors import ApiError
+from toolkit.serve.errors import error_response
 
 MAX_KEYS = 100  # each has its own metric
 HINT = "see docs/how-to/serve.md, 'Keys'"

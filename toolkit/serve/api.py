@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
 from toolkit.engines.tokenizer import Tokenizer
+from toolkit.openai.engine_requests import read_engine_request
+from toolkit.openai.errors import ApiError
 from toolkit.serve.access import Keyring, check_priority
 from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.bodies import BodyReader, LargeBodies, Prompts, is_large, read_json_bytes
 from toolkit.serve.driver import Driver
-from toolkit.serve.errors import ApiError
-from toolkit.serve.forms import (
-    BodyReader,
-    ChatForm,
-    CompletionForm,
-    GenerationForm,
-    LargeBodies,
-    Prompts,
-    is_large,
-    read_form,
-    read_json_bytes,
-)
 from toolkit.serve.generation import EventStream, Generation, json_response
 from toolkit.serve.metrics import engine_families
 from toolkit.serve.routes import FrontPages
@@ -31,8 +23,8 @@ from toolkit.serve.status import failure, gauges, state
 
 
 class Routes(FrontPages):
-    """The routes over a driver that its owner starts and stops. Each reads a form, makes one call,
-    and writes the response.
+    """The routes over a driver that its owner starts and stops. Each reads a request, makes one
+    call, and writes the response.
     """
 
     def __init__(
@@ -71,30 +63,27 @@ class Routes(FrontPages):
         return engine_families(driver.stats, gauges(driver), self.served, self.keyring.named)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionForm)
+        return await self._generate(request, chat=False)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, ChatForm)
+        return await self._generate(request, chat=True)
 
     async def responses(self) -> Response:
         """Refuse the only route of OpenAI's for text that this engine lacks."""
         text = "this engine has no /v1/responses; a recipe with engine 'vllm' serves it"
         raise ApiError(text, status=404, code="unsupported_route")
 
-    async def _generate(self, request: Request, kind: type[GenerationForm]) -> Response:
+    async def _generate(self, request: Request, *, chat: bool) -> Response:
         body = await read_json_bytes(request, self.settings.max_body_bytes)
-        form: GenerationForm
         prompts: Prompts | None = None
         if is_large(body):
             self._generation.check_room()
-            form, prompts = await self._large_bodies.read(
-                lambda body: self._reader.read(kind, body), body
-            )
+            read = partial(self._reader.read, chat=chat)
+            asked, prompts = await self._large_bodies.read(read, body)
         else:
-            form = read_form(kind, body)
-        check_priority(request.scope, form.priority or 0)
-        exchange = self._generation.submit(form, prompts)
-        if not form.stream:
+            asked = read_engine_request(body, chat=chat)
+        check_priority(request.scope, asked.priority)
+        exchange = self._generation.submit(asked, prompts)
+        if not asked.stream:
             return await json_response(exchange, request.receive)
-        keepalive_s = self.settings.keepalive_s
-        return EventStream(exchange, keepalive_s, include_usage=form.include_usage)
+        return EventStream(exchange, self.settings.keepalive_s)

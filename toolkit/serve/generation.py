@@ -1,4 +1,4 @@
-"""From a validated form to submitted requests, and from their replies to a response.
+"""From a validated request to submitted requests, and from their replies to a response.
 
 `Generation` submits one request per prompt and choice, all choices of a request or none. It refuses
 what it can before the work is done: a full queue before tokenizing.
@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -25,27 +23,22 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import Tokenizer
+from toolkit.openai.answers import AnswerWriter, Usage, about_answer, error_event
+from toolkit.openai.engine_requests import EngineChat, EngineRequest
+from toolkit.openai.errors import ApiError, overloaded, retry_after_s
+from toolkit.openai.events import DONE
+from toolkit.openai.requests import COMPLETION_TOKENS
 from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.bodies import BodyReader, Prompts, check_room, short
 from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
-from toolkit.serve.errors import ApiError, error_body, late, overloaded, retry_after_s
-from toolkit.serve.forms import (
-    BodyReader,
-    ChatForm,
-    GenerationForm,
-    Prompts,
-    check_room,
-    short,
-)
+from toolkit.serve.errors import late
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 from toolkit.serve.routes import unknown_model
 from toolkit.serve.server import disconnected
 from toolkit.serve.stats import LATE, QUEUE_FULL
-from toolkit.serve.wire import choice_of, kind_of, usage_of
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
-COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
 MAX_SEED = (1 << 63) - 1
-DONE = b"data: [DONE]\n\n"
 STILL_WAITING = b": waiting\n\n"
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that no client reads
 
@@ -61,19 +54,21 @@ class Generation:
         self._settings = settings
         self._reader = reader
 
-    def submit(self, form: GenerationForm, prompts: Prompts | None) -> Exchange:
-        """Submit a request. `prompts` are in tokens; None: they are read from the form.
+    def submit(self, asked: EngineRequest, prompts: Prompts | None) -> Exchange:
+        """Submit a request. `prompts` are in tokens; None: the body was small.
 
         Raises ApiError for a request that cannot be served, and then submits nothing.
         """
-        self._admit(form)
+        self._admit(asked)
         if prompts is None:
-            prompts = self._reader.tokens(form)
-        is_chat = isinstance(form, ChatForm)
+            prompts = self._reader.tokens(asked)
+        is_chat = isinstance(asked, EngineChat)
         default = self._settings.max_new_tokens if is_chat else COMPLETION_TOKENS
-        limits = [self._limit(len(prompt), form.limit, default) for prompt in prompts]
-        shape = AnswerFormat(self._settings.model, chat=is_chat)
-        return self._submit(form, prompts, limits, shape)
+        limits = [self._limit(len(prompt), asked.limit, default) for prompt in prompts]
+        about = about_answer(self._settings.model, chat=is_chat)
+        shows_usage = bool(asked.stream_options.include_usage)
+        writer = AnswerWriter(about, chat=is_chat, shows_usage=shows_usage)
+        return self._submit(asked, prompts, limits, writer)
 
     def check_room(self, choices: int = 1) -> None:
         """Raise `ApiError` if the server does not accept `choices` more requests now."""
@@ -88,19 +83,19 @@ class Generation:
             wait_s = driver.forecast.predict(driver.now_s).ttft_s
             raise overloaded(text, retry_after_s(wait_s))
 
-    def _admit(self, form: GenerationForm) -> None:
+    def _admit(self, asked: EngineRequest) -> None:
         """Refuse, before tokenizing, by model, server state, queue and forecast."""
         settings = self._settings
         driver = self._driver
-        if form.model is not None and form.model != settings.model:
-            raise unknown_model(form.model)
-        if form.llmctl_end_after is not None and not settings.allow_end_after:
+        if asked.model is not None and asked.model != settings.model:
+            raise unknown_model(asked.model)
+        if asked.llmctl_end_after is not None and not settings.allow_end_after:
             text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
             raise ApiError(text, param="llmctl_end_after")
         self._check_ready()
-        choices = form.prompt_count * (form.n or 1)
+        choices = asked.prompt_count * asked.n
         if choices > MAX_CHOICES:
-            text = f"{form.prompt_count} prompts with n {form.n} are {choices} choices"
+            text = f"{asked.prompt_count} prompts with n {asked.n} are {choices} choices"
             raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
         self.check_room(choices)
         predicted = driver.forecast.predict(driver.now_s)
@@ -119,16 +114,16 @@ class Generation:
 
     def _submit(
         self,
-        form: GenerationForm,
+        asked: EngineRequest,
         prompts: Prompts,
         limits: Sequence[int],
-        shape: AnswerFormat,
+        writer: AnswerWriter,
     ) -> Exchange:
         """Submit all choices of all prompts; `limits` bounds the new tokens for each prompt."""
-        n = form.n or 1
+        n = asked.n
         prompt_tokens = sum(map(len, prompts))
-        sampling = self._sampling(form, min(limits))
-        reply = Reply(len(prompts) * n, patient=not form.stream)
+        sampling = self._sampling(asked, min(limits))
+        reply = Reply(len(prompts) * n, patient=not asked.stream)
         tokens = [tuple(prompt) for prompt in prompts]
         choices: list[ActiveRequest] = []
 
@@ -143,21 +138,21 @@ class Generation:
                     seed = (sampling.seed + index % n) & MAX_SEED
                     own = msgspec.structs.replace(sampling, seed=seed)
                 request = GenerationRequest(
-                    f"{shape.id}-{index}",
+                    f"{writer.about['id']}-{index}",
                     tokens[index // n],
                     limits[index // n],
                     own,
-                    form.priority or 0,
-                    form.llmctl_end_after,
-                    min(form.timeout or math.inf, self._settings.request_timeout_s),
+                    asked.priority,
+                    asked.llmctl_end_after,
+                    min(asked.timeout or math.inf, self._settings.request_timeout_s),
                 )
                 detokenizer = self._tokenizer.detokenizer()
-                output = TextOutput(detokenizer, form.stop, own.min_tokens, index)
+                output = TextOutput(detokenizer, asked.stops, own.min_tokens, index)
                 choices.append(self._driver.submit(request, output, reply))
         except RefusedError as error:
             cancel()
             raise ApiError(str(error), code="context_length_exceeded") from None
-        return Exchange(reply, shape, prompt_tokens, cancel)
+        return Exchange(reply, writer, prompt_tokens, cancel)
 
     def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
         """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
@@ -177,39 +172,37 @@ class Generation:
             raise ApiError(text, param="max_tokens", code="context_length_exceeded")
         return wanted
 
-    def _sampling(self, form: GenerationForm, limit: int) -> SamplingParams:
-        """The form's sampling parameters, with OpenAI's defaults.
+    def _sampling(self, asked: EngineRequest, limit: int) -> SamplingParams:
+        """The request's sampling parameters, with OpenAI's defaults.
 
         Sampling without a seed gets a random one here, so that a slice that runs again draws the
         same tokens.
         """
-        stop_token_ids = form.stop_token_ids or []
-        self._reader.check_tokens(stop_token_ids, "stop_token_ids")
-        min_tokens = form.min_tokens or 0
-        if min_tokens > limit:
-            text = f"min_tokens is {short(min_tokens)}; max_tokens is {limit}"
+        self._reader.check_tokens(asked.stop_token_ids, "stop_token_ids")
+        if asked.min_tokens > limit:
+            text = f"min_tokens is {short(asked.min_tokens)}; max_tokens is {limit}"
             raise ApiError(text, param="min_tokens")
-        temperature = 1.0 if form.temperature is None else form.temperature
-        seed = random.getrandbits(62) if form.seed is None and temperature else form.seed or 0
+        drawn = asked.seed is None and asked.temperature
+        seed = random.getrandbits(62) if drawn else asked.seed or 0
         return SamplingParams(
-            temperature=temperature,
-            top_p=1.0 if form.top_p is None else form.top_p,
-            top_k=max(form.top_k or 0, 0),
-            min_p=form.min_p or 0.0,
-            repetition_penalty=form.repetition_penalty or 1.0,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=max(asked.top_k, 0),
+            min_p=asked.min_p,
+            repetition_penalty=asked.repetition_penalty,
             seed=seed & MAX_SEED,
-            ignore_eos=bool(form.ignore_eos),
-            min_tokens=min_tokens,
-            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=asked.ignore_eos,
+            min_tokens=asked.min_tokens,
+            stop_token_ids=tuple(asked.stop_token_ids),
         )
 
 
 @dataclass(slots=True, frozen=True)
 class Exchange:
-    """A submitted request: the source of its text, the format of its response, and its cancel."""
+    """A submitted request: the source of its text, the writer of its response, and its cancel."""
 
     reply: Reply
-    shape: AnswerFormat
+    writer: AnswerWriter
     prompt_tokens: int
     cancel: Callable[[], None]  # has no effect on choices that have ended
 
@@ -249,30 +242,30 @@ async def json_response(exchange: Exchange, receive: Receive) -> Response:
                 choices[delta.index] = delta
             if exchange.reply.closed:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-    ordered = [choices[index] for index in sorted(choices)]
-    usage = usage_of(exchange.prompt_tokens, sum(choice.tokens for choice in ordered))
-    return Response(exchange.shape.whole(ordered, usage), media_type="application/json")
+    made = [(index, choices[index].text, choices[index].finish) for index in sorted(choices)]
+    usage = Usage(exchange.prompt_tokens, sum(choice.tokens for choice in choices.values()))
+    return Response(exchange.writer.whole(made, usage), media_type="application/json")
 
 
 class EventStream(Response):
     """The choices as server-sent events: `data: ` lines of JSON, of which the last is `[DONE]`.
 
-    A comment is sent after `keepalive_s` seconds without new output. With `include_usage` every
-    chunk carries `usage: null`, and a last one without choices the usage.
+    A comment is sent after `keepalive_s` seconds without new output. If the client wants the usage,
+    every event carries `usage: null`, and a last one without choices the usage.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, keepalive_s: float, *, include_usage: bool) -> None:
+    def __init__(self, exchange: Exchange, keepalive_s: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._exchange = exchange
-        self._include_usage = include_usage
         self._keepalive_s = keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange
-        reply = self._exchange.reply
+        reply = exchange.reply
+        writer = exchange.writer
         left = reply.choices
         tokens = 0
         async with watched(exchange, receive):
@@ -282,62 +275,17 @@ class EventStream(Response):
                 if reply.closed:
                     return
                 failed = next((delta.failure for delta in deltas if delta.failure), "")
+                events = [
+                    writer.event(delta.index, delta.text, delta.finish)
+                    for delta in deltas
+                    if delta.tokens or not failed
+                ]
+                left = 0 if failed else left - sum(bool(delta.finish) for delta in deltas)
+                tokens += sum(delta.tokens for delta in deltas)
                 if failed:
-                    left = 0
-                    events = [self._chunk(delta) for delta in deltas if delta.tokens]
-                    events.append(error_body(request_failed(failed)))
-                else:
-                    left -= sum(bool(delta.finish) for delta in deltas)
-                    tokens += sum(delta.tokens for delta in deltas)
-                    events = [self._chunk(delta) for delta in deltas]
-                    if not left and self._include_usage:
-                        usage = usage_of(exchange.prompt_tokens, tokens)
-                        events.append(exchange.shape.last_chunk(usage))
-                body = b"".join([b"data: %b\n\n" % event for event in events]) or STILL_WAITING
+                    events.append(error_event(request_failed(failed)))
+                elif not left and writer.shows_usage:
+                    events.append(writer.usage(Usage(exchange.prompt_tokens, tokens)))
+                body = b"".join(events) or STILL_WAITING
                 body += b"" if left else DONE
                 await send({"type": "http.response.body", "body": body, "more_body": left > 0})
-
-    def _chunk(self, delta: Delta) -> bytes:
-        return self._exchange.shape.chunk(delta, {"usage": None} if self._include_usage else {})
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-class AnswerFormat:
-    """The JSON objects of a response of /v1/completions or, with `chat`, /v1/chat/completions.
-
-    The first chunk of a chat's choice carries the role with the first text, because clients count
-    the first chunk as the first token.
-    """
-
-    def __init__(self, model: str, *, chat: bool) -> None:
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._chat = chat
-        self._about = {"id": self.id, "created": int(time.time()), "model": model}
-        self._begun: set[int] = set()  # choices
-
-    def whole(self, choices: Sequence[Delta], usage: object) -> bytes:
-        """A response in one piece."""
-        chat = self._chat
-        made = [
-            choice_of(one.index, one.text, one.finish, chat=chat, whole=True) for one in choices
-        ]
-        return self._object(made, {"usage": usage}, whole=True)
-
-    def chunk(self, delta: Delta, usage: Mapping[str, object]) -> bytes:
-        """An event of a stream; `usage`: its field of that name, or nothing."""
-        role = "" if delta.index in self._begun else "assistant"
-        self._begun.add(delta.index)
-        chat = self._chat
-        choice = choice_of(delta.index, delta.text, delta.finish, chat=chat, role=role)
-        return self._object([choice], usage)
-
-    def last_chunk(self, usage: object) -> bytes:
-        return self._object([], {"usage": usage})
-
-    def _object(
-        self, choices: list[dict[str, object]], usage: Mapping[str, object], *, whole: bool = False
-    ) -> bytes:
-        kind = kind_of(chat=self._chat, whole=whole)
-        return _encode({**self._about, "object": kind, "choices": choices, **usage})

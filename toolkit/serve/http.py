@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from toolkit.errors import InputError
-from toolkit.serve.errors import ApiError, error_body, overloaded
+from toolkit.openai.errors import ApiError, error_body, overloaded
 from toolkit.serve.limits import (
     DEFAULT_LIMITS,
     Limited,

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from toolkit.openai.errors import ApiError, overloaded
 from toolkit.serve.assemble import MAX_BODY_BYTES
-from toolkit.serve.errors import ApiError, error_response, overloaded
+from toolkit.serve.errors import error_response
 
 SMALL_BYTES = 1 << 16  # a body or an answer up to this size is taken however much is held
 FRAMING = (b"content-length", b"transfer-encoding")  # of requests with a body

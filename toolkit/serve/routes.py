@@ -19,9 +19,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import toolkit
+from toolkit.openai.errors import ApiError
 from toolkit.serve.access import AccessGate, Keyring
 from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.errors import ApiError, on_api_error, on_bug, on_http_exception
+from toolkit.serve.errors import on_api_error, on_bug, on_http_exception
 from toolkit.serve.metrics import text_of
 from toolkit.serve.status import DATA, PAGE, StatusPage
 

@@ -1,7 +1,8 @@
-"""A streamed answer, without I/O: pieces of each attempt in, bytes for the client out.
+"""One answer out of the pieces of one or more attempts: bytes of replicas in, bytes for the client
+out, without I/O.
 
 Events of the first attempt pass as they came, without the token ids and the usage that only the
-gateway asked for. Until one of them brings something of the answer they are held back, so that
+front asked for. Until one of them brings something of the answer they are held back, so that
 another replica can begin anew. Afterwards another replica is asked for the rest, behind the token
 ids that the client has. Its events are written anew, so that the client sees one answer: each
 character, token id, finish reason and usage once.
@@ -15,75 +16,41 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from toolkit.endpoints.foreign import UNREADABLE, Count, CountedUsage, decoded
-from toolkit.endpoints.sse import EventReader, data_of, lines_of
-from toolkit.gateway.calls import GenerationCall
-from toolkit.serve.errors import ApiError, error_body
-from toolkit.serve.wire import choice_of, kind_of, usage_of
+from toolkit.openai.answers import (
+    Answer,
+    AnswerChoice,
+    AnswerWriter,
+    Usage,
+    error_event,
+    read_answer,
+    response_error_event,
+)
+from toolkit.openai.errors import ApiError
+from toolkit.openai.events import (
+    DONE,
+    MAX_EVENT_BYTES,
+    MAX_EVENT_LINES,
+    NOT_OPENAI,
+    EventReader,
+    data_of,
+    lines_of,
+)
+from toolkit.openai.foreign import UNREADABLE, decoded, is_null
+from toolkit.openai.requests import GenerationCall
 
-MAX_EVENT_BYTES = 16 << 20  # the first event has the prompt's token ids
 SPARE_EVENT_BYTES = 256 << 10  # of an event without log probabilities, beside its tokens
 BYTES_PER_TOKEN = 16  # of an event: as an id, or as escaped text
-MAX_EVENT_LINES = 1000
-MAX_ANSWER_BYTES = 256 << 20  # of all events of an attempt
 SPARE_EVENTS = 1000  # in a row that bring nothing, and of tokens, beside those that were asked for
 UNKNOWN_CONTEXT = 1 << 20  # tokens, of a server that does not say
 MARKS = 4  # that are kept where no stop string can begin in the text
-NOT_OPENAI = "an event is not OpenAI's"
 DIVERGED = "another replica generated another text"
-EMPTY_CALLS = (b"null", b"[]")
+ENDED_EARLY = "the answer ended early"
+ABORTED = "the server aborted the request"
+ABORTS = ("abort", "error")  # finish reasons
 NAMES = ("id", "created", "model", "system_fingerprint")  # the same in all events of an answer
-DONE = b"data: [DONE]\n\n"
 DELTA = b'.delta"'  # in the type of an event of /v1/responses that brings a token or more
 # In a JSON string each quote has a backslash before it, so this matches keys only.
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids"\s*:\s*(?:\[[\d,\s]*\]|null)')
-
-
-class _Delta(msgspec.Struct):
-    role: str | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Raw = Raw(b"null")
-
-
-class EventChoice(msgspec.Struct):
-    """What an event of a stream, or a whole answer, says of a choice."""
-
-    index: Count = 0
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[Count] | None = None
-    prompt_token_ids: list[Count] | None = None
-
-    @property
-    def new_text(self) -> str:
-        """Its new text, of either API."""
-        return self.text or (self.delta.content if self.delta else None) or ""
-
-    @property
-    def beside_text(self) -> bool:
-        """Whether it has reasoning or calls of tools, which no ids bring back."""
-        delta = self.delta
-        if delta is None:
-            return False
-        called = bytes(delta.tool_calls) not in EMPTY_CALLS
-        return called or bool(delta.reasoning or delta.reasoning_content)
-
-
-class AnswerEvent(msgspec.Struct):
-    """An event of a stream, or a whole answer."""
-
-    choices: list[EventChoice] = []
-    usage: Raw = Raw(b"null")
-    error: Raw = Raw(b"null")
-    prompt_token_ids: list[Count] | None = None
-
-
-_decode = msgspec.json.Decoder(AnswerEvent).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class _Mark(NamedTuple):
@@ -94,8 +61,8 @@ class _Mark(NamedTuple):
     is_sure: bool  # the event has one id: its text ends where the id ends
 
 
-class PassingAnswer:
-    """An answer on its way to a client.
+class MergedAnswer:
+    """An answer on its way to a client, made of what one replica after another sends.
 
     Attributes:
         begun: the client has something of it.
@@ -111,10 +78,11 @@ class PassingAnswer:
         self.begun = self.ended = False
         self.failure = self.finish_reason = ""
         self.tokens = self.new_tokens = 0
-        self.usage: CountedUsage | None = None
+        self.usage: Usage | None = None
         self._call = call
         self._estimate = estimate
-        self._about: dict[str, Raw] | None = None  # what all events of the answer say of it
+        self._writer = AnswerWriter({}, chat=call.chat, begun=range(call.choices))
+        self._is_named = False  # the writer knows what all events say of the answer
         self._finished: set[int] = set()  # choices of which the client has the end
         self._usage_sent = False
         self._prompt_ids: list[int] | None = None
@@ -134,13 +102,11 @@ class PassingAnswer:
         self._begin(UNKNOWN_CONTEXT)
 
     def _begin(self, context: int) -> None:
-        """An attempt begins, at a server with this context."""
+        """Prepare for an attempt at a server with this context, in tokens."""
         call = self._call
         self.failure = ""
         self._context = context
-        self._reader = EventReader()
         self._held = b""  # events that bring nothing, before the first that does
-        self._passed_bytes = 0
         self._idle_events = 0  # in a row that brought nothing
         # A token may have an event without text, as one of a thought that is not shown.
         self._most_events = SPARE_EVENTS + call.choices * self._longest(call.max_tokens)
@@ -148,6 +114,7 @@ class PassingAnswer:
         if call.is_read and not call.has_large_events:  # reading one takes time, which others wait
             most = SPARE_EVENT_BYTES + BYTES_PER_TOKEN * context
             self._most_event_bytes = min(most, MAX_EVENT_BYTES)
+        self._reader = EventReader(self._most_event_bytes)
 
     @property
     def is_midway(self) -> bool:
@@ -212,7 +179,8 @@ class PassingAnswer:
         self._begin(context or UNKNOWN_CONTEXT)
         self.usage = None
         if not self.begun:
-            self._about = self._prompt_ids = None
+            self._is_named = False
+            self._prompt_ids = None
             self._ids = []
             self._count = 0
             return self._call.first(speaks_ids=speaks_ids)
@@ -264,13 +232,8 @@ class PassingAnswer:
     def feed(self, piece: bytes) -> bytes:
         """Take a piece of the body, and return what the client gets now."""
         self.new_tokens = 0
-        self._passed_bytes += len(piece)
         events = self._reader.feed(piece)
-        longest = max(map(len, (self._reader.rest, self._held, *events)))
-        if longest > self._most_event_bytes:
-            self.failure = "an event is too long"
-        if self._passed_bytes > MAX_ANSWER_BYTES:
-            self.failure = "the answer is too long"
+        self.failure = self._reader.failure
         if self.failure:
             return b""
         if not self._call.is_read:
@@ -281,9 +244,6 @@ class PassingAnswer:
         passed = []
         for event in events:
             self._idle_events += 1
-            if event.count(b"\n") + event.count(b"\r") > MAX_EVENT_LINES and event.strip(b"\r\n"):
-                self.failure = NOT_OPENAI
-                break
             out = self._event(event)
             if self._idle_events > self._most_events:
                 self.failure = self.failure or "its events bring nothing"
@@ -298,21 +258,26 @@ class PassingAnswer:
 
     def _event(self, event: bytes) -> bytes:
         """Read one event, and return what the client gets now."""
-        event = b"\n".join(lines_of(event))
-        data = data_of(event)
+        lines = lines_of(event)
+        if len(lines) > MAX_EVENT_LINES:
+            self.failure = NOT_OPENAI
+            return b""
+        event = b"\n".join(lines)
+        data = data_of(lines)
         if not data:
             return event + b"\n\n" if event else b""  # a comment keeps connections alive
         if data == b"[DONE]":
             if not self._finished:
-                self.failure = "the answer ended early"
+                self.failure = ENDED_EARLY
                 return b""
             return self._last_lines()
         try:
             data.decode()  # also where nothing here reads it
-            read = _decode(data)
-            if self._about is None:
-                about = msgspec.json.decode(data, type=dict[str, Raw])
-                self._about = {name: about[name] for name in NAMES if name in about}
+            read = read_answer(data)
+            if not self._is_named:
+                fields = msgspec.json.decode(data, type=dict[str, Raw])
+                self._writer.about = {name: fields[name] for name in NAMES if name in fields}
+                self._is_named = True
         except UNREADABLE:
             self.failure = NOT_OPENAI
             return b""
@@ -322,21 +287,21 @@ class PassingAnswer:
         if self._prompt_ids is None:
             first = read.choices[0].prompt_token_ids if read.choices else None
             self._prompt_ids = read.prompt_token_ids or first
-        if not read.choices and bytes(read.usage) != b"null":
+        if not read.choices and not is_null(read.usage):
             return self._on_usage(event, read)
         if self._goes_on:
             return self._rest_of(read)
         brought = [self._count_choice(choice) for choice in read.choices]
-        self.usage = self._whole_usage(read.usage) or self.usage
+        self.usage = self._whole_usage(read) or self.usage
         return self._passed(event, begins=any(brought))
 
-    def _refused(self, read: AnswerEvent) -> str:
+    def _refused(self, read: Answer) -> str:
         """Return why an event ends the attempt, or ''."""
         most = self._call.choices
-        if bytes(read.error) != b"null":
+        if not is_null(read.error):
             return "the server reported an error"
-        if any(choice.finish_reason in ("abort", "error") for choice in read.choices):
-            return "the server aborted the request"
+        if any(choice.finish_reason in ABORTS for choice in read.choices):
+            return ABORTED
         if len(read.choices) > most or any(choice.index >= most for choice in read.choices):
             return NOT_OPENAI
         return ""
@@ -350,12 +315,14 @@ class PassingAnswer:
         held = self._held + event + b"\n\n"
         if not self.begun and not begins:
             self._held = held
+            if len(held) > self._most_event_bytes:
+                self.failure = "an event is too long"
             return b""
         self.begun = True
         self._held = b""
         return held
 
-    def _rest_of(self, read: AnswerEvent) -> bytes:
+    def _rest_of(self, read: Answer) -> bytes:
         """Return what the client lacks of an event of a later attempt, as an event of this answer.
 
         Sets `failure` if the texts differ. New ids before all the repeated text has come count as a
@@ -383,14 +350,14 @@ class PassingAnswer:
         self._skip_text = left
         self._skip_ids = left_ids
         self._count_choice(choice)
-        usage = self._whole_usage(read.usage)
+        usage = self._whole_usage(read)
         self.usage = usage or self.usage
         new_ids = ids[same_ids:] if self._call.wants_ids else []
         if not (text[same:] or new_ids or choice.finish_reason):
             return b""
         return self._made(choice, text[same:], new_ids, usage)
 
-    def _count_choice(self, choice: EventChoice) -> bool:
+    def _count_choice(self, choice: AnswerChoice) -> bool:
         """Count what an event brought of a choice. Return whether it brought anything."""
         text = choice.new_text
         ids = choice.token_ids
@@ -418,25 +385,23 @@ class PassingAnswer:
             self._idle_events = 0
         return brought
 
-    def _on_usage(self, event: bytes, read: AnswerEvent) -> bytes:
+    def _on_usage(self, event: bytes, read: Answer) -> bytes:
         """Return what the client gets of an event with the usage alone."""
-        usage = self._whole_usage(read.usage)
+        usage = self._whole_usage(read)
         if usage is None:
             return b""  # the last lines bring another
         self.usage = usage
         self._idle_events = 0
         if not self._call.wants_usage or self._usage_sent:
             return b""
-        if self._goes_on:
-            return self._usage_line(usage)
         self._usage_sent = True
+        if self._goes_on:
+            return self._writer.usage(usage)
         return self._passed(event, begins=True)
 
-    def _whole_usage(self, given: Raw) -> CountedUsage | None:
+    def _whole_usage(self, read: Answer) -> Usage | None:
         """Return the usage of the whole answer, from the attempt's; None if it cannot be true."""
-        if bytes(given) == b"null":
-            return None
-        usage = decoded(given, CountedUsage)
+        usage = read.counted
         call = self._call
         if (
             usage is None
@@ -447,23 +412,23 @@ class PassingAnswer:
         if not self._goes_on:
             return usage
         prompt = len(self._prompt_ids or ())
-        return CountedUsage(prompt, self._base_tokens + usage.completion_tokens)
+        return Usage(prompt, self._base_tokens + usage.completion_tokens)
 
     def _longest(self, limit: int | None) -> int:
-        """The most tokens of a choice with this limit."""
+        """Return the most tokens of a choice with this limit."""
         return max(self._context if limit is None else min(limit, self._context), 1)
 
     def whole(self, content: bytes) -> None:
         """Read an answer in one piece."""
         if not self._call.is_read:
             return
-        read = decoded(content, AnswerEvent) or AnswerEvent()
+        read = decoded(content, Answer) or Answer()
         reasons = [choice.finish_reason for choice in read.choices if choice.finish_reason]
-        if any(reason in ("abort", "error") for reason in reasons):
-            self.failure = "the server aborted the request"
+        if any(reason in ABORTS for reason in reasons):
+            self.failure = ABORTED
             return
         self.finish_reason = reasons[0] if reasons else ""
-        self.usage = self._whole_usage(read.usage)
+        self.usage = self._whole_usage(read)
 
     def end(self) -> bytes:
         """End the body, and return what the client gets then. Sets `failure` if the answer is not
@@ -474,7 +439,7 @@ class PassingAnswer:
             self.begun = self.ended = True
             return rest
         if not self.ended:
-            self.failure = "the answer ended early"
+            self.failure = ENDED_EARLY
         return b""
 
     def finish(self) -> bytes:
@@ -482,16 +447,12 @@ class PassingAnswer:
         made = b""
         if not self._finished:
             self.finish_reason = "length"
-            made = self._made(EventChoice(finish_reason="length"), "", [], None)
+            made = self._made(AnswerChoice(finish_reason="length"), "", [], None)
         return made + self._last_lines()
 
     def error(self, error: ApiError) -> bytes:
         """Return the last lines of an answer that breaks off."""
-        if self._call.is_read:
-            return b"data: " + error_body(error) + b"\n\n" + DONE
-        about = {"message": error.message, "code": error.code, "param": error.param}
-        fields = {"type": "error", **about, "error": {"type": error.kind, **about}}
-        return b"event: error\ndata: " + _encode(fields) + b"\n\n"
+        return error_event(error) + DONE if self._call.is_read else response_error_event(error)
 
     def _last_lines(self) -> bytes:
         """Return the usage, if it is wanted, known and not sent yet, and the end."""
@@ -499,33 +460,22 @@ class PassingAnswer:
         self.usage = self.usage or self._usage_by_ids()
         if not self._call.wants_usage or self._usage_sent or self.usage is None:
             return DONE
-        return self._usage_line(self.usage) + DONE
+        self._usage_sent = True
+        return self._writer.usage(self.usage) + DONE
 
-    def _usage_by_ids(self) -> CountedUsage | None:
+    def _usage_by_ids(self) -> Usage | None:
         """Count the ids of the only prompt and of all tokens; None if they are not known."""
         if self._ids is None or self._prompt_ids is None or len(self._call.prompts) > 1:
             return None
         if self._skip_text or self._skip_ids:
             return None
-        return CountedUsage(len(self._prompt_ids), len(self._ids))
+        return Usage(len(self._prompt_ids), len(self._ids))
 
-    def _made(
-        self, read: EventChoice, text: str, ids: list[int], usage: CountedUsage | None
-    ) -> bytes:
+    def _made(self, read: AnswerChoice, text: str, ids: list[int], usage: Usage | None) -> bytes:
         """Return an event of this answer, with the end of the choice that was read."""
-        choice = choice_of(read.index, text, read.finish_reason, chat=self._call.chat)
+        more: dict[str, Any] = {}
         if read.stop_reason is not None:
-            choice["stop_reason"] = read.stop_reason
+            more["stop_reason"] = read.stop_reason
         if self._call.wants_ids:
-            choice["token_ids"] = ids
-        return self._line([choice], usage)
-
-    def _usage_line(self, usage: CountedUsage) -> bytes:
-        self._usage_sent = True
-        return self._line([], usage)
-
-    def _line(self, choices: list[dict[str, Any]], usage: CountedUsage | None) -> bytes:
-        fields: dict[str, Any] = {"object": kind_of(chat=self._call.chat), "choices": choices}
-        if usage is not None:
-            fields["usage"] = usage_of(usage.prompt_tokens, usage.completion_tokens)
-        return b"data: " + _encode({**(self._about or {}), **fields}) + b"\n\n"
+            more["token_ids"] = ids
+        return self._writer.event(read.index, text, read.finish_reason, usage, **more)

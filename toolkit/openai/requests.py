@@ -1,12 +1,12 @@
-"""A client's request for tokens, without I/O, and the requests that it becomes at replicas.
+"""A client's request for tokens, and the requests that it becomes at other servers.
 
-`GenerationCall` reads the fields that matter here, strictly: a field of another type is refused,
-because a replica might understand what the gateway's limits did not. All other fields pass as they
-are. It makes the body of the first attempt, and the body that asks another replica for the rest of
-an answer by token ids: those of the prompt and those that the client has. That is exact for greedy
-requests. It needs a server that gives and takes token ids (vLLM), one choice, no state beside the
-tokens (tools, grammars, log probabilities), and of chats only fields that are known: others would
-be lost.
+`GenerationCall` reads the fields that matter to a front, strictly: a field of another type is
+refused, because a replica might understand what the front's limits did not. All other fields pass
+as they are. It makes the body of the first attempt, and the body that asks another replica for the
+rest of an answer by token ids: those of the prompt and those that the client has. That is exact for
+greedy requests. It needs a server that gives and takes token ids (vLLM), one choice, no state
+beside the tokens (tools, grammars, log probabilities), and of chats only fields that are known:
+others would be lost.
 
 A request to /v1/responses passes unchanged. Its answer is not read, so another replica can take it
 only before the first event.
@@ -14,14 +14,14 @@ only before the first event.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from toolkit.endpoints.foreign import Number, decoded
-from toolkit.serve.errors import ApiError
+from toolkit.openai.bodies import invalid_field, read_object
+from toolkit.openai.errors import ApiError
+from toolkit.openai.foreign import NULL, Number, decoded
 
 Prompt = list[int] | bytes
 
@@ -67,18 +67,20 @@ RESPONSE_REFUSED = {
     "conversation": "a front does not know which replica has it; send all of it as 'input'",
     "previous_response_id": "a front does not know which replica has it; send all of it as 'input'",
 }
-_FIELD = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
-
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class _Asked(msgspec.Struct):
-    """The fields that are understood here. null is absent, as for the servers behind."""
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class RequestFields(msgspec.Struct):
+    """The fields that a front understands. null is absent, as for the servers behind."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: dict[str, Raw] | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     max_tokens: Number | UnsetType | None = UNSET
     max_completion_tokens: Number | None = None
@@ -94,7 +96,7 @@ class _Asked(msgspec.Struct):
     prompt_cache_key: str | None = None
 
 
-class _AskedResponse(msgspec.Struct):
+class ResponseFields(msgspec.Struct):
     """The same of /v1/responses, where other fields have other meanings."""
 
     model: str | None = None
@@ -103,12 +105,12 @@ class _AskedResponse(msgspec.Struct):
     priority: Number | None = None
     input: str | list[Raw] | None = None
     background: bool | None = None
-    conversation: Raw = Raw(b"null")
+    conversation: Raw = NULL
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
 
 
-AskedT = TypeVar("AskedT", _Asked, _AskedResponse)
+FieldsT = TypeVar("FieldsT", RequestFields, ResponseFields)
 
 
 class _Part(msgspec.Struct):
@@ -144,21 +146,19 @@ class GenerationCall:
         self.choices = self.rows = 1
         self.wants_usage = self.wants_ids = self.greedy = self.has_large_events = False
         self.held_back = self.reread = 0
-        self._options: dict[str, Raw] = {}
         self._min_tokens = 0
-        asked = self._read() if self.is_read else self._read_response()
+        asked = self._read(body) if self.is_read else self._read_response(body)
         self.stream = bool(asked.stream)
         self.model = asked.model or ""
         self.priority = asked.priority or 0
         self.session = session or asked.prompt_cache_key or ""
 
-    def _read(self) -> _Asked:
-        asked = _understood(self.fields, _Asked)
-        self._options = asked.stream_options or {}
-        self.wants_usage = self._wants_usage()
+    def _read(self, body: bytes) -> RequestFields:
+        asked = _understood(body, RequestFields)
+        self.wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         self.wants_ids = bool(asked.return_token_ids)
         self.max_tokens = _limit(asked, chat=self.chat)
-        self.prompts = self._chat_prompt() if self.chat else _prompts(asked.prompt)
+        self.prompts = self._chat_prompt() if self.chat else _text_or_ids(asked.prompt)
         embedded = asked.prompt_embeds
         count = len(self.prompts) + (len(embedded) if isinstance(embedded, list) else 0)
         self.choices = (asked.n or 1) * max(count, 1)
@@ -173,10 +173,10 @@ class GenerationCall:
         self.held_back, self.reread = (0, begun) if sends_stops else (begun, 0)
         return asked
 
-    def _read_response(self) -> _AskedResponse:
-        asked = _understood(self.fields, _AskedResponse)
+    def _read_response(self, body: bytes) -> ResponseFields:
+        asked = _understood(body, ResponseFields)
         for name, why in RESPONSE_REFUSED.items():
-            if getattr(asked, name) not in (None, False, "", Raw(b"null")):
+            if getattr(asked, name) not in (None, False, "", NULL):
                 raise ApiError(f"'{name}' is not served here: {why}", param=name)
         if asked.input is None:
             raise ApiError("'input' should be a text or a list of items", param="input")
@@ -227,16 +227,10 @@ class GenerationCall:
         return COMPLETIONS, msgspec.json.encode({**fields, **self._added(speaks_ids=True)})
 
     def _added(self, *, speaks_ids: bool) -> dict[str, Any]:
-        options = {**self._options, "include_usage": True}
+        given = decoded(self.fields.get("stream_options", NULL), dict[str, Raw]) or {}
+        options = {**given, "include_usage": True}
         ids = {"return_token_ids": True} if speaks_ids else {}
         return {"stream": True, "stream_options": options, **ids}
-
-    def _wants_usage(self) -> bool:
-        value = bytes(self._options.get("include_usage", b"null")).strip()
-        if value not in (b"null", b"true", b"false"):
-            name = "stream_options.include_usage"
-            raise ApiError(f"'{name}' should be true or false", param=name)
-        return value == b"true"
 
     def _chat_prompt(self) -> list[Prompt]:
         """The bytes of a chat's tools and messages, as the client wrote them."""
@@ -249,34 +243,16 @@ class GenerationCall:
         return name in self.fields and bytes(self.fields[name]).strip() not in EMPTY
 
 
-def read_object(body: bytes) -> dict[str, Raw]:
-    """The fields of a body, each once. Raises `ApiError` where it is no JSON object in UTF-8."""
+def _understood(body: bytes, kind: type[FieldsT]) -> FieldsT:
+    """Return what is read of a body. Raises ApiError for a field of another type."""
     try:
-        body.decode()  # also where nothing here reads it: a replica would fail on it
-        return msgspec.json.decode(body, type=dict[str, Raw])
-    except UnicodeDecodeError as error:
-        raise ApiError(f"the body is not UTF-8: byte {error.start}") from None
-    except RecursionError:
-        raise ApiError("the body nests too deeply") from None
-    except ValueError as error:
-        reason = str(error).replace("`", "")
-        raise ApiError(f"the body is not a JSON object: {reason[:200]}") from None
-
-
-def _understood(fields: dict[str, Raw], kind: type[AskedT]) -> AskedT:
-    """What is read of the fields. Raises `ApiError` for one of another type."""
-    try:
-        return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        text = str(error)
-        found = _FIELD.search(text)
-        name = found[1][:80] if found else ""
-        reason = (text[: found.start()] if found else text).replace("`", "")
-        raise ApiError(f"'{name}': {reason[:200]}", param=name or None) from None
+        raise invalid_field(error) from None
 
 
-def _limit(asked: _Asked, *, chat: bool) -> int | None:
-    """The most tokens of a choice; None: what the server takes by default."""
+def _limit(asked: RequestFields, *, chat: bool) -> int | None:
+    """Return the most tokens of a choice; None: what the server takes by default."""
     if chat and asked.max_completion_tokens is not None:
         return asked.max_completion_tokens
     if isinstance(asked.max_tokens, UnsetType):
@@ -284,21 +260,27 @@ def _limit(asked: _Asked, *, chat: bool) -> int | None:
     return asked.max_tokens
 
 
-def _prompts(given: str | list[int | str | list[int]] | None) -> list[Prompt]:
-    """The prompts of a completion. Raises `ApiError` where they are not of one kind."""
-    if given is None:
-        return []
+def _text_or_ids(given: str | list[int | str | list[int]] | None) -> list[Prompt]:
+    """Return the prompts of a completion, texts as bytes."""
+    prompts = [] if given is None else prompts_of(given, MAX_PROMPTS)
+    return [one.encode() if isinstance(one, str) else one for one in prompts]
+
+
+def prompts_of(given: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:
+    """Return the prompts of a completion. Raises ApiError where they are not of one kind, or more
+    than `most`.
+    """
     if isinstance(given, str):
-        return [given.encode()]
+        return [given]
     tokens = [one for one in given if isinstance(one, int)]
-    texts = [one.encode() for one in given if isinstance(one, str)]
-    lists = [one for one in given if isinstance(one, list)]
     if len(tokens) == len(given):
         return [tokens]
+    if len(given) > most:
+        text = f"'prompt' holds {len(given)} prompts; the limit is {most}"
+        raise ApiError(text, param="prompt")
+    texts = [one for one in given if isinstance(one, str)]
+    lists = [one for one in given if isinstance(one, list)]
     if len(given) not in (len(texts), len(lists)):
         text = "should hold strings alone, tokens alone, or lists of tokens alone"
         raise ApiError(f"'prompt' {text}", param="prompt")
-    if len(given) > MAX_PROMPTS:
-        text = f"'prompt' holds {len(given)} prompts; the limit is {MAX_PROMPTS}"
-        raise ApiError(text, param="prompt")
     return [*texts, *lists]

@@ -1,0 +1,151 @@
+"""Read the bodies of requests: within their bounds, and prompts in tokens.
+
+`LargeBodies` reads large bodies in a thread, so that they do not block the event loop. A thread
+that parses in C holds Python's global lock meanwhile, so `toolkit.openai.bodies.parse_json` bounds
+each such step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence, Sized
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from toolkit.engines.tokenizer import Tokenizer
+from toolkit.errors import InputError
+from toolkit.openai.engine_requests import (
+    EngineChat,
+    EngineCompletion,
+    EngineRequest,
+    read_engine_request,
+)
+from toolkit.openai.errors import ApiError, overloaded
+
+LARGE_BODY_BYTES = 1 << 15
+MAX_WAITING_BODIES = 64
+Prompts = Sequence[Sequence[int]]  # in tokens
+
+
+async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
+    """The body of a request with the content-type JSON. Raises `ApiError` with 400, 413 or 415."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(f"content-type is '{kind[:80]}', and must be application/json", status=415)
+    return await read_body(request, max_bytes)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body. Raises `ApiError` as soon as it exceeds `max_bytes`, whatever length it states."""
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+    except ClientDisconnect:
+        raise ApiError("the body ended early") from None
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    text = f"the body is larger than {max_bytes} bytes"
+    return ApiError(text, status=413)
+
+
+ReadT = TypeVar("ReadT")
+SizedT = TypeVar("SizedT", bound=Sized)
+
+
+def is_large(body: Sized) -> bool:
+    """Return whether reading the body takes too long for the event loop."""
+    return len(body) > LARGE_BODY_BYTES
+
+
+class LargeBodies:
+    """Reads one large body after another in a thread, and small ones at once."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def read(self, read: Callable[[SizedT], ReadT], body: SizedT) -> ReadT:
+        """Return `read(body)`. Raises ApiError if too many large bodies wait, and what `read`
+        raises.
+        """
+        if not is_large(body):
+            return read(body)
+        if self._waiting >= MAX_WAITING_BODIES:
+            raise overloaded(f"{self._waiting} large bodies wait to be read; try again later")
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return await asyncio.to_thread(read, body)
+        finally:
+            self._waiting -= 1
+
+
+class BodyReader:
+    """Reads bodies for one model. Raises only ApiError."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def read(self, body: bytes, *, chat: bool) -> tuple[EngineRequest, Prompts]:
+        """Return the request in a body, and its prompts in tokens."""
+        asked = read_engine_request(body, chat=chat)
+        prompts = self.tokens(asked)
+        for prompt in prompts:
+            check_room(len(prompt), self._max_model_len)
+        return asked, prompts
+
+    def tokens(self, asked: EngineRequest) -> list[list[int]]:
+        """Return the tokens of all prompts of a request. New clients call 'system' 'developer'."""
+        try:
+            if isinstance(asked, EngineChat):
+                roles = {"developer": "system"}
+                messages = [
+                    {"role": roles.get(one.role, one.role), "content": one.text}
+                    for one in asked.messages
+                ]
+                return [self._tokenizer.encode_chat(messages)]
+            assert isinstance(asked, EngineCompletion)
+            for prompt in asked.prompts:
+                if not isinstance(prompt, str):
+                    self.check_tokens(prompt, "prompt")
+            encode = self._tokenizer.encode
+            return [encode(text) if isinstance(text, str) else text for text in asked.prompts]
+        except InputError as error:
+            param = "messages" if isinstance(asked, EngineChat) else "prompt"
+            raise ApiError(error.message, param=param) from None
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise `ApiError` for a token that is not in the model's vocabulary."""
+        size = self._vocab_size
+        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+            token = next(token for token in tokens if not 0 <= token < size)
+            raise ApiError(
+                f"'{param}' holds token {short(token)}; tokens here are 0 to {size - 1}",
+                param=param,
+            )
+
+
+def check_room(prompt_tokens: int, max_model_len: int) -> None:
+    """Raise `ApiError` for an empty prompt, or one that leaves no room for a new token."""
+    if prompt_tokens < 1:
+        raise ApiError("the prompt has no tokens", param="prompt")
+    if prompt_tokens >= max_model_len:
+        limit = f"the limit of prompt + output is {max_model_len}"
+        text = f"the prompt has {prompt_tokens} tokens; {limit}"
+        raise ApiError(text, param="prompt", code="context_length_exceeded")
+
+
+def short(number: int) -> str:
+    """A number for a message. A number in JSON may have thousands of digits."""
+    return str(number) if abs(number) < 10**20 else "too large a number"
