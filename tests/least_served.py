@@ -3,7 +3,7 @@
 from toolkit.sched.memory import no_rows
 from toolkit.sched.policies.base import RoundPolicy, rows_parameter
 from toolkit.sched.policies.parameters import parameter, policy
-from toolkit.sched.types import Batch, Job, Moves, Worker
+from toolkit.sched.types import Job, Moves, Pass, Worker
 from toolkit.sched.view import View
 
 
@@ -19,7 +19,7 @@ class LeastServedPolicy(RoundPolicy):
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         return False  # a round is short
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
         running = worker.running
         served = {job: job.generated + running.steps - job.joined for job in running.jobs}
         served |= {job: job.generated for job in worker.paused.jobs}

@@ -54,14 +54,14 @@ class ThreadWorkers(HandWorkers):
             self.start_task(self.serve(worker, batch))
             return
         assert worker not in self.running, "one round at a time"
-        self.running[worker] = (batch.batch_id, [], batch.plan.steps)
+        self.running[worker] = (batch.pass_id, [], batch.plan.steps)
         self.stopping[worker].clear()
-        self.start_task(self.go_round(worker, batch.batch_id, batch.plan))
+        self.start_task(self.go_round(worker, batch.pass_id, batch.plan))
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         if isinstance(change, Cancel):
             super().tell(worker, change)
-        elif worker in self.running and self.running[worker][0] == change.batch_id:
+        elif worker in self.running and self.running[worker][0] == change.pass_id:
             self.stopping[worker].set()
 
     def start_task(self, work) -> None:
@@ -71,7 +71,7 @@ class ThreadWorkers(HandWorkers):
 
     async def serve(self, worker: int, batch: RunSlice) -> None:
         record = BatchRecord(len(batch.rows))
-        on_step = self.telling(worker, batch.batch_id, record)
+        on_step = self.telling(worker, batch.pass_id, record)
         with Trouble(self, worker, len(batch.rows)):
             failure = ""
             try:
@@ -81,11 +81,11 @@ class ThreadWorkers(HandWorkers):
                 failure = "oom"
         await asyncio.sleep(0)  # the last steps were told to the loop before this
         failure = self.after(worker) or failure
-        self.on_event(BatchDone(worker, batch.batch_id, record.output(), failure))
+        self.on_event(BatchDone(worker, batch.pass_id, record.output(), failure))
         self.revive(worker, failure)
 
-    async def go_round(self, worker: int, batch_id: int, plan: Round) -> None:
-        on_step = self.telling(worker, batch_id)
+    async def go_round(self, worker: int, pass_id: int, plan: Round) -> None:
+        on_step = self.telling(worker, pass_id)
         assert self.scheduler is not None
         kept = self.scheduler.workers[worker]
         output = None
@@ -93,13 +93,11 @@ class ThreadWorkers(HandWorkers):
             output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
         await asyncio.sleep(0)
         failure = self.after(worker) or ("oom" if output.is_short else "")
-        self.on_event(
-            RoundDone(worker, batch_id, None if failure == "crashed" else output, failure)
-        )
+        self.on_event(RoundDone(worker, pass_id, None if failure == "crashed" else output, failure))
         self.revive(worker, failure)
 
     def telling(
-        self, worker: int, batch_id: int, record: BatchRecord | None = None
+        self, worker: int, pass_id: int, record: BatchRecord | None = None
     ) -> Callable[[StepOutput], bool]:
         """What an engine calls between two steps."""
         loop = asyncio.get_running_loop()
@@ -107,7 +105,7 @@ class ThreadWorkers(HandWorkers):
         def tell(step: StepOutput) -> None:
             if record is not None:
                 record.add((step,))
-            self.on_event(BatchProgress(worker, batch_id, (step,)))
+            self.on_event(BatchProgress(worker, pass_id, (step,)))
 
         def on_step(step: StepOutput) -> bool:
             loop.call_soon_threadsafe(tell, step)

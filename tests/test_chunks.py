@@ -15,7 +15,7 @@ from toolkit.files.profile import EngineFacts
 from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Request, RoundResult, Worker
+from toolkit.sched.types import Pass, PassResult, Request, Worker
 from toolkit.serve.driver import ResidentRows
 from toolkit.serve.live import ActiveRequest, GenerationRequest
 from toolkit.sim.continuous import RoundSetup, RoundWorker
@@ -94,9 +94,9 @@ class Both:
         self.lives = {name: active(name, prompts[name], outputs[name]) for name in prompts}
         self.scheduler: Scheduler
         self.cancels: dict[int, str] = {}  # at the start of the so-manieth round
-        self.results: list[RoundResult] = []
+        self.results: list[PassResult] = []
 
-    def run(self, batch: Batch, now_s: float) -> float:
+    def run(self, batch: Pass, now_s: float) -> float:
         self.batch = batch
         self.interrupted_s = float("inf")
         self.plan = self.kept.begin(batch, self.lives.__getitem__)
@@ -113,7 +113,7 @@ class Both:
         self.interrupted_s = now_s
         return self.simulated.interrupt(now_s)
 
-    def finish(self) -> RoundResult:
+    def finish(self) -> PassResult:
         expected = self.simulated.finish()
 
         def on_step(step):
@@ -128,7 +128,7 @@ class Both:
         self.results.append(result)
         return result
 
-    def joined(self, result: RoundResult) -> set[tuple[str, int]]:
+    def joined(self, result: PassResult) -> set[tuple[str, int]]:
         """The step at which each job joined; if a result names none, all waiting jobs joined at
         once.
         """

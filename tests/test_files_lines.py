@@ -15,6 +15,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import (
+    FORMAT,
     EventLogHeader,
     RecordingScheduler,
     Submit,
@@ -109,7 +110,7 @@ def scheduler(sink=None) -> Scheduler:
 def test_what_an_event_log_has_before_the_disk_was_full_is_replayed(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log") as log:
         recorded = scheduler(log.add)
-        log.add(EventLogHeader("slice", {"slice_tokens": 8}, 1))
+        log.add(EventLogHeader(FORMAT, "slice", {"slice_tokens": 8}, 1))
         for number in range(100):
             recorded.submit(Request(f"r{number}", number, 5, 8), float(number))
         with room_for(4000):
@@ -120,6 +121,19 @@ def test_what_an_event_log_has_before_the_disk_was_full_is_replayed(tmp_path: Pa
     assert 0 < len(submitted) < 100
     assert submitted == [f"r{number}" for number in range(len(submitted))]
     assert list(replay(events, scheduler())) == []
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"type":"header","policy":"slice","parameters":{},"workers":1}',
+        b'{"type":"header","format":1,"policy":"slice","parameters":{},"workers":1}',
+        b'{"type":"round","now_s":1.0}',
+    ],
+)
+def test_an_event_log_of_another_format_is_refused_with_its_line(header: bytes) -> None:
+    with pytest.raises(InputError, match="line 1 of"):
+        list(from_lines([header + b"\n"]))
 
 
 def test_a_trace_on_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from toolkit.backends.vllm.command import link_package
 from toolkit.backends.vllm.setup import make_worker, read_setup
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
-from toolkit.sched.eventlog import CompleteRound, EventLogHeader, Resize, Tick, from_lines, replay
+from toolkit.sched.eventlog import Complete, EventLogHeader, Resize, Tick, from_lines, replay
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 
@@ -155,7 +155,7 @@ def test_a_dropped_cache_is_logged_and_its_request_waits(make, tmp_path):
     )
     requests = [Request(f"r{n}", 8, 24, 24) for n in range(4)]
     assert run(scheduler, requests) == truth(requests)
-    dropped = [event.result.dropped for event in read(log) if isinstance(event, CompleteRound)]
+    dropped = [event.result.dropped for event in read(log) if isinstance(event, Complete)]
     assert sum(map(len, dropped)) == scheduler.ran_out > 0
 
 

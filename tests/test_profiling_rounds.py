@@ -74,7 +74,7 @@ def test_each_sequence_is_recorded_once_and_whole():
 
 @pytest.mark.parametrize("failure", ["oom", "crashed"])
 def test_a_failed_sequence_is_recorded_and_the_others_run(failure):
-    recorded = run_all(InMemory(2, fate=lambda batch_id, rows: failure if batch_id == 40 else ""))
+    recorded = run_all(InMemory(2, fate=lambda pass_id, rows: failure if pass_id == 40 else ""))
     failed = [result for result in recorded.values() if isinstance(result, FailedPoint)]
     assert sorted(recorded) == list(range(6))
     assert [(point.kind, point.reason) for point in failed] == [("rounds", failure)]

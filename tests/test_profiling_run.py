@@ -97,7 +97,7 @@ def run(source: Path, watch: Watching, workers=None):
 class InMemory:
     """Workers that answer at once from a fake engine; `fate` may decide the outcome of a batch."""
 
-    def __init__(self, size: int, fate=lambda batch_id, rows: "") -> None:
+    def __init__(self, size: int, fate=lambda pass_id, rows: "") -> None:
         self.size = size
         self.fate = fate
         self.ran = []
@@ -117,32 +117,32 @@ class InMemory:
     def run(self, worker, batch):
         assert worker not in self._busy
         self._busy.add(worker)
-        batch_id = batch.batch_id
+        pass_id = batch.pass_id
         end_soon = asyncio.get_running_loop().call_soon
         if isinstance(batch, RunRound):
-            end_soon(self._end_round, worker, batch_id, batch.plan)
+            end_soon(self._end_round, worker, pass_id, batch.plan)
             return
         rows = batch.rows
         steps = batch.steps
-        self.ran.append((worker, batch_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
-        end_soon(self._end, worker, batch_id, rows, steps)
+        self.ran.append((worker, pass_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
+        end_soon(self._end, worker, pass_id, rows, steps)
 
-    def _end(self, worker, batch_id, rows, steps):
-        failure = self.fate(batch_id, rows)
+    def _end(self, worker, pass_id, rows, steps):
+        failure = self.fate(pass_id, rows)
         output = SliceOutput((), ())
         if not failure:
             output = self._engine.run_slice(rows, steps, lambda _: True)
-        self._report(BatchDone(worker, batch_id, output, failure))
+        self._report(BatchDone(worker, pass_id, output, failure))
 
-    def _end_round(self, worker, batch_id, plan):
-        failure = self.fate(batch_id, plan.enter)
+    def _end_round(self, worker, pass_id, plan):
+        failure = self.fate(pass_id, plan.enter)
         if failure == "crashed":
             self._rounds[worker] = FakeEngine(FACTS)
             output = None
         else:
             output = self._rounds[worker].run_round(plan, lambda _: True)
             failure = failure or ("oom" if output.is_short else "")
-        self._report(RoundDone(worker, batch_id, output, failure))
+        self._report(RoundDone(worker, pass_id, output, failure))
 
     def _report(self, done):
         self._busy.discard(done.worker)
@@ -396,14 +396,14 @@ def test_each_slice_is_recorded_once_with_its_shape():
 
 
 def test_a_slice_that_runs_out_of_memory_is_recorded_as_failed():
-    recorded = run_shapes(InMemory(2, fate=lambda batch_id, rows: "oom" if batch_id == 5 else ""))
+    recorded = run_shapes(InMemory(2, fate=lambda pass_id, rows: "oom" if pass_id == 5 else ""))
     failed = [result for result in recorded.values() if isinstance(result, FailedPoint)]
     assert recorded.keys() == SHAPES.keys()
     assert [(point.kind, point.reason) for point in failed] == [("slice", "oom")]
 
 
 def test_a_crashed_worker_gets_slices_again_after_its_restart():
-    workers = InMemory(1, fate=lambda batch_id, rows: "crashed" if batch_id == 3 else "")
+    workers = InMemory(1, fate=lambda pass_id, rows: "crashed" if pass_id == 3 else "")
     recorded = run_shapes(workers)
     assert recorded.keys() == SHAPES.keys()
     assert sum(isinstance(result, FailedPoint) for result in recorded.values()) == 1

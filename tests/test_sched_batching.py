@@ -11,7 +11,7 @@ from toolkit.estimators.laws import SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min
-from toolkit.sched.types import Batch, Job, Request, Worker
+from toolkit.sched.types import Job, Pass, Request, Worker
 from toolkit.sched.view import LengthHistory, View
 
 # Fig. 11: these laws give both of its times.
@@ -27,8 +27,8 @@ def worker(index: int = 0, law=FIG_11, memory=ROOMY) -> Worker:
     return Worker(index, law, memory)
 
 
-def batch(estimated_s: float) -> Batch:
-    return Batch(-1, (job(1),), 1, 1, estimated_s)
+def batch(estimated_s: float) -> Pass:
+    return Pass(-1, (job(1),), 1, 1, estimated_s)
 
 
 def test_fig_11_is_split_15_and_1():

@@ -10,7 +10,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import Configure, RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Request, RoundResult, Worker
+from toolkit.sched.types import PassResult, Request, Worker
 
 
 def worker(slots: int = 8) -> Worker:
@@ -30,7 +30,7 @@ def drive(scheduler: Scheduler, change) -> list[int]:
         for batch in scheduler.tick(now_s):
             running = scheduler.workers[0].running.jobs
             ended = tuple(job.request_id for job in running)[: number % 3 == 2]
-            result = RoundResult(batch.batch_id, 0, min(batch.steps, 4), ended)
+            result = PassResult(batch.pass_id, 0, min(batch.steps, 4), ended)
             scheduler.complete(result, now_s)
         rows.append(len(scheduler.workers[0].running))
     return rows

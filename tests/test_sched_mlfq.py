@@ -11,7 +11,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.mlfq import NEVER, FeedbackQueues
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Request, RoundResult, Worker
+from toolkit.sched.types import PassResult, Request, Worker
 from toolkit.sim.api import simulate
 from toolkit.traces.generate import Arrivals, generate
 
@@ -63,7 +63,7 @@ def test_a_round_ends_where_a_quantum_does():
     scheduler = make()
     submit(scheduler, "a", 0.0)
     (first,) = scheduler.tick(0.0)
-    scheduler.complete(RoundResult(first.batch_id, 0, 1), 2.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 1), 2.0)
     (second,) = scheduler.tick(2.0)
     assert (first.steps, second.steps) == (1, 4)
 
@@ -74,10 +74,10 @@ def test_a_newcomer_preempts_a_demoted_job_and_not_its_equal():
     (first,) = scheduler.tick(0.0)
     submit(scheduler, "equal", 0.5)
     assert (scheduler.tick(0.5), scheduler.take_interrupts()) == ([], [])
-    scheduler.complete(RoundResult(first.batch_id, 0, 1), 2.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 1), 2.0)
     (second,) = scheduler.tick(2.0)
     assert (ids(second.jobs), ids(second.moves.pause)) == (["equal"], ["a"])
-    scheduler.complete(RoundResult(second.batch_id, 0, 1), 4.0)
+    scheduler.complete(PassResult(second.pass_id, 0, 1), 4.0)
     (third,) = scheduler.tick(4.0)
     assert (ids(third.moves.resume), ids(third.moves.pause)) == (["a"], ["equal"])
     submit(scheduler, "newcomer", 4.5)
@@ -89,18 +89,18 @@ def test_a_round_ends_when_a_waiting_job_is_promoted_and_that_job_runs():
     scheduler = make(starvation_s=7.0)
     submit(scheduler, "long", 0.0, prompt=900)
     (first,) = scheduler.tick(0.0)
-    scheduler.complete(RoundResult(first.batch_id, 0, 1), 10.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 1), 10.0)
     submit(scheduler, "short", 10.0)
     (second,) = scheduler.tick(10.0)
-    scheduler.complete(RoundResult(second.batch_id, 0, 1), 12.0)
+    scheduler.complete(PassResult(second.pass_id, 0, 1), 12.0)
     (third,) = scheduler.tick(12.0)
     assert (second.steps, third.steps) == (1, 4)
-    scheduler.complete(RoundResult(third.batch_id, 0, 2), 14.0)
+    scheduler.complete(PassResult(third.pass_id, 0, 2), 14.0)
     (fourth,) = scheduler.tick(14.0)
     assert (
         fourth.steps == 2
     )  # at 16 s "short" leaves its queue; a second later "long" would have waited for 7 s
-    scheduler.complete(RoundResult(fourth.batch_id, 0, 2), 17.0)
+    scheduler.complete(PassResult(fourth.pass_id, 0, 2), 17.0)
     (fifth,) = scheduler.tick(17.0)
     assert (ids(fifth.moves.promote), fifth.steps) == (["long"], 2)
 
@@ -110,7 +110,7 @@ def preempted(swap: str, host: int = 2000):
     scheduler = make(capacity=1000, host=host, swap=swap, free_share=0.0, max_batch_size=2)
     submit(scheduler, "long", 0.0, prompt=880)
     (first,) = scheduler.tick(0.0)
-    scheduler.complete(RoundResult(first.batch_id, 0, 2), 11.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 2), 11.0)
     submit(scheduler, "short", 11.0, prompt=150)
     (second,) = scheduler.tick(11.0)
     return scheduler, second
@@ -123,7 +123,7 @@ def test_a_cache_that_memory_has_no_room_for_goes_to_the_host():
         ["long"],
         False,
     )
-    scheduler.complete(RoundResult(batch.batch_id, 0, 1, ("short",)), 15.0)
+    scheduler.complete(PassResult(batch.pass_id, 0, 1, ("short",)), 15.0)
     (again,) = scheduler.tick(15.0)
     assert (ids(again.moves.swap_in), ids(again.moves.resume), again.jobs) == (
         ["long"],
@@ -144,7 +144,7 @@ def test_proactive_swapping_runs_beside_a_round_and_waits_if_there_is_nothing_to
     scheduler = make(capacity=1000, free_share=0.3, max_batch_size=1)
     submit(scheduler, "long", 0.0, prompt=750)
     (first,) = scheduler.tick(0.0)
-    scheduler.complete(RoundResult(first.batch_id, 0, 2), 10.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 2), 10.0)
     submit(scheduler, "short", 10.0, prompt=120)
     (second,) = scheduler.tick(10.0)
     assert (ids(second.jobs), ids(second.moves.swap_out), second.moves.overlap) == (

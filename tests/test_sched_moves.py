@@ -11,9 +11,9 @@ from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import SwapFit
-from toolkit.sched.eventlog import Moved, RecordingScheduler, from_lines, to_line
+from toolkit.sched.eventlog import RecordingScheduler, from_lines, to_line
 from toolkit.sched.policies.base import Policy
-from toolkit.sched.types import Batch, Moves, Request, RoundResult, Worker
+from toolkit.sched.types import Moves, Pass, PassResult, Request, Worker
 from toolkit.sched.view import Decision
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger
@@ -29,7 +29,7 @@ class Script(Policy):
     name: ClassVar[str] = "script"
     continuous: ClassVar[bool] = True
     jobs: dict = field(default_factory=dict)
-    next: Batch | None = None
+    next: Pass | None = None
 
     def route(self, view, now_s):
         self.jobs |= {job.request_id: job for job in view.pool}
@@ -66,13 +66,12 @@ class Bench:
 
     def start(self, steps=1, enter="", evict="", overlap=False, **moves):
         moved = Moves(**{kind: self.of(names) for kind, names in moves.items()}, overlap=overlap)
-        self.policy.next = Batch(
+        self.policy.next = Pass(
             0,
             self.of(enter),
             steps,
             PROMPT,
             0.0,
-            "any",
             True,
             evict=self.of(evict),
             moves=moved if moves else None,
@@ -182,9 +181,7 @@ def test_a_job_that_memory_has_no_room_for_waits_and_the_other_moves_still_happe
     bench.round(enter="abcd", steps=2)
     bench.round(swap_out="c", pause="b")
     batch, ends_s = bench.start(swap_in="c", swap_out="d", overlap=True)
-    bench.scheduler.complete(
-        RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("b",)), ends_s
-    )
+    bench.scheduler.complete(PassResult(batch.pass_id, 0, 0, (), (), "oom", dropped=("b",)), ends_s)
     assert bench.where() == {"on": "a", "held": "c", "host": "d"}
     assert [(job.request_id, job.generated) for job in bench.worker.waiting] == [("b", 2)]
 
@@ -194,9 +191,7 @@ def test_a_job_that_did_not_reach_host_memory_before_memory_ran_out_waits(overla
     bench = Bench("a", "b", "c")
     bench.round(enter="abc", steps=2)
     batch, ends_s = bench.start(swap_out="bc", overlap=overlap)
-    bench.scheduler.complete(
-        RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=("c",)), ends_s
-    )
+    bench.scheduler.complete(PassResult(batch.pass_id, 0, 0, (), (), "oom", dropped=("c",)), ends_s)
     assert bench.where() == {"on": "a", "host": "b"}
     assert [(job.request_id, job.generated) for job in bench.worker.waiting] == [("c", 2)]
 
@@ -224,10 +219,11 @@ def test_the_log_names_the_moved_jobs():
     bench = Bench("a", "b")
     bench.round(enter="ab")
     bench.round(swap_out="b", overlap=True)
-    moved = [
-        event.started[0].moved for event in from_lines(bench.log) if getattr(event, "started", ())
+    first, second = [
+        event.started[0] for event in from_lines(bench.log) if getattr(event, "started", ())
     ]
-    assert moved == [None, Moved(swapped_out=("b",), overlap=True)]
+    assert (first.swapped_out, first.overlap) == ((), False)
+    assert (second.swapped_out, second.overlap) == (("b",), True)
 
 
 def test_a_fit_with_a_link_gives_its_law_in_tokens():

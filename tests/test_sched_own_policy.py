@@ -33,8 +33,8 @@ def test_it_preempts_ends_every_request_and_replays(joining, emits):
     policy = LeastServedPolicy()
     events = recorded(policy, trace, world)
     started = [batch for event in events if isinstance(event, Tick) for batch in event.started]
-    paused = [name for batch in started if batch.moved for name in batch.moved.paused]
-    resumed = [name for batch in started if batch.moved for name in batch.moved.resumed]
+    paused = [name for batch in started for name in batch.paused]
+    resumed = [name for batch in started for name in batch.resumed]
     assert paused
     assert resumed
     assert list(replay(events, Scheduler(policy, world.scheduled()))) == []

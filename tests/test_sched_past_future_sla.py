@@ -7,7 +7,7 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Job, Request, RoundResult, Worker
+from toolkit.sched.types import Job, PassResult, Request, Worker
 from toolkit.sched.waiting import RECALL_COUNT, WaitingJobs
 
 LAW = bilinear_law(
@@ -28,7 +28,7 @@ def submit(
 
 def entered(scheduler: Scheduler, now_s: float) -> list[str]:
     (batch,) = scheduler.tick(now_s)
-    scheduler.complete(RoundResult(batch.batch_id, 0, 1), now_s)
+    scheduler.complete(PassResult(batch.pass_id, 0, 1), now_s)
     return [job.request_id for job in batch.jobs]
 
 

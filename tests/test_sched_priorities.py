@@ -6,7 +6,7 @@ from toolkit.estimators.laws import LinearSwap, bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Request, RoundResult, Worker
+from toolkit.sched.types import Pass, PassResult, Request, Worker
 
 CONTINUOUS = {
     "conservative": {},
@@ -28,13 +28,13 @@ def submit(scheduler: Scheduler, name: str, priority: int = 0, prompt: int = 20)
     assert scheduler.submit(Request(name, 0.0, prompt, 20, priority), 0.0) is None
 
 
-def start(scheduler: Scheduler, now_s: float) -> Batch:
+def start(scheduler: Scheduler, now_s: float) -> Pass:
     (batch,) = scheduler.tick(now_s)
     return batch
 
 
-def finish(scheduler: Scheduler, batch: Batch, steps: int, now_s: float) -> None:
-    scheduler.complete(RoundResult(batch.batch_id, batch.worker, steps), now_s)
+def finish(scheduler: Scheduler, batch: Pass, steps: int, now_s: float) -> None:
+    scheduler.complete(PassResult(batch.pass_id, batch.worker, steps), now_s)
 
 
 def ids(jobs) -> list[str]:
@@ -115,7 +115,7 @@ def test_an_urgent_job_preempts_under_feedback_queues_and_no_cache_is_lost():
     submit(scheduler, "urgent", -1)
     scheduler.tick(0.5)
     assert scheduler.take_interrupts() == [0]
-    scheduler.complete(RoundResult(first.batch_id, 0, 1), 1.1)
+    scheduler.complete(PassResult(first.pass_id, 0, 1), 1.1)
     second = start(scheduler, 1.1)
     assert second.moves is not None
     assert (ids(second.jobs), ids(second.moves.pause), second.evict) == (["urgent"], ["b"], ())

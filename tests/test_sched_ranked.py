@@ -9,7 +9,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.ranked import RankedJobs, Ranking
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Job, Request, RoundResult, Worker
+from toolkit.sched.types import Job, PassResult, Request, Worker
 
 NOW_S = 10.0
 PATIENCE_S = 4.0
@@ -116,9 +116,9 @@ def test_no_job_enters_before_a_starving_job_without_room():
         scheduler.submit(Request(name, 0.0, prompt, 50), 0.0)
     (first,) = scheduler.tick(0.0)
     scheduler.submit(Request("small", 6.0, 10, 50), 6.0)
-    scheduler.complete(RoundResult(first.batch_id, 0, 2), 8.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 2), 8.0)
     (second,) = scheduler.tick(8.0)
     assert ([job.request_id for job in first.jobs], second.jobs, second.evict) == (["runs"], (), ())
-    scheduler.complete(RoundResult(second.batch_id, 0, 1, ("runs",)), 9.0)
+    scheduler.complete(PassResult(second.pass_id, 0, 1, ("runs",)), 9.0)
     (third,) = scheduler.tick(9.0)
     assert [job.request_id for job in third.jobs] == ["large", "small"]

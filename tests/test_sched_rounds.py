@@ -8,7 +8,7 @@ from toolkit.estimators.laws import bilinear_law, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import ORACLES, make_policy, refuse_oracle
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Request, RoundResult, Worker
+from toolkit.sched.types import Pass, PassResult, Request, Worker
 
 
 def make(
@@ -23,7 +23,7 @@ def submit(scheduler: Scheduler, *names: str, prompt: int = 10, limit: int = 100
         scheduler.submit(Request(name, 0.0, prompt, limit), 0.0)
 
 
-def started(*names: str, policy: str = "conservative", **given) -> tuple[Scheduler, Batch]:
+def started(*names: str, policy: str = "conservative", **given) -> tuple[Scheduler, Pass]:
     """A scheduler with these requests, and the round of them that it has started."""
     scheduler = make(policy, **given)
     submit(scheduler, *names)
@@ -40,11 +40,11 @@ def test_a_resident_continues_while_another_job_enters():
     submit(scheduler, "b")
     assert scheduler.tick(0.5) == []
     assert scheduler.take_interrupts() == [0]
-    scheduler.complete(RoundResult(first.batch_id, 0, 3), 3.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 3), 3.0)
     (second,) = scheduler.tick(3.0)
     residents = scheduler.workers[0].running
     assert (ids(second.jobs), ids(residents.jobs), residents.used) == (["b"], ["a", "b"], 13 + 10)
-    scheduler.complete(RoundResult(second.batch_id, 0, 2, ("a",)), 5.0)
+    scheduler.complete(PassResult(second.pass_id, 0, 2, ("a",)), 5.0)
     assert (ids(residents.jobs), residents.used, residents.committed) == (["b"], 12, 110)
     assert list(scheduler._view.finished.recent) == [5]
 
@@ -69,7 +69,7 @@ def test_a_job_that_fills_the_memory_to_its_last_token_runs_alone():
 def test_the_last_admitted_is_evicted_before_memory_is_exceeded_and_keeps_its_tokens():
     scheduler, first = started("a", "b", policy="aggressive", capacity=120, watermark=1.0)
     assert (ids(first.jobs), first.steps) == (["a", "b"], 50)
-    scheduler.complete(RoundResult(first.batch_id, 0, 50), 50.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 50), 50.0)
     (second,) = scheduler.tick(50.0)
     (evicted,) = second.evict
     assert (evicted.request_id, evicted.generated, evicted.length, second.jobs) == ("b", 50, 60, ())
@@ -86,7 +86,7 @@ def test_after_a_failure_half_as_many_enter_until_the_failing_job_runs_alone():
             failure = "crashed" if "killer" in names else ""
             ended = () if failure else tuple(names)
             scheduler.complete(
-                RoundResult(batch.batch_id, 0, 1, ended, () if failure else None, failure),
+                PassResult(batch.pass_id, 0, 1, ended, () if failure else None, failure),
                 now_s + 0.5,
             )
     assert entered[:2] == [4, 2]
@@ -98,7 +98,7 @@ def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
     scheduler, first = started("a", "b")
     scheduler.cancel("a", 1.0)
     assert scheduler.take_interrupts() == [0]
-    scheduler.complete(RoundResult(first.batch_id, 0, 10), 10.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 10), 10.0)
     (second,) = scheduler.tick(10.0)
     assert (ids(second.evict), ids(scheduler.workers[0].running.jobs), scheduler.jobs) == (
         ["a"],
@@ -109,7 +109,7 @@ def test_a_cancelled_resident_interrupts_and_leaves_with_the_round():
 
 def test_a_lost_workers_residents_continue_elsewhere_with_their_tokens():
     scheduler, batch = started("a", workers=2)
-    scheduler.complete(RoundResult(batch.batch_id, 0, 7), 7.0)
+    scheduler.complete(PassResult(batch.pass_id, 0, 7), 7.0)
     scheduler.worker_lost(0, 7.0)
     (again,) = scheduler.tick(7.0)
     assert (again.worker, ids(again.jobs), again.input_length) == (1, ["a"], 17)
@@ -143,7 +143,7 @@ def test_a_row_that_the_driver_ended_leaves_with_its_round_and_its_length_enters
     scheduler.end("a", 3, 1.0)
     scheduler.end("a", 3, 1.0)
     assert scheduler.take_interrupts() == [0]
-    scheduler.complete(RoundResult(batch.batch_id, 0, 10), 10.0)
+    scheduler.complete(PassResult(batch.pass_id, 0, 10), 10.0)
     assert (scheduler.jobs, list(scheduler._view.finished.recent)) == (1, [3])
     (following,) = scheduler.tick(10.0)
     assert ids(following.evict) == ["a"]
@@ -152,7 +152,7 @@ def test_a_row_that_the_driver_ended_leaves_with_its_round_and_its_length_enters
 def test_a_row_that_ends_in_the_round_in_which_the_driver_ended_it_counts_once():
     scheduler, batch = started("a", "b")
     scheduler.end("a", 9, 1.0)
-    scheduler.complete(RoundResult(batch.batch_id, 0, 10, ("a",)), 10.0)
+    scheduler.complete(PassResult(batch.pass_id, 0, 10, ("a",)), 10.0)
     assert (scheduler.jobs, list(scheduler._view.finished.recent)) == (1, [9])
     (following,) = scheduler.tick(10.0)
     assert following.evict == ()
@@ -172,14 +172,12 @@ def test_an_engine_s_slots_bound_the_residents_and_come_back_after_a_failure():
     submit(scheduler, *"abcde")
     (first,) = scheduler.tick(0.0)
     assert ids(first.jobs) == ["a", "b", "c"]
-    scheduler.complete(
-        RoundResult(first.batch_id, 0, 1, failure="oom", dropped=("c", "b", "a")), 1.0
-    )
+    scheduler.complete(PassResult(first.pass_id, 0, 1, failure="oom", dropped=("c", "b", "a")), 1.0)
     limits = []
     for _ in range(3):
         limits.append(scheduler.workers[0].row_limit)
         (batch,) = scheduler.tick(1.0)
-        scheduler.complete(RoundResult(batch.batch_id, 0, 1), 2.0)
+        scheduler.complete(PassResult(batch.pass_id, 0, 1), 2.0)
     assert limits == [1, 2, 3]
 
 
@@ -190,7 +188,7 @@ def test_a_job_is_given_up_after_it_ran_out_of_memory_twice_alone_and_never_besi
         (batch,) = scheduler.tick(0.0)
         dropped = ("b",) if "b" in ids(scheduler.workers[0].running.jobs) else ()
         scheduler.complete(
-            RoundResult(batch.batch_id, 0, 1, failure="oom" if dropped else "", dropped=dropped),
+            PassResult(batch.pass_id, 0, 1, failure="oom" if dropped else "", dropped=dropped),
             1.0,
         )
         assert ids(scheduler.workers[0].running.jobs) == ["a"]
@@ -199,7 +197,7 @@ def test_a_job_is_given_up_after_it_ran_out_of_memory_twice_alone_and_never_besi
     for _ in range(4):
         (batch,) = scheduler.tick(2.0)
         dropped = tuple(ids(scheduler.workers[0].running.jobs))
-        scheduler.complete(RoundResult(batch.batch_id, 0, 0, (), (), "oom", dropped=dropped), 2.0)
+        scheduler.complete(PassResult(batch.pass_id, 0, 0, (), (), "oom", dropped=dropped), 2.0)
         refusals = scheduler.take_refusals()
         if refusals:
             break
@@ -211,17 +209,17 @@ def test_a_job_is_given_up_after_it_ran_out_of_memory_twice_alone_and_never_besi
 
 def test_a_resident_gets_no_tokens_for_steps_that_it_missed():
     scheduler, batch = started("a", "b")
-    scheduler.complete(RoundResult(batch.batch_id, 0, 5, missed=(("b", 2),)), 5.0)
+    scheduler.complete(PassResult(batch.pass_id, 0, 5, missed=(("b", 2),)), 5.0)
     a, b = scheduler.workers[0].running.jobs
     (batch,) = scheduler.tick(5.0)
-    scheduler.complete(RoundResult(batch.batch_id, 0, 1, ("a", "b")), 6.0)
+    scheduler.complete(PassResult(batch.pass_id, 0, 1, ("a", "b")), 6.0)
     assert (a.generated, b.generated) == (6, 4)
 
 
 def test_a_job_that_an_engine_dropped_waits_before_all_others_with_its_tokens():
     scheduler, batch = started("a", "b", "c", policy="aggressive")
     scheduler.complete(
-        RoundResult(batch.batch_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0
+        PassResult(batch.pass_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0
     )
     worker = scheduler.workers[0]
     assert (ids(worker.running.jobs), ids(worker.waiting)) == (["a"], ["b", "c"])

@@ -9,7 +9,7 @@ from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Request, Worker
+from toolkit.sched.types import Pass, PassResult, Request, Worker
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 
@@ -25,7 +25,7 @@ def request(name: str, prompt: int = 10, limit: int = 100) -> Request:
     return Request(name, 0.0, prompt, limit)
 
 
-def started(names: str, **given) -> tuple[Scheduler, Batch]:
+def started(names: str, **given) -> tuple[Scheduler, Pass]:
     """A scheduler with requests of these names, and the batch of them that it has started."""
     scheduler = make(**given)
     for name in names.split():
@@ -38,9 +38,9 @@ def ids(batch) -> list[str]:
     return [job.request_id for job in batch.jobs]
 
 
-def done(batch, generated: int, finished: bool, failure: str = "") -> BatchResult:
-    n = batch.size
-    return BatchResult(batch.batch_id, batch.worker, [generated] * n, [finished] * n, failure)
+def done(batch, generated: int, finished: bool, failure: str = "") -> PassResult:
+    ended = tuple(ids(batch)) if finished else ()
+    return PassResult(batch.pass_id, batch.worker, generated, ended, failure=failure)
 
 
 def test_a_request_goes_from_pool_to_worker_and_back_until_it_ends():

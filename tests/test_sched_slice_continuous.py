@@ -6,7 +6,7 @@ from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Request, RoundResult, Worker
+from toolkit.sched.types import Pass, PassResult, Request, Worker
 
 
 def make(workers: int = 1, capacity: int = 1000, **parameters) -> Scheduler:
@@ -21,8 +21,8 @@ def submit(
     scheduler.submit(Request(name, now_s, prompt, limit), now_s)
 
 
-def done(scheduler: Scheduler, batch: Batch, now_s: float, *ended: str) -> None:
-    scheduler.complete(RoundResult(batch.batch_id, batch.worker, batch.steps, ended), now_s)
+def done(scheduler: Scheduler, batch: Pass, now_s: float, *ended: str) -> None:
+    scheduler.complete(PassResult(batch.pass_id, batch.worker, batch.steps, ended), now_s)
 
 
 def residents(scheduler: Scheduler) -> list[list[str]]:
@@ -48,7 +48,7 @@ def test_rows_that_end_before_a_newcomers_slice_leave_their_room_to_it():
     submit(scheduler, "b", prompt=60, limit=60)
     assert scheduler.tick(5.0) == []
     assert scheduler.take_interrupts() == [0]
-    scheduler.complete(RoundResult(first.batch_id, 0, 10), 10.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 10), 10.0)
     (second,) = scheduler.tick(10.0)
     assert [job.request_id for job in second.jobs] == ["b"]
     assert second.steps == 10  # a's slice is over then
@@ -125,6 +125,6 @@ def test_margin_decides_how_much_more_free_memory_is_worth_a_move(margin, moved)
 def test_a_job_that_left_loses_its_cache_in_its_workers_next_round_only():
     scheduler = crowded(workers=2)
     first, _ = scheduler.tick(20.0)
-    scheduler.complete(RoundResult(first.batch_id, 0, 5, ("c",)), 25.0)
+    scheduler.complete(PassResult(first.pass_id, 0, 5, ("c",)), 25.0)
     (again,) = scheduler.tick(25.0)
     assert (again.worker, again.release) == (0, ())

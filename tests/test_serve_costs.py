@@ -8,7 +8,7 @@ from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.sched.types import Batch, Job, Moves, Request, RoundResult, Worker
+from toolkit.sched.types import Job, Moves, Pass, PassResult, Request, Worker
 from toolkit.serve.driver import Driver
 from toolkit.serve.live import GenerationRequest, Reply, TextOutput
 from toolkit.serve.stats import Stats
@@ -56,7 +56,7 @@ def test_a_rounds_prediction_includes_transfers_that_it_waits_for(overlaps, expe
     link = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0, overlaps=overlaps)
     worker = Worker(0, unit_step(), ZetaMemory(1000), swap=link, host_tokens=1000)
     left = Job(Request("a", 0.0, 16, 9), 0, 16)
-    batch = Batch(
+    batch = Pass(
         0,
         (),
         1,
@@ -67,5 +67,5 @@ def test_a_rounds_prediction_includes_transfers_that_it_waits_for(overlaps, expe
     )
     batch.started_s = 1.0
     stats = Stats()
-    stats.count_round(batch, RoundResult(0, 0, 0, ()), 3.0, worker)
+    stats.count_round(batch, PassResult(0, 0, 0, ()), 3.0, worker)
     assert stats.predicted_batch_s == expected_s

@@ -21,7 +21,6 @@ from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import (
     Complete,
-    CompleteRound,
     End,
     Event,
     RecordingScheduler,
@@ -195,9 +194,7 @@ def test_a_live_run_replays_exactly_and_loses_no_token(case: str) -> None:
     events: list[Event] = list(from_lines(lines))
     decided = [batch for event in events if isinstance(event, Tick) for batch in event.started]
     assert {batch.worker for batch in decided} == {0, 1}
-    failures = [
-        event.result.failure for event in events if isinstance(event, Complete | CompleteRound)
-    ]
+    failures = [event.result.failure for event in events if isinstance(event, Complete)]
     assert failures.count("crashed") == 1
     assert workers.ran_out > 0
     assert (

@@ -14,7 +14,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import BatchResult, Moves, Request, Worker
+from toolkit.sched.types import Moves, PassResult, Request, Worker
 from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -269,9 +269,9 @@ def test_every_request_ends_once_with_its_own_length(
     trace = trace_of(rows)
 
     def runs_out(
-        batch_id, n, length, steps
+        pass_id, n, length, steps
     ):  # every fifth batch of several rows, whatever the law said
-        return n > 1 and (batch_id + seed) % 5 == 0
+        return n > 1 and (pass_id + seed) % 5 == 0
 
     result = simulate(
         trace, Watch(make_policy(name, parameters)), world(workers, runs_out, host_tokens, joining)
@@ -349,7 +349,7 @@ def test_replay_notices_another_policy():
     )
     recorder.submit(Request("a", 0.0, 10, 80), 0.0)
     (batch,) = recorder.tick(0.0)
-    recorder.complete(BatchResult(batch.batch_id, 0, [8], [False]), 1.0)
+    recorder.complete(PassResult(batch.pass_id, 0, 8), 1.0)
     recorder.tick(1.0)
     other = Scheduler(make_policy("slice", {"slice_tokens": 9}), two_workers()[:1])
     assert len(list(replay(from_lines(lines), other))) == 2

@@ -163,7 +163,7 @@ def test_a_slice_through_a_process_equals_one_without() -> None:
         await events.until(BatchDone, 2)
         done = {event.worker: event for event in events.seen if isinstance(event, BatchDone)}
         for worker in (0, 1):
-            assert (done[worker].batch_id, done[worker].failure) == (10 + worker, "")
+            assert (done[worker].pass_id, done[worker].failure) == (10 + worker, "")
             assert done[worker].output == expected(ROWS, 20)
             reported = tokens_reported(events, 10 + worker)
             assert (tuple(reported[0]), tuple(reported[1])) == expected(ROWS, 20).tokens
@@ -171,11 +171,11 @@ def test_a_slice_through_a_process_equals_one_without() -> None:
     with_workers(scenario, process_workers(2))
 
 
-def tokens_reported(events: Events, *batch_ids: int) -> dict[int, list[int]]:
+def tokens_reported(events: Events, *pass_ids: int) -> dict[int, list[int]]:
     """The tokens that the progress events of batches report, by row number."""
     tokens: dict[int, list[int]] = {}
     for event in events.seen:
-        if isinstance(event, BatchProgress) and event.batch_id in batch_ids:
+        if isinstance(event, BatchProgress) and event.pass_id in pass_ids:
             for step in event.steps:
                 for number, token in zip(step.rows, step.tokens, strict=True):
                     tokens.setdefault(number, []).append(token)
@@ -192,7 +192,7 @@ def test_a_killed_worker_keeps_its_reported_tokens() -> None:
         progress, done, lost, ready = events.seen[1:]
         assert isinstance(progress, BatchProgress)
         assert isinstance(done, BatchDone)
-        assert (done.batch_id, done.failure) == (5, "crashed")
+        assert (done.pass_id, done.failure) == (5, "crashed")
         assert [len(tokens) for tokens in done.output.tokens] == [1, 1]
         assert lost == WorkerLost(0, "killed by SIGKILL")
         assert isinstance(ready, WorkerReady)
@@ -209,7 +209,7 @@ def test_a_slice_sent_to_a_worker_killed_while_idle_ends_as_crashed() -> None:
         await events.until(WorkerLost)
         workers.run(0, RunSlice(9, ROWS, 20))
         (done,) = await events.until(BatchDone)
-        assert (done.batch_id, done.failure, done.output.tokens) == (9, "crashed", ((), ()))
+        assert (done.pass_id, done.failure, done.output.tokens) == (9, "crashed", ((), ()))
         await events.until(WorkerReady, 2)
 
     with_workers(scenario)
@@ -674,7 +674,7 @@ def test_a_round_out_of_memory_names_the_dropped_rows() -> None:
         assert (done.failure, done.output.dropped) == ("oom", (1,))
         workers.run(0, RunRound(2, Round(5, (Row("poison", (CRASH,), 0, 4),), (2,))))
         crashed = (await events.until(RoundDone, 2))[1]
-        assert (crashed.batch_id, crashed.failure, crashed.output) == (2, "crashed", None)
+        assert (crashed.pass_id, crashed.failure, crashed.output) == (2, "crashed", None)
         await events.until(WorkerLost)
 
     with_workers(scenario)

@@ -103,13 +103,13 @@ class HandWorkers:
         if not isinstance(batch, RunSlice):
             raise NotImplementedError
         self.estimated_s = estimated_s
-        self.running[worker] = (batch.batch_id, list(batch.rows), batch.steps)
+        self.running[worker] = (batch.pass_id, list(batch.rows), batch.steps)
         self.rows.append(list(batch.rows))
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         if not isinstance(change, Cancel):
             raise NotImplementedError
-        assert self.running[worker][0] == change.batch_id
+        assert self.running[worker][0] == change.pass_id
         self.unwanted += change.request_ids
 
     def kill(self, worker: int) -> None:
@@ -120,7 +120,7 @@ class HandWorkers:
 
     def progress(self, worker: int = 0, steps: int = 1, done_before: int = 0) -> None:
         """Report `steps` more tokens of each row, after the first `done_before`."""
-        batch_id, rows, _ = self.running[worker]
+        pass_id, rows, _ = self.running[worker]
         frames = []
         for step in range(done_before, done_before + steps):
             so_far = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
@@ -129,16 +129,16 @@ class HandWorkers:
             numbers = (row for row, _, _ in new)
             last = (tokens[-1] for _, tokens, _ in new)
             frames.append(StepOutput(tuple(numbers), tuple(last), ended))
-        self.on_event(BatchProgress(worker, batch_id, tuple(frames)))
+        self.on_event(BatchProgress(worker, pass_id, tuple(frames)))
 
     def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
         """End the batch after `steps` of its steps."""
-        batch_id, rows, planned = self.running.pop(worker)
+        pass_id, rows, planned = self.running.pop(worker)
         results = [run_row(row, planned if steps is None else steps) for row in rows]
         tokens = (tokens for tokens, _ in results)
         finish = (finish for _, finish in results)
         output = SliceOutput(tuple(tokens), tuple(finish))
-        self.on_event(BatchDone(worker, batch_id, output, failure, 0.01))
+        self.on_event(BatchDone(worker, pass_id, output, failure, 0.01))
 
     def crash(self, worker: int = 0, *, steps: int = 0) -> None:
         self.finish(worker, steps=steps, failure="crashed")

@@ -28,7 +28,7 @@ from toolkit.sched.eventlog import Event, RecordingScheduler, to_line
 from toolkit.sched.policies import BUILT_IN, POLICIES, make_any, make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import Value
-from toolkit.sched.types import Batch, BatchResult, Joining, Request, RoundResult
+from toolkit.sched.types import Joining, Pass, PassResult, Request
 from toolkit.sim.api import requests_of, simulate, virtual_workers
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -259,8 +259,8 @@ def _note(found: hashlib._Hash, event: Event) -> None:
     found.update(to_line(event))
 
 
-def _runs_out(batch_id: int, size: int, _length: int, _steps: int) -> bool:
-    return size > 1 and batch_id % 7 == 3
+def _runs_out(pass_id: int, size: int, _length: int, _steps: int) -> bool:
+    return size > 1 and pass_id % 7 == 3
 
 
 class Storm:
@@ -314,12 +314,12 @@ class Storm:
             scheduler.cancel(str(about), now_s)
         elif what == "stops":
             scheduler.end(str(about), 5, now_s)
-        elif isinstance(about, Batch):
+        elif isinstance(about, Pass):
             self._done(about, now_s)
         elif isinstance(about, int):
             scheduler.worker_ready(about, now_s)
 
-    def _done(self, batch: Batch, now_s: float) -> None:
+    def _done(self, batch: Pass, now_s: float) -> None:
         chance = self._rng.random()
         result = self._round(batch, chance) if batch.keep_cache else self._slice(batch, chance)
         self._scheduler.complete(result, now_s)
@@ -327,31 +327,35 @@ class Storm:
             self._scheduler.worker_lost(batch.worker, now_s)
             self._at(now_s + 2.0 * self._rng.random(), "ready", batch.worker)
 
-    def _slice(self, batch: Batch, chance: float) -> BatchResult:
+    def _slice(self, batch: Pass, chance: float) -> PassResult:
         names = [job.request_id for job in batch.jobs]
+        ran = batch.pass_id, batch.worker
         if chance < 0.1:
-            zeros = [0] * len(names)
-            on = [False] * len(names)
-            return BatchResult(
-                batch.batch_id, batch.worker, zeros, on, "oom" if chance < 0.05 else "crashed"
-            )
+            return PassResult(*ran, 0, failure="oom" if chance < 0.05 else "crashed")
         tokens = [min(batch.steps, self._left[name]) for name in names]
         for name, count in zip(names, tokens, strict=True):
             self._left[name] -= count
-        return BatchResult(
-            batch.batch_id, batch.worker, tokens, [not self._left[name] for name in names]
+        steps = max(tokens)
+        ended = tuple([name for name in names if not self._left[name]])
+        missed = tuple(
+            [
+                (name, steps - count)
+                for name, count in zip(names, tokens, strict=True)
+                if count < steps
+            ]
         )
+        return PassResult(*ran, steps, ended, missed=missed)
 
-    def _round(self, batch: Batch, chance: float) -> RoundResult:
+    def _round(self, batch: Pass, chance: float) -> PassResult:
         worker = self._scheduler.workers[batch.worker]
         rows = [job.request_id for job in worker.running.jobs]
         if chance < 0.05:
-            return RoundResult(batch.batch_id, batch.worker, 0, failure="crashed")
+            return PassResult(batch.pass_id, batch.worker, 0, failure="crashed")
         if chance < 0.1:
             dropped = tuple(reversed(rows[len(rows) // 2 :]))
             joined = tuple([(name, 0) for name in rows])
-            return RoundResult(
-                batch.batch_id, batch.worker, 0, joined=joined, failure="oom", dropped=dropped
+            return PassResult(
+                batch.pass_id, batch.worker, 0, joined=joined, failure="oom", dropped=dropped
             )
         if worker.emits:
             for job in batch.jobs:
@@ -367,4 +371,4 @@ class Storm:
         )
         for name, count in missed:
             self._left[name] += count
-        return RoundResult(batch.batch_id, batch.worker, steps, ended, missed=missed)
+        return PassResult(batch.pass_id, batch.worker, steps, ended, missed=missed)

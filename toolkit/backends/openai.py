@@ -348,7 +348,7 @@ class EndpointWorkers:
         if not isinstance(batch, RunSlice):
             raise ValueError("a server schedules by itself and runs no rounds")
         samples = [Sample(0.0, len(row.tokens), batch.steps) for row in batch.rows]
-        self._task = asyncio.create_task(self._run(batch.batch_id, samples))
+        self._task = asyncio.create_task(self._run(batch.pass_id, samples))
 
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
@@ -363,7 +363,7 @@ class EndpointWorkers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, batch_id: int, samples: list[Sample]) -> None:
+    async def _run(self, pass_id: int, samples: list[Sample]) -> None:
         rows = len(samples)
         tokens: tuple[tuple[int, ...], ...] = ((),) * rows  # if a request fails, the slice has
         with contextlib.suppress(Unmeasurable):
@@ -372,7 +372,7 @@ class EndpointWorkers:
         finish: FinishReason = "length"
         output = SliceOutput(tokens, (finish,) * rows)
         if self._on_event is not None:
-            self._on_event(BatchDone(0, batch_id, output))
+            self._on_event(BatchDone(0, pass_id, output))
 
 
 class OpenaiBackend:

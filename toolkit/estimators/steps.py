@@ -46,7 +46,7 @@ FIXED = 7  # coefficients of `StepLaw` before those of new tokens
 
 
 class StepShape:
-    """What one forward pass computes. Its constructor is by hand, as those of `Batch` are.
+    """What one forward pass computes. Its constructor is by hand, like that of `Pass`.
 
     Attributes:
         decodes: rows that compute their last token, and with speculative decoding drafts.

@@ -388,7 +388,7 @@ class SliceFeed(Feed[SliceShape, SlicePoint]):
 
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, BatchDone):
-            number, shape, sent_s = self._sent.pop(event.batch_id)
+            number, shape, sent_s = self._sent.pop(event.pass_id)
             rows = shape.batch_size
             length = shape.input_length
             steps = shape.steps

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from toolkit.sched.types import Batch, Job, Moves, RoundResult, Worker
+    from toolkit.sched.types import Job, Moves, Pass, PassResult, Worker
 
 
 NO_PREFILLS: dict[Job, None] = {}  # of every worker that splits no prefill; never changed
@@ -213,10 +213,10 @@ def _transfer(worker: Worker, moves: Moves) -> None:
             paused.put(job)
 
 
-class WorkerRounds:
-    """The rounds of all workers. Jobs that its methods return have ended for the scheduler.
+class WorkerPasses:
+    """The passes of all workers. Jobs that its methods return have ended for the scheduler.
 
-    It decides nothing: a `Batch` says which jobs enter, are evicted or moved, and its methods
+    It decides nothing: a `Pass` says which jobs enter, are evicted or moved, and its methods
     update the worker. If a job is gone but the engine still holds its cache, the worker's next
     round names it, so that the engine can drop the cache.
     """
@@ -226,7 +226,7 @@ class WorkerRounds:
         self._cancelled: dict[int, list[Job]] = {}
         self._released: dict[int, list[Job]] = {}
 
-    def begin(self, worker: Worker, batch: Batch, now_s: float) -> None:
+    def begin(self, worker: Worker, batch: Pass, now_s: float) -> None:
         """Start a round. Adds to `batch` the jobs cancelled or released since the last round."""
         running = worker.running
         jobs = batch.jobs
@@ -258,11 +258,11 @@ class WorkerRounds:
             batch.release = tuple(self._released.pop(worker.index))
 
     def finish(
-        self, worker: Worker, batch: Batch, result: RoundResult, jobs: dict[str, Job], now_s: float
+        self, worker: Worker, batch: Pass, result: PassResult, jobs: dict[str, Job], now_s: float
     ) -> list[Job]:
         """End a round, failed or not. Returns the jobs that ended in it or were cancelled."""
         running = worker.running
-        if batch.jobs or running.prefilling:
+        if batch.keep_cache and (batch.jobs or running.prefilling):
             if result.joined is not None or running.prefilling:
                 self._finish_prefills(worker, batch, result)
             elif worker.emits:
@@ -283,6 +283,9 @@ class WorkerRounds:
                 if job in running.jobs:
                     running.leave(job)
                     ended.append(job)
+        if not batch.keep_cache:
+            self._cancelled.pop(worker.index, None)
+            return ended
         if result.failure == "crashed":
             return ended
         if batch.moves is not None and batch.moves.overlap:
@@ -295,8 +298,17 @@ class WorkerRounds:
                 self.evict(worker, dropped, now_s)
         return ended
 
+    def drop_all(self, worker: Worker, now_s: float) -> list[Job]:
+        """Drop all running caches, as a pass that keeps none does at its end. Returns the jobs."""
+        running = worker.running
+        jobs = list(running.jobs)
+        for job in jobs:
+            running.leave(job)
+            job.waiting_since_s = now_s
+        return jobs
+
     def run_out_of_memory(
-        self, worker: Worker, result: RoundResult, jobs: dict[str, Job]
+        self, worker: Worker, result: PassResult, jobs: dict[str, Job]
     ) -> Job | None:
         """A round ran out of memory: half of the dropped jobs may enter with the next round.
 
@@ -311,7 +323,7 @@ class WorkerRounds:
         worker.row_limit = max(stay + len(dropped) // 2, 1)
         return dropped[0] if len(dropped) == 1 and not (stay or worker.paused) else None
 
-    def _finish_prefills(self, worker: Worker, batch: Batch, result: RoundResult) -> None:
+    def _finish_prefills(self, worker: Worker, batch: Pass, result: PassResult) -> None:
         """Jobs that joined get the prefill's token and the steps since; the others get neither."""
         running = worker.running
         emits = worker.emits > 0

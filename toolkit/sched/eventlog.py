@@ -1,60 +1,51 @@
 """The event log of a scheduler: its inputs and decisions, and a replay that checks them.
 
-The log is a sequence of typed events, one JSON line each. `RecordingScheduler` produces it; the
-driver decides where the lines go. `replay` makes the same calls on another scheduler and compares
-the decisions.
+The log is a sequence of typed events, one JSON line each, after a header that names its format.
+`RecordingScheduler` produces it; the driver decides where the lines go. `replay` makes the same
+calls on another scheduler and compares the decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from typing import Literal
 
 import msgspec
 
+from toolkit.errors import InputError
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import (
-    Batch,
-    BatchResult,
-    Failure,
-    Job,
-    Refusal,
-    Request,
-    RoundResult,
-    Worker,
-)
+from toolkit.sched.types import Job, Moves, Pass, PassResult, Refusal, Request, Worker
+
+FORMAT: Literal[2] = 2  # of the log; another one is not read
+_NO_MOVES = Moves()
 
 
-class Moved(msgspec.Struct, frozen=True):
-    """`Moves` with request ids."""
+class StartedPass(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A pass as the scheduler decided it, with request ids."""
 
+    pass_id: int
+    worker: int
+    steps: int
+    entered: tuple[str, ...] = ()
+    estimated_s: float = 0.0
+    evicted: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
     paused: tuple[str, ...] = ()
     resumed: tuple[str, ...] = ()
     swapped_out: tuple[str, ...] = ()
     swapped_in: tuple[str, ...] = ()
     promoted: tuple[str, ...] = ()
     overlap: bool = False
-
-
-class Started(msgspec.Struct, frozen=True):
-    """A batch as the scheduler decided it."""
-
-    batch_id: int
-    worker: int
-    steps: int
-    request_ids: tuple[str, ...]
-    estimated_s: float
-    evicted_ids: tuple[str, ...] = ()
-    moved: Moved | None = None
-    released_ids: tuple[str, ...] = ()
     chunk_tokens: int = 0
 
 
 class EventLogHeader(msgspec.Struct, frozen=True, tag="header"):
     """The configuration of the scheduler: with the plan, enough to create an equal one."""
 
+    format: Literal[2]
     policy: str
     parameters: dict[str, bool | int | float | str]
     workers: int
@@ -72,35 +63,13 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
     now_s: float
-    started: tuple[Started, ...] = ()
+    started: tuple[StartedPass, ...] = ()
     interrupts: tuple[int, ...] = ()
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
     now_s: float
-    result: BatchResult
-
-
-class LoggedRound(msgspec.Struct, frozen=True):
-    """A `RoundResult`."""
-
-    batch_id: int
-    worker: int
-    steps: int
-    ended: tuple[str, ...] = ()
-    joined: tuple[tuple[str, int], ...] | None = None
-    failure: Failure = ""
-    missed: tuple[tuple[str, int], ...] = ()
-    dropped: tuple[str, ...] = ()
-
-    def reported(self) -> RoundResult:
-        """What the worker reported."""
-        return RoundResult(*msgspec.structs.astuple(self))
-
-
-class CompleteRound(msgspec.Struct, frozen=True, tag="round"):
-    now_s: float
-    result: LoggedRound
+    result: PassResult
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
@@ -132,9 +101,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     slots: int = 0
 
 
-Call = (
-    Submit | Tick | Complete | CompleteRound | End | CancelCall | WorkerChange | Resize | Configure
-)
+Call = Submit | Tick | Complete | End | CancelCall | WorkerChange | Resize | Configure
 Event = EventLogHeader | Call
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
@@ -151,8 +118,15 @@ def whole_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def from_lines(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events of a log."""
-    return map(_decode, whole_lines(lines))
+    """Return the events of a log. Raises InputError for a line that is no event of this format."""
+    for number, line in enumerate(whole_lines(lines), start=1):
+        try:
+            yield _decode(line)
+        except msgspec.DecodeError as error:
+            raise InputError(
+                f"line {number} of the event log: {error}",
+                f"logs of format {FORMAT} are read: write one with llmctl serve --event-log",
+            ) from None
 
 
 class RecordingScheduler(Scheduler):
@@ -174,7 +148,7 @@ class RecordingScheduler(Scheduler):
         self._sink(Submit(now_s, request, refusal.reason if refusal else ""))
         return refusal
 
-    def tick(self, now_s: float) -> list[Batch]:
+    def tick(self, now_s: float) -> list[Pass]:
         before = len(self.interrupts)
         batches = super().tick(now_s)
         self._sink(
@@ -182,13 +156,9 @@ class RecordingScheduler(Scheduler):
         )
         return batches
 
-    def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
+    def complete(self, result: PassResult, now_s: float) -> None:
         super().complete(result, now_s)
-        self._sink(
-            CompleteRound(now_s, msgspec.convert(result, LoggedRound, from_attributes=True))
-            if isinstance(result, RoundResult)
-            else Complete(now_s, result)
-        )
+        self._sink(Complete(now_s, result))
 
     def end(self, request_id: str, generated: int, now_s: float) -> None:
         super().end(request_id, generated, now_s)
@@ -215,18 +185,25 @@ class RecordingScheduler(Scheduler):
         self._sink(Configure(dict(settings), slots))
 
 
-def started(batch: Batch) -> Started:
-    """The decision behind a batch, in a form that can be compared."""
-    moved = None
-    moves = batch.moves
-    if moves is not None:
-        paused = _ids(moves.pause)
-        resumed = _ids(moves.resume)
-        promoted = _ids(moves.promote)
-        swapped = _ids(moves.swap_out), _ids(moves.swap_in)
-        moved = Moved(paused, resumed, *swapped, promoted, moves.overlap)
-    what = batch.batch_id, batch.worker, batch.steps, _ids(batch.jobs), batch.estimated_s
-    return Started(*what, _ids(batch.evict), moved, _ids(batch.release), batch.chunk_tokens)
+def started(batch: Pass) -> StartedPass:
+    """Return the decision behind a pass, in a form that can be compared."""
+    moves = batch.moves or _NO_MOVES
+    return StartedPass(
+        batch.pass_id,
+        batch.worker,
+        batch.steps,
+        _ids(batch.jobs),
+        batch.estimated_s,
+        _ids(batch.evict),
+        _ids(batch.release),
+        _ids(moves.pause),
+        _ids(moves.resume),
+        _ids(moves.swap_out),
+        _ids(moves.swap_in),
+        _ids(moves.promote),
+        moves.overlap,
+        batch.chunk_tokens,
+    )
 
 
 def _ids(jobs: Iterable[Job]) -> tuple[str, ...]:
@@ -254,8 +231,6 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                     yield f"{at} at {now_s} s interrupted {interrupted}, logged {interrupts}"
             case Complete(now_s, result):
                 scheduler.complete(result, now_s)
-            case CompleteRound(now_s, done):
-                scheduler.complete(done.reported(), now_s)
             case End(now_s, request_id, generated):
                 scheduler.end(request_id, generated, now_s)
             case CancelCall(now_s, request_id):

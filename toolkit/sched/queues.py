@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from toolkit.sched.protocols import SliceLaw
-from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.types import Job, Pass, Worker
 from toolkit.sched.view import View
 
 
@@ -31,11 +31,11 @@ class BatchQueues:
         self._workers = view.workers
         self.batches = 0  # the next batch number
 
-    def put(self, batch: Batch, *, first: bool = False) -> None:
+    def put(self, batch: Pass, *, first: bool = False) -> None:
         """Append the batch to its worker's queue, or with `first` put it at the front."""
         worker = self._workers[batch.worker]
-        if batch.batch_id < 0:
-            batch.batch_id = self.batches
+        if batch.pass_id < 0:
+            batch.pass_id = self.batches
             self.batches += 1
         worker.load_s += batch.estimated_s  # Eq. 11
         worker.assigned += 1
@@ -46,7 +46,7 @@ class BatchQueues:
         else:
             worker.queue.append(batch)
 
-    def unload(self, worker: Worker, batch: Batch) -> None:
+    def unload(self, worker: Worker, batch: Pass) -> None:
         """Subtract a completed batch from the load (SCLS 4.5).
 
         The load is set to exactly zero when nothing is left, so that rounding errors do not add up.
@@ -70,7 +70,7 @@ class BatchQueues:
                     return True
         return False
 
-    def halve(self, worker: Worker, batch: Batch, jobs: Sequence[Job], *, crashed: bool) -> None:
+    def halve(self, worker: Worker, batch: Pass, jobs: Sequence[Job], *, crashed: bool) -> None:
         """Queue the jobs of a batch that failed on `worker` in two halves, before all others.
 
         They go to the same worker, or to another if it `crashed`. So a half fits the memory, or the
@@ -99,9 +99,9 @@ class BatchQueues:
         )
 
 
-def _retry(batch: Batch, jobs: Sequence[Job], worker: Worker) -> Batch:
+def _retry(batch: Pass, jobs: Sequence[Job], worker: Worker) -> Pass:
     """A part of a failed batch as a new batch, with an estimate by the worker's law."""
     length = max(job.length for job in jobs)
     steps = min(batch.steps, max(job.remaining_limit for job in jobs))
     estimate = serving_s(worker.latency, len(jobs), length, steps)
-    return Batch(worker.index, tuple(jobs), steps, length, estimate, batch.until, batch.keep_cache)
+    return Pass(worker.index, tuple(jobs), steps, length, estimate)

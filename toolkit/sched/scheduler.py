@@ -17,19 +17,18 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from toolkit.errors import InputError
-from toolkit.sched.caches import WorkerRounds, holds
+from toolkit.sched.caches import WorkerPasses, holds
 from toolkit.sched.memory import longest
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import Parameter, Value, declared
 from toolkit.sched.queues import BatchQueues
 from toolkit.sched.ranked import RankedJobs
 from toolkit.sched.types import (
-    Batch,
-    BatchResult,
     Job,
+    Pass,
+    PassResult,
     Refusal,
     Request,
-    RoundResult,
     Worker,
 )
 from toolkit.sched.view import Decision, View
@@ -67,7 +66,7 @@ class Scheduler:
             self._finished.add(length)
         self._refused: list[Refusal] = []  # accepted requests that were given up
         self.interrupts: list[int] = []  # what `take_interrupts` will return; drivers may read it
-        self._rounds = WorkerRounds()
+        self._passes = WorkerPasses()
         for worker in self.workers:
             ranking = policy.ranking(worker.latency)
             if ranking is not None:
@@ -82,7 +81,7 @@ class Scheduler:
         )
         self._queues = BatchQueues(self._view)
 
-    def tick(self, now_s: float) -> list[Batch]:
+    def tick(self, now_s: float) -> list[Pass]:
         """The batches to start now, at most one per worker."""
         view = self._view
         view.now_s = now_s
@@ -102,7 +101,7 @@ class Scheduler:
         released = self.policy.release(self._view, now_s)
         for job in released:
             self._view.changed(job.home)
-            self._rounds.release(self.workers[job.home], job, now_s)
+            self._passes.release(self.workers[job.home], job, now_s)
         if released:
             self._pool.add(released)
 
@@ -140,17 +139,16 @@ class Scheduler:
                 self._queues.put(batch)
                 view.changed(batch.worker)
 
-    def _start_due(self, now_s: float) -> list[Batch]:
+    def _start_due(self, now_s: float) -> list[Pass]:
         """Start the first queued batch of each due worker, by index; then no worker is due."""
         view = self._view
         view.sort_due()
-        started: list[Batch] = []
+        started: list[Pass] = []
         for worker in view.due:
             worker.is_due = False
             if worker.queue:
                 batch = worker.queue.popleft()
-                if batch.keep_cache:
-                    self._rounds.begin(worker, batch, now_s)
+                self._passes.begin(worker, batch, now_s)
                 batch.started_s = now_s
                 worker.batch = batch
                 view.changed(worker.index)
@@ -171,11 +169,7 @@ class Scheduler:
     @property
     def running_jobs(self) -> int:
         """Requests in batches that run now."""
-        return sum(
-            len(worker.running) if worker.batch.keep_cache else worker.batch.size
-            for worker in self.workers
-            if worker.batch
-        )
+        return sum(len(worker.running) for worker in self.workers if worker.batch)
 
     @property
     def waiting_jobs(self) -> int:
@@ -214,61 +208,44 @@ class Scheduler:
         self.interrupts = []
         return interrupts
 
-    def complete(self, result: BatchResult | RoundResult, now_s: float) -> None:
-        """A worker reports the result of its batch. A failed batch is retried in halves.
+    def complete(self, result: PassResult, now_s: float) -> None:
+        """A worker reports the result of its pass.
 
-        `ValueError`: the worker does not run that batch.
+        `ValueError`: the worker does not run that pass.
         """
         worker = self.workers[result.worker]
         batch = worker.batch
-        if batch is None or batch.batch_id != result.batch_id:
-            raise ValueError(f"worker {result.worker} does not run batch {result.batch_id}")
+        if batch is None or batch.pass_id != result.pass_id:
+            raise ValueError(f"worker {result.worker} does not run pass {result.pass_id}")
         worker.batch = None
         view = self._view
         view.changed(worker.index)
         if worker.alive:
             worker.is_due = True
             view.due.append(worker)
-        if isinstance(result, RoundResult):
-            if self.interrupts and worker.index in self.interrupts:  # not taken before it ended
-                self.interrupts.remove(worker.index)
-            for job in self._rounds.finish(worker, batch, result, self._jobs, now_s):
-                self._end([job])
-            if result.failure:
-                if result.failure == "oom":
-                    worker.oom_events += 1
-                    alone = self._rounds.run_out_of_memory(worker, result, self._jobs)
-                else:
-                    alone = self._rounds.crash(worker, now_s)
-                if alone is not None:
-                    self._count_failure(alone, result.failure)
-        else:
-            self._queues.unload(worker, batch)
-            self._complete_batch(worker, batch, result, now_s)
-
-    def _complete_batch(
-        self, worker: Worker, batch: Batch, result: BatchResult, now_s: float
-    ) -> None:
-        ended = []
-        going_on = []
-        for job, generated, finished in zip(
-            batch.jobs, result.generated, result.finished, strict=True
-        ):
-            job.generated += generated
-            job.length += generated
-            job.slices += 1
-            if finished or job.cancelled:
-                ended.append(job)
+        if self.interrupts and worker.index in self.interrupts:  # not taken before it ended
+            self.interrupts.remove(worker.index)
+        failure = result.failure
+        worker.oom_events += failure == "oom"
+        self._end(self._passes.finish(worker, batch, result, self._jobs, now_s))
+        if not batch.keep_cache:
+            self._take_back(worker, batch, failure, now_s)
+        elif failure:
+            if failure == "oom":
+                alone = self._passes.run_out_of_memory(worker, result, self._jobs)
             else:
-                job.waiting_since_s = now_s
-                going_on.append(job)
-        self._end(ended)
-        if not result.failure:
-            self._pool.add(going_on)
-            return
-        worker.oom_events += result.failure == "oom"
-        if len(going_on) != 1 or not self._count_failure(going_on[0], result.failure):
-            self._queues.halve(worker, batch, going_on, crashed=result.failure == "crashed")
+                alone = self._passes.crash(worker, now_s)
+            if alone is not None:
+                self._count_failure(alone, failure)
+
+    def _take_back(self, worker: Worker, batch: Pass, failure: str, now_s: float) -> None:
+        """The jobs of a pass that kept no caches wait again; of a failed one, in two halves."""
+        self._queues.unload(worker, batch)
+        jobs = self._passes.drop_all(worker, now_s)
+        if not failure:
+            self._pool.add(jobs)
+        elif len(jobs) != 1 or not self._count_failure(jobs[0], failure):
+            self._queues.halve(worker, batch, jobs, crashed=failure == "crashed")
 
     def _count_failure(self, job: Job, failure: str) -> bool:
         """Count the failure of a job that ran alone, and end the job if it is given up (True)."""
@@ -315,7 +292,7 @@ class Scheduler:
         for worker in self.workers:
             if holds(worker, job):
                 self._view.changed(worker.index)
-                if self._rounds.cancel(worker, job):
+                if self._passes.cancel(worker, job):
                     self._end([job])
                 else:
                     self._interrupt(worker.index)
@@ -329,7 +306,7 @@ class Scheduler:
         worker.alive = False
         self._view.workers_changed()
         self._view.changed(index)
-        self._rounds.lose(worker, now_s)
+        self._passes.lose(worker, now_s)
         if not any(other.alive for other in self.workers):
             return  # its jobs wait until it comes back
         self._pool.take_back(worker)

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Final, Literal
 from mypy_extensions import mypyc_attr
 
 from toolkit.sched.caches import ParkedCaches, RunningJobs
-from toolkit.sched.results import BatchResult as BatchResult
 from toolkit.sched.results import Failure as Failure
+from toolkit.sched.results import PassResult as PassResult
 from toolkit.sched.waiting import WaitingJobs
 
 if TYPE_CHECKING:
     from toolkit.sched.protocols import LatencyLaw, MemoryLaw, SwapLaw
 
 NO_LIMIT: Final = 1 << 40
-Until = Literal["any", "all"]
 # How newcomers join a padded batch: `engine.joining` of a recipe.
 Joining = Literal["embed", "shape"]
 
@@ -172,28 +171,27 @@ class Moves:
 
 
 @mypyc_attr(acyclic=True)
-class Batch:
-    """The unit of work: these jobs, on this worker, for at most `steps` tokens each.
+class Pass:
+    """What a worker is told to do: compute these jobs, for at most `steps` decode steps.
 
-    The fields express each kind of scheduling:
+    Jobs in `evict` and `release` leave first and lose their caches, and caches move. Then `jobs`
+    enter and are prefilled, and all running jobs decode.
 
-    - sequence level: `steps` is max_new_tokens, and the batch runs until all jobs have ended;
-    - slice level (SCLS): `steps` is the slice length, the batch runs until all jobs have ended or
-      used it up, and caches are dropped;
-    - continuous: the batch is a round, `until` is "any", and caches are kept. Jobs in `evict` and
-      `release` leave first and lose their caches. Then `jobs` enter and are prefilled. All
-      running jobs decode at most `steps` times, until one of them ends.
+    With `keep_cache` (continuous batching) the pass ends after `steps` steps, or earlier when a job
+    ends, and the caches stay for the next pass. Without, it is a slice of S = `steps` tokens (SCLS,
+    Eq. 1-2: the token of a prefill counts): it ends when all jobs have ended or used it up, and
+    all caches are dropped at its end. Sequence-level scheduling is one slice of max_new_tokens.
 
-    A round that is interrupted stops at the first step at which the worker's count of decode steps
-    is a multiple of `stop_every`. With `chunk_tokens`, entering jobs are prefilled in passes of at
-    most so many tokens while other rows decode, with one step after each pass. A prefill that has
-    not ended with the round continues in the next one.
+    A pass that keeps caches and is interrupted stops at the first step at which the worker's count
+    of decode steps is a multiple of `stop_every`. With `chunk_tokens`, entering jobs are prefilled
+    in chunks of at most so many tokens while other rows decode, with one step after each. A
+    prefill that has not ended with the pass continues in the next one.
 
     Attributes:
-        input_length: L, the longest input in the batch, to which the others are padded; 0 if no job
-            enters.
+        input_length: L, the longest input of the jobs that enter, to which the others are padded; 0
+            if none enters.
         estimated_s: T_serve(N, L, S) in seconds, SCLS Eq. 1-2.
-        evict: evicted or cancelled jobs: their caches are dropped before the round.
+        evict: evicted or cancelled jobs: their caches are dropped before the pass.
         release: jobs that left the worker and were routed again: their caches are dropped too.
         chunk_tokens: 0: whole prefills before the first step.
     """
@@ -208,10 +206,9 @@ class Batch:
         steps: int,
         input_length: int,
         estimated_s: float = 0.0,
-        until: Until = "all",
         keep_cache: bool = False,
         *,
-        batch_id: int = -1,
+        pass_id: int = -1,
         evict: tuple[Job, ...] = (),
         release: tuple[Job, ...] = (),
         stop_every: int = 1,
@@ -223,9 +220,8 @@ class Batch:
         self.steps = steps
         self.input_length = input_length
         self.estimated_s = estimated_s
-        self.until = until
         self.keep_cache = keep_cache
-        self.batch_id = batch_id
+        self.pass_id = pass_id
         self.evict = evict
         self.release = release
         self.stop_every = stop_every
@@ -279,7 +275,7 @@ class Worker:
     ) -> None:
         self.latency = latency
         self.memory = memory
-        self.queue: deque[Batch] = deque()
+        self.queue: deque[Pass] = deque()
         self.load_s = 0.0
         self.oom_events = 0
         self.swap = swap
@@ -291,7 +287,7 @@ class Worker:
         self.index = index
         self.alive = True
         self.is_due = False
-        self.batch: Batch | None = None
+        self.batch: Pass | None = None
         self.waiting = WaitingJobs()
         self.running = RunningJobs()
         self.assigned = 0
@@ -316,48 +312,6 @@ class Worker:
         batch = self.batch
         done_s = min(now_s - batch.started_s, batch.estimated_s) if batch else 0.0
         return max(self.load_s - done_s, 0.0)
-
-
-@mypyc_attr(acyclic=True)
-class RoundResult:
-    """What a worker did with a round: all running jobs decoded `steps` times, `ended` jobs last.
-
-    Attributes:
-        ended: jobs that ended in the round's last step.
-        joined: for each job that ended its prefill in the round, the steps of the round before it
-            joined, which it did not decode. None: every prefill ended before the first step. On
-            engines with a prefill that gives a token, the job has that token, and a round in which
-            a job ends with it may have 0 steps. The prefill of a job that is not named continues in
-            the next round.
-        failure: "oom" if memory ran out. "crashed" if the worker died: then no cache is left.
-        missed: running jobs that an engine which also schedules (`toolkit.backends.vllm`) left out
-            of so many of the steps.
-        dropped: jobs that lost their caches, the last admitted first; they wait again. Memory
-            had no room for them (then `failure` is "oom", and `dropped` may be all running jobs, or
-            empty if splitting a pass was enough), or an engine that also schedules made room.
-    """
-
-    __slots__ = ("batch_id", "dropped", "ended", "failure", "joined", "missed", "steps", "worker")
-
-    def __init__(
-        self,
-        batch_id: int,
-        worker: int,
-        steps: int,
-        ended: tuple[str, ...] = (),
-        joined: tuple[tuple[str, int], ...] | None = None,
-        failure: Failure = "",
-        missed: tuple[tuple[str, int], ...] = (),
-        dropped: tuple[str, ...] = (),
-    ) -> None:
-        self.batch_id = batch_id
-        self.worker = worker
-        self.steps = steps
-        self.ended = ended
-        self.joined = joined
-        self.failure: Failure = failure
-        self.missed = missed
-        self.dropped = dropped
 
 
 @mypyc_attr(acyclic=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.sched.kernels import replace_sorted
-from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.types import Job, Pass, Worker
 
 _index = attrgetter("index")
 
@@ -210,7 +210,7 @@ class Decision:
 
     def __init__(
         self,
-        batches: Sequence[Batch] = (),
+        batches: Sequence[Pass] = (),
         wake_at_s: float | None = None,
         interrupt: Sequence[int] = (),
     ) -> None:

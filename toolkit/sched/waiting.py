@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from toolkit.sched.types import Batch, Job, Worker
+    from toolkit.sched.types import Job, Pass, Worker
 
 # Deferred jobs that come forward together: few enough to defer again cheaply, and enough for one
 # attempt to admit.
@@ -181,7 +181,7 @@ class WaitingPool:
         for job in first:
             self._workers[job.home].waiting.advance(job)
 
-    def take(self, batches: Sequence[Batch]) -> None:
+    def take(self, batches: Sequence[Pass]) -> None:
         """Remove the batches' jobs."""
         pooled: set[int] = set()
         for batch in batches:

@@ -11,7 +11,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
-from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler
+from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingScheduler
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
@@ -80,7 +80,7 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     ]
     if event_sink is None:
         return Scheduler(policy, workers)
-    event_sink(EventLogHeader(plan.policy.name, dict(plan.policy.parameters), plan.workers))
+    event_sink(EventLogHeader(FORMAT, plan.policy.name, dict(plan.policy.parameters), plan.workers))
     return RecordingScheduler(policy, workers, event_sink)
 
 

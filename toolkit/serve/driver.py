@@ -19,7 +19,7 @@ from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Failure, Job, Moves, Request, RoundResult
+from toolkit.sched.types import Failure, Job, Moves, Pass, PassResult, Request
 from toolkit.serve.forecast import Forecast
 from toolkit.serve.live import (
     ActiveRequest,
@@ -272,14 +272,23 @@ class Driver:
         now_s = self.now_s
         for active, tokens, finish in output:
             self._active.deliver(active, tokens, finish, now_s)
-        # A stop string may have ended a request: tokens after it do not count.
-        rows = zip(flight.requests, flight.batch.jobs, strict=True)
-        result = BatchResult(
-            event.batch_id,
+        steps = event.steps
+        ended: list[str] = []
+        missed: list[tuple[str, int]] = []
+        for active, job in zip(flight.requests, flight.batch.jobs, strict=True):
+            # A stop string may have ended a request: tokens after it do not count.
+            left = steps - (len(active.tokens) - job.generated)
+            if active.status:
+                ended.append(job.request_id)
+            if left:
+                missed.append((job.request_id, left))
+        result = PassResult(
+            event.pass_id,
             event.worker,
-            tuple(len(active.tokens) - job.generated for active, job in rows),
-            tuple(bool(active.status) for active in flight.requests),
-            event.failure,
+            steps,
+            tuple(ended),
+            failure=event.failure,
+            missed=tuple(missed),
         )
         law = self.scheduler.workers[event.worker].latency
         self.stats.count_batch(flight.batch, result, event.steps, now_s, law)
@@ -295,7 +304,7 @@ class Driver:
         self,
         flight: InFlightBatch,
         event: BatchDone | RoundDone,
-        result: BatchResult | RoundResult,
+        result: PassResult,
         now_s: float,
     ) -> None:
         if flight.follows and event.failure != "crashed":
@@ -347,7 +356,7 @@ class WorkerActivity:
         self._resident = [ResidentRows() for _ in range(workers.size)]  # of workers with rounds
         self._just_freed: set[int] = set()
 
-    def launch(self, batches: Iterable[Batch]) -> list[ActiveRequest]:
+    def launch(self, batches: Iterable[Pass]) -> list[ActiveRequest]:
         """Send the batches of a tick, and return the requests that begin to run.
 
         A worker that gets no batch stays idle, so its next batch does not follow the last one at
@@ -362,33 +371,33 @@ class WorkerActivity:
             flight = self.flights[worker] = InFlightBatch(batch, follows)
             if batch.keep_cache:
                 plan = self._resident[worker].begin(batch, self._find)
-                self._workers.run(worker, RunRound(batch.batch_id, plan), batch.estimated_s)
+                self._workers.run(worker, RunRound(batch.pass_id, plan), batch.estimated_s)
                 continue
             flight.requests = requests
             flight.received = [0] * len(requests)
             for active in requests:
                 active.flight = flight
             rows = tuple([active.row() for active in requests])
-            run = RunSlice(batch.batch_id, rows, batch.steps)
+            run = RunSlice(batch.pass_id, rows, batch.steps)
             self._workers.run(worker, run, batch.estimated_s)
         self._just_freed.clear()
         return started
 
     def interrupt(self, worker: int) -> None:
         """Ask the worker to end its round at the next step where the round may stop."""
-        self._workers.tell(worker, Interrupt(self.flights[worker].batch.batch_id))
+        self._workers.tell(worker, Interrupt(self.flights[worker].batch.pass_id))
 
     def cancel_row(self, active: ActiveRequest) -> None:
         """Tell the worker of a request's slice that the rest of its output is not needed."""
         if active.flight:
             batch = active.flight.batch
-            cancel = Cancel(batch.batch_id, (active.request.request_id,))
+            cancel = Cancel(batch.pass_id, (active.request.request_id,))
             self._workers.tell(batch.worker, cancel)
 
     def progress(self, event: BatchProgress) -> list[RowOutput]:
         """The tokens of a running batch. Events of a batch that has ended are ignored."""
         flight = self.flights.get(event.worker)
-        if flight is None or flight.batch.batch_id != event.batch_id:
+        if flight is None or flight.batch.pass_id != event.pass_id:
             return []
         output: list[RowOutput] = []
         for row, (tokens, finish) in merge(event.steps).items():
@@ -413,7 +422,7 @@ class WorkerActivity:
             (active, list(tokens[received:]), finish) for active, received, tokens, finish in rows
         ]
 
-    def round_done(self, event: RoundDone) -> tuple[InFlightBatch, RoundResult]:
+    def round_done(self, event: RoundDone) -> tuple[InFlightBatch, PassResult]:
         """Returns the round that has ended, and its result. All its tokens have arrived."""
         flight = self._take(event.worker)
         resident = self._resident[event.worker]
@@ -446,7 +455,7 @@ class ResidentRows:
         self._ended: list[int] = []  # rows that ended in this round
         self._steps = 0  # decode steps over all rounds, by which a round's possible stops count
 
-    def begin(self, batch: Batch, find: Callable[[str], ActiveRequest]) -> Round:
+    def begin(self, batch: Pass, find: Callable[[str], ActiveRequest]) -> Round:
         """The round for the engine. `find` returns the active request with an id."""
         evicted = (*self._forget(batch.evict), *self._forget(batch.release))
         entering = [find(job.request_id) for job in batch.jobs]
@@ -487,7 +496,7 @@ class ResidentRows:
             self._ended.append(number)
         return self._requests[number]
 
-    def result(self, batch: Batch, output: RoundOutput) -> RoundResult:
+    def result(self, batch: Pass, output: RoundOutput) -> PassResult:
         """The result of a round, for the scheduler."""
         joined = self._joined(dict(output.joined))
         for number, _ in output.joined:
@@ -496,10 +505,10 @@ class ResidentRows:
         failure: Failure = "oom" if output.is_short else ""
         self._steps += output.steps
         ended = tuple([self._remove(number) for number in output.ended])
-        ran = batch.batch_id, batch.worker, output.steps
-        return RoundResult(*ran, ended, joined, failure, dropped=dropped)
+        ran = batch.pass_id, batch.worker, output.steps
+        return PassResult(*ran, ended, joined, failure, dropped=dropped)
 
-    def crashed(self, batch: Batch) -> RoundResult:
+    def crashed(self, batch: Pass) -> PassResult:
         """The result of a round that lost its worker, and so all rows, from the tokens so far."""
         received = self._received
         prefilling = self._prefilling_before
@@ -513,7 +522,7 @@ class ResidentRows:
         self._requests.clear()
         self._prefilling.clear()
         self._steps += steps
-        return RoundResult(batch.batch_id, batch.worker, steps, ended, joined, "crashed")
+        return PassResult(batch.pass_id, batch.worker, steps, ended, joined, "crashed")
 
     def _joined(self, before: Mapping[int, int]) -> tuple[tuple[str, int], ...] | None:
         """After how many steps each prefill ended, by request id; None: all before the first."""

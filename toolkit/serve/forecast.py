@@ -25,7 +25,7 @@ import numpy as np
 
 from toolkit.routing.admission import UNLIMITED, Delay, LatencyLimits, PredictedLatency
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Worker
+from toolkit.sched.types import Pass, Worker
 
 MEAN_DECAY = 0.98  # weight that a mean of lengths keeps with each new request
 # Time constant of the pace, in seconds of predicted batch time. The laws alone have this weight at
@@ -80,7 +80,7 @@ class Forecast:
         """A request was accepted."""
         self._prompt_tokens.add(prompt_tokens)
 
-    def started(self, batch: Batch) -> None:
+    def started(self, batch: Pass) -> None:
         """A batch was sent to its worker."""
         if not batch.keep_cache:
             self._slice_steps = max(batch.steps, 1)

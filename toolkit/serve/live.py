@@ -16,7 +16,7 @@ from typing import Literal
 from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutput
 from toolkit.engines.tokenizer import Detokenizer
 from toolkit.routing.admission import NO_PREDICTION, PredictedLatency
-from toolkit.sched.types import Batch
+from toolkit.sched.types import Pass
 from toolkit.serve.forecast import Forecast
 from toolkit.serve.stats import Stats
 
@@ -234,7 +234,7 @@ class ActiveRequest:
 class InFlightBatch:
     """A batch on a worker."""
 
-    batch: Batch
+    batch: Pass
     follows: bool  # it was sent as soon as the worker's last batch had ended
     # Of each row of a slice; of a round, `ResidentRows` knows the rows.
     requests: tuple[ActiveRequest, ...] = ()

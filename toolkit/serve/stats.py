@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.rounds import groups_alike
-from toolkit.sched.types import Batch, BatchResult, RoundResult, Worker
+from toolkit.sched.types import Pass, PassResult, Worker
 
 # The buckets of vLLM, in seconds: a panel shows both alike.
 TTFT_BUCKETS = (
@@ -208,7 +208,7 @@ class Stats:
             latency[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
         )
 
-    def count_start(self, batch: Batch) -> None:
+    def count_start(self, batch: Pass) -> None:
         """Count a batch that is sent to its worker."""
         moves = batch.moves
         self.preemptions += sum(not job.cancelled for job in batch.evict)
@@ -216,8 +216,8 @@ class Stats:
 
     def count_batch(
         self,
-        batch: Batch,
-        result: BatchResult,
+        batch: Pass,
+        result: PassResult,
         steps: int,
         now_s: float,
         law: LatencyLaw,
@@ -233,7 +233,7 @@ class Stats:
             expected_s += law.decode_s(batch.size, batch.input_length, iterations)
             self._compare(batch.worker, now_s - batch.started_s, expected_s)
 
-    def count_round(self, batch: Batch, result: RoundResult, now_s: float, worker: Worker) -> None:
+    def count_round(self, batch: Pass, result: PassResult, now_s: float, worker: Worker) -> None:
         """Count a round that has ended. Call this before the scheduler updates the residents."""
         residents = worker.running
         law = worker.latency
@@ -265,7 +265,7 @@ class Stats:
             self.compared[worker].predicted_s += expected_s
 
 
-def _transfers_s(batch: Batch, worker: Worker) -> float:
+def _transfers_s(batch: Pass, worker: Worker) -> float:
     """Swap time that a round waits for. Transfers that overlap its compute count as free."""
     moves = batch.moves
     law = worker.swap

@@ -180,7 +180,9 @@ def _run(
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
     clients = None
     if arrivals.follow:
-        clients = Clients(arrivals, requests, ledger.outcomes, world.front.last_s)
+        clients = Clients(
+            arrivals, requests, ledger.outcomes, world.front.last_s, policy.continuous
+        )
     workers = virtual_workers(policy, world, ledger, requests)
     return run(scheduler, requests, workers, drain=world.drain, clients=clients)
 

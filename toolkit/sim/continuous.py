@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.rounds import PrefillGroup, PrefillPass, PrefillPasses
-from toolkit.sched.types import NO_LIMIT, Batch, Failure, Job, Joining, Moves, RoundResult
+from toolkit.sched.types import NO_LIMIT, Failure, Job, Joining, Moves, Pass, PassResult
 from toolkit.sim.decoding import Decoding
 from toolkit.sim.ledger import Ledger, Outside, RunsOut
 
@@ -63,7 +63,7 @@ class RoundWorker(Decoding):
         self._runs_out = setup.runs_out
         self._future = setup.future
         self._outside = setup.outside
-        self._batch: Batch | None = None
+        self._batch: Pass | None = None
         self._start_s = 0.0
         self._begun_s = 0.0
         self._prefilled_s = 0.0
@@ -79,7 +79,7 @@ class RoundWorker(Decoding):
         self._step_is_due = False  # before their next pass
         self._stretches: list[Stretch] = []  # of the current round, if it has such passes
 
-    def run(self, batch: Batch, now_s: float) -> float:
+    def run(self, batch: Pass, now_s: float) -> float:
         """Start a round; when it will end, in seconds, unless it is interrupted."""
         times = self._times
         jobs = batch.jobs
@@ -163,7 +163,7 @@ class RoundWorker(Decoding):
         self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
 
-    def finish(self) -> RoundResult:
+    def finish(self) -> PassResult:
         """The round has ended: record what happened in it."""
         batch = self._batch
         ledger = self._ledger
@@ -183,7 +183,7 @@ class RoundWorker(Decoding):
             if moves is not None and moves.overlap:
                 self._swap_store.transfer(moves)
             failed = self._failure
-            return RoundResult(batch.batch_id, index, 0, (), (), failed, dropped=self._dropped)
+            return PassResult(batch.pass_id, index, 0, (), (), failed, dropped=self._dropped)
         if self._future:
             # the true peak to come, once for each attempt to admit: it is constant until an end
             steps = self._steps
@@ -211,13 +211,13 @@ class RoundWorker(Decoding):
             ledger.swap_wait_s += done_s - self._stepped_s
             self._swap_store.transfer(moves)
         ended = self._end_due() if self._ends[0].end <= self._steps else ()
-        return RoundResult(batch.batch_id, index, ran, ended, joined)
+        return PassResult(batch.pass_id, index, ran, ended, joined)
 
-    def _prefilled_rows(self, batch: Batch) -> int:
+    def _prefilled_rows(self, batch: Pass) -> int:
         """Rows of the round's prefill."""
         return len(batch.jobs)
 
-    def _run_in_passes(self, batch: Batch, begin_s: float) -> float:
+    def _run_in_passes(self, batch: Pass, begin_s: float) -> float:
         """Lay out a round with prefills in chunks, of this round or an earlier one; its end."""
         self._in_passes = True
         newcomers = self._newcomers
@@ -227,7 +227,7 @@ class RoundWorker(Decoding):
         if batch.jobs and self._runs_out:
             n = rows + len(newcomers)
             held = self.used + sum([job.length for job in newcomers.all_keys()])
-            if self._runs_out(batch.batch_id, n, held // n, batch.steps):
+            if self._runs_out(batch.pass_id, n, held // n, batch.steps):
                 passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
                 self._done_s = max(passed_s, self._moved_s)
                 self._run_out_of_memory(newcomers.all_keys())
@@ -242,7 +242,7 @@ class RoundWorker(Decoding):
         self._done_s = max(self._stepped_s, self._moved_s)
         return self._done_s
 
-    def _lay_out(self, batch: Batch, now_s: float) -> list[Stretch]:
+    def _lay_out(self, batch: Pass, now_s: float) -> list[Stretch]:
         """The stretches of a round that begins at `now_s`. While a row decodes, `chunk_tokens`
         bounds a pass; at 0 all passes come before the first step.
         """
@@ -319,7 +319,7 @@ class RoundWorker(Decoding):
                 return
             steps -= stretch.steps
 
-    def _take_stretches(self, batch: Batch) -> tuple[tuple[str, int], ...]:
+    def _take_stretches(self, batch: Pass) -> tuple[tuple[str, int], ...]:
         """Record the stretches; each request that joined, and after how many steps of the round."""
         joined: list[tuple[str, int]] = []
         before = self._steps
@@ -385,7 +385,7 @@ class RoundWorker(Decoding):
             self._resume(moves.resume)
         return moved_s if waits else now_s
 
-    def _prefill(self, batch: Batch) -> float:
+    def _prefill(self, batch: Pass) -> float:
         """Seconds of the prefill of the batch's jobs, which decode from here on."""
         jobs = batch.jobs
         ledger = self._ledger
@@ -397,7 +397,7 @@ class RoundWorker(Decoding):
         mean = float(batch.input_length) if self._padded else total / len(jobs)
         if self._runs_out:
             n = len(self._resident)
-            if self._runs_out(batch.batch_id, n, self.used // n, batch.steps):
+            if self._runs_out(batch.pass_id, n, self.used // n, batch.steps):
                 self._run_out_of_memory(jobs)
         return self._times.prefill_s(len(jobs), mean)
 

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from toolkit.errors import LlmctlError
 from toolkit.interrupts import check
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, BatchResult, Refusal, Request, RoundResult
+from toolkit.sched.types import Pass, PassResult, Refusal, Request
 from toolkit.sim.arrivals import DueRequests
 from toolkit.sim.ledger import RequestOutcome
 
@@ -40,10 +40,10 @@ class BatchEnds:
         self._at_s = [math.inf] * workers
         self._batch_ids = [0] * workers
 
-    def put(self, worker: int, at_s: float, batch_id: int) -> None:
+    def put(self, worker: int, at_s: float, pass_id: int) -> None:
         """The worker's batch ends then."""
         self._at_s[worker] = at_s
-        self._batch_ids[worker] = batch_id
+        self._batch_ids[worker] = pass_id
         self.next_s = min(self._at_s)
 
     def of(self, worker: int) -> float:
@@ -67,9 +67,9 @@ class BatchEnds:
 class VirtualWorker(Protocol):
     """A worker on virtual time: `run` predicts when a batch ends, `finish` returns its result."""
 
-    def run(self, batch: Batch, now_s: float) -> float: ...
+    def run(self, batch: Pass, now_s: float) -> float: ...
 
-    def finish(self) -> BatchResult | RoundResult: ...
+    def finish(self) -> PassResult: ...
 
     def interrupt(self, now_s: float) -> float:
         """End the running round early; the new end, in seconds. Called for rounds only."""
@@ -84,6 +84,7 @@ class Clients:
         requests: all of the trace, by number.
         outcomes: of the requests, as the workers write them.
         delay_s: by which a client sees a last token later than the scheduler.
+        continuous: whether passes keep their caches.
     """
 
     def __init__(
@@ -92,23 +93,25 @@ class Clients:
         requests: Sequence[Request],
         outcomes: list[RequestOutcome],
         delay_s: float,
+        continuous: bool,
     ) -> None:
         self.arrivals = arrivals
+        self._continuous = continuous
         self._outcomes = outcomes
         self._delay_s = delay_s
         self._numbers = {request.request_id: number for number, request in enumerate(requests)}
 
-    def started(self, batch: Batch, end_s: float) -> None:
+    def started(self, batch: Pass, end_s: float) -> None:
         """A batch runs until `end_s`. A static worker knows already which rows will have ended, and
         when: perhaps long before that.
         """
-        if not batch.keep_cache:
+        if not self._continuous:
             ended = [job.number for job in batch.jobs if self._outcomes[job.number].ok]
             self._saw_ends(ended, end_s)
 
-    def completed(self, result: BatchResult | RoundResult, now_s: float) -> None:
+    def completed(self, result: PassResult, now_s: float) -> None:
         """A batch has ended, and with a round some of its rows."""
-        if isinstance(result, RoundResult):
+        if self._continuous:
             self._saw_ends([self._numbers[request_id] for request_id in result.ended], now_s)
 
     def refused(self, refusal: Refusal, now_s: float) -> None:
@@ -241,9 +244,9 @@ class SimulatedDriver:
         if self._clients is not None:
             self._clients.refused(refusal, now_s)
 
-    def _start(self, batch: Batch, now_s: float) -> None:
+    def _start(self, batch: Pass, now_s: float) -> None:
         end_s = self._workers[batch.worker].run(batch, now_s)
-        self._ends.put(batch.worker, end_s, batch.batch_id)
+        self._ends.put(batch.worker, end_s, batch.pass_id)
         if self._clients is not None:
             self._clients.started(batch, end_s)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from toolkit.sched.rounds import PrefillGroup, groups_alike
-from toolkit.sched.types import Batch, Job, RoundResult
+from toolkit.sched.types import Job, Pass, PassResult
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger
 
@@ -42,13 +42,13 @@ class SlabWorker(RoundWorker):
         """Tokens that the slab takes now."""
         return len(self._resident) * self._width()
 
-    def _prefilled_rows(self, batch: Batch) -> int:
+    def _prefilled_rows(self, batch: Pass) -> int:
         return len(self._resident) if batch.jobs and self._shapes else len(batch.jobs)
 
     def _taken_by(self, group: PrefillGroup[Job]) -> int:
         return group.width * len(group.keys)
 
-    def run(self, batch: Batch, now_s: float) -> float:
+    def run(self, batch: Pass, now_s: float) -> float:
         """Start a round; when it will end, in seconds, unless it is interrupted."""
         self._shaped = 0
         self._spills_after = -1
@@ -74,7 +74,7 @@ class SlabWorker(RoundWorker):
         self._stepped_s = self._prefilled_s + decoded_s
         self._done_s = max(self._stepped_s, self._moved_s)
 
-    def finish(self) -> RoundResult:
+    def finish(self) -> PassResult:
         """The round has ended: record what happened in it."""
         batch = self._batch
         assert batch is not None
@@ -112,7 +112,7 @@ class SlabWorker(RoundWorker):
             result.dropped = self._dropped
         return result
 
-    def _prefill(self, batch: Batch) -> float:
+    def _prefill(self, batch: Pass) -> float:
         running = len(self._resident)
         if self._shapes and running:
             if self._emits:
@@ -133,7 +133,7 @@ class SlabWorker(RoundWorker):
                 self._run_out_of_memory(batch.jobs)
         return seconds
 
-    def _prefill_apart(self, batch: Batch) -> float:
+    def _prefill_apart(self, batch: Pass) -> float:
         if self._shapes or len(batch.jobs) == 1:
             return super()._prefill(batch)
         groups = groups_alike([job.length for job in batch.jobs])
@@ -141,7 +141,7 @@ class SlabWorker(RoundWorker):
         for number, group in enumerate(groups, start=1):
             jobs = tuple([batch.jobs[index] for index in group])
             longest = max([job.length for job in jobs])
-            part = Batch(batch.worker, jobs, batch.steps, longest, batch_id=batch.batch_id)
+            part = Pass(batch.worker, jobs, batch.steps, longest, pass_id=batch.pass_id)
             seconds += super()._prefill(part)
             if self._failure:
                 self._give_up(batch.jobs)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from toolkit.errors import InputError
 from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Batch, BatchResult
+from toolkit.sched.types import Pass, PassResult
 from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut
 
 
@@ -80,17 +80,17 @@ class SimWorker:
         self._streams = streams
         self._flush_s = flush_s
         self._emits = int(latency.prefill_emits_token)
-        self._result = BatchResult(-1, -1, (), ())
+        self._result = PassResult(-1, -1, 0)
 
-    def run(self, batch: Batch, now_s: float) -> float:
+    def run(self, batch: Pass, now_s: float) -> float:
         """Start a batch; when it ends, in seconds."""
         size = len(batch.jobs)
         length = batch.input_length
         prefill_s = self._latency.prefill_s(size, length)
-        if self._runs_out and self._runs_out(batch.batch_id, size, length, batch.steps):
+        if self._runs_out and self._runs_out(batch.pass_id, size, length, batch.steps):
             self._ledger.oom_batches += 1
             failed_s = now_s + prefill_s
-            result = BatchResult(batch.batch_id, batch.worker, [0] * size, [False] * size, "oom")
+            result = PassResult(batch.pass_id, batch.worker, 0, failure="oom")
             return self._end(result, now_s, failed_s)
         known = self._ledger.outcomes
         outcomes = [known[job.number] for job in batch.jobs]
@@ -100,7 +100,6 @@ class SimWorker:
         ]
         ran = min(batch.steps, max(remaining))
         generated = [left if left < ran else ran for left in remaining]
-        finished = [left <= ran for left in remaining]
         ledger = self._ledger
         ledger.batches += 1
         ledger.rows += size
@@ -116,11 +115,20 @@ class SimWorker:
         if self._outside is not None:
             ledger.extrapolated += self._outside(size, length, size, length + ran)
         done_s = now_s + (prefill_s + self._latency.decode_s(size, length, ran - self._emits))
-        result = BatchResult(batch.batch_id, batch.worker, generated, finished)
-        self._stamp(batch, result, outcomes, now_s, prefill_s, done_s)
+        ended: list[str] = []
+        missed: list[tuple[str, int]] = []
+        for place, job in enumerate(batch.jobs):
+            left = remaining[place]
+            if left <= ran:
+                outcomes[place].ok = True
+                ended.append(job.request_id)
+                if left < ran:
+                    missed.append((job.request_id, ran - left))
+        result = PassResult(batch.pass_id, batch.worker, ran, tuple(ended), missed=tuple(missed))
+        self._stamp(batch, generated, outcomes, now_s, prefill_s, done_s)
         return self._end(result, now_s, done_s)
 
-    def finish(self) -> BatchResult:
+    def finish(self) -> PassResult:
         """The result of the batch, which has ended."""
         return self._result
 
@@ -128,7 +136,7 @@ class SimWorker:
         """Raises `ValueError`: static batches run to their end."""
         raise ValueError("a static batch cannot be interrupted")
 
-    def _end(self, result: BatchResult, now_s: float, done_s: float) -> float:
+    def _end(self, result: PassResult, now_s: float, done_s: float) -> float:
         self._ledger.busy_s[result.worker] += done_s - now_s
         self._ledger.completed_s[result.worker] = done_s
         self._result = result
@@ -136,8 +144,8 @@ class SimWorker:
 
     def _stamp(
         self,
-        batch: Batch,
-        result: BatchResult,
+        batch: Pass,
+        generated: Sequence[int],
         outcomes: list[RequestOutcome],
         now_s: float,
         prefill_s: float,
@@ -148,7 +156,6 @@ class SimWorker:
         emits = self._emits
         size = len(batch.jobs)
         length = batch.input_length
-        generated = result.generated
 
         def made_s(tokens: int) -> float:
             """When each row has `tokens` new tokens."""
@@ -159,7 +166,7 @@ class SimWorker:
             self._count_gaps(batch, outcomes, generated, first_s)
         ran = max(generated)
         step_s = done_s - made_s(ran - 1) if streams and ran > emits else 0.0
-        for outcome, tokens, ended in zip(outcomes, generated, result.finished, strict=True):
+        for outcome, tokens in zip(outcomes, generated, strict=True):
             gap_s = step_s
             if outcome.first_token_s < 0.0:
                 outcome.first_token_s = first_s
@@ -168,18 +175,16 @@ class SimWorker:
             if gap_s > outcome.max_gap_s:
                 outcome.max_gap_s = gap_s
             last_s = done_s
-            if ended:
-                outcome.ok = True
-                if streams and tokens != ran:
-                    token_s = made_s(tokens)
-                    if self._flush_s:  # it is reported later
-                        reports = math.ceil((token_s - first_s) / self._flush_s)
-                        token_s = first_s + reports * self._flush_s
-                    last_s = min(token_s, done_s)
+            if streams and tokens != ran:  # it ended before the others
+                token_s = made_s(tokens)
+                if self._flush_s:  # it is reported later
+                    reports = math.ceil((token_s - first_s) / self._flush_s)
+                    token_s = first_s + reports * self._flush_s
+                last_s = min(token_s, done_s)
             outcome.last_token_s = last_s
 
     def _count_gaps(
-        self, batch: Batch, outcomes: list[RequestOutcome], generated: Sequence[int], first_s: float
+        self, batch: Pass, outcomes: list[RequestOutcome], generated: Sequence[int], first_s: float
     ) -> None:
         """Count every gap of a slice and the gap since the slice before, by when the worker makes
         the tokens, not when it reports them.

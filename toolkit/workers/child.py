@@ -65,7 +65,7 @@ class Outbox:
 
     def begin(self, batch: RunBatch) -> None:
         """Start a batch. The newcomers of a round may get their first tokens in later rounds."""
-        self._batch_id = batch.batch_id
+        self._batch_id = batch.pass_id
         if isinstance(batch, RunSlice):
             self._sent_s = -1.0
         else:
@@ -118,9 +118,9 @@ class BatchInProgress:
         for frame in self._channel.poll():
             if isinstance(frame, Stop):
                 self.stops = True
-            elif isinstance(frame, Interrupt) and frame.batch_id == batch.batch_id:
+            elif isinstance(frame, Interrupt) and frame.pass_id == batch.pass_id:
                 goes_on = False
-            elif isinstance(frame, Cancel) and frame.batch_id == batch.batch_id:
+            elif isinstance(frame, Cancel) and frame.pass_id == batch.pass_id:
                 self._wanted.difference_update(frame.request_ids)
         if isinstance(batch, RunSlice):
             self._wanted.difference_update(batch.rows[index].request_id for index, _ in step.ended)
@@ -168,7 +168,7 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
             outbox.forget(output.dropped)
             ran_out = output.is_short
         ended_s = time.perf_counter()
-        channel.send(Done(frame.batch_id, outbox.take(), gap_s, ran_out, output))
+        channel.send(Done(frame.pass_id, outbox.take(), gap_s, ran_out, output))
         if running.stops:
             return 0
         signs.state = "idle"

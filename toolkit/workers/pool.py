@@ -226,7 +226,7 @@ class _Slot:
 
     Attributes:
         facts: of its engine; None: the worker is not ready.
-        batch_id: of the running batch.
+        pass_id: of the running batch.
         record: of the running slice; None in a round, which keeps no tokens here.
         load_began_s: of its current body, on the loop's clock.
         exits: in a row, without a batch that was served.
@@ -239,7 +239,7 @@ class _Slot:
     body: Body | None = None
     facts: EngineFacts | None = None
     refusal: Refused | None = None
-    batch_id: int | None = None
+    pass_id: int | None = None
     record: BatchRecord | None = None
     load_began_s: float = 0.0
     exits: int = 0
@@ -300,9 +300,9 @@ class WorkerPool(ABC):
     def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
         """Send a batch. If the worker is gone, it ends as crashed."""
         slot = self._slots[worker]
-        if slot.batch_id is not None:
-            raise ValueError(f"worker {worker} runs batch {slot.batch_id}; one at a time")
-        slot.batch_id = batch.batch_id
+        if slot.pass_id is not None:
+            raise ValueError(f"worker {worker} runs batch {slot.pass_id}; one at a time")
+        slot.pass_id = batch.pass_id
         slot.record = BatchRecord(len(batch.rows)) if isinstance(batch, RunSlice) else None
         if slot.facts is not None and slot.body is not None:
             self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
@@ -457,12 +457,12 @@ class WorkerPool(ABC):
     def _receive_of_batch(self, slot: _Slot, frame: Progress | Done) -> None:
         if isinstance(frame, Progress):
             self.supervisor.sign(slot.index)
-        if frame.batch_id != slot.batch_id:
+        if frame.pass_id != slot.pass_id:
             return
         if slot.record is not None:
             slot.record.add(frame.steps)
         if frame.steps:
-            self._emit(BatchProgress(slot.index, frame.batch_id, frame.steps))
+            self._emit(BatchProgress(slot.index, frame.pass_id, frame.steps))
         if isinstance(frame, Done):
             slot.exits = 0
             failure: Failure = "oom" if frame.out_of_memory else ""
@@ -476,17 +476,17 @@ class WorkerPool(ABC):
         gap_s: float = 0.0,
     ) -> None:
         """End the running batch, if there is one. `output` is that of a round."""
-        batch_id = slot.batch_id
-        slot.batch_id = None
-        if batch_id is None:
+        pass_id = slot.pass_id
+        slot.pass_id = None
+        if pass_id is None:
             return
         if slot.facts is not None:
             self.supervisor.enter(slot.index, "idle")
         if slot.record is None:
-            self._emit(RoundDone(slot.index, batch_id, output, failure, gap_s))
+            self._emit(RoundDone(slot.index, pass_id, output, failure, gap_s))
         else:
             done = slot.record.output()
-            self._emit(BatchDone(slot.index, batch_id, done, failure, gap_s))
+            self._emit(BatchDone(slot.index, pass_id, done, failure, gap_s))
 
 
 def _ignore(event: WorkerEvent) -> None:

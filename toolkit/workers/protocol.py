@@ -51,7 +51,7 @@ class BatchProgress:
     """Tokens of one or more steps of a running batch; in a round, rows are numbers."""
 
     worker: int
-    batch_id: int
+    pass_id: int
     steps: tuple[StepOutput, ...]
 
 
@@ -60,7 +60,7 @@ class BatchDone:
     """A slice has ended. With a `failure`, `output` holds the tokens reported before it."""
 
     worker: int
-    batch_id: int
+    pass_id: int
     output: SliceOutput
     failure: Failure = ""
     gap_s: float = 0.0  # as in `Done`
@@ -80,7 +80,7 @@ class RoundDone:
     """
 
     worker: int
-    batch_id: int
+    pass_id: int
     output: RoundOutput | None
     failure: Failure = ""
     gap_s: float = 0.0  # as in `Done`
@@ -141,7 +141,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 class RunSlice(msgspec.Struct, frozen=True, tag="run"):
     """Serve a slice."""
 
-    batch_id: int
+    pass_id: int
     rows: tuple[Row, ...]
     steps: int
 
@@ -149,20 +149,20 @@ class RunSlice(msgspec.Struct, frozen=True, tag="run"):
 class RunRound(msgspec.Struct, frozen=True, tag="run-round"):
     """Run a round, on an engine that keeps its rows."""
 
-    batch_id: int
+    pass_id: int
     plan: Round
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
     """End the running round at the next step where it may end (`Round.stop_every`)."""
 
-    batch_id: int
+    pass_id: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Cancel these rows of a slice, which ends when no row is wanted."""
 
-    batch_id: int
+    pass_id: int
     request_ids: tuple[str, ...]
 
 
@@ -190,7 +190,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Steps of the running batch since the last frame."""
 
-    batch_id: int
+    pass_id: int
     steps: tuple[StepOutput, ...]
 
 
@@ -204,7 +204,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
         output: of a round.
     """
 
-    batch_id: int
+    pass_id: int
     steps: tuple[StepOutput, ...]
     gap_s: float = 0.0
     out_of_memory: bool = False

@@ -3,7 +3,7 @@
 Before each of its steps the engine asks which requests may run (`Steps.plan`, which returns
 `StepOrders`). Afterwards it reports the step (`Steps.stepped`). In between it decides alone: it
 prefills in chunks next to decodes, skips requests that have no room, and preempts others. All of
-that is in the `RoundResult`, so the scheduler's state matches what the engine holds, and the log of
+that is in the `PassResult`, so the scheduler's state matches what the engine holds, and the log of
 a `RecordingScheduler` replays. The engine may be one step ahead: a step that began before an order
 counts to the round that the order began, and only requests in both take part in it.
 
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Batch, Job, Request, RoundResult
+from toolkit.sched.types import Job, Pass, PassResult, Request
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,7 +127,7 @@ class Steps:
         if ended or self._missed or self._steps >= batch.steps or self._should_stop(batch):
             self._complete(batch, ended, now_s)
 
-    def _should_stop(self, batch: Batch) -> bool:
+    def _should_stop(self, batch: Pass) -> bool:
         steps = self._worker.running.steps + self._steps
         return batch.interrupted and steps % batch.stop_every == 0
 
@@ -139,9 +139,9 @@ class Steps:
         self._dropped: list[str] = []
         self._aborted = False  # a request was: perhaps none is left that could take a step
 
-    def _complete(self, batch: Batch, ended: Sequence[str], now_s: float) -> None:
-        result = RoundResult(
-            batch.batch_id,
+    def _complete(self, batch: Pass, ended: Sequence[str], now_s: float) -> None:
+        result = PassResult(
+            batch.pass_id,
             batch.worker,
             self._steps,
             tuple(ended),

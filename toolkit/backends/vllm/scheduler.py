@@ -30,7 +30,7 @@ from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup
 from toolkit.backends.vllm.touched import Installed, refuse_missing
 from toolkit.errors import InputError
 from toolkit.files.io import LineLog
-from toolkit.sched.eventlog import Event, EventLogHeader, RecordingScheduler, to_line
+from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingScheduler, to_line
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request
@@ -268,5 +268,6 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
 
         capacity = self.capacity_tokens
         values = parameters(setup.policy)
-        sink(EventLogHeader(setup.policy.name, values, 1, capacity_tokens=capacity, slots=slots))
+        name = setup.policy.name
+        sink(EventLogHeader(FORMAT, name, values, 1, capacity_tokens=capacity, slots=slots))
         return RecordingScheduler(setup.policy, [worker], sink)

@@ -40,7 +40,7 @@ from toolkit.sched.policies.parameters import from_words
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Request, RoundResult, Worker
+from toolkit.sched.types import PassResult, Request, Worker
 
 PREFIX = "LLMCTL_VLLM_"
 POLICY_VARIABLE = "LLMCTL_VLLM_POLICY"
@@ -126,7 +126,7 @@ def warm_up(setup: Setup) -> None:
         scheduler.submit(Request(str(number), now_s, 8, 512), now_s)
         for batch in scheduler.tick(now_s):
             ended = tuple(job.request_id for job in worker.running.jobs)[: number % 4 == 3]
-            result = RoundResult(batch.batch_id, 0, min(batch.steps, 64), ended)
+            result = PassResult(batch.pass_id, 0, min(batch.steps, 64), ended)
             scheduler.complete(result, now_s)
 
 

@@ -17,7 +17,7 @@ from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.ranked import Ranking
-from toolkit.sched.types import NO_LIMIT, Batch, Job, Moves, Worker
+from toolkit.sched.types import NO_LIMIT, Job, Moves, Pass, Worker
 from toolkit.sched.view import NOTHING, Decision, LengthHistory, View
 
 # Output lengths that are kept for a policy that does not set the size of the history itself.
@@ -86,7 +86,7 @@ class RoundPolicy(Policy):
     chunk_tokens: int = 0
     max_batch_size: int = NO_LIMIT
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
         """The next round of a worker that runs nothing and has jobs."""
         raise NotImplementedError
 
@@ -117,14 +117,13 @@ class RoundPolicy(Policy):
         evict: Sequence[Job] = (),
         moves: Moves | None = None,
         stop_every: int = 1,
-    ) -> Batch:
-        """A round as a `Batch`; engines that shape newcomers prefill without passes."""
-        return Batch(
+    ) -> Pass:
+        """A round as a `Pass`; engines that shape newcomers prefill without passes."""
+        return Pass(
             worker.index,
             tuple(entering),
             steps,
             max([job.length for job in entering]) if entering else 0,
-            until="any",
             keep_cache=True,
             evict=tuple(evict),
             stop_every=stop_every,

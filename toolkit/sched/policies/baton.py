@@ -31,7 +31,7 @@ from toolkit.sched.policies.base import (
 )
 from toolkit.sched.policies.continuous import eviction_order
 from toolkit.sched.policies.parameters import parameter, policy
-from toolkit.sched.types import Batch, Job, Moves, Worker
+from toolkit.sched.types import Job, Moves, Pass, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import turn_of
 
@@ -66,7 +66,7 @@ class BatonPolicy(RoundPolicy):
             return False
         return self._has_room(worker, footprint_of(worker), worker.waiting.jobs[0])
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
         """Rows leave until a step fits; else rows come back, and then waiting jobs enter."""
         swapped = worker.swapped
         waiting = worker.waiting

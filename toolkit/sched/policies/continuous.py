@@ -23,7 +23,7 @@ from toolkit.sched.policies.base import (
     rows_parameter,
 )
 from toolkit.sched.policies.parameters import parameter, policy
-from toolkit.sched.types import NO_LIMIT, Batch, Job, Worker
+from toolkit.sched.types import NO_LIMIT, Job, Pass, Worker
 from toolkit.sched.view import View
 from toolkit.sched.waiting import priority_of
 
@@ -101,7 +101,7 @@ class ContinuousPolicy(RoundPolicy):
             return True
         return view.prioritised and bool(self._make_way(worker, first)[0])
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
         """Evict rows until a step fits; else, at an attempt to admit, let waiting jobs enter."""
         running = worker.running
         waiting = worker.waiting

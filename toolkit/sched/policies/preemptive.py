@@ -39,7 +39,7 @@ from toolkit.sched.policies.base import (
 from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import SliceLaw
 from toolkit.sched.ranked import Aged, Ranked, RankedJobs, Ranking
-from toolkit.sched.types import Batch, Job, Moves, Worker
+from toolkit.sched.types import Job, Moves, Pass, Worker
 from toolkit.sched.view import View
 
 # (rank of the policy, negative waiting time or 0, ticket): the least is served first.
@@ -256,7 +256,7 @@ class PreemptivePolicy(RoundPolicy):
         """
         return [(0.0, row.rank) for row in rows]
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Batch:
+    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
         """Rank all jobs, choose those that run, and place the caches of the others."""
         steps = self._unchanged(worker)
         if steps:

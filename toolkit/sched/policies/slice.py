@@ -20,7 +20,7 @@ from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.policies.routers import round_robin
 from toolkit.sched.queues import serving_s
-from toolkit.sched.types import Batch, Job, Worker
+from toolkit.sched.types import Job, Pass, Worker
 from toolkit.sched.view import Decision, View
 
 
@@ -69,7 +69,7 @@ class SlicePolicy(Policy):
         interval_s = max(self.interval_factor * least_load_s, self.min_interval_s)  # Eq. 12
         return Decision(batches, wake_at_s=now_s + interval_s)
 
-    def batch(self, pool: Sequence[Job], worker: Worker) -> list[Batch]:
+    def batch(self, pool: Sequence[Job], worker: Worker) -> list[Pass]:
         """Algorithm 1 over `pool`, by the laws of `worker`. The batches are not assigned yet."""
         if len(pool) == 1:
             return [self._alone(pool[0], worker)]
@@ -94,11 +94,11 @@ class SlicePolicy(Policy):
             jobs = tuple([pool[k] for k in places[start:end]])
             longest = int(lengths[end - 1])
             seconds = total_s[end] - total_s[start]
-            batches.append(Batch(-1, jobs, self.slice_tokens, longest, seconds))
+            batches.append(Pass(-1, jobs, self.slice_tokens, longest, seconds))
             end = start
         return batches
 
-    def _alone(self, job: Job, worker: Worker) -> Batch:
+    def _alone(self, job: Job, worker: Worker) -> Pass:
         """Algorithm 1 over one job, which is most of what it is asked under little load."""
         length = job.length
         steps = self.slice_tokens
@@ -107,10 +107,10 @@ class SlicePolicy(Policy):
         seconds = fixed + length * (slope + length * square)
         if len(parts) > 3:
             seconds = max(seconds, parts[3] + length * (parts[4] + length * square))
-        return Batch(-1, (job,), steps, length, seconds)
+        return Pass(-1, (job,), steps, length, seconds)
 
 
-def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
+def offload_max_min(batches: list[Pass], workers: Sequence[Worker]) -> float:
     """Assign the longest batch first, to the least loaded worker (SCLS 4.5, Eq. 11).
 
     Sorts `batches` in place. Equal loads go to the worker with the fewest batches so far, so that
@@ -125,7 +125,7 @@ def offload_max_min(batches: list[Batch], workers: Sequence[Worker]) -> float:
     return min(loads)[0]
 
 
-def offload_in_turn(batches: list[Batch], workers: Sequence[Worker]) -> float:
+def offload_in_turn(batches: list[Pass], workers: Sequence[Worker]) -> float:
     """Assign batches in turn, after the last call's. Returns the least load, in seconds."""
     loads = {worker.index: worker.load_s for worker in workers}
     turn = sum(worker.assigned for worker in workers)
@@ -157,11 +157,11 @@ class SequencePolicy(Policy):
             [self._batch(worker) for worker in view.due if worker.waiting and not worker.queue]
         )
 
-    def _batch(self, worker: Worker) -> Batch:
+    def _batch(self, worker: Worker) -> Pass:
         jobs = tuple(islice(worker.waiting, self.batch_size))
         length = max(job.length for job in jobs)
         longest = max(job.remaining_limit for job in jobs)
         steps = min(self.slice_tokens or longest, longest)
-        return Batch(
+        return Pass(
             worker.index, jobs, steps, length, serving_s(worker.latency, len(jobs), length, steps)
         )
