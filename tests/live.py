@@ -1,4 +1,4 @@
-"""Real engines behind a driver, on threads of the test's process: rounds and slices, killed
+"""Real engines behind a driver, on threads of the test's process: passes of both kinds, killed
 workers, short memory.
 """
 
@@ -10,18 +10,15 @@ from collections.abc import Callable
 import torch
 from toy_server import HandWorkers
 
-from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
+from toolkit.engines.protocol import EnginePass, StepOutput
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.sched.scheduler import Scheduler
-from toolkit.workers.pool import BatchRecord
 from toolkit.workers.protocol import (
-    BatchDone,
-    BatchProgress,
     Cancel,
     Interrupt,
-    RoundDone,
-    RunBatch,
-    RunSlice,
+    PassDone,
+    PassProgress,
+    Run,
     WorkerLost,
 )
 
@@ -48,15 +45,12 @@ class ThreadWorkers(HandWorkers):
         self.ran_out = 0
         self.crowded = 0
 
-    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
-        if isinstance(batch, RunSlice):
-            super().run(worker, batch, estimated_s)
-            self.start_task(self.serve(worker, batch))
-            return
-        assert worker not in self.running, "one round at a time"
-        self.running[worker] = (batch.pass_id, [], batch.plan.steps)
+    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+        assert worker not in self.running, "one pass at a time"
+        self.running[worker] = (batch.pass_id, list(batch.plan.enter), batch.plan.steps)
+        self.plans[worker] = batch.plan
         self.stopping[worker].clear()
-        self.start_task(self.go_round(worker, batch.pass_id, batch.plan))
+        self.start_task(self.go(worker, batch.pass_id, batch.plan))
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         if isinstance(change, Cancel):
@@ -69,43 +63,26 @@ class ThreadWorkers(HandWorkers):
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def serve(self, worker: int, batch: RunSlice) -> None:
-        record = BatchRecord(len(batch.rows))
-        on_step = self.telling(worker, batch.pass_id, record)
-        with Trouble(self, worker, len(batch.rows)):
-            failure = ""
-            try:
-                run_slice = self.engines[worker].run_slice
-                await asyncio.to_thread(run_slice, batch.rows, batch.steps, on_step)
-            except OutOfMemory:
-                failure = "oom"
-        await asyncio.sleep(0)  # the last steps were told to the loop before this
-        failure = self.after(worker) or failure
-        self.on_event(BatchDone(worker, batch.pass_id, record.output(), failure))
-        self.revive(worker, failure)
-
-    async def go_round(self, worker: int, pass_id: int, plan: Round) -> None:
+    async def go(self, worker: int, pass_id: int, plan: EnginePass) -> None:
         on_step = self.telling(worker, pass_id)
-        assert self.scheduler is not None
-        kept = self.scheduler.workers[worker]
-        output = None
-        with Trouble(self, worker, len(kept.running) + len(kept.paused)):
-            output = await asyncio.to_thread(self.engines[worker].run_round, plan, on_step)
-        await asyncio.sleep(0)
+        rows = len(plan.enter)
+        if plan.keep_cache:
+            assert self.scheduler is not None
+            kept = self.scheduler.workers[worker]
+            rows = len(kept.running) + len(kept.paused)
+        with Trouble(self, worker, rows):
+            output = await asyncio.to_thread(self.engines[worker].run, plan, on_step)
+        await asyncio.sleep(0)  # the last steps were told to the loop before this
         failure = self.after(worker) or ("oom" if output.is_short else "")
-        self.on_event(RoundDone(worker, pass_id, None if failure == "crashed" else output, failure))
+        self.on_event(PassDone(worker, pass_id, None if failure == "crashed" else output, failure))
         self.revive(worker, failure)
 
-    def telling(
-        self, worker: int, pass_id: int, record: BatchRecord | None = None
-    ) -> Callable[[StepOutput], bool]:
+    def telling(self, worker: int, pass_id: int) -> Callable[[StepOutput], bool]:
         """What an engine calls between two steps."""
         loop = asyncio.get_running_loop()
 
         def tell(step: StepOutput) -> None:
-            if record is not None:
-                record.add((step,))
-            self.on_event(BatchProgress(worker, pass_id, (step,)))
+            self.on_event(PassProgress(worker, pass_id, (step,)))
 
         def on_step(step: StepOutput) -> bool:
             loop.call_soon_threadsafe(tell, step)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import tiny
 import torch
+from slices import run_slice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.engines.fixed_step import FixedShape, FixedSteps
@@ -16,9 +17,9 @@ from toolkit.engines.loading import load_model
 from toolkit.engines.memory import ByteLedger
 from toolkit.engines.protocol import (
     Engine,
+    EnginePass,
     LiveRow,
-    Round,
-    RoundOutput,
+    PassOutput,
     Row,
     SamplingParams,
     StepOutput,
@@ -87,7 +88,7 @@ def go_on(_: StepOutput) -> bool:
 
 def alone(engine: Engine, rows: Sequence[Row]) -> list[tuple[int, ...]]:
     """The tokens of each row, from a slice of its own."""
-    return [engine.run_slice([row], 1000, go_on).tokens[0] for row in rows]
+    return [run_slice(engine, [row], 1000, go_on).tokens[0] for row in rows]
 
 
 class Replay:
@@ -244,9 +245,9 @@ class RoundDriver:
         """The numbers of the requests in one of these states."""
         return [number for number, state in enumerate(self.state) if state in states]
 
-    def run(self, steps: int = 5, *, enter: Sequence[int] = (), **moves: Any) -> RoundOutput:
+    def run(self, steps: int = 5, *, enter: Sequence[int] = (), **moves: Any) -> PassOutput:
         rows = tuple(map(self.as_row, enter))
-        plan = Round(
+        plan = EnginePass(
             steps=steps, enter=rows, numbers=tuple(enter), chunk_tokens=self.chunk_tokens, **moves
         )
         self._set(plan.evict, WAITS)
@@ -255,7 +256,7 @@ class RoundDriver:
         self._set(plan.swap_in, PAUSED)
         self._set((*plan.resume, *enter), RUNS)
         self.steps = []
-        output = self.engine.run_round(plan, self._on_step)
+        output = self.engine.run(plan, self._on_step)
         assert output.steps <= steps
         self.dropped = list(output.dropped)
         assert self.dropped == sorted(self.dropped, reverse=True)

@@ -16,7 +16,7 @@ from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_li
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Pass, PassResult, Request, Worker
-from toolkit.serve.driver import ResidentRows
+from toolkit.serve.driver import WorkerRows
 from toolkit.serve.live import ActiveRequest, GenerationRequest
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger
@@ -90,7 +90,7 @@ class Both:
         self.simulated = simulated
         self.clock = Clock()
         self.engine = LawfulEngine(self.clock)
-        self.kept = ResidentRows()
+        self.kept = WorkerRows()
         self.lives = {name: active(name, prompts[name], outputs[name]) for name in prompts}
         self.scheduler: Scheduler
         self.cancels: dict[int, str] = {}  # at the start of the so-manieth round
@@ -99,7 +99,7 @@ class Both:
     def run(self, batch: Pass, now_s: float) -> float:
         self.batch = batch
         self.interrupted_s = float("inf")
-        self.plan = self.kept.begin(batch, self.lives.__getitem__)
+        self.plan = self.kept.begin(batch, [self.lives[job.request_id] for job in batch.jobs])
         moves = batch.moves
         self.clock.now_s = now_s
         ends_s = self.simulated.run(batch, now_s)
@@ -122,7 +122,7 @@ class Both:
                 live.tokens.append(token)
             return self.clock.now_s < self.interrupted_s
 
-        result = self.kept.result(self.batch, self.engine.run_round(self.plan, on_step))
+        result = self.kept.kept(self.batch, self.engine.run(self.plan, on_step))
         assert (result.steps, set(result.ended)) == (expected.steps, set(expected.ended))
         assert self.joined(result) == self.joined(expected)
         self.results.append(result)
@@ -262,7 +262,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
         name: active(name, prompt, LIMIT)
         for name, prompt in zip(names, prompts + later, strict=True)
     }
-    kept = ResidentRows()
+    kept = WorkerRows()
     running = LawfulEngine(Clock())
     jobs = scheduler._jobs
 
@@ -285,16 +285,17 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
     submit(names[: len(prompts)])
     (batch,) = scheduler.tick(0.0)
     batch.steps = min(batch.steps, first_steps)
-    output = running.run_round(
-        kept.begin(batch, lives.__getitem__), lambda step: receive(step) or True
+    output = running.run(
+        kept.begin(batch, [lives[job.request_id] for job in batch.jobs]),
+        lambda step: receive(step) or True,
     )
-    scheduler.complete(kept.result(batch, output), 1.0)
+    scheduler.complete(kept.kept(batch, output), 1.0)
     submit(names[len(prompts) :])
     (batch,) = scheduler.tick(1.0)
     batch.steps = min(batch.steps, 5)
     try:
-        output = running.run_round(kept.begin(batch, lives.__getitem__), dies)
-        result = kept.result(batch, output)
+        output = running.run(kept.begin(batch, [lives[job.request_id] for job in batch.jobs]), dies)
+        result = kept.kept(batch, output)
     except CrashError:
         result = kept.crashed(batch)
     scheduler.complete(result, 2.0)

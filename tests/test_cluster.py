@@ -11,26 +11,27 @@ import pytest
 import samples
 import tiny
 from said import says
+from slices import run_slice, tokens_of
 from test_tuning import trace
 from toy_server import client
 
 from toolkit.cluster.connect import check_address, joined
 from toolkit.cluster.workers import RayWorkers, WorkerActor
-from toolkit.engines.protocol import Row, SamplingParams, make_engine
+from toolkit.engines.protocol import Row, SamplingParams, make_engine, slice_of
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
 from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import PATIENCE
 from toolkit.workers.protocol import (
-    BatchDone,
-    BatchProgress,
     Done,
     FromWorker,
     Interrupt,
     OnEvent,
+    PassDone,
+    PassProgress,
     Ready,
-    RunSlice,
+    Run,
     Start,
     Stop,
     ToWorker,
@@ -132,7 +133,9 @@ def undisturbed(prompts: Sequence[str] = PROMPTS) -> list[str]:
         Row(prompt, tuple(prompt.encode()), 0, 200, SamplingParams(ignore_eos=True))
         for prompt in prompts
     ]
-    return [bytes(tokens).decode() for tokens in engine.run_slice(rows, 200, lambda _: True).tokens]
+    return [
+        bytes(tokens).decode() for tokens in run_slice(engine, rows, 200, lambda _: True).tokens
+    ]
 
 
 def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None:
@@ -142,7 +145,7 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
             await workers.until(WorkerReady, 2)
             workers.seen.clear()
             load = asyncio.gather(*[complete(http, prompt) for prompt in PROMPTS])
-            await workers.until(BatchProgress, 2)
+            await workers.until(PassProgress, 2)
             (second,) = cluster.worker_nodes
             cluster.remove_node(second, allow_graceful=False)
             assert await load == undisturbed()
@@ -150,7 +153,7 @@ def test_a_node_killed_under_load_costs_no_request_and_no_token(cluster) -> None
             (lost,) = await workers.until(WorkerLost)
             assert lost.reason.startswith("The actor")
             assert "crashed" in {
-                event.failure for event in workers.seen if isinstance(event, BatchDone)
+                event.failure for event in workers.seen if isinstance(event, PassDone)
             }
             cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
             (back,) = await workers.until(WorkerReady)
@@ -170,15 +173,24 @@ def test_workers_restart_and_refuse_what_they_cannot_load(cluster) -> None:
     async def main() -> None:
         workers = Watched()
         await workers.start(lambda _: None)
-        workers.run(0, RunSlice(7, [Row("poison", (CRASH,), 0, 40)], 20))
+        workers.run(0, Run(7, slice_of([Row("poison", (CRASH,), 0, 40)], 20)))
         (lost,) = await workers.until(WorkerLost)
         assert "crash" in lost.reason
         workers.seen.clear()
         await workers.until(WorkerReady)
-        workers.run(0, RunSlice(8, ROWS, 20))
-        (done,) = await workers.until(BatchDone)
+        workers.run(0, Run(8, slice_of(ROWS, 20)))
+        (done,) = await workers.until(PassDone)
         engine = make_engine(fake(), tiny.engine_spec("fake"), tiny.CPU)
-        assert done.output == engine.run_slice(ROWS, 20, lambda _: True)
+        found = tokens_of(
+            len(ROWS),
+            [
+                step
+                for event in workers.seen
+                if isinstance(event, PassProgress)
+                for step in event.steps
+            ],
+        )
+        assert (found, done.failure) == (run_slice(engine, ROWS, 20, lambda _: True), "")
         await workers.stop()
         with pytest.raises(EngineError, match="no such key"):
             await Watched(no_such_key=1).start(lambda _: None)
@@ -215,7 +227,7 @@ def test_an_actor_handles_frames_in_order() -> None:
         exit_code = threads.submit(actor.serve)
         *_, ready = answers(actor, 0, start)
         assert isinstance(ready, Ready)
-        *_, done = answers(actor, 2, RunSlice(7, tuple(ROWS), 20))
+        *_, done = answers(actor, 2, Run(7, slice_of(tuple(ROWS), 20)))
         assert isinstance(done, Done)
         assert exit_code.result() == 0
 

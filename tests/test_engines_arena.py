@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from rounds import Replay, free_row, go_on, random_rows, replayed
+from slices import run_slice
 
 from toolkit.engines.fixed_step import FixedShape
 from toolkit.engines.protocol import OutOfMemory, Row, SamplingParams
@@ -56,7 +57,7 @@ def test_tokens_are_those_of_steps_that_keep_their_own_shapes(
     rows = random_rows(7, 18, sampling)
     for size, steps in ((1, 30), (5, 12), (18, 30), (3, 1)):
         batch = rows[:size]
-        assert fixed.run_slice(batch, steps, go_on) == plain.run_slice(batch, steps, go_on)
+        assert run_slice(fixed, batch, steps, go_on) == run_slice(plain, batch, steps, go_on)
 
 
 def test_slices_lie_in_memory_that_is_taken_once() -> None:
@@ -67,7 +68,7 @@ def test_slices_lie_in_memory_that_is_taken_once() -> None:
     assert ledger.used_bytes == held
     pointers = [each.data_ptr() for pair in arena.flat() for each in pair]
     for rows in ([free_row(40, 9)] * 3, [free_row(5, 30)]):
-        engine.run_slice(rows, 30, go_on)
+        run_slice(engine, rows, 30, go_on)
         assert ledger.used_bytes == held
     assert [each.data_ptr() for pair in arena.flat() for each in pair] == pointers
     assert ledger.peak_bytes <= engine.facts.kv_budget_bytes
@@ -77,12 +78,12 @@ def test_slices_lie_in_memory_that_is_taken_once() -> None:
 def test_a_slice_fits_if_its_tokens_do(length: int, steps: int) -> None:
     engine = fixed_engine(budget_mib=1.0)
     most = arena_of(engine).tokens // (length + steps)
-    first = engine.run_slice([free_row(length, steps)], steps, go_on)
-    whole = engine.run_slice([free_row(length, steps)] * most, steps, go_on)
+    first = run_slice(engine, [free_row(length, steps)], steps, go_on)
+    whole = run_slice(engine, [free_row(length, steps)] * most, steps, go_on)
     assert whole.tokens == first.tokens * most
     with pytest.raises(OutOfMemory, match="do not fit"):
-        engine.run_slice([free_row(length, steps)] * (most + 1), steps, go_on)
-    assert engine.run_slice([free_row(length, steps)], steps, go_on) == first
+        run_slice(engine, [free_row(length, steps)] * (most + 1), steps, go_on)
+    assert run_slice(engine, [free_row(length, steps)], steps, go_on) == first
 
 
 def test_a_prefill_is_cut_to_the_rest_of_the_budget(
@@ -99,14 +100,14 @@ def test_a_prefill_is_cut_to_the_rest_of_the_budget(
 
     monkeypatch.setattr(engine, "_prefill_columns", noted)
     rows = random_rows(1, 24)
-    together = engine.run_slice(rows, 8, go_on)
+    together = run_slice(engine, rows, 8, go_on)
     width = max(len(row.tokens) for row in rows)
     assert len(passes) > 1
     assert sum(size for size, _ in passes) == 24
     assert {end for _, end in passes} == {width}
     most = max(size for size, _ in passes)
     assert engine._shape.prefill_bytes(most, width) <= free
-    assert together == plain_engine().run_slice(rows, 8, go_on)
+    assert together == run_slice(plain_engine(), rows, 8, go_on)
 
 
 def test_the_law_of_memory_that_probes_show_has_no_workspace() -> None:
@@ -144,10 +145,10 @@ def test_captured_steps_serve_slices_of_other_lengths(graphs: list[Replay]) -> N
     assert steps is not None
     steps.captures = True
     for rows in ([free_row(30, 20), free_row(12, 20)], [free_row(21, 30), free_row(2, 30)]):
-        assert engine.run_slice(rows, 30, go_on) == plain.run_slice(rows, 30, go_on)
+        assert run_slice(engine, rows, 30, go_on) == run_slice(plain, rows, 30, go_on)
     assert [graph.shape for graph in graphs] == [FixedShape(2, 128)]
     rows = [free_row(90, 6), free_row(3, 90)]  # the first stays in the batch when it has ended
-    assert engine.run_slice(rows, 90, go_on) == plain.run_slice(rows, 90, go_on)
+    assert run_slice(engine, rows, 90, go_on) == run_slice(plain, rows, 90, go_on)
     assert [graph.shape for graph in graphs] == [FixedShape(2, 128), FixedShape(2, 256)]
 
 
@@ -178,8 +179,8 @@ def test_a_model_that_cannot_attend_through_ours_is_refused(
 def test_rows_of_one_slice_do_not_reach_the_next() -> None:
     engine = fixed_engine()
     rows = [free_row(50, 20), Row("short", (1, 2), 0, 20, SamplingParams(ignore_eos=True))]
-    before = engine.run_slice(rows, 20, go_on)
+    before = run_slice(engine, rows, 20, go_on)
     for pair in arena_of(engine).flat():
         for each in pair:
             each.fill_(torch.nan)
-    assert engine.run_slice(rows, 20, go_on) == before
+    assert run_slice(engine, rows, 20, go_on) == before

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import tiny
 from rounds import FREE, alone, free_row, generated_alone, go_on, random_rows
+from slices import run_slice, tokens_of
 
 from toolkit.engines.protocol import (
     Engine,
@@ -19,7 +20,6 @@ from toolkit.engines.protocol import (
 )
 from toolkit.engines.rebatch_engine import STEPS
 from toolkit.engines.transformers_engine import TIMED_STEPS
-from toolkit.workers.pool import BatchRecord
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str,
         size = rng.randint(1, 5)
         batch = waiting[:size]
         waiting = waiting[size:]
-        output = engine.run_slice(batch, rng.randint(1, 9), go_on)
+        output = run_slice(engine, batch, rng.randint(1, 9), go_on)
         for row, tokens, finish in zip(batch, output.tokens, output.finish, strict=True):
             after = extended(row, tokens)
             if finish:
@@ -77,7 +77,7 @@ def serve_in_slices(engine: Engine, rows: Sequence[Row], seed: int) -> dict[str,
 
 def test_tokens_in_slices_equal_those_of_each_request_alone(case: Case) -> None:
     rows = random_rows(0, 12)
-    assert {*case.engine.run_slice(rows, ALL_STEPS, go_on).finish} == {"stop", "length"}
+    assert {*run_slice(case.engine, rows, ALL_STEPS, go_on).finish} == {"stop", "length"}
     alone = case.alone(rows)
     for seed in range(2):
         served = serve_in_slices(case.engine, rows, seed)
@@ -99,16 +99,14 @@ def test_steps_are_what_the_output_says(case: Case) -> None:
         steps.append(step)
         return True
 
-    output = case.engine.run_slice(rows, 12, keep)
-    record = BatchRecord(len(rows))
-    record.add(steps)
-    assert record.output() == output
+    output = run_slice(case.engine, rows, 12, keep)
+    assert tokens_of(len(rows), steps) == output
     assert max(map(len, output.tokens)) == len(steps)
 
 
 def test_no_row_passes_its_limit(case: Case) -> None:
     rows = [free_row(3, 4), Row("b", (5,) * 30, 10, 13, FREE), free_row(1, 1)]
-    output = case.engine.run_slice(rows, 50, go_on)
+    output = run_slice(case.engine, rows, 50, go_on)
     assert [len(tokens) for tokens in output.tokens] == [4, 3, 1]
     assert output.finish == ("length",) * 3
 
@@ -119,39 +117,39 @@ def test_a_replayed_row_ends_at_its_length_and_no_earlier(case: Case) -> None:
     assert {key: len(tokens) for key, tokens in done.items()} == {
         str(end): min(end, 25) for end in (1, 2, 7, 20, 25, 30)
     }
-    assert case.engine.run_slice([rows[4]], ALL_STEPS, go_on).finish == ("stop",)
-    assert case.engine.run_slice([rows[5]], ALL_STEPS, go_on).finish == ("length",)
+    assert run_slice(case.engine, [rows[4]], ALL_STEPS, go_on).finish == ("stop",)
+    assert run_slice(case.engine, [rows[5]], ALL_STEPS, go_on).finish == ("length",)
 
 
 def test_a_slice_ends_when_all_rows_have(case: Case) -> None:
     rows = [Row("a", (1,), 0, 50, end_after=3), Row("b", (2,), 0, 50, end_after=5)]
     steps: list[StepOutput] = []
-    case.engine.run_slice(rows, 40, lambda step: not steps.append(step))
+    run_slice(case.engine, rows, 40, lambda step: not steps.append(step))
     assert [step.rows for step in steps] == [(0, 1)] * 3 + [(1,)] * 2
 
 
 def test_a_slice_stops_when_on_step_returns_false(case: Case) -> None:
     left = iter([True, True, False])
     rows = [free_row(2, 30), free_row(1, 30)]
-    output = case.engine.run_slice(rows, 30, lambda step: next(left))
+    output = run_slice(case.engine, rows, 30, lambda step: next(left))
     assert [len(tokens) for tokens in output.tokens] == [3, 3]
     assert output.finish == ("", "")
 
 
 def test_a_stop_token_ends_a_row(case: Case) -> None:
     row = free_row(3, 30, first=1)
-    free = case.engine.run_slice([row], 30, go_on).tokens[0]
+    free = run_slice(case.engine, [row], 30, go_on).tokens[0]
     stop = free[10]
     sampling = SamplingParams(ignore_eos=True, stop_token_ids=(stop,))
     stopped = msgspec.structs.replace(row, sampling=sampling)
-    output = case.engine.run_slice([stopped], 30, go_on)
+    output = run_slice(case.engine, [stopped], 30, go_on)
     assert output.tokens[0] == free[: free.index(stop) + 1]
     assert output.finish == ("stop",)
 
 
 def test_nothing_ends_before_min_tokens(case: Case) -> None:
     rows = random_rows(0, 8, SamplingParams(min_tokens=9))
-    output = case.engine.run_slice(rows, ALL_STEPS, go_on)
+    output = run_slice(case.engine, rows, ALL_STEPS, go_on)
     assert [
         len(tokens) >= min(row.max_new_tokens, 9)
         for row, tokens in zip(rows, output.tokens, strict=True)
@@ -164,14 +162,14 @@ def test_running_out_of_memory_leaves_the_engine_usable(case: Case) -> None:
     )
     capacity = engine.facts.capacity_tokens
     small = Row("small", (1, 2, 3), 0, 5)
-    before = engine.run_slice([small], 5, go_on)
+    before = run_slice(engine, [small], 5, go_on)
     large = [Row(str(index), (index % 256,) * 60, 0, 20) for index in range(capacity // 80 + 1)]
     with pytest.raises(OutOfMemory):
-        engine.run_slice(large, 20, go_on)
+        run_slice(engine, large, 20, go_on)
     if case.kind != "rebatch":  # it prefills fewer rows at a time if memory is short
         with pytest.raises(OutOfMemory):
             engine.time_prefill(len(large), 80, clock=Ticks())
-    assert engine.run_slice([small], 5, go_on) == before
+    assert run_slice(engine, [small], 5, go_on) == before
 
 
 class Ticks:
@@ -201,9 +199,9 @@ def test_timing_uses_the_given_clock(case: Case, batch_size: int, length: int) -
 
 def test_timing_changes_no_tokens(case: Case) -> None:
     row = Row("a", (1, 2, 3), 0, 10)
-    before = case.engine.run_slice([row], 10, go_on)
+    before = run_slice(case.engine, [row], 10, go_on)
     case.engine.time_decode(4, 30, Ticks())
-    assert case.engine.run_slice([row], 10, go_on) == before
+    assert run_slice(case.engine, [row], 10, go_on) == before
 
 
 def test_facts_are_consistent(case: Case) -> None:

@@ -8,6 +8,7 @@ import tiny
 from pydantic import ValidationError
 from rounds import free_row, go_on
 from said import says
+from slices import run_slice
 
 from toolkit.engines.protocol import make_engine
 from toolkit.errors import EngineError
@@ -47,7 +48,7 @@ def test_kernel_injection_is_refused_without_kernels() -> None:
 def test_inputs_longer_than_deepspeed_s_default_limit_run() -> None:
     config = {**tiny.CONFIGS["llama"], "max_position_embeddings": 1500}
     engine = make_engine(tiny.model_spec(config=config, max_model_len=1500), spec_of(), tiny.CPU)
-    assert len(engine.run_slice([free_row(1100, 3)], 3, go_on).tokens[0]) == 3
+    assert len(run_slice(engine, [free_row(1100, 3)], 3, go_on).tokens[0]) == 3
 
 
 def test_without_the_package_the_hint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

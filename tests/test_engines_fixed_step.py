@@ -21,10 +21,11 @@ from rounds import (
     rebatch_engine,
     replayed,
 )
+from slices import run_slice
 
 from toolkit.engines import fixed_step
 from toolkit.engines.fixed_step import FixedShape, FixedSteps, shape_for
-from toolkit.engines.protocol import Round
+from toolkit.engines.protocol import EnginePass
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.errors import InputError
 
@@ -100,7 +101,7 @@ def test_slabs_stay_until_their_room_is_needed(
     driver.run(20, enter=(1,))
     assert len(graphs) == captured  # the same shape, on the same slabs
     assert engine.ledger.free_bytes < needed
-    engine.run_slice([free_row(40, 8)] * 5, 8, go_on)
+    run_slice(engine, [free_row(40, 8)] * 5, 8, go_on)
     assert engine.ledger.used_bytes == 0
 
 
@@ -127,12 +128,12 @@ def test_graphs_of_unused_shapes_are_dropped_first(
 ) -> None:
     monkeypatch.setattr(fixed_step, "GRAPHS_MAX", 2)
     engine = capturing(fixed_engine())
-    engine.run_round(Round(0, tuple(free_row(3, 90) for _ in range(8)), tuple(range(8))), go_on)
+    engine.run(EnginePass(0, tuple(free_row(3, 90) for _ in range(8)), tuple(range(8))), go_on)
     for rows in (8, 4, 2):
-        engine.run_round(Round(0, evict=tuple(range(rows, 8))), go_on) if rows < 8 else None
-        engine.run_round(Round(4), go_on)
+        engine.run(EnginePass(0, evict=tuple(range(rows, 8))), go_on) if rows < 8 else None
+        engine.run(EnginePass(4), go_on)
         for number in range(rows // 2, rows):
-            engine.run_round(Round(0, evict=(number,)), go_on)
+            engine.run(EnginePass(0, evict=(number,)), go_on)
     assert [graph.shape.rows for graph in graphs] == [8, 4, 2]
     assert [shape.rows for shape in steps_of(engine).graphs] == [4, 2]
 

@@ -23,9 +23,10 @@ from rounds import (
     rebatch_engine,
     step_logits,
 )
+from slices import run_slice
 
 from toolkit.engines.attention import FlashRows, GatheredRows, TokenRows, choose_rows
-from toolkit.engines.protocol import OutOfMemory, Round, StepOutput
+from toolkit.engines.protocol import EnginePass, OutOfMemory, StepOutput
 from toolkit.engines.rebatch_engine import RebatchEngine
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
@@ -146,7 +147,7 @@ def test_slices_decode_in_captured_steps(dtype: str) -> None:
     assert gpu._fixed is not None
     for _ in range(3):
         for size in (1, 5, 18):
-            found, expected = (each.run_slice(ROWS[:size], 30, go_on) for each in (gpu, cpu))
+            found, expected = (run_slice(each, ROWS[:size], 30, go_on) for each in (gpu, cpu))
             assert dtype != "float32" or found == expected
     assert gpu._fixed.captures
     assert gpu._fixed.graphs
@@ -206,11 +207,11 @@ def test_slices_survive_running_out_of_device_memory(small_gpu: EngineSpec) -> N
         large_spec(), small_gpu.model_copy(update={"name": "transformers"}), GPU
     )
     row = free_row(300, 8)
-    before = engine.run_slice([row], 8, go_on)
+    before = run_slice(engine, [row], 8, go_on)
     too_many = 2 * engine.facts.capacity_tokens // 512 + 1
     with pytest.raises(OutOfMemory):
-        engine.run_slice([free_row(400, 112)] * too_many, 112, go_on)
-    assert engine.run_slice([row], 8, go_on) == before
+        run_slice(engine, [free_row(400, 112)] * too_many, 112, go_on)
+    assert run_slice(engine, [row], 8, go_on) == before
 
 
 def test_running_out_of_device_memory_spares_swapped_rows(
@@ -218,7 +219,7 @@ def test_running_out_of_device_memory_spares_swapped_rows(
 ) -> None:
     engine = RebatchEngine(large_spec(), small_gpu, GPU)
     row = free_row(300, 40)
-    alone = engine.run_slice([row], 40, go_on).tokens[0]
+    alone = run_slice(engine, [row], 40, go_on).tokens[0]
     got: list[int] = []
 
     def keep(step: StepOutput) -> bool:
@@ -227,14 +228,14 @@ def test_running_out_of_device_memory_spares_swapped_rows(
         )
         return True
 
-    engine.run_round(Round(steps=4, enter=(row,), numbers=(0,)), keep)
-    engine.run_round(Round(steps=0, swap_out=(0,)), keep)
+    engine.run(EnginePass(steps=4, enter=(row,), numbers=(0,)), keep)
+    engine.run(EnginePass(steps=0, swap_out=(0,)), keep)
     count = 2 * engine.facts.capacity_tokens // 512 + 1
     many = tuple(free_row(400, 112, first=number) for number in range(count))
     numbers = tuple(range(1, count + 1))
-    assert engine.run_round(Round(steps=112, enter=many, numbers=numbers), go_on).dropped
-    engine.run_round(Round(steps=0, evict=numbers), go_on)
-    engine.run_round(Round(steps=40, swap_in=(0,), resume=(0,)), keep)
+    assert engine.run(EnginePass(steps=112, enter=many, numbers=numbers), go_on).dropped
+    engine.run(EnginePass(steps=0, evict=numbers), go_on)
+    engine.run(EnginePass(steps=40, swap_in=(0,), resume=(0,)), keep)
     assert tuple(got) == alone
 
 

@@ -8,6 +8,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from said import says
+from slices import run_slice
 
 from toolkit.engines.loading import load_config, load_model
 from toolkit.engines.protocol import Row
@@ -60,8 +61,8 @@ def test_a_saved_model_serves_the_same_tokens(folder: Path) -> None:
     rows = [Row("a", (1, 2, 3), 0, 20), Row("b", tuple(range(40)), 0, 20)]
     stored = tiny.model_spec(source=str(folder), config={})
     outputs = [
-        TransformersEngine(spec, tiny.engine_spec(), tiny.CPU).run_slice(
-            rows, 20, lambda step: True
+        run_slice(
+            TransformersEngine(spec, tiny.engine_spec(), tiny.CPU), rows, 20, lambda step: True
         )
         for spec in (tiny.model_spec(), stored)
     ]

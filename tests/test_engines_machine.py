@@ -26,6 +26,7 @@ from rounds import (
     random_rows,
     rebatch_engine,
 )
+from slices import run_slice
 
 pytestmark = pytest.mark.slow
 
@@ -83,8 +84,8 @@ class Rounds(RuleBasedStateMachine):
         steps=st.integers(1, 9),
     )
     def a_slice_runs_between(self, numbers: set[int], steps: int) -> None:
-        output = self.engine.run_slice(
-            [ROWS[number] for number in numbers], steps, lambda step: True
+        output = run_slice(
+            self.engine, [ROWS[number] for number in numbers], steps, lambda step: True
         )
         assert list(output.tokens) == [alone()[number][:steps] for number in numbers]
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import rounds
 
-from toolkit.engines.protocol import OutOfMemory, Round
+from toolkit.engines.protocol import EnginePass, OutOfMemory
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ def test_a_timed_part_takes_time_and_leaves_no_row(part):
     engine = rounds.rebatch_engine()
     assert engine.time_part(part, 2, 20, 3, time.perf_counter) > 0.0
     assert (engine.ledger.used_bytes, engine.host_ledger.used_bytes) == (0, 0)
-    assert engine.run_round(Round(0), lambda _: True).padded_tokens == 0
+    assert engine.run(EnginePass(0), lambda _: True).padded_tokens == 0
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -36,8 +36,8 @@ def test_timing_parts_changes_no_tokens():
         tokens = []
         if timed:
             engine.time_part("swap_in", 2, 20, 3, time.perf_counter)
-        engine.run_round(
-            Round(9, (row,), (0,)), lambda step, got=tokens: got.append(step.tokens) or True
+        engine.run(
+            EnginePass(9, (row,), (0,)), lambda step, got=tokens: got.append(step.tokens) or True
         )
         texts.append(tokens)
     assert texts[0] == texts[1]

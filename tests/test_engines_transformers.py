@@ -6,6 +6,7 @@ import pytest
 import tiny
 import torch
 from rounds import alone, free_row, go_on
+from slices import run_slice
 from transformers.cache_utils import DynamicCache
 
 from toolkit.engines.devices import choose_attention_kernels
@@ -54,7 +55,7 @@ def test_the_slab_gives_the_same_bits_as_the_dynamic_cache(kind: str) -> None:
 def test_a_batch_may_be_wider_than_the_model_s_positions(kind: str) -> None:
     engine = engine_of(kind)
     rows = [free_row(90, 6), free_row(3, 90)]
-    together = engine.run_slice(rows, 90, go_on)  # 90 + 90 columns, and 96 positions
+    together = run_slice(engine, rows, 90, go_on)  # 90 + 90 columns, and 96 positions
     assert list(together.tokens) == alone(engine, rows)
 
 
@@ -68,9 +69,9 @@ def test_the_ledger_s_peak_stays_below_the_budget() -> None:
     engine = engine_of("llama", budget_mib=1.0)
     facts = engine.facts
     ok = largest_batch(engine, 64, 16)
-    engine.run_slice([free_row(64, 16)] * ok, 16, go_on)
+    run_slice(engine, [free_row(64, 16)] * ok, 16, go_on)
     with pytest.raises(OutOfMemory, match=r"do not fit"):
-        engine.run_slice([free_row(64, 16)] * (ok + 1), 16, go_on)
+        run_slice(engine, [free_row(64, 16)] * (ok + 1), 16, go_on)
     assert engine.ledger.used_bytes == 0
     assert engine.ledger.peak_bytes == engine.slice_bytes(ok, 64, 16) <= facts.kv_budget_bytes
     assert (
@@ -88,7 +89,7 @@ def largest_batch(engine: TransformersEngine, length: int, steps: int) -> int:
 )
 def test_an_impossible_row_raises(row: Row) -> None:
     with pytest.raises(ValueError, match=f"row {row.request_id}: .* at most 96"):
-        engine_of("llama").run_slice([row], 5, go_on)
+        run_slice(engine_of("llama"), [row], 5, go_on)
 
 
 def test_a_ledger_without_a_budget_only_counts() -> None:

@@ -29,7 +29,7 @@ def drive(number: int, engine: FakeEngine | None = None):
     padded = 0
     for _ in range(ROUNDS):
         plan = rows.plan()
-        output = engine.run_round(plan, lambda _: True)
+        output = engine.run(plan, lambda _: True)
         rows.finish(output, 0.5)
         point = rows.points[-1]
         padded = max(padded, point.rows * (point.cached_length + point.steps))
@@ -49,9 +49,9 @@ def test_a_sequence_has_rounds_of_all_kinds_within_memory(number):
 def test_remaining_rows_are_dropped_with_the_next_sequence():
     engine = FakeEngine(FACTS)
     first = RowsOfSequence(RANGES, 0, 0, ())
-    engine.run_round(first.plan(), lambda _: True)
+    engine.run(first.plan(), lambda _: True)
     second = RowsOfSequence(RANGES, 1, first.next_row, range(first.next_row))
-    output = engine.run_round(second.plan(), lambda _: True)
+    output = engine.run(second.plan(), lambda _: True)
     second.finish(output, 0.5)
     assert second.points[0].left == first.next_row + len(output.ended)
     assert output.tokens <= second.points[0].rows * (

@@ -16,7 +16,7 @@ from said import says
 from samples import ENVIRONMENT, HEAD, recipe
 from synthetic_profiles import FACTS
 
-from toolkit.engines.protocol import SliceOutput
+from toolkit.engines.protocol import EnginePass
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.profile import FailedPoint, SlicePoint
@@ -35,7 +35,7 @@ from toolkit.profiling.process import (
 from toolkit.profiling.run import journal_path, profile
 from toolkit.profiling.worker_runs import SliceFeed
 from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.protocol import BatchDone, RoundDone, RunRound, WorkerLost, WorkerReady
+from toolkit.workers.protocol import PassDone, WorkerLost, WorkerReady
 
 RECIPE = """
 name: fake
@@ -102,8 +102,7 @@ class InMemory:
         self.fate = fate
         self.ran = []
         self._busy = set()
-        self._engine = FakeEngine(FACTS)
-        self._rounds = [FakeEngine(FACTS) for _ in range(size)]
+        self._engines = [FakeEngine(FACTS) for _ in range(size)]
 
     @classmethod
     def of(cls, recipe):
@@ -119,30 +118,21 @@ class InMemory:
         self._busy.add(worker)
         pass_id = batch.pass_id
         end_soon = asyncio.get_running_loop().call_soon
-        if isinstance(batch, RunRound):
-            end_soon(self._end_round, worker, pass_id, batch.plan)
-            return
-        rows = batch.rows
-        steps = batch.steps
-        self.ran.append((worker, pass_id, SliceShape(len(rows), len(rows[0].tokens), steps)))
-        end_soon(self._end, worker, pass_id, rows, steps)
+        plan: EnginePass = batch.plan
+        if not plan.keep_cache:
+            shape = SliceShape(len(plan.enter), len(plan.enter[0].tokens), plan.steps)
+            self.ran.append((worker, pass_id, shape))
+        end_soon(self._end, worker, pass_id, plan)
 
-    def _end(self, worker, pass_id, rows, steps):
-        failure = self.fate(pass_id, rows)
-        output = SliceOutput((), ())
-        if not failure:
-            output = self._engine.run_slice(rows, steps, lambda _: True)
-        self._report(BatchDone(worker, pass_id, output, failure))
-
-    def _end_round(self, worker, pass_id, plan):
+    def _end(self, worker, pass_id, plan):
         failure = self.fate(pass_id, plan.enter)
         if failure == "crashed":
-            self._rounds[worker] = FakeEngine(FACTS)
+            self._engines[worker] = FakeEngine(FACTS)
             output = None
         else:
-            output = self._rounds[worker].run_round(plan, lambda _: True)
+            output = self._engines[worker].run(plan, lambda _: True)
             failure = failure or ("oom" if output.is_short else "")
-        self._report(RoundDone(worker, pass_id, output, failure))
+        self._report(PassDone(worker, pass_id, output, failure))
 
     def _report(self, done):
         self._busy.discard(done.worker)

@@ -67,5 +67,5 @@ def test_a_rounds_prediction_includes_transfers_that_it_waits_for(overlaps, expe
     )
     batch.started_s = 1.0
     stats = Stats()
-    stats.count_round(batch, PassResult(0, 0, 0, ()), 3.0, worker)
+    stats.count_pass(batch, PassResult(0, 0, 0, ()), 3.0, worker)
     assert stats.predicted_batch_s == expected_s

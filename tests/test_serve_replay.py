@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import tiny
 from live import ThreadWorkers
+from slices import run_slice
 from toy_server import LAW
 
 from toolkit.engines.protocol import Row, SamplingParams, make_engine
@@ -131,7 +132,7 @@ def engine() -> TransformersEngine:
 def alone(ask: GenerationRequest) -> tuple[tuple[int, ...], str]:
     """The output of a request on an otherwise idle server, and how it ends."""
     row = Row("alone", ask.prompt, 0, ask.max_new_tokens, ask.sampling)
-    output = engine().run_slice([row], 100, lambda step: True)
+    output = run_slice(engine(), [row], 100, lambda step: True)
     return output.tokens[0], output.finish[0]
 
 

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engines.protocol import FinishReason, Round, Row, SamplingParams, StepOutput
-from toolkit.workers.child import BatchInProgress, Outbox
+from toolkit.engines.protocol import (
+    EnginePass,
+    FinishReason,
+    PassOutput,
+    Row,
+    SamplingParams,
+    StepOutput,
+    slice_of,
+)
+from toolkit.workers.child import Outbox, RunningPass
 from toolkit.workers.protocol import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -16,8 +24,7 @@ from toolkit.workers.protocol import (
     Progress,
     Ready,
     Refused,
-    RunRound,
-    RunSlice,
+    Run,
     Start,
     Stop,
     ToWorker,
@@ -29,15 +36,15 @@ from toolkit.workers.protocol import (
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
 TO_WORKER = [
     Start("{}"),
-    RunSlice(7, (Row("a", (1, 2, 70_000), 1, 9, SAMPLED, end_after=4), Row("b", (), 0, 1)), 32),
-    Cancel(7, ("a",)),
+    Run(7, slice_of((Row("a", (1, 2, 70_000), 1, 9, SAMPLED, 4), Row("b", (), 0, 1)), 32)),
+    Cancel(7, (0,)),
     Stop(),
 ]
 STEP = StepOutput((0, 1), (65, 66), ((1, "length"),))
 FROM_WORKER = [
     Ready("{}"),
     Progress(7, (STEP, STEP)),
-    Done(7, (), 0.001, out_of_memory=True),
+    Done(7, (), PassOutput(3, ended=(1,), dropped=(0,), ran_out=1), 0.001),
     Refused("no", "try"),
 ]
 
@@ -65,7 +72,7 @@ def test_the_front_reads_the_frames_of_workers() -> None:
         pack(Ready("{}")),  # a frame to the front
         b"\x00\x00\x00\x02hi",
         (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
-        pack(Cancel(1, ("a",))).replace(b"cancel", b"banana"),
+        pack(Cancel(1, (0,))).replace(b"cancel", b"banana"),
     ],
 )
 def test_an_invalid_frame_is_an_error(data: bytes) -> None:
@@ -95,10 +102,10 @@ class Slice:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.channel = FakeChannel()
-        run = RunSlice(3, (Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9)
+        run = Run(3, slice_of((Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9))
         self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
         self.outbox.begin(run)
-        self.running = BatchInProgress(run, self.channel, self.outbox)  # type: ignore[arg-type]
+        self.running = RunningPass(run, self.channel, self.outbox)  # type: ignore[arg-type]
 
     def step(self, at_s: float, ended: Sequence[tuple[int, FinishReason]] = ()) -> bool:
         self.now_s = at_s
@@ -128,7 +135,7 @@ def test_the_end_of_a_row_is_sent_with_later_steps_too() -> None:
 
 def test_a_batch_goes_on_while_one_row_is_wanted() -> None:
     running = Slice()
-    running.channel.inbox = [Cancel(2, ("a", "b")), Cancel(3, ("a",))]  # the first is another's
+    running.channel.inbox = [Cancel(2, (0, 1)), Cancel(3, (0,))]  # the first is another's
     assert running.step(100.0)
     assert not running.step(100.01, ended=[(1, "stop")])  # the other row has ended
 
@@ -140,9 +147,9 @@ def test_stop_ends_the_slice_and_then_the_worker() -> None:
     assert running.running.stops
 
 
-def running_round(channel: FakeChannel) -> tuple[BatchInProgress, Outbox]:
+def running_round(channel: FakeChannel) -> tuple[RunningPass, Outbox]:
     outbox = Outbox(channel, 0.05, lambda: 100.0)  # type: ignore[arg-type]
-    return BatchInProgress(RunRound(3, Round(9)), channel, outbox), outbox  # type: ignore[arg-type]
+    return RunningPass(Run(3, EnginePass(9)), channel, outbox), outbox  # type: ignore[arg-type]
 
 
 def test_a_round_goes_on_until_it_is_interrupted() -> None:
@@ -156,11 +163,11 @@ def test_a_round_goes_on_until_it_is_interrupted() -> None:
 def test_a_newcomer_s_first_token_is_sent_at_once() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
-    outbox.begin(RunRound(3, Round(9, numbers=(7, 8))))
+    outbox.begin(Run(3, EnginePass(9, numbers=(7, 8))))
     for rows in ((7,), (8,), (7, 8)):  # two groups are prefilled, then all decode
         running.on_step(StepOutput(rows, rows))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
-    outbox.begin(RunRound(4, Round(9)))
+    outbox.begin(Run(4, EnginePass(9)))
     running.on_step(StepOutput((7, 8), (5, 6)))
     assert len(outbox.take()) == 2
 
@@ -168,8 +175,8 @@ def test_a_newcomer_s_first_token_is_sent_at_once() -> None:
 def test_a_newcomer_may_get_its_first_token_in_a_later_round() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
-    outbox.begin(RunRound(3, Round(9, numbers=(7, 8))))
+    outbox.begin(Run(3, EnginePass(9, numbers=(7, 8))))
     running.on_step(StepOutput((7,), (5,)))
-    outbox.begin(RunRound(4, Round(9, evict=(7,))))
+    outbox.begin(Run(4, EnginePass(9, evict=(7,))))
     running.on_step(StepOutput((8,), (5,)))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]

@@ -19,14 +19,15 @@ import samples
 import tiny
 import uvloop
 from said import logged_to, says
+from slices import SliceTokens, run_slice, tokens_of
 
 from toolkit.engines.protocol import (
-    Round,
+    EnginePass,
     Row,
     SamplingParams,
-    SliceOutput,
     StepOutput,
     make_engine,
+    slice_of,
 )
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
@@ -40,15 +41,13 @@ from toolkit.workers.pool import (
 )
 from toolkit.workers.protocol import (
     Alive,
-    BatchDone,
-    BatchProgress,
     Cancel,
     Interrupt,
+    PassDone,
+    PassProgress,
     Progress,
     Ready,
-    RoundDone,
-    RunRound,
-    RunSlice,
+    Run,
     Stop,
     WorkerEvent,
     WorkerLost,
@@ -145,9 +144,9 @@ def with_workers(
         assert set(psutil.Process().children()) <= before
 
 
-def expected(rows: list[Row], steps: int) -> SliceOutput:
+def expected(rows: list[Row], steps: int) -> SliceTokens:
     engine = make_engine(fake(), tiny.engine_spec("fake"), tiny.CPU)
-    return engine.run_slice(rows, steps, lambda step: True)
+    return run_slice(engine, rows, steps, lambda step: True)
 
 
 def test_a_slice_through_a_process_equals_one_without() -> None:
@@ -157,48 +156,56 @@ def test_a_slice_through_a_process_equals_one_without() -> None:
         assert {event.facts.capacity_tokens for event in ready} == {1024}
         assert len({workers.pid(0), workers.pid(1), os.getpid()}) == 3
         for worker in (0, 1):
-            workers.run(worker, RunSlice(10 + worker, ROWS, 20))
+            workers.run(worker, Run(10 + worker, slice_of(ROWS, 20)))
         with pytest.raises(ValueError, match="one at a time"):
-            workers.run(0, RunSlice(2, ROWS, 20))
-        await events.until(BatchDone, 2)
-        done = {event.worker: event for event in events.seen if isinstance(event, BatchDone)}
+            workers.run(0, Run(2, slice_of(ROWS, 20)))
+        await events.until(PassDone, 2)
+        done = {event.worker: event for event in events.seen if isinstance(event, PassDone)}
         for worker in (0, 1):
             assert (done[worker].pass_id, done[worker].failure) == (10 + worker, "")
-            assert done[worker].output == expected(ROWS, 20)
-            reported = tokens_reported(events, 10 + worker)
-            assert (tuple(reported[0]), tuple(reported[1])) == expected(ROWS, 20).tokens
+            assert reported(events, 10 + worker) == expected(ROWS, 20)
 
     with_workers(scenario, process_workers(2))
 
 
+def steps_of(events: Events, *pass_ids: int) -> list[StepOutput]:
+    """The steps that the progress events of passes report."""
+    progress = [event for event in events.seen if isinstance(event, PassProgress)]
+    return [step for event in progress if event.pass_id in pass_ids for step in event.steps]
+
+
+def reported(events: Events, pass_id: int) -> SliceTokens:
+    """The tokens of a slice of two rows, as far as they were reported."""
+    return tokens_of(2, steps_of(events, pass_id))
+
+
 def tokens_reported(events: Events, *pass_ids: int) -> dict[int, list[int]]:
-    """The tokens that the progress events of batches report, by row number."""
+    """The tokens that the progress events of passes report, by row number."""
     tokens: dict[int, list[int]] = {}
-    for event in events.seen:
-        if isinstance(event, BatchProgress) and event.pass_id in pass_ids:
-            for step in event.steps:
-                for number, token in zip(step.rows, step.tokens, strict=True):
-                    tokens.setdefault(number, []).append(token)
+    for step in steps_of(events, *pass_ids):
+        for number, token in zip(step.rows, step.tokens, strict=True):
+            tokens.setdefault(number, []).append(token)
     return tokens
 
 
 def test_a_killed_worker_keeps_its_reported_tokens() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         first_pid = workers.pid(0)
-        workers.run(0, RunSlice(5, STUCK, 40))
-        await events.until(BatchProgress)
+        workers.run(0, Run(5, slice_of(STUCK, 40)))
+        await events.until(PassProgress)
         workers.kill(0)
         await events.until(WorkerReady, 2)
         progress, done, lost, ready = events.seen[1:]
-        assert isinstance(progress, BatchProgress)
-        assert isinstance(done, BatchDone)
-        assert (done.pass_id, done.failure) == (5, "crashed")
-        assert [len(tokens) for tokens in done.output.tokens] == [1, 1]
+        assert isinstance(progress, PassProgress)
+        assert isinstance(done, PassDone)
+        assert (done.pass_id, done.output, done.failure) == (5, None, "crashed")
+        assert [len(tokens) for tokens in reported(events, 5).tokens] == [1, 1]
         assert lost == WorkerLost(0, "killed by SIGKILL")
         assert isinstance(ready, WorkerReady)
         assert workers.pid(0) not in (None, first_pid)
-        workers.run(0, RunSlice(6, ROWS, 20))
-        assert (await events.until(BatchDone, 2))[1].output == expected(ROWS, 20)
+        workers.run(0, Run(6, slice_of(ROWS, 20)))
+        await events.until(PassDone, 2)
+        assert reported(events, 6) == expected(ROWS, 20)
 
     with_workers(scenario)
 
@@ -207,9 +214,9 @@ def test_a_slice_sent_to_a_worker_killed_while_idle_ends_as_crashed() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.kill(0)
         await events.until(WorkerLost)
-        workers.run(0, RunSlice(9, ROWS, 20))
-        (done,) = await events.until(BatchDone)
-        assert (done.pass_id, done.failure, done.output.tokens) == (9, "crashed", ((), ()))
+        workers.run(0, Run(9, slice_of(ROWS, 20)))
+        (done,) = await events.until(PassDone)
+        assert (done.pass_id, done.output, done.failure) == (9, None, "crashed")
         await events.until(WorkerReady, 2)
 
     with_workers(scenario)
@@ -217,7 +224,7 @@ def test_a_slice_sent_to_a_worker_killed_while_idle_ends_as_crashed() -> None:
 
 def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunSlice(1, [Row("poison", (CRASH,), 0, 4)], 4))
+        workers.run(0, Run(1, slice_of([Row("poison", (CRASH,), 0, 4)], 4)))
         (lost,) = await events.until(WorkerLost)
         assert isinstance(lost, WorkerLost)
         assert says(lost.reason, "exit code 1", "RuntimeError", "200")
@@ -229,11 +236,14 @@ def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
 def test_running_out_of_memory_keeps_the_process() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         pid = workers.pid(0)
-        workers.run(0, RunSlice(1, [Row(str(index), (1,) * 60, 0, 30) for index in range(20)], 30))
-        (done,) = await events.until(BatchDone)
-        assert (done.failure, set(done.output.tokens)) == ("oom", {()})
-        workers.run(0, RunSlice(2, ROWS, 20))
-        assert (await events.until(BatchDone, 2))[1].output == expected(ROWS, 20)
+        many = [Row(str(index), (1,) * 60, 0, 30) for index in range(20)]
+        workers.run(0, Run(1, slice_of(many, 30)))
+        (done,) = await events.until(PassDone)
+        assert (done.failure, done.output.steps) == ("oom", 0)
+        assert done.output.dropped == tuple(range(19, -1, -1))
+        workers.run(0, Run(2, slice_of(ROWS, 20)))
+        await events.until(PassDone, 2)
+        assert reported(events, 2) == expected(ROWS, 20)
         assert workers.pid(0) == pid
 
     with_workers(scenario)
@@ -241,26 +251,26 @@ def test_running_out_of_memory_keeps_the_process() -> None:
 
 def test_a_batch_stops_when_no_row_is_wanted_and_a_round_when_it_is_interrupted() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunSlice(1, ENDLESS, 10**6))
-        await events.until(BatchProgress)
-        workers.tell(0, Cancel(1, ("a",)))
-        await events.until(BatchProgress, 3)
-        assert not [event for event in events.seen if isinstance(event, BatchDone)]
-        workers.tell(0, Cancel(1, ("b",)))
-        (done,) = await events.until(BatchDone)
-        assert (done.failure, done.output.finish) == ("", ("", ""))
-        workers.tell(0, Cancel(1, ("a", "b")))  # too late: nothing happens
-        workers.run(0, RunSlice(2, ROWS, 2))
-        assert len((await events.until(BatchDone, 2))[1].output.tokens[0]) == 2
-        seen = len(await events.until(BatchProgress))
-        workers.run(0, RunRound(3, Round(10**6, (ENDLESS[0],), (0,))))
-        await events.until(BatchProgress, seen + 2)
+        workers.run(0, Run(1, slice_of(ENDLESS, 10**6)))
+        await events.until(PassProgress)
+        workers.tell(0, Cancel(1, (0,)))
+        await events.until(PassProgress, 3)
+        assert not [event for event in events.seen if isinstance(event, PassDone)]
+        workers.tell(0, Cancel(1, (1,)))
+        (done,) = await events.until(PassDone)
+        assert (done.failure, done.output.ended) == ("", ())
+        workers.tell(0, Cancel(1, (0, 1)))  # too late: nothing happens
+        workers.run(0, Run(2, slice_of(ROWS, 2)))
+        assert (await events.until(PassDone, 2))[1].output.steps == 2
+        seen = len(await events.until(PassProgress))
+        workers.run(0, Run(3, EnginePass(10**6, (ENDLESS[0],), (0,))))
+        await events.until(PassProgress, seen + 2)
         workers.tell(0, Interrupt(3))
-        (interrupted,) = await events.until(RoundDone)
+        interrupted = (await events.until(PassDone, 3))[2]
         assert 0 < interrupted.output.steps < 10**6
         assert len(tokens_reported(events, 3)[0]) == 1 + interrupted.output.steps
-        workers.run(0, RunSlice(4, ENDLESS, 10**6))
-        await events.until(BatchProgress, len(await events.until(BatchProgress)) + 1)
+        workers.run(0, Run(4, slice_of(ENDLESS, 10**6)))
+        await events.until(PassProgress, len(await events.until(PassProgress)) + 1)
 
     with_workers(scenario, slow_workers())  # its end ends the last batch, too
 
@@ -269,8 +279,8 @@ def test_stop_kills_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("toolkit.workers.pool.STOP_TIMEOUT_S", 0.0)
 
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunSlice(1, STUCK, 40))
-        await events.until(BatchProgress)
+        workers.run(0, Run(1, slice_of(STUCK, 40)))
+        await events.until(PassProgress)
 
     with_workers(scenario)
 
@@ -505,7 +515,7 @@ def test_an_idle_worker_is_killed_only_if_its_signs_of_life_stop() -> None:
 
 def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
     async def scenario(pool: ManualPool, events: Events) -> None:
-        pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
+        pool.run(0, Run(7, slice_of(ROWS, 20)), estimated_s=2.0)
         pool.after(25.0)
         pool.bodies[0].send_frame(Alive())  # a thread sends it, so it says nothing about the engine
         pool.after(4.0)
@@ -515,7 +525,7 @@ def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
         assert not pool.bodies[0].end.done()
         pool.after(2.0)
         assert pool.bodies[0].end.done()
-        (done,) = await events.until(BatchDone)
+        (done,) = await events.until(PassDone)
         assert done.failure == "crashed"
 
     with_bodies(scenario)
@@ -523,7 +533,7 @@ def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
 
 def test_time_in_which_the_front_stood_still_does_not_count() -> None:
     async def scenario(pool: ManualPool, events: Events) -> None:
-        pool.run(0, RunSlice(7, ROWS, 20), estimated_s=2.0)
+        pool.run(0, Run(7, slice_of(ROWS, 20)), estimated_s=2.0)
         pool.supervisor._checked_s -= 3600
         pool.after(3600.0)
         assert not pool.bodies[0].end.done()
@@ -561,10 +571,10 @@ import test_workers_pool as shared
 async def main():
     workers, events = shared.process_workers(4, budget_mib=4096.0), shared.Events()
     await workers.start(events)
-    workers.run(0, shared.RunSlice(1, shared.ENDLESS, 10**6))
-    workers.run(1, shared.RunSlice(2, shared.STUCK, 40))  # hangs in its engine
-    workers.run(2, shared.RunSlice(3, shared.STUCK, 40))
-    await events.until(shared.BatchProgress, 3)
+    workers.run(0, shared.Run(1, shared.slice_of(shared.ENDLESS, 10**6)))
+    workers.run(1, shared.Run(2, shared.slice_of(shared.STUCK, 40)))  # hangs in its engine
+    workers.run(2, shared.Run(3, shared.slice_of(shared.STUCK, 40)))
+    await events.until(shared.PassProgress, 3)
     os.kill(workers.pid(2), signal.SIGSTOP)  # receives nothing
     print(*(workers.pid(worker) for worker in range(4)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -653,12 +663,12 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
 def test_rows_stay_on_the_worker_between_rounds() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         alone = expected(ROWS, 40).tokens
-        workers.run(0, RunRound(1, Round(4, (ROWS[0],), (7,))))
-        (first,) = await events.until(RoundDone)
+        workers.run(0, Run(1, EnginePass(4, (ROWS[0],), (7,))))
+        (first,) = await events.until(PassDone)
         assert (first.failure, first.output.steps) == ("", 4)
         assert (first.output.joined, first.output.ended) == (((7, 0),), ())
-        workers.run(0, RunRound(2, Round(40, (ROWS[1],), (9,))))
-        second = (await events.until(RoundDone, 2))[1]
+        workers.run(0, Run(2, EnginePass(40, (ROWS[1],), (9,))))
+        second = (await events.until(PassDone, 2))[1]
         assert second.output.ended == (9,)
         got = tokens_reported(events, 1, 2)
         assert tuple(got[9]) == alone[1]
@@ -669,11 +679,11 @@ def test_rows_stay_on_the_worker_between_rounds() -> None:
 
 def test_a_round_out_of_memory_names_the_dropped_rows() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, RunRound(1, Round(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1))))
-        (done,) = await events.until(RoundDone)
+        workers.run(0, Run(1, EnginePass(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1))))
+        (done,) = await events.until(PassDone)
         assert (done.failure, done.output.dropped) == ("oom", (1,))
-        workers.run(0, RunRound(2, Round(5, (Row("poison", (CRASH,), 0, 4),), (2,))))
-        crashed = (await events.until(RoundDone, 2))[1]
+        workers.run(0, Run(2, EnginePass(5, (Row("poison", (CRASH,), 0, 4),), (2,))))
+        crashed = (await events.until(PassDone, 2))[1]
         assert (crashed.pass_id, crashed.failure, crashed.output) == (2, "crashed", None)
         await events.until(WorkerLost)
 

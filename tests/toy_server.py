@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import samples
 
-from toolkit.engines.protocol import FinishReason, Row, SliceOutput, StepOutput
+from toolkit.engines.protocol import EnginePass, FinishReason, PassOutput, Row, StepOutput
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
@@ -30,13 +30,12 @@ from toolkit.serve.driver import Driver
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import StatusPage
 from toolkit.workers.protocol import (
-    BatchDone,
-    BatchProgress,
     Cancel,
     Interrupt,
     OnEvent,
-    RunBatch,
-    RunSlice,
+    PassDone,
+    PassProgress,
+    Run,
     WorkerLost,
     WorkerReady,
 )
@@ -81,36 +80,42 @@ def run_row(row: Row, steps: int) -> tuple[tuple[int, ...], FinishReason]:
 
 
 class HandWorkers:
-    """Workers that a test moves by hand: batches wait in `running` until the test ends them. No
-    rounds.
+    """Workers that a test moves by hand: passes wait in `running` until the test ends them. Slices
+    only.
     """
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.running: dict[int, tuple[int, list[Row], int]] = {}
-        self.rows: list[list[Row]] = []  # of every batch that was started
+        self.plans: dict[int, EnginePass] = {}
+        self.rows: list[list[Row]] = []  # of every pass that was started
         self.unwanted: list[str] = []
         self.killed: list[int] = []
         self.stopped = False
+        self._reported: dict[int, int] = {}  # steps of the pass that runs
 
     async def start(self, on_event: OnEvent) -> None:
         self.on_event = on_event
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
-        assert worker not in self.running, "one batch at a time"
-        if not isinstance(batch, RunSlice):
+    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+        assert worker not in self.running, "one pass at a time"
+        if batch.plan.keep_cache:
             raise NotImplementedError
         self.estimated_s = estimated_s
-        self.running[worker] = (batch.pass_id, list(batch.rows), batch.steps)
-        self.rows.append(list(batch.rows))
+        self.plans[worker] = batch.plan
+        self._reported[worker] = 0
+        self.running[worker] = (batch.pass_id, list(batch.plan.enter), batch.plan.steps)
+        self.rows.append(list(batch.plan.enter))
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         if not isinstance(change, Cancel):
             raise NotImplementedError
         assert self.running[worker][0] == change.pass_id
-        self.unwanted += change.request_ids
+        plan = self.plans[worker]
+        names = dict(zip(plan.numbers, [row.request_id for row in plan.enter], strict=True))
+        self.unwanted += [names[number] for number in change.numbers]
 
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
@@ -121,24 +126,36 @@ class HandWorkers:
     def progress(self, worker: int = 0, steps: int = 1, done_before: int = 0) -> None:
         """Report `steps` more tokens of each row, after the first `done_before`."""
         pass_id, rows, _ = self.running[worker]
+        numbers = self.plans[worker].numbers
+        self._reported[worker] = done_before + steps
         frames = []
         for step in range(done_before, done_before + steps):
-            so_far = [(row, *run_row(one, step + 1)) for row, one in enumerate(rows)]
+            so_far = [
+                (number, *run_row(row, step + 1)) for number, row in zip(numbers, rows, strict=True)
+            ]
             new = [part for part in so_far if len(part[1]) == step + 1]
             ended = tuple((row, finish) for row, _, finish in new if finish)
-            numbers = (row for row, _, _ in new)
+            got = (row for row, _, _ in new)
             last = (tokens[-1] for _, tokens, _ in new)
-            frames.append(StepOutput(tuple(numbers), tuple(last), ended))
-        self.on_event(BatchProgress(worker, pass_id, tuple(frames)))
+            frames.append(StepOutput(tuple(got), tuple(last), ended))
+        self.on_event(PassProgress(worker, pass_id, tuple(frames)))
 
     def finish(self, worker: int = 0, *, steps: int | None = None, failure: Failure = "") -> None:
-        """End the batch after `steps` of its steps."""
-        pass_id, rows, planned = self.running.pop(worker)
-        results = [run_row(row, planned if steps is None else steps) for row in rows]
-        tokens = (tokens for tokens, _ in results)
-        finish = (finish for _, finish in results)
-        output = SliceOutput(tuple(tokens), tuple(finish))
-        self.on_event(BatchDone(worker, pass_id, output, failure, 0.01))
+        """End the pass after `steps` of its steps; those that were not reported are now."""
+        pass_id, rows, planned = self.running[worker]
+        steps = planned if steps is None else steps
+        reported = self._reported[worker]
+        if steps > reported:
+            self.progress(worker, steps - reported, reported)
+        plan = self.plans[worker]
+        results = [run_row(row, steps) for row in rows]
+        ended = [
+            number for number, (_, reason) in zip(plan.numbers, results, strict=True) if reason
+        ]
+        longest = max(len(tokens) for tokens, _ in results)
+        del self.running[worker]
+        output = None if failure == "crashed" else PassOutput(longest, ended=tuple(ended))
+        self.on_event(PassDone(worker, pass_id, output, failure, 0.01))
 
     def crash(self, worker: int = 0, *, steps: int = 0) -> None:
         self.finish(worker, steps=steps, failure="crashed")
@@ -155,7 +172,7 @@ class ToyWorkers(HandWorkers):
         super().__init__(size)
         self.stride = stride
 
-    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
+    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
         super().run(worker, batch, estimated_s)
         asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
 

@@ -34,7 +34,7 @@ from toolkit.endpoints.target import (
     scrape,
     version,
 )
-from toolkit.engines.protocol import FinishReason, SliceOutput
+from toolkit.engines.protocol import EnginePass, PassOutput
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
@@ -43,12 +43,11 @@ from toolkit.profiling.grid import STEPS, GridPoint, SliceShape
 from toolkit.profiling.process import ProfileBench, Unmeasurable, visit
 from toolkit.units import MIB
 from toolkit.workers.protocol import (
-    BatchDone,
     Cancel,
     Interrupt,
     OnEvent,
-    RunBatch,
-    RunSlice,
+    PassDone,
+    Run,
     WorkerReady,
     Workers,
 )
@@ -341,14 +340,13 @@ class EndpointWorkers:
         self._on_event = on_event
         on_event(WorkerReady(0, self._facts))
 
-    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
-        """Send the rows of a slice as requests, each with its own random prompt. Raises
-        `ValueError` for a round: the server schedules by itself.
+    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+        """Send the rows of a slice as requests, each with its own random prompt. Raises ValueError
+        for a pass that keeps caches: the server schedules by itself.
         """
-        if not isinstance(batch, RunSlice):
-            raise ValueError("a server schedules by itself and runs no rounds")
-        samples = [Sample(0.0, len(row.tokens), batch.steps) for row in batch.rows]
-        self._task = asyncio.create_task(self._run(batch.pass_id, samples))
+        if batch.plan.keep_cache:
+            raise ValueError("a server schedules by itself and runs slices only")
+        self._task = asyncio.create_task(self._run(batch.pass_id, batch.plan))
 
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
@@ -363,16 +361,14 @@ class EndpointWorkers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, pass_id: int, samples: list[Sample]) -> None:
-        rows = len(samples)
-        tokens: tuple[tuple[int, ...], ...] = ((),) * rows  # if a request fails, the slice has
+    async def _run(self, pass_id: int, plan: EnginePass) -> None:
+        output = PassOutput(0)  # if a request fails
         with contextlib.suppress(Unmeasurable):
+            samples = [Sample(0.0, len(row.tokens), plan.steps) for row in plan.enter]
             await self._endpoint.at_times(samples)
-            tokens = tuple((0,) * sample.output_tokens for sample in samples)
-        finish: FinishReason = "length"
-        output = SliceOutput(tokens, (finish,) * rows)
+            output = PassOutput(plan.steps, ended=plan.numbers)
         if self._on_event is not None:
-            self._on_event(BatchDone(0, pass_id, output))
+            self._on_event(PassDone(0, pass_id, output))
 
 
 class OpenaiBackend:

@@ -26,8 +26,7 @@ from toolkit.workers.protocol import (
     FromWorker,
     OnEvent,
     Progress,
-    RunRound,
-    RunSlice,
+    Run,
     Start,
     ToWorker,
     front_side,
@@ -35,7 +34,7 @@ from toolkit.workers.protocol import (
     worker_side,
 )
 
-# Threads of an actor: the loop, a batch's call, the end of the call before it, and other frames.
+# Threads of an actor: the loop, a pass's call, the end of the call before it, and other frames.
 THREADS = 4
 Resources = Mapping[str, float]  # of a machine or a worker, as Ray names them
 
@@ -152,7 +151,7 @@ class WorkerActor:
     """A worker's loop (`toolkit.workers.child`) as a Ray actor. Frames are sent as bytes, each
     preceded by its length.
 
-    A batch is one call; its frames stream back as the worker sends them, a few per second.
+    A pass is one call; its frames stream back as the worker sends them, a few per second.
     """
 
     def __init__(self) -> None:
@@ -245,7 +244,7 @@ class ActorBody:
         """Call the actor. A call to an actor that is gone gets no answer."""
         number = self._sent
         self._sent = self._sent + 1
-        if isinstance(frame, Start | RunSlice | RunRound):
+        if isinstance(frame, Start | Run):
             answers = self._actor.call.remote(number, pack(frame))
             receiving = asyncio.create_task(self._receive(answers))
             self._receiving.add(receiving)

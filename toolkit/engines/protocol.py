@@ -5,18 +5,15 @@ The structs also travel between processes (`toolkit.workers.protocol`), so they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from toolkit.engine_traits import traits_of
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-
-if TYPE_CHECKING:
-    pass
 
 FinishReason = Literal["", "stop", "length"]
 
@@ -63,22 +60,10 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.max_new_tokens - self.generated
 
 
-class SliceOutput(msgspec.Struct, frozen=True):
-    """What a slice did, for each row in order.
-
-    Attributes:
-        tokens: the new tokens of each row. An EOS that ended the row is its last token, and counts.
-        finish: why each row ended; "" if it goes on.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    finish: tuple[FinishReason, ...]
-
-
 class StepOutput(msgspec.Struct, frozen=True):
     """One token for each row that got one in this step, and the rows that ended with it.
 
-    `rows` are indices in a slice's batch, and row numbers in a round.
+    Rows are named by their numbers (`EnginePass.numbers`).
     """
 
     rows: tuple[int, ...]
@@ -86,13 +71,16 @@ class StepOutput(msgspec.Struct, frozen=True):
     ended: tuple[tuple[int, FinishReason], ...] = ()
 
 
-class Round(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a worker that keeps its rows' caches does next (`toolkit.sched.types.Batch` with
-    `keep_cache`).
+class EnginePass(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine is told to do: a `toolkit.sched.types.Pass` with the tokens of its rows.
 
     Rows are evicted, paused, swapped out, swapped in and resumed, and new rows enter, in this
     order. Then all rows that are not paused decode, at most `steps` times and until one of them
     ends. The caller chooses a number for each row when it enters.
+
+    Without `keep_cache` the rows in `enter` are one padded batch. Each gets at most `steps` tokens,
+    until all have ended, and their caches are dropped then. No other field is used, and rows that
+    the engine keeps stay as they are.
 
     Attributes:
         enter: rows to prefill.
@@ -102,11 +90,10 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
         swap_out: running or paused rows that go to host memory with their caches.
         swap_in: swapped rows that return to the device and are paused.
         resume: paused rows that decode again, without a prefill.
-        overlap: swaps run in parallel with the round's computation, if the device can do that; else
-            the round waits for them.
-        stop_every: a round that `on_step` stops ends where the count of steps is a multiple of
-            this.
-        chunk_tokens: the largest prefill pass while rows decode, in tokens with padding; 0: whole
+        overlap: swaps run in parallel with the computation, if the device can do that; else the
+            pass waits for them.
+        stop_every: a pass that `on_step` stops ends where the count of steps is a multiple of this.
+        chunk_tokens: the largest prefill while rows decode, in tokens with padding; 0: whole
             prefills.
         steps_before: decode steps that the scheduler has counted; the engine may have made a
             different number.
@@ -124,27 +111,35 @@ class Round(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_every: int = 1
     chunk_tokens: int = 0
     steps_before: int = 0
+    keep_cache: bool = True
 
 
-class RoundOutput(msgspec.Struct, frozen=True):
-    """What a round did. Its tokens were reported step by step.
+def slice_of(rows: Iterable[Row], steps: int) -> EnginePass:
+    """Return the pass that serves `rows` as one padded batch and drops their caches."""
+    enter = tuple(rows)
+    return EnginePass(steps, enter, tuple(range(len(enter))), keep_cache=False)
+
+
+class PassOutput(msgspec.Struct, frozen=True):
+    """What a pass did. Its tokens were reported step by step.
 
     Attributes:
-        steps: decode steps of the rows that were running throughout.
+        steps: decode steps of the rows that were running throughout. Without `keep_cache`: the
+            tokens of the longest row.
         joined: rows that ended their prefill and got a token: (number, steps made before that).
         ended: numbers of the rows that ended.
         tokens: tokens of KV cache that rows hold on the device now.
         padded_tokens: the same with padding.
         dropped: rows that are gone because memory had no room, the last admitted first.
-        ran_out: passes that had no room even after all spare memory was freed, and were repeated in
-            parts.
+        ran_out: forward passes that had no room even after all spare memory was freed, and were
+            repeated in parts.
     """
 
     steps: int
-    joined: tuple[tuple[int, int], ...]
-    ended: tuple[int, ...]
-    tokens: int
-    padded_tokens: int
+    joined: tuple[tuple[int, int], ...] = ()
+    ended: tuple[int, ...] = ()
+    tokens: int = 0
+    padded_tokens: int = 0
     dropped: tuple[int, ...] = ()
     ran_out: int = 0
 
@@ -154,7 +149,7 @@ class RoundOutput(msgspec.Struct, frozen=True):
         return bool(self.dropped or self.ran_out)
 
 
-# Parts of a round other than prefills and decode steps.
+# Parts of a pass with kept caches other than prefills and decode steps.
 Part = Literal["join", "leave", "grow", "swap_out", "swap_in"]
 
 OnStep = Callable[[StepOutput], bool]  # False: stop at this step boundary
@@ -165,10 +160,17 @@ class Engine(Protocol):
 
     facts: EngineFacts
 
-    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        """Serve `rows` as one padded batch for at most `steps` tokens each, until all have ended.
+    def run(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
+        """Run one pass. `on_step` receives the tokens of each step, and may stop the pass.
 
-        Raises `OutOfMemory` and keeps nothing; what `on_step` received before stays valid.
+        Reported tokens stay valid, whatever happens after. If memory has no room for a pass that
+        keeps no caches, `PassOutput.dropped` names the rows that had not ended.
+
+        In a pass that keeps caches, a forward pass that does not fit into memory may be repeated in
+        parts. If that does not help, the pass ends early and `dropped` names the rows that were
+        given up: a row without room for its move, rows to be prefilled, or, if a step has no
+        room, the last admitted row. All other rows are where the plan wanted them, with their
+        caches. Raises ValueError if the engine keeps none (`EngineTraits.keeps_rows`).
         """
         ...
 
@@ -180,26 +182,11 @@ class Engine(Protocol):
         """Seconds on `clock` of one decode iteration at `cached_length`."""
         ...
 
-
-class RoundEngine(Engine, Protocol):
-    """An engine that keeps rows and their caches between rounds: continuous batching."""
-
-    def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
-        """Run one round. `on_step` receives the tokens of each step, and may stop the round.
-
-        A pass that does not fit into memory may be repeated in parts. If that does not help, the
-        round ends early and `RoundOutput.dropped` names the rows that were given up: a row
-        without room for its move, rows to be prefilled, or, if a step has no room, the last
-        admitted row. All other rows are where the plan wanted them, with their caches. Reported
-        tokens of a dropped row stay valid.
-        """
-        ...
-
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
-        """Seconds on `clock` of a part of a round: `rows` rows, the longest of `length` tokens, in
-        a batch with `others` more rows.
+        """Seconds on `clock` of a part of a pass that keeps caches: `rows` rows, the longest of
+        `length` tokens, in a batch with `others` more rows.
 
         - join: prefilled rows are embedded into the batch of the others.
         - leave: they leave it.
@@ -207,7 +194,7 @@ class RoundEngine(Engine, Protocol):
         - swap_out: caches leave the batch and go to host memory.
         - swap_in: caches return, and their rows decode again.
 
-        The engine holds no rows before or after.
+        The engine holds no rows before or after. Raises ValueError if it keeps none.
         """
         ...
 
@@ -300,12 +287,13 @@ def advance(rows: Sequence[tuple[int, LiveRow]], drawn: Sequence[int]) -> StepOu
 
 
 class SliceRecord:
-    """The rows of one slice, step by step."""
+    """The rows of one pass that keeps no caches, step by step."""
 
-    def __init__(self, rows: Sequence[Row], eos_ids: Sequence[int]) -> None:
-        self._rows = [LiveRow(row, eos_ids) for row in rows]
-        self._finish: list[FinishReason] = ["" for _ in rows]
-        self._live = list(enumerate(self._rows))
+    def __init__(self, plan: EnginePass, eos_ids: Sequence[int]) -> None:
+        rows = [LiveRow(row, eos_ids) for row in plan.enter]
+        self._live = list(enumerate(zip(plan.numbers, rows, strict=True)))  # that have not ended
+        self._ended: list[int] = []
+        self._steps = 0
 
     @property
     def all_ended(self) -> bool:
@@ -313,16 +301,20 @@ class SliceRecord:
 
     def advance(self, drawn: Sequence[int]) -> StepOutput:
         """One more token for each row, from `drawn` [N]; draws of ended rows are ignored."""
-        step = advance(self._live, [drawn[index] for index, _ in self._live])
-        for index, finish in step.ended:
-            self._finish[index] = finish
+        step = advance([row for _, row in self._live], [drawn[index] for index, _ in self._live])
+        self._steps += 1
         if step.ended:
-            self._live = [(index, row) for index, row in self._live if not self._finish[index]]
+            ended = [number for number, _ in step.ended]
+            self._ended += ended
+            self._live = [entry for entry in self._live if entry[1][0] not in ended]
         return step
 
-    def output(self) -> SliceOutput:
-        """The tokens of all steps, and why rows ended."""
-        return SliceOutput(tuple(tuple(row.tokens) for row in self._rows), tuple(self._finish))
+    def output(self, *, runs_out: bool = False) -> PassOutput:
+        """What the steps did. `runs_out`: memory had no room for another one."""
+        left = [number for _, (number, _) in reversed(self._live)] if runs_out else ()
+        return PassOutput(
+            self._steps, ended=tuple(self._ended), dropped=tuple(left), ran_out=int(runs_out)
+        )
 
 
 _MASK = (1 << 64) - 1

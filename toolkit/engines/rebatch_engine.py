@@ -4,15 +4,15 @@
 Newcomers are prefilled apart, grouped by length and in bounded passes, and embedded into the
 running batch between two of its steps; or, for comparison, they are prefilled within a step. Rows
 may be paused, swapped to host memory and back without a prefill, or evicted. The scheduler decides
-all of that: this engine performs the moves, and counts tokens and bytes. Slices (`run_slice`) run
+all of that: this engine performs the moves, and counts tokens and bytes. Slices run
 as in the static engine, while the kept rows wait; timings are of rounds and of their parts.
 
-Memory may run out at any allocation. Each part of a round either happens or changes nothing. A pass
-that did not fit is repeated after all spare memory is freed, which suffices if memory was short
-only for a moment, and then in two or more parts: a pass holds activations besides the cache, fewer
-for fewer rows or fewer columns. That takes longer, but no row loses its cache and the round goes
-on. If the cache itself has no room, parts do not help, and the rows concerned are dropped: for a
-move its row, for a prefill the newcomers, for a step one row. All other rows go on.
+Memory may run out at any allocation. Each part of a pass either happens or changes nothing. A
+forward pass that did not fit is repeated after all spare memory is freed, which suffices if memory
+was short only for a moment, and then in two or more parts: it holds activations besides the cache,
+fewer for fewer rows or fewer columns. That takes longer, but no row loses its cache and the pass
+goes on. If the cache itself has no room, parts do not help, and the rows concerned are dropped: for
+a move its row, for a prefill the newcomers, for a step one row. All other rows go on.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ import torch
 from toolkit.engines.fixed_step import FixedSteps
 from toolkit.engines.memory import ByteLedger, on_device
 from toolkit.engines.protocol import (
+    EnginePass,
     LiveRow,
     OnStep,
     Part,
-    Round,
-    RoundOutput,
+    PassOutput,
     Row,
     SamplingParams,
-    SliceOutput,
     StepOutput,
 )
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
@@ -54,7 +53,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Retries:
-    """Makes the passes of one round, and repeats those that do not fit into memory.
+    """Makes the forward passes of one pass, and repeats those that do not fit into memory.
 
     Attributes:
         free_spare: frees memory that is held without need.
@@ -88,7 +87,7 @@ class Retries:
 
 
 class RebatchEngine(TransformersEngine):
-    """`toolkit.engines.protocol.RoundEngine` on any causal language model of transformers with full
+    """`toolkit.engines.protocol.Engine` on any causal language model of transformers with full
     attention. Raises what `TransformersEngine` raises.
     """
 
@@ -113,8 +112,16 @@ class RebatchEngine(TransformersEngine):
         # A bounded pass was made since the last step: running rows do not wait for two.
         self._step_is_due = False
 
+    def run(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
+        """See `Engine.run`. Before a slice, slabs without rows make room."""
+        if plan.keep_cache:
+            return self._run_kept(plan, on_step)
+        if not self._batch:
+            self._batch.cache.fit()
+        return self._run_slice(plan, on_step)
+
     @on_device
-    def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
+    def _run_kept(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
         self._check_rows(plan.enter)
         progress = _Progress(plan, on_step, Retries(self.ledger, self._batch.cache.fit))
         self._move(plan, progress)
@@ -131,12 +138,12 @@ class RebatchEngine(TransformersEngine):
             over = progress.is_over()
             if not over:
                 self._admit(progress)
-                # A round that is stopped ends after a step, not between a step and its pass.
+                # A pass that is stopped ends after a step, not between a step and its prefill.
                 over = bool(progress.ended) or progress.is_short
         self._suspended.wait()
         cache = self._batch.cache
         others = self._suspended.device_tokens + self._prefiller.tokens
-        return RoundOutput(
+        return PassOutput(
             progress.steps,
             tuple(progress.joined),
             tuple(progress.ended),
@@ -146,17 +153,11 @@ class RebatchEngine(TransformersEngine):
             progress.retries.ran_out,
         )
 
-    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        """See `Engine.run_slice`. Slabs that rounds keep without rows make room."""
-        if not self._batch:
-            self._batch.cache.fit()
-        return super().run_slice(rows, steps, on_step)
-
     @on_device
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
     ) -> float:
-        """See `RoundEngine.time_part`: rows with random caches of unequal lengths."""
+        """See `Engine.time_part`: rows with random caches of unequal lengths."""
         batch = self._batch
         cache = self._batch.cache
         try:
@@ -236,7 +237,7 @@ class RebatchEngine(TransformersEngine):
         self._evict(number)
         progress.dropped.append(number)
 
-    def _move(self, plan: Round, progress: _Progress) -> None:
+    def _move(self, plan: EnginePass, progress: _Progress) -> None:
         """Make the plan's moves, which come before the first step."""
         for number in plan.evict:
             self._evict(number)
@@ -458,16 +459,16 @@ def _timed_row(tokens: Sequence[int]) -> LiveRow:
 
 @dataclass(slots=True)
 class _Progress:
-    """What a round has done so far, and whether it goes on.
+    """What a pass has done so far, and whether it goes on.
 
     Attributes:
-        joined, ended, dropped: as in `RoundOutput`.
-        is_short: memory has no room for more steps or newcomers, so the round ends and the
+        joined, ended, dropped: as in `PassOutput`.
+        is_short: memory has no room for more steps or newcomers, so the pass ends and the
             scheduler decides again.
-        is_wanted: False once `on_step` has stopped the round.
+        is_wanted: False once `on_step` has stopped the pass.
     """
 
-    plan: Round
+    plan: EnginePass
     on_step: OnStep
     retries: Retries
     steps: int = 0
@@ -478,7 +479,7 @@ class _Progress:
     is_wanted: bool = True
 
     def is_over(self) -> bool:
-        """Whether the round ends here."""
+        """Whether the pass ends here."""
         may_stop = (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
         stopped = may_stop and not self.is_wanted
         if self.plan.chunk_tokens and not self.steps:
@@ -490,7 +491,7 @@ class _Progress:
         self.report(step)
 
     def report(self, step: StepOutput) -> None:
-        """Report tokens to the caller, which may stop the round."""
+        """Report tokens to the caller, which may stop the pass."""
         self.ended += [number for number, _ in step.ended]
         self.is_wanted = self.on_step(step) and self.is_wanted
 

@@ -38,7 +38,15 @@ from toolkit.engines.memory import (
     on_device,
 )
 from toolkit.engines.norms import fuse_norms
-from toolkit.engines.protocol import OnStep, Row, SliceOutput, SliceRecord
+from toolkit.engines.protocol import (
+    EnginePass,
+    OnStep,
+    OutOfMemory,
+    Part,
+    PassOutput,
+    Row,
+    SliceRecord,
+)
 from toolkit.engines.rebatch_cache import RebatchCache
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import Arena, PaddedBatch, values_per_token
@@ -140,11 +148,30 @@ class TransformersEngine:
         model: Callable[..., Any] = self._model
         return model
 
+    def run(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
+        """See `Engine.run`; this engine keeps no caches."""
+        if plan.keep_cache:
+            raise ValueError(f"engine '{self.name}' keeps no caches between passes")
+        return self._run_slice(plan, on_step)
+
+    def time_part(
+        self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
+    ) -> float:
+        raise ValueError(f"engine '{self.name}' keeps no caches between passes")
+
+    def _run_slice(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
+        self._check_rows(plan.enter)
+        record = SliceRecord(plan, self._eos_ids)
+        try:
+            self._serve(plan, record, on_step)
+        except OutOfMemory:
+            return record.output(runs_out=True)
+        return record.output()
+
     @on_device
-    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
-        self._check_rows(rows)
-        steps = min(steps, max(row.remaining for row in rows))
-        record = SliceRecord(rows, self._eos_ids)
+    def _serve(self, plan: EnginePass, record: SliceRecord, on_step: OnStep) -> None:
+        rows = plan.enter
+        steps = min(plan.steps, max(row.remaining for row in rows))
         with self._room_for([row.tokens for row in rows], steps) as parts:
             sampler = Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
             logits = self._prefill(parts)
@@ -154,7 +181,6 @@ class TransformersEngine:
                 if not wanted or record.all_ended or step == steps - 1:
                     break
                 logits = self._decode(parts, drawn)
-        return record.output()
 
     @on_device
     def time_prefill(self, batch_size: int, input_length: int, clock: Callable[[], float]) -> float:

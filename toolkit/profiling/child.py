@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import os
 import select
-from contextlib import suppress
 from itertools import cycle
 from typing import IO
 
-from toolkit.engines.protocol import Engine, OutOfMemory, make_engine
+from toolkit.engines.protocol import Engine, make_engine, slice_of
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
 from toolkit.profiling import process
@@ -73,8 +72,7 @@ def _keep_busy(engine: Engine, work: process.KeepBusy, requests: IO[bytes]) -> N
         if not undisturbed():
             return
         rows = process.slice_rows(shape, engine.facts.vocab_size)
-        with suppress(OutOfMemory):
-            engine.run_slice(rows, shape.steps, undisturbed)
+        engine.run(slice_of(rows, shape.steps), undisturbed)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ from pydantic import Field
 
 from toolkit.engines.protocol import (
     Engine,
+    EnginePass,
     OutOfMemory,
     Part,
-    Round,
-    RoundEngine,
     Row,
     SamplingParams,
+    slice_of,
 )
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import (
@@ -87,10 +87,10 @@ class TimedEngine(ABC):
         """Whether a slice of this shape runs without running out of memory."""
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
-        """How many rows of `length` tokens enter, one per round, up to `limit`, and whether the
+        """How many rows of `length` tokens enter, one per pass, up to `limit`, and whether the
         next one ran out of memory. Raises `Unmeasurable` with the reason.
         """
-        raise NotImplementedError("the engine does not keep its rows between rounds")
+        raise NotImplementedError("the engine does not keep its rows between passes")
 
     @property
     def steps(self) -> StepsProfile | None:
@@ -147,8 +147,7 @@ class LocalTimedEngine(TimedEngine):
                 return self._engine.time_prefill(rows, length, clock)
             if kind == "decode":
                 return self._engine.time_decode(rows, length, clock)
-            engine = cast(RoundEngine, self._engine)
-            return engine.time_part(cast(Part, kind), rows, length, point.others, clock)
+            return self._engine.time_part(cast(Part, kind), rows, length, point.others, clock)
 
         try:
             return visit(run, warmups)
@@ -157,22 +156,19 @@ class LocalTimedEngine(TimedEngine):
 
     def admit(self, length: int, limit: int) -> tuple[int, bool]:
         (row,) = slice_rows(SliceShape(1, length, self.facts.max_model_len - length))
-        engine = cast(RoundEngine, self._engine)
+        engine = self._engine
         entered = 0
         runs_out = False
         while entered < limit and not runs_out:
-            runs_out = engine.run_round(Round(0, (row,), (entered,)), lambda _: True).is_short
+            runs_out = engine.run(EnginePass(0, (row,), (entered,)), lambda _: True).is_short
             entered += not runs_out
-        engine.run_round(Round(0, evict=tuple(range(entered + runs_out))), lambda _: True)
+        engine.run(EnginePass(0, evict=tuple(range(entered + runs_out))), lambda _: True)
         return entered, runs_out
 
     def fits(self, shape: SliceShape) -> bool:
         """See `TimedEngine.fits`. One step is enough: the engine allocates all at the start."""
-        try:
-            self._engine.run_slice(slice_rows(shape), shape.steps, lambda _: False)
-        except OutOfMemory:
-            return False
-        return True
+        plan = slice_of(slice_rows(shape), shape.steps)
+        return not self._engine.run(plan, lambda _: False).is_short
 
 
 def slice_rows(shape: SliceShape, vocab_size: int = 2) -> list[Row]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from toolkit.engines.protocol import Round, RoundOutput, Row, SamplingParams
+from toolkit.engines.protocol import EnginePass, PassOutput, Row, SamplingParams, slice_of
 from toolkit.files.profile import (
     EngineFacts,
     FailedPoint,
@@ -43,10 +43,8 @@ from toolkit.profiling.measure import (
 from toolkit.profiling.process import TimedEngine, slice_rows
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import (
-    BatchDone,
-    RoundDone,
-    RunRound,
-    RunSlice,
+    PassDone,
+    Run,
     WorkerEvent,
     WorkerReady,
     Workers,
@@ -76,7 +74,7 @@ class Feed(ABC, Generic[Work, Point]):
     ) -> None:
         self.workers = workers
         self._record = record
-        self.batches = 0  # sent so far
+        self.sent = 0  # passes so far
         self._waiting = deque(work.items())
         self._unrecorded = list(work.values())
         self._left = len(work)
@@ -104,12 +102,17 @@ class Feed(ABC, Generic[Work, Point]):
 
     @abstractmethod
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
-        """A worker is ready again after its process was lost, or has run a batch."""
+        """A worker is ready again after its process was lost, or has run a pass."""
 
     def _on_event(self, event: WorkerEvent) -> None:
         now_s = time.perf_counter()
         if self._begun or not isinstance(event, WorkerReady):
             self.on_event(event, now_s)
+
+    def send(self, worker: int, plan: EnginePass) -> None:
+        """Send a pass to an idle worker."""
+        self.sent += 1
+        self.workers.run(worker, Run(self.sent, plan))
 
     def next(self, worker: int) -> None:
         """Give an idle worker something to run, unless all is recorded."""
@@ -119,7 +122,7 @@ class Feed(ABC, Generic[Work, Point]):
             self._start_unrecorded(worker)
 
     def _start_unrecorded(self, worker: int) -> None:
-        self.start(worker, None, self._unrecorded[self.batches % len(self._unrecorded)])
+        self.start(worker, None, self._unrecorded[self.sent % len(self._unrecorded)])
 
     def finish(self, number: int | None, result: Point | FailedPoint) -> None:
         """Record a result, if it is of numbered work."""
@@ -176,8 +179,8 @@ class RowsOfSequence:
         """Numbers of the rows in the batch."""
         return tuple(self._cached)
 
-    def plan(self) -> Round:
-        """The next round. The rows that enter are a full batch if none runs, else a few."""
+    def plan(self) -> EnginePass:
+        """The next pass. The rows that enter are a full batch if none runs, else a few."""
         room = count = self._wanted - len(self._cached)
         if self._cached:
             count = self._rng.randint(1, ENTER_MAX) if self._rng.random() < ENTER_SHARE else 0
@@ -193,17 +196,17 @@ class RowsOfSequence:
             (len(group), max(lengths[index] for index in group)) for group in groups_alike(lengths)
         ]
         self._steps = log_uniform((1, max(self._ranges.spec.slice_tokens)), self._rng)
-        return Round(
+        return EnginePass(
             self._steps, tuple(self._entering.values()), tuple(self._entering), evict=self._stale
         )
 
-    def left_by(self, output: RoundOutput) -> tuple[int, ...]:
-        """Numbers of the rows that are still in the engine after a round ran out of memory."""
+    def left_by(self, output: PassOutput) -> tuple[int, ...]:
+        """Numbers of the rows that are still in the engine after a pass ran out of memory."""
         gone = {*output.ended, *output.dropped}
         return tuple(number for number in (*self._cached, *self._entering) if number not in gone)
 
-    def finish(self, output: RoundOutput, seconds: float) -> None:
-        """Record a round that ended `seconds` of wall time after its dispatch."""
+    def finish(self, output: PassOutput, seconds: float) -> None:
+        """Record a pass that ended `seconds` of wall time after its dispatch."""
         left = len(self._stale) + len(output.ended)
         self._stale = ()
         for number, row in self._entering.items():
@@ -271,7 +274,7 @@ class SequenceFeed(Feed[int, RoundSequence]):
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, WorkerReady) and event.worker not in self._on:
             self.next(event.worker)  # the worker was lost, and its rows with it
-        if not isinstance(event, RoundDone) or event.worker not in self._on:
+        if not isinstance(event, PassDone) or event.worker not in self._on:
             return
         worker = event.worker
         output = event.output
@@ -294,9 +297,8 @@ class SequenceFeed(Feed[int, RoundSequence]):
 
     def _send(self, worker: int, number: int | None, rows: RowsOfSequence) -> None:
         plan = rows.plan()
-        self.batches += 1
         self._on[worker] = number, rows, time.perf_counter()
-        self.workers.run(worker, RunRound(self.batches, plan))
+        self.send(worker, plan)
 
 
 # Share of the machine's memory for the swapped caches of all workers, if the recipe sets no bound.
@@ -377,24 +379,23 @@ class SliceFeed(Feed[SliceShape, SlicePoint]):
     ) -> None:
         super().__init__(workers, shapes, record)
         self._vocab_size = vocab_size
-        # by batch: the number of the slice, its shape, and when it was sent
+        # by worker: the number of its slice, its shape, and when it was sent
         self._sent: dict[int, tuple[int | None, SliceShape, float]] = {}
 
     def start(self, worker: int, number: int | None, work: SliceShape) -> None:
-        rows = slice_rows(work, self._vocab_size)
-        self.batches += 1
-        self._sent[self.batches] = number, work, time.perf_counter()
-        self.workers.run(worker, RunSlice(self.batches, tuple(rows), work.steps))
+        plan = slice_of(slice_rows(work, self._vocab_size), work.steps)
+        self._sent[worker] = number, work, time.perf_counter()
+        self.send(worker, plan)
 
     def on_event(self, event: WorkerEvent, now_s: float) -> None:
-        if isinstance(event, BatchDone):
-            number, shape, sent_s = self._sent.pop(event.pass_id)
+        if isinstance(event, PassDone):
+            number, shape, sent_s = self._sent.pop(event.worker)
             rows = shape.batch_size
             length = shape.input_length
             steps = shape.steps
-            tokens = sum(map(len, event.output.tokens))
-            if event.failure or tokens != rows * steps:
-                why = event.failure or f"{tokens} tokens came back"
+            output = event.output or PassOutput(0)
+            if event.failure or output.steps != steps or len(output.ended) != rows:
+                why = event.failure or f"{output.steps} of {steps} tokens came for each row"
                 failed = FailedPoint(kind="slice", batch_size=rows, length=length, reason=why)
                 self.finish(number, failed)
             else:

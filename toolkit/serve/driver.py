@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from toolkit.engines.protocol import FinishReason, Round, RoundOutput
+from toolkit.engines.protocol import EnginePass, FinishReason, PassOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
@@ -25,20 +25,18 @@ from toolkit.serve.live import (
     ActiveRequest,
     ActiveRequests,
     GenerationRequest,
-    InFlightBatch,
+    InFlightPass,
     Reply,
     TextOutput,
     merge,
 )
 from toolkit.serve.stats import Stats
 from toolkit.workers.protocol import (
-    BatchDone,
-    BatchProgress,
     Cancel,
     Interrupt,
-    RoundDone,
-    RunRound,
-    RunSlice,
+    PassDone,
+    PassProgress,
+    Run,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
@@ -96,7 +94,7 @@ class Driver:
         self._accept = accept
         self._active = ActiveRequests(stats, self.forecast, self._ended)
         self._activity = WorkerActivity(workers, self._active.by_id.__getitem__)
-        self.flights = self._activity.flights  # the batch that each worker runs now
+        self.flights = self._activity.flights  # the pass that each worker runs now
         self._start_s = 0.0
         self._next_tick: asyncio.Handle | None = None
         self._wake: asyncio.TimerHandle | None = None
@@ -108,14 +106,14 @@ class Driver:
 
     @property
     def running(self) -> int:
-        """Requests in batches that run now."""
-        running = 0
-        for worker, flight in self.flights.items():
-            if flight.batch.keep_cache:
-                running += len(self.scheduler.workers[worker].running)
-            else:
-                running += sum(not active.status for active in flight.requests)
-        return running
+        """Requests in passes that run now."""
+        return sum([self.running_on(worker) for worker in self.flights])
+
+    def running_on(self, worker: int) -> int:
+        """Requests that have a row on a worker and have not ended."""
+        active = self._active.by_id
+        jobs = self.scheduler.workers[worker].running.jobs
+        return sum([job.request_id in active for job in jobs])
 
     @property
     def waiting(self) -> int:
@@ -177,7 +175,7 @@ class Driver:
         self._tick_later()
 
     def cancel(self, active: ActiveRequest) -> None:
-        """The client has disconnected. A running row ends with its batch, or earlier."""
+        """The client has disconnected. A running row ends with its pass, or earlier."""
         if active.status:
             return
         self.scheduler.cancel(active.request.request_id, self.now_s)
@@ -237,12 +235,10 @@ class Driver:
     def _on_event(self, event: WorkerEvent) -> None:
         with self._stop_on_bug():
             match event:
-                case BatchProgress():
+                case PassProgress():
                     self._progress(event)
-                case BatchDone():
-                    self._slice_done(event)
-                case RoundDone():
-                    self._round_done(event)
+                case PassDone():
+                    self._pass_done(event)
                 case WorkerReady():
                     self.facts[event.worker] = event.facts
                     if not self.scheduler.workers[event.worker].alive:
@@ -256,57 +252,21 @@ class Driver:
                     self.failed = event.error
                     self.broke.set()
 
-    def _progress(self, event: BatchProgress) -> None:
+    def _progress(self, event: PassProgress) -> None:
         now_s = self.now_s
         for active, tokens, finish in self._activity.progress(event):
             if not self._active.deliver(active, tokens, finish, now_s):
                 continue
-            if active.flight:  # the scheduler learns it from the slice's result
+            if active.flight:  # the scheduler learns it from the pass's result
                 self._activity.cancel_row(active)
             else:
                 self.scheduler.end(active.request.request_id, len(active.tokens), now_s)
                 self._tick_later()
 
-    def _slice_done(self, event: BatchDone) -> None:
-        flight, output = self._activity.slice_done(event)
+    def _pass_done(self, event: PassDone) -> None:
+        flight, result = self._activity.done(event)
         now_s = self.now_s
-        for active, tokens, finish in output:
-            self._active.deliver(active, tokens, finish, now_s)
-        steps = event.steps
-        ended: list[str] = []
-        missed: list[tuple[str, int]] = []
-        for active, job in zip(flight.requests, flight.batch.jobs, strict=True):
-            # A stop string may have ended a request: tokens after it do not count.
-            left = steps - (len(active.tokens) - job.generated)
-            if active.status:
-                ended.append(job.request_id)
-            if left:
-                missed.append((job.request_id, left))
-        result = PassResult(
-            event.pass_id,
-            event.worker,
-            steps,
-            tuple(ended),
-            failure=event.failure,
-            missed=tuple(missed),
-        )
-        law = self.scheduler.workers[event.worker].latency
-        self.stats.count_batch(flight.batch, result, event.steps, now_s, law)
-        self._complete(flight, event, result, now_s)
-
-    def _round_done(self, event: RoundDone) -> None:
-        flight, result = self._activity.round_done(event)
-        now_s = self.now_s
-        self.stats.count_round(flight.batch, result, now_s, self.scheduler.workers[event.worker])
-        self._complete(flight, event, result, now_s)
-
-    def _complete(
-        self,
-        flight: InFlightBatch,
-        event: BatchDone | RoundDone,
-        result: PassResult,
-        now_s: float,
-    ) -> None:
+        self.stats.count_pass(flight.batch, result, now_s, self.scheduler.workers[event.worker])
         if flight.follows and event.failure != "crashed":
             self.stats.hop.observe(event.gap_s)
         self.forecast.pace.ran(self.stats.batch_s, self.stats.predicted_batch_s)
@@ -315,7 +275,7 @@ class Driver:
         if event.failure == "crashed":
             self._tick_later()  # the event that reports the worker's loss comes next
             return
-        # The worker is idle: give it a batch before writing to clients or reading from them.
+        # The worker is idle: give it a pass before writing to clients or reading from them.
         if self._next_tick:
             self._next_tick.cancel()
         if self.state != "stopped":
@@ -342,138 +302,115 @@ RowOutput = tuple[ActiveRequest, list[int], FinishReason]  # new tokens, and how
 
 
 class WorkerActivity:
-    """The batches that run now, at most one per worker.
+    """The passes that run now, at most one per worker.
 
     It decides nothing and writes nothing to clients: the driver says what starts, delivers the
-    tokens, and gives the results to the scheduler. A row of a slice is its index in the batch; a
-    row of a round has a number from `ResidentRows`. `find` returns the active request with an id.
+    tokens, and gives the results to the scheduler. `find` returns the active request with an id.
     """
 
     def __init__(self, workers: Workers, find: Callable[[str], ActiveRequest]) -> None:
-        self.flights: dict[int, InFlightBatch] = {}  # by worker
+        self.flights: dict[int, InFlightPass] = {}  # by worker
         self._workers = workers
         self._find = find
-        self._resident = [ResidentRows() for _ in range(workers.size)]  # of workers with rounds
+        self._rows = [WorkerRows() for _ in range(workers.size)]
         self._just_freed: set[int] = set()
 
     def launch(self, batches: Iterable[Pass]) -> list[ActiveRequest]:
-        """Send the batches of a tick, and return the requests that begin to run.
+        """Send the passes of a tick, and return the requests that begin to run.
 
-        A worker that gets no batch stays idle, so its next batch does not follow the last one at
+        A worker that gets no pass stays idle, so its next pass does not follow the last one at
         once.
         """
         started: list[ActiveRequest] = []
         for batch in batches:
             worker = batch.worker
-            follows = batch.worker in self._just_freed
-            requests = tuple(self._find(job.request_id) for job in batch.jobs)
+            requests = [self._find(job.request_id) for job in batch.jobs]
             started += requests
-            flight = self.flights[worker] = InFlightBatch(batch, follows)
-            if batch.keep_cache:
-                plan = self._resident[worker].begin(batch, self._find)
-                self._workers.run(worker, RunRound(batch.pass_id, plan), batch.estimated_s)
-                continue
-            flight.requests = requests
-            flight.received = [0] * len(requests)
-            for active in requests:
-                active.flight = flight
-            rows = tuple([active.row() for active in requests])
-            run = RunSlice(batch.pass_id, rows, batch.steps)
-            self._workers.run(worker, run, batch.estimated_s)
+            flight = self.flights[worker] = InFlightPass(batch, worker in self._just_freed)
+            if not batch.keep_cache:
+                for active in requests:
+                    active.flight = flight
+            plan = self._rows[worker].begin(batch, requests)
+            self._workers.run(worker, Run(batch.pass_id, plan), batch.estimated_s)
         self._just_freed.clear()
         return started
 
     def interrupt(self, worker: int) -> None:
-        """Ask the worker to end its round at the next step where the round may stop."""
+        """Ask the worker to end its pass at the next step where the pass may stop."""
         self._workers.tell(worker, Interrupt(self.flights[worker].batch.pass_id))
 
     def cancel_row(self, active: ActiveRequest) -> None:
         """Tell the worker of a request's slice that the rest of its output is not needed."""
         if active.flight:
             batch = active.flight.batch
-            cancel = Cancel(batch.pass_id, (active.request.request_id,))
-            self._workers.tell(batch.worker, cancel)
+            number = self._rows[batch.worker].numbers[active.request.request_id]
+            self._workers.tell(batch.worker, Cancel(batch.pass_id, (number,)))
 
-    def progress(self, event: BatchProgress) -> list[RowOutput]:
-        """The tokens of a running batch. Events of a batch that has ended are ignored."""
+    def progress(self, event: PassProgress) -> list[RowOutput]:
+        """The tokens of a running pass. Events of a pass that has ended are ignored."""
         flight = self.flights.get(event.worker)
         if flight is None or flight.batch.pass_id != event.pass_id:
             return []
-        output: list[RowOutput] = []
-        for row, (tokens, finish) in merge(event.steps).items():
-            if flight.batch.keep_cache:
-                resident = self._resident[event.worker]
-                active = resident.receive(row, len(tokens), ended=bool(finish))
-            else:
-                flight.received[row] += len(tokens)
-                active = flight.requests[row]
-            output.append((active, tokens, finish))
-        return output
-
-    def slice_done(self, event: BatchDone) -> tuple[InFlightBatch, list[RowOutput]]:
-        """Returns the slice that has ended, and the tokens that had not arrived before."""
-        flight = self._take(event.worker)
-        for active in flight.requests:
-            active.flight = None
-        rows = zip(
-            flight.requests, flight.received, event.output.tokens, event.output.finish, strict=True
-        )
-        return flight, [
-            (active, list(tokens[received:]), finish) for active, received, tokens, finish in rows
+        rows = self._rows[event.worker]
+        return [
+            (rows.receive(number, len(tokens), ended=bool(finish)), tokens, finish)
+            for number, (tokens, finish) in merge(event.steps).items()
         ]
 
-    def round_done(self, event: RoundDone) -> tuple[InFlightBatch, PassResult]:
-        """Returns the round that has ended, and its result. All its tokens have arrived."""
-        flight = self._take(event.worker)
-        resident = self._resident[event.worker]
+    def done(self, event: PassDone) -> tuple[InFlightPass, PassResult]:
+        """Return the pass that has ended, and its result. All its tokens have arrived."""
+        flight = self.flights.pop(event.worker)
+        self._just_freed.add(event.worker)
+        batch = flight.batch
+        rows = self._rows[event.worker]
+        if not batch.keep_cache:
+            return flight, rows.dropped(batch, event.failure)
         if event.output is None:
-            return flight, resident.crashed(flight.batch)
-        return flight, resident.result(flight.batch, event.output)
-
-    def _take(self, worker: int) -> InFlightBatch:
-        self._just_freed.add(worker)
-        return self.flights.pop(worker)
+            return flight, rows.crashed(batch)
+        return flight, rows.kept(batch, event.output)
 
 
 NO_MOVES = Moves()
 
 
-class ResidentRows:
-    """The rows that one worker keeps between rounds, and the round that it runs.
+class WorkerRows:
+    """The rows that one worker has, and what they got of the pass that it runs.
 
     The scheduler identifies a job by its request, the engine by a row number. A row gets its number
     when it enters, and loses it when its cache is dropped.
+
+    Attributes:
+        numbers: by request id.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # by request id
+        self.numbers: dict[str, int] = {}
         self._requests: dict[int, ActiveRequest] = {}  # by row number
         self._next_number = 0
         self._prefilling: dict[int, None] = {}  # rows without a token since they entered
-        self._prefilling_before: tuple[int, ...] = ()  # those of them when the round began
-        self._received: dict[int, int] = {}  # tokens in this round, by row number
-        self._ended: list[int] = []  # rows that ended in this round
-        self._steps = 0  # decode steps over all rounds, by which a round's possible stops count
+        self._prefilling_before: tuple[int, ...] = ()  # those of them when the pass began
+        self._received: dict[int, int] = {}  # tokens in this pass, by row number
+        self._ended: list[int] = []  # rows that ended in this pass
+        self._steps = 0  # decode steps over all passes, by which possible stops count
 
-    def begin(self, batch: Pass, find: Callable[[str], ActiveRequest]) -> Round:
-        """The round for the engine. `find` returns the active request with an id."""
+    def begin(self, batch: Pass, entering: Sequence[ActiveRequest]) -> EnginePass:
+        """The pass for the engine; `entering` are the active requests of its jobs."""
         evicted = (*self._forget(batch.evict), *self._forget(batch.release))
-        entering = [find(job.request_id) for job in batch.jobs]
         entered = tuple(range(self._next_number, self._next_number + len(entering)))
         self._next_number += len(entering)
         self._requests.update(zip(entered, entering, strict=True))
         for job, number in zip(batch.jobs, entered, strict=True):
-            self._numbers[job.request_id] = number
+            self.numbers[job.request_id] = number
         self._prefilling.update(dict.fromkeys(entered))
         self._prefilling_before = tuple(self._prefilling)
         self._received = {}
         self._ended = []
 
         def numbers(jobs: Iterable[Job]) -> tuple[int, ...]:
-            return tuple(self._numbers[job.request_id] for job in jobs)
+            return tuple(self.numbers[job.request_id] for job in jobs)
 
         moves = batch.moves or NO_MOVES
-        return Round(
+        return EnginePass(
             batch.steps,
             tuple(active.row() for active in entering),
             entered,
@@ -486,6 +423,7 @@ class ResidentRows:
             batch.stop_every,
             batch.chunk_tokens,
             self._steps,
+            batch.keep_cache,
         )
 
     def receive(self, number: int, tokens: int, *, ended: bool) -> ActiveRequest:
@@ -496,8 +434,26 @@ class ResidentRows:
             self._ended.append(number)
         return self._requests[number]
 
-    def result(self, batch: Pass, output: RoundOutput) -> PassResult:
-        """The result of a round, for the scheduler."""
+    def dropped(self, batch: Pass, failure: Failure) -> PassResult:
+        """The result of a pass that kept no caches, from the tokens that arrived."""
+        steps = max(self._received.values(), default=0)
+        ended: list[str] = []
+        missed: list[tuple[str, int]] = []
+        for job in batch.jobs:
+            active = self._requests[self.numbers[job.request_id]]
+            active.flight = None
+            # A stop string may have ended a request: tokens after it do not count.
+            short = steps - (len(active.tokens) - job.generated)
+            if active.status:
+                ended.append(job.request_id)
+            if short:
+                missed.append((job.request_id, short))
+        self._clear()
+        ran = batch.pass_id, batch.worker, steps
+        return PassResult(*ran, tuple(ended), failure=failure, missed=tuple(missed))
+
+    def kept(self, batch: Pass, output: PassOutput) -> PassResult:
+        """The result of a pass that kept its caches."""
         joined = self._joined(dict(output.joined))
         for number, _ in output.joined:
             self._prefilling.pop(number, None)
@@ -509,7 +465,9 @@ class ResidentRows:
         return PassResult(*ran, ended, joined, failure, dropped=dropped)
 
     def crashed(self, batch: Pass) -> PassResult:
-        """The result of a round that lost its worker, and so all rows, from the tokens so far."""
+        """The result of a pass with kept caches that lost its worker, and so all rows, from the
+        tokens so far.
+        """
         received = self._received
         prefilling = self._prefilling_before
         # Steps that a row ran after its prefill ended: one token came from the prefill itself.
@@ -518,9 +476,7 @@ class ResidentRows:
         steps = max([*steps_after.values(), *decoded], default=0)
         joined = self._joined({number: steps - after for number, after in steps_after.items()})
         ended = tuple([self._remove(number) for number in self._ended])
-        self._numbers.clear()
-        self._requests.clear()
-        self._prefilling.clear()
+        self._clear()
         self._steps += steps
         return PassResult(batch.pass_id, batch.worker, steps, ended, joined, "crashed")
 
@@ -533,7 +489,7 @@ class ResidentRows:
 
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
         """Remove the rows that jobs with dropped caches still have; return their numbers."""
-        numbers = [self._numbers[job.request_id] for job in jobs if job.request_id in self._numbers]
+        numbers = [self.numbers[job.request_id] for job in jobs if job.request_id in self.numbers]
         for number in numbers:
             self._remove(number)
         return numbers
@@ -542,5 +498,11 @@ class ResidentRows:
         """Remove a row, and return the id of its request."""
         self._prefilling.pop(number, None)
         request_id = self._requests.pop(number).request.request_id
-        del self._numbers[request_id]
+        del self.numbers[request_id]
         return request_id
+
+    def _clear(self) -> None:
+        """Remove all rows."""
+        self.numbers.clear()
+        self._requests.clear()
+        self._prefilling.clear()

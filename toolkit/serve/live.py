@@ -214,7 +214,7 @@ class ActiveRequest:
     last_token_s: float = math.nan
     max_gap_s: float = 0.0  # between two tokens; tokens that arrive together share their gap
     status: Status = ""  # how it ended, or '' while it runs
-    flight: InFlightBatch | None = None  # the slice that runs it
+    flight: InFlightPass | None = None  # the pass without kept caches that runs it
     deadline: asyncio.TimerHandle | None = None
 
     def row(self) -> Row:
@@ -231,14 +231,11 @@ class ActiveRequest:
 
 
 @dataclass(slots=True, eq=False)
-class InFlightBatch:
-    """A batch on a worker."""
+class InFlightPass:
+    """A pass on a worker."""
 
     batch: Pass
-    follows: bool  # it was sent as soon as the worker's last batch had ended
-    # Of each row of a slice; of a round, `ResidentRows` knows the rows.
-    requests: tuple[ActiveRequest, ...] = ()
-    received: list[int] = field(default_factory=list)  # tokens
+    follows: bool  # it was sent as soon as the worker's last pass had ended
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.rounds import groups_alike
 from toolkit.sched.types import Pass, PassResult, Worker
 
@@ -209,64 +208,56 @@ class Stats:
         )
 
     def count_start(self, batch: Pass) -> None:
-        """Count a batch that is sent to its worker."""
+        """Count a pass that is sent to its worker."""
         moves = batch.moves
         self.preemptions += sum(not job.cancelled for job in batch.evict)
         self.preemptions += len(moves.pause) + len(moves.swap_out) if moves else 0
 
-    def count_batch(
-        self,
-        batch: Pass,
-        result: PassResult,
-        steps: int,
-        now_s: float,
-        law: LatencyLaw,
-    ) -> None:
-        """Count a static batch that has ended, and compare its time with the law.
-
-        `steps` is how many steps it ran, which may be fewer than planned.
+    def count_pass(self, batch: Pass, result: PassResult, now_s: float, worker: Worker) -> None:
+        """Count a pass that has ended, and compare its time with the law. Call this before the
+        scheduler updates the worker's running jobs.
         """
-        self._count_batch(result.failure, batch.size, batch.input_length + batch.steps)
-        if not result.failure and steps:
-            iterations = steps - law.prefill_emits_token
-            expected_s = law.prefill_s(batch.size, batch.input_length)
-            expected_s += law.decode_s(batch.size, batch.input_length, iterations)
-            self._compare(batch.worker, now_s - batch.started_s, expected_s)
-
-    def count_round(self, batch: Pass, result: PassResult, now_s: float, worker: Worker) -> None:
-        """Count a round that has ended. Call this before the scheduler updates the residents."""
-        residents = worker.running
-        law = worker.latency
-        rows = len(residents)
-        longest = residents.longest
-        self._count_batch(result.failure, rows, longest + result.steps)
-        # With chunked prefills only the engine knows which passes the round made.
-        if not (result.failure or residents.prefilling):
-            length = longest if law.padded or not rows else residents.used / rows
-            lengths = [job.length for job in batch.jobs]
-            prefills_s = sum(
-                law.prefill_s(len(group), max(lengths[index] for index in group))
-                for group in groups_alike(lengths)
-            )
-            expected_s = law.round_s + prefills_s + len(result.ended) * law.leave_s(length)
-            expected_s += law.decode_s(rows, length, result.steps) if result.steps else 0.0
-            expected_s += _transfers_s(batch, worker)
-            self._compare(batch.worker, now_s - batch.started_s, expected_s)
-
-    def _count_batch(self, failure: str, rows: int, length: int) -> None:
+        running = worker.running
+        rows = len(running)
+        longest = running.longest
+        length = longest + (result.steps if batch.keep_cache else batch.steps)
         self.batches += 1
-        self.oom_events += failure == "oom"
+        self.oom_events += result.failure == "oom"
         self.extrapolated_batches += rows > self.max_batch_size or length > self.max_length
+        # With chunked prefills only the engine knows which forward passes it made.
+        if not (result.failure or running.prefilling):
+            expected_s = _expected_s(batch, result, worker)
+            if expected_s > 0:
+                took_s = now_s - batch.started_s
+                self.batch_ratio.observe(took_s / expected_s)
+                self.compared[worker.index].took_s += took_s
+                self.compared[worker.index].predicted_s += expected_s
 
-    def _compare(self, worker: int, took_s: float, expected_s: float) -> None:
-        if expected_s > 0:
-            self.batch_ratio.observe(took_s / expected_s)
-            self.compared[worker].took_s += took_s
-            self.compared[worker].predicted_s += expected_s
+
+def _expected_s(batch: Pass, result: PassResult, worker: Worker) -> float:
+    """Seconds that a pass takes by the worker's laws; 0: they do not say."""
+    law = worker.latency
+    running = worker.running
+    rows = len(running)
+    steps = result.steps
+    if not batch.keep_cache:
+        if not steps:
+            return 0.0
+        decode_s = law.decode_s(rows, batch.input_length, steps - law.prefill_emits_token)
+        return law.prefill_s(rows, batch.input_length) + decode_s
+    length = running.longest if law.padded or not rows else running.used / rows
+    lengths = [job.length for job in batch.jobs]
+    prefills_s = sum(
+        law.prefill_s(len(group), max(lengths[index] for index in group))
+        for group in groups_alike(lengths)
+    )
+    expected_s = law.round_s + prefills_s + len(result.ended) * law.leave_s(length)
+    expected_s += law.decode_s(rows, length, steps) if steps else 0.0
+    return expected_s + _transfers_s(batch, worker)
 
 
 def _transfers_s(batch: Pass, worker: Worker) -> float:
-    """Swap time that a round waits for. Transfers that overlap its compute count as free."""
+    """Swap time that a pass waits for. Transfers that overlap its compute count as free."""
     moves = batch.moves
     law = worker.swap
     if moves is None or law is None or (moves.overlap and law.overlaps):

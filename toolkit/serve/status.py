@@ -341,19 +341,17 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
     for worker in driver.scheduler.workers:
         # To the scheduler a worker is alive while it loads for the first time.
         facts = driver.facts.get(worker.index)
-        rows = len(worker.running)
         tokens = footprint_of(worker).taken + worker.paused.tokens
         flight = driver.flights.get(worker.index)
         if flight and not flight.batch.keep_cache:
             # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
             batch = flight.batch
-            rows = sum(not active.status for active in flight.requests)
             tokens = batch.size * (batch.input_length + batch.steps)
         workers.append(
             WorkerGauges(
                 worker.alive and facts is not None,
                 worker.load_s,
-                rows,
+                driver.running_on(worker.index),
                 tokens,
                 facts.capacity_tokens if facts else None,
             )

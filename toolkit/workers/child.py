@@ -1,7 +1,7 @@
-"""A worker's process: it loads an engine and serves slices and rounds over a channel to its front.
+"""A worker's process: it loads an engine and runs passes over a channel to its front.
 
 One thread does the work. Between two steps it reads frames from the front, so that a cancelled
-batch stops. An unexpected error ends the process, because the engine's state is then unknown and
+pass stops. An unexpected error ends the process, because the engine's state is then unknown and
 the front can start another process. Other threads send signs of life and end the process with its
 front (`toolkit.workers.lifeline`).
 """
@@ -13,16 +13,8 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from typing import cast
 
-from toolkit.engines.protocol import (
-    Engine,
-    OutOfMemory,
-    RoundEngine,
-    Row,
-    StepOutput,
-    make_engine,
-)
+from toolkit.engines.protocol import Engine, Row, StepOutput, make_engine, slice_of
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.lifeline import FrontSocket, LifeSigns
@@ -35,9 +27,7 @@ from toolkit.workers.protocol import (
     Progress,
     Ready,
     Refused,
-    RunBatch,
-    RunRound,
-    RunSlice,
+    Run,
     SocketChannel,
     Start,
     Stop,
@@ -49,28 +39,25 @@ WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 
 class Outbox:
     """Sends tokens to the front.
 
-    The first tokens of a slice, and in rounds the first token of each row, are sent at once. Later
-    tokens, also a row's last one, wait up to `flush_s` and are sent together. So the front handles
-    a few frames per second and worker, instead of one per token or per end of a row.
+    The first token of each row that enters is sent at once. Later tokens, also a row's last one,
+    wait up to `flush_s` and are sent together. So the front handles a few frames per second and
+    worker, instead of one per token or per end of a row.
     """
 
     def __init__(self, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
         self._channel = channel
         self._flush_s = flush_s
         self._clock = clock
-        self._batch_id = -1
+        self._pass_id = -1
         self._unsent: list[StepOutput] = []
         self._sent_s = -1.0
-        self._without_token: set[int] = set()  # rows of rounds that have no token yet
+        self._without_token: set[int] = set()  # rows that entered and have no token yet
 
-    def begin(self, batch: RunBatch) -> None:
-        """Start a batch. The newcomers of a round may get their first tokens in later rounds."""
-        self._batch_id = batch.pass_id
-        if isinstance(batch, RunSlice):
-            self._sent_s = -1.0
-        else:
-            self.forget(batch.plan.evict)
-            self._without_token.update(batch.plan.numbers)
+    def begin(self, batch: Run) -> None:
+        """Start a pass. Its newcomers may get their first tokens in later passes."""
+        self._pass_id = batch.pass_id
+        self.forget(batch.plan.evict)
+        self._without_token.update(batch.plan.numbers)
 
     def forget(self, numbers: Iterable[int]) -> None:
         self._without_token.difference_update(numbers)
@@ -83,7 +70,7 @@ class Outbox:
             self._without_token.difference_update(step.rows)
         now_s = self._clock()
         if is_first or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
-            self._channel.send(Progress(self._batch_id, self.take()))
+            self._channel.send(Progress(self._pass_id, self.take()))
             self._sent_s = now_s
 
     def take(self) -> tuple[StepOutput, ...]:
@@ -93,38 +80,38 @@ class Outbox:
         return steps
 
 
-class BatchInProgress:
-    """Between two steps of a batch: sends tokens, and reads the frames that end it early.
+class RunningPass:
+    """Between two steps of a pass: sends tokens, and reads the frames that end it early.
 
     Attributes:
         stops: the front has told the worker to end.
     """
 
-    def __init__(self, batch: RunBatch, channel: Channel, outbox: Outbox) -> None:
+    def __init__(self, batch: Run, channel: Channel, outbox: Outbox) -> None:
         self.stops = False
-        self._batch = batch
+        self._pass_id = batch.pass_id
         self._channel = channel
         self._outbox = outbox
-        rows = batch.rows if isinstance(batch, RunSlice) else ()
-        self._wanted = {row.request_id for row in rows}
+        # Rows of a pass that keeps no caches: it ends when none is left.
+        self._wanted = None if batch.plan.keep_cache else set(batch.plan.numbers)
 
     def on_step(self, step: StepOutput) -> bool:
-        """Whether the batch goes on: not if no row of a slice is wanted, if a round is interrupted
-        or if the worker stops.
+        """Whether the pass goes on: not if it is interrupted, if the worker stops, or if it keeps
+        no caches and no row is wanted.
         """
         self._outbox.put(step)
-        batch = self._batch
+        wanted = self._wanted
         goes_on = True
         for frame in self._channel.poll():
             if isinstance(frame, Stop):
                 self.stops = True
-            elif isinstance(frame, Interrupt) and frame.pass_id == batch.pass_id:
+            elif isinstance(frame, Interrupt) and frame.pass_id == self._pass_id:
                 goes_on = False
-            elif isinstance(frame, Cancel) and frame.pass_id == batch.pass_id:
-                self._wanted.difference_update(frame.request_ids)
-        if isinstance(batch, RunSlice):
-            self._wanted.difference_update(batch.rows[index].request_id for index, _ in step.ended)
-            goes_on = bool(self._wanted)
+            elif isinstance(frame, Cancel) and frame.pass_id == self._pass_id and wanted:
+                wanted.difference_update(frame.numbers)
+        if wanted is not None:
+            wanted.difference_update([number for number, _ in step.ended])
+            goes_on = goes_on and bool(wanted)
         return goes_on and not self.stops
 
 
@@ -145,30 +132,21 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
     outbox = Outbox(channel, recipe.engine.flush_s, time.perf_counter)
-    ended_s: float | None = None  # the last batch
+    ended_s: float | None = None  # the last pass
     while True:
         frame = channel.receive()
         if isinstance(frame, Stop):
             return 0
-        if not isinstance(frame, RunSlice | RunRound):
-            continue  # it is for a batch that has ended
+        if not isinstance(frame, Run):
+            continue  # it is for a pass that has ended
         signs.state = "busy"
         gap_s = 0.0 if ended_s is None else time.perf_counter() - ended_s
         outbox.begin(frame)
-        running = BatchInProgress(frame, channel, outbox)
-        output = None
-        ran_out = False
-        if isinstance(frame, RunSlice):
-            try:
-                engine.run_slice(frame.rows, frame.steps, running.on_step)
-            except OutOfMemory:
-                ran_out = True
-        else:
-            output = cast(RoundEngine, engine).run_round(frame.plan, running.on_step)
-            outbox.forget(output.dropped)
-            ran_out = output.is_short
+        running = RunningPass(frame, channel, outbox)
+        output = engine.run(frame.plan, running.on_step)
+        outbox.forget(output.dropped)
         ended_s = time.perf_counter()
-        channel.send(Done(frame.pass_id, outbox.take(), gap_s, ran_out, output))
+        channel.send(Done(frame.pass_id, outbox.take(), output, gap_s))
         if running.stops:
             return 0
         signs.state = "idle"
@@ -177,7 +155,7 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
 def _load(recipe: Recipe) -> Engine:
     engine = make_engine(recipe.model, recipe.engine, recipe.hardware)
     # The first passes choose kernels and fill caches.
-    engine.run_slice(WARM_UP_ROWS, 3, lambda _: True)
+    engine.run(slice_of(WARM_UP_ROWS, 3), lambda _: True)
     gc.collect()
     gc.freeze()  # the model's objects stay, so later collections can skip them
     return engine

@@ -15,11 +15,11 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.engines.protocol import FinishReason, RoundOutput, SliceOutput, StepOutput
+from toolkit.engines.protocol import PassOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
@@ -34,19 +34,17 @@ from toolkit.workers.process import (
 )
 from toolkit.workers.protocol import (
     Alive,
-    BatchDone,
-    BatchProgress,
     Cancel,
     Done,
     FromWorker,
     Interrupt,
     OnEvent,
+    PassDone,
+    PassProgress,
     Progress,
     Ready,
     Refused,
-    RoundDone,
-    RunBatch,
-    RunSlice,
+    Run,
     Start,
     Stop,
     ToWorker,
@@ -185,25 +183,6 @@ class Supervisor:
         self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
 
 
-class BatchRecord:
-    """The front's copy of a running slice, from the reported steps: what a lost worker leaves."""
-
-    def __init__(self, size: int) -> None:
-        self._tokens: list[list[int]] = [[] for _ in range(size)]
-        self._finish: list[FinishReason] = [""] * size
-
-    def add(self, steps: Sequence[StepOutput]) -> None:
-        for step in steps:
-            for row, token in zip(step.rows, step.tokens, strict=True):
-                self._tokens[row].append(token)
-            for row, reason in step.ended:
-                self._finish[row] = reason
-
-    def output(self) -> SliceOutput:
-        """The tokens of all steps, and why rows ended."""
-        return SliceOutput(tuple(map(tuple, self._tokens)), tuple(self._finish))
-
-
 class Body(Protocol):
     """The process or actor of a worker. Its `Start` frame has been sent."""
 
@@ -222,14 +201,13 @@ class Body(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One worker: its body and its batch.
+    """One worker: its body and its pass.
 
     Attributes:
         facts: of its engine; None: the worker is not ready.
-        pass_id: of the running batch.
-        record: of the running slice; None in a round, which keeps no tokens here.
+        pass_id: of the running pass.
         load_began_s: of its current body, on the loop's clock.
-        exits: in a row, without a batch that was served.
+        exits: in a row, without a pass that was run.
         failed_loads: in a row.
         kill_reason: why the supervisor killed its current body.
         lost_s: when it was lost, on the loop's clock; None while it is ready, and before.
@@ -240,7 +218,6 @@ class _Slot:
     facts: EngineFacts | None = None
     refusal: Refused | None = None
     pass_id: int | None = None
-    record: BatchRecord | None = None
     load_began_s: float = 0.0
     exits: int = 0
     failed_loads: int = 0
@@ -297,21 +274,20 @@ class WorkerPool(ABC):
             await self.stop()
             raise
 
-    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
-        """Send a batch. If the worker is gone, it ends as crashed."""
+    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+        """Send a pass. If the worker is gone, it ends as crashed."""
         slot = self._slots[worker]
         if slot.pass_id is not None:
-            raise ValueError(f"worker {worker} runs batch {slot.pass_id}; one at a time")
+            raise ValueError(f"worker {worker} runs pass {slot.pass_id}; one at a time")
         slot.pass_id = batch.pass_id
-        slot.record = BatchRecord(len(batch.rows)) if isinstance(batch, RunSlice) else None
         if slot.facts is not None and slot.body is not None:
             self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
             slot.body.send(batch)
         else:
-            asyncio.get_running_loop().call_soon(self._end_batch, slot, "crashed")
+            asyncio.get_running_loop().call_soon(self._end_pass, slot, "crashed")
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
-        """Change a running batch; nothing happens if it has ended."""
+        """Change a running pass; nothing happens if it has ended."""
         body = self._slots[worker].body
         if body is not None:
             body.send(change)
@@ -349,7 +325,7 @@ class WorkerPool(ABC):
             slot.body = slot.facts = None
             slot.exits += 1
             slot.failed_loads += not was_ready
-            self._end_batch(slot, "crashed")
+            self._end_pass(slot, "crashed")
             if was_ready:
                 self._emit(WorkerLost(slot.index, reason))
             if not self._stopping.is_set():
@@ -452,41 +428,34 @@ class WorkerPool(ABC):
         elif isinstance(frame, Refused):
             slot.refusal = frame
         else:
-            self._receive_of_batch(slot, frame)
+            self._receive_of_pass(slot, frame)
 
-    def _receive_of_batch(self, slot: _Slot, frame: Progress | Done) -> None:
+    def _receive_of_pass(self, slot: _Slot, frame: Progress | Done) -> None:
         if isinstance(frame, Progress):
             self.supervisor.sign(slot.index)
         if frame.pass_id != slot.pass_id:
             return
-        if slot.record is not None:
-            slot.record.add(frame.steps)
         if frame.steps:
-            self._emit(BatchProgress(slot.index, frame.pass_id, frame.steps))
+            self._emit(PassProgress(slot.index, frame.pass_id, frame.steps))
         if isinstance(frame, Done):
             slot.exits = 0
-            failure: Failure = "oom" if frame.out_of_memory else ""
-            self._end_batch(slot, failure, frame.output, frame.gap_s)
+            self._end_pass(slot, "oom" if frame.output.is_short else "", frame.output, frame.gap_s)
 
-    def _end_batch(
+    def _end_pass(
         self,
         slot: _Slot,
         failure: Failure,
-        output: RoundOutput | None = None,
+        output: PassOutput | None = None,
         gap_s: float = 0.0,
     ) -> None:
-        """End the running batch, if there is one. `output` is that of a round."""
+        """End the running pass, if there is one."""
         pass_id = slot.pass_id
         slot.pass_id = None
         if pass_id is None:
             return
         if slot.facts is not None:
             self.supervisor.enter(slot.index, "idle")
-        if slot.record is None:
-            self._emit(RoundDone(slot.index, pass_id, output, failure, gap_s))
-        else:
-            done = slot.record.output()
-            self._emit(BatchDone(slot.index, pass_id, done, failure, gap_s))
+        self._emit(PassDone(slot.index, pass_id, output, failure, gap_s))
 
 
 def _ignore(event: WorkerEvent) -> None:

@@ -1,4 +1,4 @@
-"""The interface between the scheduler's driver and the workers: calls that send slices and rounds,
+"""The interface between the scheduler's driver and the workers: calls that send passes,
 and the events that report their results. Below it are the frames that carry both.
 """
 
@@ -14,7 +14,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from toolkit.engines.protocol import Round, RoundOutput, Row, SliceOutput, StepOutput
+from toolkit.engines.protocol import EnginePass, PassOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.sched.types import Failure
@@ -31,8 +31,8 @@ class WorkerReady:
 
 @dataclass(slots=True, frozen=True)
 class WorkerLost:
-    """A worker's process has ended, and a new one is being started. It follows the `BatchDone` or
-    `RoundDone` of the batch that ran.
+    """A worker's process has ended, and a new one is being started. It follows the `PassDone`
+    of the pass that ran.
     """
 
     worker: int
@@ -47,8 +47,8 @@ class WorkersFailed:
 
 
 @dataclass(slots=True, frozen=True)
-class BatchProgress:
-    """Tokens of one or more steps of a running batch; in a round, rows are numbers."""
+class PassProgress:
+    """Tokens of one or more steps of a running pass."""
 
     worker: int
     pass_id: int
@@ -56,37 +56,21 @@ class BatchProgress:
 
 
 @dataclass(slots=True, frozen=True)
-class BatchDone:
-    """A slice has ended. With a `failure`, `output` holds the tokens reported before it."""
+class PassDone:
+    """A pass has ended; `PassProgress` has reported all its tokens.
 
-    worker: int
-    pass_id: int
-    output: SliceOutput
-    failure: Failure = ""
-    gap_s: float = 0.0  # as in `Done`
-
-    @property
-    def steps(self) -> int:
-        """The largest number of tokens of a row."""
-        return max(map(len, self.output.tokens), default=0)
-
-
-@dataclass(slots=True, frozen=True)
-class RoundDone:
-    """A round has ended; `BatchProgress` has reported all its tokens.
-
-    A round that "crashed" has no `output`, and its rows no caches. A round that ran out of memory
-    ("oom") has lost the rows in `output.dropped`, if any.
+    A pass that "crashed" has no `output`, and its worker's rows no caches. One that ran out of
+    memory ("oom") has lost the rows in `output.dropped`, if any.
     """
 
     worker: int
     pass_id: int
-    output: RoundOutput | None
+    output: PassOutput | None
     failure: Failure = ""
     gap_s: float = 0.0  # as in `Done`
 
 
-WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | BatchProgress | BatchDone | RoundDone
+WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | PassProgress | PassDone
 OnEvent = Callable[[WorkerEvent], None]
 
 
@@ -94,7 +78,7 @@ WorkerState = Literal["away", "starting", "loading", "idle", "running"]
 
 
 class Workers(Protocol):
-    """N workers on one loop; each runs one slice or round at a time, and events report it."""
+    """N workers on one loop; each runs one pass at a time, and events report it."""
 
     size: int
 
@@ -104,16 +88,15 @@ class Workers(Protocol):
         """
         ...
 
-    def run(self, worker: int, batch: RunBatch, estimated_s: float = math.inf) -> None:
-        """Send a slice, or a round to an engine that keeps its rows. Exactly one `BatchDone` or
-        `RoundDone` follows, whatever happens to the process.
+    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+        """Send a pass. Exactly one `PassDone` follows, whatever happens to the process.
 
         A worker that is silent for much longer than `estimated_s` is killed and restarted.
         """
         ...
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
-        """Change a running batch; nothing happens if it has ended."""
+        """Change a running pass; nothing happens if it has ended."""
         ...
 
     def kill(self, worker: int) -> None:
@@ -138,32 +121,24 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     recipe: str
 
 
-class RunSlice(msgspec.Struct, frozen=True, tag="run"):
-    """Serve a slice."""
+class Run(msgspec.Struct, frozen=True, tag="run"):
+    """Run a pass."""
 
     pass_id: int
-    rows: tuple[Row, ...]
-    steps: int
-
-
-class RunRound(msgspec.Struct, frozen=True, tag="run-round"):
-    """Run a round, on an engine that keeps its rows."""
-
-    pass_id: int
-    plan: Round
+    plan: EnginePass
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
-    """End the running round at the next step where it may end (`Round.stop_every`)."""
+    """End the running pass at the next step where it may end (`EnginePass.stop_every`)."""
 
     pass_id: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Cancel these rows of a slice, which ends when no row is wanted."""
+    """Cancel these rows of a pass that keeps no caches, which ends when no row is wanted."""
 
     pass_id: int
-    request_ids: tuple[str, ...]
+    numbers: tuple[int, ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -188,31 +163,28 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Steps of the running batch since the last frame."""
+    """Steps of the running pass since the last frame."""
 
     pass_id: int
     steps: tuple[StepOutput, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The batch has ended.
+    """The pass has ended.
 
     Attributes:
         steps: since the last frame.
-        gap_s: between the end of the worker's last batch and the start of this one, on its clock; 0
+        gap_s: between the end of the worker's last pass and the start of this one, on its clock; 0
             for its first.
-        output: of a round.
     """
 
     pass_id: int
     steps: tuple[StepOutput, ...]
+    output: PassOutput
     gap_s: float = 0.0
-    out_of_memory: bool = False
-    output: RoundOutput | None = None
 
 
-RunBatch = RunSlice | RunRound
-ToWorker = Start | RunSlice | RunRound | Interrupt | Cancel | Stop
+ToWorker = Start | Run | Interrupt | Cancel | Stop
 FromWorker = Alive | Ready | Refused | Progress | Done
 Frame = TypeVar("Frame")
 

@@ -5,10 +5,10 @@ It is a plugin, as another package would add it (`llmctl.engines`), and needs no
 The next token of a row is a hash of all its tokens so far, so a row gets the same tokens in slices
 and in one piece. Tokens are printable ASCII, so that a byte tokenizer shows text.
 
-In rounds, newcomers are prefilled in the passes of `toolkit.sched.rounds`, as in the engine
-`rebatch`, and join without padding. Memory is counted in real tokens: a prefill or a step that
-would exceed `capacity_tokens` on the device is not made, and drops the same rows as the engine
-`rebatch`. Host memory is unlimited.
+In passes that keep caches, newcomers are prefilled in the chunks of `toolkit.sched.rounds`, as in
+the engine `rebatch`, and join without padding. Memory is counted in real tokens: a prefill or a
+step that would exceed `capacity_tokens` on the device is not made, and drops the same rows as the
+engine `rebatch`. Host memory is unlimited.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import msgspec
 import toolkit
 from toolkit.engine_traits import LOCAL, EngineTraits
 from toolkit.engines.protocol import (
+    EnginePass,
     LiveRow,
     OnStep,
     OutOfMemory,
     Part,
-    Round,
-    RoundOutput,
+    PassOutput,
     Row,
-    SliceOutput,
     SliceRecord,
     StepOutput,
     advance,
@@ -98,7 +97,7 @@ class FakeConfig:
 
 
 class FakeEngine:
-    """`toolkit.engines.protocol.RoundEngine` in memory.
+    """`toolkit.engines.protocol.Engine` in memory.
 
     Args:
         facts: what it reports. A batch with N * (L + S) above `capacity_tokens` runs out of memory.
@@ -121,13 +120,20 @@ class FakeEngine:
     def decode_s(self, batch_size: int, length: int) -> float:
         return self._config.decode_s + self._config.decode_row_s * batch_size
 
-    def run_slice(self, rows: Sequence[Row], steps: int, on_step: OnStep) -> SliceOutput:
+    def run(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
+        self._check_rows(plan.enter)
+        return (self._run_kept if plan.keep_cache else self._run_slice)(plan, on_step)
+
+    def _run_slice(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
         config = self._config
+        rows = plan.enter
         width = max(len(row.tokens) for row in rows)
-        steps = min(steps, max(row.remaining for row in rows))
-        self._check_memory(len(rows), width + steps)
-        self._check_rows(rows)
-        record = SliceRecord(rows, (config.eos_token_id,))
+        steps = min(plan.steps, max(row.remaining for row in rows))
+        record = SliceRecord(plan, (config.eos_token_id,))
+        try:
+            self._check_memory(len(rows), width + steps)
+        except OutOfMemory:
+            return record.output(runs_out=True)
         texts = [Text(row, config) for row in rows]
         for step in range(steps):
             latency_s = self.decode_s if step else self.prefill_s
@@ -169,9 +175,8 @@ class FakeEngine:
         if seconds > 0:
             time.sleep(seconds)
 
-    def run_round(self, plan: Round, on_step: OnStep) -> RoundOutput:
+    def _run_kept(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
         self._move(plan)
-        self._check_rows(plan.enter)
         for number, row in zip(plan.numbers, plan.enter, strict=True):
             self._entering[number] = FakeRow(row, self._config)
             self._passes.add(number, len(row.tokens))
@@ -213,7 +218,7 @@ class FakeEngine:
                 or not (wanted or (plan.steps_before + steps) % plan.stop_every)
             )
         tokens = self._device_tokens()
-        return RoundOutput(
+        return PassOutput(
             steps, tuple(joined), tuple(ended), tokens, tokens, tuple(sorted(dropped, reverse=True))
         )
 
@@ -255,7 +260,7 @@ class FakeEngine:
         self._running.update((number, self._entering.pop(number)) for number in newcomers)
         return newcomers
 
-    def _move(self, plan: Round) -> None:
+    def _move(self, plan: EnginePass) -> None:
         for number in plan.evict:
             self._passes.remove(number)
             for place in (self._running, self._paused, self._swapped, self._entering):
@@ -315,7 +320,7 @@ class Text:
 
 
 class FakeRow(LiveRow):
-    """A row in a round, with its text."""
+    """A row with its text."""
 
     __slots__ = ("text",)
 
