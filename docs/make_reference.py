@@ -426,7 +426,7 @@ def python_api() -> str:
             parts.append(f"```python\n{shown}\n```")
         parts.append(f"From `{found.__module__}`." if found.__module__ != api.__name__ else "")
         parts.append(plain(doc))
-        for method in ("run", "metrics", "admissible", "admit", "longest_round"):
+        for method in ("run", "metrics", "admissible", "admit", "longest_pass"):
             inner = vars(found).get(method) if inspect.isclass(found) else None
             if inner is not None and inspect.isfunction(inner):
                 signature = code(f"{method}{inspect.signature(inner)}".replace("'", ""))

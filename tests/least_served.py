@@ -1,14 +1,14 @@
 """Least attained service first: the jobs with the fewest tokens run, the others are paused."""
 
 from toolkit.sched.memory import no_rows
-from toolkit.sched.policies.base import RoundPolicy, rows_parameter
+from toolkit.sched.policies.base import Policy, rows_parameter
 from toolkit.sched.policies.parameters import parameter, policy
 from toolkit.sched.types import Job, Moves, Pass, Worker
 from toolkit.sched.view import View
 
 
 @policy("least-served")
-class LeastServedPolicy(RoundPolicy):
+class LeastServedPolicy(Policy):
     """A paused job keeps its cache on the device. If memory is full, the most served are evicted
     until one job fits.
     """
@@ -19,7 +19,7 @@ class LeastServedPolicy(RoundPolicy):
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
         return False  # a round is short
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
+    def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
         running = worker.running
         served = {job: job.generated + running.steps - job.joined for job in running.jobs}
         served |= {job: job.generated for job in worker.paused.jobs}
@@ -34,7 +34,7 @@ class LeastServedPolicy(RoundPolicy):
         resume = [job for job in chosen if job in worker.paused.jobs]
         moves = Moves(pause=tuple(pause), resume=tuple(resume)) if pause or resume else None
         entering = [job for job in chosen if job not in served]
-        return self.make_round(worker, entering, steps, evict, moves)
+        return self.make_pass(worker, entering, steps, evict, moves)
 
     def _choose(
         self, worker: Worker, caches: list[Job], served: dict[Job, int]

@@ -1,8 +1,9 @@
 """The floors of the project and the walls around its libraries, held by reading every import."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,55 @@ def test_a_broad_except_says_why() -> None:
                 if not reason.strip():
                     found.append(f"{path}:{node.lineno}")
     assert found == []
+
+
+# Two classes that share this many public methods do one thing twice, unless a base says what it is.
+TWIN_METHODS = 6
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NO_BASES = {"object", "Protocol", "Generic", "ABC", "NamedTuple", "Exception", "Struct"}
+# Twins that are known, and why they are still two.
+TWINS = {
+    ("PipelineLaw", "StepLaw"): "one law over a list of features takes the place of both",
+}
+
+
+def classes(trees: Iterable[ast.Module]) -> dict[str, tuple[set[str], set[str]]]:
+    """Of each class its own public methods and all its bases, also those of bases, by name."""
+    methods: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                own = [one.name for one in node.body if isinstance(one, FUNCTIONS)]
+                public = {name for name in own if not name.startswith("_")}
+                methods[node.name] = methods.get(node.name, set()) | public
+                named = [ast.unparse(base).partition("[")[0] for base in node.bases]
+                bases.setdefault(node.name, set()).update(name.split(".")[-1] for name in named)
+    for found in bases.values():
+        while more := set().union(*[bases.get(base, set()) for base in found]) - found:
+            found |= more
+    return {name: (methods[name], bases[name] - NO_BASES) for name in methods}
+
+
+def twins(trees: Iterable[ast.Module]) -> set[tuple[str, str]]:
+    """The pairs of classes that share `TWIN_METHODS` public method names and no base."""
+    found = classes(trees)
+    return {
+        (first, second)
+        for first, second in combinations(sorted(found), 2)
+        if len(found[first][0] & found[second][0]) >= TWIN_METHODS
+        and not ({first, *found[first][1]} & {second, *found[second][1]})
+    }
+
+
+def test_classes_that_share_six_methods_share_a_base() -> None:
+    trees = [ast.parse((PACKAGE / path).read_text(encoding="utf-8")) for path in sources()]
+    assert twins(trees) == TWINS.keys()
+
+
+def test_twins_are_found_unless_they_share_a_base() -> None:
+    body = "".join(f"\n    def {name}(self): ..." for name in "abcdef")
+    source = "class One({0}):{1}\nclass Other({0}):{1}\nclass Base: ..."
+    assert twins([ast.parse(source.format("", body))]) == {("One", "Other")}
+    assert twins([ast.parse(source.format("Protocol", body))]) == {("One", "Other")}
+    assert twins([ast.parse(source.format("Base", body))]) == set()

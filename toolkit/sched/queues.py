@@ -20,7 +20,7 @@ def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> 
     return law.prefill_s(batch_size, input_length) + decode_s
 
 
-class BatchQueues:
+class PassQueues:
     """The queues of a scheduler's workers. It writes `Worker.queue`, `load_s` and `assigned`.
 
     A worker becomes due when a batch is queued at it.

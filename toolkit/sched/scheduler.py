@@ -21,7 +21,7 @@ from toolkit.sched.caches import WorkerPasses, holds
 from toolkit.sched.memory import longest
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import Parameter, Value, declared
-from toolkit.sched.queues import BatchQueues
+from toolkit.sched.queues import PassQueues
 from toolkit.sched.ranked import RankedJobs
 from toolkit.sched.types import (
     Job,
@@ -79,7 +79,7 @@ class Scheduler:
         self._view = View(
             self._pool.jobs, self.workers, -math.inf, self._finished, np.random.default_rng(seed)
         )
-        self._queues = BatchQueues(self._view)
+        self._queues = PassQueues(self._view)
 
     def tick(self, now_s: float) -> list[Pass]:
         """The batches to start now, at most one per worker."""

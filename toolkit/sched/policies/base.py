@@ -1,9 +1,8 @@
 """What a policy is: a frozen object that reads a `View` and returns a `Decision`.
 
-`Policy` is the base of all policies, `RoundPolicy` that of the policies of rounds, which keep
-caches on their worker. A policy overrides what it needs. It keeps no state: everything that it may
-remember is in the `View`. So a decision depends only on what the scheduler saw, and a log of the
-calls replays exactly.
+`Policy` is the base of all policies, which override what they need. A policy keeps no state:
+everything that it may remember is in the `View`. So a decision depends only on what the scheduler
+saw, and a log of the calls replays exactly.
 """
 
 from __future__ import annotations
@@ -28,25 +27,51 @@ DEFAULT_HISTORY = 1000
 class Policy:
     """A scheduling policy: a frozen object with its parameters as fields (`parameters.policy`).
 
-    A policy of static batches overrides `plan`, and `route` if it queues jobs at workers.
+    Most policies decide worker by worker, with `plan_worker`. A policy that decides over all
+    workers overrides `plan`. `router`, `chunk_tokens` and `max_batch_size` are parameters of the
+    policies that declare them (`router_choice`, `chunk_parameter`, `rows_parameter`).
     """
 
     __slots__ = ()
     name: ClassVar[str] = ""
-    continuous: ClassVar[bool] = False  # whether its batches are rounds, which keep caches
+    continuous: ClassVar[bool] = True  # whether its passes keep their caches
     knows_lengths: ClassVar[bool] = False  # whether it needs the true output lengths: an oracle
     at_start: ClassVar[tuple[str, ...]] = ()  # parameters that only a new scheduler reads
+    router: str = "round-robin"
+    chunk_tokens: int = 0
+    max_batch_size: int = NO_LIMIT
 
     def __post_init__(self) -> None:
         validate(self)
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         """The index of each pooled job's worker; None: jobs stay in the pool until batched."""
-        return None
+        return ROUTERS[self.router](view) if view.alive() else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         """What to run next. Called at every tick; an empty `Decision` starts nothing."""
+        passes = [
+            self.plan_worker(view, worker, now_s)
+            for worker in view.due
+            if worker.has_jobs and not worker.queue
+        ]
+        interrupts = []
+        for index, newcomers in view.arrived.items():
+            worker = view.workers[index]
+            batch = worker.batch
+            if batch is None or batch.interrupted or not worker.waiting.jobs:
+                continue
+            if self.should_interrupt(view, worker, newcomers):
+                interrupts.append(index)
+        return Decision(passes, interrupt=interrupts) if passes or interrupts else NOTHING
+
+    def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
+        """The next pass of a worker that runs nothing and has jobs."""
         raise NotImplementedError
+
+    def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
+        """Whether the worker's pass should stop early for `newcomers` jobs that arrived there."""
+        return False
 
     def first_history(self) -> LengthHistory:
         """The history of output lengths before the first request ends."""
@@ -74,42 +99,7 @@ class Policy:
         """The same policy, with the true output length of each request id, if it is an oracle."""
         return self
 
-
-@mypyc_attr(native_class=False)
-class RoundPolicy(Policy):
-    """Base of the policies of rounds: they decide worker by worker, with `plan_round`."""
-
-    __slots__ = ()
-    continuous: ClassVar[bool] = True
-    # Parameters of many policies of rounds (`router_choice`, `chunk_parameter`, `rows_parameter`).
-    router: str = "round-robin"
-    chunk_tokens: int = 0
-    max_batch_size: int = NO_LIMIT
-
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
-        """The next round of a worker that runs nothing and has jobs."""
-        raise NotImplementedError
-
-    def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
-        """Whether the worker's round should stop early for `newcomers` jobs that arrived there."""
-        raise NotImplementedError
-
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return ROUTERS[self.router](view) if view.alive() else None
-
-    def plan(self, view: View, now_s: float) -> Decision:
-        rounds = [self.plan_round(view, worker, now_s) for worker in view.due if worker.has_jobs]
-        interrupts = []
-        for index, newcomers in view.arrived.items():
-            worker = view.workers[index]
-            batch = worker.batch
-            if batch is None or batch.interrupted or not worker.waiting.jobs:
-                continue
-            if self.should_interrupt(view, worker, newcomers):
-                interrupts.append(index)
-        return Decision(rounds, interrupt=interrupts) if rounds or interrupts else NOTHING
-
-    def make_round(
+    def make_pass(
         self,
         worker: Worker,
         entering: Sequence[Job],
@@ -118,7 +108,7 @@ class RoundPolicy(Policy):
         moves: Moves | None = None,
         stop_every: int = 1,
     ) -> Pass:
-        """A round as a `Pass`; engines that shape newcomers prefill without passes."""
+        """A pass that keeps its caches; engines that shape newcomers prefill without chunks."""
         return Pass(
             worker.index,
             tuple(entering),
@@ -133,14 +123,14 @@ class RoundPolicy(Policy):
 
 
 def router_choice() -> Any:
-    """The parameter `router` of policies of rounds."""
+    """The parameter `router`."""
     return choice(
         "round-robin", ROUTERS, doc="how requests are assigned to workers: " + ", ".join(ROUTERS)
     )
 
 
 def chunk_parameter() -> Any:
-    """The parameter `chunk_tokens` of policies of rounds."""
+    """The parameter `chunk_tokens`."""
     return parameter(
         0,
         search=(32, 16_384),
@@ -151,11 +141,11 @@ def chunk_parameter() -> Any:
 
 
 def rows_parameter(default: int) -> Any:
-    """The parameter `max_batch_size` of policies of rounds."""
+    """The parameter `max_batch_size`: rows."""
     doc = "the most rows that run at once on a worker"
     return parameter(default, low=1, search=(1, 256), log=True, doc=doc)
 
 
 def prefill_parameter(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
-    """The parameter `max_prefill_tokens` of policies of rounds."""
+    """The parameter `max_prefill_tokens`."""
     return parameter(32_768, low=1, search=(512, 65_536), log=True, doc=doc)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
-    RoundPolicy,
+    Policy,
     chunk_parameter,
     prefill_parameter,
     router_choice,
@@ -37,7 +37,7 @@ from toolkit.sched.waiting import turn_of
 
 
 @policy("baton")
-class BatonPolicy(RoundPolicy):
+class BatonPolicy(Policy):
     """BATON: when a row ends, a waiting job takes its place."""
 
     max_batch_size: int = rows_parameter(16)
@@ -66,7 +66,7 @@ class BatonPolicy(RoundPolicy):
             return False
         return self._has_room(worker, footprint_of(worker), worker.waiting.jobs[0])
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
+    def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
         """Rows leave until a step fits; else rows come back, and then waiting jobs enter."""
         swapped = worker.swapped
         waiting = worker.waiting
@@ -99,7 +99,7 @@ class BatonPolicy(RoundPolicy):
         moves = None
         if back or swap_out:
             moves = Moves(resume=tuple(back), swap_in=tuple(back), swap_out=tuple(swap_out))
-        return self.make_round(worker, enter, steps, evict, moves)
+        return self.make_pass(worker, enter, steps, evict, moves)
 
     def _leaving(self, worker: Worker) -> tuple[Footprint, list[Job]]:
         """The footprint of the rows that stay, and the rows that leave so that one more step fits.

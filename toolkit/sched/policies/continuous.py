@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from toolkit.sched.memory import Footprint, footprint_of
 from toolkit.sched.policies.base import (
-    RoundPolicy,
+    Policy,
     chunk_parameter,
     prefill_parameter,
     router_choice,
@@ -29,7 +29,7 @@ from toolkit.sched.waiting import priority_of
 
 
 @policy()
-class ContinuousPolicy(RoundPolicy):
+class ContinuousPolicy(Policy):
     """Base of the continuous policies: subclasses decide which jobs may enter.
 
     They do so with `admissible`, one job after the other, and with `admit` if they decide about
@@ -73,7 +73,7 @@ class ContinuousPolicy(RoundPolicy):
         """
         return len(candidates)
 
-    def longest_round(self, worker: Worker, entering: int) -> int:
+    def longest_pass(self, worker: Worker, entering: int) -> int:
         """The most decode steps until the policy has to decide something even if no row ends.
 
         `entering`: how many jobs enter with the round.
@@ -101,7 +101,7 @@ class ContinuousPolicy(RoundPolicy):
             return True
         return view.prioritised and bool(self._make_way(worker, first)[0])
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
+    def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
         """Evict rows until a step fits; else, at an attempt to admit, let waiting jobs enter."""
         running = worker.running
         waiting = worker.waiting
@@ -127,14 +127,14 @@ class ContinuousPolicy(RoundPolicy):
                 for job in entering:
                     footprint = footprint.entered(job)
                 footprint = footprint.prefilled()
-        steps = min(footprint.room(capacity), self.longest_round(worker, len(entering)))
+        steps = min(footprint.room(capacity), self.longest_pass(worker, len(entering)))
         steps = max(steps, 1)
         if evicted or waiting.count > len(entering):
             others = waiting.count > len(entering) and (entering or not evicted)
             first = waiting.after(len(entering)) if others else evicted[-1]
             if self.may_enter(worker, first, footprint):
                 steps = min(steps, interval - running.steps % interval)
-        return self.make_round(worker, entering, steps, evicted, stop_every=interval)
+        return self.make_pass(worker, entering, steps, evicted, stop_every=interval)
 
     def _entering(self, view: View, worker: Worker, footprint: Footprint) -> list[Job]:
         """The waiting jobs that enter, in order."""

@@ -30,7 +30,7 @@ from operator import attrgetter
 
 from toolkit.sched.memory import Footprint, footprint_of, free_cache_tokens, no_rows
 from toolkit.sched.policies.base import (
-    RoundPolicy,
+    Policy,
     chunk_parameter,
     prefill_parameter,
     router_choice,
@@ -208,7 +208,7 @@ class Placement:
 
 
 @policy()
-class PreemptivePolicy(RoundPolicy):
+class PreemptivePolicy(Policy):
     """Base of the preemptive policies: subclasses rank jobs with `ranking`.
 
     They may also say which caches can wait (`next_runs`).
@@ -256,11 +256,11 @@ class PreemptivePolicy(RoundPolicy):
         """
         return [(0.0, row.rank) for row in rows]
 
-    def plan_round(self, view: View, worker: Worker, now_s: float) -> Pass:
+    def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
         """Rank all jobs, choose those that run, and place the caches of the others."""
         steps = self._unchanged(worker)
         if steps:
-            return self.make_round(worker, [], steps)
+            return self.make_pass(worker, [], steps)
         cached = self._with_caches(worker, now_s)
         chosen = self._choose(worker, cached, now_s)
         others = _not_in(chosen.run, cached)
@@ -271,7 +271,7 @@ class PreemptivePolicy(RoundPolicy):
         entering = [row for row in placed.run if row.location == NOWHERE]
         idle = _not_in(placed.run, cached)
         patience_s = self.patience_s
-        return self.make_round(
+        return self.make_pass(
             worker,
             [row.job for row in entering],
             self._steps(worker, placed, idle, entering, now_s),

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import parameter, policy
-from toolkit.sched.policies.routers import round_robin
 from toolkit.sched.queues import serving_s
 from toolkit.sched.types import Job, Pass, Worker
 from toolkit.sched.view import Decision, View
@@ -32,6 +32,8 @@ class SlicePolicy(Policy):
     waits. The paper's ablations: LB is interval_factor 0, AB also max_min false, and PM also a
     max_batch_size.
     """
+
+    continuous: ClassVar[bool] = False
 
     slice_tokens: int = parameter(128, low=1, search=(4, 512), log=True, doc="S: tokens per slice")
     interval_factor: float = parameter(
@@ -51,6 +53,9 @@ class SlicePolicy(Policy):
         True, doc="longest batch to the least loaded worker; false: batches in turn"
     )
     eager: bool = parameter(True, doc="batch at once while a worker is idle")
+
+    def route(self, view: View, now_s: float) -> Sequence[int] | None:
+        return None
 
     def plan(self, view: View, now_s: float) -> Decision:
         if not view.pool:
@@ -144,20 +149,14 @@ class SequencePolicy(Policy):
     Slice-Only (SO), the first step of the paper's ablation.
     """
 
+    continuous: ClassVar[bool] = False
+
     batch_size: int = parameter(16, low=1, search=(1, 64), log=True, doc="rows of a batch")
     slice_tokens: int = parameter(
         0, doc="tokens per slice, after which a request is routed again; 0: to its end"
     )
 
-    def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        return round_robin(view) if view.alive() else None
-
-    def plan(self, view: View, now_s: float) -> Decision:
-        return Decision(
-            [self._batch(worker) for worker in view.due if worker.waiting and not worker.queue]
-        )
-
-    def _batch(self, worker: Worker) -> Pass:
+    def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
         jobs = tuple(islice(worker.waiting, self.batch_size))
         length = max(job.length for job in jobs)
         longest = max(job.remaining_limit for job in jobs)

@@ -114,7 +114,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         peaks = peaks_to_come(rows, len(worker.running.jobs), worker.padded)
         return bisect_right(peaks, self._limit(worker))
 
-    def longest_round(self, worker: Worker, entering: int) -> int:
+    def longest_pass(self, worker: Worker, entering: int) -> int:
         """Until the next slice ends."""
         slices = self._slices(worker)
         running = worker.running
