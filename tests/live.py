@@ -18,7 +18,6 @@ from toolkit.workers.protocol import (
     Interrupt,
     PassDone,
     PassProgress,
-    Run,
     WorkerLost,
 )
 
@@ -45,12 +44,12 @@ class ThreadWorkers(HandWorkers):
         self.ran_out = 0
         self.crowded = 0
 
-    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+    def run(self, worker: int, plan: EnginePass, estimated_s: float = math.inf) -> None:
         assert worker not in self.running, "one pass at a time"
-        self.running[worker] = (batch.pass_id, list(batch.plan.enter), batch.plan.steps)
-        self.plans[worker] = batch.plan
+        self.running[worker] = (plan.pass_id, list(plan.enter), plan.steps)
+        self.plans[worker] = plan
         self.stopping[worker].clear()
-        self.start_task(self.go(worker, batch.pass_id, batch.plan))
+        self.start_task(self.go(worker, plan.pass_id, plan))
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         if isinstance(change, Cancel):

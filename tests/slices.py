@@ -46,5 +46,5 @@ def run_slice(engine: Engine, rows: Sequence[Row], steps: int, on_step: OnStep) 
     assert output.steps == max(map(len, found.tokens))
     assert {*output.ended} == {row for row, reason in enumerate(found.finish) if reason}
     if output.is_short:
-        raise OutOfMemory(f"{output.dropped} had no room")
+        raise OutOfMemory(f"rows {output.dropped} do not fit")
     return found

@@ -24,14 +24,12 @@ from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import PATIENCE
 from toolkit.workers.protocol import (
-    Done,
     FromWorker,
     Interrupt,
     OnEvent,
     PassDone,
     PassProgress,
     Ready,
-    Run,
     Start,
     Stop,
     ToWorker,
@@ -173,12 +171,12 @@ def test_workers_restart_and_refuse_what_they_cannot_load(cluster) -> None:
     async def main() -> None:
         workers = Watched()
         await workers.start(lambda _: None)
-        workers.run(0, Run(7, slice_of([Row("poison", (CRASH,), 0, 40)], 20)))
+        workers.run(0, slice_of([Row("poison", (CRASH,), 0, 40)], 20, 7))
         (lost,) = await workers.until(WorkerLost)
         assert "crash" in lost.reason
         workers.seen.clear()
         await workers.until(WorkerReady)
-        workers.run(0, Run(8, slice_of(ROWS, 20)))
+        workers.run(0, slice_of(ROWS, 20, 8))
         (done,) = await workers.until(PassDone)
         engine = make_engine(fake(), tiny.engine_spec("fake"), tiny.CPU)
         found = tokens_of(
@@ -227,8 +225,8 @@ def test_an_actor_handles_frames_in_order() -> None:
         exit_code = threads.submit(actor.serve)
         *_, ready = answers(actor, 0, start)
         assert isinstance(ready, Ready)
-        *_, done = answers(actor, 2, Run(7, slice_of(tuple(ROWS), 20)))
-        assert isinstance(done, Done)
+        *_, done = answers(actor, 2, slice_of(tuple(ROWS), 20, 7))
+        assert isinstance(done, PassDone)
         assert exit_code.result() == 0
 
 

@@ -16,7 +16,6 @@ from said import says
 from samples import ENVIRONMENT, HEAD, recipe
 from synthetic_profiles import FACTS
 
-from toolkit.engines.protocol import EnginePass
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.files.profile import FailedPoint, SlicePoint
@@ -113,12 +112,11 @@ class InMemory:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker, batch):
+    def run(self, worker, plan):
         assert worker not in self._busy
         self._busy.add(worker)
-        pass_id = batch.pass_id
+        pass_id = plan.pass_id
         end_soon = asyncio.get_running_loop().call_soon
-        plan: EnginePass = batch.plan
         if not plan.keep_cache:
             shape = SliceShape(len(plan.enter), len(plan.enter[0].tokens), plan.steps)
             self.ran.append((worker, pass_id, shape))

@@ -114,7 +114,7 @@ async def test_actual_and_predicted_batch_times_are_per_worker(http: httpx.Async
     for _ in range(2):  # the second goes to the other worker, which was idle for longer
         asking = await begun(http, prompt="hello")
         (worker,) = http.workers.running
-        http.driver.flights[worker].batch.started_s -= 3.0 * worker
+        http.driver.flights[worker].started_s -= 3.0 * worker
         http.workers.finish(worker)
         await asking
     found = scrape((await http.get("/metrics")).text)

@@ -19,12 +19,11 @@ from toolkit.workers.child import Outbox, RunningPass
 from toolkit.workers.protocol import (
     MAX_FRAME_BYTES,
     Cancel,
-    Done,
     Interrupt,
-    Progress,
+    PassDone,
+    PassProgress,
     Ready,
     Refused,
-    Run,
     Start,
     Stop,
     ToWorker,
@@ -36,15 +35,15 @@ from toolkit.workers.protocol import (
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
 TO_WORKER = [
     Start("{}"),
-    Run(7, slice_of((Row("a", (1, 2, 70_000), 1, 9, SAMPLED, 4), Row("b", (), 0, 1)), 32)),
+    slice_of((Row("a", (1, 2, 70_000), 1, 9, SAMPLED, 4), Row("b", (), 0, 1)), 32, 7),
     Cancel(7, (0,)),
     Stop(),
 ]
 STEP = StepOutput((0, 1), (65, 66), ((1, "length"),))
 FROM_WORKER = [
     Ready("{}"),
-    Progress(7, (STEP, STEP)),
-    Done(7, (), PassOutput(3, ended=(1,), dropped=(0,), ran_out=1), 0.001),
+    PassProgress(-1, 7, (STEP, STEP)),
+    PassDone(-1, 7, PassOutput(3, ended=(1,), dropped=(0,), ran_out=1), "oom", 0.001),
     Refused("no", "try"),
 ]
 
@@ -84,10 +83,10 @@ class FakeChannel:
     """Keeps the frames that a child sends, and gives it frames from the front."""
 
     def __init__(self) -> None:
-        self.sent: list[Progress] = []
+        self.sent: list[PassProgress] = []
         self.inbox: list[ToWorker] = []
 
-    def send(self, frame: Progress) -> None:
+    def send(self, frame: PassProgress) -> None:
         self.sent.append(frame)
 
     def poll(self) -> list[ToWorker]:
@@ -102,7 +101,7 @@ class Slice:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.channel = FakeChannel()
-        run = Run(3, slice_of((Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9))
+        run = slice_of((Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9, 3)
         self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
         self.outbox.begin(run)
         self.running = RunningPass(run, self.channel, self.outbox)  # type: ignore[arg-type]
@@ -121,7 +120,8 @@ def test_the_first_step_is_sent_at_once_and_later_steps_together() -> None:
     for at_s in (100.0, 100.01, 100.02, 100.06, 100.07, 100.08):
         assert running.step(at_s)
     assert running.sent_steps == [1, 3]
-    assert len(running.outbox.take()) == 2
+    running.outbox.flush()
+    assert running.sent_steps == [1, 3, 2]
 
 
 def test_the_end_of_a_row_is_sent_with_later_steps_too() -> None:
@@ -149,7 +149,7 @@ def test_stop_ends_the_slice_and_then_the_worker() -> None:
 
 def running_round(channel: FakeChannel) -> tuple[RunningPass, Outbox]:
     outbox = Outbox(channel, 0.05, lambda: 100.0)  # type: ignore[arg-type]
-    return RunningPass(Run(3, EnginePass(9)), channel, outbox), outbox  # type: ignore[arg-type]
+    return RunningPass(EnginePass(9, pass_id=3), channel, outbox), outbox  # type: ignore[arg-type]
 
 
 def test_a_round_goes_on_until_it_is_interrupted() -> None:
@@ -163,20 +163,21 @@ def test_a_round_goes_on_until_it_is_interrupted() -> None:
 def test_a_newcomer_s_first_token_is_sent_at_once() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
-    outbox.begin(Run(3, EnginePass(9, numbers=(7, 8))))
+    outbox.begin(EnginePass(9, numbers=(7, 8), pass_id=3))
     for rows in ((7,), (8,), (7, 8)):  # two groups are prefilled, then all decode
         running.on_step(StepOutput(rows, rows))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
-    outbox.begin(Run(4, EnginePass(9)))
+    outbox.begin(EnginePass(9, pass_id=4))
     running.on_step(StepOutput((7, 8), (5, 6)))
-    assert len(outbox.take()) == 2
+    outbox.flush()
+    assert len(channel.sent[-1].steps) == 2
 
 
 def test_a_newcomer_may_get_its_first_token_in_a_later_round() -> None:
     channel = FakeChannel()
     running, outbox = running_round(channel)
-    outbox.begin(Run(3, EnginePass(9, numbers=(7, 8))))
+    outbox.begin(EnginePass(9, numbers=(7, 8), pass_id=3))
     running.on_step(StepOutput((7,), (5,)))
-    outbox.begin(Run(4, EnginePass(9, evict=(7,))))
+    outbox.begin(EnginePass(9, evict=(7,), pass_id=4))
     running.on_step(StepOutput((8,), (5,)))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]

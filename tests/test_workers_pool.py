@@ -45,9 +45,7 @@ from toolkit.workers.protocol import (
     Interrupt,
     PassDone,
     PassProgress,
-    Progress,
     Ready,
-    Run,
     Stop,
     WorkerEvent,
     WorkerLost,
@@ -156,9 +154,9 @@ def test_a_slice_through_a_process_equals_one_without() -> None:
         assert {event.facts.capacity_tokens for event in ready} == {1024}
         assert len({workers.pid(0), workers.pid(1), os.getpid()}) == 3
         for worker in (0, 1):
-            workers.run(worker, Run(10 + worker, slice_of(ROWS, 20)))
+            workers.run(worker, slice_of(ROWS, 20, 10 + worker))
         with pytest.raises(ValueError, match="one at a time"):
-            workers.run(0, Run(2, slice_of(ROWS, 20)))
+            workers.run(0, slice_of(ROWS, 20, 2))
         await events.until(PassDone, 2)
         done = {event.worker: event for event in events.seen if isinstance(event, PassDone)}
         for worker in (0, 1):
@@ -191,7 +189,7 @@ def tokens_reported(events: Events, *pass_ids: int) -> dict[int, list[int]]:
 def test_a_killed_worker_keeps_its_reported_tokens() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         first_pid = workers.pid(0)
-        workers.run(0, Run(5, slice_of(STUCK, 40)))
+        workers.run(0, slice_of(STUCK, 40, 5))
         await events.until(PassProgress)
         workers.kill(0)
         await events.until(WorkerReady, 2)
@@ -203,7 +201,7 @@ def test_a_killed_worker_keeps_its_reported_tokens() -> None:
         assert lost == WorkerLost(0, "killed by SIGKILL")
         assert isinstance(ready, WorkerReady)
         assert workers.pid(0) not in (None, first_pid)
-        workers.run(0, Run(6, slice_of(ROWS, 20)))
+        workers.run(0, slice_of(ROWS, 20, 6))
         await events.until(PassDone, 2)
         assert reported(events, 6) == expected(ROWS, 20)
 
@@ -214,7 +212,7 @@ def test_a_slice_sent_to_a_worker_killed_while_idle_ends_as_crashed() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         workers.kill(0)
         await events.until(WorkerLost)
-        workers.run(0, Run(9, slice_of(ROWS, 20)))
+        workers.run(0, slice_of(ROWS, 20, 9))
         (done,) = await events.until(PassDone)
         assert (done.pass_id, done.output, done.failure) == (9, None, "crashed")
         await events.until(WorkerReady, 2)
@@ -224,7 +222,7 @@ def test_a_slice_sent_to_a_worker_killed_while_idle_ends_as_crashed() -> None:
 
 def test_an_engine_that_raises_ends_its_process_with_the_reason() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, Run(1, slice_of([Row("poison", (CRASH,), 0, 4)], 4)))
+        workers.run(0, slice_of([Row("poison", (CRASH,), 0, 4)], 4, 1))
         (lost,) = await events.until(WorkerLost)
         assert isinstance(lost, WorkerLost)
         assert says(lost.reason, "exit code 1", "RuntimeError", "200")
@@ -237,11 +235,11 @@ def test_running_out_of_memory_keeps_the_process() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         pid = workers.pid(0)
         many = [Row(str(index), (1,) * 60, 0, 30) for index in range(20)]
-        workers.run(0, Run(1, slice_of(many, 30)))
+        workers.run(0, slice_of(many, 30, 1))
         (done,) = await events.until(PassDone)
         assert (done.failure, done.output.steps) == ("oom", 0)
         assert done.output.dropped == tuple(range(19, -1, -1))
-        workers.run(0, Run(2, slice_of(ROWS, 20)))
+        workers.run(0, slice_of(ROWS, 20, 2))
         await events.until(PassDone, 2)
         assert reported(events, 2) == expected(ROWS, 20)
         assert workers.pid(0) == pid
@@ -251,7 +249,7 @@ def test_running_out_of_memory_keeps_the_process() -> None:
 
 def test_a_batch_stops_when_no_row_is_wanted_and_a_round_when_it_is_interrupted() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, Run(1, slice_of(ENDLESS, 10**6)))
+        workers.run(0, slice_of(ENDLESS, 10**6, 1))
         await events.until(PassProgress)
         workers.tell(0, Cancel(1, (0,)))
         await events.until(PassProgress, 3)
@@ -260,16 +258,16 @@ def test_a_batch_stops_when_no_row_is_wanted_and_a_round_when_it_is_interrupted(
         (done,) = await events.until(PassDone)
         assert (done.failure, done.output.ended) == ("", ())
         workers.tell(0, Cancel(1, (0, 1)))  # too late: nothing happens
-        workers.run(0, Run(2, slice_of(ROWS, 2)))
+        workers.run(0, slice_of(ROWS, 2, 2))
         assert (await events.until(PassDone, 2))[1].output.steps == 2
         seen = len(await events.until(PassProgress))
-        workers.run(0, Run(3, EnginePass(10**6, (ENDLESS[0],), (0,))))
+        workers.run(0, EnginePass(10**6, (ENDLESS[0],), (0,), pass_id=3))
         await events.until(PassProgress, seen + 2)
         workers.tell(0, Interrupt(3))
         interrupted = (await events.until(PassDone, 3))[2]
         assert 0 < interrupted.output.steps < 10**6
         assert len(tokens_reported(events, 3)[0]) == 1 + interrupted.output.steps
-        workers.run(0, Run(4, slice_of(ENDLESS, 10**6)))
+        workers.run(0, slice_of(ENDLESS, 10**6, 4))
         await events.until(PassProgress, len(await events.until(PassProgress)) + 1)
 
     with_workers(scenario, slow_workers())  # its end ends the last batch, too
@@ -279,7 +277,7 @@ def test_stop_kills_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("toolkit.workers.pool.STOP_TIMEOUT_S", 0.0)
 
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, Run(1, slice_of(STUCK, 40)))
+        workers.run(0, slice_of(STUCK, 40, 1))
         await events.until(PassProgress)
 
     with_workers(scenario)
@@ -515,12 +513,12 @@ def test_an_idle_worker_is_killed_only_if_its_signs_of_life_stop() -> None:
 
 def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
     async def scenario(pool: ManualPool, events: Events) -> None:
-        pool.run(0, Run(7, slice_of(ROWS, 20)), estimated_s=2.0)
+        pool.run(0, slice_of(ROWS, 20, 7), estimated_s=2.0)
         pool.after(25.0)
         pool.bodies[0].send_frame(Alive())  # a thread sends it, so it says nothing about the engine
         pool.after(4.0)
         assert not pool.bodies[0].end.done()
-        pool.bodies[0].send_frame(Progress(7, (StepOutput((0,), (5,), ()),)))
+        pool.bodies[0].send_frame(PassProgress(-1, 7, (StepOutput((0,), (5,), ()),)))
         pool.after(29.0)
         assert not pool.bodies[0].end.done()
         pool.after(2.0)
@@ -533,7 +531,7 @@ def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
 
 def test_time_in_which_the_front_stood_still_does_not_count() -> None:
     async def scenario(pool: ManualPool, events: Events) -> None:
-        pool.run(0, Run(7, slice_of(ROWS, 20)), estimated_s=2.0)
+        pool.run(0, slice_of(ROWS, 20, 7), estimated_s=2.0)
         pool.supervisor._checked_s -= 3600
         pool.after(3600.0)
         assert not pool.bodies[0].end.done()
@@ -571,9 +569,9 @@ import test_workers_pool as shared
 async def main():
     workers, events = shared.process_workers(4, budget_mib=4096.0), shared.Events()
     await workers.start(events)
-    workers.run(0, shared.Run(1, shared.slice_of(shared.ENDLESS, 10**6)))
-    workers.run(1, shared.Run(2, shared.slice_of(shared.STUCK, 40)))  # hangs in its engine
-    workers.run(2, shared.Run(3, shared.slice_of(shared.STUCK, 40)))
+    workers.run(0, shared.slice_of(shared.ENDLESS, 10**6, 1))
+    workers.run(1, shared.slice_of(shared.STUCK, 40, 2))  # hangs in its engine
+    workers.run(2, shared.slice_of(shared.STUCK, 40, 3))
     await events.until(shared.PassProgress, 3)
     os.kill(workers.pid(2), signal.SIGSTOP)  # receives nothing
     print(*(workers.pid(worker) for worker in range(4)), flush=True)
@@ -663,11 +661,11 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
 def test_rows_stay_on_the_worker_between_rounds() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
         alone = expected(ROWS, 40).tokens
-        workers.run(0, Run(1, EnginePass(4, (ROWS[0],), (7,))))
+        workers.run(0, EnginePass(4, (ROWS[0],), (7,), pass_id=1))
         (first,) = await events.until(PassDone)
         assert (first.failure, first.output.steps) == ("", 4)
         assert (first.output.joined, first.output.ended) == (((7, 0),), ())
-        workers.run(0, Run(2, EnginePass(40, (ROWS[1],), (9,))))
+        workers.run(0, EnginePass(40, (ROWS[1],), (9,), pass_id=2))
         second = (await events.until(PassDone, 2))[1]
         assert second.output.ended == (9,)
         got = tokens_reported(events, 1, 2)
@@ -679,10 +677,10 @@ def test_rows_stay_on_the_worker_between_rounds() -> None:
 
 def test_a_round_out_of_memory_names_the_dropped_rows() -> None:
     async def scenario(workers: ProcessWorkers, events: Events) -> None:
-        workers.run(0, Run(1, EnginePass(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1))))
+        workers.run(0, EnginePass(5, (ROWS[0], Row("huge", (1,) * 2000, 0, 40)), (0, 1), pass_id=1))
         (done,) = await events.until(PassDone)
         assert (done.failure, done.output.dropped) == ("oom", (1,))
-        workers.run(0, Run(2, EnginePass(5, (Row("poison", (CRASH,), 0, 4),), (2,))))
+        workers.run(0, EnginePass(5, (Row("poison", (CRASH,), 0, 4),), (2,), pass_id=2))
         crashed = (await events.until(PassDone, 2))[1]
         assert (crashed.pass_id, crashed.failure, crashed.output) == (2, "crashed", None)
         await events.until(WorkerLost)

@@ -35,7 +35,6 @@ from toolkit.workers.protocol import (
     OnEvent,
     PassDone,
     PassProgress,
-    Run,
     WorkerLost,
     WorkerReady,
 )
@@ -99,15 +98,15 @@ class HandWorkers:
         for worker in range(self.size):
             on_event(WorkerReady(worker, FACTS))
 
-    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+    def run(self, worker: int, plan: EnginePass, estimated_s: float = math.inf) -> None:
         assert worker not in self.running, "one pass at a time"
-        if batch.plan.keep_cache:
+        if plan.keep_cache:
             raise NotImplementedError
         self.estimated_s = estimated_s
-        self.plans[worker] = batch.plan
+        self.plans[worker] = plan
         self._reported[worker] = 0
-        self.running[worker] = (batch.pass_id, list(batch.plan.enter), batch.plan.steps)
-        self.rows.append(list(batch.plan.enter))
+        self.running[worker] = (plan.pass_id, list(plan.enter), plan.steps)
+        self.rows.append(list(plan.enter))
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         if not isinstance(change, Cancel):
@@ -172,8 +171,8 @@ class ToyWorkers(HandWorkers):
         super().__init__(size)
         self.stride = stride
 
-    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
-        super().run(worker, batch, estimated_s)
+    def run(self, worker: int, plan: EnginePass, estimated_s: float = math.inf) -> None:
+        super().run(worker, plan, estimated_s)
         asyncio.get_running_loop().call_soon(self._go_on, worker, 0)
 
     def _go_on(self, worker: int, at: int) -> None:

@@ -47,7 +47,6 @@ from toolkit.workers.protocol import (
     Interrupt,
     OnEvent,
     PassDone,
-    Run,
     WorkerReady,
     Workers,
 )
@@ -340,13 +339,13 @@ class EndpointWorkers:
         self._on_event = on_event
         on_event(WorkerReady(0, self._facts))
 
-    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+    def run(self, worker: int, plan: EnginePass, estimated_s: float = math.inf) -> None:
         """Send the rows of a slice as requests, each with its own random prompt. Raises ValueError
         for a pass that keeps caches: the server schedules by itself.
         """
-        if batch.plan.keep_cache:
+        if plan.keep_cache:
             raise ValueError("a server schedules by itself and runs slices only")
-        self._task = asyncio.create_task(self._run(batch.pass_id, batch.plan))
+        self._task = asyncio.create_task(self._run(plan))
 
     def kill(self, worker: int) -> None:
         """Do nothing: llmctl did not start the server."""
@@ -361,14 +360,14 @@ class EndpointWorkers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, pass_id: int, plan: EnginePass) -> None:
+    async def _run(self, plan: EnginePass) -> None:
         output = PassOutput(0)  # if a request fails
         with contextlib.suppress(Unmeasurable):
             samples = [Sample(0.0, len(row.tokens), plan.steps) for row in plan.enter]
             await self._endpoint.at_times(samples)
             output = PassOutput(plan.steps, ended=plan.numbers)
         if self._on_event is not None:
-            self._on_event(PassDone(0, pass_id, output))
+            self._on_event(PassDone(0, plan.pass_id, output))
 
 
 class OpenaiBackend:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from toolkit.engines.protocol import EnginePass
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
 from toolkit.workers.child import serve
@@ -25,8 +26,7 @@ from toolkit.workers.protocol import (
     Alive,
     FromWorker,
     OnEvent,
-    Progress,
-    Run,
+    PassProgress,
     Start,
     ToWorker,
     front_side,
@@ -172,7 +172,7 @@ class WorkerActor:
         while True:
             frame = self._channel.take()
             yield pack(frame)
-            if not isinstance(frame, Progress | Alive):
+            if not isinstance(frame, PassProgress | Alive):
                 return
 
 
@@ -244,7 +244,7 @@ class ActorBody:
         """Call the actor. A call to an actor that is gone gets no answer."""
         number = self._sent
         self._sent = self._sent + 1
-        if isinstance(frame, Start | Run):
+        if isinstance(frame, Start | EnginePass):
             answers = self._actor.call.remote(number, pack(frame))
             receiving = asyncio.create_task(self._receive(answers))
             self._receiving.add(receiving)

@@ -71,8 +71,9 @@ class StepOutput(msgspec.Struct, frozen=True):
     ended: tuple[tuple[int, FinishReason], ...] = ()
 
 
-class EnginePass(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine is told to do: a `toolkit.sched.types.Pass` with the tokens of its rows.
+class EnginePass(msgspec.Struct, frozen=True, omit_defaults=True, tag="run"):
+    """What an engine is told to do: a `toolkit.sched.types.Pass` with the tokens of its rows. It is
+    also the frame that a worker gets (`toolkit.workers.protocol`).
 
     Rows are evicted, paused, swapped out, swapped in and resumed, and new rows enter, in this
     order. Then all rows that are not paused decode, at most `steps` times and until one of them
@@ -97,6 +98,7 @@ class EnginePass(msgspec.Struct, frozen=True, omit_defaults=True):
             prefills.
         steps_before: decode steps that the scheduler has counted; the engine may have made a
             different number.
+        pass_id: the scheduler's number of the pass, for the worker's reports.
     """
 
     steps: int
@@ -112,12 +114,14 @@ class EnginePass(msgspec.Struct, frozen=True, omit_defaults=True):
     chunk_tokens: int = 0
     steps_before: int = 0
     keep_cache: bool = True
+    pass_id: int = 0
 
 
-def slice_of(rows: Iterable[Row], steps: int) -> EnginePass:
+def slice_of(rows: Iterable[Row], steps: int, pass_id: int = 0) -> EnginePass:
     """Return the pass that serves `rows` as one padded batch and drops their caches."""
     enter = tuple(rows)
-    return EnginePass(steps, enter, tuple(range(len(enter))), keep_cache=False)
+    numbers = tuple(range(len(enter)))
+    return EnginePass(steps, enter, numbers, keep_cache=False, pass_id=pass_id)
 
 
 class PassOutput(msgspec.Struct, frozen=True):

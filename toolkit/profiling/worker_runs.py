@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+import msgspec
+
 from toolkit.engines.protocol import EnginePass, PassOutput, Row, SamplingParams, slice_of
 from toolkit.files.profile import (
     EngineFacts,
@@ -44,7 +46,6 @@ from toolkit.profiling.process import TimedEngine, slice_rows
 from toolkit.sched.rounds import groups_alike
 from toolkit.workers.protocol import (
     PassDone,
-    Run,
     WorkerEvent,
     WorkerReady,
     Workers,
@@ -112,7 +113,7 @@ class Feed(ABC, Generic[Work, Point]):
     def send(self, worker: int, plan: EnginePass) -> None:
         """Send a pass to an idle worker."""
         self.sent += 1
-        self.workers.run(worker, Run(self.sent, plan))
+        self.workers.run(worker, msgspec.structs.replace(plan, pass_id=self.sent))
 
     def next(self, worker: int) -> None:
         """Give an idle worker something to run, unless all is recorded."""

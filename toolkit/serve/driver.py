@@ -25,7 +25,6 @@ from toolkit.serve.live import (
     ActiveRequest,
     ActiveRequests,
     GenerationRequest,
-    InFlightPass,
     Reply,
     TextOutput,
     merge,
@@ -36,7 +35,6 @@ from toolkit.workers.protocol import (
     Interrupt,
     PassDone,
     PassProgress,
-    Run,
     WorkerEvent,
     WorkerLost,
     WorkerReady,
@@ -264,10 +262,10 @@ class Driver:
                 self._tick_later()
 
     def _pass_done(self, event: PassDone) -> None:
-        flight, result = self._activity.done(event)
+        batch, result = self._activity.done(event)
         now_s = self.now_s
-        self.stats.count_pass(flight.batch, result, now_s, self.scheduler.workers[event.worker])
-        if flight.follows and event.failure != "crashed":
+        self.stats.count_pass(batch, result, now_s, self.scheduler.workers[event.worker])
+        if self._activity.follows[event.worker] and event.failure != "crashed":
             self.stats.hop.observe(event.gap_s)
         self.forecast.pace.ran(self.stats.batch_s, self.stats.predicted_batch_s)
         with self._timing_scheduler():
@@ -306,10 +304,12 @@ class WorkerActivity:
 
     It decides nothing and writes nothing to clients: the driver says what starts, delivers the
     tokens, and gives the results to the scheduler. `find` returns the active request with an id.
+    `follows[worker]`: whether its pass was sent as soon as the last one had ended.
     """
 
     def __init__(self, workers: Workers, find: Callable[[str], ActiveRequest]) -> None:
-        self.flights: dict[int, InFlightPass] = {}  # by worker
+        self.flights: dict[int, Pass] = {}  # by worker
+        self.follows = [False] * workers.size
         self._workers = workers
         self._find = find
         self._rows = [WorkerRows() for _ in range(workers.size)]
@@ -326,30 +326,31 @@ class WorkerActivity:
             worker = batch.worker
             requests = [self._find(job.request_id) for job in batch.jobs]
             started += requests
-            flight = self.flights[worker] = InFlightPass(batch, worker in self._just_freed)
+            self.flights[worker] = batch
+            self.follows[worker] = worker in self._just_freed
             if not batch.keep_cache:
                 for active in requests:
-                    active.flight = flight
+                    active.flight = batch
             plan = self._rows[worker].begin(batch, requests)
-            self._workers.run(worker, Run(batch.pass_id, plan), batch.estimated_s)
+            self._workers.run(worker, plan, batch.estimated_s)
         self._just_freed.clear()
         return started
 
     def interrupt(self, worker: int) -> None:
         """Ask the worker to end its pass at the next step where the pass may stop."""
-        self._workers.tell(worker, Interrupt(self.flights[worker].batch.pass_id))
+        self._workers.tell(worker, Interrupt(self.flights[worker].pass_id))
 
     def cancel_row(self, active: ActiveRequest) -> None:
         """Tell the worker of a request's slice that the rest of its output is not needed."""
-        if active.flight:
-            batch = active.flight.batch
+        batch = active.flight
+        if batch:
             number = self._rows[batch.worker].numbers[active.request.request_id]
             self._workers.tell(batch.worker, Cancel(batch.pass_id, (number,)))
 
     def progress(self, event: PassProgress) -> list[RowOutput]:
         """The tokens of a running pass. Events of a pass that has ended are ignored."""
-        flight = self.flights.get(event.worker)
-        if flight is None or flight.batch.pass_id != event.pass_id:
+        batch = self.flights.get(event.worker)
+        if batch is None or batch.pass_id != event.pass_id:
             return []
         rows = self._rows[event.worker]
         return [
@@ -357,17 +358,16 @@ class WorkerActivity:
             for number, (tokens, finish) in merge(event.steps).items()
         ]
 
-    def done(self, event: PassDone) -> tuple[InFlightPass, PassResult]:
+    def done(self, event: PassDone) -> tuple[Pass, PassResult]:
         """Return the pass that has ended, and its result. All its tokens have arrived."""
-        flight = self.flights.pop(event.worker)
+        batch = self.flights.pop(event.worker)
         self._just_freed.add(event.worker)
-        batch = flight.batch
         rows = self._rows[event.worker]
         if not batch.keep_cache:
-            return flight, rows.dropped(batch, event.failure)
+            return batch, rows.dropped(batch, event.failure)
         if event.output is None:
-            return flight, rows.crashed(batch)
-        return flight, rows.kept(batch, event.output)
+            return batch, rows.crashed(batch)
+        return batch, rows.kept(batch, event.output)
 
 
 NO_MOVES = Moves()
@@ -424,6 +424,7 @@ class WorkerRows:
             batch.chunk_tokens,
             self._steps,
             batch.keep_cache,
+            batch.pass_id,
         )
 
     def receive(self, number: int, tokens: int, *, ended: bool) -> ActiveRequest:

@@ -1,4 +1,4 @@
-"""A request while it is served: its reply, its text, its times, and the batch that runs it.
+"""A request while it is served: its reply, its text, its times, and the pass that runs it.
 
 `Reply` hands text from the driver, which writes it, to the response, which reads it. A reply merges
 what arrives between two reads, so it holds at most the text of its choices: a slow reader costs
@@ -214,7 +214,7 @@ class ActiveRequest:
     last_token_s: float = math.nan
     max_gap_s: float = 0.0  # between two tokens; tokens that arrive together share their gap
     status: Status = ""  # how it ended, or '' while it runs
-    flight: InFlightPass | None = None  # the pass without kept caches that runs it
+    flight: Pass | None = None  # the pass without kept caches that runs it
     deadline: asyncio.TimerHandle | None = None
 
     def row(self) -> Row:
@@ -228,14 +228,6 @@ class ActiveRequest:
             request.sampling,
             request.end_after,
         )
-
-
-@dataclass(slots=True, eq=False)
-class InFlightPass:
-    """A pass on a worker."""
-
-    batch: Pass
-    follows: bool  # it was sent as soon as the worker's last pass had ended
 
 
 def merge(steps: Sequence[StepOutput]) -> dict[int, tuple[list[int], FinishReason]]:

@@ -342,10 +342,9 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
         # To the scheduler a worker is alive while it loads for the first time.
         facts = driver.facts.get(worker.index)
         tokens = footprint_of(worker).taken + worker.paused.tokens
-        flight = driver.flights.get(worker.index)
-        if flight and not flight.batch.keep_cache:
+        batch = driver.flights.get(worker.index)
+        if batch and not batch.keep_cache:
             # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
-            batch = flight.batch
             tokens = batch.size * (batch.input_length + batch.steps)
         workers.append(
             WorkerGauges(

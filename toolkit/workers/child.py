@@ -14,20 +14,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 
-from toolkit.engines.protocol import Engine, Row, StepOutput, make_engine, slice_of
+from toolkit.engines.protocol import Engine, EnginePass, Row, StepOutput, make_engine, slice_of
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
+from toolkit.sched.types import Failure
 from toolkit.workers.lifeline import FrontSocket, LifeSigns
 from toolkit.workers.protocol import (
     Cancel,
     Channel,
-    Done,
     FrontGoneError,
     Interrupt,
-    Progress,
+    PassDone,
+    PassProgress,
     Ready,
     Refused,
-    Run,
     SocketChannel,
     Start,
     Stop,
@@ -53,11 +53,11 @@ class Outbox:
         self._sent_s = -1.0
         self._without_token: set[int] = set()  # rows that entered and have no token yet
 
-    def begin(self, batch: Run) -> None:
+    def begin(self, plan: EnginePass) -> None:
         """Start a pass. Its newcomers may get their first tokens in later passes."""
-        self._pass_id = batch.pass_id
-        self.forget(batch.plan.evict)
-        self._without_token.update(batch.plan.numbers)
+        self._pass_id = plan.pass_id
+        self.forget(plan.evict)
+        self._without_token.update(plan.numbers)
 
     def forget(self, numbers: Iterable[int]) -> None:
         self._without_token.difference_update(numbers)
@@ -70,14 +70,14 @@ class Outbox:
             self._without_token.difference_update(step.rows)
         now_s = self._clock()
         if is_first or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
-            self._channel.send(Progress(self._pass_id, self.take()))
+            self.flush()
             self._sent_s = now_s
 
-    def take(self) -> tuple[StepOutput, ...]:
-        """Remove and return the steps that were not sent."""
-        steps = tuple(self._unsent)
-        self._unsent.clear()
-        return steps
+    def flush(self) -> None:
+        """Send the steps that were not sent."""
+        if self._unsent:
+            self._channel.send(PassProgress(-1, self._pass_id, tuple(self._unsent)))
+            self._unsent.clear()
 
 
 class RunningPass:
@@ -87,13 +87,13 @@ class RunningPass:
         stops: the front has told the worker to end.
     """
 
-    def __init__(self, batch: Run, channel: Channel, outbox: Outbox) -> None:
+    def __init__(self, plan: EnginePass, channel: Channel, outbox: Outbox) -> None:
         self.stops = False
-        self._pass_id = batch.pass_id
+        self._pass_id = plan.pass_id
         self._channel = channel
         self._outbox = outbox
         # Rows of a pass that keeps no caches: it ends when none is left.
-        self._wanted = None if batch.plan.keep_cache else set(batch.plan.numbers)
+        self._wanted = None if plan.keep_cache else set(plan.numbers)
 
     def on_step(self, step: StepOutput) -> bool:
         """Whether the pass goes on: not if it is interrupted, if the worker stops, or if it keeps
@@ -137,16 +137,18 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
         frame = channel.receive()
         if isinstance(frame, Stop):
             return 0
-        if not isinstance(frame, Run):
+        if not isinstance(frame, EnginePass):
             continue  # it is for a pass that has ended
         signs.state = "busy"
         gap_s = 0.0 if ended_s is None else time.perf_counter() - ended_s
         outbox.begin(frame)
         running = RunningPass(frame, channel, outbox)
-        output = engine.run(frame.plan, running.on_step)
+        output = engine.run(frame, running.on_step)
         outbox.forget(output.dropped)
         ended_s = time.perf_counter()
-        channel.send(Done(frame.pass_id, outbox.take(), output, gap_s))
+        outbox.flush()
+        failure: Failure = "oom" if output.is_short else ""
+        channel.send(PassDone(-1, frame.pass_id, output, failure, gap_s))
         if running.stops:
             return 0
         signs.state = "idle"

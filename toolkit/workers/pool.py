@@ -19,11 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from toolkit.engines.protocol import PassOutput
+from toolkit.engines.protocol import EnginePass
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
-from toolkit.sched.types import Failure
 from toolkit.workers.process import (
     GPUS_VARIABLE,
     OnFrame,
@@ -35,16 +34,13 @@ from toolkit.workers.process import (
 from toolkit.workers.protocol import (
     Alive,
     Cancel,
-    Done,
     FromWorker,
     Interrupt,
     OnEvent,
     PassDone,
     PassProgress,
-    Progress,
     Ready,
     Refused,
-    Run,
     Start,
     Stop,
     ToWorker,
@@ -274,17 +270,17 @@ class WorkerPool(ABC):
             await self.stop()
             raise
 
-    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+    def run(self, worker: int, plan: EnginePass, estimated_s: float = math.inf) -> None:
         """Send a pass. If the worker is gone, it ends as crashed."""
         slot = self._slots[worker]
         if slot.pass_id is not None:
             raise ValueError(f"worker {worker} runs pass {slot.pass_id}; one at a time")
-        slot.pass_id = batch.pass_id
+        slot.pass_id = plan.pass_id
         if slot.facts is not None and slot.body is not None:
             self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
-            slot.body.send(batch)
+            slot.body.send(plan)
         else:
-            asyncio.get_running_loop().call_soon(self._end_pass, slot, "crashed")
+            asyncio.get_running_loop().call_soon(self._crash, slot)
 
     def tell(self, worker: int, change: Interrupt | Cancel) -> None:
         """Change a running pass; nothing happens if it has ended."""
@@ -325,7 +321,7 @@ class WorkerPool(ABC):
             slot.body = slot.facts = None
             slot.exits += 1
             slot.failed_loads += not was_ready
-            self._end_pass(slot, "crashed")
+            self._crash(slot)
             if was_ready:
                 self._emit(WorkerLost(slot.index, reason))
             if not self._stopping.is_set():
@@ -430,32 +426,27 @@ class WorkerPool(ABC):
         else:
             self._receive_of_pass(slot, frame)
 
-    def _receive_of_pass(self, slot: _Slot, frame: Progress | Done) -> None:
-        if isinstance(frame, Progress):
-            self.supervisor.sign(slot.index)
+    def _receive_of_pass(self, slot: _Slot, frame: PassProgress | PassDone) -> None:
+        self.supervisor.sign(slot.index)
         if frame.pass_id != slot.pass_id:
             return
-        if frame.steps:
-            self._emit(PassProgress(slot.index, frame.pass_id, frame.steps))
-        if isinstance(frame, Done):
+        frame.worker = slot.index
+        if isinstance(frame, PassProgress):
+            self._emit(frame)
+        else:
             slot.exits = 0
-            self._end_pass(slot, "oom" if frame.output.is_short else "", frame.output, frame.gap_s)
+            self._end_pass(slot, frame)
 
-    def _end_pass(
-        self,
-        slot: _Slot,
-        failure: Failure,
-        output: PassOutput | None = None,
-        gap_s: float = 0.0,
-    ) -> None:
-        """End the running pass, if there is one."""
-        pass_id = slot.pass_id
+    def _crash(self, slot: _Slot) -> None:
+        """End the running pass, if there is one: its worker has gone."""
+        if slot.pass_id is not None:
+            self._end_pass(slot, PassDone(slot.index, slot.pass_id, None, "crashed"))
+
+    def _end_pass(self, slot: _Slot, done: PassDone) -> None:
         slot.pass_id = None
-        if pass_id is None:
-            return
         if slot.facts is not None:
             self.supervisor.enter(slot.index, "idle")
-        self._emit(PassDone(slot.index, pass_id, output, failure, gap_s))
+        self._emit(done)
 
 
 def _ignore(event: WorkerEvent) -> None:

@@ -46,28 +46,33 @@ class WorkersFailed:
     error: EngineError
 
 
-@dataclass(slots=True, frozen=True)
-class PassProgress:
-    """Tokens of one or more steps of a running pass."""
+class PassProgress(msgspec.Struct, tag="progress"):
+    """Tokens of the running pass: its steps since the last report. It is also a frame of the
+    worker, which leaves its number to the front.
+    """
 
     worker: int
     pass_id: int
     steps: tuple[StepOutput, ...]
 
 
-@dataclass(slots=True, frozen=True)
-class PassDone:
-    """A pass has ended; `PassProgress` has reported all its tokens.
+class PassDone(msgspec.Struct, tag="done"):
+    """A pass has ended; `PassProgress` has reported its tokens. It is also a frame of the worker,
+    which leaves its number to the front.
 
     A pass that "crashed" has no `output`, and its worker's rows no caches. One that ran out of
     memory ("oom") has lost the rows in `output.dropped`, if any.
+
+    Attributes:
+        gap_s: between the end of the worker's last pass and the start of this one, on its clock; 0
+            for its first.
     """
 
     worker: int
     pass_id: int
     output: PassOutput | None
     failure: Failure = ""
-    gap_s: float = 0.0  # as in `Done`
+    gap_s: float = 0.0
 
 
 WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | PassProgress | PassDone
@@ -88,7 +93,7 @@ class Workers(Protocol):
         """
         ...
 
-    def run(self, worker: int, batch: Run, estimated_s: float = math.inf) -> None:
+    def run(self, worker: int, plan: EnginePass, estimated_s: float = math.inf) -> None:
         """Send a pass. Exactly one `PassDone` follows, whatever happens to the process.
 
         A worker that is silent for much longer than `estimated_s` is killed and restarted.
@@ -119,13 +124,6 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """The first frame to a worker: what to load, as JSON of a `Recipe`."""
 
     recipe: str
-
-
-class Run(msgspec.Struct, frozen=True, tag="run"):
-    """Run a pass."""
-
-    pass_id: int
-    plan: EnginePass
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag="interrupt"):
@@ -162,30 +160,8 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """A sign of life. `toolkit.workers.lifeline` has its bytes."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Steps of the running pass since the last frame."""
-
-    pass_id: int
-    steps: tuple[StepOutput, ...]
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The pass has ended.
-
-    Attributes:
-        steps: since the last frame.
-        gap_s: between the end of the worker's last pass and the start of this one, on its clock; 0
-            for its first.
-    """
-
-    pass_id: int
-    steps: tuple[StepOutput, ...]
-    output: PassOutput
-    gap_s: float = 0.0
-
-
-ToWorker = Start | Run | Interrupt | Cancel | Stop
-FromWorker = Alive | Ready | Refused | Progress | Done
+ToWorker = Start | EnginePass | Interrupt | Cancel | Stop
+FromWorker = Alive | Ready | Refused | PassProgress | PassDone
 Frame = TypeVar("Frame")
 
 _ENCODER = msgspec.msgpack.Encoder()
