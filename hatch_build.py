@@ -52,7 +52,7 @@ MODULES = (
     "toolkit.sched.policies.srpt",
     "toolkit.sched.queues",
     "toolkit.sched.ranked",
-    "toolkit.sched.rounds",
+    "toolkit.sched.prefills",
     "toolkit.sched.scheduler",
     "toolkit.sched.types",
     "toolkit.sched.view",

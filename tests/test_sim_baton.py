@@ -13,7 +13,7 @@ from toolkit.estimators.laws import LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.policies import make_policy
-from toolkit.sched.rounds import groups_alike
+from toolkit.sched.prefills import groups_alike
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace

@@ -5,7 +5,7 @@ Newcomers are prefilled apart, grouped by length and in bounded passes, and embe
 running batch between two of its steps; or, for comparison, they are prefilled within a step. Rows
 may be paused, swapped to host memory and back without a prefill, or evicted. The scheduler decides
 all of that: this engine performs the moves, and counts tokens and bytes. Slices run
-as in the static engine, while the kept rows wait; timings are of rounds and of their parts.
+as in the static engine, while the kept rows wait; timings are of passes and of their parts.
 
 Memory may run out at any allocation. Each part of a pass either happens or changes nothing. A
 forward pass that did not fit is repeated after all spare memory is freed, which suffices if memory
@@ -42,7 +42,7 @@ from toolkit.engines.sampling import Sampler
 from toolkit.engines.suspended import SuspendedRow, SuspendedRows
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.sched.rounds import PADDING_SHARE
+from toolkit.sched.prefills import PADDING_SHARE
 
 STEPS = 4  # decode steps that are timed together
 SHORTEST_DIVISOR = 4  # the shortest row of a timed batch has 1/4 of the longest row's tokens
@@ -341,7 +341,7 @@ class RebatchEngine(TransformersEngine):
                 self._finish_prefill(group, logits, progress)
             if done is None or progress.is_short:
                 self._drop_newcomers(progress)
-                # With paused rows alone, the next rounds would fail in the same way.
+                # With paused rows alone, the next passes would fail in the same way.
                 if self._suspended.on_device and not self._batch:
                     self._drop_last(progress)
 

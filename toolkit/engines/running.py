@@ -3,7 +3,7 @@
 `Prefiller` prefills newcomers apart from the running batch: rows of similar length together, in
 bounded passes. Their caches are then embedded into the batch (BATON, section 4.2). A pass is one
 forward call. The batch may decode between two passes, so that a long prompt does not delay running
-rows. `toolkit.sched.rounds` decides which passes to make; this module makes them and ensures that
+rows. `toolkit.sched.prefills` decides which passes to make; this module makes them and ensures that
 there is memory for them.
 
 `RunningBatch` holds the rows that decode together, each at its own length. Rows join between two
@@ -25,7 +25,7 @@ from toolkit.engines.protocol import LiveRow, Row, StepOutput, advance
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.sampling import Sampler
 from toolkit.engines.slab import PaddedBatch
-from toolkit.sched.rounds import PrefillPass, PrefillPasses
+from toolkit.sched.prefills import PrefillChunk, PrefillChunks
 
 Newcomer = tuple[int, LiveRow]  # the number of a row, and the row
 CachedRow = tuple[Newcomer, RowKV]  # with all its tokens but the last in the cache
@@ -75,7 +75,7 @@ class Prefiller:
     _group: PrefillBatch | None = None  # in prefill now
 
     def __post_init__(self) -> None:
-        self._passes: PrefillPasses[Newcomer] = PrefillPasses(mixes=self.mixes)
+        self._passes: PrefillChunks[Newcomer] = PrefillChunks(mixes=self.mixes)
 
     @property
     def busy(self) -> bool:
@@ -173,7 +173,7 @@ class Prefiller:
             self.cache.fit()
         return needed <= self.ledger.free_bytes
 
-    def _pass_bytes(self, planned: PrefillPass[Newcomer]) -> int:
+    def _pass_bytes(self, planned: PrefillChunk[Newcomer]) -> int:
         columns = planned.end - planned.start
         return self.shape.prefill_bytes(len(planned.group.keys), columns, planned.start)
 

@@ -43,7 +43,7 @@ from toolkit.profiling.measure import (
     safe_tokens,
 )
 from toolkit.profiling.process import TimedEngine, slice_rows
-from toolkit.sched.rounds import groups_alike
+from toolkit.sched.prefills import groups_alike
 from toolkit.workers.protocol import (
     PassDone,
     WorkerEvent,

@@ -1,9 +1,9 @@
-"""The caches of a worker, and what rounds do with them: they come, go, and move.
+"""The caches of a worker, and what passes do with them: they come, go, and move.
 
-`RunningJobs` has the jobs that decode in the worker's rounds: each gains one token per step, so its
+`RunningJobs` has the jobs that decode in the worker's passes: each gains one token per step, so its
 length is its length when it joined plus the steps since then. Sums are kept as integers, and a
 job's own counters change only when it leaves. `ParkedCaches` has the jobs with caches that do not
-decode. `WorkerRounds` starts and ends the rounds of all workers as the policy's batches say.
+decode. `WorkerPasses` starts and ends the passes of all workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RunningJobs:
 
     `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
     jobs, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the jobs that may
-    take more than one round to prefill: until then they do not grow, and the token that
+    take more than one pass to prefill: until then they do not grow, and the token that
     prefill gives counts as owed to them.
     """
 
@@ -45,7 +45,7 @@ class RunningJobs:
         self.base = 0
         self._slots: list[Job] = []  # a job that leaves gives its place to the last
         # The largest length - joined and the largest promise of a job. They are asked for before
-        # every round, and change only as jobs come, change and go: None after the largest did.
+        # every pass, and change only as jobs come, change and go: None after the largest did.
         self._longest: int | None = None
         self._longest_promise: int | None = None
 
@@ -138,7 +138,7 @@ class RunningJobs:
             last.slot = job.slot
 
     def miss(self, job: Job, steps: int) -> None:
-        """The job had no part in `steps` decode steps of this round, counted already or not yet."""
+        """The job had no part in `steps` decode steps of this pass, counted already or not yet."""
         if job.length - job.joined == self._longest:
             self._longest = None
         job.joined += steps
@@ -218,7 +218,7 @@ class WorkerPasses:
 
     It decides nothing: a `Pass` says which jobs enter, are evicted or moved, and its methods
     update the worker. If a job is gone but the engine still holds its cache, the worker's next
-    round names it, so that the engine can drop the cache.
+    pass names it, so that the engine can drop the cache.
     """
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class WorkerPasses:
         self._released: dict[int, list[Job]] = {}
 
     def begin(self, worker: Worker, batch: Pass, now_s: float) -> None:
-        """Start a round. Adds to `batch` the jobs cancelled or released since the last round."""
+        """Start a pass. Adds to `batch` the jobs cancelled or released since the last pass."""
         running = worker.running
         jobs = batch.jobs
         for job in batch.evict:
@@ -249,7 +249,6 @@ class WorkerPasses:
                 running.join(job)
         for job in jobs:
             running.join(job)
-            job.slices += 1
         if batch.chunk_tokens and jobs:
             running.prefill_on((*running.prefilling, *batch.jobs), emits=worker.emits > 0)
         if self._cancelled and worker.index in self._cancelled:
@@ -260,7 +259,7 @@ class WorkerPasses:
     def finish(
         self, worker: Worker, batch: Pass, result: PassResult, jobs: dict[str, Job], now_s: float
     ) -> list[Job]:
-        """End a round, failed or not. Returns the jobs that ended in it or were cancelled."""
+        """End a pass, failed or not. Returns the jobs that ended in it or were cancelled."""
         running = worker.running
         if batch.keep_cache and (batch.jobs or running.prefilling):
             if result.joined is not None or running.prefilling:
@@ -289,7 +288,7 @@ class WorkerPasses:
         if result.failure == "crashed":
             return ended
         if batch.moves is not None and batch.moves.overlap:
-            _transfer(worker, batch.moves)  # beside the round: they are complete
+            _transfer(worker, batch.moves)  # beside the pass: they are complete
         if worker.row_limit < worker.slots:
             worker.row_limit = min(2 * worker.row_limit, worker.slots)
         for request_id in result.dropped:
@@ -310,7 +309,7 @@ class WorkerPasses:
     def run_out_of_memory(
         self, worker: Worker, result: PassResult, jobs: dict[str, Job]
     ) -> Job | None:
-        """A round ran out of memory: half of the dropped jobs may enter with the next round.
+        """A pass ran out of memory: half of the dropped jobs may enter with the next pass.
 
         Returns a job that was dropped although it was alone on the device.
         """
@@ -368,14 +367,14 @@ class WorkerPasses:
         worker.waiting.appendleft(job)
 
     def release(self, worker: Worker, job: Job, now_s: float) -> None:
-        """Take a job off its worker between two rounds, to be routed again."""
+        """Take a job off its worker between two passes, to be routed again."""
         worker.running.leave(job)
         job.reroutes += 1
         job.waiting_since_s = now_s
         self._released.setdefault(worker.index, []).append(job)
 
     def cancel(self, worker: Worker, job: Job) -> bool:
-        """Cancel a job with a cache here. Returns whether it ended at once; else with the round."""
+        """Cancel a job with a cache here. Returns whether it ended at once; else with the pass."""
         self._cancelled.setdefault(worker.index, []).append(job)
         if job in worker.running.jobs and worker.batch is not None:
             return False

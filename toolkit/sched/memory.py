@@ -279,8 +279,8 @@ def free_cache_tokens(worker: Worker) -> int:
 def longest(memory: MemoryLaw, continuous: bool) -> int:
     """Prompt + output, in tokens, of the longest request that fits alone on the worker.
 
-    In rounds (`continuous`) that is the whole capacity. In a static batch the memory law decides,
-    by bisection, because the law is monotone.
+    Where passes keep their caches (`continuous`) that is the whole capacity. In a slice the memory
+    law decides, by bisection, because the law is monotone.
     """
     if continuous:
         return memory.usable_tokens

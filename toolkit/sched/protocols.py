@@ -48,7 +48,7 @@ class LatencyLaw(SliceLaw, Protocol):
 
     @property
     def round_s(self) -> float:
-        """Seconds of a round besides prefills and steps: dispatch, result. 0: not measured."""
+        """Seconds of a pass besides prefills and steps: dispatch, result. 0: not measured."""
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over columns `start` to `end` of N rows after cached columns.
@@ -81,7 +81,7 @@ class SwapLaw(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers can run beside compute; else rounds wait despite `Moves.overlap`."""
+        """Whether transfers can run beside compute; else passes wait despite `Moves.overlap`."""
 
     def out_s(self, tokens: int) -> float:
         """Seconds from the device to host memory."""

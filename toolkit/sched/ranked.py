@@ -29,7 +29,7 @@ class Ranking:
     def changes_at(self, job: Job, generated: int, promoted_at: int) -> int:
         """The generated tokens at which a running job gets another rank; it has `generated` now.
 
-        A round ends there; `NEVER`: no round ends for that. `promoted_at` is what the job had
+        A pass ends there; `NEVER`: no pass ends for that. `promoted_at` is what the job had
         generated when it was last promoted, -1 if it never was.
         """
         return NEVER

@@ -4,7 +4,7 @@ A driver reports events (`submit`, `complete`, `end`, `cancel`, `worker_lost`, `
 asks what to run (`tick`, the loop of the scheduler); each call brings the time. The policy makes
 the decisions. The scheduler handles what no policy should have to: requests that can never fit,
 batches that ran out of memory or lost their worker, and cancellation. It keeps the state of waiting
-jobs in `waiting`, of waiting batches in `queues`, and of rounds in `caches`.
+jobs in `waiting`, of waiting passes in `queues`, and of running ones in `caches`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Scheduler:
             self._pool.reorder(behind, first)
 
     def _accept(self, decision: Decision) -> None:
-        """Queue the batches of a decision at their workers, and interrupt rounds."""
+        """Queue the passes of a decision at their workers, and interrupt passes."""
         view = self._view
         view.arrived.clear()
         if decision.wake_at_s is not None:
@@ -200,9 +200,9 @@ class Scheduler:
         return None
 
     def take_interrupts(self) -> list[int]:
-        """Workers that should stop their round at its next allowed step, since the last call.
+        """Workers that should stop their pass at its next allowed step, since the last call.
 
-        A driver may ignore them if its engine cannot stop a round: then the round ends later.
+        A driver may ignore them if its engine cannot stop a pass: then the pass ends later.
         """
         interrupts = self.interrupts
         self.interrupts = []
@@ -326,8 +326,8 @@ class Scheduler:
         self._view.changed(index)
 
     def live_parameters(self) -> dict[str, Parameter]:
-        """The policy's parameters that `configure` changes, with their limits: of a policy of
-        rounds, and none that orders waiting jobs or makes the history.
+        """The policy's parameters that `configure` changes, with their limits: of a continuous
+        policy, and none that orders waiting jobs or makes the history.
         """
         policy = self.policy
         ranks = any(policy.ranking(worker.latency) is not None for worker in self.workers)

@@ -49,7 +49,7 @@ class Request:
 class Job:
     """A request inside the scheduler: the tokens generated so far and the history of its attempts.
 
-    While a job runs in rounds (`toolkit.sched.caches`), `length` and `generated` have
+    While a job runs (`toolkit.sched.caches`), `length` and `generated` have
     their values of the step at which it joined, not the current ones.
 
     Attributes:
@@ -60,7 +60,6 @@ class Job:
         ticket: position in the order in which jobs entered the pool; a job that re-enters gets a
             new ticket.
         length: prompt + generated tokens, which is the input of the next slice.
-        slices: batches and rounds that it entered.
         failures: how often it failed as the only job of a batch, in all.
         failures_here: how many of these since it last generated a token.
         failed_at: tokens that it had generated at the last of them; -1 if there was none.
@@ -94,7 +93,6 @@ class Job:
         "prompt_tokens",
         "request_id",
         "reroutes",
-        "slices",
         "slot",
         "ticket",
         "waiting_since_s",
@@ -115,7 +113,6 @@ class Job:
         self.length = length
         self.number = -1
         self.generated = generated
-        self.slices = 0
         self.cancelled = False
         self.request_id = request.request_id
         self.ticket = ticket
@@ -149,15 +146,15 @@ class Job:
 @mypyc_attr(acyclic=True)
 @dataclass(frozen=True)
 class Moves:
-    """What a round does with caches that it keeps without computing on them.
+    """What a pass does with caches that it keeps without computing on them.
 
     The moves take effect before the first step, in this order: jobs in `pause` and `swap_out` stop
     decoding; caches in `swap_out` go from the device to host memory; caches in `swap_in` come back
     and are paused on the device; jobs in `resume` decode again without a prefill.
 
-    With `overlap`, transfers run beside the round's compute. A cache that leaves holds its device
-    memory until the round ends, a cache that comes back holds it from the round's start, and
-    neither job decodes in that round. Without `overlap`, the round waits for its transfers first. A
+    With `overlap`, transfers run beside the pass's compute. A cache that leaves holds its device
+    memory until the pass ends, a cache that comes back holds it from the pass's start, and
+    neither job decodes in that pass. Without `overlap`, the pass waits for its transfers first. A
     job that is still being prefilled has no complete cache, so it is never moved.
     """
 
@@ -248,8 +245,8 @@ class Worker:
     Attributes:
         waiting: jobs routed here and not yet batched.
         queue: batches that wait here.
-        batch: the batch or round that it runs; None: it is idle.
-        running: the jobs of its rounds, which have caches and decode.
+        batch: the pass that it runs; None: it is idle.
+        running: the jobs that have caches and decode.
         load_s: T_load(w) of SCLS Eq. 11, in seconds.
         assigned: batches assigned so far: breaks ties so that every worker gets work.
         longest: prompt + output in tokens of the longest job that fits; set by the scheduler.
@@ -283,7 +280,7 @@ class Worker:
         self.joining = joining
         self.swapped = ParkedCaches()
         self.paused = ParkedCaches()
-        # What every round needs lies together: with hundreds of workers, a round waits for memory.
+        # What every pass needs lies together: with hundreds of workers, a pass waits for memory.
         self.index = index
         self.alive = True
         self.is_due = False

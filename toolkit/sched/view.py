@@ -70,7 +70,7 @@ STALE = -1
 class WorkerFigure:
     """One number for each worker, which may depend on `expected`, the expected length of an output.
 
-    It only changes when a round ends or a job comes or goes. So `amount` computes it anew only for
+    It only changes when a pass ends or a job comes or goes. So `amount` computes it anew only for
     workers that the scheduler has marked, and for another `expected`.
     """
 
@@ -133,8 +133,8 @@ class WorkerFigure:
 class View:
     """What a policy may read. The lists are the scheduler's own and change: never write to them.
 
-    A worker is `due` if it is free and something happened to it since the last plan: a round or
-    batch ended, jobs were routed to it while it was idle, or it came back. A policy that never
+    A worker is `due` if it is free and something happened to it since the last plan: its
+    pass ended, jobs were routed to it while it was idle, or it came back. A policy that never
     leaves an idle worker with work needs only these, so workers without events cost nothing. A
     policy that may let work wait at an idle worker has to look at `free`.
     """
@@ -204,7 +204,7 @@ class View:
 class Decision:
     """What a policy wants done: batches for workers' queues, in order, and when to ask again.
 
-    `interrupt` names workers that should stop their round early, so that the policy can act on what
+    `interrupt` names workers that should stop their pass early, so that the policy can act on what
     arrived. If `wake_at_s` is None, `View.due_s` stays as it is.
     """
 

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.sched.rounds import groups_alike
+from toolkit.sched.prefills import groups_alike
 from toolkit.sched.types import Pass, PassResult, Worker
 
 # The buckets of vLLM, in seconds: a panel shows both alike.

@@ -106,7 +106,7 @@ class FixedConcurrency(DueRequests):
 
     def take(self) -> int:
         number = len(self._arrival_s) - self.left
-        # a round of several passes tells of an end within it when all are over: too late for a
+        # a pass with several prefills tells of an end within it when all are over: too late for a
         # place that another request has taken meanwhile
         self._last_s = max(heappop(self._places), self._last_s)
         self._arrival_s[number] = self._last_s

@@ -1,14 +1,14 @@
-"""A simulated worker that keeps its caches between rounds and computes a round in closed form.
+"""A simulated worker that keeps its caches between passes and computes a pass in closed form.
 
-A round means the same as to the engine `rebatch`: some rows leave, caches move, new rows are
+A pass means the same as to the engine `rebatch`: some rows leave, caches move, new rows are
 prefilled, and all decode until one ends. `toolkit.sim.decoding` counts the rows; `RoundWorker` runs
-the rounds.
+the passes.
 
-A round with chunked prefills is laid out before it runs, as stretches (`Stretch`): the times of its
-passes and of the decode steps between them. As in the engine, a bounded pass and a step alternate
-until no row waits for its prefill; the rest are steps alone. If no row decodes, a pass takes all
-that is left of its group. Each stretch of steps costs one evaluation of the law, so a round costs
-as many evaluations as it has passes.
+A pass with chunked prefills is laid out before it runs, as stretches (`Stretch`): the times of its
+chunks and of the decode steps between them. As in the engine, a bounded chunk and a step alternate
+until no row waits for its prefill; the rest are steps alone. If no row decodes, a chunk takes all
+that is left of its group. Each stretch of steps costs one evaluation of the law, so a pass costs
+as many evaluations as it has chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from toolkit.sched.prefills import PrefillChunk, PrefillChunks, PrefillGroup
 from toolkit.sched.protocols import LatencyLaw, SwapLaw
-from toolkit.sched.rounds import PrefillGroup, PrefillPass, PrefillPasses
 from toolkit.sched.types import NO_LIMIT, Failure, Job, Joining, Moves, Pass, PassResult
 from toolkit.sim.decoding import Decoding
 from toolkit.sim.ledger import Ledger, Outside, RunsOut
@@ -25,9 +25,9 @@ from toolkit.sim.ledger import Ledger, Outside, RunsOut
 
 @dataclass(frozen=True)
 class Stretch:
-    """Prefill passes, then steps of the `rows` that decode, of L `length` before the first step."""
+    """Prefill chunks, then steps of the `rows` that decode, of L `length` before the first step."""
 
-    passes: tuple[tuple[int, float], ...]  # the bound in tokens (0: none) and the end of each
+    chunks: tuple[tuple[int, float], ...]  # the bound in tokens (0: none) and the end of each
     begin_s: float  # of the steps
     steps: int
     end_s: float
@@ -40,10 +40,10 @@ class RoundSetup:
     """The arguments that all `RoundWorker`s share."""
 
     latency: LatencyLaw
-    runs_out: RunsOut | None = None  # with new rows in a round; None: never
+    runs_out: RunsOut | None = None  # with new rows in a pass; None: never
     swap: SwapLaw | None = None
-    outside: Outside | None = None  # which rounds count as extrapolated; None: none does
-    future: bool = False  # whether the true peak to come is computed: O(n log n) for each round
+    outside: Outside | None = None  # which passes count as extrapolated; None: none does
+    future: bool = False  # whether the true peak to come is computed: O(n log n) for each pass
     # Of a `SlabWorker`: how new rows join, and the tokens of its slab and all other caches on the
     # device. A row that runs alone always has room for its prefill.
     joining: Joining | None = None
@@ -51,9 +51,9 @@ class RoundSetup:
 
 
 class RoundWorker(Decoding):
-    """Runs one worker's rounds on virtual time: `run` predicts a round's end, `finish` records it.
+    """Runs one worker's passes on virtual time: `run` predicts a pass's end, `finish` records it.
 
-    Between the two, `interrupt` may end the round earlier. Tokens reach the client step by step.
+    Between the two, `interrupt` may end the pass earlier. Tokens reach the client step by step.
     `index` is the worker's place in the ledger.
     """
 
@@ -69,18 +69,18 @@ class RoundWorker(Decoding):
         self._prefilled_s = 0.0
         self._stepped_s = 0.0
         self._done_s = 0.0
-        self._moved_s = 0.0  # when the current round's transfers end
-        self._ran = 0  # steps that the current round will have made
+        self._moved_s = 0.0  # when the current pass's transfers end
+        self._ran = 0  # steps that the current pass will have made
         self._failure: Failure = ""
         self._dropped: tuple[str, ...] = ()  # the requests that the failure dropped
-        # rows in a prefill of several passes
-        self._newcomers: PrefillPasses[Job] = PrefillPasses()
-        self._in_passes = False  # whether there ever were such rows
-        self._step_is_due = False  # before their next pass
-        self._stretches: list[Stretch] = []  # of the current round, if it has such passes
+        # rows in a prefill of several chunks
+        self._newcomers: PrefillChunks[Job] = PrefillChunks()
+        self._in_chunks = False  # whether there ever were such rows
+        self._step_is_due = False  # before their next chunk
+        self._stretches: list[Stretch] = []  # of the current pass, if it has such chunks
 
     def run(self, batch: Pass, now_s: float) -> float:
-        """Start a round; when it will end, in seconds, unless it is interrupted."""
+        """Start a pass; when it will end, in seconds, unless it is interrupted."""
         times = self._times
         jobs = batch.jobs
         self._batch = batch
@@ -100,8 +100,8 @@ class RoundWorker(Decoding):
             if batch.moves is not None:
                 begun_s = self._move(batch.moves, begun_s)
         self._begun_s = begun_s
-        if (batch.chunk_tokens and jobs) or (self._in_passes and self._newcomers):
-            return self._run_in_passes(batch, begun_s)
+        if (batch.chunk_tokens and jobs) or (self._in_chunks and self._newcomers):
+            return self._run_in_chunks(batch, begun_s)
         prefilled_s = begun_s
         if jobs:
             prefilled_s += self._prefill(batch)
@@ -134,7 +134,7 @@ class RoundWorker(Decoding):
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
-        if self._in_passes and self._stretches:
+        if self._in_chunks and self._stretches:
             ran = 0
             for stretch in self._stretches:
                 if now_s <= stretch.end_s:
@@ -155,7 +155,7 @@ class RoundWorker(Decoding):
             begin_s = self._prefilled_s
             ran = self._steps_within(n, length, self._ran, begin_s, self._stepped_s, now_s)
             if batch.chunk_tokens:
-                ran = max(ran, 1)  # as in a round with passes
+                ran = max(ran, 1)  # as in a pass with chunks
             ran += -(self._steps + ran) % batch.stop_every
             if ran < self._ran:
                 self._ran = ran
@@ -164,7 +164,7 @@ class RoundWorker(Decoding):
         return self._done_s
 
     def finish(self) -> PassResult:
-        """The round has ended: record what happened in it."""
+        """The pass has ended: record what happened in it."""
         batch = self._batch
         ledger = self._ledger
         ran = self._ran
@@ -198,7 +198,7 @@ class RoundWorker(Decoding):
                 ledger.attempts += attempts
         ledger.rounds += 1
         joined = None
-        if self._in_passes and self._stretches:
+        if self._in_chunks and self._stretches:
             joined = self._take_stretches(batch)
         else:
             if batch.jobs and self._emits:
@@ -214,12 +214,12 @@ class RoundWorker(Decoding):
         return PassResult(batch.pass_id, index, ran, ended, joined)
 
     def _prefilled_rows(self, batch: Pass) -> int:
-        """Rows of the round's prefill."""
+        """Rows of the pass's prefill."""
         return len(batch.jobs)
 
-    def _run_in_passes(self, batch: Pass, begin_s: float) -> float:
-        """Lay out a round with prefills in chunks, of this round or an earlier one; its end."""
-        self._in_passes = True
+    def _run_in_chunks(self, batch: Pass, begin_s: float) -> float:
+        """Lay out a pass with prefills in chunks, of this pass or an earlier one; its end."""
+        self._in_chunks = True
         newcomers = self._newcomers
         rows = len(self._resident)
         for job in batch.jobs:
@@ -228,7 +228,9 @@ class RoundWorker(Decoding):
             n = rows + len(newcomers)
             held = self.used + sum([job.length for job in newcomers.all_keys()])
             if self._runs_out(batch.pass_id, n, held // n, batch.steps):
-                passed_s = begin_s + self._pass_s(newcomers.next(batch.chunk_tokens if rows else 0))
+                passed_s = begin_s + self._chunk_s(
+                    newcomers.next(batch.chunk_tokens if rows else 0)
+                )
                 self._done_s = max(passed_s, self._moved_s)
                 self._run_out_of_memory(newcomers.all_keys())
                 return self._done_s
@@ -243,8 +245,8 @@ class RoundWorker(Decoding):
         return self._done_s
 
     def _lay_out(self, batch: Pass, now_s: float) -> list[Stretch]:
-        """The stretches of a round that begins at `now_s`. While a row decodes, `chunk_tokens`
-        bounds a pass; at 0 all passes come before the first step.
+        """The stretches of a pass that begins at `now_s`. While a row decodes, `chunk_tokens`
+        bounds a chunk; at 0 all chunks come before the first step.
         """
         newcomers = self._newcomers.copy()
         times = self._times
@@ -259,14 +261,14 @@ class RoundWorker(Decoding):
         last = steps + batch.steps
         stretches: list[Stretch] = []
         while True:
-            passes = []
+            chunks = []
             while newcomers and not (step_is_due and rows):
                 if chunk_tokens and first_end <= steps:
                     break
                 bound = chunk_tokens if rows else 0
                 made = newcomers.next(bound)
-                now_s += self._pass_s(made)
-                passes.append((bound, now_s))
+                now_s += self._chunk_s(made)
+                chunks.append((bound, now_s))
                 newcomers.made(made)
                 if made.completes:
                     for job in made.group.keys:
@@ -283,7 +285,7 @@ class RoundWorker(Decoding):
             now_s += times.decode_s(rows, length, ran) if ran else 0.0
             if ran and ran == due:
                 now_s += times.leave_s(length + ran)
-            stretches.append(Stretch(tuple(passes), begin_s, ran, now_s, rows, length))
+            stretches.append(Stretch(tuple(chunks), begin_s, ran, now_s, rows, length))
             steps += ran
             if not newcomers or ran == due or steps == last:
                 return stretches
@@ -308,7 +310,7 @@ class RoundWorker(Decoding):
         return steps
 
     def _cut(self, steps: int) -> None:
-        """Stop the laid-out round after `steps` steps, before any pass that follows them."""
+        """Stop the laid-out pass after `steps` steps, before any chunk that follows them."""
         for number, stretch in enumerate(self._stretches):
             if stretch.steps >= steps:
                 if stretch.steps > steps:
@@ -320,12 +322,12 @@ class RoundWorker(Decoding):
             steps -= stretch.steps
 
     def _take_stretches(self, batch: Pass) -> tuple[tuple[str, int], ...]:
-        """Record the stretches; each request that joined, and after how many steps of the round."""
+        """Record the stretches; each request that joined, and after how many steps of the pass."""
         joined: list[tuple[str, int]] = []
         before = self._steps
         ledger = self._ledger
         for stretch in self._stretches:
-            for bound, end_s in stretch.passes:
+            for bound, end_s in stretch.chunks:
                 made = self._newcomers.next(bound)
                 self._newcomers.made(made)
                 self._step_is_due = bound > 0
@@ -350,8 +352,8 @@ class RoundWorker(Decoding):
         self._stretches = []
         return tuple(joined)
 
-    def _pass_s(self, made: PrefillPass[Job]) -> float:
-        """Seconds of a pass; in a paged engine by the mean length of its rows."""
+    def _chunk_s(self, made: PrefillChunk[Job]) -> float:
+        """Seconds of a chunk; in a paged engine by the mean length of its rows."""
         rows = len(made.group.keys)
         lengths = made.group.lengths
         share = 1.0 if self._padded else sum(lengths) / rows / made.group.width
@@ -366,7 +368,7 @@ class RoundWorker(Decoding):
         return self._ledger.outcomes[job.number].output_tokens - job.generated
 
     def _move(self, moves: Moves, now_s: float) -> float:
-        """Move caches; when the round's own work begins."""
+        """Move caches; when the pass's own work begins."""
         self._has_moved = True
         store = self._swap_store
         resident = self._resident
@@ -377,7 +379,7 @@ class RoundWorker(Decoding):
                 store.put(job, row.key + self._steps + self._emits)
         self._moved_s = moved_s = now_s + store.duration_s(moves)
         waits = not (moves.overlap and store.law is not None and store.law.overlaps)
-        if waits:  # the round's compute
+        if waits:  # the pass's compute
             self._ledger.swap_wait_s += moved_s - now_s
         if not moves.overlap:
             store.transfer(moves)
@@ -402,7 +404,7 @@ class RoundWorker(Decoding):
         return self._times.prefill_s(len(jobs), mean)
 
     def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
-        """Memory has run out: drop `jobs` and end the round."""
+        """Memory has run out: drop `jobs` and end the pass."""
         self._failure = "oom"
         self._ledger.oom_batches += 1
         self._stretches = []

@@ -63,7 +63,7 @@ class SwapStore:
         return tokens > 0
 
     def duration_s(self, moves: Moves) -> float:
-        """Seconds that the transfers of a round take, one after the other."""
+        """Seconds that the transfers of a pass take, one after the other."""
         if not (moves.swap_out or moves.swap_in):
             return 0.0
         assert self.law is not None, "a policy swaps where there is no host memory"
@@ -80,7 +80,7 @@ class SwapStore:
         return sum([self._host[job] for job in moves.swap_in])
 
     def transfer(self, moves: Moves) -> None:
-        """Make the transfers of a round and count them."""
+        """Make the transfers of a pass and count them."""
         ledger = self._ledger
         host = self._host
         for job in moves.swap_out:
@@ -139,7 +139,7 @@ class Decoding:
     """
 
     def __init__(self, latency: LatencyLaw, ledger: Ledger, swap: SwapLaw | None) -> None:
-        # What few rounds need comes first, so that the rest lies together (`Gaps` says why).
+        # What few passes need comes first, so that the rest lies together (`Gaps` says why).
         self._latency = latency
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(swap, ledger)

@@ -52,7 +52,7 @@ class BatchEnds:
 
     def take(self) -> int:
         """Return the worker of the next batch that ends; from now on the worker runs nothing. Of
-        batches with one end the smallest id is the first; an interrupted round has the id -1.
+        passes with one end the smallest id is the first; an interrupted pass has the id -1.
         """
         found = -1
         for worker, at_s in enumerate(self._at_s):
@@ -72,7 +72,7 @@ class VirtualWorker(Protocol):
     def finish(self) -> PassResult: ...
 
     def interrupt(self, now_s: float) -> float:
-        """End the running round early; the new end, in seconds. Called for rounds only."""
+        """End the running pass early; the new end, in seconds. Called where caches are kept."""
         ...
 
 
@@ -110,7 +110,7 @@ class Clients:
             self._saw_ends(ended, end_s)
 
     def completed(self, result: PassResult, now_s: float) -> None:
-        """A batch has ended, and with a round some of its rows."""
+        """A pass has ended, and some of its rows with it."""
         if self._continuous:
             self._saw_ends([self._numbers[request_id] for request_id in result.ended], now_s)
 

@@ -2,7 +2,7 @@
 (BATON, section 4).
 
 It differs from `RoundWorker` in three ways. Memory is the number of rows times the longest row. A
-round that needs more memory than there is runs out of it at that step, and the row admitted last is
+pass that needs more memory than there is runs out of it at that step, and the row admitted last is
 dropped. New rows join in one of two ways:
 
 - embed: they are prefilled apart, in groups of similar length one after the other, and then put
@@ -17,23 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from toolkit.sched.rounds import PrefillGroup, groups_alike
+from toolkit.sched.prefills import PrefillGroup, groups_alike
 from toolkit.sched.types import Job, Pass, PassResult
 from toolkit.sim.continuous import RoundSetup, RoundWorker
 from toolkit.sim.ledger import Ledger
 
 
 class SlabWorker(RoundWorker):
-    """Runs the rounds of a padded worker on virtual time."""
+    """Runs the passes of a padded worker on virtual time."""
 
     def __init__(self, index: int, ledger: Ledger, setup: RoundSetup) -> None:
         super().__init__(index, ledger, setup)
         self._capacity = setup.capacity_tokens
-        # decode steps of the current round for which memory suffices; -1: all of them
+        # decode steps of the current pass for which memory suffices; -1: all of them
         self._spills_after = -1
         self._in_slab = True
         self._shapes = setup.joining == "shape"
-        self._shaped = 0  # 1 if the current round's prefill is a step
+        self._shaped = 0  # 1 if the current pass's prefill is a step
         # its prefill passes except the last: rows, gap mark, end in seconds
         self._passes: list[tuple[int, int, float]] = []
 
@@ -49,13 +49,13 @@ class SlabWorker(RoundWorker):
         return group.width * len(group.keys)
 
     def run(self, batch: Pass, now_s: float) -> float:
-        """Start a round; when it will end, in seconds, unless it is interrupted."""
+        """Start a pass; when it will end, in seconds, unless it is interrupted."""
         self._shaped = 0
         self._spills_after = -1
         super().run(batch, now_s)
         if self._failure or self._stretches:
             # a row prefilled in chunks counts with its whole input from admission on: memory
-            # cannot run out during the round
+            # cannot run out during the pass
             return self._done_s
         if self._shaped and self._ran == batch.steps:  # the pass was the first of the steps
             self._stop_after(batch.steps - 1)
@@ -75,7 +75,7 @@ class SlabWorker(RoundWorker):
         self._done_s = max(self._stepped_s, self._moved_s)
 
     def finish(self) -> PassResult:
-        """The round has ended: record what happened in it."""
+        """The pass has ended: record what happened in it."""
         batch = self._batch
         assert batch is not None
         if self._failure:

@@ -5,7 +5,7 @@ It is a plugin, as another package would add it (`llmctl.engines`), and needs no
 The next token of a row is a hash of all its tokens so far, so a row gets the same tokens in slices
 and in one piece. Tokens are printable ASCII, so that a byte tokenizer shows text.
 
-In passes that keep caches, newcomers are prefilled in the chunks of `toolkit.sched.rounds`, as in
+In passes that keep caches, newcomers are prefilled in the chunks of `toolkit.sched.prefills`, as in
 the engine `rebatch`, and join without padding. Memory is counted in real tokens: a prefill or a
 step that would exceed `capacity_tokens` on the device is not made, and drops the same rows as the
 engine `rebatch`. Host memory is unlimited.
@@ -41,7 +41,7 @@ from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
-from toolkit.sched.rounds import PrefillPasses
+from toolkit.sched.prefills import PrefillChunks
 
 TRAITS = EngineTraits(
     "fake",
@@ -111,7 +111,7 @@ class FakeEngine:
         self._paused: dict[int, FakeRow] = {}
         self._swapped: dict[int, FakeRow] = {}
         self._entering: dict[int, FakeRow] = {}
-        self._passes: PrefillPasses[int] = PrefillPasses()  # of the entering rows
+        self._passes: PrefillChunks[int] = PrefillChunks()  # of the entering rows
         self._step_is_due = False  # before the next bounded pass
 
     def prefill_s(self, batch_size: int, length: int) -> float:

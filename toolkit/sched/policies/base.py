@@ -135,8 +135,8 @@ def chunk_parameter() -> Any:
         0,
         search=(32, 16_384),
         log=True,
-        doc="tokens of a prefill pass while rows decode, with a step after each; "
-        "0: whole prefills before a round",
+        doc="tokens of a prefill chunk while rows decode, with a step after each; "
+        "0: whole prefills, before any step",
     )
 
 
@@ -146,6 +146,6 @@ def rows_parameter(default: int) -> Any:
     return parameter(default, low=1, search=(1, 256), log=True, doc=doc)
 
 
-def prefill_parameter(doc: str = "a round prefills until it has so many prompt tokens") -> Any:
+def prefill_parameter(doc: str = "a pass prefills until it has so many prompt tokens") -> Any:
     """The parameter `max_prefill_tokens`."""
     return parameter(32_768, low=1, search=(512, 65_536), log=True, doc=doc)

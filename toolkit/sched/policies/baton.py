@@ -9,7 +9,7 @@ row, after the columns that are padding in every row were released. A longer new
 slab wider for all rows. The worker decides how newcomers join (`Worker.joining`): prefilled apart
 and embedded (BATON-PD in the paper), or shaped into the batch at a cost to every row (vector
 shaping: the paper's baseline, which it says has the throughput of Orca). `toolkit.sched.memory` has
-what each way takes, `toolkit.sched.rounds` which newcomers are prefilled together.
+what each way takes, `toolkit.sched.prefills` which newcomers are prefilled together.
 
 If memory would pass a threshold, the last rows that joined leave. They go to host memory and come
 back without a prefill, before any other job enters. Without room in host memory they are evicted

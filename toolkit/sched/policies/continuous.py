@@ -1,9 +1,9 @@
-"""Continuous batching in order of arrival: the rounds, and three policies that admit by memory.
+"""Continuous batching in order of arrival: the passes, and three policies that admit by memory.
 
-A worker runs one round after the other. Every `interval_steps` decode steps, and whenever it is
-empty, waiting jobs may enter in order of arrival; the policy decides how many. Before a round, the
+A worker runs one pass after the other. Every `interval_steps` decode steps, and whenever it is
+empty, waiting jobs may enter in order of arrival; the policy decides how many. Before a pass, the
 last admitted jobs are evicted until one more step fits. They keep their tokens and wait before all
-others. A round ends before memory is exceeded, so the capacity holds at every step.
+others. A pass ends before memory is exceeded, so the capacity holds at every step.
 
 If requests have priorities, urgent ones come first. The least urgent rows are evicted first. If the
 most urgent waiting job may not enter, the fewest less urgent rows that make room are evicted, or
@@ -60,7 +60,7 @@ class ContinuousPolicy(Policy):
         """Whether `job` may join the rows in `footprint`.
 
         `False` must hold until one of these rows ends, because it is not asked again before. This
-        lets a round be long.
+        lets a pass be long.
         """
         return True
 
@@ -76,7 +76,7 @@ class ContinuousPolicy(Policy):
     def longest_pass(self, worker: Worker, entering: int) -> int:
         """The most decode steps until the policy has to decide something even if no row ends.
 
-        `entering`: how many jobs enter with the round.
+        `entering`: how many jobs enter with the pass.
         """
         return NO_LIMIT
 

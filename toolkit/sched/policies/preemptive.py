@@ -5,17 +5,17 @@ and memory allow. A job that makes way is paused and keeps its cache on the devi
 else in host memory; without room in either, its cache is dropped and computed again later. Caches
 move in one of two ways:
 
-- reactive: caches that memory has no room for are swapped out, and the round waits for its
+- reactive: caches that memory has no room for are swapped out, and the pass waits for its
   transfers;
 - proactive (FastServe's key-value cache management): a share of the device is kept free for
   newcomers, caches that are needed last leave first, caches that are needed soonest come back
-  before they are needed, and transfers run beside a round's compute. A round waits for its
+  before they are needed, and transfers run beside a pass's compute. A pass waits for its
   transfers only if it has nothing to compute, or if a starving job would wait longer.
 
-A round ends when a row ends, when ranks change (`Ranking.changes_at`), when memory is full, when
+A pass ends when a row ends, when ranks change (`Ranking.changes_at`), when memory is full, when
 the caches arrive that higher-ranked jobs wait for, every `interval_steps` while any job waits, and
 when a job arrives that would run. If no waiting job could enter whatever its rank, and none is
-paused or swapped out, the round continues until a row ends. Most rounds change nothing: the running
+paused or swapped out, the pass continues until a row ends. Most passes change nothing: the running
 jobs go on. These are found without ranks (`_unchanged`).
 
 `PreemptivePolicy` is the base: a subclass ranks jobs, as `mlfq` and `srpt` do.
@@ -148,7 +148,7 @@ def ranked(worker: Worker) -> RankedJobs:
 
 
 class Placement:
-    """What a round does with every cache; at first, the jobs that should run.
+    """What a pass does with every cache; at first, the jobs that should run.
 
     Attributes:
         run: the jobs that run; `footprint` is their memory.
@@ -156,7 +156,7 @@ class Placement:
         kept: the jobs that do not run and keep their caches on the device.
         fetched: the jobs that do not run and may get their caches back.
         swap_out, swap_in, evict: the jobs with caches that leave, come back, or are dropped.
-        overlap: whether transfers run beside the round's compute.
+        overlap: whether transfers run beside the pass's compute.
         awaited: jobs that should run are in transfer, or wait for the room that transfers make.
     """
 
@@ -194,7 +194,7 @@ class Placement:
         return self.footprint.room(worker.capacity_tokens - aside)
 
     def transfers_s(self, worker: Worker) -> float:
-        """Seconds of the round's transfers, by the worker's law."""
+        """Seconds of the pass's transfers, by the worker's law."""
         law = worker.swap
         if law is None:
             return 0.0
@@ -280,9 +280,9 @@ class PreemptivePolicy(Policy):
         )
 
     def should_interrupt(self, view: View, worker: Worker, newcomers: int) -> bool:
-        """Whether one of the last `newcomers` at the worker would run if its round stopped.
+        """Whether one of the last `newcomers` at the worker would run if its pass stopped.
 
-        Running jobs are ranked as of the round's start: a change of ranks ends a round by itself.
+        Running jobs are ranked as of the pass's start: a change of ranks ends a pass by itself.
         """
         batch = worker.batch
         running = worker.running
@@ -306,7 +306,7 @@ class PreemptivePolicy(Policy):
         return footprint_of(worker).fits(waiting[-1].length, worker.capacity_tokens)
 
     def _unchanged(self, worker: Worker) -> int:
-        """Steps of a round in which just the running jobs go on; 0 if their ranks must decide.
+        """Steps of a pass in which just the running jobs go on; 0 if their ranks must decide.
 
         The ranks do not matter if all running jobs fit, no other job has a cache, and no waiting
         job could get one.
@@ -336,7 +336,7 @@ class PreemptivePolicy(Policy):
         return min(self.max_batch_size, worker.row_limit)
 
     def _with_caches(self, worker: Worker, now_s: float) -> list[RankedRow]:
-        """The jobs with a cache at a worker between two rounds, in order of rank."""
+        """The jobs with a cache at a worker between two passes, in order of rank."""
         running = worker.running
         ranking = ranked(worker).ranking
         patience_s = self.patience_s
@@ -472,8 +472,8 @@ class PreemptivePolicy(Policy):
     def _beside_transfers(
         self, worker: Worker, others: Sequence[RankedRow], chosen: Placement
     ) -> Placement | None:
-        """The round runs beside its transfers: the jobs of `chosen` that can, and others in the
-        rows that stay free. None if the round should wait for its transfers instead.
+        """The pass runs beside its transfers: the jobs of `chosen` that can, and others in the
+        rows that stay free. None if the pass should wait for its transfers instead.
 
         A job that has waited for `patience_s` waits for no transfer.
         """

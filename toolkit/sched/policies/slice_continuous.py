@@ -197,7 +197,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return view.figure(SLICES, self._promised)
 
     def _promised(self, worker: Worker, _expected: int) -> int:
-        """The tokens that a worker promised, whatever the progress of the running round."""
+        """The tokens that a worker promised, whatever the progress of the running pass."""
         waiting = worker.waiting
         running = worker.running
         promised = waiting.tokens + len(waiting.jobs) * self.period
@@ -206,7 +206,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
             promised += running.used
             for job in running.jobs:
                 promised += slices.left(job)
-            if worker.batch is not None:  # prefills' tokens, counted when the round ends
+            if worker.batch is not None:  # prefills' tokens, counted when the pass ends
                 promised += len(worker.batch.jobs) * worker.emits
         return promised
 

@@ -1,8 +1,8 @@
-"""How newcomers of a round are prefilled: together, and in passes.
+"""How the newcomers of a pass are prefilled: together, and in chunks.
 
-The engine that runs the passes, the fake engine, and the simulated worker that computes their cost
-share this module, so that all three agree on when a row joins: `alike` and `groups_alike` choose
-newcomers for one padded prefill, and `PrefillPasses` cuts prefills into passes.
+The engine that computes the chunks, the fake engine, and the simulated worker that computes their
+cost share this module, so that all three agree on when a row joins: `alike` and `groups_alike`
+choose newcomers for one padded prefill, and `PrefillChunks` cuts prefills into chunks.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Generic, TypeVar
 
 # Newcomers of similar length share a padded prefill (BATON, section 4.2). A row joins if it adds
 # less padding than this many tokens, or than this share of the longest row: about what a forward
-# pass of its own would cost on top.
+# forward pass of its own would cost on top.
 PADDING_TOKENS = 32
 PADDING_SHARE = 0.25
 
 
 def alike(lengths: Sequence[int], limit: int | None = None) -> list[int]:
-    """Indices of the rows that share a pass with the first, nearest to its length first.
+    """Indices of the rows that share a prefill with the first, nearest to its length first.
 
     Args:
         lengths: tokens of each row, oldest first; at least one row.
-        limit: the most tokens of a pass with padding; the first row is always in. None: no limit.
+        limit: the most tokens of a chunk with padding; the first row is always in. None: no limit.
     """
     first = lengths[0]
     low = high = first
@@ -50,8 +50,8 @@ def groups_alike(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-# A pass is one forward call over some columns of a group of similar length. While rows decode,
-# passes are bounded and alternate with decode steps, so that a long prompt does not stall the
+# A chunk is one forward pass over some columns of a group of similar length. While rows decode,
+# chunks are bounded and alternate with decode steps, so that a long prompt does not stall the
 # running rows.
 
 Key = TypeVar("Key")  # identifies a newcomer: a number in an engine, a job in the scheduler
@@ -73,7 +73,7 @@ class PrefillGroup(Generic[Key]):
         return self.lengths[0]
 
 
-class PrefillPass(Generic[Key]):
+class PrefillChunk(Generic[Key]):
     """Columns `start` to `end` of a group."""
 
     __slots__ = ("end", "group", "start")
@@ -85,15 +85,15 @@ class PrefillPass(Generic[Key]):
 
     @property
     def completes(self) -> bool:
-        """Whether the pass ends the group's prefill."""
+        """Whether the chunk ends the group's prefill."""
         return self.end == self.group.width
 
-    def up_to(self, end: int) -> PrefillPass[Key]:
-        """The same pass with another end."""
-        return PrefillPass(self.group, self.start, end)
+    def up_to(self, end: int) -> PrefillChunk[Key]:
+        """The same chunk with another end."""
+        return PrefillChunk(self.group, self.start, end)
 
 
-class PrefillPasses(Generic[Key]):
+class PrefillChunks(Generic[Key]):
     """Newcomers that are on their way into a batch, in order of arrival as far as groups allow.
 
     With `mixes`, newcomers of any lengths share a group, as in a static batch.
@@ -119,9 +119,9 @@ class PrefillPasses(Generic[Key]):
         """All newcomers, those of the current group first."""
         return [*(self.group.keys if self.group else ()), *[key for key, _ in self._waiting]]
 
-    def copy(self) -> PrefillPasses[Key]:
+    def copy(self) -> PrefillChunks[Key]:
         """A copy that can advance independently."""
-        other: PrefillPasses[Key] = PrefillPasses(mixes=self._mixes)
+        other: PrefillChunks[Key] = PrefillChunks(mixes=self._mixes)
         other._waiting = self._waiting.copy()
         if self.group is not None:
             other.group = PrefillGroup(self.group.keys, self.group.lengths, self.group.done)
@@ -134,8 +134,8 @@ class PrefillPasses(Generic[Key]):
     def remove(self, key: Key) -> None:
         """Remove a newcomer. Its group, if it is the current one, dissolves; the others wait first.
 
-        Cutting a row out of a half-made cache would rarely save a pass, and every engine would need
-        the code for it.
+        Cutting a row out of a half-made cache would rarely save a forward pass, and every engine
+        would need the code for it.
         """
         group = self.group
         if group is not None and key in group.keys:
@@ -160,7 +160,7 @@ class PrefillPasses(Generic[Key]):
         """The current group, or a new one of the first newcomer and those of similar length.
 
         Args:
-            bound: the most tokens of a pass, padding included; 0: no bound. The first newcomer is
+            bound: the most tokens of a chunk, padding included; 0: no bound. The first newcomer is
                 always in.
             fits: whether memory has room for a group of these lengths; the group is halved until it
                 fits or is one row.
@@ -178,16 +178,16 @@ class PrefillPasses(Generic[Key]):
             self.group = PrefillGroup([key for key, _ in members], lengths)
         return self.group
 
-    def next(self, bound: int = 0) -> PrefillPass[Key]:
-        """The next pass: at most `bound` tokens with padding, at least one column; 0: the rest."""
+    def next(self, bound: int = 0) -> PrefillChunk[Key]:
+        """The next chunk: at most `bound` tokens with padding, at least one column; 0: the rest."""
         group = self.form(bound)
         end = group.width
         if bound:
             end = min(end, group.done + max(bound // len(group.keys), 1))
-        return PrefillPass(group, group.done, end)
+        return PrefillChunk(group, group.done, end)
 
-    def made(self, completed: PrefillPass[Key]) -> None:
-        """Record that the engine made the pass."""
+    def made(self, completed: PrefillChunk[Key]) -> None:
+        """Record that the engine computed the chunk."""
         completed.group.done = completed.end
         if completed.completes:
             self.group = None
