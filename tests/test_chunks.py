@@ -18,10 +18,11 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Pass, PassResult, Request, Worker
 from toolkit.serve.driver import WorkerRows
 from toolkit.serve.live import ActiveRequest, GenerationRequest
-from toolkit.sim.continuous import RoundSetup, RoundWorker
+from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.slab import SlabWorker
+from toolkit.sim.worker import WorkerSetup
 
 CAPACITY = 400
 LIMIT = 30
@@ -85,7 +86,7 @@ class Both:
     """
 
     def __init__(
-        self, simulated: RoundWorker, prompts: dict[str, int], outputs: dict[str, int]
+        self, simulated: ContinuousWorker, prompts: dict[str, int], outputs: dict[str, int]
     ) -> None:
         self.simulated = simulated
         self.clock = Clock()
@@ -173,9 +174,9 @@ def serve(
     ledger = Ledger(
         [request.arrival_s for request in requests], [output for _, _, output in lengths], 1
     )
-    setup = RoundSetup(LAW, swap=SWAP, joining="embed", capacity_tokens=CAPACITY)
+    setup = WorkerSetup(LAW, swap=SWAP, joining="embed", capacity_tokens=CAPACITY)
     both = Both(
-        (SlabWorker if slab else RoundWorker)(0, ledger, setup),
+        (SlabWorker if slab else ContinuousWorker)(0, ledger, setup),
         {request.request_id: request.prompt_tokens for request in requests},
         {request.request_id: lengths[k][2] for k, request in enumerate(requests)},
     )

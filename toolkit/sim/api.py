@@ -31,13 +31,13 @@ from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import DueRequests
-from toolkit.sim.continuous import RoundSetup, RoundWorker
+from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse, serve
 from toolkit.sim.replicas import RoutedRun, Routing
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import NO_DELAY, SimWorker
+from toolkit.sim.worker import NO_DELAY, SimulatedWorker, SliceWorker, WorkerSetup
 from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
 
@@ -197,29 +197,21 @@ def virtual_workers(
     valid = world.valid
     counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
     outside = valid.left_by if valid is not None and counts else None
+    setup = WorkerSetup(
+        latency,
+        world.round_runs_out if policy.continuous else world.runs_out,
+        outside,
+        world.streams,
+        world.flush_s,
+        world.swap,
+        world.future_memory,
+        world.joining,
+        world.memory.usable_tokens,
+    )
+    made: type[SimulatedWorker] = SliceWorker
     if policy.continuous:
-        setup = RoundSetup(
-            latency,
-            world.round_runs_out,
-            world.swap,
-            outside,
-            world.future_memory,
-            world.joining,
-            world.memory.usable_tokens,
-        )
-        made = RoundWorker if world.joining is None else SlabWorker
-        return [made(index, ledger, setup) for index in range(world.workers)]
-    return [
-        SimWorker(
-            latency,
-            ledger,
-            world.runs_out,
-            streams=world.streams,
-            flush_s=world.flush_s,
-            outside=outside,
-        )
-        for _ in range(world.workers)
-    ]
+        made = ContinuousWorker if world.joining is None else SlabWorker
+    return [made(index, ledger, setup) for index in range(world.workers)]
 
 
 def usual_policies(fit: Fit | None) -> list[str]:

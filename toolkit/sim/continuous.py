@@ -1,8 +1,8 @@
 """A simulated worker that keeps its caches between passes and computes a pass in closed form.
 
 A pass means the same as to the engine `rebatch`: some rows leave, caches move, new rows are
-prefilled, and all decode until one ends. `toolkit.sim.decoding` counts the rows; `RoundWorker` runs
-the passes.
+prefilled, and all decode until one ends. `toolkit.sim.decoding` counts the rows; `ContinuousWorker`
+runs the passes.
 
 A pass with chunked prefills is laid out before it runs, as stretches (`Stretch`): the times of its
 chunks and of the decode steps between them. As in the engine, a bounded chunk and a step alternate
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.sched.prefills import PrefillChunk, PrefillChunks, PrefillGroup
-from toolkit.sched.protocols import LatencyLaw, SwapLaw
-from toolkit.sched.types import NO_LIMIT, Failure, Job, Joining, Moves, Pass, PassResult
+from toolkit.sched.types import NO_LIMIT, Failure, Job, Moves, Pass, PassResult
 from toolkit.sim.decoding import Decoding
-from toolkit.sim.ledger import Ledger, Outside, RunsOut
+from toolkit.sim.ledger import Ledger
+from toolkit.sim.worker import WorkerSetup
 
 
 @dataclass(frozen=True)
@@ -35,40 +35,17 @@ class Stretch:
     length: float
 
 
-@dataclass(frozen=True)
-class RoundSetup:
-    """The arguments that all `RoundWorker`s share."""
+class ContinuousWorker(Decoding):
+    """The worker of passes that keep their caches: tokens reach the client step by step."""
 
-    latency: LatencyLaw
-    runs_out: RunsOut | None = None  # with new rows in a pass; None: never
-    swap: SwapLaw | None = None
-    outside: Outside | None = None  # which passes count as extrapolated; None: none does
-    future: bool = False  # whether the true peak to come is computed: O(n log n) for each pass
-    # Of a `SlabWorker`: how new rows join, and the tokens of its slab and all other caches on the
-    # device. A row that runs alone always has room for its prefill.
-    joining: Joining | None = None
-    capacity_tokens: int = NO_LIMIT
-
-
-class RoundWorker(Decoding):
-    """Runs one worker's passes on virtual time: `run` predicts a pass's end, `finish` records it.
-
-    Between the two, `interrupt` may end the pass earlier. Tokens reach the client step by step.
-    `index` is the worker's place in the ledger.
-    """
-
-    def __init__(self, index: int, ledger: Ledger, setup: RoundSetup) -> None:
-        super().__init__(setup.latency, ledger, setup.swap)
-        self._index = index
-        self._runs_out = setup.runs_out
+    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
+        super().__init__(index, ledger, setup)
         self._future = setup.future
-        self._outside = setup.outside
         self._batch: Pass | None = None
         self._start_s = 0.0
         self._begun_s = 0.0
         self._prefilled_s = 0.0
         self._stepped_s = 0.0
-        self._done_s = 0.0
         self._moved_s = 0.0  # when the current pass's transfers end
         self._ran = 0  # steps that the current pass will have made
         self._failure: Failure = ""
@@ -80,7 +57,6 @@ class RoundWorker(Decoding):
         self._stretches: list[Stretch] = []  # of the current pass, if it has such chunks
 
     def run(self, batch: Pass, now_s: float) -> float:
-        """Start a pass; when it will end, in seconds, unless it is interrupted."""
         times = self._times
         jobs = batch.jobs
         self._batch = batch
@@ -129,7 +105,6 @@ class RoundWorker(Decoding):
         return self._done_s
 
     def interrupt(self, now_s: float) -> float:
-        """Stop after the first step from now on that allows it; the new end, in seconds."""
         batch = self._batch
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
@@ -164,15 +139,12 @@ class RoundWorker(Decoding):
         return self._done_s
 
     def finish(self) -> PassResult:
-        """The pass has ended: record what happened in it."""
         batch = self._batch
         ledger = self._ledger
         ran = self._ran
-        done_s = self._done_s
         index = self._index
         assert batch is not None
-        ledger.busy_s[index] += done_s - self._start_s
-        ledger.completed_s[index] = done_s
+        self._count_time(self._start_s)
         moves = batch.moves
         if self._outside is not None and self._resident:
             rows = len(self._resident)
@@ -208,7 +180,7 @@ class RoundWorker(Decoding):
                 self._step_is_due = False
                 self._take_steps(self._prefilled_s, ran, self._stepped_s, self._beside(moves))
         if moves is not None and moves.overlap:
-            ledger.swap_wait_s += done_s - self._stepped_s
+            ledger.swap_wait_s += self._done_s - self._stepped_s
             self._swap_store.transfer(moves)
         ended = self._end_due() if self._ends[0].end <= self._steps else ()
         return PassResult(batch.pass_id, index, ran, ended, joined)

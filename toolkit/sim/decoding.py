@@ -20,9 +20,10 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.estimators.laws import LawTimes, SegmentedLaw
 from toolkit.sched.kernels import peak_to_come
-from toolkit.sched.protocols import LatencyLaw, SwapLaw
+from toolkit.sched.protocols import SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves
 from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps
+from toolkit.sim.worker import SimulatedWorker, WorkerSetup
 
 
 class SwapStore:
@@ -128,25 +129,19 @@ class DecodingRow:
         return self.admission < other.admission
 
 
-class Decoding:
+class Decoding(SimulatedWorker):
     """The rows of one worker, counted independently of the scheduler, so that a decision that
     exceeds the capacity shows. `Job.number` is a job's index in the ledger.
-
-    Args:
-        latency: the law of time.
-        ledger: gets what happens; it holds the true output lengths.
-        swap: the law of transfers to host memory and back; None: nothing is swapped.
     """
 
-    def __init__(self, latency: LatencyLaw, ledger: Ledger, swap: SwapLaw | None) -> None:
+    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
+        super().__init__(index, ledger, setup)
         # What few passes need comes first, so that the rest lies together (`Gaps` says why).
-        self._latency = latency
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
-        self._swap_store = SwapStore(swap, ledger)
+        self._swap_store = SwapStore(setup.swap, ledger)
         # the law's arithmetic, without the law around it where it can be
+        latency = setup.latency
         self._times = latency.times if isinstance(latency, SegmentedLaw) else LawTimes(latency)
-        self._ledger = ledger
-        self._emits = int(latency.prefill_emits_token)
         self._padded: bool = latency.padded
         self._in_slab = False  # whether memory is the number of rows x the longest row
         self._has_moved = False  # whether any cache was ever paused or moved

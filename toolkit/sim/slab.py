@@ -1,9 +1,9 @@
 """A simulated worker that runs its batch in one padded slab of KV cache, as the engine `rebatch`
 (BATON, section 4).
 
-It differs from `RoundWorker` in three ways. Memory is the number of rows times the longest row. A
-pass that needs more memory than there is runs out of it at that step, and the row admitted last is
-dropped. New rows join in one of two ways:
+It differs from `ContinuousWorker` in three ways. Memory is the number of rows times the longest
+row. A pass that needs more memory than there is runs out of it at that step, and the row admitted
+last is dropped. New rows join in one of two ways:
 
 - embed: they are prefilled apart, in groups of similar length one after the other, and then put
   into the slab;
@@ -19,14 +19,15 @@ from collections.abc import Sequence
 
 from toolkit.sched.prefills import PrefillGroup, groups_alike
 from toolkit.sched.types import Job, Pass, PassResult
-from toolkit.sim.continuous import RoundSetup, RoundWorker
+from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger
+from toolkit.sim.worker import WorkerSetup
 
 
-class SlabWorker(RoundWorker):
-    """Runs the passes of a padded worker on virtual time."""
+class SlabWorker(ContinuousWorker):
+    """The worker of passes that keep their caches in a slab."""
 
-    def __init__(self, index: int, ledger: Ledger, setup: RoundSetup) -> None:
+    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
         super().__init__(index, ledger, setup)
         self._capacity = setup.capacity_tokens
         # decode steps of the current pass for which memory suffices; -1: all of them
@@ -49,7 +50,6 @@ class SlabWorker(RoundWorker):
         return group.width * len(group.keys)
 
     def run(self, batch: Pass, now_s: float) -> float:
-        """Start a pass; when it will end, in seconds, unless it is interrupted."""
         self._shaped = 0
         self._spills_after = -1
         super().run(batch, now_s)
@@ -75,7 +75,6 @@ class SlabWorker(RoundWorker):
         self._done_s = max(self._stepped_s, self._moved_s)
 
     def finish(self) -> PassResult:
-        """The pass has ended: record what happened in it."""
         batch = self._batch
         assert batch is not None
         if self._failure:

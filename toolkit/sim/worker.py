@@ -1,10 +1,13 @@
-"""A simulated worker of static batches: it knows the true output lengths, and computes all steps
-of a batch at once by the fitted laws.
+"""Simulated workers, and the one of slices: it knows the true output lengths, and computes all
+steps of a slice at once by the fitted laws.
 
-A batch costs one evaluation of the laws and a few additions per job, and nothing per token.
+A slice costs one evaluation of the laws and a few additions per job, and nothing per token.
 
-`FrontDelay` is what HTTP, parsing and tokenizing on the way in and the stream on the way out add to
-latencies, `SimWorker` the worker.
+- `FrontDelay`: what HTTP, parsing and tokenizing on the way in and the stream on the way out add to
+  latencies;
+- `WorkerSetup` and `SimulatedWorker`: what all simulated workers have;
+- `SliceWorker`: the worker of passes that drop their caches. `toolkit.sim.continuous` has the
+  worker of passes that keep them.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError
 from toolkit.metrics import Served
-from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.types import Pass, PassResult
+from toolkit.sched.protocols import LatencyLaw, SwapLaw
+from toolkit.sched.types import NO_LIMIT, Joining, Pass, PassResult
 from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut
 
 
@@ -49,49 +52,86 @@ class FrontDelay:
 NO_DELAY = FrontDelay()
 
 
-class SimWorker:
-    """Runs the static batches of one worker on virtual time.
+@dataclass(frozen=True)
+class WorkerSetup:
+    """The arguments that all simulated workers share.
 
-    Args:
+    Attributes:
         latency: the law of time (the policy may know another one).
-        ledger: gets what happens; it holds the true output lengths.
-        runs_out: whether a batch runs out of memory; None: none does.
-        streams: tokens reach the client as they come; False: with their batch, as in the SCLS
-            paper.
-        flush_s: the least seconds between two reports of a slice's tokens after its first ones.
-        outside: whether a batch is outside the range that the laws were measured in, so that it
+        runs_out: whether a pass, with new rows, runs out of memory; None: none does.
+        outside: whether a pass is outside the range that the laws were measured in, so that it
             counts as extrapolated; None: none is.
+        streams: of slices: tokens reach the client as they come; False: with their pass, as in the
+            SCLS paper.
+        flush_s: of slices: the least seconds between two reports of tokens after the first ones.
+        swap: the law of transfers to host memory and back; None: nothing is swapped.
+        future: whether the true peak to come is computed: O(n log n) for each pass.
+        joining: how new rows join a slab; None: memory is paged.
+        capacity_tokens: of a slab and all other caches on the device. A row that runs alone always
+            has room for its prefill.
     """
 
-    def __init__(
-        self,
-        latency: LatencyLaw,
-        ledger: Ledger,
-        runs_out: RunsOut | None,
-        *,
-        streams: bool,
-        flush_s: float,
-        outside: Outside | None,
-    ) -> None:
-        self._latency = latency
-        self._outside = outside
+    latency: LatencyLaw
+    runs_out: RunsOut | None = None
+    outside: Outside | None = None
+    streams: bool = True
+    flush_s: float = 0.0
+    swap: SwapLaw | None = None
+    future: bool = False
+    joining: Joining | None = None
+    capacity_tokens: int = NO_LIMIT
+
+
+class SimulatedWorker:
+    """Runs one worker's passes on virtual time: `run` predicts a pass's end, `finish` returns its
+    result. `index` is the worker's place in the ledger, which gets what happens and holds the true
+    output lengths.
+    """
+
+    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
+        self._index = index
         self._ledger = ledger
-        self._runs_out = runs_out
-        self._streams = streams
-        self._flush_s = flush_s
-        self._emits = int(latency.prefill_emits_token)
+        self._latency = setup.latency
+        self._runs_out = setup.runs_out
+        self._outside = setup.outside
+        self._emits = int(setup.latency.prefill_emits_token)
+        self._done_s = 0.0  # when the current pass ends
+
+    def run(self, batch: Pass, now_s: float) -> float:
+        """Start a pass; when it will end, in seconds, unless it is interrupted."""
+        raise NotImplementedError
+
+    def finish(self) -> PassResult:
+        """The result of the pass, which has ended."""
+        raise NotImplementedError
+
+    def interrupt(self, now_s: float) -> float:
+        """Stop the pass at the next step that allows it; the new end, in seconds."""
+        return self._done_s
+
+    def _count_time(self, start_s: float) -> None:
+        """Write into the ledger that the pass, which began then, has been computed."""
+        self._ledger.busy_s[self._index] += self._done_s - start_s
+        self._ledger.completed_s[self._index] = self._done_s
+
+
+class SliceWorker(SimulatedWorker):
+    """The worker of slices."""
+
+    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
+        super().__init__(index, ledger, setup)
+        self._streams = setup.streams
+        self._flush_s = setup.flush_s
         self._result = PassResult(-1, -1, 0)
 
     def run(self, batch: Pass, now_s: float) -> float:
-        """Start a batch; when it ends, in seconds."""
         size = len(batch.jobs)
         length = batch.input_length
         prefill_s = self._latency.prefill_s(size, length)
         if self._runs_out and self._runs_out(batch.pass_id, size, length, batch.steps):
             self._ledger.oom_batches += 1
-            failed_s = now_s + prefill_s
             result = PassResult(batch.pass_id, batch.worker, 0, failure="oom")
-            return self._end(result, now_s, failed_s)
+            return self._end(result, now_s, now_s + prefill_s)
         known = self._ledger.outcomes
         outcomes = [known[job.number] for job in batch.jobs]
         remaining = [
@@ -129,16 +169,11 @@ class SimWorker:
         return self._end(result, now_s, done_s)
 
     def finish(self) -> PassResult:
-        """The result of the batch, which has ended."""
         return self._result
 
-    def interrupt(self, now_s: float) -> float:
-        """Raises `ValueError`: static batches run to their end."""
-        raise ValueError("a static batch cannot be interrupted")
-
     def _end(self, result: PassResult, now_s: float, done_s: float) -> float:
-        self._ledger.busy_s[result.worker] += done_s - now_s
-        self._ledger.completed_s[result.worker] = done_s
+        self._done_s = done_s
+        self._count_time(now_s)
         self._result = result
         return done_s
 
