@@ -15,7 +15,7 @@ from toolkit.engines.protocol import (
     StepOutput,
     slice_of,
 )
-from toolkit.workers.child import Outbox, RunningPass
+from toolkit.workers.child import RunningPass
 from toolkit.workers.protocol import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -102,9 +102,8 @@ class Slice:
         self.now_s = 100.0
         self.channel = FakeChannel()
         run = slice_of((Row("a", (1,), 0, 9), Row("b", (2,), 0, 9)), 9, 3)
-        self.outbox = Outbox(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
-        self.outbox.begin(run)
-        self.running = RunningPass(run, self.channel, self.outbox)  # type: ignore[arg-type]
+        self.running = RunningPass(self.channel, 0.05, lambda: self.now_s)  # type: ignore[arg-type]
+        self.running.begin(run)
 
     def step(self, at_s: float, ended: Sequence[tuple[int, FinishReason]] = ()) -> bool:
         self.now_s = at_s
@@ -112,7 +111,7 @@ class Slice:
 
     @property
     def sent_steps(self) -> list[int]:
-        return [len(frame.steps) for frame in self.channel.sent]
+        return [len(frame.steps) for frame in self.channel.sent if isinstance(frame, PassProgress)]
 
 
 def test_the_first_step_is_sent_at_once_and_later_steps_together() -> None:
@@ -120,7 +119,7 @@ def test_the_first_step_is_sent_at_once_and_later_steps_together() -> None:
     for at_s in (100.0, 100.01, 100.02, 100.06, 100.07, 100.08):
         assert running.step(at_s)
     assert running.sent_steps == [1, 3]
-    running.outbox.flush()
+    running.running.end(PassOutput(6), 0.0)
     assert running.sent_steps == [1, 3, 2]
 
 
@@ -147,14 +146,16 @@ def test_stop_ends_the_slice_and_then_the_worker() -> None:
     assert running.running.stops
 
 
-def running_round(channel: FakeChannel) -> tuple[RunningPass, Outbox]:
-    outbox = Outbox(channel, 0.05, lambda: 100.0)  # type: ignore[arg-type]
-    return RunningPass(EnginePass(9, pass_id=3), channel, outbox), outbox  # type: ignore[arg-type]
+def kept_pass(channel: FakeChannel) -> RunningPass:
+    """A running pass that keeps its caches."""
+    running = RunningPass(channel, 0.05, lambda: 100.0)  # type: ignore[arg-type]
+    running.begin(EnginePass(9, pass_id=3))
+    return running
 
 
-def test_a_round_goes_on_until_it_is_interrupted() -> None:
+def test_a_pass_that_keeps_caches_goes_on_until_it_is_interrupted() -> None:
     channel = FakeChannel()
-    running, _ = running_round(channel)
+    running = kept_pass(channel)
     assert running.on_step(StepOutput((7,), (5,)))
     channel.inbox = [Interrupt(2), Interrupt(3)]
     assert not running.on_step(StepOutput((7,), (6,)))
@@ -162,22 +163,24 @@ def test_a_round_goes_on_until_it_is_interrupted() -> None:
 
 def test_a_newcomer_s_first_token_is_sent_at_once() -> None:
     channel = FakeChannel()
-    running, outbox = running_round(channel)
-    outbox.begin(EnginePass(9, numbers=(7, 8), pass_id=3))
+    running = kept_pass(channel)
+    running.begin(EnginePass(9, numbers=(7, 8), pass_id=3))
     for rows in ((7,), (8,), (7, 8)):  # two groups are prefilled, then all decode
         running.on_step(StepOutput(rows, rows))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]
-    outbox.begin(EnginePass(9, pass_id=4))
+    running.begin(EnginePass(9, pass_id=4))
     running.on_step(StepOutput((7, 8), (5, 6)))
-    outbox.flush()
-    assert len(channel.sent[-1].steps) == 2
+    running.end(PassOutput(2), 0.0)
+    progress, done = channel.sent[-2:]
+    assert len(progress.steps) == 2
+    assert isinstance(done, PassDone)
 
 
-def test_a_newcomer_may_get_its_first_token_in_a_later_round() -> None:
+def test_a_newcomer_may_get_its_first_token_in_a_later_pass() -> None:
     channel = FakeChannel()
-    running, outbox = running_round(channel)
-    outbox.begin(EnginePass(9, numbers=(7, 8), pass_id=3))
+    running = kept_pass(channel)
+    running.begin(EnginePass(9, numbers=(7, 8), pass_id=3))
     running.on_step(StepOutput((7,), (5,)))
-    outbox.begin(EnginePass(9, evict=(7,), pass_id=4))
+    running.begin(EnginePass(9, evict=(7,), pass_id=4))
     running.on_step(StepOutput((8,), (5,)))
     assert [len(frame.steps) for frame in channel.sent] == [1, 1]

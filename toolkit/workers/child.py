@@ -12,9 +12,17 @@ import gc
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from toolkit.engines.protocol import Engine, EnginePass, Row, StepOutput, make_engine, slice_of
+from toolkit.engines.protocol import (
+    Engine,
+    EnginePass,
+    PassOutput,
+    Row,
+    StepOutput,
+    make_engine,
+    slice_of,
+)
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
 from toolkit.sched.types import Failure
@@ -36,19 +44,26 @@ from toolkit.workers.protocol import (
 WARM_UP_ROWS = (Row("warm-up-0", (0,) * 8, 0, 3), Row("warm-up-1", (0,) * 5, 0, 3))
 
 
-class Outbox:
-    """Sends tokens to the front.
+class RunningPass:
+    """The pass that the worker runs, between two of its steps: sends tokens, and reads the frames
+    that end it early.
 
     The first token of each row that enters is sent at once. Later tokens, also a row's last one,
     wait up to `flush_s` and are sent together. So the front handles a few frames per second and
     worker, instead of one per token or per end of a row.
+
+    Attributes:
+        stops: the front has told the worker to end.
     """
 
     def __init__(self, channel: Channel, flush_s: float, clock: Callable[[], float]) -> None:
+        self.stops = False
         self._channel = channel
         self._flush_s = flush_s
         self._clock = clock
         self._pass_id = -1
+        # Rows of a pass that keeps no caches: it ends when none is left.
+        self._wanted: set[int] | None = None
         self._unsent: list[StepOutput] = []
         self._sent_s = -1.0
         self._without_token: set[int] = set()  # rows that entered and have no token yet
@@ -56,50 +71,15 @@ class Outbox:
     def begin(self, plan: EnginePass) -> None:
         """Start a pass. Its newcomers may get their first tokens in later passes."""
         self._pass_id = plan.pass_id
-        self.forget(plan.evict)
-        self._without_token.update(plan.numbers)
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        self._without_token.difference_update(numbers)
-
-    def put(self, step: StepOutput) -> None:
-        """Send a step's tokens now, or keep them for the next frame."""
-        self._unsent.append(step)
-        is_first = not self._without_token.isdisjoint(step.rows)
-        if is_first:
-            self._without_token.difference_update(step.rows)
-        now_s = self._clock()
-        if is_first or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
-            self.flush()
-            self._sent_s = now_s
-
-    def flush(self) -> None:
-        """Send the steps that were not sent."""
-        if self._unsent:
-            self._channel.send(PassProgress(-1, self._pass_id, tuple(self._unsent)))
-            self._unsent.clear()
-
-
-class RunningPass:
-    """Between two steps of a pass: sends tokens, and reads the frames that end it early.
-
-    Attributes:
-        stops: the front has told the worker to end.
-    """
-
-    def __init__(self, plan: EnginePass, channel: Channel, outbox: Outbox) -> None:
-        self.stops = False
-        self._pass_id = plan.pass_id
-        self._channel = channel
-        self._outbox = outbox
-        # Rows of a pass that keeps no caches: it ends when none is left.
         self._wanted = None if plan.keep_cache else set(plan.numbers)
+        self._without_token.difference_update(plan.evict)
+        self._without_token.update(plan.numbers)
 
     def on_step(self, step: StepOutput) -> bool:
         """Whether the pass goes on: not if it is interrupted, if the worker stops, or if it keeps
         no caches and no row is wanted.
         """
-        self._outbox.put(step)
+        self._report(step)
         wanted = self._wanted
         goes_on = True
         for frame in self._channel.poll():
@@ -113,6 +93,29 @@ class RunningPass:
             wanted.difference_update([number for number, _ in step.ended])
             goes_on = goes_on and bool(wanted)
         return goes_on and not self.stops
+
+    def end(self, output: PassOutput, gap_s: float) -> None:
+        """Send the last tokens, and what the pass did."""
+        self._without_token.difference_update(output.dropped)
+        self._flush()
+        failure: Failure = "oom" if output.is_short else ""
+        self._channel.send(PassDone(-1, self._pass_id, output, failure, gap_s))
+
+    def _report(self, step: StepOutput) -> None:
+        """Send a step's tokens now, or keep them for the next frame."""
+        self._unsent.append(step)
+        is_first = not self._without_token.isdisjoint(step.rows)
+        if is_first:
+            self._without_token.difference_update(step.rows)
+        now_s = self._clock()
+        if is_first or self._sent_s < 0 or now_s - self._sent_s >= self._flush_s:
+            self._flush()
+            self._sent_s = now_s
+
+    def _flush(self) -> None:
+        if self._unsent:
+            self._channel.send(PassProgress(-1, self._pass_id, tuple(self._unsent)))
+            self._unsent.clear()
 
 
 def serve(channel: Channel, signs: LifeSigns) -> int:
@@ -131,7 +134,7 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
         return error.exit_code
     signs.state = "idle"
     channel.send(Ready(engine.facts.model_dump_json()))
-    outbox = Outbox(channel, recipe.engine.flush_s, time.perf_counter)
+    running = RunningPass(channel, recipe.engine.flush_s, time.perf_counter)
     ended_s: float | None = None  # the last pass
     while True:
         frame = channel.receive()
@@ -141,14 +144,10 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
             continue  # it is for a pass that has ended
         signs.state = "busy"
         gap_s = 0.0 if ended_s is None else time.perf_counter() - ended_s
-        outbox.begin(frame)
-        running = RunningPass(frame, channel, outbox)
+        running.begin(frame)
         output = engine.run(frame, running.on_step)
-        outbox.forget(output.dropped)
         ended_s = time.perf_counter()
-        outbox.flush()
-        failure: Failure = "oom" if output.is_short else ""
-        channel.send(PassDone(-1, frame.pass_id, output, failure, gap_s))
+        running.end(output, gap_s)
         if running.stops:
             return 0
         signs.state = "idle"
