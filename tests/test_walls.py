@@ -219,7 +219,9 @@ TWINS = {
 
 
 def classes(trees: Iterable[ast.Module]) -> dict[str, tuple[set[str], set[str]]]:
-    """Of each class its own public methods and all its bases, also those of bases, by name."""
+    """Of each class its own public methods and all its bases, also those of bases, by name. Without
+    protocols: what has one need not name it.
+    """
     methods: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
     for tree in trees:
@@ -233,7 +235,11 @@ def classes(trees: Iterable[ast.Module]) -> dict[str, tuple[set[str], set[str]]]
     for found in bases.values():
         while more := set().union(*[bases.get(base, set()) for base in found]) - found:
             found |= more
-    return {name: (methods[name], bases[name] - NO_BASES) for name in methods}
+    return {
+        name: (methods[name], bases[name] - NO_BASES)
+        for name in methods
+        if "Protocol" not in bases[name]
+    }
 
 
 def twins(trees: Iterable[ast.Module]) -> set[tuple[str, str]]:
@@ -256,5 +262,6 @@ def test_twins_are_found_unless_they_share_a_base() -> None:
     body = "".join(f"\n    def {name}(self): ..." for name in "abcdef")
     source = "class One({0}):{1}\nclass Other({0}):{1}\nclass Base: ..."
     assert twins([ast.parse(source.format("", body))]) == {("One", "Other")}
-    assert twins([ast.parse(source.format("Protocol", body))]) == {("One", "Other")}
+    assert twins([ast.parse(source.format("Generic[T]", body))]) == {("One", "Other")}
+    assert twins([ast.parse(source.format("Protocol", body))]) == set()
     assert twins([ast.parse(source.format("Base", body))]) == set()

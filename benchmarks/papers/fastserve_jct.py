@@ -32,7 +32,7 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.base import Policy
-from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import Ranking
 from toolkit.sched.view import Decision, View
 from toolkit.sim.api import simulate
@@ -94,7 +94,7 @@ class Waits(Policy):
         self.longest_s = self.round_s = 0.0
         self._started_s = -1.0
 
-    def ranking(self, law: SliceLaw) -> Ranking | None:
+    def ranking(self, law: LatencyLaw) -> Ranking | None:
         return self._policy.ranking(law)
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:

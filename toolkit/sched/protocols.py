@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from toolkit.sched.policies.base import Policy
 
 
-class SliceLaw(Protocol):
-    """How long a static batch takes (SCLS paper, Eq. 1-4), in seconds.
+class LatencyLaw(Protocol):
+    """How long a pass and its parts take, in seconds (SCLS paper, Eq. 1-4).
 
     N is the batch size and L the batch's padded input length in tokens. Laws are values: equal laws
     give equal answers, so a law may cache what it derives.
@@ -37,10 +37,6 @@ class SliceLaw(Protocol):
         and t[3,N] + t[4,N] L + t[2,N] L^2. A slice of S tokens takes S decode steps, or S - 1 if
         `prefill_emits_token`.
         """
-
-
-class LatencyLaw(SliceLaw, Protocol):
-    """A `SliceLaw` that also knows running batches: rows that join, leave and prefill in parts."""
 
     @property
     def padded(self) -> bool:

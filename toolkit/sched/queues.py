@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Job, Pass, Worker
 from toolkit.sched.view import View
 
 
-def serving_s(law: SliceLaw, batch_size: int, input_length: int, steps: int) -> float:
+def serving_s(law: LatencyLaw, batch_size: int, input_length: int, steps: int) -> float:
     """T_serve(N, L, S) of a static batch in seconds, SCLS Eq. 1: the unit of loads."""
     decode_s = law.decode_s(batch_size, input_length, steps - law.prefill_emits_token)
     return law.prefill_s(batch_size, input_length) + decode_s

@@ -29,7 +29,7 @@ class SimulationStalledError(LlmctlError):
     """Requests wait, but no event will ever come."""
 
 
-class BatchEnds:
+class PassEnds:
     """When each worker's batch ends. A worker has one end: a new one replaces it.
 
     `next_s` is when the next batch ends; infinity: none runs.
@@ -182,7 +182,7 @@ class SimulatedDriver:
             self._arrivals = DueRequests(arrival_s, range(len(requests)), {})
         else:
             self._arrivals = clients.arrivals
-        self._ends = BatchEnds(len(workers))
+        self._ends = PassEnds(len(workers))
         self._refused: list[Refusal] = []
 
     def run(self, drain: bool) -> list[Refusal]:

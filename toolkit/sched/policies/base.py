@@ -14,7 +14,7 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
-from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import Ranking
 from toolkit.sched.types import NO_LIMIT, Job, Moves, Pass, Worker
 from toolkit.sched.view import NOTHING, Decision, LengthHistory, View
@@ -77,7 +77,7 @@ class Policy:
         """The history of output lengths before the first request ends."""
         return LengthHistory(DEFAULT_HISTORY)
 
-    def ranking(self, law: SliceLaw) -> Ranking | None:
+    def ranking(self, law: LatencyLaw) -> Ranking | None:
         """How waiting jobs rank under a worker's law; None: they are served by arrival."""
         return None
 

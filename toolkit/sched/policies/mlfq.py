@@ -27,7 +27,7 @@ from toolkit.sched.policies.preemptive import (
     RankedRow,
     ranked,
 )
-from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import NEVER, Ranking
 from toolkit.sched.types import Job, Worker
 
@@ -50,7 +50,7 @@ class FeedbackQueues(Ranking):
     """
 
     def __init__(
-        self, law: SliceLaw, first_s: float, growth: float, count: int, skip_join: bool
+        self, law: LatencyLaw, first_s: float, growth: float, count: int, skip_join: bool
     ) -> None:
         self.quanta_s = [first_s * growth**k for k in range(count)]
         self._law = law
@@ -164,7 +164,7 @@ class MlfqPolicy(PreemptivePolicy):
     def patience_s(self) -> float:
         return self.starvation_s
 
-    def ranking(self, law: SliceLaw) -> Ranking:
+    def ranking(self, law: LatencyLaw) -> Ranking:
         return queues_of(law, self.quantum_s, self.growth, self.queues, self.skip_join)
 
     def next_runs(

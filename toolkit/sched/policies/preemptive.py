@@ -37,7 +37,7 @@ from toolkit.sched.policies.base import (
     rows_parameter,
 )
 from toolkit.sched.policies.parameters import choice, parameter, policy
-from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import Aged, Ranked, RankedJobs, Ranking
 from toolkit.sched.types import Job, Moves, Pass, Worker
 from toolkit.sched.view import View
@@ -242,7 +242,7 @@ class PreemptivePolicy(Policy):
         """A job that has waited for so many seconds goes first, and is promoted when it runs."""
         return math.inf
 
-    def ranking(self, law: SliceLaw) -> Ranking:
+    def ranking(self, law: LatencyLaw) -> Ranking:
         """How jobs rank, running ones too: the least goes first, unless another starves."""
         raise NotImplementedError
 
@@ -600,7 +600,7 @@ def _not_in(run: Sequence[RankedRow], cached: Sequence[RankedRow]) -> list[Ranke
     return [row for row in cached if row.job not in running]
 
 
-def steps_until(law: SliceLaw, rows: int, length: float, seconds: float, most: int) -> int:
+def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most: int) -> int:
     """The fewest decode steps, from 1 to `most`, that take at least `seconds`; else `most`."""
     low = 1
     high = most

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import policy
 from toolkit.sched.policies.preemptive import PreemptivePolicy
-from toolkit.sched.protocols import SliceLaw
+from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.ranked import Ranking
 from toolkit.sched.types import Job
 
@@ -16,7 +16,7 @@ from toolkit.sched.types import Job
 class RemainingTime(Ranking):
     """Seconds that a job would still take alone under the law, by the true lengths."""
 
-    def __init__(self, law: SliceLaw, output_tokens: Mapping[str, int]) -> None:
+    def __init__(self, law: LatencyLaw, output_tokens: Mapping[str, int]) -> None:
         self._law = law
         self._output_tokens = output_tokens
 
@@ -37,7 +37,7 @@ class SrptOracle(PreemptivePolicy):
     def with_lengths(self, output_tokens: Mapping[str, int]) -> SrptOracle:
         return replace(self, output_tokens=output_tokens)
 
-    def ranking(self, law: SliceLaw) -> Ranking:
+    def ranking(self, law: LatencyLaw) -> Ranking:
         if not self.output_tokens:
             raise InputError(
                 f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
