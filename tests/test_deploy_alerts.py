@@ -20,8 +20,10 @@ from toolkit.deploy import reckon
 from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.render import fill
 from toolkit.deploy.values import Values
+from toolkit.endpoints.upstream import Upstream
 from toolkit.files.recipe import SLA_KEYS
 from toolkit.gateway.front import Gateway
+from toolkit.gateway.replicas import LiveReplica
 from toolkit.serve.metrics import engine_families, text_of
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import gauges
@@ -153,10 +155,9 @@ def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> Non
     sla = limits()
     gateway = SimpleNamespace(
         stats=Stats(sla=sla),
-        pool=SimpleNamespace(up=[], losses=0, replicas=[SimpleNamespace(
-            url="http://a", index=0, state="up", attempts=[], requests=0, failures=0, moved=0,
-            odd_usages=0,
-        )], background=SimpleNamespace(up=list, failures={})),
+        pool=SimpleNamespace(up=[], losses=0, replicas=[
+            LiveReplica("http://a", Upstream("http://a", 1.0), 0)
+        ], background=SimpleNamespace(up=list, failures={})),
         balancer=SimpleNamespace(
             router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
         ),

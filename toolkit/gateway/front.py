@@ -19,14 +19,14 @@ import asyncio
 import math
 import secrets
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -35,7 +35,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
 from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
-from toolkit.gateway.replicas import LOOP, ReplicaPool
+from toolkit.gateway.prompt_blocks import chained_ids, pieces_of
+from toolkit.gateway.replicas import COUNTERS, LOOP, ReplicaPool
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
 from toolkit.openai.requests import CHAT, COMPLETIONS, RESPONSES, GenerationCall, Prompt
 from toolkit.routing.types import BLOCK_TOKENS
@@ -44,7 +45,7 @@ from toolkit.serve.access import Keyring, check_priority
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.bodies import read_json_bytes
 from toolkit.serve.errors import error_response
-from toolkit.serve.metrics import by_label, families_of_requests, family_of, text_of
+from toolkit.serve.metrics import families_of_requests, family_of, text_of
 from toolkit.serve.routes import FrontPages, Written, json_page, unknown_model
 from toolkit.serve.server import RunningRequests
 from toolkit.serve.stats import QUEUE_FULL, Stats
@@ -91,20 +92,9 @@ class PromptGauge:
         return max(sum(max(count, 1) for count in counts), 1)
 
     def blocks(self, prompt: Prompt | None) -> tuple[int, ...]:
-        """The hashes of a prompt's full blocks."""
-        if isinstance(prompt, list):
-            content = array("q", prompt).tobytes()
-            size = 8 * BLOCK_TOKENS
-        else:
-            content = prompt or b""
-            size = self._block_bytes
-        hashes = []
-        before = b""
-        key = self._key
-        for at in range(0, len(content) - size + 1, size):
-            before = blake2b(before + content[at : at + size], digest_size=8, key=key).digest()
-            hashes.append(int.from_bytes(before, "big") >> 1)
-        return tuple(hashes)
+        """Return the hashes of a prompt's full blocks."""
+        pieces = pieces_of(prompt or b"", BLOCK_TOKENS, self._block_bytes, whole=True)
+        return tuple(chained_ids(pieces, self._key))
 
     def count(self, prompt: Prompt | None, tokens: int) -> None:
         """A server counted a prompt's tokens."""
@@ -207,7 +197,7 @@ class Gateway(FrontPages):
                 "state": each.state,
                 "problem": each.problem,
                 "version": each.version,
-                "running": len(each.attempts),
+                "running": each.running,
                 "requests": each.requests,
                 "failures": each.failures,
                 "moved": each.moved,
@@ -239,40 +229,32 @@ class Gateway(FrontPages):
         return {"replicas": len(self.pool.up), "max_model_len": min(lengths, default=None)}
 
     def families(self) -> Iterator[Metric]:
-        stats = self.stats
-        replicas = self.pool.replicas
         labels = {"model_name": self.served, "router": self.balancer.router.name}
         beyond = "Requests beyond the rows that replicas run at once."
-        for name, text, value in (
-            ("llmctl_requests_running", "Requests that have not ended.", len(self.running)),
-            ("llmctl_requests_waiting", beyond, self.waiting),
-            ("llmctl_replicas_up", "Replicas that may be sent requests.", len(self.pool.up)),
+        lost = "Replicas that were up and failed, each time."
+        for kind, name, text, value in (
+            (Gauge, "requests_running", "Requests that have not ended.", len(self.running)),
+            (Gauge, "requests_waiting", beyond, self.waiting),
+            (Gauge, "replicas_up", "Replicas that may be sent requests.", len(self.pool.up)),
+            (Counter, "replica_losses", lost, self.pool.losses),
+            (Counter, "continued", "Answers that another replica continued.", self.continued),
         ):
-            yield family_of(GaugeMetricFamily, name, text, labels, value)
-        yield from families_of_requests(stats, labels, self.keyring.named)
-        text = "Replicas that were up and failed, each time."
-        losses = self.pool.losses
-        yield family_of(CounterMetricFamily, "llmctl_replica_losses", text, labels, losses)
-        text = "Answers that another replica continued."
-        yield family_of(CounterMetricFamily, "llmctl_continued", text, labels, self.continued)
-        up = {one.url: float(one.state == "up") for one in replicas}
-        running = {one.url: float(len(one.attempts)) for one in replicas}
-        for name, text, values in (
-            ("llmctl_replica_up", "1 while a replica may be sent requests.", up),
-            ("llmctl_replica_running", "Requests that a replica has.", running),
-        ):
-            yield by_label(GaugeMetricFamily, name, text, labels, "replica", values)
-        for name, text, attribute in (
-            ("llmctl_replica_requests", "Attempts sent to a replica.", "requests"),
-            ("llmctl_replica_failures", "Attempts that failed there.", "failures"),
-            ("llmctl_replica_moved", "Answers that went on elsewhere.", "moved"),
-        ):
-            values = {one.url: float(getattr(one, attribute)) for one in replicas}
-            yield by_label(CounterMetricFamily, name, text, labels, "replica", values)
-        failures = self.pool.background.failures
-        name = "llmctl_background_task_failures"
+            yield family_of(kind, f"llmctl_{name}", text, labels, value)
+        yield from families_of_requests(self.stats, labels, self.keyring.named)
+        by_replica = {
+            "up": "1 while a replica may be sent requests.",
+            "running": "Requests that a replica has.",
+            "requests": "Attempts sent to a replica.",
+            "failures": "Attempts that failed there.",
+            "moved": "Answers that went on elsewhere.",
+        }
+        for name, text in by_replica.items():
+            kind = Counter if name in COUNTERS else Gauge
+            values = {one.url: float(getattr(one, name)) for one in self.pool.replicas}
+            yield family_of(kind, f"llmctl_replica_{name}", text, labels, values, "replica")
         text = "Failures of tasks that run beside requests."
-        yield by_label(CounterMetricFamily, name, text, labels, "task", failures)
+        failures = self.pool.background.failures
+        yield family_of(Counter, "llmctl_background_task_failures", text, labels, failures, "task")
 
     async def _written(self) -> Response:
         """An answer that `_generate` sends as it comes."""
@@ -330,7 +312,7 @@ def gateway_status(gateway: Gateway) -> dict[str, Any]:
     replicas = [
         {
             "state": one.state,
-            "running": max(len(one.attempts) - known[one.index].waiting, 0),
+            "running": max(one.running - known[one.index].waiting, 0),
             "waiting": known[one.index].waiting,
             "kv_share": known[one.index].kv_usage,
             "cached_share": one.cached_share,

@@ -1,5 +1,4 @@
-"""Ids of the blocks of a recorded prompt, by keyed hashes: what prompts share is seen, their
-content is not.
+"""Ids of the blocks of a prompt, by keyed hashes: what prompts share is seen, their content is not.
 
 A block's id is a keyed hash of its content and of the id before it (a chain), cut to 53 bits, which
 every JSON reader holds exactly. The key is random, made for one recording, and never stored, so
@@ -16,9 +15,10 @@ from __future__ import annotations
 import math
 import secrets
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
+from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 from toolkit.openai.errors import ApiError
@@ -39,10 +39,33 @@ class BlockedPrompt(NamedTuple):
     block_bytes: int
 
 
+def chained_ids(pieces: Iterable[bytes], key: bytes) -> Iterator[int]:
+    """Yield an id for each piece, which stands for it and all pieces before."""
+    before = b""
+    for piece in pieces:
+        before = blake2b(before + piece, digest_size=16, key=key).digest()
+        yield int.from_bytes(before[:8], "big") >> (64 - ID_BITS)
+
+
+def pieces_of(
+    prompt: Prompt, block_tokens: int, block_bytes: int, *, whole: bool = False
+) -> list[bytes]:
+    """Return a prompt in pieces of `block_tokens`, or of `block_bytes` of text. The last may be
+    shorter, and with `whole` is then left out.
+    """
+    size = block_bytes
+    content = prompt
+    if not isinstance(content, bytes):
+        content = array("q", content).tobytes()
+        size = 8 * block_tokens
+    end = len(content) - (size - 1 if whole else 0)
+    return [content[at : at + size] for at in range(0, end, size)]
+
+
 def blocks_of_prompt(
     content: Prompt, key: bytes, prompt_tokens: int, block_tokens: int, block_bytes: int
 ) -> BlockedPrompt | None:
-    """The ids of a prompt, one for every `block_tokens` of its `prompt_tokens`.
+    """Return the ids of a prompt, one for every `block_tokens` of its `prompt_tokens`.
 
     `block_bytes` are the bytes of a block of text; 0: as many as in this one. None where the prompt
     cannot have so many tokens.
@@ -52,22 +75,13 @@ def blocks_of_prompt(
     if isinstance(content, bytes):
         per_token = max(len(content) / prompt_tokens, LEAST_BYTES_PER_TOKEN)
         block_bytes = block_bytes or round(block_tokens * min(per_token, MOST_BYTES_PER_TOKEN))
-        pieces = _pieces(content, block_bytes)
     else:
         block_bytes = 0
-        # A server may add tokens: only what the client sent is known.
-        pieces = _pieces(array("q", content).tobytes(), 8 * block_tokens)
-    ids: list[int] = []
-    before = b""
-    for _ in range(math.ceil(prompt_tokens / block_tokens)):
-        # Behind the content the chain goes on: a longer prompt has other ids there.
-        before = blake2b(before + next(pieces, b""), digest_size=16, key=key).digest()
-        ids.append(int.from_bytes(before[:8], "big") >> (64 - ID_BITS))
-    return BlockedPrompt(ids, block_bytes)
-
-
-def _pieces(content: bytes, size: int) -> Iterator[bytes]:
-    return (content[at : at + size] for at in range(0, len(content), size))
+    # A server may add tokens. Only what the client sent is known; behind it the chain goes on: a
+    # longer prompt has other ids there.
+    pieces = chain(pieces_of(content, block_tokens, block_bytes), repeat(b""))
+    count = math.ceil(prompt_tokens / block_tokens)
+    return BlockedPrompt(list(islice(chained_ids(pieces, key), count)), block_bytes)
 
 
 class PromptBlocks:
@@ -98,5 +112,5 @@ class PromptBlocks:
             self._block_bytes = self._block_bytes or prompt.block_bytes
             if prompt.block_bytes in (0, self._block_bytes):
                 return prompt.ids
-            # Another request was the first to be counted meanwhile: cut this one as that one.
+            # Another request was the first to be counted meanwhile: cut this one like it.
         return None

@@ -122,6 +122,15 @@ class LiveReplica:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
+    def up(self) -> bool:
+        return self.state == "up"
+
+    @property
+    def running(self) -> int:
+        """Requests that are there."""
+        return len(self.attempts)
+
+    @property
     def called(self) -> str:
         """Its name in the log."""
         return self.name or self.url

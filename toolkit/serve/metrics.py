@@ -8,18 +8,15 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from prometheus_client import generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from toolkit.serve.access import Account
-from toolkit.serve.stats import Histogram, Stats
+from toolkit.serve.stats import Histogram, LawComparison, Stats
 
 Labels = Mapping[str, str]
-FamilyKind = type[GaugeMetricFamily] | type[CounterMetricFamily]
+FamilyKind = type[Gauge] | type[Counter]
 
 
 class WorkerGauges(NamedTuple):
@@ -65,21 +62,21 @@ def engine_families(
         ("workers_alive", "Workers that can take batches.", alive),
         ("predicted_ttft_seconds", predicted, now.predicted_ttft_s),
     ):
-        yield family_of(GaugeMetricFamily, f"llmctl_{name}", text, labels, value)
+        yield family_of(Gauge, f"llmctl_{name}", text, labels, value)
     info = labels | dict(now.engine)
-    yield family_of(GaugeMetricFamily, "llmctl_engine_info", "What runs, in labels.", info, 1)
-    for attribute, text in _LATENCIES.items():
-        name = f"llmctl_{attribute}_seconds"
-        yield histogram_family(name, text, labels, getattr(stats, attribute))
+    yield family_of(Gauge, "llmctl_engine_info", "What runs, in labels.", info, 1)
+    yield from _histograms(stats, labels, _LATENCIES)
     text = "Actual over predicted batch time, for the steps that ran."
     yield histogram_family("llmctl_batch_time_ratio", text, labels, stats.batch_ratio)
     for attribute, text in _COUNTERS.items():
         name = re.sub("_s$", "_seconds", attribute)
-        value = getattr(stats, attribute)
-        yield family_of(CounterMetricFamily, f"llmctl_{name}", text, labels, value)
+        yield family_of(Counter, f"llmctl_{name}", text, labels, getattr(stats, attribute))
     compared = [stats.compared[index] for index in range(len(now.workers))]
-    yield from _of_workers(GaugeMetricFamily, labels, _WORKER_GAUGES, now.workers)
-    yield from _of_workers(CounterMetricFamily, labels, _WORKER_COUNTERS, compared)
+    for name, text, attribute in _OF_WORKERS:
+        kind = Counter if attribute in LawComparison.__dataclass_fields__ else Gauge
+        workers: Sequence[object] = compared if kind is Counter else now.workers
+        values = {str(index): getattr(worker, attribute) for index, worker in enumerate(workers)}
+        yield family_of(kind, f"llmctl_worker_{name}", text, labels, values, "worker")
     yield from families_of_requests(stats, labels, accounts)
 
 
@@ -96,12 +93,10 @@ _COUNTERS = {
 }
 # Of workers: name, help text and attribute. The quotient of the counters is actual over predicted
 # batch time.
-_WORKER_GAUGES = (
+_OF_WORKERS = (
     ("load_seconds", "Estimated seconds of work given to a worker (SCLS Eq. 11).", "load_s"),
     ("requests_running", "Requests in a worker.", "rows"),
     ("kv_cache_usage_ratio", "Share of a worker's KV cache that its batches may fill.", "kv_usage"),
-)
-_WORKER_COUNTERS = (
     ("batch_seconds", "As llmctl_batch_seconds_total.", "took_s"),
     ("predicted_batch_seconds", "As llmctl_predicted_batch_seconds_total.", "predicted_s"),
 )
@@ -120,31 +115,20 @@ _LATENCIES = {
 }
 
 
-def _of_workers(
+def family_of(
     kind: FamilyKind,
+    name: str,
+    text: str,
     labels: Labels,
-    metrics: Sequence[tuple[str, str, str]],
-    workers: Sequence[object],
-) -> Iterator[Metric]:
-    for name, text, attribute in metrics:
-        values = {str(index): getattr(worker, attribute) for index, worker in enumerate(workers)}
-        yield by_label(kind, f"llmctl_worker_{name}", text, labels, "worker", values)
-
-
-def family_of(kind: FamilyKind, name: str, text: str, labels: Labels, value: float) -> Metric:
-    """A family with one series."""
-    family = kind(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def by_label(
-    kind: FamilyKind, name: str, text: str, labels: Labels, label: str, values: Mapping[str, float]
+    value: float | Mapping[str, float],
+    label: str = "",
 ) -> Metric:
-    """A family with one series for each value of `label`."""
-    family = kind(name, text, labels=[*labels, label])
-    for key, value in values.items():
-        family.add_metric([*labels.values(), key], value)
+    """Return a family with one series, or with one for each value of `label`."""
+    values = value if isinstance(value, Mapping) else {"": value}
+    further = [label] if label else []
+    family = kind(name, text, labels=[*labels, *further])
+    for key, one in values.items():
+        family.add_metric([*labels.values(), *([key] if label else [])], one)
     return family
 
 
@@ -152,25 +136,26 @@ def families_of_requests(
     stats: Stats, labels: Labels, accounts: Sequence[Account]
 ) -> Iterator[Metric]:
     """Yield what every front counts: its requests, and those of each key of a keys file."""
-    for attribute, text in _OF_REQUESTS.items():
+    yield from _histograms(stats, labels, _OF_REQUESTS)
+    met = "Requests that met every target; of those that ended, and llmctl_refused_total."
+    sent = {account.name: account.requests for account in accounts}
+    values: float | Mapping[str, float]
+    for name, text, values, label in (
+        ("prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens, ""),
+        ("generation_tokens", "Tokens generated.", stats.generation_tokens, ""),
+        ("requests_within_targets", met, stats.within_targets, ""),
+        ("refused", "Requests that got 503 because of overload.", stats.refused, ""),
+        ("requests", "Requests that ended, and how.", dict(stats.ended), "finish_reason"),
+        ("http_responses", "Answers by HTTP status.", stats.statuses, "status"),
+        ("key_requests", "Requests that a key has sent.", sent, "key"),
+    ):
+        yield family_of(Counter, f"llmctl_{name}", text, labels, values, label)
+
+
+def _histograms(stats: Stats, labels: Labels, texts: Mapping[str, str]) -> Iterator[Metric]:
+    for attribute, text in texts.items():
         name = f"llmctl_{attribute}_seconds"
         yield histogram_family(name, text, labels, getattr(stats, attribute))
-    met = "Requests that met every target; of those that ended, and llmctl_refused_total."
-    for name, text, value in (
-        ("llmctl_prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens),
-        ("llmctl_generation_tokens", "Tokens generated.", stats.generation_tokens),
-        ("llmctl_requests_within_targets", met, stats.within_targets),
-        ("llmctl_refused", "Requests that got 503 because of overload.", stats.refused),
-    ):
-        yield family_of(CounterMetricFamily, name, text, labels, value)
-    for name, text, label, values in (
-        ("llmctl_requests", "Requests that ended, and how.", "finish_reason", dict(stats.ended)),
-        ("llmctl_http_responses", "Answers by HTTP status.", "status", stats.statuses),
-    ):
-        yield by_label(CounterMetricFamily, name, text, labels, label, values)
-    text = "Requests that a key has sent."
-    sent = {account.name: account.requests for account in accounts}
-    yield by_label(CounterMetricFamily, "llmctl_key_requests", text, labels, "key", sent)
 
 
 def histogram_family(name: str, text: str, labels: Labels, histogram: Histogram) -> Metric:
