@@ -27,10 +27,11 @@ from toolkit.errors import ForeignError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.recipe import RouterSpec
-from toolkit.gateway import launch
+from toolkit.gateway import own_replicas as own_servers
 from toolkit.gateway import replicas as pools
-from toolkit.gateway.front import Gateway, gateway_status
-from toolkit.gateway.launch import OwnReplicas, ServedReplicas, traits_of_replicas
+from toolkit.gateway.front import Gateway
+from toolkit.gateway.launch import traits_of_replicas
+from toolkit.gateway.own_replicas import OwnReplicas
 from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import CHAT, GenerationCall
@@ -143,7 +144,7 @@ async def fronted(
     gateway = Gateway(pool, FrontSettings(**settings), Keyring(api_key, keys))
     sweep = asyncio.create_task(pool.sweep())
     with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):
-        server = HttpServer(gateway.access, WireLimits(descriptors_each=2))
+        server = HttpServer(gateway.app, WireLimits(descriptors_each=2))
         await server.start(listener)
         pool.renew([each.url for each in servers] if starts is None else starts)
         async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
@@ -703,9 +704,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
     async def test(front: Front, servers: list[StandIn]) -> None:
         facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, "vllm", "cpu", {}, {})
         gateway = front.gateway
-        status = StatusPage(
-            facts, gateway.stats, lambda: gateway.uptime_s, lambda: gateway_status(gateway)
-        )
+        status = StatusPage(facts, gateway.stats, lambda: gateway.uptime_s, gateway.status)
         gateway.show(status)
         prompt = PROMPT * 40
         for _ in range(4):
@@ -783,13 +782,13 @@ async def own_replicas(
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
     for each in backend.standins:
         await each.start()
-    ending = Ending(0.0, 1.0, said.append)
-    order = ServedReplicas(plan, make_router("round-robin", {}), ReplicaNeeds(MODEL), ending=ending)
-    own = OwnReplicas(order, backend, front.pool)
-    own.start()
+    order = ServerOrder(plan, MODEL, "127.0.0.1", 0, Ending(0.0, 1.0, said.append))
+    own = OwnReplicas(backend, order, plan.workers, front.pool)
+    starting = asyncio.create_task(own.start())
     with logged_to(said):
         async with asyncio.timeout(20):
             yield own
+    await asyncio.gather(starting, return_exceptions=True)
     await own.stop()
     for each in backend.standins:
         each.kill()
@@ -825,7 +824,7 @@ async def test_an_own_replica_that_answers_no_probe_is_killed_and_started_again(
 async def test_an_own_replica_without_room_for_its_files_is_started_again(
     front: Front, servers: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(launch, "RESTART_S", 0.01)
+    monkeypatch.setattr(own_servers, "RESTART_S", 0.01)
     plan = fake_plan_of(samples.paged_fit()).model_copy(update={"workers": 1})
     backend = OwnStandIns(2)
     said: list[str] = []
@@ -836,7 +835,7 @@ async def test_an_own_replica_without_room_for_its_files_is_started_again(
             raise full.pop()
         return tempfile.TemporaryDirectory()
 
-    monkeypatch.setattr(launch, "new_folder", folder)
+    monkeypatch.setattr(own_servers, "new_folder", folder)
     async with own_replicas(plan, backend, front, said) as own:
         await until_up(front, backend.urls(0))
         backend.made[0].running = False  # its process ended

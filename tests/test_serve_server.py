@@ -10,11 +10,10 @@ from collections.abc import Callable, Coroutine
 import httpx
 import pytest
 from said import says
-from toy_server import HandWorkers, app_of, events, make_driver, text, turns
+from toy_server import HandWorkers, events, front_of, make_driver, text, turns
 
 from toolkit.errors import EngineError, InputError
 from toolkit.serve.driver import Driver
-from toolkit.serve.engine_front import EngineFront
 from toolkit.serve.launch import serve
 from toolkit.serve.server import Ending, Signals, check_exposure, is_loopback, listen, url
 from toolkit.workers.protocol import WorkersFailed
@@ -31,10 +30,9 @@ def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = Non
         hands = workers or HandWorkers()
         driver = make_driver(hands)
         with listen("127.0.0.1", 0) as listener:
-            app = app_of(driver)
             serving = asyncio.create_task(
                 serve(
-                    EngineFront(driver, app),
+                    front_of(driver),
                     listener,
                     ending,
                     lambda: announced.append(url(listener)),

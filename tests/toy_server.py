@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 import samples
+from starlette.types import ASGIApp
 
 from toolkit.engines.protocol import EnginePass, FinishReason, PassOutput, Row, StepOutput
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
@@ -23,10 +24,10 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
-from toolkit.serve.access import AccessGate, ApiKey, Keyring
-from toolkit.serve.api import Routes
+from toolkit.serve.access import ApiKey, Keyring
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.driver import Driver
+from toolkit.serve.engine_front import EngineFront
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import StatusPage
 from toolkit.workers.protocol import (
@@ -206,12 +207,22 @@ def app_of(
     settings: FrontSettings = SETTINGS,
     keyring: Keyring | None = None,
     status: StatusPage | None = None,
-) -> AccessGate:
+) -> ASGIApp:
     """The application of the toy model."""
-    routes = Routes(driver, ByteTokenizer(), settings, keyring or Keyring())
+    return front_of(driver, settings, keyring, status).app
+
+
+def front_of(
+    driver: Driver,
+    settings: FrontSettings = SETTINGS,
+    keyring: Keyring | None = None,
+    status: StatusPage | None = None,
+) -> EngineFront:
+    """The front of the toy model."""
+    front = EngineFront(driver, ByteTokenizer(), settings, keyring or Keyring())
     if status:
-        routes.show(status)
-    return routes.gate()
+        front.show(status)
+    return front
 
 
 class Client(httpx.AsyncClient):

@@ -1,16 +1,15 @@
-"""The gateway's application: requests in, attempts at replicas, one answer out.
+"""The front before replicas: requests in, attempts at replicas, one answer out.
 
-`Gateway` is the ASGI application behind `AccessGate`. It passes a request for tokens to the replica
-that the balancer names, and to another one when that fails, until the client has the whole answer
-(`toolkit.gateway.passing`). No accepted request is lost as long as a replica is up, or comes back
-within `FrontSettings.wait_up_s`.
+`Gateway` passes a request for tokens to the replica that the balancer names, and to another one
+when that fails, until the client has the whole answer (`toolkit.gateway.passing`). No accepted
+request is lost as long as a replica is up, or comes back within `FrontSettings.wait_up_s`.
 
 `PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
 prefixes, both from bytes: a gateway does not tokenize.
 
 Its metrics have the names that the server of one engine uses. Metrics of replicas are called
-`llmctl_replica_*`, with the replica's URL as a label. The status page (`gateway_status`) shows no
-address: it numbers replicas in the order of /replicas.
+`llmctl_replica_*`, with the replica's URL as a label. The status page shows no address: it numbers
+replicas in the order of /replicas.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -31,12 +32,15 @@ from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
+from toolkit.errors import InputError
+from toolkit.gateway.own_replicas import POLL_EVERY_S, OwnReplicas
 from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
 from toolkit.gateway.prompt_blocks import chained_ids, pieces_of
 from toolkit.gateway.replicas import COUNTERS, LOOP, ReplicaPool
+from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
 from toolkit.openai.requests import CHAT, COMPLETIONS, RESPONSES, GenerationCall, Prompt
 from toolkit.routing.types import BLOCK_TOKENS
@@ -45,8 +49,9 @@ from toolkit.serve.access import Keyring, check_priority
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.bodies import read_json_bytes
 from toolkit.serve.errors import error_response
+from toolkit.serve.limits import WireLimits
 from toolkit.serve.metrics import families_of_requests, family_of, text_of
-from toolkit.serve.routes import FrontPages, Written, json_page, unknown_model
+from toolkit.serve.routes import Front, Written, json_page, unknown_model
 from toolkit.serve.server import RunningRequests
 from toolkit.serve.stats import QUEUE_FULL, Stats
 from toolkit.traces.write import TraceLog
@@ -60,6 +65,7 @@ COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
 GAUGED_PROMPTS = 256  # the last, of which the mean is
 GAUGED_TOKENS = 1024  # that one prompt counts for at most
 FIRST_TOKENS = 8 * GAUGED_TOKENS  # that the first value counts for
+FIRST_PROBES_S = 15.0  # it can serve after this long even if no replica is up
 MERGE_EVERY_S = 1.0  # the metrics of replicas, for all readers
 MERGE_SHARE = 0.2  # of the time
 MAX_METRIC_BYTES = 1 << 12  # of a line of a replica's metrics
@@ -110,8 +116,8 @@ class PromptGauge:
             self._block_bytes = max(round(BLOCK_TOKENS * self.bytes_per_token), 1)
 
 
-class Gateway(FrontPages):
-    """The application, and what its requests share. `access` is the ASGI application to serve.
+class Gateway(Front):
+    """The front before replicas, and what its requests share.
 
     Attributes:
         running: requests that have not ended.
@@ -130,12 +136,14 @@ class Gateway(FrontPages):
         *,
         stats: Stats | None = None,
         log: TraceLog | None = None,
+        replicas: OwnReplicas | ReplicaSource | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        super().__init__(settings, keyring)
+        limits = WireLimits(descriptors_each=2)
+        super().__init__(settings, keyring, stats or Stats(), pool.background, limits)
         self.now_s = time.monotonic
         self.pool = pool
         self.balancer = pool.balancer
-        self.stats = stats or Stats()
         self.gauge = PromptGauge()
         self.budget = RetryBudget()
         self.leaving = self.draining = False
@@ -143,12 +151,60 @@ class Gateway(FrontPages):
         self.continued = 0
         self.log = log
         self.numbers = count(1)  # of the requests
+        self._replicas = replicas
+        self._say = say
         self._merging = asyncio.Lock()
         self._merged = b""
         self._merge_at_s = -math.inf
         self._start_s = self.now_s()
-        self._add_routes()
-        self.access: ASGIApp = self.gate(self._answer)
+        for path in GENERATING:
+            self.add(path, self._written, "POST")
+        self.add("/replicas", self._show_replicas)
+        self.add(REPLICA_METRICS, self._replica_metrics)
+        start = pool.background.start
+        self.at_start = [partial(start, "silent replicas", pool.sweep)]
+        if self.balancer.router.reads_reports:
+            self.at_start.append(partial(start, "reports of replicas", pool.read_reports))
+
+    @property
+    def left(self) -> int:
+        return len(self.running)
+
+    def announce_end(self) -> None:
+        self.leaving = True
+
+    async def start(self) -> None:
+        """Start the replicas, and wait for all; or find those that run already, and wait until one
+        is up.
+        """
+        replicas = self._replicas
+        if isinstance(replicas, OwnReplicas):
+            await replicas.start()
+        elif replicas is not None:
+            await self._find(replicas)
+        if not self.pool.up:
+            self._say("no replica is up yet: requests get 503 until one is")
+
+    async def stop(self) -> None:
+        if isinstance(self._replicas, OwnReplicas):
+            await self._replicas.stop()
+        await self.pool.stop()
+
+    async def _find(self, source: ReplicaSource) -> None:
+        pool = self.pool
+        say = self._say
+        try:
+            say(pool.renew(await source.read()))
+        except InputError as error:
+            if not source.may_come:
+                raise
+            say(f"warning: {error.message}; it is asked again")
+        following = partial(follow_source, source, pool.renew, say, pool.listed)
+        pool.background.start("list of replicas", following)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_PROBES_S):
+                while not pool.up and not pool.all_asked:
+                    await asyncio.sleep(POLL_EVERY_S / 10)
 
     @property
     def state(self) -> str:
@@ -171,24 +227,18 @@ class Gateway(FrontPages):
         self.draining = True
         await self.running.ended(timeout_s)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.pool.name in Headers(scope=scope).get("via", ""):
             error = ApiError("this request went through this front before", status=LOOP)
             await error_response(error)(scope, receive, send)
             return
-        await self.app(scope, receive, send)
-
-    def _add_routes(self) -> None:
-        for path in GENERATING:
-            self.add(path, self._written, "POST")
-        self.add("/replicas", self._replicas)
-        self.add(REPLICA_METRICS, self._replica_metrics)
+        await super()._route(scope, receive, send)
 
     async def _replica_metrics(self) -> Response:
         """The metrics of all replicas, each with its URL as a label."""
         return Response(await self._merged_metrics(), media_type=METRICS_TYPE)
 
-    async def _replicas(self) -> Response:
+    async def _show_replicas(self) -> Response:
         """The router and the replicas: their states, problems and counts."""
         router = self.balancer.router
         replicas = [
@@ -256,6 +306,45 @@ class Gateway(FrontPages):
         failures = self.pool.background.failures
         yield family_of(Counter, "llmctl_background_task_failures", text, labels, failures, "task")
 
+    def status(self) -> dict[str, Any]:
+        """Return what the status page of a front before replicas adds."""
+        stats = self.stats
+        router = self.balancer.router
+        known = self.balancer.replicas
+        replicas = [
+            {
+                "state": one.state,
+                "running": max(one.running - known[one.index].waiting, 0),
+                "waiting": known[one.index].waiting,
+                "kv_share": known[one.index].kv_usage,
+                "cached_share": one.cached_share,
+                "requests": one.requests,
+                "failures": one.failures,
+                "moved": one.moved,
+            }
+            for one in self.pool.replicas
+        ]
+        waiting = self.waiting
+        return {
+            "state": self.state,
+            "problem": NO_REPLICA if self.state == NO_REPLICA else "",
+            "uptime_s": round(self.uptime_s, 1),
+            "running": len(self.running) - waiting,
+            "waiting": waiting,
+            "router": router.name,
+            "knobs": parameters(router),
+            "workers": [],
+            "replicas": replicas,
+            "totals": {
+                "ended": dict(stats.ended),
+                "input_tokens": stats.prompt_tokens,
+                "output_tokens": stats.generation_tokens,
+                "refused": stats.refused,
+                "continued": self.continued,
+                "retry_budget": self.budget.share,
+            },
+        }
+
     async def _written(self) -> Response:
         """An answer that `_generate` sends as it comes."""
         return Written(self._generate)
@@ -302,43 +391,3 @@ def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
                 for one in family.samples
             ]
     return text_of(merged.values())
-
-
-def gateway_status(gateway: Gateway) -> dict[str, Any]:
-    """What the status page of a gateway adds: replicas for workers."""
-    stats = gateway.stats
-    router = gateway.balancer.router
-    known = gateway.balancer.replicas
-    replicas = [
-        {
-            "state": one.state,
-            "running": max(one.running - known[one.index].waiting, 0),
-            "waiting": known[one.index].waiting,
-            "kv_share": known[one.index].kv_usage,
-            "cached_share": one.cached_share,
-            "requests": one.requests,
-            "failures": one.failures,
-            "moved": one.moved,
-        }
-        for one in gateway.pool.replicas
-    ]
-    waiting = gateway.waiting
-    return {
-        "state": gateway.state,
-        "problem": NO_REPLICA if gateway.state == NO_REPLICA else "",
-        "uptime_s": round(gateway.uptime_s, 1),
-        "running": len(gateway.running) - waiting,
-        "waiting": waiting,
-        "router": router.name,
-        "knobs": parameters(router),
-        "workers": [],
-        "replicas": replicas,
-        "totals": {
-            "ended": dict(stats.ended),
-            "input_tokens": stats.prompt_tokens,
-            "output_tokens": stats.generation_tokens,
-            "refused": stats.refused,
-            "continued": gateway.continued,
-            "retry_budget": gateway.budget.share,
-        },
-    }

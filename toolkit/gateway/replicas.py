@@ -187,6 +187,7 @@ class ReplicaPool:
         self.model = needs.model
         self.changed = asyncio.Event()  # a replica came up
         self.name = f"llmctl-{secrets.token_hex(8)}"  # in `Via`: a list may name this front
+        self.key = key
         key_header = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.headers = [*key_header, (b"via", f"1.1 {self.name}".encode())]
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
@@ -206,6 +207,12 @@ class ReplicaPool:
     @property
     def up(self) -> list[LiveReplica]:
         return [replica for replica in self.replicas if replica.state == "up"]
+
+    @property
+    def all_asked(self) -> bool:
+        """Whether there are replicas, and each was probed at least once."""
+        probed = [replica.problem != "not asked yet" for replica in self.replicas]
+        return bool(probed) and all(probed)
 
     def renew(self, listed: Sequence[str]) -> str:
         """Use the replicas with these URLs from now on. Returns a message about the change.

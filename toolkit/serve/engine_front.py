@@ -1,26 +1,42 @@
-"""The front over workers of our own: the scheduler, its driver, and the routes before it."""
+"""The front over workers of our own: OpenAI's API, the driver and the scheduler behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from starlette.types import ASGIApp
+from prometheus_client.core import Metric
+from starlette.requests import Request
+from starlette.responses import Response
 
 from toolkit.engine_traits import traits_of
-from toolkit.engines.tokenizer import load_tokenizer
+from toolkit.engines.tokenizer import Tokenizer, load_tokenizer
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, OnForeign, identity, refuse_foreign
+from toolkit.openai.engine_requests import read_engine_request
+from toolkit.openai.errors import ApiError
+from toolkit.openai.requests import CHAT, COMPLETIONS, RESPONSES
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
-from toolkit.sched.types import Request
-from toolkit.serve.api import Routes
-from toolkit.serve.assemble import make_scheduler, make_stats
+from toolkit.sched.types import Request as PooledRequest
+from toolkit.serve.access import Keyring, check_priority
+from toolkit.serve.assemble import FrontSettings, make_scheduler, make_stats
 from toolkit.serve.background import Background
+from toolkit.serve.bodies import BodyReader, LargeBodies, Prompts, is_large, read_json_bytes
 from toolkit.serve.driver import Driver
-from toolkit.serve.launch import FrontServer, OpenedFront
+from toolkit.serve.generation import EventStream, Generation, json_response
+from toolkit.serve.launch import OpenedFront
 from toolkit.serve.live import ActiveRequest
-from toolkit.serve.status import StatusPage, driver_status, facts_of
+from toolkit.serve.metrics import engine_families
+from toolkit.serve.routes import Front
+from toolkit.serve.status import (
+    StatusPage,
+    driver_status,
+    facts_of,
+    failure,
+    gauges,
+    state,
+)
 from toolkit.traces.write import TraceLine, ms_or_none
 from toolkit.workers.pool import Patience, ProcessWorkers
 from toolkit.workers.process import require_gpu
@@ -29,17 +45,28 @@ from toolkit.workers.protocol import Workers
 WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
 
 
-class EngineFront(FrontServer):
-    """The front over a driver, and its application."""
+class EngineFront(Front):
+    """OpenAI's API over a driver, which it starts and stops. Each route reads a request, makes one
+    call, and writes the response.
+    """
 
     def __init__(
         self,
         driver: Driver,
-        app: ASGIApp,
+        tokenizer: Tokenizer,
+        settings: FrontSettings,
+        keyring: Keyring,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        super().__init__(app, driver.stats, Background(say))
+        super().__init__(settings, keyring, driver.stats, Background(say))
         self._driver = driver
+        self._reader = BodyReader(tokenizer, settings.vocab_size, settings.max_model_len)
+        self._large_bodies = LargeBodies()
+        self._generation = Generation(driver, tokenizer, settings, self._reader)
+        self.add(COMPLETIONS, self.completions, "POST")
+        self.add(CHAT, self.chat_completions, "POST")
+        for path in (RESPONSES, f"{RESPONSES}/{{rest:path}}"):
+            self.add(path, self.responses, "GET", "POST", "DELETE")
 
     @property
     def left(self) -> int:
@@ -69,6 +96,51 @@ class EngineFront(FrontServer):
 
     async def stop(self) -> None:
         await self._driver.stop()
+
+    @property
+    def served(self) -> str:
+        return self.settings.model
+
+    @property
+    def state(self) -> str:
+        return state(self._driver)
+
+    @property
+    def failure(self) -> str:
+        return failure(self._driver)
+
+    def about_model(self) -> dict[str, object]:
+        return {"max_model_len": self.settings.max_model_len}
+
+    def families(self) -> Iterable[Metric]:
+        driver = self._driver
+        return engine_families(driver.stats, gauges(driver), self.served, self.keyring.named)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, chat=False)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, chat=True)
+
+    async def responses(self) -> Response:
+        """Refuse the only route of OpenAI's for text that this engine lacks."""
+        text = "this engine has no /v1/responses; a recipe with engine 'vllm' serves it"
+        raise ApiError(text, status=404, code="unsupported_route")
+
+    async def _generate(self, request: Request, *, chat: bool) -> Response:
+        body = await read_json_bytes(request, self.settings.max_body_bytes)
+        prompts: Prompts | None = None
+        if is_large(body):
+            self._generation.check_room()
+            read = partial(self._reader.read, chat=chat)
+            asked, prompts = await self._large_bodies.read(read, body)
+        else:
+            asked = read_engine_request(body, chat=chat)
+        check_priority(request.scope, asked.priority)
+        exchange = self._generation.submit(asked, prompts)
+        if not asked.stream:
+            return await json_response(exchange, request.receive)
+        return EventStream(exchange, self.settings.keepalive_s)
 
 
 @contextmanager
@@ -103,14 +175,11 @@ def engine_front(
     with ExitStack() as stack:
         workers = stack.enter_context(_workers(plan, ray))
         driver = _driver(plan, workers, opened, limits, on_foreign)
-        routes = Routes(driver, tokenizer, settings, opened.keyring)
-        front = EngineFront(driver, routes.gate(), opened.say)
+        front = EngineFront(driver, tokenizer, settings, opened.keyring, opened.say)
         if settings.status_page:
             facts = facts_of(plan, settings.model)
             shown = partial(driver_status, driver)
-            status = StatusPage(facts, driver.stats, lambda: driver.now_s, shown)
-            routes.show(status)
-            front.at_start.append(partial(front.background.start, "status page", status.sampling))
+            front.show(StatusPage(facts, driver.stats, lambda: driver.now_s, shown))
         yield front
 
 
@@ -159,7 +228,7 @@ def warm_up(plan: Plan) -> None:
     """Load or compile the policy's kernels before the first request: it takes 0.3 s or more."""
     scheduler = make_scheduler(plan)
     for number in range(WARM_UP_REQUESTS * plan.workers):
-        scheduler.submit(Request(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
+        scheduler.submit(PooledRequest(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
     scheduler.tick(0.0)
 
 

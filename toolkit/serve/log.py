@@ -18,7 +18,7 @@ from toolkit.serve.stats import Stats
 FORM = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 TIME_FORM = "%Y-%m-%dT%H:%M:%S"  # in UTC
 # Their returns are of level INFO. Of other modules, only warnings are for an operator.
-TALKING = ("toolkit.workers.pool", "toolkit.gateway.replicas", "toolkit.gateway.launch")
+TALKING = ("toolkit.workers.pool", "toolkit.gateway.replicas", "toolkit.gateway.own_replicas")
 LOOK_EVERY_S = 1.0
 REPEAT_EVERY_S = 60.0  # while requests are refused
 _logger = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ parsers disagree, a large one must not pause other clients, and errors are in Op
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI
@@ -16,37 +17,56 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 import toolkit
 from toolkit.openai.errors import ApiError
 from toolkit.serve.access import AccessGate, Keyring
 from toolkit.serve.assemble import FrontSettings
+from toolkit.serve.background import Background
 from toolkit.serve.errors import on_api_error, on_bug, on_http_exception
+from toolkit.serve.launch import FrontServer
+from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.metrics import text_of
+from toolkit.serve.stats import Stats
 from toolkit.serve.status import DATA, PAGE, StatusPage
 
 
-class FrontPages(ABC):
-    """The pages of every front: its health, its model, its metrics and, if there is one, its status
-    page.
+class Front(FrontServer):
+    """A server of OpenAI's API with the pages of every front: its health, its model, its metrics
+    and, if there is one, its status page.
 
-    What a front adds: the model's name (`served`), and what its page has besides OpenAI's fields;
-    the `state` in a few words, "ready" if it accepts requests and what is behind it can serve them;
-    and its metrics, at the moment of a scrape.
+    What a kind of front adds: the model's name (`served`), and what its page has besides OpenAI's
+    fields; the `state` in a few words, "ready" if it accepts requests and what is behind it can
+    serve them; its metrics, at the moment of a scrape; and its routes.
     """
 
     metrics_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, settings: FrontSettings, keyring: Keyring) -> None:
+    def __init__(
+        self,
+        settings: FrontSettings,
+        keyring: Keyring,
+        stats: Stats,
+        background: Background,
+        limits: WireLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self._local_paths: list[str] = []
+        gate = AccessGate(
+            self._route,
+            keyring,
+            open_paths=["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])],
+            local_paths=self._local_paths,
+            local_hosts_only=settings.local_hosts_only,
+        )
+        super().__init__(gate, stats, background, limits)
         self.settings = settings
         self.keyring = keyring
-        self.app = FastAPI(openapi_url=None, redirect_slashes=False)
-        self.app.add_exception_handler(ApiError, on_api_error)
-        self.app.add_exception_handler(HTTPException, on_http_exception)
-        self.app.add_exception_handler(Exception, on_bug)
+        self._routes = FastAPI(openapi_url=None, redirect_slashes=False)
+        self._routes.add_exception_handler(ApiError, on_api_error)
+        self._routes.add_exception_handler(HTTPException, on_http_exception)
+        self._routes.add_exception_handler(Exception, on_bug)
         self._created = int(time.time())
-        self._local_paths: list[str] = []  # of the gate, which may be made before them
         for path, endpoint in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
@@ -57,9 +77,12 @@ class FrontPages(ABC):
         ):
             self.add(path, endpoint)
 
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._routes(scope, receive, send)
+
     def add(self, path: str, endpoint: Callable[..., Awaitable[Response]], *methods: str) -> None:
         """Add a route, by default for GET and HEAD."""
-        self.app.add_api_route(
+        self._routes.add_api_route(
             path, endpoint, methods=list(methods or ("GET", "HEAD")), response_model=None
         )
 
@@ -68,16 +91,7 @@ class FrontPages(ABC):
         self._local_paths += [PAGE, DATA]
         self.add(PAGE, status.page)
         self.add(DATA, status.data)
-
-    def gate(self, app: ASGIApp | None = None) -> AccessGate:
-        """Return the gate before the application, or before `app`, which passes requests to it."""
-        return AccessGate(
-            app or self.app,
-            self.keyring,
-            open_paths=["/health", "/ready", *(["/metrics"] if self.settings.open_metrics else [])],
-            local_paths=self._local_paths,
-            local_hosts_only=self.settings.local_hosts_only,
-        )
+        self.at_start.append(partial(self.background.start, "status page", status.sampling))
 
     @property
     @abstractmethod
