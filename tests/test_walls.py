@@ -232,13 +232,14 @@ def classes(trees: Iterable[ast.Module]) -> dict[str, tuple[set[str], set[str]]]
                 methods[node.name] = methods.get(node.name, set()) | public
                 named = [ast.unparse(base).partition("[")[0] for base in node.bases]
                 bases.setdefault(node.name, set()).update(name.split(".")[-1] for name in named)
+    protocols = {name for name, named in bases.items() if "Protocol" in named}
     for found in bases.values():
         while more := set().union(*[bases.get(base, set()) for base in found]) - found:
             found |= more
     return {
         name: (methods[name], bases[name] - NO_BASES)
         for name in methods
-        if "Protocol" not in bases[name]
+        if name not in protocols
     }
 
 
