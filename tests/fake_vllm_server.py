@@ -100,7 +100,7 @@ class Engine:
             self.log.write(self._header(flags))
 
     def _header(self, flags: dict[str, str]) -> bytes:
-        from toolkit.sched.iterations import IterationLogHeader, to_line
+        from toolkit.files.iterations import IterationLogHeader, to_line
 
         return to_line(
             IterationLogHeader(
@@ -136,7 +136,7 @@ class Engine:
         return count * self.block
 
     async def run(self) -> None:
-        from toolkit.sched.iterations import LoggedRow as Logged
+        from toolkit.files.iterations import LoggedRow as Logged
 
         while True:
             while not self.rows or self.hangs:
@@ -160,7 +160,7 @@ class Engine:
 
     def _settle(self, part: list[tuple], start_s: float, **stamps: float) -> None:
         """A pass of these rows has ended: a row gets a token if its prompt is computed."""
-        from toolkit.sched.iterations import LoggedPass, to_line
+        from toolkit.files.iterations import LoggedPass, to_line
 
         ended = []
         for row, one in part:
@@ -225,7 +225,7 @@ class OverlappingEngine(Engine):
             self._settle(settled, start_s, launched_s=launched_s, ready_s=time.monotonic())
 
     def _plan(self) -> list[tuple]:
-        from toolkit.sched.iterations import LoggedRow as Logged
+        from toolkit.files.iterations import LoggedRow as Logged
 
         budget = self.budget
         part = []

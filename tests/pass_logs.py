@@ -3,7 +3,7 @@
 import numpy as np
 
 from toolkit.estimators.steps import StepLaw, shape_of_rows
-from toolkit.sched.iterations import (
+from toolkit.files.iterations import (
     IterationLogHeader,
     LoggedArrival,
     LoggedPass,

@@ -5,7 +5,7 @@ import pytest
 
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.load import Sample
-from toolkit.sched.iterations import LoggedPass, LoggedRow
+from toolkit.files.iterations import LoggedPass, LoggedRow
 
 IN_S = 0.003
 OUT_S = 0.002

@@ -13,8 +13,8 @@ from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, point_of
 from toolkit.estimators.pipeline import PassTimes
 from toolkit.estimators.steps import StepLaw, StepShape, shape_of_rows
+from toolkit.files.iterations import LoggedRow
 from toolkit.files.profile import StepsProfile
-from toolkit.sched.iterations import LoggedRow
 from toolkit.sim.flight import grown_shape
 
 FULL = CacheGroup("full", "FullAttentionSpec", 16, 18, 1 << 15)

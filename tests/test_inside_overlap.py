@@ -13,9 +13,9 @@ from pass_logs import one_pass
 from toolkit.backends.vllm.overlap import Following, OverlappingPasses, sampler_s
 from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
 from toolkit.estimators.steps import shape_of_rows
+from toolkit.files.iterations import LoggedPass, LoggedRow
 from toolkit.files.profile import StepPoint
 from toolkit.profiling.run import with_sampler
-from toolkit.sched.iterations import LoggedPass, LoggedRow
 
 LAW = PipelineLaw(
     GraphSettings("FULL_DECODE_ONLY", tuple(range(8, 513, 8))),

@@ -7,7 +7,7 @@ import pytest
 from pass_logs import one_pass
 
 from toolkit.estimators.steps import StepLaw, StepShape
-from toolkit.sched.iterations import LoggedPass, LoggedRow
+from toolkit.files.iterations import LoggedPass, LoggedRow
 
 LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)
 

@@ -20,8 +20,8 @@ from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import head
+from toolkit.files.iterations import LoggedRow
 from toolkit.files.shipped import load_recipe, recipe_path
-from toolkit.sched.iterations import LoggedRow
 
 SHAPES = (StepShape(1, 50), StepShape(20, 4000), StepShape(5, 600, 1, 200, 200 * 100.0))
 

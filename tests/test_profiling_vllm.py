@@ -15,8 +15,8 @@ from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.steps import StepShape
+from toolkit.files.iterations import LoggedRow
 from toolkit.profiling.run import profile
-from toolkit.sched.iterations import LoggedRow
 
 
 def recipe_for(python: str, source: str = "toy", **settings: object):

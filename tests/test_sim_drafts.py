@@ -13,8 +13,8 @@ from said import says
 
 from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
+from toolkit.files.iterations import LoggedRow
 from toolkit.files.recipe import AcceptanceSpec
-from toolkit.sched.iterations import LoggedRow
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.drafts import DRAWS, DrawnDrafts, drafts_of

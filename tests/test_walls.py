@@ -237,9 +237,7 @@ def classes(trees: Iterable[ast.Module]) -> dict[str, tuple[set[str], set[str]]]
         while more := set().union(*[bases.get(base, set()) for base in found]) - found:
             found |= more
     return {
-        name: (methods[name], bases[name] - NO_BASES)
-        for name in methods
-        if name not in protocols
+        name: (methods[name], bases[name] - NO_BASES) for name in methods if name not in protocols
     }
 
 

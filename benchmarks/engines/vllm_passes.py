@@ -41,7 +41,7 @@ from toolkit.backends.vllm.conformance.modelled import (
 )
 from toolkit.backends.vllm.conformance.run import run_cases
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
-from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.flight import EMPTY_S

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from toolkit.endpoints.load import Sample
+from toolkit.files.iterations import LoggedPass
 from toolkit.files.profile import TrafficFront
-from toolkit.sched.iterations import LoggedPass
 
 PREFIX = "cmpl-"  # vLLM puts it before the name of a completion, and a number and more behind it
 RATE_S = 1.0  # over which the rate of tokens is taken

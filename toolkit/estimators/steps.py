@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from toolkit.errors import InputError
-from toolkit.sched.iterations import LoggedRow
+from toolkit.files.iterations import LoggedRow
 
 FIXED = 7  # coefficients of `StepLaw` before those of new tokens
 

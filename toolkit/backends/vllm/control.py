@@ -5,7 +5,7 @@ A client's request reaches `Control` in vLLM's API server (`MIDDLEWARE` is the v
 the engine's process. There `EngineControl` gives the settings to the scheduler between two passes.
 
 vLLM's own code is unchanged: `--middleware` is its flag, and its engine runs utility calls by name,
-in order with requests. Bounds, leases and requests are those of `toolkit.sched.live`.
+in order with requests. Bounds, leases and requests are those of `toolkit.backends.vllm.settings`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from functools import cache
 from typing import Any
 
 from toolkit.backends.vllm.knobs import LiveSettings
+from toolkit.backends.vllm.settings import SettingsControl
 from toolkit.backends.vllm.setup import CONTROL_VARIABLE
-from toolkit.sched.live import SettingsControl
 from toolkit.sched.policies.parameters import Value
 
 METHOD = "llmctl_settings"
@@ -95,8 +95,8 @@ def _settings_of_engine(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 class Control:
     """ASGI middleware in vLLM's API server, which passes on everything but `ROUTE`. GET shows the
-    settings and their bounds; POST takes a request of `toolkit.sched.live` and answers the same
-    afterwards. Without a key in the environment it answers nothing.
+    settings and their bounds; POST takes a `ControlRequest` (`toolkit.backends.vllm.settings`) and
+    answers the same afterwards. Without a key in the environment it answers nothing.
     """
 
     def __init__(self, app: App) -> None:

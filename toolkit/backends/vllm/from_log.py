@@ -1,6 +1,6 @@
 """A law from the passes that a server made for real traffic: no run of its own, no extra request.
 
-A log of passes (`toolkit.sched.iterations`) has what a profile measures: the shape of each pass and
+A log of passes (`toolkit.files.iterations`) has what a profile measures: the shape of each pass and
 its time. What differs is the choice of shapes, which is the traffic's. So `Coverage` says which
 terms of the law these passes show, and `profile_of_log` refuses passes that show too little. What a
 log does not have: the front (clients see it), and passes that traffic did not need.
@@ -33,12 +33,12 @@ from toolkit.estimators.part_fits import fit_steps, shape_of
 from toolkit.estimators.steps import StepShape, features
 from toolkit.files.fit import Fit, StepsFit
 from toolkit.files.io import EnvelopeFields
+from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.files.profile import Profile, StepsProfile
 from toolkit.files.recipe import Recipe
 from toolkit.profiling.analytic import ComputedPasses, computed_profile
 from toolkit.profiling.run import with_sampler
 from toolkit.sched.eventlog import whole_lines
-from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 
 POINTS_MAX = 3000  # the newest ones; a fit of more takes longer and finds the same
 PASSES_MIN = 200

@@ -51,14 +51,14 @@ from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
-from toolkit.files.plan import Plan
-from toolkit.sched.iterations import (
+from toolkit.files.iterations import (
     IterationLogHeader,
     LoggedArrival,
     LoggedPass,
     LoggedRow,
     to_line,
 )
+from toolkit.files.plan import Plan
 from toolkit.sched.policies.parameters import Value
 
 

@@ -1,7 +1,7 @@
 """The settings that a scheduler inside vLLM takes between two passes, without dropping a request.
 
-Knobs (`toolkit.sched.live`) are called as vLLM's flags, those of llmctl's policy inside it
-`policy.NAME`. Bounds follow from the start: buffers, CUDA graphs and the profile of memory were
+Knobs (`toolkit.backends.vllm.settings`) are called as vLLM's flags, those of llmctl's policy inside
+it `policy.NAME`. Bounds follow from the start: buffers, CUDA graphs and the profile of memory were
 made for its values, and a lower value uses a part of them. A request that was accepted is always
 served: fewer requests at once let those that run end, and no bound lets a prompt wait for ever.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.sched.live import Knob, Settings, knobs_of_policy
+from toolkit.backends.vllm.settings import Knob, Settings, knobs_of_policy
 from toolkit.sched.policies.parameters import Parameter
 
 POLICIES = ("fcfs", "priority")  # vLLM's `SchedulingPolicy`

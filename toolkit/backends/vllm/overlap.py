@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import shape_of_rows
-from toolkit.sched.iterations import LoggedPass, LoggedRow
+from toolkit.files.iterations import LoggedPass, LoggedRow
 
 # A pass waited for the GPU if its tokens came so much later than the launches that hold them back.
 WAITED_S = 2e-4

@@ -45,6 +45,7 @@ from toolkit.errors import InputError
 from toolkit.estimators.pipeline import LAUNCHES
 from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
+from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
 from toolkit.files.recipe import Recipe
@@ -60,7 +61,6 @@ from toolkit.profiling.grid import (
     log_uniform_mean,
 )
 from toolkit.profiling.process import VISIT_SAMPLES, Passes, Unmeasurable
-from toolkit.sched.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import refuse_later
 
 
