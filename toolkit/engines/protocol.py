@@ -290,35 +290,81 @@ def advance(rows: Sequence[tuple[int, LiveRow]], drawn: Sequence[int]) -> StepOu
     return StepOutput(tuple([number for number, _ in rows]), tuple(tokens), tuple(ended))
 
 
-class SliceRecord:
-    """The rows of one pass that keeps no caches, step by step."""
+# A row of a slice: its place there, its number, and its state.
+SliceRow = tuple[int, tuple[int, LiveRow]]
 
-    def __init__(self, plan: EnginePass, eos_ids: Sequence[int]) -> None:
-        rows = [LiveRow(row, eos_ids) for row in plan.enter]
-        self._live = list(enumerate(zip(plan.numbers, rows, strict=True)))  # that have not ended
-        self._ended: list[int] = []
-        self._steps = 0
 
-    @property
-    def all_ended(self) -> bool:
-        return not self._live
+def rows_of_slice(plan: EnginePass, eos_ids: Sequence[int]) -> list[SliceRow]:
+    """Return the rows of a pass that keeps no caches, in order."""
+    rows = [LiveRow(row, eos_ids) for row in plan.enter]
+    return list(enumerate(zip(plan.numbers, rows, strict=True)))
 
-    def advance(self, drawn: Sequence[int]) -> StepOutput:
-        """One more token for each row, from `drawn` [N]; draws of ended rows are ignored."""
-        step = advance([row for _, row in self._live], [drawn[index] for index, _ in self._live])
-        self._steps += 1
-        if step.ended:
-            ended = [number for number, _ in step.ended]
-            self._ended += ended
-            self._live = [entry for entry in self._live if entry[1][0] not in ended]
-        return step
 
-    def output(self, *, runs_out: bool = False) -> PassOutput:
-        """What the steps did. `runs_out`: memory had no room for another one."""
-        left = [number for _, (number, _) in reversed(self._live)] if runs_out else ()
-        return PassOutput(
-            self._steps, ended=tuple(self._ended), dropped=tuple(left), ran_out=int(runs_out)
-        )
+class PassRecord:
+    """What a pass has done so far, and whether it goes on.
+
+    Attributes:
+        steps, joined, ended, dropped: as in `PassOutput`.
+        is_short: memory has no room for more steps or newcomers, so the pass ends and the
+            scheduler decides again.
+        is_wanted: False once `on_step` has stopped the pass.
+    """
+
+    def __init__(self, plan: EnginePass, on_step: OnStep) -> None:
+        self.plan = plan
+        self.steps = 0
+        self.joined: list[tuple[int, int]] = []
+        self.ended: list[int] = []
+        self.dropped: list[int] = []
+        self.is_short = False
+        self.is_wanted = True
+        self._on_step = on_step
+
+    def is_over(self) -> bool:
+        """Whether the pass ends here."""
+        plan = self.plan
+        if not plan.keep_cache:
+            all_ended = len(self.ended) == len(plan.enter)
+            return all_ended or self.steps >= plan.steps or not self.is_wanted
+        may_stop = (plan.steps_before + self.steps) % plan.stop_every == 0
+        stopped = may_stop and not self.is_wanted
+        if plan.chunk_tokens and not self.steps:
+            stopped = False  # a chunk is followed by its step
+        return self.is_short or bool(self.ended) or self.steps >= plan.steps or stopped
+
+    def count_step(self, step: StepOutput) -> None:
+        """Count a step of all rows, and report its tokens."""
+        self.steps += 1
+        self.report(step)
+
+    def draw(self, live: Sequence[SliceRow], drawn: Sequence[int]) -> list[SliceRow]:
+        """One more token for each row of a slice that is `live`, from `drawn` [N], which has one
+        for every row. Returns the rows that go on.
+        """
+        step = advance([row for _, row in live], [drawn[index] for index, _ in live])
+        self.count_step(step)
+        ended = [number for number, _ in step.ended]
+        return [entry for entry in live if entry[1][0] not in ended]
+
+    def run_out(self) -> None:
+        """Memory has no room for the rows of a slice that have not ended."""
+        self.is_short = True
+        self.dropped += [number for number in self.plan.numbers if number not in self.ended]
+
+    def report(self, step: StepOutput) -> None:
+        """Report tokens to the caller, which may stop the pass."""
+        self.ended += [number for number, _ in step.ended]
+        self.is_wanted = self._on_step(step) and self.is_wanted
+
+    def count_joined(self, numbers: Sequence[int]) -> None:
+        """Count rows that got their first token now."""
+        self.joined += [(number, self.steps) for number in numbers]
+
+    def output(self, tokens: int = 0, padded_tokens: int = 0, ran_out: int = 0) -> PassOutput:
+        """Return what the pass did; the arguments are fields of `PassOutput`."""
+        dropped = tuple(sorted(self.dropped, reverse=True))
+        joined, ended = tuple(self.joined), tuple(self.ended)
+        return PassOutput(self.steps, joined, ended, tokens, padded_tokens, dropped, ran_out)
 
 
 _MASK = (1 << 64) - 1

@@ -18,7 +18,7 @@ a move its row, for a prefill the newcomers, for a step one row. All other rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ from toolkit.engines.protocol import (
     OnStep,
     Part,
     PassOutput,
+    PassRecord,
     Row,
     SamplingParams,
     StepOutput,
@@ -111,6 +112,7 @@ class RebatchEngine(TransformersEngine):
         )
         # A bounded pass was made since the last step: running rows do not wait for two.
         self._step_is_due = False
+        self._retries = Retries(self.ledger, cache.fit)  # of the current pass
 
     def run(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
         """See `Engine.run`. Before a slice, slabs without rows make room."""
@@ -123,13 +125,14 @@ class RebatchEngine(TransformersEngine):
     @on_device
     def _run_kept(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
         self._check_rows(plan.enter)
-        progress = _Progress(plan, on_step, Retries(self.ledger, self._batch.cache.fit))
+        progress = PassRecord(plan, on_step)
+        self._retries = Retries(self.ledger, self._batch.cache.fit)
         self._move(plan, progress)
         self._admit(progress)
         over = progress.is_over()
         while (self._batch or self._prefiller.busy) and not over:
             if self._batch:
-                step = progress.retries.make(self._batch.step, parts_max=len(self._batch))
+                step = self._retries.make(self._batch.step, parts_max=len(self._batch))
                 if step is not None:
                     self._step_is_due = False
                     progress.count_step(step)
@@ -143,14 +146,8 @@ class RebatchEngine(TransformersEngine):
         self._suspended.wait()
         cache = self._batch.cache
         others = self._suspended.device_tokens + self._prefiller.tokens
-        return PassOutput(
-            progress.steps,
-            tuple(progress.joined),
-            tuple(progress.ended),
-            cache.tokens + others,
-            cache.padded_tokens + others,
-            tuple(sorted(progress.dropped, reverse=True)),
-            progress.retries.ran_out,
+        return progress.output(
+            cache.tokens + others, cache.padded_tokens + others, self._retries.ran_out
         )
 
     @on_device
@@ -222,7 +219,7 @@ class RebatchEngine(TransformersEngine):
         finally:
             self._clear(0)
 
-    def _drop_newcomers(self, progress: _Progress) -> bool:
+    def _drop_newcomers(self, progress: PassRecord) -> bool:
         """Drop the newcomers that are not prefilled. Returns whether there were any."""
         numbers = self._prefiller.numbers
         self._prefiller.clear()
@@ -231,13 +228,13 @@ class RebatchEngine(TransformersEngine):
         progress.is_short = True
         return bool(numbers)
 
-    def _drop_last(self, progress: _Progress) -> None:
+    def _drop_last(self, progress: PassRecord) -> None:
         """Drop the last admitted row, a paused one if there is any: no client waits for it."""
         number = max(self._suspended.on_device or self._batch.numbers)
         self._evict(number)
         progress.dropped.append(number)
 
-    def _move(self, plan: EnginePass, progress: _Progress) -> None:
+    def _move(self, plan: EnginePass, progress: PassRecord) -> None:
         """Make the plan's moves, which come before the first step."""
         for number in plan.evict:
             self._evict(number)
@@ -311,7 +308,7 @@ class RebatchEngine(TransformersEngine):
             raise ValueError(f"row {number} is not here")
         return self._suspended.copy_of(live, None)
 
-    def _join(self, rows: Sequence[CachedRow], progress: _Progress) -> None:
+    def _join(self, rows: Sequence[CachedRow], progress: PassRecord) -> None:
         """Embed rows into the batch together, or else one by one; drop those that do not fit."""
         if self.ledger.attempt(partial(self._batch.join, rows)) is not None:
             return
@@ -320,7 +317,7 @@ class RebatchEngine(TransformersEngine):
                 progress.dropped.append(row[0][0])
                 progress.is_short = True
 
-    def _admit(self, progress: _Progress) -> None:
+    def _admit(self, progress: PassRecord) -> None:
         """Prefill newcomers: all of them, or only one pass if passes are bounded and rows run."""
         chunk_tokens = progress.plan.chunk_tokens
         if progress.is_short:
@@ -333,7 +330,7 @@ class RebatchEngine(TransformersEngine):
             if chunk_tokens and progress.ended:
                 return
             bound = chunk_tokens if self._batch else 0
-            done = progress.retries.make(
+            done = self._retries.make(
                 partial(self._prefiller.advance, bound, cuts=chunk_tokens > 0)
             )
             self._step_is_due = bound > 0
@@ -346,11 +343,11 @@ class RebatchEngine(TransformersEngine):
                     self._drop_last(progress)
 
     def _finish_prefill(
-        self, group: PrefillBatch, logits: torch.Tensor, progress: _Progress
+        self, group: PrefillBatch, logits: torch.Tensor, progress: PassRecord
     ) -> None:
         """Give the rows of a group their first tokens, and let those that go on join the batch."""
         newcomers = group.newcomers
-        step = progress.retries.make(
+        step = self._retries.make(
             lambda _: self._batch.first_tokens(newcomers, logits), parts_max=1
         )
         if step is None:
@@ -364,7 +361,7 @@ class RebatchEngine(TransformersEngine):
         progress.count_joined(step.rows)
         progress.report(step)
 
-    def _shape_in(self, progress: _Progress) -> None:
+    def _shape_in(self, progress: PassRecord) -> None:
         """Prefill all newcomers in a step of the running rows."""
         newcomers = self._prefiller.take_waiting()
         numbers = [number for number, _ in newcomers]
@@ -377,7 +374,7 @@ class RebatchEngine(TransformersEngine):
             with self.ledger.reserve(passing):
                 return self._batch.step_with(newcomers)
 
-        step = progress.retries.make(together, parts_max=1)
+        step = self._retries.make(together, parts_max=1)
         if step is None:
             progress.dropped += numbers
             progress.is_short = True
@@ -455,46 +452,3 @@ def _newcomers(caches: Sequence[RowKV], first: int) -> list[CachedRow]:
 def _timed_row(tokens: Sequence[int]) -> LiveRow:
     row = Row("profile", tuple(tokens), 0, UNBOUNDED_TOKENS, SamplingParams(ignore_eos=True))
     return LiveRow(row, ())
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What a pass has done so far, and whether it goes on.
-
-    Attributes:
-        joined, ended, dropped: as in `PassOutput`.
-        is_short: memory has no room for more steps or newcomers, so the pass ends and the
-            scheduler decides again.
-        is_wanted: False once `on_step` has stopped the pass.
-    """
-
-    plan: EnginePass
-    on_step: OnStep
-    retries: Retries
-    steps: int = 0
-    joined: list[tuple[int, int]] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    is_short: bool = False
-    is_wanted: bool = True
-
-    def is_over(self) -> bool:
-        """Whether the pass ends here."""
-        may_stop = (self.plan.steps_before + self.steps) % self.plan.stop_every == 0
-        stopped = may_stop and not self.is_wanted
-        if self.plan.chunk_tokens and not self.steps:
-            stopped = False  # a bounded pass is followed by its step
-        return self.is_short or bool(self.ended) or self.steps >= self.plan.steps or stopped
-
-    def count_step(self, step: StepOutput) -> None:
-        self.steps += 1
-        self.report(step)
-
-    def report(self, step: StepOutput) -> None:
-        """Report tokens to the caller, which may stop the pass."""
-        self.ended += [number for number, _ in step.ended]
-        self.is_wanted = self.on_step(step) and self.is_wanted
-
-    def count_joined(self, numbers: Sequence[int]) -> None:
-        """Count rows that got their first token now."""
-        self.joined += [(number, self.steps) for number in numbers]

@@ -44,8 +44,9 @@ from toolkit.engines.protocol import (
     OutOfMemory,
     Part,
     PassOutput,
+    PassRecord,
     Row,
-    SliceRecord,
+    rows_of_slice,
 )
 from toolkit.engines.rebatch_cache import RebatchCache
 from toolkit.engines.sampling import Sampler
@@ -161,24 +162,25 @@ class TransformersEngine:
 
     def _run_slice(self, plan: EnginePass, on_step: OnStep) -> PassOutput:
         self._check_rows(plan.enter)
-        record = SliceRecord(plan, self._eos_ids)
+        record = PassRecord(plan, on_step)
         try:
-            self._serve(plan, record, on_step)
+            self._serve(plan, record)
         except OutOfMemory:
-            return record.output(runs_out=True)
+            record.run_out()
         return record.output()
 
     @on_device
-    def _serve(self, plan: EnginePass, record: SliceRecord, on_step: OnStep) -> None:
+    def _serve(self, plan: EnginePass, record: PassRecord) -> None:
         rows = plan.enter
         steps = min(plan.steps, max(row.remaining for row in rows))
         with self._room_for([row.tokens for row in rows], steps) as parts:
             sampler = Sampler(rows, self._eos_ids, self._shape.vocab, self._device)
             logits = self._prefill(parts)
-            for step in range(steps):
-                drawn = sampler.draw(logits, step)
-                wanted = on_step(record.advance(drawn.tolist()))
-                if not wanted or record.all_ended or step == steps - 1:
+            live = rows_of_slice(plan, self._eos_ids)
+            while True:
+                drawn = sampler.draw(logits, record.steps)
+                live = record.draw(live, drawn.tolist())
+                if record.is_over():
                     break
                 logits = self._decode(parts, drawn)
 

@@ -31,11 +31,12 @@ from toolkit.engines.protocol import (
     OutOfMemory,
     Part,
     PassOutput,
+    PassRecord,
     Row,
-    SliceRecord,
     StepOutput,
     advance,
     mix,
+    rows_of_slice,
 )
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
@@ -129,17 +130,19 @@ class FakeEngine:
         rows = plan.enter
         width = max(len(row.tokens) for row in rows)
         steps = min(plan.steps, max(row.remaining for row in rows))
-        record = SliceRecord(plan, (config.eos_token_id,))
+        record = PassRecord(plan, on_step)
         try:
             self._check_memory(len(rows), width + steps)
         except OutOfMemory:
-            return record.output(runs_out=True)
+            record.run_out()
+            return record.output()
         texts = [Text(row, config) for row in rows]
-        for step in range(steps):
-            latency_s = self.decode_s if step else self.prefill_s
-            self.wait(latency_s(len(rows), width + step))
-            wanted = on_step(record.advance([text.next() for text in texts]))
-            if not wanted or record.all_ended:
+        live = rows_of_slice(plan, (config.eos_token_id,))
+        while True:
+            latency_s = self.decode_s if record.steps else self.prefill_s
+            self.wait(latency_s(len(rows), width + record.steps))
+            live = record.draw(live, [text.next() for text in texts])
+            if record.is_over():
                 break
             if any(config.hang_token in row.tokens for row in rows):
                 threading.Event().wait()
@@ -180,47 +183,38 @@ class FakeEngine:
         for number, row in zip(plan.numbers, plan.enter, strict=True):
             self._entering[number] = FakeRow(row, self._config)
             self._passes.add(number, len(row.tokens))
-        ended: list[int] = []
-        joined: list[tuple[int, int]] = []
-        dropped: list[int] = []
-        steps = 0
-        wanted = True
+        record = PassRecord(plan, on_step)
         over = False
         while not over:
             while (
                 self._passes
                 and not (self._running and self._step_is_due)
-                and not (plan.chunk_tokens and ended)
+                and not (plan.chunk_tokens and record.ended)
             ):
                 newcomers = self._prefill(plan.chunk_tokens if self._running else 0)
                 if self._device_tokens() + len(newcomers) > self.facts.capacity_tokens:
-                    dropped += self._drop_newcomers(newcomers)
-                    dropped += self._drop_last() if self._paused and not self._running else []
+                    record.dropped += self._drop_newcomers(newcomers)
+                    record.dropped += (
+                        self._drop_last() if self._paused and not self._running else []
+                    )
                 elif newcomers:
-                    joined += [(number, steps) for number in newcomers]
-                    wanted = on_step(self._advance(newcomers, ended)) and wanted
-            stopped = not (
-                wanted or steps or plan.chunk_tokens or plan.steps_before % plan.stop_every
-            )
-            if dropped or ended or stopped or not self._running or not plan.steps:
+                    record.count_joined(newcomers)
+                    record.report(self._advance(newcomers))
+            record.is_short = bool(record.dropped)
+            # A pass that is stopped ends after a step, not between a step and its prefill.
+            ends = bool(record.ended) or record.is_short if record.steps else record.is_over()
+            if ends or not self._running:
                 break
             if self._device_tokens() + len(self._running) > self.facts.capacity_tokens:
-                dropped += self._drop_newcomers() or self._drop_last()
+                record.dropped += self._drop_newcomers() or self._drop_last()
                 break
             longest = max(row.length for row in self._running.values())
             self.wait(self.decode_s(len(self._running), longest))
-            steps += 1
             self._step_is_due = False
-            wanted = on_step(self._advance(tuple(self._running), ended)) and wanted
-            over = (
-                bool(ended)
-                or steps >= plan.steps
-                or not (wanted or (plan.steps_before + steps) % plan.stop_every)
-            )
+            record.count_step(self._advance(tuple(self._running)))
+            over = record.is_over()
         tokens = self._device_tokens()
-        return PassOutput(
-            steps, tuple(joined), tuple(ended), tokens, tokens, tuple(sorted(dropped, reverse=True))
-        )
+        return record.output(tokens, tokens)
 
     def time_part(
         self, part: Part, rows: int, length: int, others: int, clock: Callable[[], float]
@@ -275,13 +269,12 @@ class FakeEngine:
         for number in plan.resume:
             self._running[number] = self._paused.pop(number)
 
-    def _advance(self, numbers: tuple[int, ...], ended: list[int]) -> StepOutput:
+    def _advance(self, numbers: tuple[int, ...]) -> StepOutput:
         """One token for each row; rows that end with it leave."""
         rows = [(number, self._running[number]) for number in numbers]
         step = advance(rows, [row.text.next() for _, row in rows])
         for number, _ in step.ended:
             del self._running[number]
-            ended.append(number)
         return step
 
     def _device_tokens(self) -> int:
