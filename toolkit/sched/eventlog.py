@@ -152,7 +152,7 @@ class RecordingScheduler(Scheduler):
         before = len(self.interrupts)
         batches = super().tick(now_s)
         self._sink(
-            Tick(now_s, tuple(started(batch) for batch in batches), tuple(self.interrupts[before:]))
+            Tick(now_s, tuple(in_ids(batch) for batch in batches), tuple(self.interrupts[before:]))
         )
         return batches
 
@@ -185,7 +185,7 @@ class RecordingScheduler(Scheduler):
         self._sink(Configure(dict(settings), slots))
 
 
-def started(batch: Pass) -> StartedPass:
+def in_ids(batch: Pass) -> StartedPass:
     """Return the decision behind a pass, in a form that can be compared."""
     moves = batch.moves or _NO_MOVES
     return StartedPass(
@@ -224,7 +224,7 @@ def replay(events: Iterable[Event], scheduler: Scheduler) -> Iterator[str]:
                     yield f"{at} {request.request_id} refused: {refusal}, logged: {refused!r}"
             case Tick(now_s, logged, interrupts):
                 scheduler.take_interrupts()  # drop those of cancellations before this tick
-                decided = tuple(started(batch) for batch in scheduler.tick(now_s))
+                decided = tuple(in_ids(batch) for batch in scheduler.tick(now_s))
                 if decided != logged:
                     yield f"{at} at {now_s} s decided {decided}, logged {logged}"
                 if (interrupted := tuple(scheduler.take_interrupts())) != interrupts:

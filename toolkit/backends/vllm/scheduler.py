@@ -25,12 +25,19 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import Request as VllmRequest
 
-from toolkit.backends.vllm.rounds import AdmissionGate, CountedBlocks, StepOrders, Steps
 from toolkit.backends.vllm.setup import Setup, make_worker, one_line, read_setup, warm_up
+from toolkit.backends.vllm.steps import AdmissionGate, CountedBlocks, Steps
 from toolkit.backends.vllm.touched import Installed, refuse_missing
 from toolkit.errors import InputError
 from toolkit.files.io import LineLog
-from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingScheduler, to_line
+from toolkit.sched.eventlog import (
+    FORMAT,
+    Event,
+    EventLogHeader,
+    RecordingScheduler,
+    StartedPass,
+    to_line,
+)
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request
@@ -225,10 +232,10 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
         shared: int = self._counted.enter(request.request_id, blocks) * size
         return shared - shared % block_size
 
-    def _apply(self, orders: StepOrders) -> None:
+    def _apply(self, orders: StartedPass) -> None:
         """Preempt, pause, resume and admit requests as the policy ordered."""
-        leaving = set(orders.leave)
-        for request_id in orders.leave:
+        leaving = {*orders.evicted, *orders.released}
+        for request_id in (*orders.evicted, *orders.released):
             self.waiting.close(request_id)
             self._counted.stop(request_id)
         self._paused -= leaving
@@ -240,10 +247,10 @@ class LlmctlScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is absent d
                 self._preempt_request(request, time.monotonic())
             self._leaving = False
             self.made_way += len(victims)
-        self._paused.update(orders.pause)
-        self._paused.difference_update(orders.resume)
-        self.waiting.open(orders.enter)
-        for request_id in orders.enter:
+        self._paused.update(orders.paused)
+        self._paused.difference_update(orders.resumed)
+        self.waiting.open(orders.entered)
+        for request_id in orders.entered:
             self._counted.run(request_id)
 
     def _forget(self, request_ids: Iterable[str]) -> None:

@@ -1,11 +1,11 @@
-"""Rounds for an engine that schedules by itself, reconstructed from the requests that got a token.
+"""Passes of an engine that schedules by itself, reconstructed from the requests that got a token.
 
 Before each of its steps the engine asks which requests may run (`Steps.plan`, which returns
-`StepOrders`). Afterwards it reports the step (`Steps.stepped`). In between it decides alone: it
+`StartedPass`). Afterwards it reports the step (`Steps.stepped`). In between it decides alone: it
 prefills in chunks next to decodes, skips requests that have no room, and preempts others. All of
 that is in the `PassResult`, so the scheduler's state matches what the engine holds, and the log of
 a `RecordingScheduler` replays. The engine may be one step ahead: a step that began before an order
-counts to the round that the order began, and only requests in both take part in it.
+counts to the pass that the order began, and only requests in both take part in it.
 
 `CountedBlocks` counts a block of tokens that several requests share once. `AdmissionGate` is the
 engine's queue of waiting requests: the engine sees only those that the policy admits.
@@ -15,27 +15,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from toolkit.sched.eventlog import StartedPass, in_ids
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.scheduler import Scheduler
-from toolkit.sched.types import Job, Pass, PassResult, Request
-
-
-@dataclass(slots=True, frozen=True)
-class StepOrders:
-    """What the engine does before its next step: request ids, in this order.
-
-    Requests in `leave` lose their cache and wait; some of them may have ended meanwhile. `pause`
-    keeps the cache and takes the request out of the steps. Requests in `enter` are prefilled as
-    soon as the engine can, first come, first served.
-    """
-
-    leave: tuple[str, ...] = ()
-    pause: tuple[str, ...] = ()
-    resume: tuple[str, ...] = ()
-    enter: tuple[str, ...] = ()
+from toolkit.sched.types import Pass, PassResult, Request
 
 
 class Steps:
@@ -86,8 +71,13 @@ class Steps:
             self._dropped.append(request_id)
         self._entering.discard(request_id)
 
-    def plan(self, now_s: float) -> StepOrders | None:
-        """Which requests may run from now on; None if nothing changes."""
+    def plan(self, now_s: float) -> StartedPass | None:
+        """The pass that begins before the next step, in request ids; None if nothing changes.
+
+        Requests that are evicted or released lose their cache and wait; some of them may have ended
+        meanwhile. Paused ones keep it and take no part in the steps. Those that enter are prefilled
+        as soon as the engine can, first come, first served.
+        """
         batch = self._worker.batch
         if batch is not None:
             if self._changed:
@@ -98,17 +88,13 @@ class Steps:
                 return None
             self._complete(batch, (), now_s)
         self._changed = False
-        started = self.scheduler.tick(now_s)
-        if not started:
+        begun = self.scheduler.tick(now_s)
+        if not begun:
             return None
-        batch = started[0]
-        entering = _ids(batch.jobs)
-        leaving = _ids(batch.evict) + _ids(batch.release)
-        self._entering.update(entering)
-        self._entering.difference_update(leaving)
-        if batch.moves is None:
-            return StepOrders(leave=leaving, enter=entering)
-        return StepOrders(leaving, _ids(batch.moves.pause), _ids(batch.moves.resume), entering)
+        orders = in_ids(begun[0])
+        self._entering.update(orders.entered)
+        self._entering.difference_update(orders.evicted, orders.released)
+        return orders
 
     def stepped(self, tokens: Collection[str], ended: Sequence[str], now_s: float) -> None:
         """The engine has taken a step: requests that got a token, and those that ended with it."""
@@ -132,7 +118,7 @@ class Steps:
         return batch.interrupted and steps % batch.stop_every == 0
 
     def _begin(self) -> None:
-        """Reset what is counted per round."""
+        """Reset what is counted per pass."""
         self._steps = 0
         self._joined: dict[str, int] = {}
         self._missed: dict[str, int] = {}
@@ -151,10 +137,6 @@ class Steps:
         )
         self.scheduler.complete(result, now_s)
         self._begin()
-
-
-def _ids(jobs: Sequence[Job]) -> tuple[str, ...]:
-    return tuple(job.request_id for job in jobs)
 
 
 class CountedBlocks:
