@@ -69,7 +69,7 @@ class LoggedArrival(NamedTuple):
     max_new_tokens: int
 
 
-class LoggedPass(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedPass(msgspec.Struct, kw_only=True):
     """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
     `start_s` is when the engine asked its scheduler for the pass, `end_s` when it had processed the

@@ -22,7 +22,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import vllm
@@ -59,22 +58,6 @@ from toolkit.files.iterations import (
     to_line,
 )
 from toolkit.files.plan import Plan
-from toolkit.sched.policies.parameters import Value
-
-
-@dataclass(slots=True)
-class ScheduledPass:
-    """A pass that was scheduled and has not ended."""
-
-    start_s: float
-    rows: list[LoggedRow]
-    preempted: list[str]
-    waiting: int
-    free_blocks: int
-    changed: dict[str, Value]
-    arrived: list[LoggedArrival]
-    launched_s: float = 0.0
-    settled_before: bool = False  # a pass before it has ended since it was scheduled
 
 
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
@@ -86,7 +69,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._under_way: deque[ScheduledPass] = deque()
+        self._under_way: deque[LoggedPass] = deque()  # without what is known at their ends
+        self._settled = False  # a pass has ended since the last one was planned
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
         self._arrived: list[LoggedArrival] = []  # since the last pass was planned
@@ -155,8 +139,20 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         changed = self.control.take() if self.control is not None else {}
         self._under_way.append(
-            ScheduledPass(start_s, rows, self._preempted, waiting, free, changed, self._arrived)
+            LoggedPass(
+                step=self.current_step,
+                start_s=start_s,
+                end_s=0.0,
+                rows=rows,
+                preempted=self._preempted,
+                ended=[],
+                waiting=waiting,
+                free_blocks=free,
+                changed=changed,
+                arrived=self._arrived,
+            )
         )
+        self._settled = False
         self._preempted = []
         self._arrived = []
         return output
@@ -166,9 +162,8 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         # `step_with_batch_queue`), so when all kernels but the sampler's are launched. Where
         # sampling waits for the tokens of the pass before, it asks only after those: then the end
         # of the launch is not known.
-        launched = self._under_way[-1] if self._under_way else None
-        if launched is not None and not launched.settled_before:
-            launched.launched_s = time.monotonic()
+        if self._under_way and not self._settled:
+            self._under_way[-1].launched_s = time.monotonic()
         return super().get_grammar_bitmask(scheduler_output)
 
     def update_from_output(
@@ -177,8 +172,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         ready_s = time.monotonic()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         done = self._under_way.popleft()
-        for later in self._under_way:
-            later.settled_before = True
+        self._settled = True
         ended = [
             output.request_id
             for client in outputs.values()
@@ -187,23 +181,13 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         ]
         shown = done.rows or done.preempted or done.changed or done.arrived
         if shown or ended or self._gone:
-            logged = LoggedPass(
-                step=self.current_step - len(self._under_way),
-                start_s=done.start_s,
-                end_s=time.monotonic(),
-                rows=done.rows,
-                preempted=done.preempted,
-                ended=[*self._gone, *ended],
-                waiting=done.waiting,
-                free_blocks=done.free_blocks,
-                launched_s=done.launched_s,
-                ready_s=ready_s,
-                accepted=accepted_drafts(done.rows, model_runner_output),
-                changed=done.changed,
-                arrived=done.arrived,
-            )
+            done.step = self.current_step - len(self._under_way)
+            done.end_s = time.monotonic()
+            done.ended = [*self._gone, *ended]
+            done.ready_s = ready_s
+            done.accepted = accepted_drafts(done.rows, model_runner_output)
             self._gone = []
-            self._passed(logged)
+            self._passed(done)
         return outputs
 
     def finish_requests(
