@@ -11,9 +11,8 @@ from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.estimators.steps import StepLaw
 from toolkit.sim.api import SimResult
-from toolkit.sim.groups.scheduler import GroupedScheduler
-from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.vllm import VllmScheduler
 from toolkit.sim.world import World
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
@@ -47,8 +46,7 @@ def world(engine: PagedEngine, workers: int = 1, **more) -> World:
 def pass_by_pass() -> Iterator[pytest.MonkeyPatch]:
     """The simulator leaps over no passes."""
     with pytest.MonkeyPatch.context() as patch:
-        for scheduler in (PagedScheduler, GroupedScheduler):
-            patch.setattr(scheduler, "ahead", lambda _: 1)
+        patch.setattr(VllmScheduler, "ahead", lambda _: 1)
         yield patch
 
 

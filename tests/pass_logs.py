@@ -11,8 +11,7 @@ from toolkit.files.iterations import (
     to_line,
 )
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.blocks import PagedRequest
-from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.vllm import PagedRow, VllmScheduler
 
 LAW = StepLaw(4e-3, 3e-4, 5e-4, 1e-6, 1e-7, (1e-4,), host_s=2e-4)
 BLOCKS = 400
@@ -64,7 +63,7 @@ def requests(count: int, rate: float, seed: int = 0):
 def passes(asked, *, law=LAW, noise=0.02, seed=0, start_s=1000.0) -> list[LoggedPass]:
     """The passes that serve these requests, with times by `law`."""
     rng = np.random.default_rng(seed)
-    scheduler = PagedScheduler(VllmPolicy(max_num_seqs=64, max_num_batched_tokens=512), BLOCKS, 32)
+    scheduler = VllmScheduler(VllmPolicy(max_num_seqs=64, max_num_batched_tokens=512), BLOCKS, 32)
     now_s = start_s
     arrived = 0
     made: list[LoggedPass] = []
@@ -72,7 +71,7 @@ def passes(asked, *, law=LAW, noise=0.02, seed=0, start_s=1000.0) -> list[Logged
         came = []
         while arrived < len(asked) and start_s + asked[arrived][0] <= now_s:
             at_s, prompt, output = asked[arrived]
-            scheduler.add(PagedRequest(arrived, prompt, output))
+            scheduler.add(PagedRow(arrived, prompt, output))
             came.append(LoggedArrival(f"r{arrived}", start_s + at_s, prompt, output))
             arrived += 1
         plan = scheduler.schedule()
@@ -85,7 +84,7 @@ def passes(asked, *, law=LAW, noise=0.02, seed=0, start_s=1000.0) -> list[Logged
         seconds = law.forward_s(shape_of_rows(rows, law.window)) * (
             1.0 + noise * abs(rng.standard_normal())
         )
-        ended = scheduler.commit()
+        ended = scheduler.commit().ended
         made.append(
             LoggedPass(
                 step=len(made) + 1,
@@ -99,7 +98,7 @@ def passes(asked, *, law=LAW, noise=0.02, seed=0, start_s=1000.0) -> list[Logged
                 arrived=came,
             )
         )
-        scheduler.settle(ended)
+        scheduler.settle()
         now_s += seconds + law.after_s(plan.rows)
 
 

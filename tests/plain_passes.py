@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from toolkit.estimators.pipeline import PipelineLaw
 from toolkit.estimators.steps import StepShape
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.flight import EMPTY_S
-from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.vllm import PagedRow, VllmScheduler
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Running:
     ready_s: float
     has_rows: bool = True
     gets: list[int] = field(default_factory=list)
-    ended: list[PagedRequest] = field(default_factory=list)
+    ended: bool = False  # whether requests end with it
 
 
 def serve(
@@ -38,9 +37,9 @@ def serve(
     """The times of all tokens of each request; rows are (arrival, prompt, output, how much more
     the limit allows), in order of arrival.
     """
-    scheduler = PagedScheduler(flags, blocks, block_tokens, ahead=depth > 1)
+    scheduler = VllmScheduler(flags, blocks, block_tokens, ahead=depth > 1)
     requests = [
-        PagedRequest(number, prompt, output, stops=more > 0)
+        PagedRow(number, prompt, output, limit=output + more)
         for number, (_, prompt, output, more) in enumerate(rows)
     ]
     times: list[list[float]] = [[] for _ in rows]
@@ -75,7 +74,7 @@ def serve(
                     if computed + new == prompt + given[number] and given[number] < output:
                         given[number] += 1
                         gets.append(number)
-                queue.appendleft(Running(gpu_s, gets=gets, ended=scheduler.commit()))
+                queue.appendleft(Running(gpu_s, gets=gets, ended=bool(scheduler.commit().ended)))
                 if not law.graphs.apart:
                     now_s = launched_s
             else:
@@ -87,7 +86,7 @@ def serve(
         now_s = max(now_s, one.ready_s)
         for number in one.gets:
             times[number].append(now_s)
-        scheduler.settle(one.ended)
+        scheduler.settle(idle=not any(other.has_rows for other in queue))
         # vLLM plans once more for requests that have finished; what that costs an engine that is
         # idle is left out
-        has_finished = bool(one.ended) and any(one.has_rows for one in queue)
+        has_finished = one.ended and any(one.has_rows for one in queue)

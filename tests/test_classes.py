@@ -208,11 +208,11 @@ def test_a_server_is_refused_from_what_vllm_resolved(change: dict[str, Any], nam
     assert bool(refusal(found)) == (name not in MODELLED)
 
 
-def test_a_threshold_for_long_prefills_is_modelled_for_one_group_of_full_caches() -> None:
-    cut = replace(ONE, long_prefill_token_threshold=64)
-    assert of_resolved(cut) == []
-    assert "long prefill threshold" in names(of_resolved(replace(cut, groups=[FULL, WINDOW])))
-    assert "long prefill threshold" in names(of_resolved(replace(cut, groups=[WINDOW])))
+def test_a_threshold_for_long_prefills_is_modelled_with_all_groups_of_caches() -> None:
+    for groups in ([FULL], [FULL, WINDOW], [WINDOW]):
+        plain = replace(ONE, groups=groups)
+        cut = replace(plain, long_prefill_token_threshold=64)
+        assert of_resolved(cut) == of_resolved(plain)
 
 
 def test_a_plain_server_is_not_refused() -> None:

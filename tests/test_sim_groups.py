@@ -1,5 +1,5 @@
-"""The simulator's vLLM with several groups of caches: against passes of vLLM's own schedulers,
-against itself without counting and without leaps, and by hand.
+"""The simulator's vLLM with several groups of caches: against passes of vLLM's own schedulers, and
+by hand. `test_sim_leaps` compares it with itself without counting and without leaps.
 """
 
 import json
@@ -7,79 +7,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from paged import FLAT, pass_by_pass, same_times, trace_of, world
+from paged import FLAT, trace_of, world
 from said import says
 
 from benchmarks.engines import workloads
 from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepLaw
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.blocks import PagedRequest
-from toolkit.sim.groups.caches import CacheSettings
-from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.cache_settings import CacheSettings
+from toolkit.sim.kv_cache import KVCache
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.vllm import PagedRow, VllmScheduler
 
 DATA = Path(__file__).parent / "data"
 FULL = CacheGroup("full", "FullAttentionSpec", 4, 1, 16)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 4, 1, 16, window=8)
 STATE = CacheGroup("state", "MambaSpec", 4, 1, 16, mode="align")
-LAW = StepLaw(
-    2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4,), host_s=3e-4, window=8, inside_s=1e-5,
-    attended_inside_s=1e-6,
-)  # fmt: skip
-MODELS = {
-    "full and windows": [FULL, WINDOW],
-    "windows that are no multiple of a block": [replace(WINDOW, window=7), FULL],
-    "three groups of windows": [FULL, WINDOW, WINDOW, WINDOW],
-    "windows alone": [WINDOW],
-    "blocks of two sizes": [FULL, replace(WINDOW, block=8)],
-    "states": [FULL, STATE, STATE],
-    "states with checkpoints": [replace(STATE, checkpoints=1), FULL],
-}
-
-small = st.lists(
-    st.tuples(st.floats(0, 3), st.integers(1, 40), st.integers(1, 40), st.integers(0, 9)),
-    min_size=1,
-    max_size=20,
-)
-flags = st.builds(
-    VllmPolicy,
-    max_num_seqs=st.integers(1, 8),
-    max_num_batched_tokens=st.integers(8, 64),
-    watermark=st.sampled_from([0.0, 0.1]),
-)
 
 
 def caches(groups: list[CacheGroup], **more) -> CacheSettings:
     return CacheSettings(tuple(groups), max_model_len=96, **more)
-
-
-def same(one, other) -> None:
-    same_times(one, other)
-    for name in ("evicted_percent", "rounds", "batch_size_mean", "itl_mean_s"):
-        assert one.counters.get(name) == pytest.approx(other.counters.get(name))
-
-
-@pytest.mark.parametrize("groups", MODELS.values(), ids=list(MODELS))
-@given(rows=small, policy=flags, ahead=st.booleans(), blocks=st.integers(0, 30))
-@settings(deadline=None, max_examples=8)
-def test_counting_and_leaps_change_nothing(groups, rows, policy, ahead, blocks) -> None:
-    engine = PagedEngine(LAW, 84 + blocks, 4, ahead, caches=caches(groups))
-    policy = engine.allowed(policy)  # with more tokens in a pass vLLM would not start
-    counted = simulate(trace_of(rows), policy, world(engine))
-    with pass_by_pass() as patch:
-        stepping = simulate(trace_of(rows), policy, world(engine))
-        patch.setattr(CacheSettings, "can_count", lambda *_: False)
-        row_by_row = simulate(trace_of(rows), policy, world(engine))
-    same(counted, stepping)
-    same(stepping, row_by_row)
 
 
 def test_counting_changes_nothing_where_prompts_get_keys_late() -> None:
@@ -89,7 +40,7 @@ def test_counting_changes_nothing_where_prompts_get_keys_late() -> None:
     case = workloads.make("block sizes", 50005, True) | {"version": "0.33.0"}
     counted = passes_of_case(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CacheSettings, "can_count", lambda *_: False)
+        patch.setattr(KVCache, "can_join", lambda *_: False)
         assert counted == passes_of_case(case)
 
 
@@ -126,14 +77,14 @@ def test_a_live_lock_is_refused() -> None:
     """The same where a request need not fit whole to be admitted: it is admitted and preempts
     itself for ever.
     """
-    scheduler = GroupedScheduler(TIGHT, VllmPolicy(), 5, reserves=False)
-    scheduler.add(PagedRequest(0, 9, 7))
+    scheduler = VllmScheduler(VllmPolicy(), 5, 4, caches=TIGHT, reserves=False)
+    scheduler.add(PagedRow(0, 9, 7))
 
     def run() -> None:
         for _ in range(1000):
             if scheduler.schedule().rows:
                 scheduler.commit()
-            scheduler.settle([])
+            scheduler.settle()
 
     with pytest.raises(SimulationStalledError) as refused:
         run()
@@ -156,7 +107,7 @@ def test_a_live_lock_is_refused() -> None:
 )
 def test_a_server_that_would_not_start_is_refused(groups, blocks, policy, words) -> None:
     with pytest.raises(InputError) as refused:
-        GroupedScheduler(caches(groups, rows_within_blocks=True), policy, blocks)
+        VllmScheduler(policy, blocks, 4, caches=caches(groups, rows_within_blocks=True))
     assert says(refused.value.message, *words)
 
 
@@ -187,12 +138,12 @@ def test_other_policies_do_not_know_groups() -> None:
         simulate(trace_of([(0.0, 9, 8, 0)]), make_any("past-future", {}), world(engine))
 
 
-def test_a_threshold_for_long_prefills_is_refused() -> None:
+def test_prompts_that_share_nothing_lose_nothing() -> None:
     engine = PagedEngine(FLAT, 200, 4, caches=caches([FULL, WINDOW]))
-    with pytest.raises(InputError, match="long_prefill_token_threshold"):
-        simulate(
-            trace_of([(0.0, 9, 8, 0)]), VllmPolicy(long_prefill_token_threshold=8), world(engine)
-        )
+    ids = [[100 * number] for number in range(4)]
+    rows = [(9.0 * number, 20, 3, 0) for number in range(4)]
+    found = simulate(trace_of(rows, ids=ids), VllmPolicy(), world(engine)).counters
+    assert (found["query_tokens"], found["hit_tokens"], found["lost_hit_tokens"]) == (80.0, 0, 0)
 
 
 @pytest.mark.parametrize("number", range(8))

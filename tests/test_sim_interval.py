@@ -10,9 +10,8 @@ from toolkit.backends.vllm.command import flags_of
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import LATER, VllmPolicy, refuse_later
 from toolkit.sim.api import simulate
-from toolkit.sim.blocks import PagedRequest
-from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.vllm import PagedRow, VllmScheduler
 
 
 def prefills(interval: int) -> list[int]:
@@ -20,16 +19,17 @@ def prefills(interval: int) -> list[int]:
     flags = VllmPolicy(
         max_num_seqs=16, max_num_batched_tokens=64, prefill_schedule_interval=interval
     )
-    scheduler = PagedScheduler(flags, blocks=100, block_tokens=4)
-    scheduler.add(PagedRequest(0, 8, 60))
+    scheduler = VllmScheduler(flags, blocks=100, block_tokens=4)
+    scheduler.add(PagedRow(0, 8, 60))
     found = []
     for number in range(30):
         if number in (5, 6, 7):
-            scheduler.add(PagedRequest(100 + number, 8, 60))
+            scheduler.add(PagedRow(100 + number, 8, 60))
         plan = scheduler.schedule()
-        if plan.chunks:
+        if plan.shape.prefills:
             found.append(number)
-        scheduler.settle(scheduler.commit())
+        scheduler.commit()
+        scheduler.settle()
     return found
 
 
@@ -40,18 +40,20 @@ def test_prefills_come_an_interval_apart_while_rows_decode() -> None:
 
 def test_a_long_prompt_is_computed_an_interval_apart() -> None:
     flags = VllmPolicy(max_num_seqs=4, max_num_batched_tokens=16, prefill_schedule_interval=3)
-    scheduler = PagedScheduler(flags, blocks=100, block_tokens=4)
-    scheduler.add(PagedRequest(0, 4, 60))
+    scheduler = VllmScheduler(flags, blocks=100, block_tokens=4)
+    scheduler.add(PagedRow(0, 4, 60))
     for _ in range(3):
         scheduler.schedule()
-        scheduler.settle(scheduler.commit())
-    scheduler.add(PagedRequest(1, 40, 4))
+        scheduler.commit()
+        scheduler.settle()
+    scheduler.add(PagedRow(1, 40, 4))
     chunks = []
     for number in range(12):
         plan = scheduler.schedule()
-        chunks += [(number, chunk.new) for chunk in plan.chunks]
-        assert all(row[0] == 0 for row in scheduler.rows()) or plan.chunks or number > 6
-        scheduler.settle(scheduler.commit())
+        chunks += [(number, part.new) for part in plan.parts if not part.row.entered]
+        assert all(row[0] == 0 for row in scheduler.rows()) or plan.shape.prefills or number > 6
+        scheduler.commit()
+        scheduler.settle()
     assert chunks == [(0, 15), (3, 15), (6, 10)]
 
 

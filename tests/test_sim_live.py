@@ -14,10 +14,10 @@ from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Request
-from toolkit.sim.blocks import PagedRequest
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, serve
+from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse
+from toolkit.sim.replicas import serve
+from toolkit.sim.vllm import PagedRow, VllmScheduler
 
 DATA = Path(__file__).parent / "data" / "vllm-0.32.0-live.json"
 
@@ -31,16 +31,18 @@ def test_passes_are_those_of_vllm_s_schedulers_under_the_same_changes(number: in
 
 
 def test_fewer_rows_let_those_that_run_end_and_admit_no_other():
-    scheduler = PagedScheduler(VllmPolicy(max_num_seqs=4, max_num_batched_tokens=64), 100, 4)
+    scheduler = VllmScheduler(VllmPolicy(max_num_seqs=4, max_num_batched_tokens=64), 100, 4)
     for number in range(6):
-        scheduler.add(PagedRequest(number, 4, 3))
+        scheduler.add(PagedRow(number, 4, 3))
     assert scheduler.schedule().rows == 4
-    scheduler.settle(scheduler.commit())
+    scheduler.commit()
+    scheduler.settle()
     scheduler.change({"max_num_seqs": 2})
     assert scheduler.schedule().preempted == []
     rows = []
     for _ in range(8):
-        scheduler.settle(scheduler.commit())
+        scheduler.commit()
+        scheduler.settle()
         rows.append(scheduler.schedule().rows)
         if not rows[-1]:
             break
@@ -48,7 +50,7 @@ def test_fewer_rows_let_those_that_run_end_and_admit_no_other():
 
 
 def test_no_other_setting_changes():
-    scheduler = PagedScheduler(VllmPolicy(), 100, 4)
+    scheduler = VllmScheduler(VllmPolicy(), 100, 4)
     with pytest.raises(ValueError, match="prefix_caching"):
         scheduler.change({"prefix_caching": False})
 
@@ -62,9 +64,9 @@ def test_a_threshold_needs_chunked_prefill():
 
 def token_times(flags: VllmPolicy, rows, blocks: int) -> list[list[int]]:
     """When each request gets its tokens, if a pass takes a second and all are there at first."""
-    scheduler = PagedScheduler(flags, blocks, 4)
+    scheduler = VllmScheduler(flags, blocks, 4)
     for number, (prompt, output) in enumerate(rows):
-        scheduler.add(PagedRequest(number, prompt, output))
+        scheduler.add(PagedRow(number, prompt, output))
     times: list[list[int]] = [[] for _ in rows]
     has = [0] * len(rows)
     for second in range(1, 10_000):
@@ -76,7 +78,8 @@ def token_times(flags: VllmPolicy, rows, blocks: int) -> list[list[int]]:
             has[number] = computed + new
             if has[number] == rows[number][0] + len(times[number]):
                 times[number].append(second)
-        scheduler.settle(scheduler.commit())
+        scheduler.commit()
+        scheduler.settle()
     raise AssertionError("it does not end")
 
 
@@ -107,13 +110,13 @@ def served(rows: list[tuple[float, int, int]], engine: PagedEngine, changes: Cha
     """Rows are (arrival, prompt, output); at each time of `changes` the engine has new settings."""
     ledger = Ledger([at_s for at_s, *_ in rows], [output for *_, output in rows], 1)
     flags = VllmPolicy(max_num_seqs=2, max_num_batched_tokens=64)
-    run = PagedRun(0, engine, flags, ledger, shares=False, tells=False)
+    run = PagedRun(0, engine, flags, ledger, tells=False)
     events = [(at_s, 0, settings) for at_s, settings in changes]
-    events += [(rows[k][0], 1, PagedRequest(k, *rows[k][1:])) for k in range(len(rows))]
+    events += [(rows[k][0], 1, PagedRow(k, *rows[k][1:])) for k in range(len(rows))]
     for at_s, _, event in sorted(events, key=itemgetter(0, 1)):
         while run.next_s < at_s:
             run.work(drain=True, follow=False)
-        if isinstance(event, PagedRequest):
+        if isinstance(event, PagedRow):
             run.arrive(event, at_s)
         else:
             run.change(event, at_s)

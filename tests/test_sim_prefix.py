@@ -12,15 +12,16 @@ from plain_blocks import PlainScheduler
 
 from benchmarks.engines.workloads import make_case
 from toolkit.backends.vllm.conformance import modelled
+from toolkit.backends.vllm.conformance.cases import Case
 from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.blocks import SharedPool
-from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.kv_cache import BlockPool
 from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.vllm import VllmScheduler
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -32,7 +33,7 @@ def run(trace: Trace, blocks: int = 50, policy: VllmPolicy | None = None, **more
     return simulate(trace, policy or VllmPolicy(), world(engine, **more))
 
 
-def free_blocks(pool: SharedPool) -> list[int]:
+def free_blocks(pool: BlockPool) -> list[int]:
     """The registered free blocks, by their places in their requests, in the order of eviction."""
     found = []
     run = pool._queue.after
@@ -48,9 +49,9 @@ def test_runs_of_blocks_do_what_blocks_do(monkeypatch: pytest.MonkeyPatch) -> No
     step = modelled.step_of
     queues = []
 
-    def recorded(scheduler: PagedScheduler, *, counts: bool = False):
-        found = step(scheduler, counts=counts)
-        if isinstance(scheduler.pool, SharedPool) and (found["rows"] or found["preempted"]):
+    def recorded(case: Case, scheduler: VllmScheduler):
+        found = step(case, scheduler)
+        if case["prefix_caching"] and (found["rows"] or found["preempted"]):
             queues.append(free_blocks(scheduler.pool))
         return found
 

@@ -34,7 +34,6 @@ from benchmarks.common.command import make_parser
 from benchmarks.engines.workloads import make_case
 from toolkit.backends.vllm.conformance.cases import Case
 from toolkit.backends.vllm.conformance.modelled import (
-    ModelledScheduler,
     first_difference,
     rows_of,
     step_of,
@@ -43,13 +42,11 @@ from toolkit.backends.vllm.conformance.run import run_cases
 from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.blocks import PagedRequest
+from toolkit.sim.cache_settings import settings_of
 from toolkit.sim.flight import EMPTY_S
-from toolkit.sim.groups.caches import settings_of
-from toolkit.sim.groups.scheduler import GroupedScheduler
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged import PagedScheduler
 from toolkit.sim.paged_engine import PagedEngine, PagedRun
+from toolkit.sim.vllm import PagedRow, VllmScheduler
 
 CHILD = "benchmarks.engines.vllm_passes_child"  # gives the times of tokens
 
@@ -68,27 +65,21 @@ def passes_of_log(
     )
     ahead = header.async_scheduling
     caches = settings_of(header.resolved, header.max_model_len, header.version, header.device)
-    scheduler: ModelledScheduler = PagedScheduler(
-        flags, header.blocks, header.block_tokens, ahead=ahead
-    )
-    if caches is not None:
-        scheduler = GroupedScheduler(caches, flags, header.blocks, ahead=ahead)
+    scheduler = VllmScheduler(flags, header.blocks, header.block_tokens, caches=caches, ahead=ahead)
     arrived = 0
     found = []
-    under_way: list[Any] = []
     for one in passes:
         if one.changed:
             scheduler.change(one.changed)
         while arrived < len(requests) and requests[arrived]["arrival_s"] <= one.start_s:
             asked = requests[arrived]
-            scheduler.add(PagedRequest(arrived, asked["prompt_tokens"], asked["max_tokens"]))
+            scheduler.add(PagedRow(arrived, asked["prompt_tokens"], asked["max_tokens"]))
             arrived += 1
-        step = step_of(scheduler)
-        step.pop("held", None)
+        step = step_of({}, scheduler)
         found.append(step)
-        ended = scheduler.commit() if step["rows"] else []
-        scheduler.settle(under_way if ahead else ended)
-        under_way = ended if ahead else []
+        if step["rows"]:
+            scheduler.commit()
+        scheduler.settle(idle=not step["rows"])
     return found
 
 
@@ -155,7 +146,7 @@ def times_of_case(case: Case) -> list[list[float]]:
     arrival_s = case["arrival_s"]
     rows = rows_of(case)
     ledger = Ledger(arrival_s, [output for _, _, output, _ in case["requests"]], 1)
-    run = PagedRun(0, engine, flags, ledger, shares=True, tells=False)
+    run = PagedRun(0, engine, flags, ledger, tells=False)
     arrived = 0
     while arrived < len(rows) or run.next_s < math.inf:
         came_s = arrival_s[arrived] if arrived < len(rows) else math.inf

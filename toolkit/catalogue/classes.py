@@ -50,7 +50,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "lora": "adapters add work to each pass and take memory",
     "priority": "the waiting queue is in order of priority",
     "active rows": "fewer rows run at once than max_num_seqs",
-    "long prefill threshold": "a parameter of policy vllm, for one group of full caches; among "
+    "long prefill threshold": "a parameter of policy vllm, and not adaptive; among "
     "engine.vllm.args it is not seen",
     "other release": "this release schedules them by other rules than those that are modelled",
     "prefill interval": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
@@ -320,10 +320,8 @@ def _of_server(resolved: Resolved) -> list[ClassFound]:
     if rows is not None:
         found.append(ClassFound("active rows", f"max_num_active_seqs {rows}"))
     threshold = resolved.long_prefill_token_threshold
-    adaptive = resolved.long_prefill_token_threshold_adaptive
-    plain = len(resolved.groups) == 1 and resolved.groups[0].kind in ("full", "mla")
-    if threshold and (adaptive or not plain):  # else a parameter of policy vllm
-        what = f"long_prefill_token_threshold {threshold}{' or more' if adaptive else ''}"
+    if threshold and resolved.long_prefill_token_threshold_adaptive:
+        what = f"long_prefill_token_threshold {threshold} or more"
         found.append(ClassFound("long prefill threshold", what))
     if resolved.policy != "fcfs":
         found.append(ClassFound("priority", f"scheduling policy '{resolved.policy}'"))

@@ -116,11 +116,6 @@ def dimensions(state: LiveState) -> list[Dimension]:
     return found
 
 
-def is_modelled(name: str, world: World) -> bool:
-    """Whether the simulator knows what a setting does to this engine."""
-    return name != THRESHOLD or world.engine().caches is None
-
-
 def drawn(space: Sequence[Dimension], count: int, seed: int) -> list[Settings]:
     """So many settings, spread evenly over each dimension (a Latin hypercube)."""
     rng = np.random.default_rng(seed)
@@ -251,7 +246,7 @@ class LiveSearch:
         back in any case.
         """
         state = self.control.hold(self._lease_s)
-        space = [one for one in dimensions(state) if is_modelled(one.name, self.world)]
+        space = dimensions(state)
         self.start = {one.name: state.values[one.name] for one in space}
         try:
             self._search(space)

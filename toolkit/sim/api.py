@@ -2,7 +2,7 @@
 
 `simulate` turns a trace into requests, builds the virtual workers of the world (`virtual_workers`),
 drives the scheduler over them (`toolkit.sim.loop`) and returns times and counters. A policy that is
-built into an engine runs in `toolkit.sim.paged_engine` instead.
+built into an engine runs in `toolkit.sim.replicas` instead.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from toolkit.sim.arrivals import DueRequests
 from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
-from toolkit.sim.paged_engine import Reuse, serve
-from toolkit.sim.replicas import RoutedRun, Routing
+from toolkit.sim.paged_engine import Reuse
+from toolkit.sim.replicas import Routing, serve
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import NO_DELAY, SimulatedWorker, SliceWorker, WorkerSetup
 from toolkit.sim.world import World, caches_of
@@ -156,11 +156,9 @@ def _served_by_engines(
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
     if routing is None and world.concurrency and world.workers > 1:
         routing = Routing.of_front(RoundRobinRouter())
-    if routing is None:
-        refusals = serve(requests, policy, engine, ledger, reuse, front=front, drain=world.drain)
-    else:
-        routed = RoutedRun(requests, policy, engine, ledger, reuse, routing, front)
-        refusals = routed.serve(drain=world.drain)
+    refusals = serve(
+        requests, policy, engine, ledger, reuse, routing=routing, front=front, drain=world.drain
+    )
     usual = front or engine.front(ledger.row_steps / max(ledger.decoding_steps, 1))
     counts = counters(ledger, len(refusals), engine.capacity_tokens)
     return SimResult(usual.seen(ledger.served()), counts, refusals, front_s=usual.first_s)

@@ -8,12 +8,10 @@ law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one 
 arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
-Settings may change between two passes, as those of a live engine do (`PagedRun.change`).
+Settings may change between two passes, as on a live engine (`PagedRun.change`).
 
-`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.paged` plans its passes, or
-`toolkit.sim.groups` where its model has several groups of caches, and `toolkit.sim.flight` times
-them. `serve` gives the engines of a world requests in turn;
-`toolkit.sim.replicas` puts them behind a router.
+`PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.vllm` plans its passes, and
+`toolkit.sim.flight` times them. `toolkit.sim.replicas` gives it requests.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 
@@ -30,26 +27,20 @@ from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.files.recipe import AcceptanceSpec
-from toolkit.interrupts import check
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.types import Refusal, Request
+from toolkit.sched.types import Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
-from toolkit.sim.blocks import Node, PagedRequest, contents
-from toolkit.sim.drafts import DraftScheduler, DrawnDrafts, drafts_of
+from toolkit.sim.cache_settings import CacheSettings
+from toolkit.sim.contents import contents
+from toolkit.sim.drafts import DrawnDrafts, drafts_of
 from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
-from toolkit.sim.groups.caches import CacheSettings
-from toolkit.sim.groups.row import GroupRow
-from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.kv_cache import Node
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.loop import CHECK_EVERY
-from toolkit.sim.paged import PagedScheduler
-from toolkit.sim.passes import EngineScheduler, PagedPass
+from toolkit.sim.vllm import PagedRow, PlannedPass, Tokens, VllmScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
-
-AnyScheduler: TypeAlias = EngineScheduler[PagedRequest] | EngineScheduler[GroupRow]
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +73,7 @@ class PagedEngine:
     `caches` are the groups of KV
     caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
-    are accepted; `keeps_known` and `hash_lookahead` as of `DraftScheduler`. `others` are the same
+    are accepted; `keeps_known` and `hash_lookahead`: see `VllmScheduler`. `others` are the same
     engine with other numbers of drafts.
     """
 
@@ -162,44 +153,20 @@ class PagedEngine:
             return flags
         return self.caches.allowed(flags, self.blocks, ahead=self.ahead)
 
-    def scheduler(self, flags: VllmPolicy, *, shares: bool) -> AnyScheduler:
-        """A scheduler of its passes, with an empty cache; `shares`: requests have contents.
-
-        Raises `InputError` where vLLM would not start with these flags, or they are not modelled.
+    def scheduler(self, flags: VllmPolicy) -> VllmScheduler:
+        """Return a scheduler of its passes, with an empty cache. Raises InputError where vLLM would
+        not start with these flags, or they are not modelled.
         """
-        blocks = self.blocks
-        size = self.block_tokens
-        if self.caches is not None:
-            if self.drafts is not None:
-                raise InputError(
-                    "speculative decoding is not modelled with several groups of caches",
-                    "leave engine.vllm.drafts out of the recipe",
-                )
-            if flags.long_prefill_token_threshold:
-                raise InputError(
-                    f"long_prefill_token_threshold is {flags.long_prefill_token_threshold}, which "
-                    "is not modelled with several groups of caches",
-                    "leave it at 0",
-                )
-            return GroupedScheduler(self.caches, flags, blocks, ahead=self.ahead)
-        if self.drafts is not None:
-            if flags.prefill_schedule_interval > 1:
-                raise InputError(
-                    f"prefill_schedule_interval is {flags.prefill_schedule_interval}, which is not "
-                    "modelled with speculative decoding",
-                    "leave it at 1",
-                )
-            return DraftScheduler(
-                flags,
-                blocks,
-                size,
-                self.drafts,
-                ahead=self.ahead,
-                shares=shares,
-                keeps_known=self.keeps_known,
-                hash_lookahead=self.hash_lookahead,
-            )
-        return PagedScheduler(flags, blocks, size, ahead=self.ahead, shares=shares)
+        return VllmScheduler(
+            flags,
+            self.blocks,
+            self.block_tokens,
+            caches=self.caches,
+            ahead=self.ahead,
+            drafts=self.drafts,
+            keeps_known=self.keeps_known,
+            hash_lookahead=self.hash_lookahead,
+        )
 
     def front(self, rows: float) -> FrontDelay:
         """What clients wait beyond passes of so many rows. A single delay covers the way in and
@@ -243,7 +210,7 @@ class Reuse:
         outputs: Sequence[int],
         lookahead: int,
     ) -> tuple[list[Node], list[bool]]:
-        """Content and `watched` of the requests `numbers`; see `PagedRequest`. `lookahead`: tokens
+        """Content and `watched` of the requests `numbers`; see `PagedRow`. `lookahead`: tokens
         behind a block that its hash covers.
         """
         rows = np.array(numbers, dtype=np.int64)
@@ -283,35 +250,6 @@ class Reuse:
         return DueRequests(arrival_s, first, turns)
 
 
-class Tokens:
-    """The rows that get tokens from passes of the same rows.
-
-    Attributes:
-        decoding: how many rows get one from each pass.
-        drafts: how many more tokens they get, which were drafts.
-        joined: the rows that get one from the first pass, as their input is complete, or as they
-            missed the pass before.
-        ended: the rows that get their last from the last pass.
-        running: how many rows ran.
-    """
-
-    __slots__ = ("decoding", "drafts", "ended", "joined", "running")
-
-    def __init__(
-        self,
-        decoding: int,
-        joined: list[PagedRequest],
-        ended: list[PagedRequest],
-        running: int,
-        drafts: int,
-    ) -> None:
-        self.decoding = decoding
-        self.drafts = drafts
-        self.joined = joined
-        self.ended = ended
-        self.running = running
-
-
 class PagedRun:
     """One engine that serves requests. Its caller tells it of each that comes (`arrive`), and calls
     `work` at `next_s`.
@@ -322,7 +260,6 @@ class PagedRun:
     Args:
         index: its place in the ledger.
         ledger: gets what happens.
-        shares: whether requests have contents.
         tells: whether the caller takes `first_tokens` and `ends`, since requests may follow.
 
     Attributes:
@@ -339,15 +276,12 @@ class PagedRun:
         flags: VllmPolicy,
         ledger: Ledger,
         *,
-        shares: bool,
         tells: bool,
     ) -> None:
         self._index = index
         self._engine = engine
-        self._flags = flags
         self._ledger = ledger
         self._ahead = engine.ahead
-        self._shares = shares
         self._tells = tells
         self._blocks = engine.blocks
         self._block_tokens = engine.block_tokens
@@ -361,18 +295,17 @@ class PagedRun:
         self._changed: list[Mapping[str, Value]] = []  # settings that the next pass will have
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
-        self.scheduler = self._engine.scheduler(self._flags, shares=self._shares)
-        self._arrived: list[PagedRequest] = []
+        self.scheduler = engine.scheduler(flags)
+        self._arrived: list[PagedRow] = []
         self._flight = flight_of(self._engine.steps, ahead=self._ahead)
-        self._leap: PagedPass | None = None  # the first of the passes that are under way
+        self._leap: PlannedPass | None = None  # the first of the passes that are under way
         self._since_s = 0.0  # when the engine began to work for them alone
         self._can_cut = False  # whether a request that comes ends the leap
         self._done_s = -math.inf  # when the tokens of the last pass before them exist
-        self._under_way: list[PagedRequest] = []  # rows that end with the pass that is under way
         self._plan_s = 0.0  # when the next pass is planned
         self.next_s = math.inf
 
-    def arrive(self, row: PagedRequest, now_s: float) -> None:
+    def arrive(self, row: PagedRow, now_s: float) -> None:
         """A request comes."""
         self._arrived.append(row)
         if self._leap is None:
@@ -409,17 +342,16 @@ class PagedRun:
             self._leap = None
             tokens = self._commit(leap)
             if self._ahead:
-                scheduler.settle(self._under_way)
-                self._under_way = tokens.ended
+                scheduler.settle()
             else:
                 self._give(tokens, now_s)
-                scheduler.settle(tokens.ended)
+                scheduler.settle()
                 self._plan_s = now_s + self._engine.steps.after_s(leap.rows)
                 if self._plan_s > now_s or (follow and tokens.ended):
                     self.next_s = self._plan_s
                     return
                 tokens = None
-        plan: PagedPass | None = None
+        plan: PlannedPass | None = None
         if drain or self._arrived or scheduler.waiting:
             plan = self._planned()
         shape = plan.shape if plan is not None and plan.rows else None
@@ -431,19 +363,15 @@ class PagedRun:
             for row in plan.preempted:
                 if row.mark:  # it had its last token with the last pass; else none since admitted
                     self._close(row, self._last_s)
-            if plan.apart is not None:
-                for row in plan.apart.paused:
-                    self._close(row, self._last_s)
+            for row in plan.paused:
+                self._close(row, self._last_s)
         if plan is not None and shape is not None:
             self._begin(plan, now_s, until_s)
             return
         self._plan_s = max(self._done_s, now_s)
         self.next_s = math.inf
-        if plan is not None and (self._under_way or plan.preempted):
-            # no other row can run before these have left
-            scheduler.settle(self._under_way)
-            self._under_way = []
-            self.next_s = self._plan_s
+        if plan is not None and (scheduler.settle(idle=True) or plan.preempted):
+            self.next_s = self._plan_s  # no other row could run before these had left
 
     def report(self, now_s: float) -> ReplicaReport:
         """Its own figures."""
@@ -466,7 +394,7 @@ class PagedRun:
         ledger.preempted_query_tokens += pool.preempted_queries
         ledger.preempted_hit_tokens += pool.preempted_hits
 
-    def _planned(self) -> PagedPass:
+    def _planned(self) -> PlannedPass:
         """Plan the next pass, with all requests that have come."""
         scheduler = self.scheduler
         if self._changed:
@@ -481,7 +409,7 @@ class PagedRun:
         self._ledger.evictions += len(plan.preempted)
         return plan
 
-    def _begin(self, plan: PagedPass, now_s: float, until_s: float) -> None:
+    def _begin(self, plan: PlannedPass, now_s: float, until_s: float) -> None:
         """The planned pass begins, and with it those that decode the same rows."""
         scheduler = self.scheduler
         flight = self._flight
@@ -496,24 +424,19 @@ class PagedRun:
         self._since_s = max(now_s, self._done_s)
         self.next_s = flight.due_s
 
-    def _commit(self, plan: PagedPass) -> Tokens:
+    def _commit(self, plan: PlannedPass) -> Tokens:
         """Record the passes that are under way, but for their times."""
         scheduler = self.scheduler
         ledger = self._ledger
         steps = self._flight.steps
-        decoding = scheduler.decoding
-        joined = [chunk.row for chunk in plan.chunks if chunk.completes] if plan.chunks else []
-        if plan.apart is not None:
-            joined += plan.apart.resumed
-            decoding -= plan.apart.count
         pool = scheduler.pool
         held_first = self._blocks - pool.free
-        ended = scheduler.commit(steps)
+        tokens = scheduler.commit(steps)
         held = self._blocks - pool.free
         ledger.rounds += steps
         ledger.decoding_steps += steps
         ledger.row_steps += steps * plan.rows
-        if plan.chunks:
+        if plan.shape.prefills:
             ledger.batches += 1
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
         # blocks are taken one by one
@@ -526,11 +449,9 @@ class PagedRun:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
                 ledger.extrapolated += steps
-        drafts = scheduler.accepted
-        if scheduler.drafted:
-            ledger.drafted_tokens += scheduler.drafted
-            ledger.accepted_tokens += drafts
-        return Tokens(decoding, joined, ended, len(scheduler.running), drafts)
+        ledger.drafted_tokens += tokens.drafted
+        ledger.accepted_tokens += tokens.accepted
+        return tokens
 
     def _give(self, tokens: Tokens, end_s: float) -> None:
         """Record the tokens of the passes that were under way; the last ones come at `end_s`."""
@@ -547,8 +468,8 @@ class PagedRun:
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
                 if steps > 1:
                     flight.add_gaps(ledger.token_gaps, decoding, end_s)
-                if tokens.drafts:
-                    ledger.token_gaps.add(tokens.drafts, 0.0, 0.0)
+                if tokens.accepted:
+                    ledger.token_gaps.add(tokens.accepted, 0.0, 0.0)
         if tokens.joined:
             self._join(tokens.joined, gaps.mark(alone=not decoding), first_s)
         self._last_s = self._done_s = end_s
@@ -560,7 +481,7 @@ class PagedRun:
         ledger.busy_s[self._index] += end_s - self._since_s
         ledger.completed_s[self._index] = end_s
 
-    def _join(self, joined: list[PagedRequest], mark: int, first_s: float) -> None:
+    def _join(self, joined: list[PagedRow], mark: int, first_s: float) -> None:
         """Rows have computed their input and get a token at `first_s`."""
         ledger = self._ledger
         for row in joined:
@@ -576,107 +497,9 @@ class PagedRun:
             if ledger.token_gaps is not None:
                 ledger.token_gaps.add(1, gap_s, gap_s)
 
-    def _close(self, row: PagedRequest, last_s: float) -> None:
+    def _close(self, row: PagedRow, last_s: float) -> None:
         """The row stops decoding; its last token came at `last_s`."""
         outcome = self._ledger.outcomes[row.number]
         outcome.last_token_s = last_s
         outcome.max_gap_s = max(outcome.max_gap_s, self._gaps.largest(row.mark))
         row.mark = 0
-
-
-def serve(
-    requests: Sequence[Request],
-    flags: VllmPolicy,
-    engine: PagedEngine,
-    ledger: Ledger,
-    reuse: Reuse,
-    *,
-    front: FrontDelay | None = None,
-    drain: bool = True,
-) -> list[Refusal]:
-    """Serve requests, dealt in turn to as many engines as the ledger has workers (see
-    `Reuse.dealt`). Returns the refusals: requests that can never be served.
-
-    An engine cannot foresee the end of an output that is shorter than its limit.
-    """
-    refusals: dict[int, Refusal] = {}
-    outputs = ledger.output_tokens
-    for number, request in enumerate(requests):
-        refused = refusal(request, outputs[number], flags, engine)
-        if refused is not None:
-            refusals[number] = refused
-    ledger.shares = bool(reuse)
-    shares = bool(reuse) and flags.prefix_caching
-    for index, numbers in enumerate(reuse.dealt(len(requests), ledger.workers)):
-        leaves: list[Node] = []
-        watched: list[bool] = []
-        if shares:
-            leaves, watched = reuse.contents(numbers, requests, outputs, engine.hash_lookahead)
-        rows = {
-            number: PagedRequest(
-                number,
-                requests[number].prompt_tokens,
-                outputs[number],
-                stops=outputs[number] < requests[number].max_new_tokens,
-                limit=requests[number].max_new_tokens,
-                content=leaves[place] if shares else None,
-                watched=shares and watched[place],
-            )
-            for place, number in enumerate(numbers)
-            if number not in refusals
-        }
-        arrivals = reuse.arrivals(numbers, ledger.arrival_s, refusals)
-        run = PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=arrivals.follow)
-        _drive(run, rows, arrivals, front, engine, drain)
-    return list(refusals.values())
-
-
-def _drive(
-    run: PagedRun,
-    rows: Mapping[int, PagedRequest],
-    arrivals: DueRequests,
-    front: FrontDelay | None,
-    engine: PagedEngine,
-    drain: bool,
-) -> None:
-    """Serve requests, by their numbers, until all have ended; without `drain`, until all were
-    admitted. Requests without a row are refused when they arrive.
-    """
-    left = len(rows)  # to arrive
-    events = 0
-    while arrivals.next_s < math.inf or run.next_s < math.inf:
-        events += 1
-        if events % CHECK_EVERY == 0:
-            check()
-        came_s = arrivals.next_s
-        if came_s <= run.next_s:
-            number = arrivals.take()
-            if number in rows:
-                run.arrive(rows[number], came_s)
-                left -= 1
-            else:
-                run.ends.append((came_s, number, 0))
-        else:
-            run.work(drain=drain or left > 0, follow=arrivals.follow, until_s=came_s)
-        if run.ends:
-            end_s, _, running = run.ends[0]  # they ended with one pass
-            numbers = [number for _, number, _ in run.ends]
-            arrivals.ended(numbers, end_s, (front or engine.front(running)).last_s)
-            run.ends.clear()
-            run.first_tokens.clear()
-    run.count()
-
-
-def refusal(
-    request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
-) -> Refusal | None:
-    """The refusal of a request that, alone and at its longest, no cache or pass has room for."""
-    # the last token is not cached
-    most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
-    if most > engine.longest:
-        limit = f"the cache holds {engine.longest:,}"
-    elif most > flags.max_num_batched_tokens and not flags.chunked_prefill:
-        limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"
-    else:
-        return None
-    return Refusal(request.request_id, f"it may grow to {most:,} tokens; {limit}")

@@ -1,11 +1,9 @@
-"""Several equal paged engines behind one router, on one clock.
+"""Requests go to engines with their own scheduler: in turn, or through a router.
 
+In turn each engine has its own requests, and its own clock. Behind a router all engines share one.
 The router is the one that serves: `Balancer` of `toolkit.routing`, with what it can know. It learns
-of a first token and of an end when a client would, and each replica's own figures come to it every
+of a first token and of an end when a client would, and each engine's own figures come to it every
 `report_s` seconds.
-
-The time that a simulation takes follows the requests, not the replicas: each leaps over passes of
-decodes alone (`PagedRun`).
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from toolkit.estimators.pipeline import PassTimes
-from toolkit.interrupts import check
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import RoundRobinRouter, Router
@@ -30,13 +26,13 @@ from toolkit.routing.types import (
 )
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.blocks import Node, PagedRequest, copy_of
+from toolkit.sim.clock import SEEN, Chooser, Clock, Event
+from toolkit.sim.contents import copy_of
+from toolkit.sim.kv_cache import Node
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse, refusal
+from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse
+from toolkit.sim.vllm import PagedRow
 from toolkit.sim.worker import FrontDelay
-
-# At the same time: what the router learns, then arrivals, then what replicas do.
-LEARN, ARRIVE, WORK = range(3)
 
 
 @dataclass(frozen=True)
@@ -56,13 +52,55 @@ class Routing:
         return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS, limits=limits)
 
 
-class RoutedRun:
-    """One simulation: requests are served on as many replicas of an engine as `ledger` has workers,
-    behind a router.
+class Line(Chooser):
+    """The requests of one engine, dealt to it in advance, or the base of other choosers.
 
-    `flags` are those of each replica's scheduler. `front` is what clients wait beyond the passes;
-    None: as the engine says.
+    Args:
+        numbers: of the requests, as indices into `requests`.
+        engines: among which each request has a copy of its content.
     """
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        requests: Sequence[Request],
+        flags: VllmPolicy,
+        engine: PagedEngine,
+        ledger: Ledger,
+        reuse: Reuse,
+        engines: int = 1,
+    ) -> None:
+        self._requests = requests
+        self._outputs = ledger.output_tokens
+        self._leaves: dict[int, Node] = {}
+        self._watched: dict[int, bool] = {}
+        if reuse and flags.prefix_caching:
+            leaves, watched = reuse.contents(
+                numbers, requests, self._outputs, engine.hash_lookahead
+            )
+            self._leaves = dict(zip(numbers, leaves, strict=True))
+            self._watched = dict(zip(numbers, watched, strict=True))
+        self._copies: list[dict[Node, Node]] = [{} for _ in range(engines)]
+
+    def row(self, number: int, index: int) -> PagedRow:
+        request = self._requests[number]
+        content: Node | None = None
+        if self._leaves:
+            content = self._leaves[number]
+            if len(self._copies) > 1:
+                content = copy_of(content, self._copies[index])
+        return PagedRow(
+            number,
+            request.prompt_tokens,
+            self._outputs[number],
+            limit=request.max_new_tokens,
+            content=content,
+            watched=content is not None and self._watched[number],
+        )
+
+
+class Routed(Line):
+    """Requests of several engines behind a router."""
 
     def __init__(
         self,
@@ -72,26 +110,12 @@ class RoutedRun:
         ledger: Ledger,
         reuse: Reuse,
         routing: Routing,
-        front: FrontDelay | None = None,
+        replicas: Sequence[PagedRun],
     ) -> None:
-        self._requests = requests
-        self._flags = flags
-        self._engine = engine
-        self._ledger = ledger
-        self._reuse = reuse
-        self._front = front
-        self._shares = bool(reuse) and flags.prefix_caching
-        self._replicas = [
-            PagedRun(index, engine, flags, ledger, shares=bool(reuse), tells=True)
-            for index in range(ledger.workers)
-        ]
-        self._leaves: list[Node] = []
-        self._watched: list[bool] = []
-        if self._shares:
-            self._leaves, self._watched = reuse.contents(
-                range(len(requests)), requests, ledger.output_tokens, engine.hash_lookahead
-            )
-        self._copies: list[dict[Node, Node]] = [{} for _ in self._replicas]
+        numbers = range(len(requests))
+        super().__init__(numbers, requests, flags, engine, ledger, reuse, len(replicas))
+        self._shared = reuse.shared
+        self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
         size = reuse.shared.block_tokens if reuse.shared else engine.block_tokens
         self._merged = max(routing.block_tokens // size, 1)  # blocks that the router sees as one
         self._router_block_tokens = self._merged * size
@@ -101,128 +125,54 @@ class RoutedRun:
             flags.max_num_seqs,
             PassTimes(engine.steps),
         )
-        self._balancer = Balancer(
+        self.balancer = Balancer(
             routing.router,
-            [traits] * ledger.workers,
+            [traits] * len(replicas),
             block_tokens=self._router_block_tokens,
             seed=routing.seed,
             limits=routing.limits,
         )
-        self._report_s = routing.report_s if routing.router.reads_reports else math.inf
-        self._arrivals = reuse.arrivals(range(len(requests)), ledger.arrival_s)
-        self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
-        # (time, event, number or replica, what else); an entry of WORK is stale if its replica is
-        # to work at another time
-        self._events: list[tuple[float, int, int, int]] = []
+        self._replicas = replicas
+        self._report_every_s = routing.report_s
         self._report_age_s = routing.report_age_s
+        # when the next reports are made; infinity: the router reads none
+        self._report_s = routing.report_s if routing.router.reads_reports else math.inf
         self._reports: deque[tuple[float, int, ReplicaReport]] = deque()  # under way
 
-    def serve(self, *, drain: bool) -> list[Refusal]:
-        """Serve all; return the refusals of requests that can never be served.
-
-        Without `drain` a replica stops when the last request has arrived and none waits there.
-        """
-        ledger = self._ledger
-        events = self._events
-        replicas = self._replicas
-        ledger.shares = bool(self._reuse)
-        refusals: list[Refusal] = []
-        report_s = self._report_s
-        arrivals = self._arrivals
-        while events or arrivals.next_s < math.inf:
-            check()
-            if not events or (arrivals.next_s, ARRIVE) < events[0][:2]:
-                now_s = arrivals.next_s
-                kind = ARRIVE
-                subject = arrivals.take()
-                generated = 0
-            else:
-                now_s, kind, subject, generated = heappop(events)
-            while report_s <= now_s:
-                comes_s = report_s + self._report_age_s
-                for index, replica in enumerate(replicas):
-                    self._reports.append((comes_s, index, replica.report(report_s)))
-                report_s += self._report_s
-            while self._reports and self._reports[0][0] <= now_s:
-                _, index, report = self._reports.popleft()
-                self._balancer.report(index, report)
-            if kind == WORK:
-                replica = replicas[subject]
-                if replica.next_s == now_s:
-                    replica.work(drain=drain or arrivals.left > 0, follow=arrivals.follow)
-                    self._take(replica, subject)
-            elif kind == ARRIVE:
-                request = self._requests[subject]
-                output = ledger.output_tokens[subject]
-                refused = refusal(request, output, self._flags, self._engine)
-                if refused is None:
-                    refused = self._route(subject, now_s)
-                if refused is not None:
-                    refusals.append(refused)
-                    arrivals.ended([subject], now_s, self._seen_after(0).last_s)
-            elif generated < 0:
-                self._balancer.first_token(self._requests[subject].request_id, now_s)
-            else:
-                self._balancer.ended(self._requests[subject].request_id, generated)
-        for replica in replicas:
-            replica.count()
-        return refusals
-
-    def _route(self, number: int, now_s: float) -> Refusal | None:
-        """Send a request to a replica, or refuse it."""
+    def choose(self, number: int, now_s: float) -> int | Refusal:
         request = self._requests[number]
-        output = self._ledger.output_tokens[number]
-        index = self._balancer.offer(self._routed(number, request), now_s)
+        index = self.balancer.offer(self._routed(number, request), now_s)
         if isinstance(index, Overload):
             first_s = index.predicted.ttft_s
             text = f"its first token was forecast after {first_s:.3g} s, too late for the targets"
             return Refusal(request.request_id, text)
         assert index is not None  # all replicas are up
-        shares = self._shares
-        row = PagedRequest(
-            number,
-            request.prompt_tokens,
-            output,
-            stops=output < request.max_new_tokens,
-            limit=request.max_new_tokens,
-            content=copy_of(self._leaves[number], self._copies[index]) if shares else None,
-            watched=shares and self._watched[number],
-        )
-        replica = self._replicas[index]
-        before_s = replica.next_s
-        replica.arrive(row, now_s)
-        if replica.next_s != before_s:
-            heappush(self._events, (replica.next_s, WORK, index, 0))
-        return None
+        return index
 
-    def _take(self, replica: PagedRun, index: int) -> None:
-        """Schedule what a replica does next, and what the router learns of what it did."""
-        events = self._events
-        if replica.next_s < math.inf:
-            heappush(events, (replica.next_s, WORK, index, 0))
-        for first_s, number in replica.first_tokens:
-            heappush(events, (first_s + self._seen_after(0).first_s, LEARN, number, -1))
-        for end_s, number, rows in replica.ends:
-            front = self._seen_after(rows)
-            output = self._ledger.output_tokens[number]
-            heappush(events, (end_s + front.last_s, LEARN, number, output))
-        if replica.ends:
-            end_s, _, rows = replica.ends[0]  # they ended with one pass
-            numbers = [number for _, number, _ in replica.ends]
-            self._arrivals.ended(numbers, end_s, self._seen_after(rows).last_s)
-        replica.first_tokens.clear()
-        replica.ends.clear()
+    def hear(self, now_s: float) -> None:
+        while self._report_s <= now_s:
+            comes_s = self._report_s + self._report_age_s
+            for index, replica in enumerate(self._replicas):
+                self._reports.append((comes_s, index, replica.report(self._report_s)))
+            self._report_s += self._report_every_s
+        while self._reports and self._reports[0][0] <= now_s:
+            _, index, report = self._reports.popleft()
+            self.balancer.report(index, report)
 
-    def _seen_after(self, rows: int) -> FrontDelay:
-        """What a client waits beyond passes of this many rows."""
-        return self._front or self._engine.front(rows)
+    def learn(self, engine: PagedRun, clock: Clock) -> None:
+        for first_s, number in engine.first_tokens:
+            seen_s = first_s + clock.seen_after(0).first_s
+            clock.add(seen_s, FirstToken(self.balancer, number, self._requests[number]))
+        for end_s, number, rows in engine.ends:
+            seen_s = end_s + clock.seen_after(rows).last_s
+            ended = Ended(self.balancer, number, self._requests[number], self._outputs[number])
+            clock.add(seen_s, ended)
 
     def _routed(self, number: int, request: Request) -> RoutedRequest:
-        """The request as the router sees it: the hashes of its full blocks, and its session.
-
+        """Return the request as the router sees it: the hashes of its full blocks, and its session.
         Without hashes in the trace, the turns of a session have one chain of blocks.
         """
-        shared = self._reuse.shared
+        shared = self._shared
         sessions = self._sessions
         blocks: tuple[int, ...] = ()
         session = "" if sessions is None else str(sessions[number])
@@ -238,3 +188,92 @@ class RoutedRun:
         return RoutedRequest(
             request.request_id, request.prompt_tokens, request.max_new_tokens, blocks, session
         )
+
+
+class FirstToken(Event):
+    """A client sees its first token."""
+
+    __slots__ = ("_balancer", "_request")
+
+    def __init__(self, balancer: Balancer, number: int, request: Request) -> None:
+        super().__init__(SEEN, 2 * number)
+        self._balancer = balancer
+        self._request = request
+
+    def happen(self, now_s: float) -> None:
+        self._balancer.first_token(self._request.request_id, now_s)
+
+
+class Ended(Event):
+    """A client sees the end of its output of `tokens` tokens."""
+
+    __slots__ = ("_balancer", "_request", "_tokens")
+
+    def __init__(self, balancer: Balancer, number: int, request: Request, tokens: int) -> None:
+        super().__init__(SEEN, 2 * number + 1)  # after its first token
+        self._balancer = balancer
+        self._request = request
+        self._tokens = tokens
+
+    def happen(self, now_s: float) -> None:
+        self._balancer.ended(self._request.request_id, self._tokens)
+
+
+def serve(
+    requests: Sequence[Request],
+    flags: VllmPolicy,
+    engine: PagedEngine,
+    ledger: Ledger,
+    reuse: Reuse,
+    *,
+    routing: Routing | None = None,
+    front: FrontDelay | None = None,
+    drain: bool = True,
+) -> list[Refusal]:
+    """Serve requests on as many engines as the ledger has workers. Returns the refusals.
+
+    Args:
+        flags: of each engine's scheduler.
+        routing: None: requests are dealt in turn (see `Reuse.dealt`).
+        front: what clients wait beyond the passes; None: as the engine says.
+        drain: False: an engine stops when the last request has come and none waits there.
+    """
+    outputs = ledger.output_tokens
+    refused: dict[int, Refusal] = {}
+    for number, request in enumerate(requests):
+        never = refusal(request, outputs[number], flags, engine)
+        if never is not None:
+            refused[number] = never
+    ledger.shares = bool(reuse)
+    if routing is not None:
+        replicas = [
+            PagedRun(index, engine, flags, ledger, tells=True) for index in range(ledger.workers)
+        ]
+        chooser = Routed(requests, flags, engine, ledger, reuse, routing, replicas)
+        arrivals = reuse.arrivals(range(len(requests)), ledger.arrival_s, refused)
+        clock = Clock(replicas, arrivals, chooser, engine, refused=refused, front=front)
+        clock.run(drain=drain)
+        return [*refused.values(), *clock.refusals]
+    for index, numbers in enumerate(reuse.dealt(len(requests), ledger.workers)):
+        line = Line(numbers, requests, flags, engine, ledger, reuse)
+        arrivals = reuse.arrivals(numbers, ledger.arrival_s, refused)
+        run = PagedRun(index, engine, flags, ledger, tells=arrivals.follow)
+        Clock([run], arrivals, line, engine, refused=refused, front=front).run(drain=drain)
+    return list(refused.values())
+
+
+def refusal(
+    request: Request, output: int, flags: VllmPolicy, engine: PagedEngine
+) -> Refusal | None:
+    """Return the refusal of a request that, alone and at its longest, no cache or pass has room
+    for; None: there is room.
+    """
+    # the last token is not cached
+    most = request.prompt_tokens + max(request.max_new_tokens, output) - 1
+    if most > engine.longest:
+        limit = f"the cache holds {engine.longest:,}"
+    elif most > flags.max_num_batched_tokens and not flags.chunked_prefill:
+        limit = f"without chunked prefill a pass takes {flags.max_num_batched_tokens:,}"
+    else:
+        return None
+    return Refusal(request.request_id, f"it may grow to {most:,} tokens; {limit}")

@@ -1,7 +1,7 @@
 """vLLM's own scheduler as a policy, with vLLM's flags as its parameters.
 
 vLLM runs it, not the toolkit's scheduler, and the simulator has a model of it
-(`toolkit.sim.paged`). So it can be named, compared and tuned like other policies, but makes no
+(`toolkit.sim.vllm`). So it can be named, compared and tuned like other policies, but makes no
 plan. Parameters are named as vLLM's flags. The defaults are those of its server on a CPU; on a GPU
 `max_num_seqs` and `max_num_batched_tokens` are larger.
 """

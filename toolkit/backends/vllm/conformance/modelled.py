@@ -1,28 +1,22 @@
-"""The passes that the simulator plans for a workload, and where vLLM's are others.
-
-The simulator's scheduler is `toolkit.sim.paged.PagedScheduler`; of workloads with `groups` or
-`drafts` it is that of `toolkit.sim.groups` or `toolkit.sim.drafts`.
-"""
+"""The passes that the simulated vLLM plans for a workload, and where vLLM's are others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from toolkit.backends.vllm.conformance.cases import Case, CaseArrivals, Pass
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.blocks import PagedRequest, contents
-from toolkit.sim.drafts import DraftScheduler, DrawnDrafts
-from toolkit.sim.groups.caches import CacheSettings, is_before
-from toolkit.sim.groups.scheduler import GroupedScheduler
+from toolkit.sim.cache_settings import CacheSettings, is_before
+from toolkit.sim.contents import contents
+from toolkit.sim.drafts import DrawnDrafts
+from toolkit.sim.kv_cache import Node
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.paged import PagedScheduler
+from toolkit.sim.vllm import PagedRow, VllmScheduler
 from toolkit.traces.types import SharedBlocks
-
-ModelledScheduler: TypeAlias = PagedScheduler | DraftScheduler | GroupedScheduler
 
 
 def passes_of_case(case: Case) -> list[Pass]:
@@ -30,14 +24,14 @@ def passes_of_case(case: Case) -> list[Pass]:
     not end.
     """
     scheduler = scheduler_of(case)
-    shares = "ids" in case
     arrivals = CaseArrivals(case)
-    rows = rows_of(case) if shares else _alone(case)
+    rows = rows_of(case)
     found: list[Any] = []
-    under_way: list[Any] | None = None  # the rows that end with the pass that is under way
+    under_way: list[PagedRow] = []  # the rows that end with the pass that is under way
+    is_under_way = False
 
-    def settle(ended: list[Any]) -> None:
-        scheduler.settle(ended)
+    def settle(ended: list[PagedRow], *, idle: bool = False) -> None:
+        scheduler.settle(idle=idle)
         for row in ended:
             arrivals.ended(row.number, len(found))
 
@@ -48,20 +42,21 @@ def passes_of_case(case: Case) -> list[Pass]:
         if settings:
             scheduler.change(settings)
         try:
-            step = step_of(scheduler, counts=shares)
+            step = step_of(case, scheduler)
         except SimulationStalledError as stuck:
             return [*found, {"stuck": stuck.message}]
         if step["rows"]:
             found.append(step)
-            ended = scheduler.commit()
-            settle((under_way or []) if case["ahead"] else ended)
-            under_way = ended if case["ahead"] else None
+            ended = scheduler.commit().ended
+            settle(under_way if case["ahead"] else ended)
+            under_way = ended
+            is_under_way = case["ahead"]
             continue
         if step["preempted"]:
             found.append(step)
-        if under_way is not None:
-            settle(under_way)
-            under_way = None
+        if is_under_way:
+            settle(under_way, idle=True)
+            is_under_way = False
         elif not arrivals.skip(len(found)) and not step["preempted"]:
             return found
 
@@ -83,7 +78,7 @@ def _drawn(drafts: Mapping[str, Any]) -> DrawnDrafts:
     return DrawnDrafts(drafts["method"], rates, drafts["proposed"], drafts["seed"])
 
 
-def scheduler_of(case: Case) -> ModelledScheduler:
+def scheduler_of(case: Case) -> VllmScheduler:
     """Return the simulator's scheduler with the caches, drafts and flags of a workload."""
     names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
     flags = VllmPolicy(
@@ -91,37 +86,25 @@ def scheduler_of(case: Case) -> ModelledScheduler:
         chunked_prefill=case.get("chunked_prefill", True),
         **case.get("flags", {}),
     )
-    reserves = case.get("reserve_full_isl", True)
-    if "drafts" in case:
-        return DraftScheduler(
-            flags,
-            case["blocks"],
-            case["block_tokens"],
-            _drawn(case["drafts"]),
-            ahead=case["ahead"],
-            shares="ids" in case,
-            reserves=reserves,
-            longest=case["max_model_len"],
-            keeps_known=case.get("keeps_known", False),
-            hash_lookahead=case.get("hash_lookahead", 0),
-        )
+    caches = None
     if "groups" in case:
-        settings = CacheSettings(
+        caches = CacheSettings(
             cache_groups(case),
             case["max_model_len"],
             case["retention"],
             rehashes=is_before(case["version"], 0, 33),
         )
-        return GroupedScheduler(
-            settings, flags, case["blocks"], ahead=case["ahead"], reserves=reserves
-        )
-    return PagedScheduler(
+    return VllmScheduler(
         flags,
         case["blocks"],
         case["block_tokens"],
+        caches=caches,
         ahead=case["ahead"],
-        shares="ids" in case,
-        reserves=reserves,
+        reserves=case.get("reserve_full_isl", True),
+        drafts=_drawn(case["drafts"]) if "drafts" in case else None,
+        longest=case["max_model_len"] if "drafts" in case else 0,
+        keeps_known=case.get("keeps_known", False),
+        hash_lookahead=case.get("hash_lookahead", 0),
     )
 
 
@@ -142,42 +125,37 @@ def cache_groups(case: Case) -> tuple[CacheGroup, ...]:
     )
 
 
-def _alone(case: Case) -> list[PagedRequest]:
+def rows_of(case: Case) -> list[PagedRow]:
+    """Return the requests of a workload, with what they share."""
+    requests = case["requests"]
+    shared = _contents_of(case) if "ids" in case else [(None, False)] * len(requests)
     return [
-        PagedRequest(number, prompt, output, stops=output < limit, limit=limit)
-        for number, (_, prompt, output, limit) in enumerate(case["requests"])
+        PagedRow(number, prompt, output, limit=limit, content=leaf, watched=watched)
+        for number, ((_, prompt, output, limit), (leaf, watched)) in enumerate(
+            zip(requests, shared, strict=True)
+        )
     ]
 
 
-def rows_of(case: Case) -> list[PagedRequest]:
-    """Return the requests of a workload that says what they share."""
-    requests = case["requests"]
+def _contents_of(case: Case) -> list[tuple[Node, bool]]:
+    """Return the last node of each request's content, and whether others look for its output."""
     counts = [len(ids) for ids in case["ids"]]
     shared = SharedBlocks(
         case["shared_tokens"],
         np.array([one for ids in case["ids"] for one in ids], dtype=np.int64),
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
     )
-    prompts = [one[1] for one in requests]
-    outputs = [one[2] for one in requests]
+    prompts = [one[1] for one in case["requests"]]
+    outputs = [one[2] for one in case["requests"]]
     lookahead = case.get("hash_lookahead", 0)
     leaves, continued = contents(prompts, outputs, shared, case["previous"], lookahead)
     return [
-        PagedRequest(
-            number,
-            prompt,
-            output,
-            stops=output < limit,
-            limit=limit,
-            content=leaves[number],
-            watched=continued[number] and not case["closed"],
-        )
-        for number, (_, prompt, output, limit) in enumerate(requests)
+        (leaf, is_on and not case["closed"]) for leaf, is_on in zip(leaves, continued, strict=True)
     ]
 
 
-def step_of(scheduler: ModelledScheduler, *, counts: bool = False) -> Pass:
-    """Plan one pass of the simulator; `counts`: with the tokens that were found in the cache."""
+def step_of(case: Case, scheduler: VllmScheduler) -> Pass:
+    """Plan one pass of the simulator, as the driven vLLM gives it for this workload."""
     pool = scheduler.pool
     before = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
     plan = scheduler.schedule()
@@ -188,14 +166,11 @@ def step_of(scheduler: ModelledScheduler, *, counts: bool = False) -> Pass:
         "free": pool.free,
         "waiting": len(scheduler.waiting),
     }
-    if counts:
+    if "ids" in case:
         after = (pool.queries, pool.hits, pool.preempted_queries, pool.preempted_hits)
         step["found"] = [now - then for now, then in zip(after, before, strict=True)]
-    if isinstance(scheduler, GroupedScheduler):
+    if "groups" in case:
         step["held"] = {str(number): scheduler.held(number) for number, *_ in rows}
-    elif isinstance(scheduler, PagedScheduler):
-        # vLLM does not know yet that these rows have ended
-        step["waiting"] += sum(not row.left for row in plan.preempted)
     return step
 
 

@@ -1,0 +1,131 @@
+"""The cache groups of a model as vLLM resolved them, and the flags with which vLLM starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from toolkit.catalogue.caches import is_plain, logged_tokens, longest_blocks, window_of
+from toolkit.catalogue.resolved import CacheGroup, Resolved
+from toolkit.errors import InputError
+from toolkit.sched.policies.vllm import VllmPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """The cache groups of a model, as vLLM resolved them.
+
+    Attributes:
+        groups: in vLLM's order.
+        max_model_len: tokens of the longest request.
+        retention: vLLM's prefix_cache_retention_interval: tokens between the ends of windows and
+            states that are kept; 0: only those that a known return can use; None: all.
+        in_flight: tokens of all passes that might be under way when vLLM logged its capacity.
+        rehashes: a state at the end of a prompt that is registered again counts as new (vLLM before
+            0.33).
+        rows_within_blocks: whether vLLM starts with states only if there are as many blocks as
+            max_num_seqs, as it does with CUDA graphs.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    max_model_len: int
+    retention: int | None = 0
+    in_flight: int = 0
+    rehashes: bool = False
+    rows_within_blocks: bool = False
+
+    @property
+    def window(self) -> int:
+        """Tokens of the sliding windows of most layers; 0: there are none."""
+        return window_of(self.groups)
+
+    def capacity_tokens(self, blocks: int) -> int:
+        """The tokens of cache that vLLM logs for so many blocks; see `logged_tokens`."""
+        return logged_tokens(self.groups, blocks, self.max_model_len, self.in_flight)
+
+    def refuse(self, blocks: int, flags: VllmPolicy, *, ahead: bool) -> None:
+        """Raise InputError if vLLM would not start with this cache and these flags."""
+        problem, hint = self.start_problem(blocks, flags, ahead=ahead)
+        if problem:
+            raise InputError(problem, hint)
+
+    def start_problem(self, blocks: int, flags: VllmPolicy, *, ahead: bool) -> tuple[str, str]:
+        """Why vLLM would not start with this cache and these flags, and the remedy; empty: it
+        would.
+        """
+        in_flight = in_flight_tokens(flags, ahead=ahead)
+        needs = longest_blocks(self.groups, self.max_model_len, in_flight)
+        if needs > blocks + 1:
+            problem = f"a request of max_model_len {self.max_model_len:,} tokens needs {needs:,} "
+            problem += f"blocks, and the cache has {blocks:,}"
+            return problem, "lower max_model_len or max_num_batched_tokens, or give more memory"
+        for group in self.groups:
+            aligned = group.mode == "align"
+            if group.kind == "state" and aligned != flags.prefix_caching:
+                problem = f"prefix_caching {str(flags.prefix_caching).lower()}: the states' blocks "
+                problem += f"were laid out for mode '{group.mode}'"
+                return problem, "profile the server again with that flag"
+            if group.kind == "state" and aligned and not flags.chunked_prefill:
+                problem = "chunked_prefill false: states with prefix caching need chunks"
+                return problem, "set chunked_prefill to true, or prefix_caching to false"
+            too_many = self.rows_within_blocks and flags.max_num_seqs > blocks
+            if group.kind == "state" and too_many:
+                problem = f"max_num_seqs {flags.max_num_seqs:,}: the cache has {blocks:,} blocks, "
+                problem += "and each request's state takes one"
+                return problem, f"set max_num_seqs to at most {blocks:,}"
+        return "", ""
+
+    def allowed(self, flags: VllmPolicy, blocks: int, *, ahead: bool) -> VllmPolicy:
+        """The flags nearest to `flags` with which vLLM starts, as far as fewer rows and tokens of a
+        pass decide that.
+        """
+        rows = flags.max_num_seqs
+        if self.rows_within_blocks and any(group.kind == "state" for group in self.groups):
+            rows = max(min(rows, blocks), 1)
+        tokens = flags.max_num_batched_tokens
+        low = rows
+        high = tokens
+        while low < high:  # the most tokens for which the longest request fits
+            middle = (low + high + 1) // 2
+            in_flight = middle * (2 if ahead else 1)
+            if longest_blocks(self.groups, self.max_model_len, in_flight) <= blocks + 1:
+                low = middle
+            else:
+                high = middle - 1
+        if (rows, low) == (flags.max_num_seqs, tokens):
+            return flags
+        return replace(flags, max_num_seqs=rows, max_num_batched_tokens=low)
+
+
+def settings_of(
+    resolved: Resolved | None, max_model_len: int, version: str, device: str
+) -> CacheSettings | None:
+    """The cache groups of an engine; None: one group of full attention, or it is not known.
+
+    Args:
+        version: of vLLM.
+        device: 'cpu', which has no CUDA graphs, or another.
+    """
+    if resolved is None:
+        return None
+    groups = resolved.groups
+    if not groups or is_plain(groups):
+        return None
+    return CacheSettings(
+        tuple(groups),
+        max_model_len,
+        resolved.retention,
+        resolved.max_in_flight_tokens,
+        is_before(version, 0, 33),
+        device != "cpu",
+    )
+
+
+def is_before(version: str, major: int, minor: int) -> bool:
+    """Whether a version such as '0.32.0' is older than `major`.`minor`."""
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
+    return tuple(numbers) < (major, minor)
+
+
+def in_flight_tokens(flags: VllmPolicy, *, ahead: bool) -> int:
+    """Tokens of all passes that may be under way at once."""
+    return flags.max_num_batched_tokens * (2 if ahead else 1)
