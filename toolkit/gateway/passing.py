@@ -20,7 +20,7 @@ from toolkit.openai.requests import GenerationCall
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
 from toolkit.serve.errors import late
-from toolkit.serve.server import disconnected, first_of
+from toolkit.serve.server import while_connected
 from toolkit.serve.stats import LATE
 from toolkit.traces.write import TraceLine, ms_or_none
 
@@ -143,28 +143,28 @@ class PassedRequest:
 
     async def run(self, receive: Receive) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
-        gateway = self._gateway
-        gateway.budget.request()
-        gone = asyncio.create_task(disconnected(receive))
-        limit_s = gateway.settings.request_timeout_s
+        self._gateway.budget.request()
+        await while_connected(receive, self._within_time())
+
+    async def _within_time(self) -> None:
+        limit_s = self._gateway.settings.request_timeout_s
         try:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
-                await self._until_answered(gone)
+                await self._until_answered()
         except TimeoutError:
             if not self._is_answered:
                 await self._give_up(f"no end within {limit_s:g} s", "timeout", 504)
         finally:
-            gone.cancel()
             self._record()
 
-    async def _until_answered(self, gone: asyncio.Task[None]) -> None:
-        """Ask replicas, one after the other, until the request has ended or its client is gone."""
+    async def _until_answered(self) -> None:
+        """Ask replicas, one after the other, until the request has ended."""
         passing = self._passing
         failures = 0
-        while (replica := await self._choose(gone)) is not None:
+        while (replica := await self._choose()) is not None:
             tokens = passing.tokens
             try:
-                await self._attempt(replica, gone)
+                await self._attempt(replica)
                 return
             except PassFailedError as failed:
                 replica.failures += 1
@@ -184,14 +184,14 @@ class PassedRequest:
                 if passing.begun:
                     replica.moved += 1
 
-    async def _choose(self, gone: asyncio.Task[None]) -> LiveReplica | None:
+    async def _choose(self) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
         gateway = self._gateway
         first = self._first
         self._first = None
         if first is not None:
             return first
-        while not gone.done():
+        while True:
             up = {each.index for each in gateway.pool.up if self._may_take(each)}
             if up and up <= self._excluded:
                 if self._refusal is not None and not self._head_sent:
@@ -209,15 +209,9 @@ class PassedRequest:
                 index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
                 if index is not None:
                     return gateway.pool.by_index[index]
-            wait_up = gateway.pool.wait_up(gateway.settings.wait_up_s, self._may_take)
-            waiting = asyncio.create_task(wait_up)
-            await first_of(waiting, gone)
-            if not waiting.done():
-                waiting.cancel()
-            elif not waiting.result():
+            if not await gateway.pool.wait_up(gateway.settings.wait_up_s, self._may_take):
                 await self._give_up(NO_REPLICA)
                 return None
-        return None
 
     def _may_take(self, replica: LiveReplica) -> bool:
         """Whether it fits into the replica's context, and can go on there where it has begun."""
@@ -234,10 +228,8 @@ class PassedRequest:
             self._call.session,
         )
 
-    async def _attempt(self, replica: LiveReplica, gone: asyncio.Task[None]) -> None:
-        """Ask a replica, until the request has ended or its client is gone. Raises
-        `PassFailedError` where another replica may take it.
-        """
+    async def _attempt(self, replica: LiveReplica) -> None:
+        """Ask a replica. Raises `PassFailedError` where another replica may take the request."""
         gateway = self._gateway
         self._cut = ""
         self.heard_s = gateway.now_s()
@@ -251,9 +243,7 @@ class PassedRequest:
         task = self._task = asyncio.create_task(self._pass(replica))
         generated = -1
         try:
-            await first_of(task, gone)
-            if not task.done():  # the client is gone
-                return
+            await asyncio.wait({task})
             if task.cancelled():
                 raise PassFailedError(self._cut or "cancelled")
             task.result()
@@ -432,18 +422,10 @@ class PassedRequest:
         stats.prompt_tokens += prompt
         if self._passing.usage is not None and self._call.choices == 1:
             gateway.gauge.count(self._call.prompt, prompt)
-        if math.isnan(self._first_s) and self._status in ("stop", "length"):
-            stats.ended[self._status] += 1  # an answer in one piece
-            stats.generation_tokens += tokens
-            e2e_s = self._last_s - self.arrival_s
-            stats.e2e.observe(e2e_s)
-            targets = (limit for key, limit in stats.sla.items() if key.startswith("e2e_"))
-            stats.within_targets += all(e2e_s <= limit for limit in targets)
-        else:
-            if self._passing.usage is not None:  # without ids an event may have several tokens
-                stats.generation_tokens += max(tokens - self._seen_tokens, 0)
-            times = self.arrival_s, self._first_s, self._last_s
-            stats.count_end(self._status, *times, tokens, self._max_gap_s)
+        if self._passing.usage is not None:  # without ids an event may have several tokens
+            stats.generation_tokens += max(tokens - self._seen_tokens, 0)
+        times = self.arrival_s, self._first_s, self._last_s
+        stats.count_end(self._status, *times, tokens, self._max_gap_s)
         if gateway.log is not None:
             arrival_s = self.arrival_s
             ok = self._status in ("stop", "length")

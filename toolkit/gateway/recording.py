@@ -37,7 +37,7 @@ from toolkit.serve.bodies import LargeBodies, read_body
 from toolkit.serve.errors import error_response
 from toolkit.serve.launch import FrontServer, serve
 from toolkit.serve.limits import WireLimits
-from toolkit.serve.server import Ending, RunningRequests, disconnected, is_loopback, listen, url
+from toolkit.serve.server import Ending, RunningRequests, is_loopback, listen, url, while_connected
 from toolkit.serve.stats import Stats
 from toolkit.traces.types import MOONCAKE_BLOCK
 from toolkit.traces.write import TraceLine, TraceLog, ms_or_none
@@ -200,19 +200,11 @@ class TraceRecorder(FrontServer):
             with suppress(ApiError):  # the server will refuse it
                 call = await self._bodies.read(partial(GenerationCall, route), body)
                 recorded = RecordedRequest(call, arrival_s)
-        passing = asyncio.ensure_future(self._pass(scope, body, recorded, send))
-        gone = asyncio.ensure_future(disconnected(receive))
         try:
-            await asyncio.wait({passing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await while_connected(receive, self._pass(scope, body, recorded, send))
         finally:
-            gone.cancel()
-            if not passing.done():
-                passing.cancel()
-            await asyncio.wait({passing})
             if recorded:
                 await self._write(recorded)
-        if not passing.cancelled():
-            passing.result()
 
     async def _pass(
         self, scope: Scope, body: bytes, recorded: RecordedRequest | None, send: Send

@@ -19,11 +19,11 @@ import ipaddress
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.types import Receive
 
@@ -194,6 +194,18 @@ async def disconnected(receive: Receive) -> None:
     """Return when a request's client is gone; its body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends; cancel it if the client is gone before. Raises what it raises."""
+    task = asyncio.create_task(work)
+    try:
+        await first_of(task, disconnected(receive))
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
 
 
 class WatchedFiles(Generic[ValueT]):

@@ -190,15 +190,18 @@ class Stats:
         tokens: int,
         max_gap_s: float = 0.0,
     ) -> None:
-        """Count a request that has ended. Latencies count only if it ended well."""
+        """Count a request that has ended. Latencies count only if it ended well, and of an answer
+        that came in one piece (`first_token_s` is NaN) only the last.
+        """
         self.ended[status] += 1
         if status not in ("stop", "length"):
             return
-        ttft = first_token_s - arrival_s
+        is_whole = math.isnan(first_token_s)
+        ttft = 0.0 if is_whole else first_token_s - arrival_s
         e2e = last_token_s - arrival_s
         self.e2e.observe(e2e)
         latency = {"ttft": ttft, "e2e": e2e, "tpot": 0.0, "mtpot": 0.0, "itl": 0.0}
-        if tokens > 1:  # as in `toolkit.metrics`
+        if tokens > 1 and not is_whole:  # as in `toolkit.metrics`
             tpot = (e2e - ttft) / (tokens - 1)
             latency |= {"tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
             self.tpot.observe(tpot)
