@@ -24,11 +24,11 @@ from toolkit.serve.assemble import FrontSettings, make_scheduler, make_stats
 from toolkit.serve.background import Background
 from toolkit.serve.bodies import BodyReader, LargeBodies, Prompts, is_large, read_json_bytes
 from toolkit.serve.driver import Driver
-from toolkit.serve.generation import EventStream, Generation, json_response
+from toolkit.serve.generation import Generation
 from toolkit.serve.launch import OpenedFront
 from toolkit.serve.live import ActiveRequest
 from toolkit.serve.metrics import engine_families
-from toolkit.serve.routes import Front
+from toolkit.serve.routes import Front, Written
 from toolkit.serve.status import (
     StatusPage,
     driver_status,
@@ -138,9 +138,7 @@ class EngineFront(Front):
             asked = read_engine_request(body, chat=chat)
         check_priority(request.scope, asked.priority)
         exchange = self._generation.submit(asked, prompts)
-        if not asked.stream:
-            return await json_response(exchange, request.receive)
-        return EventStream(exchange, self.settings.keepalive_s)
+        return Written(exchange.answer)
 
 
 @contextmanager

@@ -3,18 +3,16 @@
 `Generation` submits one request per prompt and choice, all choices of a request or none. It refuses
 what it can before the work is done: a full queue before tokenizing.
 
-`json_response` and `EventStream` write the response, and cancel the requests when the client
-disconnects. An event carries everything that arrived since the last one, so a slow reader gets
-fewer and larger events. `toolkit.serve.http` disconnects a reader that stops.
+`Exchange` writes the response, and cancels the requests when the client disconnects. An event
+carries everything that arrived since the last one, so a slow reader gets fewer and larger events.
+`toolkit.serve.http` disconnects a reader that stops.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,13 +32,17 @@ from toolkit.serve.driver import SHUTTING_DOWN, TIMED_OUT, Driver, RefusedError
 from toolkit.serve.errors import late
 from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 from toolkit.serve.routes import unknown_model
-from toolkit.serve.server import disconnected
+from toolkit.serve.server import while_connected
 from toolkit.serve.stats import LATE, QUEUE_FULL
 
 MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
 MAX_SEED = (1 << 63) - 1
 STILL_WAITING = b": waiting\n\n"
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a response that no client reads
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Generation:
@@ -152,7 +154,8 @@ class Generation:
         except RefusedError as error:
             cancel()
             raise ApiError(str(error), code="context_length_exceeded") from None
-        return Exchange(reply, writer, prompt_tokens, cancel)
+        keepalive_s = self._settings.keepalive_s
+        return Exchange(reply, writer, prompt_tokens, cancel, asked.stream, keepalive_s)
 
     def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
         """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
@@ -197,95 +200,74 @@ class Generation:
         )
 
 
-@dataclass(slots=True, frozen=True)
-class Exchange:
-    """A submitted request: the source of its text, the writer of its response, and its cancel."""
-
-    reply: Reply
-    writer: AnswerWriter
-    prompt_tokens: int
-    cancel: Callable[[], None]  # has no effect on choices that have ended
-
-
-@asynccontextmanager
-async def watched(exchange: Exchange, receive: Receive) -> AsyncIterator[None]:
-    """Close the reply if the client disconnects; cancel choices that have not ended on leaving."""
-
-    async def watch() -> None:
-        await disconnected(receive)
-        exchange.reply.close()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        exchange.cancel()
-
-
 def request_failed(reason: str) -> ApiError:
-    """A client should retry only at a shutdown, because then another server answers."""
+    """Return the error of a request that failed. A client should retry only at a shutdown, because
+    then another server answers.
+    """
     timed_out = reason.startswith(TIMED_OUT)  # it would take as long again
     status, code = (504, "deadline_exceeded") if timed_out else (503, "request_failed")
     headers = {} if reason == SHUTTING_DOWN else {"x-should-retry": "false"}
     return ApiError(f"the request failed: {reason}", status=status, code=code, headers=headers)
 
 
-async def json_response(exchange: Exchange, receive: Receive) -> Response:
-    """The response when all choices have ended. Raises `ApiError` if one fails."""
-    choices: dict[int, Delta] = {}
-    async with watched(exchange, receive):
-        while exchange.reply.open or not choices:
-            for delta in await exchange.reply.take(3600.0):
+@dataclass(slots=True, frozen=True)
+class Exchange:
+    """A submitted request: the source of its text, the writer of its response, and its cancel.
+
+    As events, the response is `data: ` lines of JSON, of which the last is `[DONE]`. A comment is
+    sent after `keepalive_s` seconds without new output. If the client wants the usage, every event
+    carries `usage: null`, and a last one without choices the usage.
+    """
+
+    reply: Reply
+    writer: AnswerWriter
+    prompt_tokens: int
+    cancel: Callable[[], None]  # has no effect on choices that have ended
+    streams: bool
+    keepalive_s: float
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; cancel the request if its client leaves. Raises ApiError if it fails
+        before anything was sent.
+        """
+        work = self._stream(send) if self.streams else self._send_whole(scope, receive, send)
+        try:
+            await while_connected(receive, work)
+        finally:
+            self.cancel()
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        choices: dict[int, Delta] = {}
+        while self.reply.open or not choices:
+            for delta in await self.reply.take(3600.0):
                 if delta.failure:
                     raise request_failed(delta.failure)
                 choices[delta.index] = delta
-            if exchange.reply.closed:
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-    made = [(index, choices[index].text, choices[index].finish) for index in sorted(choices)]
-    usage = Usage(exchange.prompt_tokens, sum(choice.tokens for choice in choices.values()))
-    return Response(exchange.writer.whole(made, usage), media_type="application/json")
+        made = [(index, choices[index].text, choices[index].finish) for index in sorted(choices)]
+        usage = Usage(self.prompt_tokens, sum(choice.tokens for choice in choices.values()))
+        content = self.writer.whole(made, usage)
+        await Response(content, media_type="application/json")(scope, receive, send)
 
-
-class EventStream(Response):
-    """The choices as server-sent events: `data: ` lines of JSON, of which the last is `[DONE]`.
-
-    A comment is sent after `keepalive_s` seconds without new output. If the client wants the usage,
-    every event carries `usage: null`, and a last one without choices the usage.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, exchange: Exchange, keepalive_s: float) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._exchange = exchange
-        self._keepalive_s = keepalive_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = self._exchange
-        reply = exchange.reply
-        writer = exchange.writer
+    async def _stream(self, send: Send) -> None:
+        reply = self.reply
+        writer = self.writer
         left = reply.choices
         tokens = 0
-        async with watched(exchange, receive):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while left:
-                deltas = await reply.take(self._keepalive_s)
-                if reply.closed:
-                    return
-                failed = next((delta.failure for delta in deltas if delta.failure), "")
-                events = [
-                    writer.event(delta.index, delta.text, delta.finish)
-                    for delta in deltas
-                    if delta.tokens or not failed
-                ]
-                left = 0 if failed else left - sum(bool(delta.finish) for delta in deltas)
-                tokens += sum(delta.tokens for delta in deltas)
-                if failed:
-                    events.append(error_event(request_failed(failed)))
-                elif not left and writer.shows_usage:
-                    events.append(writer.usage(Usage(exchange.prompt_tokens, tokens)))
-                body = b"".join(events) or STILL_WAITING
-                body += b"" if left else DONE
-                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        while left:
+            deltas = await reply.take(self.keepalive_s)
+            failed = next((delta.failure for delta in deltas if delta.failure), "")
+            events = [
+                writer.event(delta.index, delta.text, delta.finish)
+                for delta in deltas
+                if delta.tokens or not failed
+            ]
+            left = 0 if failed else left - sum(bool(delta.finish) for delta in deltas)
+            tokens += sum(delta.tokens for delta in deltas)
+            if failed:
+                events.append(error_event(request_failed(failed)))
+            elif not left and writer.shows_usage:
+                events.append(writer.usage(Usage(self.prompt_tokens, tokens)))
+            body = b"".join(events) or STILL_WAITING
+            body += b"" if left else DONE
+            await send({"type": "http.response.body", "body": body, "more_body": left > 0})

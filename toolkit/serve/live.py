@@ -51,7 +51,6 @@ class Reply:
     def __init__(self, choices: int, *, patient: bool = False) -> None:
         self.choices = choices
         self.open = choices  # number of choices that have not ended
-        self.closed = False
         self._ready = False
         self._patient = patient
         self._unread: dict[int, Delta] = {}  # by choice
@@ -66,12 +65,6 @@ class Reply:
         if not self._patient or not self.open or delta.failure:
             self._ready = True
             self._wake()
-
-    def close(self) -> None:
-        """The client has disconnected: wake the reader so that it stops."""
-        self.closed = True
-        self._ready = True
-        self._wake()
 
     async def take(self, timeout_s: float) -> list[Delta]:
         """Wait for new output and return it; empty if none came within `timeout_s` seconds."""
