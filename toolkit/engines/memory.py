@@ -230,9 +230,8 @@ def on_device(work: Callable[Parameters, Result]) -> Callable[Parameters, Result
             if not is_out_of_memory(error):
                 raise
             message = str(error)
-            of_device = not isinstance(error, PastBudget)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        raise OutOfMemory(message, of_device=of_device)
+        raise OutOfMemory(message)
 
     return called

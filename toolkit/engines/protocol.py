@@ -204,16 +204,9 @@ class Engine(Protocol):
 
 
 class OutOfMemory(Exception):  # noqa: N818  (it is a condition to handle, and the field's name for it)
-    """A batch did not fit. The engine is usable again when this is raised, and the rows that it
+    """Memory had no room. The engine is usable again when this is raised, and the rows that it
     keeps are still there.
-
-    Attributes:
-        of_device: the device's own memory ran out, not only a ledger's budget.
     """
-
-    def __init__(self, message: str = "", *, of_device: bool = False) -> None:
-        super().__init__(message)
-        self.of_device = of_device
 
 
 def make_engine(model: ModelSpec, engine: EngineSpec, hardware: HardwareSpec) -> Engine:
