@@ -108,13 +108,13 @@ class Policy:
         moves: Moves | None = None,
         stop_every: int = 1,
     ) -> Pass:
-        """A pass that keeps its caches; engines that shape newcomers prefill without chunks."""
+        """Return a pass of the worker; engines that shape newcomers prefill without chunks."""
         return Pass(
             worker.index,
             tuple(entering),
             steps,
             max([job.length for job in entering]) if entering else 0,
-            keep_cache=True,
+            keep_cache=self.continuous,
             evict=tuple(evict),
             stop_every=stop_every,
             moves=moves,
