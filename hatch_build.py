@@ -34,8 +34,8 @@ except ImportError:  # `make compile` needs no hatchling
 MODULES = (
     "toolkit.estimators.laws",
     "toolkit.estimators.memory",
-    "toolkit.estimators.pipeline",
-    "toolkit.estimators.steps",
+    "toolkit.laws.features",
+    "toolkit.laws.passes",
     "toolkit.routing.replicas",
     "toolkit.routing.routers",
     "toolkit.sched.caches",

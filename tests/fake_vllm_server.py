@@ -25,20 +25,20 @@ from pathlib import Path
 FORWARD_S = (0.001, 2e-6, 2e-5)  # flat, per cached token of a decode, per token of a chunk
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64]
 LAW = {
-    "decode_s": 4e-3,
-    "row_s": 2e-5,
-    "cached_s": 2e-7,
-    "floor_s": 4e-3,
-    "floor_token_s": 1e-5,
-    "token_s": 4e-5,
-    "attended_s": 1e-9,
-    "beside_s": 3e-7,
-    "graph_s": 2e-3,
-    "graph_row_s": 1e-5,
-    "piece_s": 5e-3,
-    "piece_row_s": 1e-5,
-    "eager_s": 1e-2,
-    "eager_chunk_s": 2e-4,
+    "pass_alone": 4e-3,
+    "token_alone": 2e-5,
+    "cached_alone": 2e-7,
+    "pass_least": 4e-3,
+    "token_least": 1e-5,
+    "token_arithmetic": 4e-5,
+    "attended": 1e-9,
+    "cached_beside": 3e-7,
+    "graph": 2e-3,
+    "graph_row": 1e-5,
+    "piece": 5e-3,
+    "piece_row": 1e-5,
+    "eager": 1e-2,
+    "eager_chunk": 2e-4,
 }
 
 
@@ -200,10 +200,10 @@ class OverlappingEngine(Engine):
     overlaps = True
 
     async def run(self) -> None:
-        from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
-        from toolkit.estimators.steps import shape_of_rows
+        from toolkit.files.iterations import shape_of_rows
+        from toolkit.laws.passes import GraphSettings, PassLaw
 
-        law = PipelineLaw(GraphSettings("FULL_AND_PIECEWISE", tuple(GRAPH_SIZES)), **LAW)
+        law = PassLaw(LAW, graphs=GraphSettings("FULL_AND_PIECEWISE", tuple(GRAPH_SIZES)))
         under_way: list[tuple] = []
         gpu_s = 0.0
         while True:

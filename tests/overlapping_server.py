@@ -7,16 +7,16 @@ import numpy as np
 from synthetic_profiles import steps_profile
 
 from toolkit.estimators.part_fits import point_of
-from toolkit.estimators.pipeline import GRAPH, PipelineLaw
-from toolkit.estimators.steps import StepShape, chunk_attended
 from toolkit.files.profile import StepsProfile
+from toolkit.laws.features import GRAPH, StepShape, chunk_attended
+from toolkit.laws.passes import PassLaw
 
 SETTLING_S = 1e-6  # of a pass's tokens: no pass takes no time
 
 Run = list[StepShape]  # the passes from one idle moment to the next
 
 
-def ends_of(law: PipelineLaw, run: Run, launches: list[float]) -> list[tuple[float, float]]:
+def ends_of(law: PassLaw, run: Run, launches: list[float]) -> list[tuple[float, float]]:
     """When each pass of a run was scheduled, and when its tokens existed, in seconds."""
     engine_s = 0.0  # the time of the thread that schedules
     gpu_free_s = 0.0
@@ -31,14 +31,14 @@ def ends_of(law: PipelineLaw, run: Run, launches: list[float]) -> list[tuple[flo
             k = left.pop(0)
             shape = run[k]
             scheduled.append(engine_s)
-            begins_s = max(engine_s, worker_free_s) if law.graphs.apart else engine_s
+            begins_s = max(engine_s, worker_free_s) if law.apart else engine_s
             launched_s = begins_s + launches[k]
             graph = law.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
             work_from_s = launched_s if graph == GRAPH else begins_s
             done_s = max(max(gpu_free_s, work_from_s) + law.gpu_s(shape), launched_s)
             gpu_done.append(done_s)
             gpu_free_s = done_s
-            if law.graphs.apart:
+            if law.apart:
                 worker_free_s = launched_s
             else:
                 engine_s = launched_s
@@ -51,7 +51,7 @@ def ends_of(law: PipelineLaw, run: Run, launches: list[float]) -> list[tuple[flo
     return list(zip(scheduled, ends, strict=True))
 
 
-def launches_of(law: PipelineLaw, run: Run, rng: np.random.Generator, cv: float) -> list[float]:
+def launches_of(law: PassLaw, run: Run, rng: np.random.Generator, cv: float) -> list[float]:
     """Launches by the law; those that are not graphs vary, and neighbours resemble each other."""
     drift = 0.0
     found = []
@@ -63,7 +63,7 @@ def launches_of(law: PipelineLaw, run: Run, rng: np.random.Generator, cv: float)
 
 
 def profile_of(
-    law: PipelineLaw, runs: list[Run], *, stamps: bool, cv: float = 0.0, seed: int = 0
+    law: PassLaw, runs: list[Run], *, stamps: bool, cv: float = 0.0, seed: int = 0
 ) -> StepsProfile:
     """A profile of these runs; `stamps`: with launch times. `cv`: of launches that vary."""
     rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def profile_of(
         async_scheduling=True,
         graph_sizes=list(law.graphs.sizes),
         graph_mode=law.graphs.mode,
-        executor="mp" if law.graphs.apart else "uni",
+        executor="mp" if law.apart else "uni",
     )
 
 

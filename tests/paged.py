@@ -9,15 +9,27 @@ import pytest
 
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.steps import StepLaw
+from toolkit.laws.passes import PassLaw
 from toolkit.sim.api import SimResult
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.vllm import VllmScheduler
 from toolkit.sim.world import World
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
-FLAT = StepLaw(1.0, 0.0, 0.0, 0.0, 0.0, (0.0,))  # every pass takes a second
-LAW = StepLaw(2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4, 1e-4), (0, 16), host_s=3e-4, host_row_s=1e-5)
+FLAT = PassLaw({"pass": 1.0})  # every pass takes a second
+LAW = PassLaw(
+    {
+        "pass": 2e-3,
+        "row": 1e-4,
+        "chunk": 5e-4,
+        "cached": 1e-6,
+        "attended": 1e-7,
+        "host": 3e-4,
+        "host_row": 1e-5,
+    },
+    (2e-4, 1e-4),
+    (0, 16),
+)
 
 
 def trace_of(rows, *, ids=None, size=4, previous=None, think_s=0.0) -> Trace:

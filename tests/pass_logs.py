@@ -2,18 +2,23 @@
 
 import numpy as np
 
-from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.iterations import (
     IterationLogHeader,
     LoggedArrival,
     LoggedPass,
     LoggedRow,
+    shape_of_rows,
     to_line,
 )
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.vllm import PagedRow, VllmScheduler
 
-LAW = StepLaw(4e-3, 3e-4, 5e-4, 1e-6, 1e-7, (1e-4,), host_s=2e-4)
+LAW = PassLaw(
+    {"pass": 4e-3, "row": 3e-4, "chunk": 5e-4, "cached": 1e-6, "attended": 1e-7, "host": 2e-4},
+    (1e-4,),
+    (0,),
+)
 BLOCKS = 400
 BLOCK_TOKENS = 32
 

@@ -9,8 +9,8 @@ passes themselves come from the simulator's scheduler, which other tests compare
 from collections import deque
 from dataclasses import dataclass, field
 
-from toolkit.estimators.pipeline import PipelineLaw
-from toolkit.estimators.steps import StepShape
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.flight import EMPTY_S
 from toolkit.sim.vllm import PagedRow, VllmScheduler
@@ -29,7 +29,7 @@ class Running:
 def serve(
     rows: list[tuple[float, int, int, int]],
     flags: VllmPolicy,
-    law: PipelineLaw,
+    law: PassLaw,
     blocks: int,
     block_tokens: int,
     depth: int,
@@ -64,7 +64,7 @@ def serve(
                 shape = plan.shape
                 launch_s = law.drawn_launch_s(shape, launches) if depth > 1 else law.launch_s(shape)
                 launches += not law.waits_for_launch(shape)
-                begins_s = max(launched_s, now_s) if law.graphs.apart else now_s
+                begins_s = max(launched_s, now_s) if law.apart else now_s
                 launched_s = begins_s + launch_s
                 starts_s = launched_s if law.waits_for_launch(shape) else begins_s
                 gpu_s = max(max(gpu_s, starts_s) + law.gpu_s(shape), launched_s)
@@ -75,7 +75,7 @@ def serve(
                         given[number] += 1
                         gets.append(number)
                 queue.appendleft(Running(gpu_s, gets=gets, ended=bool(scheduler.commit().ended)))
-                if not law.graphs.apart:
+                if not law.apart:
                     now_s = launched_s
             else:
                 now_s += min(EMPTY_S, law.launch_s(StepShape(1, 1))) if depth > 1 else 0.0

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.samples import ENVIRONMENT, ERROR, fit, latency, recipe
-from toolkit.files.fit import Fit, StepRange, StepsFit
+from toolkit.files.fit import Fit, StepsFit
 from toolkit.files.io import head, processor, write_file
 from toolkit.files.plan import Plan, PlannedPolicy
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
+from toolkit.laws.passes import PassLaw, PassRange
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
 
@@ -44,13 +45,24 @@ def plan(recipe: Recipe, fit: Fit, policy: str = "vllm", **changes: Any) -> Plan
 def paged_fit(capacity_tokens: int = 4096) -> Fit:
     """A fit of vLLM, with the law of its passes: blocks of 16 tokens."""
     plain = fit(capacity_tokens, workers=1)
+    law = PassLaw(
+        {
+            "pass": 4e-3,
+            "row": 2e-5,
+            "chunk": 5e-5,
+            "cached": 4e-7,
+            "attended": 1e-7,
+            "host": 1e-4,
+            "host_row": 3e-7,
+        },
+        (2e-4, 7e-5),
+        (0, 8),
+        error=ERROR,
+        valid=PassRange(rows_max=64, tokens_max=2048, cached_max=4096),
+    )
     steps = StepsFit(
-        base_s=4e-3, row_s=2e-5, prefill_s=5e-5, cached_s=4e-7, attended_s=1e-7,
-        token_s=[2e-4, 7e-5], knots=[0, 8],
-        host_s=1e-4, host_row_s=3e-7, error=ERROR,
-        candidates=[], front_s=4e-3, front_row_s=1e-5, block_tokens=16,
+        law=law, candidates=[], front_s=4e-3, front_row_s=1e-5, block_tokens=16,
         blocks=capacity_tokens // 16, async_scheduling=False,
-        valid=StepRange(rows_max=64, tokens_max=2048, cached_max=4096.0),
     )  # fmt: skip
     return plain.model_copy(
         update={"engine": plain.engine.model_copy(update={"engine": "vllm"}), "steps": steps}

@@ -1,5 +1,6 @@
 """`simulate --tuning` simulates what `tune` recommends."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ TUNE = {
 def tuned_folder(tmp_path_factory) -> Path:
     """Two tuned replicas of a server with passes that are long at any size, and their trace."""
     here = tmp_path_factory.mktemp("tuned")
-    fit = changed(samples.paged_fit(65536), steps__base_s=0.06, steps__token_s=[1e-5, 1e-5])
+    own = samples.paged_fit(65536)
+    law = replace(own.steps.law.with_terms({"pass": 0.06}), token_s=(1e-5, 1e-5))
+    fit = changed(own, steps__law=law)
     sla = {"ttft_p95_s": 2.0, "mtpot_p95_s": 0.08}
     write_server(here, "few", fit, sla=sla, tune=TUNE, workers=2)
     lengths = parse_lengths("fixed:384"), parse_lengths("fixed:12")

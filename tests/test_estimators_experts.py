@@ -14,31 +14,41 @@ from synthetic_profiles import steps_profile
 from toolkit.backends.vllm.profile import refuse_unknown_experts
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import touched_experts as touched_by_arrays
-from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, point_of
-from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
-from toolkit.estimators.steps import StepLaw, StepShape, chunk_attended, touched_experts
 from toolkit.files.profile import StepsProfile
+from toolkit.laws.features import StepShape, chunk_attended, touched_experts
+from toolkit.laws.passes import GraphSettings, PassLaw
 
 EXPERTS = {"experts": 128, "experts_per_token": 8}  # of Qwen3-30B-A3B
-PASSES = StepLaw(2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), beside_s=5e-8, expert_s=9e-5, **EXPERTS)
-OVERLAPPING = PipelineLaw(
-    GraphSettings("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)),
-    decode_s=2e-3,
-    row_s=1e-5,
-    cached_s=3e-8,
-    floor_s=2e-3,
-    floor_token_s=0.0,
-    token_s=2.5e-5,
-    attended_s=1e-9,
-    beside_s=5e-8,
-    graph_s=1e-3,
-    graph_row_s=0.0,
-    piece_s=3e-3,
-    piece_row_s=0.0,
-    eager_s=5e-3,
-    eager_chunk_s=0.0,
-    expert_s=9e-5,
+PASSES = PassLaw(
+    {
+        "pass": 2e-3,
+        "row": 1e-5,
+        "cached_alone": 3e-8,
+        "cached_beside": 5e-8,
+        "attended": 1e-9,
+        "expert": 9e-5,
+    },
+    (2e-5,),
+    (0,),
+    **EXPERTS,
+)
+OVERLAPPING = PassLaw(
+    {
+        "pass_alone": 2e-3,
+        "token_alone": 1e-5,
+        "cached_alone": 3e-8,
+        "expert_alone": 9e-5,
+        "pass_least": 2e-3,
+        "expert_least": 9e-5,
+        "token_arithmetic": 2.5e-5,
+        "attended": 1e-9,
+        "cached_beside": 5e-8,
+        "graph": 1e-3,
+        "piece": 3e-3,
+        "eager": 5e-3,
+    },
+    graphs=GraphSettings("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)),
     **EXPERTS,
 )
 
@@ -69,15 +79,15 @@ def test_one_token_touches_its_own_experts_and_many_touch_all() -> None:
 
 def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
     fit = fit_steps(one_by_one(**EXPERTS), 0)
-    assert fit.expert_s == pytest.approx(PASSES.expert_s, rel=0.02)
+    assert fit.law.terms["expert"] == pytest.approx(9e-5, rel=0.02)
     assert fit.error.p95_percent < 1.0
-    law = law_of_steps(fit)
+    law = fit.law
     for rows in (1, 3, 12, 200):
         shape = StepShape(rows, rows * 700)
         assert law.forward_s(shape) == pytest.approx(PASSES.forward_s(shape), rel=0.01)
     assert law.times(2.0).forward_s(shape) == pytest.approx(2.0 * law.forward_s(shape))
     without = fit_steps(one_by_one(), 0)  # knots bend it, but not as much
-    assert without.expert_s == 0.0
+    assert "expert" not in without.law.terms
     assert without.error.p95_percent > 3.0 * fit.error.p95_percent
 
 
@@ -85,8 +95,8 @@ def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:
 def test_the_law_of_overlapping_passes_finds_it_too() -> None:
     passes = profile_of(OVERLAPPING, grid(OVERLAPPING.graphs.sizes), stamps=True)
     fit = fit_steps(passes.model_copy(update=EXPERTS), 0)
-    assert fit.pipeline.expert_s == pytest.approx(OVERLAPPING.expert_s, rel=0.05)
-    law = law_of_steps(fit)
+    assert fit.law.terms["expert_alone"] == pytest.approx(9e-5, rel=0.05)
+    law = fit.law
     for rows in (1, 4, 16, 64, 256):
         shape = StepShape(rows, rows * 800)
         assert law.gpu_s(shape) == pytest.approx(OVERLAPPING.gpu_s(shape), rel=0.02)

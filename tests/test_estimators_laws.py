@@ -4,6 +4,7 @@ figures.
 
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,55 +12,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import SegmentedLaw, WithOverhead
+from toolkit.estimators.laws import SegmentedLaw, WithOverhead, piece_of
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
-from toolkit.files.fit import Segment
+from toolkit.laws.features import StepShape, chunk_attended
+from toolkit.laws.passes import PassLaw
 
-FLAT = Segment(batch_size_min=1, nl=0, n=0, l=0, const=1)
+FLAT = piece_of({"pass": 1.0})
 
 coefficient = st.floats(0.0, 0.1)
 
 
 @st.composite
-def segments(draw, square: bool) -> tuple[Segment, ...]:
+def pieces(draw, *terms: str) -> tuple[PassLaw, ...]:
     starts = [1, *sorted(draw(st.sets(st.integers(2, 20), max_size=3)))]
-    return tuple(
-        Segment(
-            batch_size_min=start,
-            nl=draw(coefficient),
-            n=draw(coefficient),
-            l=draw(coefficient),
-            const=draw(coefficient),
-            nll=draw(coefficient) if square else 0.0,
-        )
-        for start in starts
-    )
+    return tuple(piece_of({term: draw(coefficient) for term in terms}, start) for start in starts)
 
 
-laws = st.builds(SegmentedLaw, segments(square=True), segments(square=False), st.booleans())
+laws = st.builds(
+    SegmentedLaw,
+    pieces("pass", "row", "length", "token", "attended"),
+    pieces("pass", "row", "length", "cached"),
+    st.booleans(),
+)
 batches = st.tuples(st.integers(1, 40), st.integers(1, 2000), st.integers(0, 150))
 
 
-def at(law_segments: tuple[Segment, ...], size: int) -> Segment:
-    return [segment for segment in law_segments if segment.batch_size_min <= size][-1]
+def at(law_pieces: tuple[PassLaw, ...], size: int) -> PassLaw:
+    return [piece for piece in law_pieces if piece.rows_min <= size][-1]
 
 
 @pytest.mark.slow
 @given(laws, batches)
-def test_prefill_is_equation_3_with_the_square_of_its_segment(law, batch):
+def test_prefill_is_equation_3_with_the_square_of_its_piece(law, batch):
     size, length, _ = batch
-    s = at(law.prefill, size)
-    expected = s.nl * size * length + s.n * size + s.l * length + s.const + s.nll * size * length**2
+    piece = at(law.prefill, size)
+    s = piece.terms
+    expected = s["token"] * size * length + s["row"] * size + s["length"] * length + s["pass"]
+    expected += s["attended"] * size * length**2 / 2
     assert law.prefill_s(size, length) == pytest.approx(expected)
+    shape = StepShape(0, 0, size, size * length, size * chunk_attended(0, length))
+    assert piece.forward_s(shape) == pytest.approx(expected), "the piece itself says the same"
 
 
 @given(laws, batches)
 def test_decode_in_closed_form_equals_the_sum_over_steps(law, batch):
     size, length, steps = batch
-    s = at(law.decode, size)
+    piece = at(law.decode, size)
     expected = math.fsum(
-        s.nl * size * (length + i) + s.n * size + s.l * (length + i) + s.const
-        for i in range(1, steps + 1)
+        piece.forward_s(StepShape(size, size * (length + i))) for i in range(1, steps + 1)
     )
     assert law.decode_s(size, length, steps) == pytest.approx(expected)
 
@@ -76,7 +76,7 @@ def test_the_table_equals_the_scalar_law(law, batch):
 
 def flat_to(law: SegmentedLaw, flat: float) -> SegmentedLaw:
     """The law with decode steps that take at least `flat` seconds."""
-    decode = tuple(segment.model_copy(update={"flat": flat}) for segment in law.decode)
+    decode = tuple(replace(piece, flat_s=flat) for piece in law.decode)
     return SegmentedLaw(law.prefill, decode, law.prefill_emits_token)
 
 
@@ -129,17 +129,17 @@ def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s
 
 
 @pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])
-def test_segments_begin_at_one_and_ascend(starts):
-    bad = tuple(FLAT.model_copy(update={"batch_size_min": start}) for start in starts)
-    with pytest.raises(InputError, match=r"prefill: segments.*1"):
+def test_pieces_begin_at_one_and_ascend(starts):
+    bad = tuple(replace(FLAT, rows_min=start) for start in starts)
+    with pytest.raises(InputError, match=r"prefill: pieces.*1"):
         SegmentedLaw(bad, (FLAT,), True)
 
 
 def test_prefill_has_no_flat_part_and_decode_no_square():
     with pytest.raises(InputError, match="prefill: flat"):
-        SegmentedLaw((FLAT.model_copy(update={"flat": 1.0}),), (FLAT,), True)
-    with pytest.raises(InputError, match="decode: nll"):
-        SegmentedLaw((FLAT,), (FLAT.model_copy(update={"nll": 1e-9}),), True)
+        SegmentedLaw((replace(FLAT, flat_s=1.0),), (FLAT,), True)
+    with pytest.raises(InputError, match=r"decode: .*attended"):
+        SegmentedLaw((FLAT,), (FLAT.with_terms({"attended": 1e-9}),), True)
 
 
 def test_zeta_memory_is_equation_9():

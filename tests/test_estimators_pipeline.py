@@ -9,48 +9,37 @@ from overlapping_server import chunk, decodes, ends_of, grid, profile_of
 
 from toolkit.errors import InputError
 from toolkit.estimators import pipeline_fit
-from toolkit.estimators.laws import SegmentedLaw
-from toolkit.estimators.load import law_of_steps
+from toolkit.estimators.laws import OverlappingRounds, SegmentedLaw, piece_of
 from toolkit.estimators.part_fits import fit_steps
-from toolkit.estimators.pipeline import (
-    EAGER,
-    GRAPH,
-    PIECEWISE,
-    GraphSettings,
-    OverlappingRounds,
-    PipelineLaw,
-)
-from toolkit.estimators.steps import StepShape
-from toolkit.files.fit import Segment, StepsFit
+from toolkit.files.fit import StepsFit
 from toolkit.files.profile import StepsProfile
+from toolkit.laws.features import EAGER, GRAPH, PIECEWISE, StepShape
+from toolkit.laws.passes import GraphSettings, PassLaw
 
 SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 FULL = GraphSettings("FULL_DECODE_ONLY", SIZES)
-LAW = PipelineLaw(
+LAW = PassLaw(
+    {
+        "pass_alone": 5e-3,
+        "token_alone": 1e-5,
+        "cached_alone": 3.2e-8,
+        "pass_least": 5e-3,
+        "token_least": 0.0,
+        "token_arithmetic": 2.3e-5,
+        "attended": 2e-9,
+        "cached_beside": 5e-8,
+        "graph": 3e-3,
+        "graph_row": 3e-5,
+        "piece": 0.0,
+        "piece_row": 0.0,
+        "eager": 2.5e-2,
+        "eager_chunk": 4e-4,
+    },
     graphs=FULL,
-    decode_s=5e-3,
-    row_s=1e-5,
-    cached_s=3.2e-8,
-    floor_s=5e-3,
-    floor_token_s=0.0,
-    token_s=2.3e-5,
-    attended_s=2e-9,
-    beside_s=5e-8,
-    graph_s=3e-3,
-    graph_row_s=3e-5,
-    piece_s=0.0,
-    piece_row_s=0.0,
-    eager_s=2.5e-2,
-    eager_chunk_s=4e-4,
 )
+PIECES = {"pass_least": 4.8e-3, "token_least": 6e-6, "piece": 4e-3, "piece_row": 2e-5}
 DEFAULT = replace(
-    LAW,
-    graphs=GraphSettings("FULL_AND_PIECEWISE", SIZES),
-    floor_s=4.8e-3,
-    floor_token_s=6e-6,
-    piece_s=4e-3,
-    piece_row_s=2e-5,
-    eager_s=6e-3,
+    LAW.with_terms(PIECES | {"eager": 6e-3}), graphs=GraphSettings("FULL_AND_PIECEWISE", SIZES)
 )
 NO_GRAPHS = replace(LAW, graphs=GraphSettings("NONE", ()))
 APART = replace(DEFAULT, graphs=replace(DEFAULT.graphs, apart=True))
@@ -88,7 +77,7 @@ def test_a_graph_computes_its_own_number_of_rows():
 def test_a_pass_alone_waits_for_its_launch_and_then_for_the_gpu():
     alone = StepShape(8, 800)
     assert LAW.forward_s(alone) == pytest.approx(LAW.launch_s(alone) + LAW.gpu_s(alone))
-    assert LAW.period_s(alone) == LAW.gpu_s(alone)
+    assert LAW.step_s(alone) == LAW.gpu_s(alone)
     short = chunk(64)
     assert LAW.forward_s(short) == LAW.launch_s(short)
     long = chunk(4096)
@@ -103,60 +92,60 @@ def test_the_recursion_is_what_the_loop_does(law):
 
 
 @cache
-def fitted(law: PipelineLaw, *, stamps: bool, cv: float = 0.0) -> tuple[StepsProfile, StepsFit]:
+def fitted(law: PassLaw, *, stamps: bool, cv: float = 0.0) -> tuple[StepsProfile, StepsFit]:
     """A profile of passes by the law, and its fit."""
     measured = profile_of(law, grid(SIZES), stamps=stamps, cv=cv)
     return measured, fit_steps(measured, 0)
 
 
-def close(found: PipelineLaw, law: PipelineLaw, names: tuple[str, ...]) -> None:
+def close(found: PassLaw, law: PassLaw, names: tuple[str, ...]) -> None:
     for name in names:
-        share = 0.1 if name in ("attended_s", "beside_s") else 0.03  # attention is the least of it
-        assert getattr(found, name) == pytest.approx(getattr(law, name), rel=share), name
+        share = 0.1 if name in ("attended", "cached_beside") else 0.03  # the least of it
+        assert found.terms[name] == pytest.approx(law.terms[name], rel=share), name
 
 
-ALONE = ("decode_s", "row_s", "cached_s", "token_s", "attended_s", "beside_s")
+WORK = ("pass_alone", "token_alone", "cached_alone", "token_arithmetic", "attended")
+WORK = (*WORK, "cached_beside")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("law", "cv"), [(LAW, 0.2), (DEFAULT, 0.0)])
 def test_launch_times_lead_to_the_law(law, cv):
     _, fit = fitted(law, stamps=True, cv=cv)
-    found = law_of_steps(fit)
-    assert isinstance(found, PipelineLaw)
-    names = (*ALONE, "graph_s", "graph_row_s")
-    close(found, law, names if cv else (*names, "eager_s"))
-    assert fit.pipeline.launches == "measured"
+    found = fit.law
+    names = (*WORK, "graph", "graph_row")
+    close(found, law, names if cv else (*names, "eager"))
+    assert fit.launches == "measured"
     if law is DEFAULT:
-        close(found, law, ("floor_s", "piece_s"))
+        close(found, law, ("pass_least", "piece"))
     else:
-        assert found.piece_s == 0.0, "launches of a mode that never ran cost nothing"
+        assert found.terms["piece"] == 0.0, "launches of a mode that never ran cost nothing"
 
 
 @pytest.mark.slow
 def test_ends_alone_lead_to_the_law_where_launches_are_steady():
     measured, fit = fitted(LAW, stamps=False)
-    found = law_of_steps(fit)
-    close(found, LAW, (*ALONE, "graph_s", "eager_s"))
-    assert fit.pipeline.launches == "inferred"
+    found = fit.law
+    close(found, LAW, (*WORK, "graph", "eager"))
+    assert fit.launches == "inferred"
     assert fit.error.median_percent < 1.0
     older = measured.model_copy(update={"graph_mode": "", "graph_sizes": []})
-    assert fit_steps(older, 0).pipeline is None, "without launch facts the law is of ends"
+    assert fit_steps(older, 0).law.graphs is None, "without launch facts the law is of ends"
 
 
 @pytest.mark.slow
 def test_launches_of_other_processes_do_not_hold_tokens_back():
     _, fit = fitted(APART, stamps=False)
-    assert fit.pipeline.apart
-    close(law_of_steps(fit), APART, ("decode_s", "cached_s", "token_s", "beside_s"))
+    assert fit.law.apart
+    close(fit.law, APART, ("pass_alone", "cached_alone", "token_arithmetic", "cached_beside"))
 
 
 @pytest.mark.slow
 def test_the_spread_of_launches_keeps_their_mean():
     _, fit = fitted(LAW, stamps=True, cv=0.2)
-    assert np.mean(fit.pipeline.spread) == pytest.approx(1.0)
-    assert max(fit.pipeline.spread) > 1.1
-    law = law_of_steps(fit)
+    assert np.mean(fit.law.spread) == pytest.approx(1.0)
+    assert max(fit.law.spread) > 1.1
+    law = fit.law
     drawn = [law.drawn_launch_s(chunk(64), number) for number in range(16)]
     assert np.mean(drawn) == pytest.approx(law.launch_s(chunk(64)))
     graph = StepShape(8, 100)
@@ -164,8 +153,8 @@ def test_the_spread_of_launches_keeps_their_mean():
 
 
 SLICES = SegmentedLaw(
-    (Segment(batch_size_min=1, nl=2e-5, n=0.0, l=0.0, const=1e-2),),
-    (Segment(batch_size_min=1, nl=1e-7, n=0.0, l=0.0, const=5e-3),),
+    (piece_of({"token": 2e-5, "pass": 1e-2}),),
+    (piece_of({"cached": 1e-7, "pass": 5e-3}),),
     prefill_emits_token=True,
 )
 
@@ -184,7 +173,7 @@ def test_policies_believe_what_a_chunk_costs_decodes(tokens):
 @pytest.mark.parametrize("rows", [1, 64, 200])
 def test_steps_take_what_their_passes_take_one_after_another(rows):
     believed = OverlappingRounds(LAW, SLICES)
-    each = [LAW.period_s(StepShape(rows, rows * (300 + k))) for k in range(1, 401)]
+    each = [LAW.step_s(StepShape(rows, rows * (300 + k))) for k in range(1, 401)]
     assert believed.decode_s(rows, 300, 400) == pytest.approx(sum(each))
     assert believed.decode_s(rows, 300, 1) == pytest.approx(each[0])
     assert believed.decode_s(rows, 300, 0) == 0.0

@@ -9,12 +9,13 @@ from synthetic_profiles import steps_profile
 
 from toolkit.errors import InputError
 from toolkit.estimators.front import fit_front
-from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, point_of
-from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.files.profile import FrontPoint, StepsProfile
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import PassLaw
 
-LAW = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5, 1e-4), (0, 128), host_s=2e-4, host_row_s=1e-5)
+TERMS = {"pass": 5e-3, "row": 1e-4, "chunk": 2e-4, "cached": 3e-7, "attended": 4e-8}
+LAW = PassLaw(TERMS | {"host": 2e-4, "host_row": 1e-5}, (2e-5, 1e-4), (0, 128))
 
 
 def shapes(count: int, rng: np.random.Generator) -> list[StepShape]:
@@ -44,7 +45,7 @@ def measured(count: int = 300, noise: float = 0.0, outliers: float = 0.0) -> Ste
 
 
 def test_reading_the_cache_is_told_from_computing_a_chunk():
-    law = StepLaw(5e-3, 1e-4, 2e-4, 3e-7, 4e-8, (2e-5,), behind_s=3e-6)
+    law = PassLaw(TERMS | {"behind": 3e-6}, (2e-5,), (0,))
     rng = np.random.default_rng(1)
     profile = measured()
     points = [point for point in profile.points if not point.prefills]
@@ -54,15 +55,16 @@ def test_reading_the_cache_is_told_from_computing_a_chunk():
         shape = StepShape(0, 0, 1, new, new * (cached + new / 2), cached)
         points.append(point_of(shape, law.forward_s(shape)))
     fit = fit_steps(profile.model_copy(update={"points": points}), 0)
-    assert fit.behind_s == pytest.approx(3e-6, rel=0.05)
+    assert fit.law.terms["behind"] == pytest.approx(3e-6, rel=0.05)
     shape = StepShape(0, 0, 1, 40, 40 * 2020.0, 2000)
-    assert law_of_steps(fit).forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.03)
+    assert fit.law.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.03)
 
 
 def test_the_fitted_law_equals_the_law_of_the_passes():
     fit = fit_steps(measured(), 0)
-    found = law_of_steps(fit)
-    assert fit.knots == [0, 128]
+    found = fit.law
+    assert found.knots == (0, 128)
+    assert found.std["row"] < 0.02 * found.terms["row"]
     for shape in shapes(30, np.random.default_rng(1)):
         assert found.step_s(shape) == pytest.approx(LAW.step_s(shape), rel=0.01)
     assert fit.error.worst_percent < 1.0
@@ -81,7 +83,7 @@ def test_the_front_of_many_rows_is_not_taken_for_a_disturbance():
 
 
 def test_disturbed_passes_count_little():
-    found = law_of_steps(fit_steps(measured(noise=0.05, outliers=0.05), 0))
+    found = fit_steps(measured(noise=0.05, outliers=0.05), 0).law
     errors = [
         found.forward_s(s) / LAW.forward_s(s) - 1 for s in shapes(60, np.random.default_rng(2))
     ]

@@ -9,18 +9,27 @@ import pytest
 from synthetic_profiles import steps_profile
 
 from toolkit.catalogue.resolved import CacheGroup, Resolved
-from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps, point_of
-from toolkit.estimators.pipeline import PassTimes
-from toolkit.estimators.steps import StepLaw, StepShape, shape_of_rows
-from toolkit.files.iterations import LoggedRow
+from toolkit.files.iterations import LoggedRow, shape_of_rows
 from toolkit.files.profile import StepsProfile
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import PassLaw
 from toolkit.sim.flight import grown_shape
 
 FULL = CacheGroup("full", "FullAttentionSpec", 16, 18, 1 << 15)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 16, 18, 1 << 15, window=1024)
-WINDOWS = StepLaw(
-    2e-3, 1e-5, 0.0, 3e-8, 1e-9, (2e-5,), window=1024, inside_s=9e-8, attended_inside_s=4e-9
+WINDOWS = PassLaw(
+    {
+        "pass": 2e-3,
+        "row": 1e-5,
+        "cached": 3e-8,
+        "attended": 1e-9,
+        "inside": 9e-8,
+        "attended_inside": 4e-9,
+    },
+    (2e-5,),
+    (0,),
+    window=1024,
 )
 
 
@@ -35,7 +44,7 @@ def shapes(window: int) -> list[StepShape]:
     return found
 
 
-def profile_of(law: StepLaw, groups: list[CacheGroup]) -> StepsProfile:
+def profile_of(law: PassLaw, groups: list[CacheGroup]) -> StepsProfile:
     points = [point_of(shape, law.forward_s(shape)) for shape in shapes(law.window)]
     return steps_profile(points, resolved=Resolved(groups, 10_000, 1 << 20))
 
@@ -60,11 +69,11 @@ def test_what_is_inside_the_windows_of_a_pass() -> None:
 def test_the_law_of_a_pass_finds_what_windows_cost() -> None:
     profile = profile_of(WINDOWS, [WINDOW, FULL])
     fit = fit_steps(profile, 0)
-    assert fit.window == 1024
-    assert fit.inside_s == pytest.approx(WINDOWS.inside_s, rel=0.05)
-    assert fit.attended_inside_s == pytest.approx(WINDOWS.attended_inside_s, rel=0.05)
+    assert fit.law.window == 1024
+    for term in ("inside", "attended_inside"):
+        assert fit.law.terms[term] == pytest.approx(WINDOWS.terms[term], rel=0.05)
     assert fit.error.p95_percent < 1.0
-    law = law_of_steps(fit)
+    law = fit.law
     for shape in shapes(1024):
         assert law.forward_s(shape) == pytest.approx(WINDOWS.forward_s(shape), rel=0.02)
         assert law.times(2.0).forward_s(shape) == pytest.approx(2.0 * law.forward_s(shape))
@@ -79,7 +88,6 @@ def test_a_step_grows_by_what_both_kinds_of_layers_read() -> None:
 
 
 def test_a_router_believes_in_windows_by_averages() -> None:
-    times = PassTimes(WINDOWS)
     rows = [LoggedRow("", 5000, 1, 1)] * 3
     seconds = WINDOWS.step_s(shape_of_rows(rows, 1024))
-    assert times.pass_s(3, 15_000.0, 0.0, 0.0, 0.0) == pytest.approx(seconds)
+    assert WINDOWS.pass_s(3, 15_000.0, 0.0, 0.0, 0.0) == pytest.approx(seconds)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from said import says
 
 from toolkit.errors import InputError, StaleError
-from toolkit.files.fit import Fit
+from toolkit.files.fit import LAWS_FORMAT, Fit
 from toolkit.files.io import check_writable, digest, head, read_file, write_file, write_text
 from toolkit.files.profile import PrefillPoint, Profile
-from toolkit.files.strict import FORMAT
 from toolkit.traces.write import TraceLog
 
 RECIPE = """\
@@ -112,7 +111,7 @@ def test_a_damaged_file_names_the_key(
     assert says(caught.value.message, "fit.json", *named)
 
 
-@pytest.mark.parametrize("found", [1, FORMAT + 1, "2", None])
+@pytest.mark.parametrize("found", [1, LAWS_FORMAT + 1, "3", None])
 def test_a_file_of_another_format_is_refused_by_its_number(
     chain: dict[str, Path], found: object
 ) -> None:
@@ -122,7 +121,7 @@ def test_a_file_of_another_format_is_refused_by_its_number(
     with pytest.raises(InputError) as caught:
         read_file(Fit, chain["fit"])
     shown = "null" if found is None else repr(found)
-    assert says(caught.value.message, "fit.json", f"format {shown}", f"format {FORMAT}")
+    assert says(caught.value.message, "fit.json", f"format {shown}", f"format {LAWS_FORMAT}")
     assert says(caught.value.hint, "llmctl fit PROFILE")
 
 

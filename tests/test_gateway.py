@@ -38,7 +38,7 @@ from toolkit.openai.requests import CHAT, GenerationCall
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import ROUTERS, make_router
-from toolkit.routing.types import PassLaw, ReplicaTraits, RoutedRequest
+from toolkit.routing.types import ReplicaTraits, RoutedRequest, RouterLaw
 from toolkit.sched.policies.parameters import defaults
 from toolkit.serve.access import ApiKey, Keyring
 from toolkit.serve.assemble import FrontSettings
@@ -122,7 +122,7 @@ async def fronted(
     keys: Sequence[ApiKey] = (),
     said: list[str] | None = None,
     limits: LatencyLimits = UNLIMITED,
-    law: PassLaw | None = None,
+    law: RouterLaw | None = None,
     starts: tuple[str, ...] | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Front, list[StandIn]]]:

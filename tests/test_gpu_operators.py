@@ -20,7 +20,7 @@ from toolkit.estimators.gpu_operators import (
     operators_of,
     touched_experts,
 )
-from toolkit.estimators.steps import StepShape
+from toolkit.laws.features import StepShape
 
 ONE = np.array([1.0])
 DENSE = ModelShapes(

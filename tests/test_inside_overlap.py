@@ -11,28 +11,26 @@ from overlapping_server import ends_of
 from pass_logs import one_pass
 
 from toolkit.backends.vllm.overlap import Following, OverlappingPasses, sampler_s
-from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
-from toolkit.estimators.steps import shape_of_rows
-from toolkit.files.iterations import LoggedPass, LoggedRow
+from toolkit.files.iterations import LoggedPass, LoggedRow, shape_of_rows
 from toolkit.files.profile import StepPoint
+from toolkit.laws.passes import GraphSettings, PassLaw
 from toolkit.profiling.run import with_sampler
 
-LAW = PipelineLaw(
-    GraphSettings("FULL_DECODE_ONLY", tuple(range(8, 513, 8))),
-    decode_s=5e-3,
-    row_s=1e-5,
-    cached_s=3e-8,
-    floor_s=5e-3,
-    floor_token_s=0.0,
-    token_s=2e-5,
-    attended_s=1e-9,
-    beside_s=5e-8,
-    graph_s=3e-3,
-    graph_row_s=3e-5,
-    piece_s=0.0,
-    piece_row_s=0.0,
-    eager_s=2.5e-2,
-    eager_chunk_s=4e-4,
+LAW = PassLaw(
+    {
+        "pass_alone": 5e-3,
+        "token_alone": 1e-5,
+        "cached_alone": 3e-8,
+        "pass_least": 5e-3,
+        "token_arithmetic": 2e-5,
+        "attended": 1e-9,
+        "cached_beside": 5e-8,
+        "graph": 3e-3,
+        "graph_row": 3e-5,
+        "eager": 2.5e-2,
+        "eager_chunk": 4e-4,
+    },
+    graphs=GraphSettings("FULL_DECODE_ONLY", tuple(range(8, 513, 8))),
 )
 SAMPLER_S = 5e-4  # of each launch, after its stamp
 
@@ -49,7 +47,7 @@ def passes() -> list[list[LoggedRow]]:
     return found
 
 
-def served(law: PipelineLaw, *, stamps: bool = True) -> list[tuple[LoggedPass, Following | None]]:
+def served(law: PassLaw, *, stamps: bool = True) -> list[tuple[LoggedPass, Following | None]]:
     """The log of an engine that follows the law, with the pass behind each as it ends."""
     rows_of_passes = passes()
     shapes = [shape_of_rows(rows) for rows in rows_of_passes]
@@ -65,9 +63,7 @@ def served(law: PipelineLaw, *, stamps: bool = True) -> list[tuple[LoggedPass, F
     return list(zip(logged, [*behind, None], strict=True))
 
 
-def counted(
-    law: PipelineLaw, log: list[tuple[LoggedPass, Following | None]]
-) -> tuple[float, float]:
+def counted(law: PassLaw, log: list[tuple[LoggedPass, Following | None]]) -> tuple[float, float]:
     """Return measured and predicted seconds of a log, without its first quarter."""
     follower = OverlappingPasses(law)
     found = [follower.ended(*each) for each in log][len(log) // 4 :]
@@ -80,7 +76,8 @@ def counted(
 def test_passes_that_follow_the_law_take_as_long_as_it_predicts(
     mode: str, apart: bool, stamps: bool
 ):
-    law = replace(LAW, graphs=replace(LAW.graphs, mode=mode, apart=apart), piece_s=6e-3)
+    graphs = replace(LAW.graphs, mode=mode, apart=apart)
+    law = replace(LAW.with_terms({"piece": 6e-3}), graphs=graphs)
     took_s, predicted_s = counted(law, served(law, stamps=stamps))
     assert took_s == pytest.approx(predicted_s)
 

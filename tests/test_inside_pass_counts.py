@@ -6,10 +6,11 @@ import fake_vllm
 import pytest
 from pass_logs import one_pass
 
-from toolkit.estimators.steps import StepLaw, StepShape
 from toolkit.files.iterations import LoggedPass, LoggedRow
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import PassLaw
 
-LAW = StepLaw(1e-2, 1e-3, 0.0, 0.0, 0.0, (1e-4,), host_s=2e-3)
+LAW = PassLaw({"pass": 1e-2, "row": 1e-3, "host": 2e-3}, (1e-4,), (0,))
 
 
 INSIDE = fake_vllm.imported("toolkit.backends.vllm.iterations")

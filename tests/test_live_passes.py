@@ -16,12 +16,11 @@ from toolkit.backends.vllm.from_log import (
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.load import law_of_steps
 from toolkit.estimators.part_fits import fit_steps
-from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import head
-from toolkit.files.iterations import LoggedRow
+from toolkit.files.iterations import LoggedRow, shape_of_rows
 from toolkit.files.shipped import load_recipe, recipe_path
+from toolkit.laws.features import StepShape
 
 SHAPES = (StepShape(1, 50), StepShape(20, 4000), StepShape(5, 600, 1, 200, 200 * 100.0))
 
@@ -49,7 +48,7 @@ def test_the_law_of_a_log_is_the_law_that_its_passes_had(tmp_path, recipe, mixed
     assert shown.passes == len(mixed)
     fitted = fit_profile(made, HEAD)
     assert fitted.steps is not None
-    law = law_of_steps(fitted.steps)
+    law = fitted.steps.law
     for shape in SHAPES:
         assert law.forward_s(shape) == pytest.approx(pass_logs.LAW.forward_s(shape), rel=0.08)
     assert fitted.steps.error.median_percent < 5.0
@@ -66,11 +65,12 @@ def test_terms_that_move_together_are_named(recipe):
     few = [(0.05 * k, 64, 40) for k in range(60)]
     steps = steps_of_log(recipe, history_of(pass_logs.passes(few, noise=0.3)))
     fit = fit_steps(steps, 0)
-    assert coverage(fit, steps, 0).unsure
+    assert coverage(fit.law, steps, 0).unsure
 
 
 def test_passes_with_windows_count_what_is_inside_them(recipe):
-    law = replace(pass_logs.LAW, window=100, inside_s=4e-6, attended_inside_s=3e-7)
+    terms = {"inside": 4e-6, "attended_inside": 3e-7}
+    law = replace(pass_logs.LAW.with_terms(terms), window=100)
     light = pass_logs.requests(60, 4.0, seed=1)
     heavy = [(light[-1][0] + at_s, *rest) for at_s, *rest in pass_logs.requests(300, 60.0, seed=2)]
     made = pass_logs.passes([*light, *heavy], law=law, noise=0.0)
@@ -79,10 +79,10 @@ def test_passes_with_windows_count_what_is_inside_them(recipe):
     resolved = Resolved([window, full], pass_logs.BLOCKS, 65536)
     steps = steps_of_log(recipe, history_of(made, resolved=resolved))
     fit = fit_steps(steps, 0)
-    assert fit.window == 100
-    shown = coverage(fit, steps, len(made))
+    assert fit.law.window == 100
+    shown = coverage(fit.law, steps, len(made))
     assert not shown.absent
-    fitted = law_of_steps(fit)
+    fitted = fit.law
     for rows in ([20] * 3, [90] * 8, [300] * 8):
         shape = shape_of_rows([LoggedRow("", cached, 1, 1) for cached in rows], 100)
         assert fitted.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=0.03)

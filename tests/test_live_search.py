@@ -9,9 +9,9 @@ from toolkit.endpoints.settings import LiveSetting, LiveState
 from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.steps import StepLaw
 from toolkit.files.live import BurstFigures
 from toolkit.interrupts import InterruptedReplayError
+from toolkit.laws.passes import PassLaw
 from toolkit.live.search import (
     Bursts,
     Dimension,
@@ -29,7 +29,11 @@ from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import TraceWindow
 
-LAW = StepLaw(4e-3, 3e-4, 5e-4, 1e-6, 1e-7, (1e-4,))
+LAW = PassLaw(
+    {"pass": 4e-3, "row": 3e-4, "chunk": 5e-4, "cached": 1e-6, "attended": 1e-7},
+    (1e-4,),
+    (0,),
+)
 SLA = {"ttft_p99_s": 0.4, "mtpot_p99_s": 0.05}
 START = {"max_num_seqs": 4, "max_num_batched_tokens": 2048}
 PLANNED = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}

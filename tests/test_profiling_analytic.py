@@ -14,7 +14,6 @@ from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import ONE_BY_ONE, measured_elsewhere
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.gpu_operators import measured_operators
-from toolkit.estimators.load import law_of_steps
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 from toolkit.files.new_recipe import EXPERT_PARALLEL
@@ -191,8 +190,8 @@ def test_a_kv_cache_of_8_bits_holds_twice_as_much_and_is_read_sooner():
     assert narrow.engine.capacity_tokens == pytest.approx(2 * own.engine.capacity_tokens, abs=1)
     assert own.steps is not None
     assert narrow.steps is not None
-    before = law_of_steps(fit_profile(own, HEAD).steps)
-    after = law_of_steps(fit_profile(narrow, HEAD).steps)
+    before = fit_profile(own, HEAD).steps.law
+    after = fit_profile(narrow, HEAD).steps.law
     shapes = [pass_shape(64, 4096), pass_shape(16, 2048, 1, 512)]
     assert all(after.forward_s(shape) < before.forward_s(shape) for shape in shapes)
 
@@ -206,10 +205,10 @@ def test_windows_save_time_and_memory_and_are_groups_of_caches():
     assert narrow.steps
     assert narrow.steps.resolved
     assert [group.kind for group in narrow.steps.resolved.groups] == ["window", "full"]
-    assert narrow.steps.window == 128
+    assert narrow.steps.law.window == 128
     assert narrow.steps.blocks == pytest.approx(2 * own.steps.blocks, abs=2)  # of half the layers
     shapes = [pass_shape(rows, 4096, window=128) for rows in (1, 8)]
-    laws = law_of_steps(own.steps), law_of_steps(narrow.steps)
+    laws = own.steps.law, narrow.steps.law
     assert all(laws[1].forward_s(shape) < laws[0].forward_s(shape) for shape in shapes)
 
 
@@ -218,11 +217,12 @@ def test_without_planning_ahead_the_host_works_between_two_passes():
     slow = fit_profile(analytic_profile(recipe(vllm={"args": [ONE_BY_ONE]}), HEAD), HEAD).steps
     assert own
     assert slow
-    assert (own.async_scheduling, own.host_s, own.host_row_s) == (True, 0.0, 0.0)
+    assert own.async_scheduling
+    assert own.law.after_s(64) == 0.0
     constants = measured_operators("a100_sxm").engine
     assert not slow.async_scheduling
-    assert slow.host_s == pytest.approx(constants.host_s)
-    assert slow.host_row_s == pytest.approx(constants.host_row_s)
+    assert slow.law.terms["host"] == pytest.approx(constants.host_s)
+    assert slow.law.terms["host_row"] == pytest.approx(constants.host_row_s)
 
 
 def test_whole_experts_are_a_law_of_their_own():
@@ -243,8 +243,8 @@ def test_a_computed_law_is_near_its_passes_also_where_tiles_end():
     assert fit
     assert fit.error.median_percent < 0.5
     assert fit.error.worst_percent < 10.0
-    law = law_of_steps(fit)
-    assert fit.least_s > 0.0
+    law = fit.law
+    assert law.least_s > 0.0
     least = replace(law, least_s=1.0)
     assert least.forward_s(pass_shape(4, 512, 1, 16)) == 1.0
     assert least.forward_s(pass_shape(4, 512)) == law.forward_s(pass_shape(4, 512))

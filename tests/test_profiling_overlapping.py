@@ -12,10 +12,10 @@ from test_profiling_vllm import profiled, recipe_for
 
 from toolkit.backends.vllm.profile import TimedPass, pace_of
 from toolkit.estimators.fitting import POINTS_MIN, fit_profile
-from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
-from toolkit.estimators.steps import StepShape
 from toolkit.files.profile import StepsProfile
 from toolkit.files.recipe import PolicySpec
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import GraphSettings, PassLaw
 from toolkit.profiling.grid import APART, STEPS, GridPoint
 from toolkit.profiling.overlapping import chunk_tokens, grid, in_rounds, other_points, visits_of
 
@@ -129,7 +129,7 @@ def test_a_server_with_overlapping_passes_is_profiled(
     assert measured.async_scheduling
     assert measured.graph_sizes == fake_vllm_server.GRAPH_SIZES
     sizes = tuple(measured.graph_sizes)
-    law = PipelineLaw(GraphSettings(measured.graph_mode, sizes), **fake_vllm_server.LAW)
+    law = PassLaw(fake_vllm_server.LAW, graphs=GraphSettings(measured.graph_mode, sizes))
     ratios = [
         launch_s / law.launch_s(StepShape(one.decodes, 0, one.prefills, one.prefill_tokens))
         for one in measured.points

@@ -13,9 +13,8 @@ from toolkit.backends.vllm.profile import points, refuse_not_modelled, timed
 from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.steps import StepShape
 from toolkit.files.iterations import LoggedRow
+from toolkit.laws.features import StepShape
 from toolkit.profiling.run import profile
 
 
@@ -86,7 +85,7 @@ def test_vllm_is_profiled_and_fitted_pass_by_pass_also_after_an_interruption(tmp
     fitted = fit_profile(found, samples.HEAD)
     assert fitted.steps is not None
     assert (fitted.steps.blocks, fitted.steps.block_tokens) == (256, 16)
-    assert law_of_steps(fitted.steps).forward_s(StepShape(4, 400, 1, 64, 64 * 32)) > 0.0
+    assert fitted.steps.law.forward_s(StepShape(4, 400, 1, 64, 64 * 32)) > 0.0
 
 
 @pytest.mark.slow

@@ -9,9 +9,8 @@ from around import Around
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.laws import SegmentedLaw, piece_of
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
@@ -66,8 +65,8 @@ PARAMETERS = {
 
 def law(emits: bool, padded: bool) -> SegmentedLaw:
     """Coefficients and times that are multiples of 2^-18, so that no sum is rounded."""
-    prefill = Segment(batch_size_min=1, nl=2**-14, n=2**-10, l=2**-13, const=2**-6)
-    decode = Segment(batch_size_min=1, nl=2**-16, n=2**-12, l=2**-14, const=2**-7)
+    prefill = piece_of({"token": 2**-14, "row": 2**-10, "length": 2**-13, "pass": 2**-6})
+    decode = piece_of({"cached": 2**-16, "row": 2**-12, "length": 2**-14, "pass": 2**-7})
     return SegmentedLaw((prefill,), (decode,), emits, padded)
 
 

@@ -14,8 +14,7 @@ from plain_passes import serve
 from test_sim_paged import small
 from test_sim_replicas import made_up
 
-from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
-from toolkit.estimators.steps import StepLaw
+from toolkit.laws.passes import GraphSettings, PassLaw
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -27,25 +26,24 @@ from toolkit.sim.replicas import Routing
 # Graphs of up to 4 tokens. A graph of a row takes 3 ms to launch and 5 ms on the GPU; a prompt of
 # 10 tokens takes 20 ms to launch, and as long on the GPU as its launch.
 GRAPHS = GraphSettings("FULL_DECODE_ONLY", (1, 2, 4))
-PLAIN = PipelineLaw(
-    GRAPHS,
-    decode_s=5e-3,
-    row_s=0.0,
-    cached_s=0.0,
-    floor_s=0.0,
-    floor_token_s=0.0,
-    token_s=1e-3,
-    attended_s=0.0,
-    beside_s=0.0,
-    graph_s=3e-3,
-    graph_row_s=0.0,
-    piece_s=2e-3,
-    piece_row_s=0.0,
-    eager_s=20e-3,
-    eager_chunk_s=0.0,
+PLAIN = PassLaw(
+    {
+        "pass_alone": 5e-3,
+        "token_arithmetic": 1e-3,
+        "graph": 3e-3,
+        "piece": 2e-3,
+        "eager": 20e-3,
+    },
+    graphs=GRAPHS,
 )
-LAW = replace(
-    PLAIN, row_s=1.1e-4, cached_s=2.3e-5, attended_s=1.7e-6, beside_s=3.1e-5, graph_row_s=2.9e-4
+LAW = PLAIN.with_terms(
+    {
+        "token_alone": 1.1e-4,
+        "cached_alone": 2.3e-5,
+        "attended": 1.7e-6,
+        "cached_beside": 3.1e-5,
+        "graph_row": 2.9e-4,
+    }
 )
 FLAGS = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=64)
 
@@ -56,29 +54,33 @@ def some(most_s: float):
 
 
 laws = st.builds(
-    PipelineLaw,
-    st.builds(
+    PassLaw,
+    st.fixed_dictionaries(
+        {
+            "pass_alone": some(6.1e-3),
+            "token_alone": some(2.03e-4),
+            "cached_alone": some(3.07e-5),
+            "pass_least": some(5.3e-3),
+            "token_least": some(1.01e-4),
+            "token_arithmetic": some(5.03e-4),
+            "attended": some(1.07e-6),
+            "cached_beside": some(5.9e-5),
+            "graph": some(7.1e-3),
+            "graph_row": some(3.01e-4),
+            "piece": some(5.7e-3),
+            "piece_row": some(2.09e-4),
+            "eager": some(2.11e-2),
+            "eager_chunk": some(1.03e-3),
+        }
+    ).filter(lambda terms: terms["pass_alone"] + terms["graph"] > 0 and terms["pass_least"] > 0),
+    graphs=st.builds(
         GraphSettings,
         st.sampled_from(["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]),
         st.sampled_from([(), (1, 2, 4), (2, 8, 64)]),
         st.booleans(),
     ),
-    decode_s=some(6.1e-3),
-    row_s=some(2.03e-4),
-    cached_s=some(3.07e-5),
-    floor_s=some(5.3e-3),
-    floor_token_s=some(1.01e-4),
-    token_s=some(5.03e-4),
-    attended_s=some(1.07e-6),
-    beside_s=some(5.9e-5),
-    graph_s=some(7.1e-3),
-    graph_row_s=some(3.01e-4),
-    piece_s=some(5.7e-3),
-    piece_row_s=some(2.09e-4),
-    eager_s=some(2.11e-2),
-    eager_chunk_s=some(1.03e-3),
     spread=st.sampled_from([(), (0.6, 1.3, 1.1), (0.2, 1.8)]),
-).filter(lambda law: law.decode_s + law.graph_s > 0 and law.floor_s > 0)
+)
 flags = st.builds(
     VllmPolicy,
     max_num_seqs=st.integers(1, 8),
@@ -142,21 +144,19 @@ def test_leaps_change_nothing(rows, policy, law) -> None:
 @settings(deadline=None)
 def test_where_launches_cost_nothing_a_pass_is_all_that_counts(rows, policy, routed, apart) -> None:
     """The same law in both forms, alone and behind a router that reads reports."""
-    pipeline = replace(
-        PLAIN,
+    pipeline = PassLaw(
+        {
+            "pass_alone": 2.1e-3,
+            "token_alone": 2e-4,
+            "cached_alone": 1e-6,
+            "pass_least": 2.1e-3,
+            "token_least": 2e-4,
+            "attended": 1e-7,
+            "cached_beside": 1e-6,
+        },
         graphs=GraphSettings("FULL", (), apart),
-        decode_s=2.1e-3,
-        row_s=2e-4,
-        cached_s=1e-6,
-        floor_s=2.1e-3,
-        floor_token_s=2e-4,
-        token_s=0.0,
-        attended_s=1e-7,
-        beside_s=1e-6,
     )
-    free = {f"{name}_s": 0.0 for name in ("graph", "piece", "eager")}
-    pipeline = replace(pipeline, **free)
-    steps = StepLaw(2.1e-3, 0.0, 0.0, 1e-6, 1e-7, (2e-4,))
+    steps = PassLaw({"pass": 2.1e-3, "cached": 1e-6, "attended": 1e-7}, (2e-4,), (0,))
     more = {"routing": Routing(make_router("llm-d", {}), report_s=0.01)} if routed else {}
     one, other = (
         simulate(trace_of(spaced(rows)), policy, world(engine_of(law), 1 + routed, **more))

@@ -11,7 +11,7 @@ from paged import LAW as DENSE
 from paged import pass_by_pass, same_times, trace_of, world
 
 from toolkit.catalogue.resolved import CacheGroup
-from toolkit.estimators.steps import StepLaw
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.cache_settings import CacheSettings
@@ -21,10 +21,21 @@ from toolkit.sim.paged_engine import PagedEngine
 FULL = CacheGroup("full", "FullAttentionSpec", 4, 1, 16)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 4, 1, 16, window=8)
 STATE = CacheGroup("state", "MambaSpec", 4, 1, 16, mode="align")
-LAW = StepLaw(
-    2e-3, 1e-4, 5e-4, 1e-6, 1e-7, (2e-4,), host_s=3e-4, window=8, inside_s=1e-5,
-    attended_inside_s=1e-6,
-)  # fmt: skip
+LAW = PassLaw(
+    {
+        "pass": 2e-3,
+        "row": 1e-4,
+        "chunk": 5e-4,
+        "cached": 1e-6,
+        "attended": 1e-7,
+        "inside": 1e-5,
+        "attended_inside": 1e-6,
+        "host": 3e-4,
+    },
+    (2e-4,),
+    (0,),
+    window=8,
+)
 MODELS = {
     "dense": [],
     "full and windows": [FULL, WINDOW],

@@ -1,7 +1,6 @@
 """The model of vLLM's scheduler against a real log, and itself without leaps."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +16,11 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.iterations import header_of, passes_of
+from toolkit.laws.passes import PassRange
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.paged_engine import PagedEngine, PassRange
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -102,7 +102,7 @@ def test_the_row_admitted_last_is_preempted_and_computed_anew() -> None:
 
 
 def test_planning_ahead_admits_one_pass_later() -> None:
-    law = replace(FLAT, host_s=0.5)
+    law = FLAT.with_terms({"host": 0.5})
     rows = [(0, 8, 6, 0), (1.2, 8, 2, 0)]
     after = served(rows, PagedEngine(law, 50, 4), VllmPolicy())
     ahead = served(rows, PagedEngine(law, 50, 4, ahead=True), VllmPolicy())

@@ -9,7 +9,8 @@ import samples
 from toolkit.estimators.laws import WithOverhead, bilinear_law
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.files.fit import OverheadFit, PartFit, RoundsFit
+from toolkit.files.fit import OverheadFit, RoundsFit
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World, world_from_fit
@@ -50,16 +51,12 @@ def test_a_slowdown_slows_all_of_it():
     )
 
 
-def part(flat_s=0.0, row_s=0.0, token_s=0.0) -> PartFit:
-    return PartFit(flat_s=flat_s, row_s=row_s, token_s=token_s, error=samples.ERROR)
-
-
 FIT = samples.fit().model_copy(
     update={
         "rounds": RoundsFit(
-            join=part(1e-3, 2e-3, 3e-6),
-            leave=part(4e-3, 0.0, 5e-6),
-            grow=part(0.0, 6e-5, 0.0),
+            join=PassLaw({"pass": 1e-3, "row": 2e-3, "token": 3e-6}, error=samples.ERROR),
+            leave=PassLaw({"pass": 4e-3, "cached": 5e-6}, error=samples.ERROR),
+            grow=PassLaw({"row": 6e-5}, error=samples.ERROR),
             overhead=OverheadFit(batch_s=7e-3, stretch=2.0, error=samples.ERROR),
             usable_share=0.75,
         )

@@ -14,8 +14,8 @@ from said import says
 
 from toolkit.cli.stage import result_notes
 from toolkit.errors import InputError
-from toolkit.files.fit import Range
 from toolkit.files.io import write_file
+from toolkit.laws.passes import PassRange
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import declared
@@ -135,9 +135,7 @@ def test_a_static_batch_holds_its_padding() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_outside_the_fit_are_counted(policy: str) -> None:
-    valid = Validity(
-        Range(batch_size_max=8, length_max=100), Range(batch_size_max=8, length_max=300)
-    )
+    valid = Validity(PassRange(rows_max=8, length_max=100), PassRange(rows_max=8, length_max=300))
     world = replace(make_world(samples.fit(), {}, workers=1), valid=valid)
     for prompt, output, outside in [(90, 20, False), (101, 20, True), (90, 240, True)]:
         counters = simulate(trace_of([prompt], [output]), make_policy(policy, {}), world).counters

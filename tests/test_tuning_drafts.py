@@ -1,6 +1,7 @@
 """Drafts as a variable: their laws in one fit, and the search among them."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,10 +32,11 @@ def fit_with(numbers: tuple[int, ...]) -> Fit:
     """A fit with the same law for each number of drafts."""
     fit = samples.paged_fit()
     assert fit.steps is not None
-    slopes = {"knots": [0], "token_s": [1e-5]}
+    law = replace(fit.steps.law, knots=(0,), token_s=(1e-5,))
     own, *others = (
         fit.steps.model_copy(
-            update=slopes | {"draft_tokens": number, "draft_method": "ngram" if number else ""}
+            update={"law": law}
+            | {"draft_tokens": number, "draft_method": "ngram" if number else ""}
         )
         for number in numbers
     )

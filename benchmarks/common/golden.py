@@ -22,8 +22,7 @@ import numpy as np
 
 from toolkit.estimators.laws import LinearSwap, SegmentedLaw, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.estimators.steps import StepLaw
-from toolkit.files.fit import Range
+from toolkit.laws.passes import PassLaw, PassRange
 from toolkit.sched.eventlog import Event, RecordingScheduler, to_line
 from toolkit.sched.policies import BUILT_IN, POLICIES, make_any, make_policy
 from toolkit.sched.policies.base import Policy
@@ -104,7 +103,14 @@ def world_of(
         *segments, emits, padded=joining is not None, round_s=1e-3, leaving=(1e-4, 1e-7)
     )
     paged = PagedEngine(
-        StepLaw(0.02, 1e-4, 1e-3, 2e-7, 1e-9, (2e-5, 4e-5), (0, 256)), 187, 16, ahead=emits
+        PassLaw(
+            {"pass": 0.02, "row": 1e-4, "chunk": 1e-3, "cached": 2e-7, "attended": 1e-9},
+            (2e-5, 4e-5),
+            (0, 256),
+        ),
+        187,
+        16,
+        ahead=emits,
     )
     return World(
         latency,
@@ -153,9 +159,7 @@ def variants(requests: int) -> Iterator[Case]:
     urgent = trace_of(requests, rate_rps(1.35, 8), seed=2, prioritised=True)
     plain = world_of(8)
     failing = replace(plain, runs_out=_runs_out, round_runs_out=_runs_out, token_gaps=True)
-    narrow = Validity(
-        Range(batch_size_max=4, length_max=300), Range(batch_size_max=6, length_max=350)
-    )
+    narrow = Validity(PassRange(rows_max=4, length_max=300), PassRange(rows_max=6, length_max=350))
     counting = replace(plain, valid=narrow, future_memory=True, drain=False, flush_s=0.05)
     for policy in ROUTED:
         for router in ROUTERS:

@@ -4,16 +4,14 @@ import toolkit
 from toolkit.files.fit import (
     Candidate,
     Fit,
-    HeldOutError,
     LatencyFit,
     MemoryFit,
     OverheadFit,
-    Range,
-    Segment,
 )
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import Environment
+from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
 
 ENVIRONMENT = Environment(
     python="3.11", platform="test", processor="test", cpu_count=2, packages={}, device="cpu"
@@ -21,14 +19,14 @@ ENVIRONMENT = Environment(
 ERROR = HeldOutError(median_percent=1.0, p95_percent=2.0, worst_percent=3.0, points=10)
 
 
-def latency(nl: float, n: float, l: float, const: float) -> LatencyFit:  # noqa: E741
-    segment = Segment(batch_size_min=1, nl=nl, n=n, l=l, const=const)
+def latency(term: str, nl: float, n: float, l: float, const: float) -> LatencyFit:  # noqa: E741
+    piece = PassLaw({"pass": const, "row": n, "length": l, term: nl}, rows_min=1)
     return LatencyFit(
         form="bilinear",
-        segments=[segment],
+        pieces=[piece],
         error=ERROR,
         candidates=[Candidate(form="bilinear", error=ERROR)],
-        valid=Range(batch_size_max=32, length_max=512),
+        valid=PassRange(rows_max=32, length_max=512),
     )
 
 
@@ -57,8 +55,8 @@ def fit(
         recipe_name="test",
         workers=workers,
         engine=facts,
-        prefill=latency(2e-5, 1e-4, 1e-6, 4e-3),
-        decode=latency(5e-7, 1e-4, 1e-7, 4e-3),
+        prefill=latency("token", 2e-5, 1e-4, 1e-6, 4e-3),
+        decode=latency("cached", 5e-7, 1e-4, 1e-7, 4e-3),
         overhead=OverheadFit(batch_s=0.002, stretch=1.1, error=ERROR),
         memory=MemoryFit(
             form="zeta",

@@ -31,8 +31,8 @@ import numpy as np
 from benchmarks.common import ROOT
 from benchmarks.common.command import make_parser
 from benchmarks.common.results_file import markdown
-from toolkit.estimators.pipeline import COEFFICIENTS, PipelineLaw
 from toolkit.estimators.pipeline_fit import (
+    LAUNCH_TERMS,
     SHORT_TOKENS,
     PassColumns,
     fit_law,
@@ -58,7 +58,6 @@ SPEED = "the warm-up's speed"
 FRONT = "the warm-up's speed and front"
 OWN_FRONT = "the warm-up's speed, the window's own front"
 HINDSIGHT = "the window's own front and launches"
-LAUNCHES = ("graph_s", "graph_row_s", "piece_s", "piece_row_s", "eager_s", "eager_chunk_s")
 REST_S = 1000.0  # between two windows
 PARTS = 20  # of a profile's points, for standard errors
 SHOWN = ("throughput_rps", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "e2e_mean_s")
@@ -102,11 +101,10 @@ def conditions_of(window: dict[str, Any]) -> dict[str, dict[str, float]]:
 def in_conditions(engine: PagedEngine, known: dict[str, float]) -> PagedEngine:
     """Return the engine as a row of a window knows it."""
     slowed = engine.slowed(known.get("slowdown", 1.0))
-    law = slowed.steps
-    assert isinstance(law, PipelineLaw)
     factor = known.get("launch_slowdown", 1.0) / known.get("slowdown", 1.0)
-    launches = {name: factor * getattr(law, name) for name in LAUNCHES}
-    engine = replace(slowed, steps=replace(law, **launches))
+    terms = slowed.steps.terms
+    launches = {term: factor * terms[term] for _, own in LAUNCH_TERMS for term in own}
+    engine = replace(slowed, steps=slowed.steps.with_terms(launches))
     if "front_first_s" in known:
         engine = replace(engine, front_s=known["front_first_s"], front_row_s=0.0)
     return engine
@@ -163,9 +161,8 @@ def standard_errors(passes: PassColumns) -> list[tuple[str, float, float]]:
     part = np.random.default_rng(0).permutation(passes.point[-1] + 1) % PARTS
     parts = [fit_law(passes, part[passes.point] != number) for number in range(PARTS)]
     found = []
-    for name in COEFFICIENTS:
-        value = getattr(law, name)
-        values = np.array([getattr(one, name) for one in parts])
+    for name, value in law.terms.items():
+        values = np.array([one.terms[name] for one in parts])
         if value:
             spread = math.sqrt((PARTS - 1) / PARTS * np.square(values - values.mean()).sum())
             found.append((name, value, 100.0 * spread / value))

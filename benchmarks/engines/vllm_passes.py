@@ -39,8 +39,8 @@ from toolkit.backends.vllm.conformance.modelled import (
     step_of,
 )
 from toolkit.backends.vllm.conformance.run import run_cases
-from toolkit.estimators.pipeline import LAUNCHES, GraphSettings, PipelineLaw
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+from toolkit.laws.passes import LAUNCHES, GraphSettings, PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import settings_of
 from toolkit.sim.flight import EMPTY_S
@@ -108,20 +108,20 @@ def timed_case(seed: int) -> dict[str, Any]:
     arrival_s = sorted(0.01 * at + draw.random() * 0.03 for at, *_ in case["requests"])
     sizes = draw.choice([[], [1, 2, 4], [1, 2, 4, 8, 16, 32]])
     scale_s = {
-        "decode_s": 6e-3,
-        "row_s": 2e-4,
-        "cached_s": 2e-5,
-        "floor_s": 6e-3,
-        "floor_token_s": 1e-4,
-        "token_s": 4e-4,
-        "attended_s": 1e-6,
-        "beside_s": 4e-5,
-        "graph_s": 6e-3,
-        "graph_row_s": 3e-4,
-        "piece_s": 6e-3,
-        "piece_row_s": 2e-4,
-        "eager_s": 2.5e-2,
-        "eager_chunk_s": 1e-3,
+        "pass_alone": 6e-3,
+        "token_alone": 2e-4,
+        "cached_alone": 2e-5,
+        "pass_least": 6e-3,
+        "token_least": 1e-4,
+        "token_arithmetic": 4e-4,
+        "attended": 1e-6,
+        "cached_beside": 4e-5,
+        "graph": 6e-3,
+        "graph_row": 3e-4,
+        "piece": 6e-3,
+        "piece_row": 2e-4,
+        "eager": 2.5e-2,
+        "eager_chunk": 1e-3,
     }
     law: dict[str, Any] = {name: most * draw.random() for name, most in scale_s.items()}
     law["graphs"] = [draw.choice(sorted(LAUNCHES)), sizes, draw.random() < 0.3]
@@ -138,10 +138,10 @@ def times_of_case(case: Case) -> list[list[float]]:
     flags = VllmPolicy(
         **{name: case[name] for name in names}, chunked_prefill=case["chunked_prefill"]
     )
-    coefficients = dict(case["law"])
-    mode, sizes, apart = coefficients.pop("graphs")
-    coefficients["spread"] = tuple(coefficients["spread"])
-    law = PipelineLaw(GraphSettings(mode, tuple(sizes), apart), **coefficients)
+    terms = dict(case["law"])
+    mode, sizes, apart = terms.pop("graphs")
+    spread = tuple(terms.pop("spread"))
+    law = PassLaw(terms, graphs=GraphSettings(mode, tuple(sizes), apart), spread=spread)
     engine = PagedEngine(law, case["blocks"], case["block_tokens"], ahead=case["ahead"])
     arrival_s = case["arrival_s"]
     rows = rows_of(case)

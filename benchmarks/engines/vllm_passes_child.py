@@ -17,7 +17,7 @@ from toolkit.backends.vllm.conformance.cases import Case
 from toolkit.backends.vllm.conformance.driven import DrivenScheduler, main
 
 if TYPE_CHECKING:
-    from toolkit.estimators.steps import StepShape
+    from toolkit.laws.features import StepShape
 
 
 class TimedScheduler(DrivenScheduler):
@@ -28,14 +28,14 @@ class TimedScheduler(DrivenScheduler):
         statement `EngineCore.step_with_batch_queue`, with a clock that launches, plans without rows
         and waits for the GPU move on, by the law and the arrivals in the case.
         """
-        from toolkit.estimators.pipeline import GraphSettings, PipelineLaw
-        from toolkit.estimators.steps import StepShape
+        from toolkit.laws.features import StepShape
+        from toolkit.laws.passes import GraphSettings, PassLaw
 
         case = self.case
-        coefficients = dict(case["law"])
-        mode, sizes, apart = coefficients.pop("graphs")
-        coefficients["spread"] = tuple(coefficients["spread"])
-        law = PipelineLaw(GraphSettings(mode, tuple(sizes), apart), **coefficients)
+        terms = dict(case["law"])
+        mode, sizes, apart = terms.pop("graphs")
+        spread = tuple(terms.pop("spread"))
+        law = PassLaw(terms, graphs=GraphSettings(mode, tuple(sizes), apart), spread=spread)
         arrivals: list[float] = case["arrival_s"]
         tokens: list[list[float]] = [[] for _ in arrivals]
         inputs = [prompt for _, prompt, *_ in case["requests"]]  # to compute before the next token
@@ -100,7 +100,7 @@ class TimedScheduler(DrivenScheduler):
 
 def _shape(rows: Sequence[Sequence[int]], inputs: Sequence[int]) -> StepShape:
     """What a pass computes, of rows of request, tokens computed before and new tokens."""
-    from toolkit.estimators.steps import StepShape, chunk_attended
+    from toolkit.laws.features import StepShape, chunk_attended
 
     chunks = [row for row in rows if row[1] < inputs[row[0]]]
     decodes = [row for row in rows if row[1] >= inputs[row[0]]]

@@ -27,9 +27,8 @@ import numpy as np
 
 from benchmarks.common.command import make_parser, over_seeds
 from benchmarks.common.results_file import markdown
-from toolkit.estimators.laws import LinearSwap, SegmentedLaw
+from toolkit.estimators.laws import LinearSwap, SegmentedLaw, piece_of
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.files.fit import Segment
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.protocols import LatencyLaw
@@ -42,8 +41,8 @@ from toolkit.traces.generate import Arrivals, Lengths, generate
 ROWS = 16
 STARVATION_S = 60.0
 LONGEST_OUTPUT = 2048
-PREFILL = Segment(batch_size_min=1, nl=1e-4, n=1e-3, l=0, const=0.01)
-DECODE = Segment(batch_size_min=1, nl=3e-8, n=2e-4, l=0, const=0.025)
+PREFILL = piece_of({"token": 1e-4, "row": 1e-3, "pass": 0.01})
+DECODE = piece_of({"cached": 3e-8, "row": 2e-4, "pass": 0.025})
 WORLD = World(
     SegmentedLaw((PREFILL,), (DECODE,), prefill_emits_token=True, padded=False),
     ZetaMemory(40_000),

@@ -158,7 +158,7 @@ def fit(args: FitOptions) -> None:
     emit(args.as_json, made, lambda: show_fit(made))
     note(*analytic_notes(measured.engine))
     passes = made.steps
-    if passes and passes.async_scheduling and not (passes.pipeline or measured.engine.analytic):
+    if passes and passes.async_scheduling and not (passes.launches or measured.engine.analytic):
         found = passes.error.median_percent
         note(
             "passes overlap, and this profile does not say how they were launched: fitted by their "
@@ -290,7 +290,7 @@ def show_fit(fit: Fit) -> None:
     laws = (("prefill", fit.prefill), ("decode", fit.decode))
     rows: list[tuple[object, ...]] = []
     for name, law in laws:
-        reach = f"N {law.valid.batch_size_max}, L {law.valid.length_max}"
+        reach = f"N {law.valid.rows_max}, L {law.valid.length_max}"
         rows.append((name, law.form, *error_cells(law.error), reach))
     rows.append(_overhead("slice", fit.overhead, fit.workers))
     rows += _other_laws(fit)
@@ -310,6 +310,10 @@ def show_fit(fit: Fit) -> None:
         usable = number(int(fit.rounds.usable_share * memory.capacity_tokens))
         of_capacity = f"{fit.rounds.usable_share:.3f} of the capacity"
         print(f"in rounds: rows x longest <= {usable} tokens, {of_capacity}")
+
+
+# What is printed for the terms of the parts of rounds.
+PART_TERMS = {"pass": "", "row": " N", "token": " N*L", "cached": " N*L"}
 
 
 def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
@@ -358,23 +362,19 @@ def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
         lines.append(_overhead("round", rounds.overhead, fit.workers))
         parts = {"join": rounds.join, "leave": rounds.leave, "grow": rounds.grow}
         for name, part in parts.items():
-            named = ((part.flat_s, ""), (part.row_s, " N"), (part.token_s, " N*L"))
+            named = ((value, PART_TERMS[term]) for term, value in part.terms.items())
             terms = " + ".join(f"{number(value * 1e6)}{name}" for value, name in named if value)
             form = f"{terms} us" if terms else "takes no time"
+            assert part.error is not None
             lines.append((name, form, *error_cells(part.error), f"{part.error.points} points"))
     if swap and swap.error:
         out, back = (f"{rate / 1e9:.2g}" for rate in (swap.out_bytes_per_s, swap.in_bytes_per_s))
         form = f"{seconds(swap.latency_s)} + {out}, {back} GB/s"
         lines.append(("swap", form, *error_cells(swap.error), f"{swap.error.points} points"))
     if steps:
-        form = f"knots {', '.join(map(str, steps.knots))}"
-        if steps.experts:
-            form = f"{form}, {steps.experts} experts"
-        if steps.pipeline:
-            form = f"overlapping, launches {steps.pipeline.launches}"
-        elif steps.beside_s is not None:
-            form = f"{form}, reads beside chunks"
-        lines.append(
-            ("pass", form, *error_cells(steps.error), f"{steps.valid.tokens_max:,} new tokens")
-        )
+        form = steps.law.form
+        if steps.launches:
+            form = f"overlapping, launches {steps.launches}"
+        reach = f"{steps.law.valid.tokens_max:,} new tokens" if steps.law.valid else ""
+        lines.append(("pass", form, *error_cells(steps.error), reach))
     return lines

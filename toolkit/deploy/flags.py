@@ -125,7 +125,7 @@ def chunk(order: Order, running: int) -> Sourced[int] | None:
     key, limit = gap
     law = laws_from_fit(order.plan.fit).rounds
     valid = order.plan.fit.decode.valid
-    running = min(running, valid.batch_size_max)
+    running = min(running, valid.rows_max)
     middle = valid.length_max // 2
 
     def pass_s(prompt: int) -> float:

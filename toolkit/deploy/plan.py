@@ -15,7 +15,7 @@ from pathlib import Path
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.fit import Fit, HeldOutError, LatencyFit
+from toolkit.files.fit import Fit, LatencyFit
 from toolkit.files.io import head
 from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import PREDICTED, Explanation, Plan, PlannedPolicy, PlannedWorkload
@@ -29,6 +29,7 @@ from toolkit.files.tuning import (
     broken,
     recipe_limits,
 )
+from toolkit.laws.passes import HeldOutError
 from toolkit.routing.routers import ROUTERS, TARGETS, router_of
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import defaults, parameters
@@ -301,7 +302,7 @@ def _explain_laws(recipe: Recipe, fit: Fit) -> Explained:
 
 
 def _explain_law(law: LatencyFit) -> Explanation:
-    valid = f"valid to batch {law.valid.batch_size_max}, length {law.valid.length_max}"
+    valid = f"valid to batch {law.valid.rows_max}, length {law.valid.length_max}"
     source = f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
     return _explanation(law.form, source)
 

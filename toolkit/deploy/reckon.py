@@ -110,7 +110,7 @@ def _longest_request_s(order: Order) -> tuple[float, str]:
     plan = order.plan
     laws = laws_from_fit(plan.fit).rounds
     valid = plan.fit.decode.valid
-    running = min(rows(order).value, valid.batch_size_max)
+    running = min(rows(order).value, valid.rows_max)
     tokens = plan.recipe.serve.max_new_tokens
     prefill_s = laws.prefill_s(1, valid.length_max)
     seconds = prefill_s + laws.decode_s(running, valid.length_max // 2, tokens)
@@ -127,7 +127,7 @@ def rows(order: Order) -> Sourced[int]:
             return Sourced(named, f"plan: {name} of policy '{plan.policy.name}'")
     if plan.fit.engine.max_rows:
         return Sourced(plan.fit.engine.max_rows, "fit: the greatest number the engine runs")
-    largest = plan.fit.decode.valid.batch_size_max
+    largest = plan.fit.decode.valid.rows_max
     return Sourced(largest, "fit: the largest measured batch; the laws extrapolate beyond it")
 
 

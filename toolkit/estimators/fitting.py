@@ -17,16 +17,10 @@ from toolkit.estimators import forms
 from toolkit.estimators.forms import Floats, Form, Points, Rows
 from toolkit.estimators.laws import SegmentedLaw
 from toolkit.estimators.part_fits import fit_memory, fit_rounds, fit_steps
-from toolkit.files.fit import (
-    Candidate,
-    Fit,
-    LatencyFit,
-    PointError,
-    Range,
-    StepsFit,
-)
+from toolkit.files.fit import Candidate, Fit, LatencyFit, PointError, StepsFit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
+from toolkit.laws.passes import PassRange
 
 Name = Literal["prefill", "decode"]  # of a law
 
@@ -78,7 +72,7 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
     prefill = fit_latency("prefill", profile.prefill, seed)
     decode = fit_latency("decode", profile.decode, seed)
     law = SegmentedLaw(
-        tuple(prefill.segments), tuple(decode.segments), profile.engine.prefill_emits_token
+        tuple(prefill.pieces), tuple(decode.pieces), profile.engine.prefill_emits_token
     )
     rounds, swap = fit_rounds(profile, law, seed)
     return Fit(
@@ -125,12 +119,10 @@ def fit_latency(
     known = [spread for spread in spreads if spread is not None]
     return LatencyFit(
         form=form.name,
-        segments=form.segments(form.solve(points)),
+        pieces=form.solve(points),
         error=candidates[kept].error,
         candidates=candidates,
-        valid=Range(
-            batch_size_max=int(points.batch_size.max()), length_max=int(points.length.max())
-        ),
+        valid=PassRange(rows_max=int(points.batch_size.max()), length_max=int(points.length.max())),
         worst_points=_worst_points(points, predicted[kept], spreads),
         spread_percent=float(np.median(known)) if known else None,
     )
@@ -179,7 +171,7 @@ def _check_points(name: Name, points: Points) -> None:
 
 def _held_out(form: Form, points: Points, seed: int) -> Floats:
     def predict(seen: Rows, rows: Rows) -> Floats:
-        return form.predict(form.solve(points.take(seen)), points.take(rows))
+        return forms.seconds_of(form.solve(points.take(seen)), points.take(rows))
 
     return forms.predict_held_out(len(points), predict, seed)
 
@@ -199,4 +191,5 @@ def points_of(name: Name, measured: Sequence[PrefillPoint | DecodePoint]) -> Poi
                 "measure again with: llmctl profile RECIPE",
             )
     seconds = [forms.typical(point.seconds) for point in measured]
-    return Points(np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds))
+    columns = np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds)
+    return Points(*columns, term="token" if name == "prefill" else "cached")

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import SegmentedLaw
-from toolkit.files.fit import HeldOutError, OverheadFit, Segment
+from toolkit.estimators.laws import SegmentedLaw, by_size, piece_of
+from toolkit.files.fit import OverheadFit
 from toolkit.files.profile import SlicePoint
+from toolkit.laws.passes import HeldOutError, PassLaw
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -31,6 +32,7 @@ HELD_OUT_PARTS = 5
 CHOICE_TOLERANCE = 1e-3  # of mean relative error: a smaller difference does not decide
 TYPICAL_MAX = 1.5  # times the median (or the law): how much a longer sample counts
 CLIP_ROUNDS = 4  # of fitting passes and clipping them
+SINGULAR = 1e-6  # of the largest singular value: a smaller one does not count
 SAMPLES_COUNTED_MAX = 16  # of a point of passes: one with more weighs no more
 
 
@@ -121,6 +123,24 @@ def solve_passes(
     return np.asarray(coefficients * raised, dtype=np.float64)
 
 
+def standard_deviations(columns: Floats, seconds: Floats, predicted: Floats) -> Floats:
+    """Return the standard deviation of each coefficient [k] of a fit to relative residuals, by how
+    far its predictions are off; infinity for a column that others can replace or that is empty.
+    """
+    noise = float(np.sqrt(np.mean(np.square(np.minimum(seconds / predicted, TYPICAL_MAX) - 1.0))))
+    relative = columns / seconds[:, None]
+    seen = np.any(columns > 0.0, axis=0)
+    found: Floats = np.full(columns.shape[1], math.inf)
+    scale = np.linalg.norm(relative[:, seen], axis=0)
+    _, singular, right = np.linalg.svd(relative[:, seen] / scale, full_matrices=False)
+    lost = singular <= SINGULAR * singular[0]
+    part = np.square(right)
+    variance = (part[~lost] / np.square(singular[~lost, None])).sum(axis=0)
+    replaced = (part[lost] > SINGULAR).any(axis=0)
+    found[seen] = np.where(replaced, math.inf, noise * np.sqrt(variance) / scale)
+    return found
+
+
 def line_in_rows(
     rows: Floats, seconds: Floats, weight: Floats | None = None
 ) -> tuple[float, float]:
@@ -135,18 +155,28 @@ def line_in_rows(
 
 @dataclass(slots=True, frozen=True)
 class Points:
-    """Measured latencies: batch sizes, lengths and seconds, each an array [n]."""
+    """Measured latencies: batch sizes, lengths and seconds, each an array [n]; `term`: what N * L
+    counts in the law, "token" of prefills and "cached" of decode steps.
+    """
 
     batch_size: Floats
     length: Floats
     seconds: Floats
+    term: str = "token"
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     def take(self, rows: Rows) -> Points:
         """The points at the indices `rows`."""
-        return Points(self.batch_size[rows], self.length[rows], self.seconds[rows])
+        return Points(self.batch_size[rows], self.length[rows], self.seconds[rows], self.term)
+
+
+def seconds_of(pieces: Sequence[PassLaw], points: Points) -> Floats:
+    """Return the seconds [n] of the points by a law in pieces, from batch sizes and lengths."""
+    fixed, slope, square, flat = by_size(pieces, points.batch_size)
+    linear = fixed + points.length * (slope + points.length * square)
+    return np.asarray(np.maximum(linear, flat), dtype=np.float64)
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,26 +199,21 @@ class LawForm:
         bends = f"bends at {', '.join(map(str, self.knots))}" if self.knots else "bilinear"
         return f"{bends} + N*L^2" if self.square else bends
 
-    def solve(self, points: Points) -> Floats:
-        """The coefficients [k], all >= 0, with the least sum of squared relative residuals."""
-        return solve_relative(self._design(points), points.seconds)
-
-    def predict(self, coefficients: Floats, points: Points) -> Floats:
-        """Seconds [n] at the points, from their batch sizes and lengths."""
-        return self._design(points) @ coefficients
-
-    def segments(self, coefficients: Floats) -> list[Segment]:
-        """The same law as coefficients of N*L, N, L, 1 and N*L^2 for each range of batch sizes."""
-        width = (len(coefficients) - self.square) // 2
-        nll = float(coefficients[-1]) if self.square else 0.0
-        flat = self._lines(coefficients[:width])
-        slope = self._lines(coefficients[width : 2 * width])
-        return [
-            Segment(batch_size_min=start, nl=b_slope, n=a_slope, l=b_start, const=a_start, nll=nll)
-            for start, (a_start, a_slope), (b_start, b_slope) in zip(
-                self.knots or (1,), flat, slope, strict=True
-            )
-        ]
+    def solve(self, points: Points) -> list[PassLaw]:
+        """Return the pieces of the law with the least sum of squared relative residuals."""
+        values = solve_relative(self._design(points), points.seconds)
+        width = (len(values) - self.square) // 2
+        fixed = self._lines(values[:width])
+        slope = self._lines(values[width : 2 * width])
+        pieces = []
+        for start, (constant, row), (length, tokens) in zip(
+            self.knots or (1,), fixed, slope, strict=True
+        ):
+            terms = {"pass": constant, "row": row, "length": length, points.term: tokens}
+            if self.square:
+                terms["attended"] = 2 * float(values[-1])
+            pieces.append(piece_of(terms, start))
+        return pieces
 
     def _design(self, points: Points) -> Floats:
         """The columns [n, k] that the coefficients multiply: a basis for a(N), the same basis times
@@ -225,13 +250,13 @@ class FlatForm:
 
     name: str = "flat, then linear"
 
-    def solve(self, points: Points) -> Floats:
-        """The coefficients [4], the flat time last, with the least sum of squared relative
-        residuals.
-        """
+    def solve(self, points: Points) -> list[PassLaw]:
+        """Return the law, one piece, with the least sum of squared relative residuals."""
+        size = points.batch_size
+        columns = np.stack([np.ones_like(size), size, size * points.length], axis=1)
         order = np.argsort(points.seconds, kind="stable")
-        columns = self._columns(points)
         best = np.empty(0)
+        best_flat = 0.0
         least = np.inf
         for count in range(FLAT_POINTS_MIN, len(points) - LINEAR_POINTS_MIN + 1):
             fast = order[:count]
@@ -239,27 +264,14 @@ class FlatForm:
             inverse = 1.0 / points.seconds[fast]
             flat = inverse.sum() / (inverse / points.seconds[fast]).sum()
             linear = solve_relative(columns[slow], points.seconds[slow])
-            coefficients = np.append(linear, flat)
-            residual = self.predict(coefficients, points) / points.seconds - 1.0
+            residual = np.maximum(columns @ linear, flat) / points.seconds - 1.0
             error = float((residual**2).sum())
             if error < least:
-                best = coefficients
+                best = linear
+                best_flat = float(flat)
                 least = error
-        return best
-
-    def predict(self, coefficients: Floats, points: Points) -> Floats:
-        """Seconds [n] at the points."""
-        linear = self._columns(points) @ coefficients[:-1]
-        return np.asarray(np.maximum(linear, coefficients[-1]), dtype=np.float64)
-
-    def segments(self, coefficients: Floats) -> list[Segment]:
-        """The same law as one segment."""
-        const, rows, tokens, flat = coefficients.tolist()
-        return [Segment(batch_size_min=1, nl=tokens, n=rows, l=0.0, const=const, flat=flat)]
-
-    def _columns(self, points: Points) -> Floats:
-        size = points.batch_size
-        return np.stack([np.ones_like(size), size, size * points.length], axis=1)
+        terms = dict(zip(("pass", "row", points.term), best.tolist(), strict=True))
+        return [piece_of(terms, flat_s=best_flat)]
 
 
 Form = LawForm | FlatForm

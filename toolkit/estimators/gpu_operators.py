@@ -41,7 +41,7 @@ import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.estimators.forms import Floats
-from toolkit.estimators.steps import StepShape
+from toolkit.laws.features import StepShape
 
 TABLE = Path(__file__).with_name("operators.json")
 ACTIVATION_BYTES = 2  # of a number in bf16

@@ -5,9 +5,9 @@ slice with one call. A law does not know where its coefficients came from (`fitt
 accurate they are (`toolkit.files.fit`).
 
 In this order: the arithmetic in the form in which the simulator asks for it, several times a round
-(`LinearTimes`; `LawTimes` asks any other law), the engine's own law (`SegmentedLaw`), a law with
-what serving adds (`WithOverhead`), the law of rounds (`law_of_rounds`), and the law of swapping
-(`LinearSwap`).
+(`LinearTimes`; `LawTimes` asks any other law), the engine's own law (`SegmentedLaw`, of pieces that
+are `PassLaw`s), a law with what serving adds (`WithOverhead`), the laws of rounds (`law_of_rounds`,
+`OverlappingRounds`), and the law of swapping (`LinearSwap`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError
-from toolkit.files.fit import PartFit, RoundsFit, Segment, SwapFit
+from toolkit.files.fit import RoundsFit, SwapFit
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.protocols import LatencyLaw
 
 # A search over slice lengths needs one table per trial and never returns to an old one.
 TABLES_KEPT = 64
-COEFFICIENTS = ("nl", "n", "l", "const", "nll", "flat")
+# The terms that have a closed form of their sum over the steps of a slice.
+PREFILL_TERMS = ("pass", "row", "token", "length", "attended")
+DECODE_TERMS = ("pass", "row", "cached", "length")
 LEAST_SIZES = 64  # batch sizes with coefficients that are computed together
 
 
@@ -50,20 +55,20 @@ class LawTimes:
 
 
 class LinearTimes(LawTimes):
-    """The times of a law in segments of batch sizes; `SegmentedLaw` has the same methods, with
-    their equations. The coefficients of a batch size are computed at its first use.
+    """The times of a law in pieces by batch size; `SegmentedLaw` has the same methods, with their
+    equations. The coefficients of a batch size are computed at its first use.
     """
 
     def __init__(
         self,
-        prefill: Sequence[Segment],
-        decode: Sequence[Segment],
+        prefill: Sequence[PassLaw],
+        decode: Sequence[PassLaw],
         round_s: float,
         leaving: tuple[float, float],
     ) -> None:
         super().__init__(None)
         self.round_s = round_s
-        self._segments = prefill, decode
+        self._pieces = prefill, decode
         self._leaving = leaving
         self._leave_fixed, self._leave_slope = leaving
         # By batch size: the coefficients of 1, L and L^2 in T_prefill, and of 1 and l in tau, which
@@ -76,7 +81,7 @@ class LinearTimes(LawTimes):
         self._step_flat: list[float] = []
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (*self._segments, self.round_s, self._leaving)
+        return type(self), (*self._pieces, self.round_s, self._leaving)
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         if batch_size >= len(self._fixed):
@@ -105,14 +110,14 @@ class LinearTimes(LawTimes):
 
     def _extend(self, batch_size: int) -> None:
         sizes = np.arange(max(2 * batch_size, LEAST_SIZES))
-        prefill, decode = (by_size(segments, sizes) for segments in self._segments)
+        prefill, decode = (by_size(pieces, sizes) for pieces in self._pieces)
         self._fixed, self._slope, self._square, _ = prefill.tolist()
         self._step_fixed, self._step_slope, _, self._step_flat = decode.tolist()
 
 
 class FlatTimes(LinearTimes):
-    """Decode steps take at least `Segment.flat`: flat, then linear, as on a GPU that waits for the
-    launches of a step's kernels.
+    """Decode steps take at least `PassLaw.flat_s`: flat, then linear, as on a GPU that waits for
+    the launches of a step's kernels.
     """
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
@@ -129,12 +134,20 @@ class FlatTimes(LinearTimes):
         return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
 
 
-def by_size(segments: Sequence[Segment], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Coefficients of 1, L and L^2, and the flat time, for each batch size: [4, len(sizes)]."""
-    starts = np.array([segment.batch_size_min for segment in segments])
+def by_size(pieces: Sequence[PassLaw], sizes: NDArray[Any]) -> NDArray[np.float64]:
+    """Coefficients of 1, L and L^2, and the flat time, for each batch size: [4, len(sizes)].
+
+    N rows of L tokens are N * L new or cached tokens, which attend to N * L^2 / 2.
+    """
+    starts = np.array([piece.rows_min for piece in pieces])
     chosen = np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
-    table = np.array([[getattr(segment, key) for key in COEFFICIENTS] for segment in segments])
-    nl, n, l, const, nll, flat = table[chosen].T  # noqa: E741
+    rows = []
+    for piece in pieces:
+        terms = piece.terms
+        tokens = terms.get("token", 0.0) + terms.get("cached", 0.0)
+        others = [terms.get(name, 0.0) for name in ("row", "length", "pass")]
+        rows.append([tokens, *others, terms.get("attended", 0.0) / 2, piece.flat_s])
+    nl, n, l, const, nll, flat = np.array(rows)[chosen].T  # noqa: E741
     return np.array([n * sizes + const, nl * sizes + l, nll * sizes, flat])
 
 
@@ -154,9 +167,9 @@ class SegmentedLaw:
     """SCLS paper, Eq. 1-4, with an optional N * L^2 term in prefill and coefficients that may
     change with the batch size.
 
-    T_prefill(N, L) = nl*N*L + n*N + l*L + const + nll*N*L^2. tau(l, N) has the same form with the
-    cached length l and no square. The segment that applies to N is the last one with
-    `batch_size_min` <= N.
+    T_prefill(N, L) = token*N*L + row*N + length*L + pass + attended*N*L^2/2. tau(l, N) has the same
+    form with the cached length l (`cached` in place of `token`) and no square. The piece that
+    applies to N is the last one with `rows_min` <= N.
 
     Attributes:
         prefill_emits_token: True for an engine that samples from the prefill's logits: a slice of S
@@ -168,8 +181,8 @@ class SegmentedLaw:
         times: its arithmetic.
     """
 
-    prefill: tuple[Segment, ...]
-    decode: tuple[Segment, ...]
+    prefill: tuple[PassLaw, ...]
+    decode: tuple[PassLaw, ...]
     prefill_emits_token: bool
     padded: bool = True
     round_s: float = 0.0
@@ -178,22 +191,19 @@ class SegmentedLaw:
     _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
 
     def __post_init__(self) -> None:
-        for name, segments in (("prefill", self.prefill), ("decode", self.decode)):
-            starts = [segment.batch_size_min for segment in segments]
+        both = (("prefill", self.prefill, PREFILL_TERMS), ("decode", self.decode, DECODE_TERMS))
+        for name, pieces, known in both:
+            starts = [piece.rows_min for piece in pieces]
             if not starts or starts[0] != 1 or starts != sorted(set(starts)):
                 raise InputError(
-                    f"{name}: segments start at batch sizes {starts}; they must begin at 1 and "
-                    "ascend"
+                    f"{name}: pieces start at batch sizes {starts}; they must begin at 1 and ascend"
                 )
-            for segment in segments:
-                values = tuple(getattr(segment, key) for key in COEFFICIENTS)
-                if not all(math.isfinite(value) for value in values):
-                    raise InputError(f"{name}: coefficients {values} are not all finite")
-        if any(segment.nll for segment in self.decode):
-            raise InputError("decode: nll is not 0, and tau(l, N) has no square (Eq. 4)")
-        if any(segment.flat for segment in self.prefill):
-            raise InputError("prefill: flat is not 0, and T_prefill has no flat part (Eq. 3)")
-        made = FlatTimes if any(segment.flat for segment in self.decode) else LinearTimes
+            others = {term for piece in pieces for term in piece.terms} - set(known)
+            if others:
+                raise InputError(f"{name}: it has terms {sorted(others)}, and may have {known}")
+        if any(piece.flat_s for piece in self.prefill):
+            raise InputError("prefill: flat_s is not 0, and T_prefill has no flat part (Eq. 3)")
+        made = FlatTimes if any(piece.flat_s for piece in self.decode) else LinearTimes
         times = made(self.prefill, self.decode, self.round_s, self.leaving)
         object.__setattr__(self, "times", times)
 
@@ -252,11 +262,6 @@ class SegmentedLaw:
         return self._tables[key]
 
 
-def scaled_segment(segment: Segment, factor: float) -> Segment:
-    """The segment with each coefficient times `factor`."""
-    return segment.model_copy(update={key: getattr(segment, key) * factor for key in COEFFICIENTS})
-
-
 def bilinear_law(
     p: tuple[float, float, float, float],
     d: tuple[float, float, float, float],
@@ -265,10 +270,16 @@ def bilinear_law(
     """Eq. 3 and 4 as the paper writes them: p = (p1..p4) and d = (d1..d4), in seconds per N*L, per
     N, per L, and constant.
     """
-    prefill, decode = (
-        (Segment(batch_size_min=1, nl=c[0], n=c[1], l=c[2], const=c[3]),) for c in (p, d)
+    return SegmentedLaw(
+        (piece_of(dict(zip(("token", "row", "length", "pass"), p, strict=True))),),
+        (piece_of(dict(zip(("cached", "row", "length", "pass"), d, strict=True))),),
+        prefill_emits_token,
     )
-    return SegmentedLaw(prefill, decode, prefill_emits_token)
+
+
+def piece_of(terms: dict[str, float], rows_min: int = 1, flat_s: float = 0.0) -> PassLaw:
+    """Return a piece of a law of batches, which applies from `rows_min` rows on."""
+    return PassLaw(terms, flat_s=flat_s, rows_min=rows_min)
 
 
 def unit_step() -> SegmentedLaw:
@@ -336,16 +347,17 @@ class WithOverhead:
 
 
 def law_of_parts(
-    engine: SegmentedLaw, join: PartFit, leave: PartFit, grow: PartFit
+    engine: SegmentedLaw, join: PassLaw, leave: PassLaw, grow: PassLaw
 ) -> SegmentedLaw:
     """The engine's law plus the cost of joins (into prefills), cache moves (into decode steps) and
     leaves, as measured in one process.
     """
+    left = leave.terms
     return replace(
         engine,
-        prefill=tuple(_plus(segment, join) for segment in engine.prefill),
-        decode=tuple(_plus(segment, grow) for segment in engine.decode),
-        leaving=(leave.flat_s + leave.row_s, leave.token_s),
+        prefill=tuple([piece.plus(join) for piece in engine.prefill]),
+        decode=tuple([piece.plus(grow) for piece in engine.decode]),
+        leaving=(left.get("pass", 0.0) + left.get("row", 0.0), left.get("cached", 0.0)),
     )
 
 
@@ -359,23 +371,72 @@ def law_of_rounds(engine: SegmentedLaw, fit: RoundsFit) -> SegmentedLaw:
     stretch = fit.overhead.stretch
     return replace(
         parts,
-        prefill=tuple(scaled_segment(segment, stretch) for segment in parts.prefill),
-        decode=tuple(scaled_segment(segment, stretch) for segment in parts.decode),
+        prefill=tuple([piece.times(stretch) for piece in parts.prefill]),
+        decode=tuple([piece.times(stretch) for piece in parts.decode]),
         round_s=fit.overhead.batch_s,
         leaving=(stretch * parts.leaving[0], stretch * parts.leaving[1]),
     )
 
 
-def _plus(segment: Segment, part: PartFit) -> Segment:
-    return segment.model_copy(
-        update={
-            "const": segment.const + part.flat_s,
-            "n": segment.n + part.row_s,
-            "nl": segment.nl + part.token_s,
-            # Under the flat part, what the part takes by rows and tokens is left out.
-            "flat": segment.flat and segment.flat + part.flat_s,
-        }
-    )
+@dataclass(frozen=True, slots=True)
+class OverlappingRounds:
+    """What a policy inside an engine with overlapping passes believes of them: a `LatencyLaw`.
+
+    A chunk between decodes costs the decodes two gaps. With d a pass of decodes alone, e and g the
+    launch and the GPU's time of the chunk, and c the next launch, both gaps together last
+    max(d + g, e + c). So a chunk takes that long, less the d that a step takes anyway.
+
+    Attributes:
+        law: of the passes.
+        slices: of static batches, which such an engine does not run; `serve_table` is its.
+    """
+
+    law: PassLaw
+    slices: SegmentedLaw
+    prefill_emits_token: bool = True
+    padded: bool = False
+    round_s: float = 0.0
+
+    def prefill_s(self, batch_size: int, input_length: float) -> float:
+        """Seconds that prompts of `input_length` tokens take, [batch_size] at once."""
+        return self.pass_s(batch_size, 0.0, input_length)
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """Seconds of chunks from `start` to `end` tokens, [batch_size] at once."""
+        new = end - start
+        attended = batch_size * new * (start + new / 2)
+        shape = StepShape(0, 0, batch_size, round(batch_size * new), attended)
+        alone = StepShape(1, 0)
+        decodes_s = self.law.gpu_s(alone)
+        gpu_s = decodes_s + self.law.gpu_s(shape)
+        launches_s = self.law.launch_s(shape) + self.law.launch_s(alone)
+        return max(gpu_s, launches_s) - decodes_s
+
+    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
+        """Seconds of `steps` decode steps of rows that have `input_length` tokens before them."""
+        if steps <= 0:
+            return 0.0
+        cached = batch_size * (input_length + 1)
+        first = StepShape(batch_size, round(cached))
+        first_s = self.law.gpu_s(first)
+        growth_s = self.law.growth_s(first)  # of each step over the one before
+        launch_s = self.law.launch_s(first)
+        by_launch = 0  # steps that take as long as their launch
+        if first_s < launch_s:
+            by_launch = steps
+            if growth_s > 0.0:
+                by_launch = min(math.ceil((launch_s - first_s) / growth_s), steps)
+        by_gpu = steps - by_launch
+        gpu_s = first_s + growth_s * (by_launch + 0.5 * (by_gpu - 1))
+        return by_launch * launch_s + by_gpu * gpu_s
+
+    def leave_s(self, length: float) -> float:
+        """0: a row that leaves costs nothing."""
+        return 0.0
+
+    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
+        """Of static batches."""
+        return self.slices.serve_table(max_batch_size, steps)
 
 
 @dataclass(frozen=True)

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from toolkit.engine_traits import traits_of
 from toolkit.estimators.laws import (
     LinearSwap,
+    OverlappingRounds,
     SegmentedLaw,
     WithOverhead,
     law_of_rounds,
     swap_from_fit,
 )
 from toolkit.estimators.memory import RuleMemory, ZetaMemory
-from toolkit.estimators.pipeline import (
-    COEFFICIENTS,
-    GraphSettings,
-    OverlappingRounds,
-    PipelineLaw,
-)
-from toolkit.estimators.steps import StepLaw
-from toolkit.files.fit import Fit, MemoryFit, StepsFit
+from toolkit.files.fit import Fit, MemoryFit
 from toolkit.files.modelled import refuse_fit
 from toolkit.sched.protocols import LatencyLaw, MemoryLaw
 from toolkit.sched.types import NO_LIMIT, Joining
-
-# The fields of `StepLaw`, which `StepsFit` has, too, and those that are lists there.
-STEP_FIELDS = tuple(each.name for each in fields(StepLaw) if each.init)
-STEP_LISTS = ("token_s", "knots")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -49,12 +39,12 @@ class Laws:
 
 
 def laws_from_fit(fit: Fit) -> Laws:
-    """The laws that a fit file holds. Raises `InputError` if segments or rules are out of order, or
+    """The laws that a fit file holds. Raises `InputError` if pieces or rules are out of order, or
     for a server that is not modelled.
     """
     refuse_fit(fit)
-    prefill = tuple(fit.prefill.segments)
-    decode = tuple(fit.decode.segments)
+    prefill = tuple(fit.prefill.pieces)
+    decode = tuple(fit.decode.pieces)
     engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
     latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
     memory = memory_from_fit(fit.memory)
@@ -71,9 +61,8 @@ def laws_from_fit(fit: Fit) -> Laws:
         rounds = in_rounds
         if fit.steps is not None:
             front_s = fit.steps.front_s
-            law = law_of_steps(fit.steps)
-            if isinstance(law, PipelineLaw):
-                rounds = OverlappingRounds(law, in_rounds)
+            if fit.steps.law.graphs is not None:
+                rounds = OverlappingRounds(fit.steps.law, in_rounds)
     elif fit.engine.is_server:
         # A server's laws describe what clients measure. They include HTTP in every step already,
         # which a slice adds only once.
@@ -95,21 +84,6 @@ def laws_from_fit(fit: Fit) -> Laws:
     )
 
 
-def law_of_steps(fit: StepsFit) -> StepLaw | PipelineLaw:
-    """The law of an engine's passes."""
-    overlap = fit.pipeline
-    if overlap is None:
-        values = {name: getattr(fit, name) for name in STEP_FIELDS}
-        return StepLaw(**(values | {name: tuple(values[name]) for name in STEP_LISTS}))
-    return PipelineLaw(
-        GraphSettings(overlap.graph_mode, tuple(overlap.graph_sizes), overlap.apart),
-        **{name: getattr(overlap, name) for name in COEFFICIENTS},
-        spread=tuple(overlap.spread),
-        experts=fit.experts,
-        experts_per_token=fit.experts_per_token,
-    )
-
-
 def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
     """Split a server's law as clients measure it into the engine's own law and the seconds of HTTP
     and text.
@@ -120,10 +94,10 @@ def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
     time is assumed to be equal for all requests, and to cover the way in and out.
     """
     front_s = seen.prefill_s(1, 0.0) - seen.decode_s(1, 0.0, 1)
-    least_s = min(seen.prefill_s(segment.batch_size_min, 0.0) for segment in seen.prefill)
+    least_s = min(seen.prefill_s(piece.rows_min, 0.0) for piece in seen.prefill)
     front_s = max(min(front_s, least_s), 0.0)
     inside = tuple(
-        segment.model_copy(update={"const": segment.const - front_s}) for segment in seen.prefill
+        piece.with_terms({"pass": piece.terms["pass"] - front_s}) for piece in seen.prefill
     )
     return replace(seen, prefill=inside), front_s
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import lsq_linear, minimize
@@ -35,17 +35,12 @@ from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
 from toolkit.estimators.front import fit_front
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
-from toolkit.estimators.load import STEP_FIELDS, STEP_LISTS
-from toolkit.estimators.steps import FIXED, StepLaw, StepShape, features
 from toolkit.files.fit import (
     BatchRule,
     Candidate,
-    HeldOutError,
     MemoryFit,
     OverheadFit,
-    PartFit,
     RoundsFit,
-    StepRange,
     StepsFit,
     SwapFit,
 )
@@ -58,6 +53,8 @@ from toolkit.files.profile import (
     StepPoint,
     StepsProfile,
 )
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
 
 MEASURE_AGAIN = "measure again with: llmctl profile RECIPE"
 
@@ -174,15 +171,7 @@ def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     return rules[::-1]
 
 
-CONSTANT, ROWS, TOKENS = range(3)  # columns: 1, rows, rows * length
-TERMS = (
-    (ROWS,),
-    (TOKENS,),
-    (CONSTANT, ROWS),
-    (CONSTANT, TOKENS),
-    (ROWS, TOKENS),
-    (CONSTANT, ROWS, TOKENS),
-)
+PARTS = ("row", "tokens", "pass row", "pass tokens", "row tokens", "pass row tokens")  # their terms
 PART_SECONDS_MIN = 1e-7  # a part that takes less is not measurable and has no terms
 BYTES_PER_S_MAX = 1e15  # of a transfer that takes no measurable time
 NO_ERROR = HeldOutError(median_percent=0.0, p95_percent=0.0, worst_percent=0.0, points=0)
@@ -279,8 +268,10 @@ def _line(times: Sequence[Floats]) -> tuple[float, float]:
     return batch_s * raised, stretch * raised
 
 
-def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
-    """The terms of a part of rounds, by held-out error; none if it takes no measurable time."""
+def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PassLaw:
+    """The law of a part of rounds, its terms by held-out error; without terms if it takes no
+    measurable time. Newcomers compute their tokens, other rows have them cached.
+    """
     points = [point for point in measured.parts if point.part == name]
     if len(points) < forms.HELD_OUT_PARTS:
         raise InputError(
@@ -290,18 +281,22 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PartFit:
         )
     seconds = np.array([forms.typical(point.seconds) for point in points])
     if seconds.min() <= PART_SECONDS_MIN:
-        return PartFit(flat_s=0.0, row_s=0.0, token_s=0.0, error=NO_ERROR)
-    # A move of the cache affects all rows. A join or a leave affects only its own rows.
-    rows = np.array([float(p.rows + (p.others if name == "grow" else 0)) for p in points])
-    lengths = np.array([point.length for point in points])
-    columns = np.stack([np.ones(len(points)), rows, rows * lengths], axis=1)
-    predicted = [_held_out(columns[:, terms], seconds, None, seed) for terms in TERMS]
+        return PassLaw({}, error=NO_ERROR)
+    tokens = "token" if name == "join" else "cached"
+    shapes = []
+    for point in points:
+        # A move of the cache affects all rows. A join or a leave affects only its own rows.
+        rows = point.rows + (point.others if name == "grow" else 0)
+        both = rows, rows * point.length
+        shapes.append(StepShape(0, 0, *both) if name == "join" else StepShape(*both))
+    tried = [
+        PassLaw(dict.fromkeys(terms.replace("tokens", tokens).split(), 0.0)) for terms in PARTS
+    ]
+    columns = [np.array(law.columns(shapes)) for law in tried]
+    predicted = [_held_out(one, seconds, None, seed) for one in columns]
     kept = forms.choose(predicted, seconds)
-    coefficients = np.zeros(3)
-    coefficients[list(TERMS[kept])] = forms.solve_relative(columns[:, TERMS[kept]], seconds)
-    flat_s, row_s, token_s = coefficients.tolist()
-    error = forms.percent_error(predicted[kept], seconds)
-    return PartFit(flat_s=flat_s, row_s=row_s, token_s=token_s, error=error)
+    law = tried[kept].with_values(forms.solve_relative(columns[kept], seconds).tolist())
+    return replace(law, error=forms.percent_error(predicted[kept], seconds))
 
 
 def fit_swap(
@@ -355,12 +350,10 @@ COMPUTED_KNOTS = (
     *(0, 2, 4, 8, 16, 17, 32, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384),
     *(512, 513, 768, 1024, 1025, 2048, 4096, 8192),
 )
-OVERLAPPING = "overlapping passes"  # the form of `PipelineLaw`
 GAP_MAX = 3.0  # times the median: how much a longer gap between passes counts
-
-
-CACHED = 3  # the column of `features` with the cached tokens of decodes alone
-BESIDE = 4  # and that of decodes beside chunks
+# The terms of a single pass; the cost of reading caches in `cached`, or beside chunks another one.
+READS = ("cached",)
+READS_APART = ("cached_alone", "cached_beside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,57 +372,28 @@ class StepPasses:
         return cls([shape_of(point) for point in points], seconds, np.sqrt(counted))
 
 
-@dataclass(frozen=True, slots=True)
-class StepForm:
-    """A form of `StepLaw`: where the cost of a new token changes, whether decodes beside chunks
-    read their caches at a cost of their own, the experts of a layer and of a token, and the tokens
-    of sliding windows.
-    """
-
-    knots: tuple[int, ...]
-    beside: bool = False
-    experts: tuple[int, int] = (0, 0)
-    window: int = 0
-
-    @property
-    def name(self) -> str:
-        knots = f"knots {', '.join(map(str, self.knots))}"
-        if self.experts[0]:
-            knots += f", {self.experts[0]} experts"
-        if self.window:
-            knots += f", windows of {self.window}"
-        return f"{knots}, reads beside chunks" if self.beside else knots
-
-    def law(self, passes: StepPasses) -> StepLaw:
-        """The law of this form that is nearest to the passes."""
-        columns = self.columns(passes.shapes)
-        return self.law_of(forms.solve_passes(columns, passes.seconds, passes.root_weight))
-
-    def law_of(self, values: Floats) -> StepLaw:
-        """The law with these coefficients of `columns`."""
-        if not self.beside:
-            values = np.insert(values, BESIDE, values[CACHED])
-        return StepLaw.of(values.tolist(), self.knots, experts=self.experts, window=self.window)
-
-    def held_out(self, passes: StepPasses, seed: int) -> Floats:
-        """Seconds [n] of each pass by laws that did not see it."""
-        return _held_out(self.columns(passes.shapes), passes.seconds, passes.root_weight, seed)
-
-    def columns(self, shapes: Sequence[StepShape]) -> Floats:
-        """The columns [n, k] that the coefficients multiply: `features` of the passes."""
-        terms = self.knots, self.experts, self.window
-        columns = np.array([features(shape, *terms) for shape in shapes])
-        if self.beside:
-            return columns
-        columns[:, CACHED] += columns[:, BESIDE]
-        return np.delete(columns, BESIDE, axis=1)
+def form_of(measured: StepsProfile, knots: tuple[int, ...], reads: tuple[str, ...]) -> PassLaw:
+    """Return a law of the profile's model with every term at 0: a form that may be fitted."""
+    groups = measured.resolved.groups if measured.resolved is not None else []
+    window = window_of(groups)
+    terms = ["pass", "row", "chunk", *reads, "attended", "behind"]
+    terms += ["expert"] if measured.experts else []
+    terms += ["inside", "attended_inside"] if window else []
+    return PassLaw(
+        dict.fromkeys(terms, 0.0),
+        (0.0,) * len(knots),
+        knots,
+        experts=measured.experts,
+        experts_per_token=measured.experts_per_token,
+        window=window,
+    )
 
 
 def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> StepsFit:
     """The law of a profile's passes.
 
     Coefficients are >= 0, by least relative squares. Where the cost of a new token changes
-    (`StepLaw.knots`) is chosen by held-out error, the fewest knots first; then whether decodes
+    (`PassLaw.knots`) is chosen by held-out error, the fewest knots first; then whether decodes
     beside chunks have a cost of their own.
 
     Passes that were `computed` have no noise (`_fit_computed`).
@@ -445,30 +409,34 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
     points = measured.points
     _check_passes(points)
     passes = StepPasses.of(points)
-    if computed:
-        law, error, candidates = _fit_computed(measured, passes)
-    else:
-        form, error, candidates = _best_form(measured, passes, seed)
-        law = form.law(passes)
-    pipeline = None
+    fitted = _fit_computed(measured, passes) if computed else fit_single(measured, passes, seed)
+    law, candidates = fitted
+    launches: Literal["measured", "inferred", ""] = ""
     graphs = pipeline_fit.graphs_of(measured)
     if graphs is not None:
-        columns = pipeline_fit.PassColumns.of(points, graphs, form.experts)
-        pipeline = pipeline_fit.fit_pipeline(columns)
+        columns = pipeline_fit.PassColumns.of(
+            points, graphs, (measured.experts, measured.experts_per_token)
+        )
         means = np.array([np.mean(point.seconds) for point in points])
         error = forms.percent_error(pipeline_fit.held_out_s(columns, seed), means)
-        candidates.append(Candidate(form=OVERLAPPING, error=error))
-    host_s, host_row_s = _fit_host(points, math.inf if computed else GAP_MAX)
+        law = replace(pipeline_fit.fit_pipeline(columns), error=error)
+        launches = "measured" if columns.launches.any() else "inferred"
+        candidates.append(Candidate(form=law.form, error=error))
+    else:
+        host_s, host_row_s = _fit_host(points, math.inf if computed else GAP_MAX)
+        law = law.with_terms(
+            {"host": host_s, "host_row": host_row_s} if host_s + host_row_s else {}
+        )
     front_s, front_row_s = fit_front(measured)
+    valid = PassRange(
+        rows_max=max(shape.rows for shape in passes.shapes),
+        tokens_max=max(shape.tokens for shape in passes.shapes),
+        cached_max=_most_cached(measured, passes, computed=computed),
+    )
     return StepsFit(
-        **_coefficients(replace(law, host_s=host_s, host_row_s=host_row_s)),
-        error=error,
+        law=replace(law, valid=valid),
         candidates=candidates,
-        valid=StepRange(
-            rows_max=max(shape.rows for shape in passes.shapes),
-            tokens_max=max(shape.tokens for shape in passes.shapes),
-            cached_max=_most_cached(measured, passes, computed=computed),
-        ),
+        launches=launches,
         front_s=front_s,
         front_row_s=front_row_s,
         block_tokens=measured.block_tokens,
@@ -477,7 +445,6 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
         draft_method=measured.draft_method,
         draft_tokens=measured.draft_tokens,
         resolved=measured.resolved,
-        pipeline=pipeline,
     )
 
 
@@ -490,10 +457,8 @@ def _most_cached(measured: StepsProfile, passes: StepPasses, *, computed: bool) 
     return max(shape.decode_cached for shape in passes.shapes)
 
 
-def _fit_computed(
-    measured: StepsProfile, passes: StepPasses
-) -> tuple[StepLaw, HeldOutError, list[Candidate]]:
-    """Return the law of computed passes, and what its form loses of them.
+def _fit_computed(measured: StepsProfile, passes: StepPasses) -> tuple[PassLaw, list[Candidate]]:
+    """Return the law of computed passes, with what its form loses of them.
 
     It has all knots of `COMPUTED_KNOTS` up to the longest pass, and a token may cost less than
     nothing where a tile fills up. Passes with chunks weigh as much together as passes without; a
@@ -502,52 +467,55 @@ def _fit_computed(
     shapes = passes.shapes
     longest = max(shape.tokens for shape in shapes)
     knots = tuple(knot for knot in COMPUTED_KNOTS if knot < longest)
-    groups = measured.resolved.groups if measured.resolved is not None else []
-    experts = (measured.experts, measured.experts_per_token)
-    form = StepForm(knots, beside=True, experts=experts, window=window_of(groups))
+    form = form_of(measured, knots, READS_APART)
     mixed = np.array([shape.prefills > 0 for shape in shapes])
     told = ~mixed | (passes.seconds > measured.least_s)
     weight = np.sqrt(np.where(mixed, 1.0 / mixed.mean(), 1.0 / (~mixed).mean()))
-    columns = form.columns(shapes)
+    columns = np.array(form.columns(shapes))
     least = np.zeros(columns.shape[1])
-    least[FIXED : FIXED + len(knots) - 1] = -np.inf
+    least[len(form.terms) : -1] = -np.inf  # but for the last of the new tokens
     relative = (columns * (weight / passes.seconds)[:, None])[told]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0.0] = 1.0
     found = lsq_linear(relative / scale, weight[told], (least, np.inf), method="bvls")
     coefficients = np.maximum(found.x, least) / scale  # the solver may miss a bound by its rounding
-    law = replace(form.law_of(coefficients), least_s=measured.least_s)
+    law = replace(form.with_values(coefficients.tolist()), least_s=measured.least_s)
     predicted = np.array([law.forward_s(shape) for shape in shapes])
     error = forms.percent_error(predicted, passes.seconds)
-    return law, error, [Candidate(form=form.name, error=error)]
+    return replace(law, error=error), [Candidate(form=law.form, error=error)]
 
 
-def _best_form(
+def fit_single(
     measured: StepsProfile, passes: StepPasses, seed: int
-) -> tuple[StepForm, HeldOutError, list[Candidate]]:
-    """The form with the least error, that error, and all forms that were tried."""
+) -> tuple[PassLaw, list[Candidate]]:
+    """Return the law of passes as if none overlapped, of the form with the least error, with that
+    error and standard deviations; and all forms that were tried.
+    """
     tokens_max = max(shape.tokens for shape in passes.shapes)
     places = [tokens for tokens in KNOT_TOKENS if tokens < tokens_max]
-    experts = (measured.experts, measured.experts_per_token)
-    groups = measured.resolved.groups if measured.resolved is not None else []
-    window = window_of(groups)
     tried = [
-        StepForm((0, *knots), experts=experts, window=window)
+        form_of(measured, (0, *knots), READS)
         for count in range(KNOTS_MAX + 1)
         for knots in combinations(places, count)
     ]
-    predicted = [form.held_out(passes, seed) for form in tried]
+    columns = [np.array(form.columns(passes.shapes)) for form in tried]
+    given = passes.seconds, passes.root_weight, seed
+    predicted = [_held_out(one, *given) for one in columns]
     best = forms.choose(predicted, passes.seconds)
-    form = tried[best]
-    tried.append(replace(form, beside=True))
-    predicted.append(tried[-1].held_out(passes, seed))
+    tried.append(form_of(measured, tried[best].knots, READS_APART))
+    columns.append(np.array(tried[-1].columns(passes.shapes)))
+    predicted.append(_held_out(columns[-1], *given))
     if forms.choose([predicted[best], predicted[-1]], passes.seconds):
         best = len(tried) - 1
     candidates = [
-        Candidate(form=form.name, error=forms.percent_error(prediction, passes.seconds))
+        Candidate(form=form.form, error=forms.percent_error(prediction, passes.seconds))
         for form, prediction in zip(tried, predicted, strict=True)
     ]
-    return tried[best], candidates[best].error, candidates
+    values = forms.solve_passes(columns[best], passes.seconds, passes.root_weight)
+    law = tried[best].with_values(values.tolist())
+    std = forms.standard_deviations(columns[best], passes.seconds, columns[best] @ values)
+    known = {name: s for name, s in zip(law.names, std.tolist(), strict=True) if s < math.inf}
+    return replace(law, error=candidates[best].error, std=known), candidates
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:
@@ -583,12 +551,6 @@ def point_of(shape: StepShape, seconds: float) -> StepPoint:
     """A pass of this composition that took so long."""
     names = StepPoint.model_fields.keys() - {"seconds", "host_s", "idle", "launch_s"}
     return StepPoint(**{name: getattr(shape, name) for name in names}, seconds=[seconds], host_s=[])
-
-
-def _coefficients(law: StepLaw) -> dict[str, Any]:
-    """The coefficients of `law` by the names that `StepLaw` and `StepsFit` give them."""
-    values = {name: getattr(law, name) for name in STEP_FIELDS}
-    return values | {name: list(values[name]) for name in STEP_LISTS}
 
 
 def _fit_host(points: Sequence[StepPoint], longest: float) -> tuple[float, float]:

@@ -1,9 +1,11 @@
-"""From the passes of a profile, in order, to a `PipelineLaw`: alternating least squares.
+"""From the passes of a profile, in order, to the law of overlapping passes: alternating least
+squares.
 
 A pass ends with its own work or with the launch of the next pass. Which of the two it was follows
-from the law; given that, the law is linear. So the fit alternates: the recursion of `pipeline`,
-behind the measured ends of the passes before, finds what each pass waited for; then relative least
-squares find the coefficients of launches and of the GPU, each from the passes that show them.
+from the law; given that, the law is linear. So the fit alternates: the recursion of
+`toolkit.laws.passes`, behind the measured ends of the passes before, finds what each pass waited
+for; then relative least squares find the terms of launches and of the GPU, each from the passes
+that show them.
 
 Where a profile has launch times, these take the place of the law's launches, and show themselves.
 Without them a launch shows only where a pass waited for it.
@@ -13,24 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.estimators import forms
 from toolkit.estimators.forms import Floats
-from toolkit.estimators.pipeline import (
-    COEFFICIENTS,
-    EAGER,
-    GRAPH,
-    PIECEWISE,
-    GraphSettings,
-    PipelineLaw,
-)
-from toolkit.estimators.steps import touched_experts
-from toolkit.files.fit import PipelineFit
 from toolkit.files.profile import StepPoint, StepsProfile
+from toolkit.laws.features import (
+    ALONE,
+    ARITHMETIC,
+    EAGER,
+    FEATURES,
+    GRAPH,
+    LEAST,
+    MIXED,
+    NUMBERS,
+    PIECEWISE,
+    touched_experts,
+)
+from toolkit.laws.passes import GraphSettings, PassLaw
 
 Flags = NDArray[np.bool_]
 
@@ -41,30 +45,30 @@ SHARE_SHOWN = 0.5  # of the short passes with chunks that must show their work o
 GPU_MIN_S = 1e-4  # a shorter rest between two ends says nothing of the GPU
 QUANTILES = 16  # of the eager launches' spread
 
-LAUNCH_NAMES = (
-    (GRAPH, ("graph_s", "graph_row_s")),
-    (PIECEWISE, ("piece_s", "piece_row_s")),
-    (EAGER, ("eager_s", "eager_chunk_s")),
+LAUNCH_TERMS = (
+    (GRAPH, ("graph", "graph_row")),
+    (PIECEWISE, ("piece", "piece_row")),
+    (EAGER, ("eager", "eager_chunk")),
 )
 
 # Where the alternation begins. Any guess of this order of magnitude leads to the same law.
-FIRST_GUESS: dict[str, Any] = {
-    "decode_s": 5e-3,
-    "row_s": 1e-5,
-    "cached_s": 3e-8,
-    "floor_s": 5e-3,
-    "floor_token_s": 0.0,
-    "token_s": 2e-5,
-    "attended_s": 1e-9,
-    "beside_s": 3e-8,
-    "expert_s": 0.0,
-    "graph_s": 2e-3,
-    "graph_row_s": 0.0,
-    "piece_s": 5e-3,
-    "piece_row_s": 0.0,
-    "eager_s": 2e-2,
-    "eager_chunk_s": 0.0,
+FIRST_GUESS = {
+    "pass_alone": 5e-3,
+    "token_alone": 1e-5,
+    "cached_alone": 3e-8,
+    "pass_least": 5e-3,
+    "token_least": 0.0,
+    "token_arithmetic": 2e-5,
+    "attended": 1e-9,
+    "cached_beside": 3e-8,
+    "graph": 2e-3,
+    "graph_row": 0.0,
+    "piece": 5e-3,
+    "piece_row": 0.0,
+    "eager": 2e-2,
+    "eager_chunk": 0.0,
 }
+EXPERTS_GUESS = {"expert_alone": 0.0, "expert_least": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,8 @@ class PassColumns:
     """The passes of a profile in order, as columns [n].
 
     Attributes:
-        tokens: new tokens, padded where a graph computes them.
-        touched: experts of a layer that the new tokens touch; 0 where there are none.
-        cached: of the decodes. attended: by the chunks.
+        numbers: of each pass, by name as in `NUMBERS`; tokens are padded where a graph computes
+            them.
         seconds: from the end of the pass before (from idle: from scheduling) to the pass's tokens.
         launches: seconds of its launch; 0: not known.
         launch: GRAPH, PIECEWISE or EAGER.
@@ -82,14 +85,11 @@ class PassColumns:
         run: the number of its run, which begins from idle.
         point: the number of its point.
         root_weight: the square root of its weight.
+        experts: of a layer, and of a token; 0: there are none.
     """
 
     graphs: GraphSettings
-    decodes: Floats
-    cached: Floats
-    chunks: Floats
-    tokens: Floats
-    attended: Floats
+    numbers: dict[str, Floats]
     seconds: Floats
     launches: Floats
     launch: NDArray[np.int_]
@@ -97,7 +97,6 @@ class PassColumns:
     run: NDArray[np.int_]
     point: NDArray[np.int_]
     root_weight: Floats
-    touched: Floats
     experts: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -131,42 +130,51 @@ class PassColumns:
         from_mean = np.where(columns[1] > 0, 0.0, place - (counts[number] - 1) / 2)
         idle = (place == 0) & np.array([point.idle for point in points])[number]
         idle[0] = True
+        decodes, chunks, padded, of_experts, cached, attended, root_weight = columns
+        numbers = {
+            "one": np.ones(len(number)),
+            "rows": decodes + chunks,
+            "chunks": chunks,
+            "tokens": padded,
+            "experts": of_experts,
+            "cached": cached + from_mean * decodes,
+            "attended": attended,
+        }
         return cls(
             graphs=graphs,
-            decodes=columns[0],
-            cached=columns[4] + from_mean * columns[0],
-            chunks=columns[1],
-            tokens=columns[2],
-            attended=columns[5],
+            numbers=numbers,
             seconds=np.array(seconds),
             launches=np.array(launches),
             launch=np.array(launch_of)[number],
             idle=idle,
             run=np.cumsum(idle) - 1,
             point=number,
-            root_weight=columns[6],
-            touched=columns[3],
+            root_weight=root_weight,
             experts=experts,
         )
 
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def work_s(self, law: PipelineLaw) -> Floats:
-        """Seconds of each pass on the GPU."""
-        experts = law.expert_s * self.touched
-        alone = law.decode_s + law.row_s * self.tokens + law.cached_s * self.cached + experts
-        least = law.floor_s + law.floor_token_s * self.tokens + experts
-        mixed = np.maximum(least, law.token_s * self.tokens)
-        mixed = mixed + law.attended_s * self.attended + law.beside_s * self.cached
-        return np.where(self.chunks > 0, mixed, alone)
+    def columns(self, terms: Sequence[str]) -> Floats:
+        """Return what each of the terms counts in each pass [n, k]."""
+        return np.stack([self.numbers[NUMBERS[FEATURES[term].number]] for term in terms], axis=1)
 
-    def launch_s(self, law: PipelineLaw) -> Floats:
-        """Seconds of each launch by the law."""
-        rows = self.decodes + self.chunks
-        graph = law.graph_s + law.graph_row_s * rows
-        piece = law.piece_s + law.piece_row_s * rows
-        eager = law.eager_s + law.eager_chunk_s * self.chunks
+    def part_s(self, law: PassLaw, part: int) -> Floats:
+        """Return the seconds of the terms of one part [n], as if it applied to all passes."""
+        own = [term for term in law.terms if part in FEATURES[term].parts]
+        seconds: Floats = self.columns(own) @ np.array([law.terms[term] for term in own])
+        return seconds
+
+    def work_s(self, law: PassLaw) -> Floats:
+        """Return the seconds of each pass on the GPU."""
+        mixed = np.maximum(self.part_s(law, LEAST), self.part_s(law, ARITHMETIC))
+        mixed = mixed + self.part_s(law, MIXED)
+        return np.where(self.numbers["chunks"] > 0, mixed, self.part_s(law, ALONE))
+
+    def launch_s(self, law: PassLaw) -> Floats:
+        """Return the seconds of each launch by the law."""
+        graph, piece, eager = (self.part_s(law, part) for part, _ in LAUNCH_TERMS)
         return np.select([self.launch == GRAPH, self.launch == PIECEWISE], [graph, piece], eager)
 
 
@@ -186,14 +194,14 @@ class PassTimeline:
     gpu_s: Floats
 
 
-def timeline(passes: PassColumns, law: PipelineLaw, *, measured: bool) -> PassTimeline:
-    """The recursion of `pipeline` over all runs, each from idle.
+def timeline(passes: PassColumns, law: PassLaw, *, measured: bool) -> PassTimeline:
+    """The recursion of `toolkit.laws.passes` over all runs, each from idle.
 
     With `measured`, each pass follows the measured ends and launches of the passes before it, which
     says what it waited for. Without, nothing measured comes in but the passes' compositions.
     """
     count = len(passes)
-    apart = law.graphs.apart
+    apart = law.apart
     launch_s = passes.launch_s(law)
     if measured:
         launch_s = np.where(passes.launches > 0.0, passes.launches, launch_s)
@@ -237,12 +245,12 @@ def timeline(passes: PassColumns, law: PipelineLaw, *, measured: bool) -> PassTi
     return PassTimeline(took_s, for_launch, gpu_s)
 
 
-def predicted_s(passes: PassColumns, law: PipelineLaw) -> Floats:
+def predicted_s(passes: PassColumns, law: PassLaw) -> Floats:
     """Seconds of each pass [n] by the law alone."""
     return timeline(passes, law, measured=False).took_s
 
 
-def fit_law(passes: PassColumns, seen: Flags | None = None) -> PipelineLaw:
+def fit_law(passes: PassColumns, seen: Flags | None = None) -> PassLaw:
     """Return the law that the passes show, of which the fit may use those that are `seen` [n].
 
     The coefficients of launches that no pass had are 0. Without launch times in the profile,
@@ -250,28 +258,24 @@ def fit_law(passes: PassColumns, seen: Flags | None = None) -> PipelineLaw:
     """
     chosen = np.ones(len(passes), dtype=bool) if seen is None else seen
     experts, per_token = passes.experts
-    law = PipelineLaw(passes.graphs, **FIRST_GUESS, experts=experts, experts_per_token=per_token)
+    guess = FIRST_GUESS | (EXPERTS_GUESS if experts else {})
+    law = PassLaw(guess, experts=experts, experts_per_token=per_token, graphs=passes.graphs)
     for _ in range(ROUNDS):
         found = timeline(passes, law, measured=True)
         law = _with_launches(law, passes, found, chosen)
         law = _with_work(law, passes, found, chosen)
-    for launch, names in LAUNCH_NAMES:
+    for launch, terms in LAUNCH_TERMS:
         if not (passes.launch == launch).any():
-            no_launch: dict[str, Any] = dict.fromkeys(names, 0.0)
-            law = replace(law, **no_launch)
+            law = law.with_terms(dict.fromkeys(terms, 0.0))
     return law
 
 
-def _with_launches(
-    law: PipelineLaw, passes: PassColumns, found: PassTimeline, seen: Flags
-) -> PipelineLaw:
+def _with_launches(law: PassLaw, passes: PassColumns, found: PassTimeline, seen: Flags) -> PassLaw:
     """The law with the launches that passes show."""
     of, seconds, root_weight = _shown_launches(passes, found, seen)
-    rows = (passes.decodes + passes.chunks)[of]
-    for launch, names in LAUNCH_NAMES:
-        counted = passes.chunks[of] if launch == EAGER else rows
-        columns = np.stack([np.ones(len(of)), counted], axis=1)
-        law = _with(law, names, passes.launch[of] == launch, columns, seconds, root_weight)
+    for launch, terms in LAUNCH_TERMS:
+        columns = passes.columns(terms)[of]
+        law = _with(law, terms, passes.launch[of] == launch, columns, seconds, root_weight)
     return law
 
 
@@ -289,55 +293,49 @@ def _shown_launches(
     return shown + 1, passes.seconds[shown], passes.root_weight[shown]
 
 
-def _with_work(
-    law: PipelineLaw, passes: PassColumns, found: PassTimeline, seen: Flags
-) -> PipelineLaw:
+def _with_work(law: PassLaw, passes: PassColumns, found: PassTimeline, seen: Flags) -> PassLaw:
     """The law with the GPU's times from passes that did not wait for a launch."""
     shows = ~found.for_launch & ~passes.idle & seen & (found.gpu_s > GPU_MIN_S)
     root_weight = passes.root_weight
-    mixed = passes.chunks > 0
-    short = mixed & (passes.tokens <= SHORT_TOKENS)
-    ones = np.ones(len(passes))
-    columns = np.stack([ones, passes.tokens, passes.cached], axis=1)
-    names: tuple[str, ...] = ("decode_s", "row_s", "cached_s")
+    mixed = passes.numbers["chunks"] > 0
+    short = mixed & (passes.numbers["tokens"] <= SHORT_TOKENS)
+    terms = ["pass_alone", "token_alone", "cached_alone"]
     if passes.experts[0]:
-        columns = np.stack([ones, passes.tokens, passes.cached, passes.touched], axis=1)
-        names = (*names, "expert_s")
-    law = _with(law, names, shows & ~mixed, columns, found.gpu_s, root_weight)
-    columns = np.stack([passes.tokens, passes.attended, passes.cached], axis=1)
-    names = ("token_s", "attended_s", "beside_s")
-    law = _with(law, names, shows & mixed & ~short, columns, found.gpu_s, root_weight)
+        terms.append("expert_alone")
+    law = _with(law, terms, shows & ~mixed, passes.columns(terms), found.gpu_s, root_weight)
+    if passes.experts[0]:
+        law = law.with_terms({"expert_least": law.terms["expert_alone"]})
+    terms = ["token_arithmetic", "attended", "cached_beside"]
+    its = shows & mixed & ~short
+    law = _with(law, terms, its, passes.columns(terms), found.gpu_s, root_weight)
     if (shows & short).sum() < SHARE_SHOWN * (short & seen).sum() + SHOWN_MIN:
         # Launches hide the least time of short passes; it reads the weights, as decodes do.
-        return replace(law, floor_s=law.decode_s, floor_token_s=0.0)
-    experts_s = law.expert_s * passes.touched
-    least_s = law.floor_s + law.floor_token_s * passes.tokens + experts_s
-    rest_s = found.gpu_s - law.attended_s * passes.attended - law.beside_s * passes.cached
-    rest_s = rest_s - experts_s
-    its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= law.token_s * passes.tokens)
-    columns = np.stack([ones, passes.tokens], axis=1)
-    return _with(law, ("floor_s", "floor_token_s"), its, columns, rest_s, root_weight)
+        return law.with_terms({"pass_least": law.terms["pass_alone"], "token_least": 0.0})
+    least_s = passes.part_s(law, LEAST)
+    experts_s = law.terms.get("expert_least", 0.0) * passes.numbers["experts"]
+    rest_s = found.gpu_s - passes.part_s(law, MIXED) - experts_s
+    its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= passes.part_s(law, ARITHMETIC))
+    terms = ["pass_least", "token_least"]
+    return _with(law, terms, its, passes.columns(terms), rest_s, root_weight)
 
 
 def _with(
-    law: PipelineLaw,
-    names: Sequence[str],
+    law: PassLaw,
+    terms: Sequence[str],
     its: Flags,
     columns: Floats,
     seconds: Floats,
     root_weight: Floats,
-) -> PipelineLaw:
-    """The law with the coefficients `names`, one of each of the `columns` [n, k], from the passes
-    `its` [n]; as it is where these are too few.
-
-    They are those of `forms.solve_passes`, clipped up and down.
+) -> PassLaw:
+    """The law with other seconds for `terms`, one for each of the `columns` [n, k], from the passes
+    `its` [n], by `forms.solve_passes`; as it is where these are too few.
     """
     if its.sum() < SHOWN_MIN:
         return law
     values = forms.solve_passes(
         columns[its], seconds[its], root_weight[its], below=forms.TYPICAL_MAX
     )
-    return replace(law, **dict(zip(names, values.tolist(), strict=True)))
+    return law.with_terms(dict(zip(terms, values.tolist(), strict=True)))
 
 
 def graphs_of(measured: StepsProfile) -> GraphSettings | None:
@@ -352,19 +350,10 @@ def graphs_of(measured: StepsProfile) -> GraphSettings | None:
     )
 
 
-def fit_pipeline(passes: PassColumns) -> PipelineFit:
+def fit_pipeline(passes: PassColumns) -> PassLaw:
     """Return the law of a profile's passes, with the spread of its launches."""
     law = fit_law(passes)
-    law = replace(law, spread=_spread(passes, law))
-    coefficients = {name: getattr(law, name) for name in COEFFICIENTS}
-    return PipelineFit(
-        graph_mode=law.graphs.mode,
-        graph_sizes=list(law.graphs.sizes),
-        apart=law.graphs.apart,
-        **coefficients,
-        spread=list(law.spread),
-        launches="measured" if passes.launches.any() else "inferred",
-    )
+    return replace(law, spread=_spread(passes, law))
 
 
 def held_out_s(passes: PassColumns, seed: int) -> Floats:
@@ -379,7 +368,7 @@ def held_out_s(passes: PassColumns, seed: int) -> Floats:
     return np.bincount(passes.point, predicted) / np.bincount(passes.point)
 
 
-def _spread(passes: PassColumns, law: PipelineLaw) -> tuple[float, ...]:
+def _spread(passes: PassColumns, law: PassLaw) -> tuple[float, ...]:
     """Quantiles of launches other than graphs over the law, their mean 1, in an order in which
     neighbours differ; empty where too few are known.
     """

@@ -10,31 +10,9 @@ from toolkit.catalogue.resolved import Resolved
 from toolkit.files.profile import MEASURED_SECTIONS, EngineFacts
 from toolkit.files.recipe import Workers
 from toolkit.files.strict import Envelope, Strict, optional
+from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
 
-
-class Segment(Strict):
-    """The coefficients of a law for batch sizes from `batch_size_min` to the next segment's.
-
-    seconds = max(flat, nl * N * L + n * N + l * L + const + nll * N * L^2); for decode, L is the
-    cached length l, and nll is 0; for prefill, flat is 0.
-    """
-
-    batch_size_min: int
-    nl: float
-    n: float
-    l: float  # noqa: E741  (the papers' letter for a length)
-    const: float
-    nll: float = 0.0
-    flat: float = 0.0
-
-
-class HeldOutError(Strict):
-    """Absolute percentage errors on points that the fit did not see."""
-
-    median_percent: float
-    p95_percent: float
-    worst_percent: float
-    points: int
+LAWS_FORMAT: Literal[3] = 3  # of files that hold laws
 
 
 class Candidate(Strict):
@@ -42,13 +20,6 @@ class Candidate(Strict):
 
     form: str
     error: HeldOutError
-
-
-class Range(Strict):
-    """Where the law was measured; use outside is extrapolation."""
-
-    batch_size_max: int
-    length_max: int
 
 
 class PointError(Strict):
@@ -63,13 +34,18 @@ class PointError(Strict):
 
 
 class LatencyFit(Strict):
-    """A fitted law: the chosen form, fitted on all points, and how the forms compared."""
+    """A fitted law of batches: the chosen form, fitted on all points, and how the forms compared.
+
+    A piece applies from its `rows_min` to that of the next one. Of prefills (SCLS paper, Eq. 3) it
+    has terms pass, row, token, length and attended; of decode steps (Eq. 4) pass, row, cached and
+    length.
+    """
 
     form: str
-    segments: list[Segment]
+    pieces: list[PassLaw]
     error: HeldOutError
     candidates: list[Candidate]
-    valid: Range
+    valid: PassRange
     worst_points: list[PointError] = Field([], description="the largest held-out errors")
     spread_percent: float | None = optional(
         "the median spread of a point's samples; none: no point has two samples"
@@ -124,110 +100,37 @@ class SwapFit(Strict):
     error: HeldOutError | None = optional("none: the link was stated, not measured")
 
 
-class PartFit(Strict):
-    """A part of a round: seconds = flat_s + row_s * N + token_s * N * L.
-
-    A term is 0 where the data do not show it.
-    """
-
-    flat_s: float
-    row_s: float
-    token_s: float
-    error: HeldOutError
-
-
 class RoundsFit(Strict):
     """The time of a round besides its prefills and decode steps, and the memory rounds can use.
 
-    `join` is per group of newcomers, `leave` per row that leaves, `grow` per decode step. A round
-    takes seconds = batch_s + stretch * (the sum of these parts and the laws).
+    `join` is per group of newcomers, in terms pass, row and token; `leave` per row that leaves, and
+    `grow` per decode step, in terms pass, row and cached. A term is left out where the data do not
+    show it. A round takes seconds = batch_s + stretch * (the sum of these parts and the laws).
     """
 
-    join: PartFit
-    leave: PartFit
-    grow: PartFit
+    join: PassLaw
+    leave: PassLaw
+    grow: PassLaw
     overhead: OverheadFit
     usable_share: float = Field(
         description="of the capacity that rows x the longest may fill while newcomers are prefilled"
     )
 
 
-class StepRange(Strict):
-    """Where the law of passes was measured."""
-
-    rows_max: int
-    tokens_max: int = Field(description="new tokens in a pass")
-    cached_max: float = Field(description="sum over all rows that decode")
-
-
-class PipelineFit(Strict):
-    """Passes that overlap (`estimators.pipeline.PipelineLaw`): times on the GPU, and launches."""
-
-    graph_mode: str = Field(description="vLLM's cudagraph_mode")
-    graph_sizes: list[int] = Field(description="the tokens of each CUDA graph, ascending")
-    apart: bool = Field(description="passes are launched in processes of their own")
-    decode_s: float
-    row_s: float
-    cached_s: float
-    floor_s: float
-    floor_token_s: float
-    token_s: float
-    attended_s: float
-    beside_s: float
-    graph_s: float
-    graph_row_s: float
-    piece_s: float
-    piece_row_s: float
-    eager_s: float
-    eager_chunk_s: float
-    expert_s: float = Field(0.0, description="per touched expert of a layer")
-    spread: list[float] = Field(
-        description="quantiles of launches that are not graphs, over their mean"
-    )
-    launches: Literal["measured", "inferred"] = Field(
-        description="inferred: from passes that waited for the next launch"
-    )
-
-
 class StepsFit(Strict):
-    """A paged engine's forward pass (`estimators.steps.StepLaw`), its KV cache, and its front.
+    """A paged engine's forward pass, its KV cache, and its front.
 
-    With `pipeline` passes overlap, and the law of a single pass is only what their ends show.
+    Where passes overlap, `law.graphs` says how they are launched.
     """
 
-    base_s: float
-    row_s: float
-    prefill_s: float
-    cached_s: float
-    attended_s: float
-    behind_s: float = Field(0.0, description="per cached token before a chunk")
-    beside_s: float | None = optional(
-        "per cached token of decodes in a pass with chunks; none: as in passes of decodes alone"
-    )
-    expert_s: float = Field(
-        0.0, description="per expert of a layer that the new tokens of a pass touch"
-    )
-    experts: int = Field(0, description="of a layer; 0: there are none")
-    experts_per_token: int = 0
-    window: int = Field(0, description="tokens of the sliding windows; 0: there are none")
-    inside_s: float = Field(
-        0.0, description="per cached token of a decode that is inside the windows"
-    )
-    attended_inside_s: float = Field(
-        0.0, description="per token that a chunk's tokens attend to inside the windows"
-    )
-    least_s: float = Field(0.0, description="the shortest pass with chunks")
-    token_s: list[float]
-    knots: list[int]
-    host_s: float = Field(
-        description="between passes; 0 where passes overlap, which have nothing between them"
-    )
-    host_row_s: float
-    error: HeldOutError = Field(description="of forward passes")
+    law: PassLaw
     candidates: list[Candidate] = Field(
         description="the forms that were tried: knots of a single pass, and overlapping passes"
     )
-    valid: StepRange
+    launches: Literal["measured", "inferred", ""] = Field(
+        "",
+        description="of overlapping passes; inferred: from passes that waited for the next launch",
+    )
     front_s: float = Field(
         description="a client's wait for a first token besides passes: HTTP and text, both ways"
     )
@@ -238,9 +141,12 @@ class StepsFit(Strict):
     draft_method: str = Field("", description="of speculative decoding; empty: there was none")
     draft_tokens: int = Field(0, description="drafts of a row in a pass")
     resolved: Resolved | None = optional("what vLLM resolved when it was measured; none: not known")
-    pipeline: PipelineFit | None = optional(
-        "none: passes do not overlap, or the profile does not say how they were launched"
-    )
+
+    @property
+    def error(self) -> HeldOutError:
+        """The law's error on held-out passes."""
+        assert self.law.error is not None
+        return self.law.error
 
 
 HELD_OUT = "the law's error of 95 % of held-out batches"
@@ -261,6 +167,7 @@ class Fit(Envelope):
     remeasure: ClassVar[str] = "llmctl profile RECIPE; llmctl fit PROFILE"
     recipe_sections: ClassVar[tuple[str, ...]] = MEASURED_SECTIONS
 
+    schema_version: Literal[3] = LAWS_FORMAT  # type: ignore[assignment]
     recipe_name: str
     workers: Workers
     engine: EngineFacts

@@ -6,12 +6,13 @@ checks of the simulator. It has lengths and times only: no text and no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from toolkit.catalogue.resolved import Resolved
+from toolkit.laws.features import StepShape, chunk_attended, chunk_inside
 
 
 class LoggedRow(NamedTuple):
@@ -30,6 +31,24 @@ class LoggedRow(NamedTuple):
         if self.is_chunk or self.computed < self.prompt_tokens:
             return False
         return self.new == 1 + self.drafts
+
+
+def shape_of_rows(rows: Sequence[LoggedRow], window: int = 0) -> StepShape:
+    """The composition of a logged pass of a model with windows of `window` tokens; 0: without."""
+    decodes = [row.computed for row in rows if row.decodes]
+    drafts = sum(row.drafts for row in rows if row.decodes)
+    chunks = [row for row in rows if not row.decodes]
+    attended = sum(chunk_attended(row.computed, row.new) for row in chunks)
+    new = sum(row.new for row in chunks)
+    before = sum(row.computed for row in chunks)
+    shape = StepShape(
+        len(decodes), sum(decodes), len(chunks), new, attended, before, draft_tokens=drafts
+    )
+    if window:
+        shape.decode_inside = sum(min(cached, window - 1) for cached in decodes)
+        shape.prefill_inside = sum(chunk_inside(row.computed, row.new, window) for row in chunks)
+        shape.growing = sum(cached < window - 1 for cached in decodes)
+    return shape
 
 
 class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):

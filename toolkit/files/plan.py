@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from toolkit.files.fit import Fit
+from toolkit.files.fit import LAWS_FORMAT, Fit
 from toolkit.files.recipe import Recipe, RouterSpec, Workers
 from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.files.tuning import Limit, ParameterValue
@@ -40,6 +40,7 @@ class Plan(Envelope):
 
     remake: ClassVar[str] = "llmctl render RECIPE --fit FIT --tuning TUNING"
 
+    schema_version: Literal[3] = LAWS_FORMAT  # type: ignore[assignment]
     recipe: Recipe
     fit: Fit
     workers: Workers

@@ -30,7 +30,8 @@ from toolkit.errors import InputError, nearest
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-# Of the workflow's files. It grows where a file of an earlier llmctl would be misunderstood.
+# Of the workflow's files, but for those with laws. It grows where an earlier file would be
+# misunderstood.
 FORMAT: Literal[2] = 2
 LONG_KEY = 80  # characters of a key in a message
 MAX_LINES = 3  # of problems in one error
@@ -85,7 +86,9 @@ class Input(Strict):
 
 
 class Envelope(Strict):
-    """The common head of profile.json, fit.json, tuning.json and plan.json."""
+    """The common head of profile.json, fit.json, tuning.json and plan.json. The files with laws
+    have a format of their own (`fit.LAWS_FORMAT`).
+    """
 
     remake: ClassVar[str] = ""  # the command that makes this kind of file, for error messages
     remeasure: ClassVar[str] = ""  # the commands after a change of the recipe, if there are more
@@ -211,9 +214,10 @@ def validate(
     """
     data = parse_json(text, file, hint)
     if issubclass(model, Envelope) and isinstance(data, dict):
-        found = data.get("schema_version", FORMAT)
-        if found != FORMAT and not _other_kind(model, data, kinds):
-            problem = f"{file.name}: format {_shown(found)}; this llmctl reads format {FORMAT}"
+        known = model.model_fields["schema_version"].default
+        found = data.get("schema_version", known)
+        if found != known and not _other_kind(model, data, kinds):
+            problem = f"{file.name}: format {_shown(found)}; this llmctl reads format {known}"
             raise InputError(problem, hint)
     try:
         return model.model_validate_json(text, strict=True)

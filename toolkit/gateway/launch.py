@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from toolkit.backends import ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.pipeline import PassTimes
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.gateway.front import Gateway
@@ -65,7 +63,7 @@ def traits_of_replicas(plan: Plan) -> ReplicaTraits:
         engine.capacity_tokens,
         int(flags.get("max_num_batched_tokens", default.pass_tokens)),
         int(flags.get("max_num_seqs", engine.max_rows or default.max_rows)),
-        None if steps is None else PassTimes(law_of_steps(steps)),
+        None if steps is None else steps.law,
     )
 
 

@@ -48,7 +48,6 @@ from toolkit.estimators.gpu_operators import (
     operators_of,
 )
 from toolkit.estimators.part_fits import COMPUTED_KNOTS, point_of
-from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.modelled import classes_of
@@ -64,6 +63,7 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.files.recipe import DTYPE_BYTES, Recipe
+from toolkit.laws.features import StepShape, chunk_attended, chunk_inside
 from toolkit.profiling.grid import grid, slice_shapes
 from toolkit.profiling.measure import probe_shapes, safe_tokens
 from toolkit.profiling.shapes import shapes_of
@@ -194,7 +194,7 @@ def pass_shape(
     rows: int, cached: int, prompts: int = 0, new: int = 0, before: int = 0, window: int = 0
 ) -> StepShape:
     """Return the pass of `rows` decodes with `cached` tokens each, beside chunks of so many
-    `prompts`: `new` tokens each, behind `before` cached ones. `window`: see `StepLaw`.
+    `prompts`: `new` tokens each, behind `before` cached ones. `window`: see `PassLaw`.
     """
     attended = prompts * chunk_attended(before, new)
     shape = StepShape(rows, rows * cached, prompts, prompts * new, attended, prompts * before)
@@ -405,7 +405,7 @@ def passes_of(longest: int, capacity: int, window: int = 0) -> list[StepShape]:
     Args:
         longest: tokens of the longest request.
         capacity: tokens of the KV cache; the rows of a pass fit into it.
-        window: see `StepLaw`.
+        window: see `PassLaw`.
     """
     knots = [knot for knot in COMPUTED_KNOTS if knot]
     counts = sorted({*ROWS, *(knot for knot in knots if knot <= PASS_ROWS)})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from toolkit.files.bench import BenchReport
-from toolkit.files.fit import HeldOutError
 from toolkit.files.tuning import Outcome, ParameterValue, Tuning
+from toolkit.laws.passes import HeldOutError
 from toolkit.units import percent
 
 Row = list[str | int | float | bool | None]

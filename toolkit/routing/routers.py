@@ -23,7 +23,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.routing.replicas import Replica, RequestOutlook, RouterView
-from toolkit.routing.types import PassLaw, RoutedRequest, strictest
+from toolkit.routing.types import RoutedRequest, RouterLaw, strictest
 from toolkit.sched.policies.parameters import (
     Value,
     declared,
@@ -394,7 +394,7 @@ class LawRouter(Router):
         return RequestOutlook(view.now_s + first_s, is_late, stalls, cost_s)
 
 
-def _law(replica: Replica) -> PassLaw:
+def _law(replica: Replica) -> RouterLaw:
     """The law of a replica's passes, or `InputError`."""
     law = replica.traits.law
     if law is None:

@@ -37,7 +37,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class PassLaw(Protocol):
+class RouterLaw(Protocol):
     """Seconds of an engine's forward pass, its host's part included.
 
     `behind_s` is what each cached token before a part of a prompt adds; `pass_s` leaves it out.
@@ -69,7 +69,7 @@ class ReplicaTraits(msgspec.Struct, frozen=True):
     capacity_tokens: int
     pass_tokens: int = 2048
     max_rows: int = 256
-    law: PassLaw | None = None
+    law: RouterLaw | None = None
 
 
 def strictest(sla: Mapping[str, float], metric: str) -> float:

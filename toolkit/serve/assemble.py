@@ -89,7 +89,7 @@ def make_stats(plan: Plan) -> Stats:
     prefill = plan.fit.prefill.valid
     decode = plan.fit.decode.valid
     return Stats(
-        min(prefill.batch_size_max, decode.batch_size_max),
+        min(prefill.rows_max, decode.rows_max),
         min(prefill.length_max, decode.length_max),
         plan.recipe.sla,
     )

@@ -2,7 +2,7 @@
 
 An engine with a queue of depth one (`Flight`) plans a pass when the tokens of the one before exist.
 With a queue of depth two (`OverlappingFlight`: vLLM's `async_scheduling`) it plans pass n + 1 while
-pass n runs. `toolkit.estimators.pipeline` has the law of that: S when a pass is planned, c its
+pass n runs. `toolkit.laws.passes` has the law of that: S when a pass is planned, c its
 launch on the CPU, L when that has ended, g its work on the GPU, G its end there, E when its tokens
 exist.
 
@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from typing import Final, TypeAlias
+from typing import Final
 
-from toolkit.estimators.pipeline import PipelineLaw
-from toolkit.estimators.steps import StepLaw, StepShape
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import PassLaw
 from toolkit.sim.ledger import TokenGaps
-
-EngineLaw: TypeAlias = StepLaw | PipelineLaw
 
 EMPTY_S: Final = 3e-4  # to plan and launch a pass without rows, where launches take time; assumed
 # The most passes that a flight computes one by one: a request that comes may undo them.
@@ -42,7 +40,7 @@ class Flight:
         end_s: when the last tokens exist if no launch delays them.
     """
 
-    def __init__(self, law: EngineLaw) -> None:
+    def __init__(self, law: PassLaw) -> None:
         self._law = law
         self.shape = StepShape(0, 0)
         self.steps = 0
@@ -130,12 +128,11 @@ class OverlappingFlight(Flight):
     are held back by the launch of that pass; `follow` says until when.
     """
 
-    def __init__(self, law: EngineLaw) -> None:
+    def __init__(self, law: PassLaw) -> None:
         super().__init__(law)
-        pipeline = law if isinstance(law, PipelineLaw) else None
-        self._apart = pipeline is not None and pipeline.graphs.apart
+        self._apart = law.apart
         # the longest drawn launch, over their mean
-        self._spread_max = max(pipeline.spread, default=1.0) if pipeline is not None else 1.0
+        self._spread_max = max(law.spread, default=1.0)
         self._empty_s = min(EMPTY_S, law.launch_s(StepShape(1, 1)))
         self._launches = 0  # so far, but for those of CUDA graphs
         self._launch_s = 0.0  # of the pass that is planned
@@ -323,7 +320,7 @@ class OverlappingFlight(Flight):
         self.keep(count)
 
 
-def flight_of(law: EngineLaw, *, ahead: bool) -> Flight:
+def flight_of(law: PassLaw, *, ahead: bool) -> Flight:
     """No passes yet, of an engine with this law; `ahead`: it plans one pass ahead."""
     return OverlappingFlight(law) if ahead else Flight(law)
 

@@ -4,8 +4,8 @@ The engine's loop plans a pass, runs it and hands out its tokens before it plans
 `ahead` (vLLM's `async_scheduling`) it plans a pass while the one before runs. Then a new request is
 admitted one pass later, the blocks of ended rows are free one pass later, and a row that ends
 before its limit computes one token too many. The host's time is hidden behind the pass, unless the
-law knows launches (`PipelineLaw`). Passes of decodes alone are computed in one leap, up to the next
-arrival that could change anything, the first end, or the first missing block.
+law knows launches (`PassLaw.graphs`). Passes of decodes alone are computed in one leap, up to the
+next arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
 Settings may change between two passes, as on a live engine (`PagedRun.change`).
@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.steps import StepShape
 from toolkit.files.fit import StepsFit
 from toolkit.files.recipe import AcceptanceSpec
+from toolkit.laws.passes import PassLaw, PassRange
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -35,33 +34,12 @@ from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.contents import contents
 from toolkit.sim.drafts import DrawnDrafts, drafts_of
-from toolkit.sim.flight import EngineLaw, flight_of, grown_shape
+from toolkit.sim.flight import flight_of, grown_shape
 from toolkit.sim.kv_cache import Node
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.vllm import PagedRow, PlannedPass, Tokens, VllmScheduler
 from toolkit.sim.worker import FrontDelay
 from toolkit.traces.types import Sessions, SharedBlocks
-
-
-@dataclass(slots=True, frozen=True)
-class PassRange:
-    """Where the law of passes was measured."""
-
-    rows_max: int
-    tokens_max: int
-    cached_max: float  # tokens, summed over the decoding rows
-
-    def holds(self, shape: StepShape) -> bool:
-        """Whether a pass is within the range."""
-        return (
-            shape.rows <= self.rows_max
-            and shape.tokens <= self.tokens_max
-            and shape.decode_cached <= self.cached_max
-        )
-
-    def __str__(self) -> str:
-        cached = f"{self.cached_max:,.0f} cached tokens"
-        return f"passes up to {self.rows_max:,} rows, {self.tokens_max:,} new tokens and {cached}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,7 +55,7 @@ class PagedEngine:
     engine with other numbers of drafts.
     """
 
-    steps: EngineLaw
+    steps: PassLaw
     blocks: int
     block_tokens: int
     ahead: bool = False
@@ -102,11 +80,11 @@ class PagedEngine:
         if caches is not None:
             blocks = round(fit.blocks * capacity_tokens / caches.capacity_tokens(fit.blocks))
         return cls(
-            law_of_steps(fit),
+            fit.law,
             blocks,
             fit.block_tokens,
             fit.async_scheduling,
-            PassRange(fit.valid.rows_max, fit.valid.tokens_max, fit.valid.cached_max),
+            fit.law.valid,
             fit.front_s,
             fit.front_row_s,
             caches=caches,

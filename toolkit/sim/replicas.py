@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from toolkit.estimators.pipeline import PassTimes
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import RoundRobinRouter, Router
@@ -123,7 +122,7 @@ class Routed(Line):
             engine.capacity_tokens,
             flags.max_num_batched_tokens,
             flags.max_num_seqs,
-            PassTimes(engine.steps),
+            engine.steps,
         )
         self.balancer = Balancer(
             routing.router,

@@ -32,7 +32,7 @@ from mypy_extensions import mypyc_attr
 
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
-from toolkit.estimators.steps import StepShape, chunk_attended, chunk_inside
+from toolkit.laws.features import StepShape, chunk_attended, chunk_inside
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings

@@ -18,8 +18,9 @@ from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import WithOverhead, unit_step
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import DrawnEdge, ZetaMemory
-from toolkit.files.fit import Fit, Range
+from toolkit.files.fit import Fit
 from toolkit.files.recipe import AcceptanceSpec, Recipe, ServeSpec
+from toolkit.laws.passes import PassRange
 from toolkit.routing.admission import UNLIMITED
 from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
 from toolkit.sched.policies import make_any
@@ -30,7 +31,7 @@ from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
 from toolkit.sim.cache_settings import CacheSettings, settings_of
 from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.ledger import RunsOut
-from toolkit.sim.paged_engine import PagedEngine, PassRange
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
@@ -38,32 +39,28 @@ from toolkit.traces.types import Trace
 
 @dataclass(slots=True, frozen=True)
 class Validity:
-    """The largest batch and the longest input or cached length at which each law was measured."""
+    """Where the laws of prefills and of decode steps were measured."""
 
-    prefill: Range
-    decode: Range
+    prefill: PassRange
+    decode: PassRange
 
     def __str__(self) -> str:
-        return (
-            f"prefill up to N {self.prefill.batch_size_max}, L {self.prefill.length_max:,}; "
-            f"decode up to N {self.decode.batch_size_max}, l {self.decode.length_max:,}"
-        )
+        return f"prefill {self.prefill}; decode {self.decode}"
 
     def holds(self, requests: Sequence[Request], outputs: Sequence[int]) -> bool:
         """Whether no batch of these requests can be outside. The input of a job that is prefilled
         again holds the tokens that were generated before.
         """
-        limit = min(self.prefill.length_max, self.decode.length_max)
-        rows = min(self.prefill.batch_size_max, self.decode.batch_size_max)
-        lengths = (r.prompt_tokens + output for r, output in zip(requests, outputs, strict=True))
-        return len(requests) <= rows and all(length <= limit for length in lengths)
+        longest = max(
+            [r.prompt_tokens + n for r, n in zip(requests, outputs, strict=True)], default=0
+        )
+        rows = len(requests)
+        return self.prefill.holds_batch(rows, longest) and self.decode.holds_batch(rows, longest)
 
     def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
         """Whether a prefill of `entering` rows or decode steps of `rows` are outside the range."""
-        prefill = self.prefill
-        decode = self.decode
-        steps = rows > decode.batch_size_max or cached_length > decode.length_max
-        return steps or entering > prefill.batch_size_max or input_length > prefill.length_max
+        inside = self.decode.holds_batch(rows, cached_length)
+        return not (inside and self.prefill.holds_batch(entering, input_length))
 
 
 def extrapolation_warning(percent: float, valid: object) -> str:

@@ -17,12 +17,11 @@ from pydantic import JsonValue
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.steps import StepShape
 from toolkit.files.capacity import Cost, LawInterval
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Outcome, Tuning
+from toolkit.laws.features import StepShape
 from toolkit.routing.routers import ROUTERS, router_of
 from toolkit.sched.policies import BUILT_IN, make_any, refusal, refuse_unservable
 from toolkit.sim.api import usual_policies
@@ -355,7 +354,7 @@ def cost_of(deployment: Deployment, rate: Capacity, trace: Trace) -> Cost | None
     cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
     new = prompt - cached
     rows = max(metrics.get("batch_size_mean", 1.0), 1.0)
-    law = law_of_steps(deployment.fit.steps)
+    law = deployment.fit.steps.law
     in_s = law.prompt_token_s(new / 2)
     cached_s = law.prompt_token_s(new) - law.prompt_token_s(0.0)
     decodes = max(round(rows), 1)

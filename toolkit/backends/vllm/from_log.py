@@ -27,15 +27,23 @@ from toolkit.backends.vllm.profile import (
 )
 from toolkit.catalogue.caches import window_of
 from toolkit.errors import InputError
+from toolkit.estimators import forms
 from toolkit.estimators.forms import Floats
-from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.part_fits import fit_steps, shape_of
-from toolkit.estimators.steps import StepShape, features
-from toolkit.files.fit import Fit, StepsFit
+from toolkit.estimators.part_fits import (
+    READS_APART,
+    StepPasses,
+    fit_single,
+    fit_steps,
+    form_of,
+    shape_of,
+)
+from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.files.profile import Profile, StepsProfile
 from toolkit.files.recipe import Recipe
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import PassLaw
 from toolkit.profiling.analytic import ComputedPasses, computed_profile
 from toolkit.profiling.run import with_sampler
 from toolkit.sched.eventlog import whole_lines
@@ -45,17 +53,6 @@ PASSES_MIN = 200
 ROWS_MIN = 3  # different numbers of rows that decode
 CHUNKS_MIN = 20  # passes with chunks
 UNSURE = 0.1  # of a pass's time: a term that moves it by more, in one standard error
-TERMS = (  # as `features` has them
-    "a pass",
-    "a row",
-    "a chunk",
-    "cached tokens of decodes alone",
-    "cached tokens of decodes beside chunks",
-    "attended tokens of chunks",
-    "cached tokens before chunks",
-)
-INSIDE = ("cached tokens in windows of decodes", "attended tokens in windows of chunks")
-SINGULAR = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +88,7 @@ class Coverage:
 
     Attributes:
         passes, points: how many passes there were, and of how many compositions in a row.
+        shown: how many terms some pass has.
         unsure: terms that the traffic does not identify, in words: what they could not be told
             apart from moves a typical pass by more than `UNSURE` of its time.
         absent: terms of which no pass had anything.
@@ -98,6 +96,7 @@ class Coverage:
 
     passes: int
     points: int
+    shown: int
     unsure: list[str]
     absent: list[str]
 
@@ -131,45 +130,30 @@ def steps_of_log(recipe: Recipe, history: PassHistory) -> StepsProfile:
     return steps_of_header(header, recipe).model_copy(update={"points": found})
 
 
-def coverage(fit: StepsFit, steps: StepsProfile, passes: int) -> Coverage:
-    """Which terms of a law the points identify."""
+def coverage(law: PassLaw, steps: StepsProfile, passes: int, seed: int = 0) -> Coverage:
+    """Which terms the points identify: those of a single pass, also where `law` overlaps them."""
+    single = law if law.graphs is None else fit_single(steps, StepPasses.of(steps.points), seed)[0]
+    form = form_of(steps, single.knots, READS_APART)
     shapes = [shape_of(point) for point in steps.points]
-    experts = (fit.experts, fit.experts_per_token)
-    columns = np.array([features(shape, fit.knots, experts, fit.window) for shape in shapes])
+    columns = np.array(form.columns(shapes))
     seconds = np.array([float(np.mean(point.seconds)) for point in steps.points])
-    names = [*TERMS, *(f"new tokens from {knot}" for knot in fit.knots)]
-    names += ["touched experts"] if fit.experts else []
-    names += INSIDE if fit.window else ()
-    seen = np.any(columns > 0.0, axis=0)
-    absent = [name for name, there in zip(names, seen, strict=True) if not there]
-    relative = columns[:, seen] / seconds[:, None]
-    typical = np.nanmedian(np.where(relative > 0.0, relative, np.nan), axis=0)
-    law = law_of_steps(fit)
     predicted = np.array([law.forward_s(shape) for shape in shapes])
-    noise = float(np.sqrt(np.mean(np.square(np.minimum(seconds / predicted, 1.5) - 1.0))))
-    moved = standard_errors(relative) * noise * typical
-    shown = [name for name, there in zip(names, seen, strict=True) if there]
-    unsure = [name for name, share in zip(shown, moved, strict=True) if share > UNSURE]
-    return Coverage(passes, len(steps.points), unsure, absent)
+    std = forms.standard_deviations(columns, seconds, predicted)
+    unsure = []
+    absent = []
+    for name, column, deviation in zip(form.names, columns.T, std.tolist(), strict=True):
+        shares = (column / seconds)[column > 0.0]
+        if not len(shares):
+            absent.append(form.words_of(name))
+        elif deviation * np.median(shares) > UNSURE:
+            unsure.append(form.words_of(name))
+    shown = len(form.names) - len(absent)
+    return Coverage(passes, len(steps.points), shown, unsure, absent)
 
 
-def standard_errors(columns: Floats) -> Floats:
-    """The standard error of each coefficient of a least-squares fit with unit noise; infinity for
-    one that others can replace.
-    """
-    scale = np.linalg.norm(columns, axis=0)
-    _, singular, right = np.linalg.svd(columns / scale, full_matrices=False)
-    lost = singular <= SINGULAR * singular[0]
-    part = np.square(right)
-    variance = (part[~lost] / np.square(singular[~lost, None])).sum(axis=0)
-    replaced = (part[lost] > SINGULAR).any(axis=0)
-    errors: Floats = np.where(replaced, math.inf, np.sqrt(variance) / scale)
-    return errors
-
-
-def refuse_unsure(found: Coverage, terms: int) -> None:
+def refuse_unsure(found: Coverage) -> None:
     """`InputError` where the traffic tells apart less than half of the law's terms."""
-    if 2 * len(found.unsure) > terms:
+    if 2 * len(found.unsure) > found.shown:
         raise InputError(
             f"the passes do not tell apart {', '.join(found.unsure)}",
             "wait for traffic of other lengths and loads, or: llmctl profile RECIPE",
@@ -183,16 +167,15 @@ def profile_of_log(
     over the recipe's grid. Raises as `steps_of_log` and `refuse_unsure`.
     """
     steps = steps_of_log(recipe, history)
-    fit = fit_steps(steps, seed)
-    law = law_of_steps(fit)
+    law = fit_steps(steps, seed).law
 
     def seconds(shapes: Sequence[StepShape]) -> Floats:
         return np.array([law.forward_s(shape) for shape in shapes])
 
     facts = facts_of(recipe, history.header)
-    times = ComputedPasses(seconds, "passes of a server's log", window=fit.window)
-    found = coverage(fit, steps, len(history.passes))
-    refuse_unsure(found, len(TERMS) + len(fit.knots) - len(found.absent))
+    times = ComputedPasses(seconds, "passes of a server's log", window=law.window)
+    found = coverage(law, steps, len(history.passes), seed)
+    refuse_unsure(found)
     return computed_profile(recipe, head, facts, times, steps), found
 
 

@@ -46,18 +46,17 @@ from toolkit.backends.vllm.setup import (
     one_line,
 )
 from toolkit.errors import InputError
-from toolkit.estimators.load import law_of_steps
-from toolkit.estimators.pipeline import PipelineLaw
-from toolkit.estimators.steps import StepLaw, shape_of_rows
 from toolkit.files.io import read_file
 from toolkit.files.iterations import (
     IterationLogHeader,
     LoggedArrival,
     LoggedPass,
     LoggedRow,
+    shape_of_rows,
     to_line,
 )
 from toolkit.files.plan import Plan
+from toolkit.laws.passes import PassLaw
 
 
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
@@ -284,11 +283,10 @@ class PassCounts:
     (`toolkit.backends.vllm.overlap`).
     """
 
-    def __init__(self, law: StepLaw | PipelineLaw, series: PassSeries) -> None:
+    def __init__(self, law: PassLaw, series: PassSeries) -> None:
         self._law = law
         self._series = series
-        self._window = law.window if isinstance(law, StepLaw) else 0
-        self._overlapping = OverlappingPasses(law) if isinstance(law, PipelineLaw) else None
+        self._overlapping = OverlappingPasses(law) if law.graphs is not None else None
         self._ended_s: float | None = None  # the last pass; None: no request was left since
         self._rows = 0  # of the last pass
 
@@ -303,7 +301,7 @@ class PassCounts:
         if self._overlapping is not None:
             took_s, predicted_s = self._overlapping.ended(logged, following)
         else:
-            shape = shape_of_rows(logged.rows, self._window)
+            shape = shape_of_rows(logged.rows, self._law.window)
             start_s = logged.start_s
             predicted_s = self._law.forward_s(shape)
             if self._ended_s is not None:
@@ -340,8 +338,7 @@ class Counted(PassLoggingMixin):
                     f"{PLAN_VARIABLE}: its fit has no law of passes",
                     "profile engine vllm again; then: llmctl fit, render",
                 )
-            law = law_of_steps(fit)
-            self._counts = PassCounts(law, PassSeries())
+            self._counts = PassCounts(fit.law, PassSeries())
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: Any

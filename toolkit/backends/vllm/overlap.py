@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.estimators.pipeline import PipelineLaw
-from toolkit.estimators.steps import shape_of_rows
-from toolkit.files.iterations import LoggedPass, LoggedRow
+from toolkit.files.iterations import LoggedPass, LoggedRow, shape_of_rows
+from toolkit.laws.passes import PassLaw
 
 # A pass waited for the GPU if its tokens came so much later than the launches that hold them back.
 WAITED_S = 2e-4
@@ -45,7 +44,7 @@ def sampler_s(one: LoggedPass, following: Following, *, from_idle: bool) -> floa
 class OverlappingPasses:
     """Follows the passes of one engine, in their order."""
 
-    def __init__(self, law: PipelineLaw) -> None:
+    def __init__(self, law: PassLaw) -> None:
         self._law = law
         self._end_s = -math.inf  # of the pass before: its tokens
         self._launched_s = -math.inf  # its launch
@@ -60,7 +59,7 @@ class OverlappingPasses:
         computes something.
         """
         law = self._law
-        apart = law.graphs.apart
+        apart = law.apart
         shape = shape_of_rows(one.rows)
         usual_launch_s = law.launch_s(shape)
         work_s = law.gpu_s(shape)

@@ -42,13 +42,19 @@ from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.load import Sample
 from toolkit.engines.saved import saved_model
 from toolkit.errors import InputError
-from toolkit.estimators.pipeline import LAUNCHES
-from toolkit.estimators.steps import StepShape, shape_of_rows
 from toolkit.files.io import processor
-from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
+from toolkit.files.iterations import (
+    IterationLogHeader,
+    LoggedPass,
+    header_of,
+    passes_of,
+    shape_of_rows,
+)
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.profile import EngineFacts, FrontPoint, StepPoint, StepsProfile, TrafficFront
 from toolkit.files.recipe import Recipe
+from toolkit.laws.features import StepShape
+from toolkit.laws.passes import LAUNCHES
 from toolkit.profiling.grid import (
     APART,
     BESIDE_STEPS,

@@ -1,0 +1,542 @@
+"""The law of an engine's forward passes: seconds by what a pass computes, and how passes follow.
+
+    work          the terms of `both` and `alone`, or of `both` and `mixed`, and f(new tokens)
+    with chunks   the larger of `least` and `arithmetic` is added; all is at least `least_s`
+    next pass     `host` seconds later
+
+`f` is continuous and linear between knots: reading the weights limits a pass of few tokens, and
+arithmetic limits a pass of many. Kernels are made for tiles of tokens, so it may fall where a tile
+fills up. The host schedules the pass and delivers its tokens before the next pass begins.
+
+**Passes that overlap.** With `graphs` the law is of vLLM's async scheduling on a GPU: the CPU
+schedules and launches pass n + 1 while the GPU runs pass n, and hands out the tokens of pass n only
+when it has launched pass n + 1. With S the time at which a pass is scheduled, c its launch on the
+CPU, g its work on the GPU, G its end there and E the time at which its tokens exist:
+
+    G[n] = max(max(G[n-1], P[n]) + g[n], S[n] + c[n])
+    E[n] = max(G[n], S[n+1] + c[n+1])
+    S[n+1] = E[n-1], and after a pass from idle S[n] + c[n]
+
+P is the time at which the GPU can begin the pass: S + c for a CUDA graph, which one call launches,
+and S for a pass that is launched kernel by kernel. An engine that launches passes in processes of
+their own (tensor parallelism) does not hold back tokens for a launch: there E[n] = G[n], and
+launches follow one another.
+
+How a pass is launched depends on the server's `cudagraph_mode` and on its tokens:
+
+    mode                 decodes alone     with chunks      more tokens than the largest graph
+    NONE                 eager             eager            eager
+    PIECEWISE            piecewise         piecewise        eager
+    FULL                 graph             graph            eager
+    FULL_DECODE_ONLY     graph             eager            eager
+    FULL_AND_PIECEWISE   graph             piecewise        eager
+
+A graph computes its own number of tokens, to which a pass is padded. Layers with sliding windows or
+states have no terms of their own there: what they read does not grow with the cache but for rows
+shorter than a window, and so belongs to rows and tokens.
+
+Source: vLLM 0.32, v1/engine/core.py (`step_with_batch_queue`), v1/worker/gpu/cudagraph_utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from mypy_extensions import i64
+
+from toolkit.errors import InputError
+from toolkit.laws.features import (
+    ALONE,
+    ARITHMETIC,
+    EAGER,
+    FEATURES,
+    GRAPH,
+    LEAST,
+    MIXED,
+    ONE,
+    PIECEWISE,
+    Feature,
+    StepShape,
+    growth_of,
+    number_of,
+    touched_experts,
+)
+from toolkit.laws.stored import stored_schema
+
+# of each mode: how decodes alone are launched, and passes with chunks
+LAUNCHES: Final[dict[str, tuple[int, int]]] = {
+    "NONE": (EAGER, EAGER),
+    "PIECEWISE": (PIECEWISE, PIECEWISE),
+    "FULL": (GRAPH, GRAPH),
+    "FULL_DECODE_ONLY": (GRAPH, EAGER),
+    "FULL_AND_PIECEWISE": (GRAPH, PIECEWISE),
+}
+UNLIMITED: Final = 1 << 53
+
+
+@dataclass(frozen=True)
+class HeldOutError:
+    """Absolute percentage errors on points that the fit did not see."""
+
+    median_percent: float
+    p95_percent: float
+    worst_percent: float
+    points: int
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return stored_schema(HeldOutError, handler, {})
+
+
+@dataclass(frozen=True)
+class PassRange:
+    """Where a law was measured; use outside is extrapolation. What is not given has no bound.
+
+    Attributes:
+        rows_max: rows of a pass.
+        tokens_max: its new tokens.
+        cached_max: cached tokens of the rows that decode, together.
+        length_max: tokens of a prompt, or in a decoding row's cache.
+    """
+
+    rows_max: int = UNLIMITED
+    tokens_max: int = UNLIMITED
+    cached_max: int = UNLIMITED
+    length_max: int = UNLIMITED
+
+    def holds(self, shape: StepShape) -> bool:
+        """Return whether a pass is inside the range. Its rows' lengths are not looked at."""
+        return (
+            shape.decodes + shape.prefills <= self.rows_max
+            and shape.decodes + shape.draft_tokens + shape.prefill_tokens <= self.tokens_max
+            and shape.decode_cached <= self.cached_max
+        )
+
+    def holds_batch(self, rows: int, length: float) -> bool:
+        """Return whether a batch of rows of at most this length is inside the range."""
+        return rows <= self.rows_max and length <= self.length_max
+
+    def __str__(self) -> str:
+        bounds = (
+            (self.rows_max, "rows"),
+            (self.tokens_max, "new tokens"),
+            (self.cached_max, "cached tokens"),
+            (self.length_max, "tokens of a row"),
+        )
+        given = [f"{most:,} {what}" for most, what in bounds if most < UNLIMITED]
+        return f"up to {', '.join(given)}" if given else "anywhere"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return stored_schema(PassRange, handler, {})
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What a server says of its CUDA graphs.
+
+    Attributes:
+        mode: vLLM's `cudagraph_mode`.
+        sizes: the tokens of each graph, ascending; empty: there are none.
+        apart: passes are launched in processes of their own (tensor parallelism).
+    """
+
+    mode: str
+    sizes: tuple[int, ...]
+    apart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in LAUNCHES:
+            modes = ", ".join(LAUNCHES)
+            raise InputError(f"cudagraph_mode {self.mode!r} is not modelled", f"one of {modes} is")
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise InputError(f"the sizes of CUDA graphs {list(self.sizes)} must ascend")
+
+    def launch_of(self, verified: int, chunks: int, chunk_tokens: int) -> int:
+        """GRAPH, PIECEWISE or EAGER: how a pass with so many tokens of decodes, their drafts among
+        these, and such chunks is launched.
+        """
+        tokens = verified + chunk_tokens
+        if not self.sizes or tokens > self.sizes[-1]:
+            return EAGER
+        alone, mixed = LAUNCHES[self.mode]
+        return mixed if chunks else alone
+
+    def padded(self, tokens: int) -> int:
+        """The tokens of the smallest graph for so many tokens; without one, as many."""
+        place = bisect_left(self.sizes, tokens)
+        return self.sizes[place] if place < len(self.sizes) else tokens
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return stored_schema(GraphSettings, handler, {"sizes": tuple[int, ...]})
+
+
+class Term:
+    """A term of a law, with places in `NUMBERS`."""
+
+    __slots__ = ("number", "seconds", "times")
+
+    def __init__(self, feature: Feature, seconds: float) -> None:
+        self.number: i64 = feature.number
+        self.times: i64 = feature.times
+        self.seconds = seconds
+
+
+class TermSum:
+    """The terms of one part of a pass's time, in the order of `FEATURES`. Those that count 1 are in
+    `constant_s`.
+    """
+
+    __slots__ = ("constant_s", "terms")
+
+    def __init__(self, part: int, seconds: Mapping[str, float]) -> None:
+        self.constant_s = 0.0
+        self.terms: list[Term] = []
+        for name, feature in FEATURES.items():
+            value = seconds.get(name, 0.0)
+            if not value or part not in feature.parts:
+                continue
+            if feature.number == ONE and feature.times == ONE:
+                self.constant_s += value
+            else:
+                self.terms.append(Term(feature, value))
+
+    def of(self, shape: StepShape, tokens: int, experts: float) -> float:
+        """Return the seconds of a pass with so many (padded) tokens and touched experts."""
+        total = self.constant_s
+        for term in self.terms:
+            found = term.seconds * number_of(term.number, shape, tokens, experts)
+            if term.times:
+                found *= number_of(term.times, shape, tokens, experts)
+            total += found
+        return total
+
+    def growth(self, shape: StepShape, tokens: int, experts: float) -> float:
+        """Return by how many seconds the next pass of the same decodes takes longer."""
+        total = 0.0
+        for term in self.terms:
+            grown = growth_of(term.number, shape)
+            if grown:
+                total += term.seconds * grown * number_of(term.times, shape, tokens, experts)
+        return total
+
+
+@dataclass(frozen=True)
+class PassLaw:
+    """Seconds of a forward pass by its shape: as it is fitted, stored in fit.json, and evaluated.
+
+    Attributes:
+        terms: seconds per unit of each feature (`FEATURES`), all >= 0; one that is left out is 0.
+        token_s: seconds per new token: `token_s[k]` applies between knots[k] and knots[k + 1], and
+            the last one beyond the last knot. Only the last must be >= 0, and with the constant
+            terms the sum up to each knot.
+        knots: numbers of new tokens, ascending from 0.
+        least_s: the shortest pass with chunks: its kernels are launched one by one.
+        flat_s: the shortest pass of decodes alone.
+        experts, experts_per_token: of a layer; 0: there are none.
+        window: tokens of the model's sliding windows; 0: there are none.
+        graphs: passes overlap, and are launched so; None: one ends before the next begins.
+        spread: launches other than graphs take these times as long, in turn; their mean is 1.
+            Empty: all take as long.
+        rows_min: where a law has pieces, the batch size from which this one applies, and terms may
+            be below 0; 0: it is no piece.
+        valid: where it was measured; None: not known.
+        error: on held-out points; None: not known.
+        std: standard deviations of terms by their names, of those of new tokens by "token_s[k]".
+            Terms that the passes do not tell apart have none.
+    """
+
+    terms: dict[str, float]
+    token_s: tuple[float, ...] = ()
+    knots: tuple[int, ...] = ()
+    least_s: float = 0.0
+    flat_s: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
+    window: int = 0
+    graphs: GraphSettings | None = None
+    spread: tuple[float, ...] = ()
+    rows_min: int = 0
+    valid: PassRange | None = None
+    error: HeldOutError | None = None
+    std: dict[str, float] = field(default_factory=dict)
+    # what evaluation reads
+    behind_s: float = field(init=False, repr=False, compare=False, default=0.0)
+    _alone: TermSum = field(init=False, repr=False, compare=False)
+    _mixed: TermSum = field(init=False, repr=False, compare=False)
+    _least: TermSum = field(init=False, repr=False, compare=False)
+    _arithmetic: TermSum = field(init=False, repr=False, compare=False)
+    _launches: list[TermSum] = field(init=False, repr=False, compare=False)
+    _slopes: tuple[tuple[float, int, float], ...] = field(
+        init=False, repr=False, compare=False, default=()
+    )
+    _overlaps: bool = field(init=False, repr=False, compare=False, default=False)
+    _host_s: float = field(init=False, repr=False, compare=False, default=0.0)
+    _host_row_s: float = field(init=False, repr=False, compare=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._check()
+        terms = self.terms
+        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
+        slopes = tuple(zip(self.token_s, self.knots, ends, strict=False))
+        found: dict[str, object] = {
+            "_alone": TermSum(ALONE, terms),
+            "_mixed": TermSum(MIXED, terms),
+            "_least": TermSum(LEAST, terms),
+            "_arithmetic": TermSum(ARITHMETIC, terms),
+            "_launches": [TermSum(launch, terms) for launch in (GRAPH, PIECEWISE, EAGER)],
+            "_slopes": slopes,
+            "_overlaps": self.graphs is not None,
+            "behind_s": terms.get("behind", 0.0),
+            "_host_s": terms.get("host", 0.0),
+            "_host_row_s": terms.get("host_row", 0.0),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    def _check(self) -> None:
+        knots = self.knots
+        if (
+            (knots and knots[0] != 0)
+            or list(knots) != sorted(set(knots))
+            or len(knots) != len(self.token_s)
+        ):
+            raise InputError(
+                f"law of passes: knots {list(knots)} with {len(self.token_s)} slopes; they must "
+                "begin at 0 and ascend, one slope for each"
+            )
+        unknown = [name for name in self.terms if name not in FEATURES]
+        if unknown:
+            raise InputError(
+                f"law of passes: unknown terms {', '.join(unknown)}",
+                f"terms: {', '.join(FEATURES)}",
+            )
+        of_tokens = [self.terms.get("pass", 0.0)]
+        for k, slope in enumerate(self.token_s[:-1]):
+            of_tokens.append(of_tokens[-1] + slope * (knots[k + 1] - knots[k]))
+        values = {f"the term {name}": value for name, value in self.terms.items()}
+        values |= {f"up to {knots[k]} tokens it": value for k, value in enumerate(of_tokens[1:], 1)}
+        values |= {"least_s": self.least_s, "flat_s": self.flat_s}
+        values |= {"the last of token_s": self.token_s[-1]} if self.token_s else {}
+        for what, value in values.items():
+            if not (abs(value) < math.inf and (value >= 0.0 or self.rows_min)):
+                raise InputError(f"law of passes: {what} is {value}; it must be finite and >= 0")
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self.terms.items())), self.token_s, self.knots, self.rows_min))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PassLaw, (
+            self.terms,
+            self.token_s,
+            self.knots,
+            self.least_s,
+            self.flat_s,
+            self.experts,
+            self.experts_per_token,
+            self.window,
+            self.graphs,
+            self.spread,
+            self.rows_min,
+            self.valid,
+            self.error,
+            self.std,
+        )
+
+    @property
+    def apart(self) -> bool:
+        """Whether passes are launched in processes of their own."""
+        return self.graphs is not None and self.graphs.apart
+
+    def gpu_s(self, shape: StepShape) -> float:
+        """Return the seconds of the pass's work; without launches, all of the pass."""
+        return self._work_s(shape, self.launch_of(shape) if self._overlaps else EAGER)
+
+    def _work_s(self, shape: StepShape, launch: int) -> float:
+        tokens = shape.decodes + shape.draft_tokens + shape.prefill_tokens
+        experts = 0.0
+        if self.experts:
+            experts = touched_experts(tokens, self.experts, self.experts_per_token)
+        if launch != EAGER:
+            graphs = self.graphs
+            assert graphs is not None
+            tokens = graphs.padded(tokens)
+        mixed = shape.prefills > 0
+        seconds = (self._mixed if mixed else self._alone).of(shape, tokens, experts)
+        for slope, start, end in self._slopes:
+            if tokens <= start:
+                break
+            seconds += slope * ((end if tokens > end else tokens) - start)
+        if not mixed:
+            return self.flat_s if seconds < self.flat_s else seconds
+        if self._overlaps:
+            least_s = self._least.of(shape, tokens, experts)
+            arithmetic_s = self._arithmetic.of(shape, tokens, experts)
+            seconds += least_s if least_s > arithmetic_s else arithmetic_s
+        return self.least_s if seconds < self.least_s else seconds
+
+    def growth_s(self, shape: StepShape) -> float:
+        """Return by how many seconds each following pass of the same decodes takes longer."""
+        tokens = shape.tokens
+        experts = 0.0
+        if self.experts:
+            experts = touched_experts(tokens, self.experts, self.experts_per_token)
+        return (self._mixed if shape.prefills else self._alone).growth(shape, tokens, experts)
+
+    def prompt_token_s(self, attended: float) -> float:
+        """Return the seconds that a token of a long chunk adds, which attends to so many tokens."""
+        terms = self.terms
+        inside_s = terms.get("attended_inside", 0.0) * min(attended, float(self.window))
+        token_s = self.token_s[-1] if self.token_s else terms.get("token_arithmetic", 0.0)
+        return token_s + terms.get("attended", 0.0) * attended + inside_s
+
+    def launch_of(self, shape: StepShape) -> int:
+        """Return how the pass is launched: GRAPH, PIECEWISE or EAGER."""
+        graphs = self.graphs
+        assert graphs is not None
+        verified = shape.decodes + shape.draft_tokens
+        return graphs.launch_of(verified, shape.prefills, shape.prefill_tokens)
+
+    def launch_s(self, shape: StepShape) -> float:
+        """Return the seconds on the CPU from scheduling the pass to its last kernel launched, on
+        average; 0 where passes do not overlap, and launches are part of the work.
+        """
+        if not self._overlaps:
+            return 0.0
+        return self._launches[self.launch_of(shape)].of(shape, 0, 0.0)
+
+    def drawn_launch_s(self, shape: StepShape, number: int) -> float:
+        """Return `launch_s` of the launch with this number; that of graphs does not vary."""
+        seconds = self.launch_s(shape)
+        if not self.spread or self.waits_for_launch(shape):
+            return seconds
+        return seconds * self.spread[number % len(self.spread)]
+
+    def waits_for_launch(self, shape: StepShape) -> bool:
+        """Return whether the GPU can begin the pass only when its launch has ended."""
+        return not self._overlaps or self.launch_of(shape) == GRAPH
+
+    def forward_s(self, shape: StepShape) -> float:
+        """Return the seconds of a pass that nothing overlaps, from its schedule to its tokens."""
+        if not self._overlaps:
+            return self._work_s(shape, EAGER)
+        launch = self.launch_of(shape)
+        gpu_s = self._work_s(shape, launch)
+        launch_s = self._launches[launch].of(shape, 0, 0.0)
+        return launch_s + gpu_s if launch == GRAPH else max(launch_s, gpu_s)
+
+    def after_s(self, rows: int) -> float:
+        """Return the seconds from the end of a pass that nothing overlaps to the next; 0 where they
+        are in its launch.
+        """
+        return self._host_s + self._host_row_s * rows
+
+    def step_s(self, shape: StepShape) -> float:
+        """Return the seconds from the start of one such pass to the next, if they follow."""
+        if self._overlaps:
+            return max(self.gpu_s(shape), self.launch_s(shape))
+        return self.gpu_s(shape) + self.after_s(shape.rows)
+
+    def pass_s(
+        self, decodes: int, decode_cached: float, chunks: float, new_tokens: float, attended: float
+    ) -> float:
+        """Return `step_s` of averages, for routers. Chunks have no cached tokens before them."""
+        shape = StepShape(decodes, round(decode_cached), round(chunks), round(new_tokens), attended)
+        window = self.window
+        if window:  # as if all rows were alike
+            if decodes:
+                shape.decode_inside = round(min(decode_cached, float(decodes * (window - 1))))
+            shape.prefill_inside = min(attended, new_tokens * window)
+        return self.step_s(shape)
+
+    def with_terms(self, terms: Mapping[str, float]) -> PassLaw:
+        """Return the law with other seconds for these terms."""
+        return replace(self, terms=self.terms | dict(terms))
+
+    def plus(self, other: PassLaw) -> PassLaw:
+        """Return the law of passes that take the terms of both. What is flat takes the constants of
+        both; under it, what `other` takes by rows and tokens is left out.
+        """
+        terms = {
+            name: self.terms.get(name, 0.0) + other.terms.get(name, 0.0)
+            for name in self.terms | other.terms
+        }
+        flat_s = self.flat_s and self.flat_s + other.terms.get("pass", 0.0)
+        return replace(self, terms=terms, flat_s=flat_s)
+
+    def times(self, factor: float) -> PassLaw:
+        """Return the law of passes that take `factor` times as long, launches and host alike."""
+        return replace(
+            self,
+            terms={name: factor * value for name, value in self.terms.items()},
+            token_s=tuple([factor * value for value in self.token_s]),
+            least_s=factor * self.least_s,
+            flat_s=factor * self.flat_s,
+            std={name: factor * value for name, value in self.std.items()},
+        )
+
+    def columns(self, shapes: Sequence[StepShape]) -> list[list[float]]:
+        """Return what each term counts in each pass [n, k]: the terms in their order, then the new
+        tokens between each knot and the next.
+        """
+        found = []
+        chosen = [FEATURES[name] for name in self.terms]
+        ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
+        for shape in shapes:
+            tokens = shape.tokens
+            experts = 0.0
+            if self.experts:
+                experts = touched_experts(tokens, self.experts, self.experts_per_token)
+            row = [feature.of(shape, tokens, experts) for feature in chosen]
+            for start, end in zip(self.knots, ends, strict=False):
+                row.append(max(0.0, min(float(tokens), end) - start))
+            found.append(row)
+        return found
+
+    @property
+    def form(self) -> str:
+        """Its form in words, for reports and fit.json."""
+        if self.graphs is not None:
+            return "overlapping passes"
+        words = f"knots {', '.join([str(knot) for knot in self.knots])}"
+        if self.experts:
+            words += f", {self.experts} experts"
+        if self.window:
+            words += f", windows of {self.window}"
+        return f"{words}, reads beside chunks" if "cached_beside" in self.terms else words
+
+    @property
+    def names(self) -> list[str]:
+        """The terms by name, in the order of `columns`."""
+        return [*self.terms, *[f"token_s[{k}]" for k in range(len(self.token_s))]]
+
+    def words_of(self, name: str) -> str:
+        """Return one of `names` in words."""
+        if name in FEATURES:
+            return FEATURES[name].words
+        return f"new tokens from {self.knots[self.names.index(name) - len(self.terms)]}"
+
+    def with_values(self, values: Sequence[float]) -> PassLaw:
+        """Return the law with these seconds, in the order of `columns`."""
+        count = len(self.terms)
+        terms = dict(zip(self.terms, values[:count], strict=True))
+        return replace(self, terms=terms, token_s=tuple(values[count:]))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        types: dict[str, Any] = {
+            "terms": dict[str, float],
+            "token_s": tuple[float, ...],
+            "knots": tuple[int, ...],
+            "graphs": GraphSettings,
+            "spread": tuple[float, ...],
+            "valid": PassRange,
+            "error": HeldOutError,
+            "std": dict[str, float],
+        }
+        return stored_schema(PassLaw, handler, types)
