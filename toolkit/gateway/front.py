@@ -161,10 +161,9 @@ class Gateway(Front):
             self.add(path, self._written, "POST")
         self.add("/replicas", self._show_replicas)
         self.add(REPLICA_METRICS, self._replica_metrics)
-        start = pool.background.start
-        self.at_start = [partial(start, "silent replicas", pool.sweep)]
+        self.tasks["silent replicas"] = pool.sweep
         if self.balancer.router.reads_reports:
-            self.at_start.append(partial(start, "reports of replicas", pool.read_reports))
+            self.tasks["reports of replicas"] = pool.read_reports
 
     @property
     def left(self) -> int:

@@ -169,14 +169,8 @@ class TraceRecorder(FrontServer):
     def announce_end(self) -> None:
         self._leaving = True
 
-    async def start(self) -> None:
-        pass  # the server behind is there, or its requests get 502
-
     async def drain(self, timeout_s: float) -> None:
         await self.running.ended(timeout_s)
-
-    async def stop(self) -> None:
-        pass
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.running:

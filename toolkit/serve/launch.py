@@ -27,7 +27,7 @@ from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import Event, to_line
 from toolkit.serve.access import Callers, Keyring
 from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.background import Background
+from toolkit.serve.background import Background, Work
 from toolkit.serve.http import HttpServer
 from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.log import RefusalLog, logging_to_stderr
@@ -132,7 +132,7 @@ class FrontServer(ABC):
         limits: what clients may use.
         stats: its counters.
         background: its tasks.
-        at_start: called in the event loop before it listens.
+        tasks: what runs beside the requests, by name.
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
     """
 
@@ -149,7 +149,7 @@ class FrontServer(ABC):
         self.limits = limits
         self.stats = stats
         self.background = background
-        self.at_start: list[Callable[[], object]] = []
+        self.tasks: dict[str, Work] = {}
 
     @property
     @abstractmethod
@@ -165,9 +165,9 @@ class FrontServer(ABC):
     def announce_end(self) -> None:
         """The end is announced: load balancers should stop sending, though requests still run."""
 
-    @abstractmethod
     async def start(self) -> None:
         """Return when it can serve. It listens before, and answers that it cannot yet."""
+        return
 
     async def broken(self) -> None:
         """Raise when it cannot go on."""
@@ -177,9 +177,9 @@ class FrontServer(ABC):
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait at most `timeout_s` seconds for those that run."""
 
-    @abstractmethod
     async def stop(self) -> None:
         """End what it has started."""
+        return
 
 
 def launch(
@@ -208,19 +208,13 @@ def launch(
             requests,
         )
         front = stack.enter_context(make(opened))
-        start = front.background.start
-        renew = opened.keyring.renew
-        front.at_start += [
-            partial(start, "log of refusals", RefusalLog(front.stats).follow),
-            partial(start, "keys", partial(follow, config.keys, renew, config.ending.say)),
-            partial(
-                start,
-                "health of the manager",
-                partial(config.manager.report_health, lambda: front.healthy),
-            ),
-        ]
+        front.tasks |= {
+            "log of refusals": RefusalLog(front.stats).follow,
+            "keys": lambda: follow(config.keys, opened.keyring.renew, config.ending.say),
+            "health of the manager": lambda: config.manager.report_health(lambda: front.healthy),
+        }
         if events is not None:
-            front.at_start.append(partial(start, "event log", partial(flush, events)))
+            front.tasks["event log"] = events.flushing
         gc.collect()
         # Imported objects stay: no later collection should pause all streams to walk over them.
         gc.freeze()
@@ -250,8 +244,8 @@ async def serve(
         on_status=front.stats.count_status,
     )
     signals = Signals()
-    for call in front.at_start:
-        call()
+    for name, work in front.tasks.items():
+        front.background.start(name, work)
     starting: asyncio.Task[None] | None = None
     breaking: asyncio.Task[None] | None = None
     try:
@@ -278,19 +272,12 @@ async def serve(
         signals.close()
 
 
-async def flush(events: EventLog) -> None:
-    """Write the log once a second: a killed server loses little; an event costs no system call."""
-    while True:
-        await asyncio.sleep(FLUSH_EVERY_S)
-        events.flush()
-
-
 class EventLog:
     """The calls of a scheduler, in a new file that can be replayed.
 
-    The owner calls `flush`; a killed process loses the events since. Only whole lines are written.
-    Where an event cannot be written, the log ends (`toolkit.files.io`). An error of the disk raises
-    nothing here.
+    `flushing` writes it once a second: a killed server loses little, and an event costs no system
+    call. Only whole lines are written. Where an event cannot be written, the log ends
+    (`toolkit.files.io`). An error of the disk raises nothing here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -307,6 +294,11 @@ class EventLog:
     def add(self, event: Event) -> None:
         self._pending += to_line(event)
         if len(self._pending) >= PENDING_BYTES_MAX:
+            self.flush()
+
+    async def flushing(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
             self.flush()
 
     def flush(self) -> None:

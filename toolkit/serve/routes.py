@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 
 import msgspec
 from fastapi import FastAPI
@@ -91,7 +90,7 @@ class Front(FrontServer):
         self._local_paths += [PAGE, DATA]
         self.add(PAGE, status.page)
         self.add(DATA, status.data)
-        self.at_start.append(partial(self.background.start, "status page", status.sampling))
+        self.tasks["status page"] = status.sampling
 
     @property
     @abstractmethod
