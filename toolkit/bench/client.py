@@ -38,6 +38,7 @@ from toolkit.files.plan import Plan
 from toolkit.files.recipe import SAFE_VOCABULARY
 from toolkit.interrupts import InterruptedReplayError, cancelling
 from toolkit.metrics import Served, latencies
+from toolkit.openai.requests import COMPLETIONS
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import leave_out_longer, scale_lengths, scale_rate
 
@@ -177,15 +178,15 @@ def probe_dialect(
     if lengths == "given" or (lengths is None and not target.own):
         return "given", learn(target)
     fields = FULL.request(target.model, [1], max_tokens, end_after=1, stream=False)
-    status, body = post(target, "/v1/completions", fields)
+    status, body = post(target, COMPLETIONS, fields)
     if status == 200:
         return "hidden", FULL
     if END_AFTER not in body:
-        raise refusal(target, "/v1/completions", status, body)
+        raise refusal(target, COMPLETIONS, status, body)
     if lengths is None:
         return "given", learn(target)
     hint = "start it with: llmctl serve --allow-end-after; or leave out --lengths hidden"
-    raise refusal(target, "/v1/completions", status, body, hint)
+    raise refusal(target, COMPLETIONS, status, body, hint)
 
 
 class LengthLimits(NamedTuple):

@@ -31,6 +31,7 @@ from toolkit.openai.answers import read_answer
 from toolkit.openai.errors import error_text
 from toolkit.openai.events import MAX_STREAM_BYTES, NOT_OPENAI, EventReader, data_of, lines_of
 from toolkit.openai.foreign import UNREADABLE, is_null, plain
+from toolkit.openai.requests import COMPLETIONS
 
 MAX_ERROR_BYTES = 1 << 16
 OVERLOADED = (429, 503)  # statuses of a server that refuses load
@@ -181,7 +182,7 @@ def make_request(
         headers["x-session-id"] = session
     if name:
         headers["x-request-id"] = name
-    url = URL(f"{target.url}/v1/completions", encoded=True).with_user(None)
+    url = URL(target.url + COMPLETIONS, encoded=True).with_user(None)
     return LoadRequest(url, headers, msgspec.json.encode(fields))
 
 

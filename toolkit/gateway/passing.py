@@ -103,7 +103,7 @@ class PassedRequest:
         self._call = call
         self._send = send
         self._headers = headers
-        self._passing = MergedAnswer(call, self.prompt_tokens)
+        self._merged = MergedAnswer(call, self.prompt_tokens)
         self._id = f"r{next(gateway.numbers)}"
         self._blocks = gateway.gauge.blocks(call.prompt)
         self._task: asyncio.Task[None] | None = None
@@ -122,9 +122,9 @@ class PassedRequest:
     @property
     def generated(self) -> int:
         """New tokens as the server counted them, and no fewer than came."""
-        passing = self._passing
-        usage = self._passing.usage
-        return passing.tokens if usage is None else max(usage.completion_tokens, passing.tokens)
+        merged = self._merged
+        usage = self._merged.usage
+        return merged.tokens if usage is None else max(usage.completion_tokens, merged.tokens)
 
     def cut(self, reason: str) -> None:
         """End the attempt: the request goes elsewhere."""
@@ -159,29 +159,29 @@ class PassedRequest:
 
     async def _until_answered(self) -> None:
         """Ask replicas, one after the other, until the request has ended."""
-        passing = self._passing
+        merged = self._merged
         failures = 0
         while (replica := await self._choose()) is not None:
-            tokens = passing.tokens
+            tokens = merged.tokens
             try:
                 await self._attempt(replica)
                 return
             except PassFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
-                if passing.complete:  # it lacks the last lines alone
-                    await self._close_stream(passing.finish())
+                if merged.complete:  # it lacks the last lines alone
+                    await self._close_stream(merged.finish())
                     return
-                if not passing.goes_on:
+                if not merged.goes_on:
                     await self._give_up(f"the answer broke off: {failed}")
                     return
-                failures = 1 if passing.tokens > tokens else failures + failed.counts
+                failures = 1 if merged.tokens > tokens else failures + failed.counts
                 if failures >= MAX_FAILURES:
                     text = f"the request failed on {failures} replicas; the last: {failed}"
                     await self._give_up(text)
                     return
                 self._excluded.add(replica.index)
-                if passing.begun:
+                if merged.begun:
                     replica.moved += 1
 
     async def _choose(self) -> LiveReplica | None:
@@ -216,13 +216,13 @@ class PassedRequest:
     def _may_take(self, replica: LiveReplica) -> bool:
         """Whether it fits into the replica's context, and can go on there where it has begun."""
         has_room = replica.max_model_len is None or replica.max_model_len > self._outgrown
-        return has_room and (replica.speaks_ids or not self._passing.begun)
+        return has_room and (replica.speaks_ids or not self._merged.begun)
 
     def _routed(self) -> RoutedRequest:
         """The request as the router sees it: its prompt ends with what the client has."""
         return RoutedRequest(
             self._id,
-            self.prompt_tokens + self._passing.tokens,
+            self.prompt_tokens + self._merged.tokens,
             self.new_tokens,
             self._blocks,
             self._call.session,
@@ -262,8 +262,8 @@ class PassedRequest:
         """One attempt, which ends the request or raises `PassFailedError`."""
         gateway = self._gateway
         call = self._call
-        was_begun = self._passing.begun
-        path, body = self._passing.request(
+        was_begun = self._merged.begun
+        path, body = self._merged.request(
             speaks_ids=replica.speaks_ids and call.stream,
             context=replica.max_model_len,
             default_tokens=replica.default_tokens,
@@ -324,26 +324,26 @@ class PassedRequest:
 
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """Pass a stream. The head goes with its first bytes: before them all may begin anew."""
-        passing = self._passing
+        merged = self._merged
         now_s = self._gateway.now_s
         async for piece in in_parts(answer.body()):
-            out = passing.feed(piece)
-            self.midway = passing.is_midway
+            out = merged.feed(piece)
+            self.midway = merged.is_midway
             self.heard_s = replica.heard_s = now_s()
-            if passing.new_tokens:
-                self._count_tokens(passing.new_tokens, self.heard_s)
+            if merged.new_tokens:
+                self._count_tokens(merged.new_tokens, self.heard_s)
             if out:
                 self.waiting = False
                 await self._send_piece(answer, out)
                 self.waiting = True
                 self.heard_s = now_s()
-            if passing.failure:
-                raise PassFailedError(passing.failure)
-            if passing.ended:
+            if merged.failure:
+                raise PassFailedError(merged.failure)
+            if merged.ended:
                 break
-        last = passing.end()
-        if passing.failure:
-            raise PassFailedError(passing.failure)
+        last = merged.end()
+        if merged.failure:
+            raise PassFailedError(merged.failure)
         if last:
             await self._send_piece(answer, last)
         await self._close_stream(b"")
@@ -372,17 +372,17 @@ class PassedRequest:
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def _close_stream(self, last: bytes) -> None:
-        self._status = _reason(self._passing.finish_reason)
+        self._status = _reason(self._merged.finish_reason)
         self._is_answered = True
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         content = await self._whole(replica, answer)
-        self._passing.whole(content)
-        if self._passing.failure:
-            raise PassFailedError(self._passing.failure)
+        self._merged.whole(content)
+        if self._merged.failure:
+            raise PassFailedError(self._merged.failure)
         self._last_s = self._gateway.now_s()
-        self._status = _reason(self._passing.finish_reason)
+        self._status = _reason(self._merged.finish_reason)
         self._is_answered = True
         await send_whole(self._send, 200, kept_headers(answer), content)
 
@@ -402,27 +402,27 @@ class PassedRequest:
         """End with an error: in the stream, if the client has a part of it. Where it has all tokens
         and lacks the last lines, end with those that are known.
         """
-        if self._passing.complete:
-            await self._close_stream(self._passing.finish())
+        if self._merged.complete:
+            await self._close_stream(self._merged.finish())
             return
         self._status = ended
         error = ApiError(text, status=status, code="replicas")
         if not self._head_sent:
             error.headers["Retry-After"] = str(RETRY_AFTER_S)
             raise error
-        last = self._passing.error(error)
+        last = self._merged.error(error)
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _record(self) -> None:
         """Count the request, and write it to the log."""
         gateway = self._gateway
         stats = self._gateway.stats
-        prompt = self._passing.prompt_tokens
+        prompt = self._merged.prompt_tokens
         tokens = self.generated
         stats.prompt_tokens += prompt
-        if self._passing.usage is not None and self._call.choices == 1:
+        if self._merged.usage is not None and self._call.choices == 1:
             gateway.gauge.count(self._call.prompt, prompt)
-        if self._passing.usage is not None:  # without ids an event may have several tokens
+        if self._merged.usage is not None:  # without ids an event may have several tokens
             stats.generation_tokens += max(tokens - self._seen_tokens, 0)
         times = self.arrival_s, self._first_s, self._last_s
         stats.count_end(self._status, *times, tokens, self._max_gap_s)

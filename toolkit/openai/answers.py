@@ -126,7 +126,8 @@ class AnswerWriter:
             message = {"role": "assistant", "content": text, "refusal": None}
             said = {"message": message} if self._chat else {"text": text}
             made.append(_choice(index, said, finish))
-        return self._object(kind, made, {"usage": _counts(usage)})
+        fields = {**self.about, "object": kind, "choices": made, "usage": _counts(usage)}
+        return _encode(fields)
 
     def event(
         self,
@@ -134,28 +135,28 @@ class AnswerWriter:
         text: str,
         finish: str | None,
         usage: Usage | None = None,
-        **more: Any,
+        more: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Return an event with new text of a choice; `more`: fields of the choice."""
+        """Return an event with new text of a choice; `more`: further fields of the choice."""
         said: dict[str, Any] = {"text": text}
         if self._chat:
-            role = {} if index in self._begun else {"role": "assistant"}
-            self._begun.add(index)
-            said = {"delta": {**role, "content": text}}
-        return self._event([{**_choice(index, said, finish), **more}], usage)
+            said = {"delta": {"content": text}}
+            if index not in self._begun:
+                said = {"delta": {"role": "assistant", "content": text}}
+                self._begun.add(index)
+        choice = _choice(index, said, finish)
+        return self._event([{**choice, **more} if more else choice], usage)
 
     def usage(self, usage: Usage) -> bytes:
         """Return the event with the usage alone."""
         return self._event([], usage)
 
     def _event(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
-        counts = None if usage is None else _counts(usage)
-        field = {} if usage is None and not self.shows_usage else {"usage": counts}
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return b"data: %b\n\n" % self._object(kind, choices, field)
-
-    def _object(self, kind: str, choices: list[dict[str, Any]], usage: Mapping[str, Any]) -> bytes:
-        return _encode({**self.about, "object": kind, "choices": choices, **usage})
+        fields = {**self.about, "object": kind, "choices": choices}
+        if usage is not None or self.shows_usage:
+            fields["usage"] = usage and _counts(usage)
+        return b"data: %b\n\n" % _encode(fields)
 
 
 def _choice(index: int, said: Mapping[str, Any], finish: str | None) -> dict[str, Any]:

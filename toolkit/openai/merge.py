@@ -478,4 +478,4 @@ class MergedAnswer:
             more["stop_reason"] = read.stop_reason
         if self._call.wants_ids:
             more["token_ids"] = ids
-        return self._writer.event(read.index, text, read.finish_reason, usage, **more)
+        return self._writer.event(read.index, text, read.finish_reason, usage, more)
