@@ -1,5 +1,7 @@
 """Sequences of rounds: their draws, their records, and workers that fail meanwhile."""
 
+from functools import partial
+
 import pytest
 from llmctl_fake import FakeEngine
 from synthetic_profiles import FACTS
@@ -10,7 +12,7 @@ from toolkit.files.recipe import ProfileSpec
 from toolkit.profiling.grid import GridPoint, part_points
 from toolkit.profiling.measure import probe_admission
 from toolkit.profiling.process import LocalTimedEngine
-from toolkit.profiling.worker_runs import ROUNDS, Ranges, RowsOfSequence, SequenceFeed
+from toolkit.profiling.worker_runs import ROUNDS, Feed, Ranges, RowsOfSequence
 
 SPEC = ProfileSpec(
     batch_sizes=[1, 4, 16],
@@ -60,7 +62,9 @@ def test_remaining_rows_are_dropped_with_the_next_sequence():
 
 
 def run_all(workers: InMemory):
-    return recorded_by(workers, lambda record: SequenceFeed(workers, range(6), RANGES, record))
+    return recorded_by(
+        workers, lambda record: Feed(workers, range(6), partial(RowsOfSequence, RANGES), record)
+    )
 
 
 def test_each_sequence_is_recorded_once_and_whole():

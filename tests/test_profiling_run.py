@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -32,7 +33,7 @@ from toolkit.profiling.process import (
     engine_process,
 )
 from toolkit.profiling.run import journal_path, profile
-from toolkit.profiling.worker_runs import SliceFeed
+from toolkit.profiling.worker_runs import Feed, WholeSlice
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.protocol import PassDone, WorkerLost, WorkerReady
 
@@ -370,7 +371,8 @@ def recorded_by(workers, feed):
 
 
 def run_shapes(workers):
-    return recorded_by(workers, lambda record: SliceFeed(workers, SHAPES, 95, record))
+    slices = partial(WholeSlice, SHAPES, 95)
+    return recorded_by(workers, lambda record: Feed(workers, SHAPES, slices, record))
 
 
 def test_each_slice_is_recorded_once_with_its_shape():

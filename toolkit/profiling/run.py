@@ -61,7 +61,7 @@ from toolkit.profiling.process import (
     busy_neighbours,
     engine_process,
 )
-from toolkit.profiling.worker_runs import RoundsStage, SliceFeed
+from toolkit.profiling.worker_runs import Feed, RoundsStage, WholeSlice
 from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 
 
@@ -254,7 +254,8 @@ class _Session:
 
         if left := self._slices_left():
             workers = self._bench.workers(self._recipe)
-            feed = SliceFeed(workers, left, self._facts.vocab_size, record)
+            slices = partial(WholeSlice, left, self._facts.vocab_size)
+            feed = Feed(workers, left, slices, record)
             with cancelling():
                 asyncio.run(feed.run())
         if self._rounds and self._work.sequences:

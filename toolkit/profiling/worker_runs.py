@@ -1,8 +1,8 @@
 """Measurements through the worker processes, all of them busy: sequences of rounds, whole slices.
 
-They show what a server pays, from dispatch to result. A `Feed` keeps workers busy: `SequenceFeed`
-with sequences of rounds, which `RowsOfSequence` draws, `SliceFeed` with slices. `RoundsStage` is
-the part of a profile about rounds.
+They show what a server pays, from dispatch to result. A `Feed` keeps workers busy, with sequences
+(`RowsOfSequence`) or with slices (`WholeSlice`). `RoundsStage` is the part of a profile about
+passes that keep their caches.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import asyncio
 import os
 import random
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -51,11 +50,37 @@ from toolkit.workers.protocol import (
     Workers,
 )
 
-Work = TypeVar("Work")
-Point = TypeVar("Point")
+Point = TypeVar("Point", covariant=True)
 
 
-class Feed(ABC, Generic[Work, Point]):
+class MeasuredWork(Protocol[Point]):
+    """What one worker is measured at, pass by pass.
+
+    `next_row` is the first row number that it does not use.
+    """
+
+    next_row: int
+
+    def plan(self) -> EnginePass:
+        """Return the next pass."""
+        ...
+
+    def finish(self, output: PassOutput, seconds: float) -> Point | FailedPoint | None:
+        """Record a pass that ended `seconds` of wall time after its dispatch. Returns the result
+        of the work; None: another pass follows.
+        """
+        ...
+
+    def failed(self, reason: str) -> FailedPoint:
+        """Return the result after a pass that failed."""
+        ...
+
+    def left_by(self, output: PassOutput) -> tuple[int, ...]:
+        """Numbers of the rows that the engine still holds after the last pass."""
+        ...
+
+
+class Feed(Generic[Point]):
     """Keeps the workers busy until all numbered work is recorded.
 
     Each worker first runs unrecorded work, to warm up. It continues with unrecorded work until the
@@ -63,24 +88,33 @@ class Feed(ABC, Generic[Work, Point]):
 
     Args:
         workers: not yet started.
-        work: what to run, by number.
+        numbers: of the work to record.
+        make: makes the work of a number, with the first row number to use and the rows that the
+            worker still holds, which its first pass drops.
         record: is given each number and its result, or why it failed.
     """
 
     def __init__(
         self,
         workers: Workers,
-        work: Mapping[int, Work],
+        numbers: Iterable[int],
+        make: Callable[[int, int, Sequence[int]], MeasuredWork[Point]],
         record: Callable[[int, Point | FailedPoint], None],
     ) -> None:
         self.workers = workers
+        self._make = make
         self._record = record
-        self.sent = 0  # passes so far
-        self._waiting = deque(work.items())
-        self._unrecorded = list(work.values())
-        self._left = len(work)
+        self._sent = 0  # passes so far
+        self._unrecorded = list(numbers)
+        self._waiting = deque(self._unrecorded)
+        self._left = len(self._unrecorded)
         self._begun = False
         self._done = asyncio.Event()
+        # by worker: the number of its work (None: it is not recorded), the work, and when its pass
+        # was sent
+        self._on: dict[int, tuple[int | None, MeasuredWork[Point], float]] = {}
+        # by worker: the first row number to use, and the rows that it still holds
+        self._held: dict[int, tuple[int, Sequence[int]]] = {}
 
     async def run(self) -> None:
         """Start the workers, run all work, and stop them. Raises `EngineError` if a worker cannot
@@ -97,42 +131,57 @@ class Feed(ABC, Generic[Work, Point]):
         finally:
             await self.workers.stop()
 
-    @abstractmethod
-    def start(self, worker: int, number: int | None, work: Work) -> None:
-        """Send work to an idle worker; `number` is None if it is not recorded."""
-
-    @abstractmethod
-    def on_event(self, event: WorkerEvent, now_s: float) -> None:
-        """A worker is ready again after its process was lost, or has run a pass."""
-
     def _on_event(self, event: WorkerEvent) -> None:
         now_s = time.perf_counter()
-        if self._begun or not isinstance(event, WorkerReady):
-            self.on_event(event, now_s)
+        if isinstance(event, WorkerReady):
+            if self._begun and event.worker not in self._on:
+                self._next(event.worker)  # the worker was lost, and its rows with it
+        elif isinstance(event, PassDone) and event.worker in self._on:
+            self._take(event, now_s)
 
-    def send(self, worker: int, plan: EnginePass) -> None:
-        """Send a pass to an idle worker."""
-        self.sent += 1
-        self.workers.run(worker, msgspec.structs.replace(plan, pass_id=self.sent))
+    def _take(self, event: PassDone, now_s: float) -> None:
+        """A pass has ended: record the work if it is done, and go on."""
+        worker = event.worker
+        output = event.output
+        number, work, sent_s = self._on[worker]
+        if output is None or event.failure:
+            result: Point | FailedPoint | None = work.failed(event.failure)
+        else:
+            result = work.finish(output, now_s - sent_s)
+        if result is None:
+            self._send(worker, number, work)
+            return
+        del self._on[worker]
+        if number is not None:
+            self._record(number, result)
+            self._left -= 1
+            if not self._left:
+                self._done.set()
+        if output is not None:  # a crashed worker is ready again later
+            self._held[worker] = work.next_row, work.left_by(output)
+            self._next(worker)
 
-    def next(self, worker: int) -> None:
+    def _next(self, worker: int) -> None:
         """Give an idle worker something to run, unless all is recorded."""
         if self._left and self._waiting:
-            self.start(worker, *self._waiting.popleft())
+            number = self._waiting.popleft()
+            self._start(worker, number, number)
         elif self._left:
             self._start_unrecorded(worker)
 
     def _start_unrecorded(self, worker: int) -> None:
-        self.start(worker, None, self._unrecorded[self.sent % len(self._unrecorded)])
+        self._start(worker, None, self._unrecorded[self._sent % len(self._unrecorded)])
 
-    def finish(self, number: int | None, result: Point | FailedPoint) -> None:
-        """Record a result, if it is of numbered work."""
-        if number is None:
-            return
-        self._record(number, result)
-        self._left -= 1
-        if not self._left:
-            self._done.set()
+    def _start(self, worker: int, number: int | None, made: int) -> None:
+        """Start the work of the number `made`; it is recorded under `number`, if there is one."""
+        first_row, stale = self._held.pop(worker, (0, ()))
+        self._send(worker, number, self._make(made, first_row, stale))
+
+    def _send(self, worker: int, number: int | None, work: MeasuredWork[Point]) -> None:
+        plan = work.plan()
+        self._sent += 1
+        self._on[worker] = number, work, time.perf_counter()
+        self.workers.run(worker, msgspec.structs.replace(plan, pass_id=self._sent))
 
 
 ROUNDS = 12  # per sequence
@@ -151,7 +200,7 @@ class Ranges:
 
 
 class RowsOfSequence:
-    """The rows of one sequence on one worker: plans its next round and records the result.
+    """The rows of one sequence on one worker: plans its next pass and records the result.
 
     Beginning with an empty batch, rows enter, decode together and end as in serving.
 
@@ -159,7 +208,7 @@ class RowsOfSequence:
         ranges: the ranges of all draws.
         number: the number of the sequence, which seeds its draws.
         first_row: the first row number to use.
-        stale: rows that the worker still holds, dropped with the first round.
+        stale: rows that the worker still holds, dropped with the first pass.
     """
 
     def __init__(self, ranges: Ranges, number: int, first_row: int, stale: Sequence[int]) -> None:
@@ -174,11 +223,6 @@ class RowsOfSequence:
         self._groups: list[tuple[int, int]] = []
         self._steps = 0
         self.points: list[RoundPoint] = []
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Numbers of the rows in the batch."""
-        return tuple(self._cached)
 
     def plan(self) -> EnginePass:
         """The next pass. The rows that enter are a full batch if none runs, else a few."""
@@ -201,13 +245,19 @@ class RowsOfSequence:
             self._steps, tuple(self._entering.values()), tuple(self._entering), evict=self._stale
         )
 
+    def failed(self, reason: str) -> FailedPoint:
+        """Return the result after a pass that failed."""
+        return FailedPoint(kind="rounds", batch_size=0, length=0, reason=reason)
+
     def left_by(self, output: PassOutput) -> tuple[int, ...]:
-        """Numbers of the rows that are still in the engine after a pass ran out of memory."""
+        """Numbers of the rows that the engine still holds after the last pass."""
         gone = {*output.ended, *output.dropped}
         return tuple(number for number in (*self._cached, *self._entering) if number not in gone)
 
-    def finish(self, output: PassOutput, seconds: float) -> None:
-        """Record a pass that ended `seconds` of wall time after its dispatch."""
+    def finish(self, output: PassOutput, seconds: float) -> RoundSequence | None:
+        """Record a pass that ended `seconds` of wall time after its dispatch. Returns the sequence
+        with its last one.
+        """
         left = len(self._stale) + len(output.ended)
         self._stale = ()
         for number, row in self._entering.items():
@@ -230,6 +280,8 @@ class RowsOfSequence:
                 seconds=seconds,
             )
         )
+        self._entering = {}
+        return RoundSequence(rounds=self.points) if len(self.points) == ROUNDS else None
 
     def _draw_row(self) -> Row | None:
         """Another row that fits with the running and entering ones; None if no draw fits."""
@@ -249,57 +301,6 @@ class RowsOfSequence:
                 sampling = SamplingParams(ignore_eos=True)
                 return Row(name, tokens, 0, output, sampling)
         return None
-
-
-class SequenceFeed(Feed[int, RoundSequence]):
-    """Runs the numbered sequences, a round at a time on each worker."""
-
-    def __init__(
-        self,
-        workers: Workers,
-        numbers: Sequence[int],
-        ranges: Ranges,
-        record: Callable[[int, RoundSequence | FailedPoint], None],
-    ) -> None:
-        super().__init__(workers, {number: number for number in numbers}, record)
-        self._ranges = ranges
-        # by worker: the number of its sequence, the sequence, and when its round was sent
-        self._on: dict[int, tuple[int | None, RowsOfSequence, float]] = {}
-        # by worker: the first row number to use, and the rows that it still holds
-        self._held: dict[int, tuple[int, Sequence[int]]] = {}
-
-    def start(self, worker: int, number: int | None, work: int) -> None:
-        first_row, stale = self._held.pop(worker, (0, ()))
-        self._send(worker, number, RowsOfSequence(self._ranges, work, first_row, stale))
-
-    def on_event(self, event: WorkerEvent, now_s: float) -> None:
-        if isinstance(event, WorkerReady) and event.worker not in self._on:
-            self.next(event.worker)  # the worker was lost, and its rows with it
-        if not isinstance(event, PassDone) or event.worker not in self._on:
-            return
-        worker = event.worker
-        output = event.output
-        number, rows, sent_s = self._on[worker]
-        if output is None or event.failure:
-            del self._on[worker]
-            failed = FailedPoint(kind="rounds", batch_size=0, length=0, reason=event.failure)
-            self.finish(number, failed)
-            if output is not None:  # a crashed worker is ready again later
-                self._held[worker] = rows.next_row, rows.left_by(output)
-                self.next(worker)
-            return
-        rows.finish(output, now_s - sent_s)
-        if len(rows.points) < ROUNDS:
-            self._send(worker, number, rows)
-            return
-        self.finish(number, RoundSequence(rounds=rows.points))
-        self._held[worker] = rows.next_row, rows.rows
-        self.next(worker)
-
-    def _send(self, worker: int, number: int | None, rows: RowsOfSequence) -> None:
-        plan = rows.plan()
-        self._on[worker] = number, rows, time.perf_counter()
-        self.send(worker, plan)
 
 
 # Share of the machine's memory for the swapped caches of all workers, if the recipe sets no bound.
@@ -341,7 +342,7 @@ class RoundsStage:
 
         tokens_max = safe_tokens(self._admissions(), self._facts)
         ranges = Ranges(self._recipe.profile, self._facts, tokens_max)
-        feed = SequenceFeed(workers, self.sequences_left(), ranges, record)
+        feed = Feed(workers, self.sequences_left(), partial(RowsOfSequence, ranges), record)
         with cancelling():
             asyncio.run(feed.run())
 
@@ -368,43 +369,43 @@ class RoundsStage:
         return of_kind(MemoryPoint, probes)
 
 
-class SliceFeed(Feed[SliceShape, SlicePoint]):
-    """Runs the numbered slices. Their times are the wall seconds from dispatch to result."""
+class WholeSlice:
+    """A slice of the shape of its number: one pass that keeps no caches, so no row is left."""
 
     def __init__(
         self,
-        workers: Workers,
         shapes: Mapping[int, SliceShape],
         vocab_size: int,
-        record: Callable[[int, SlicePoint | FailedPoint], None],
+        number: int,
+        first_row: int,
+        _stale: Sequence[int],
     ) -> None:
-        super().__init__(workers, shapes, record)
+        self._shape = shapes[number]
         self._vocab_size = vocab_size
-        # by worker: the number of its slice, its shape, and when it was sent
-        self._sent: dict[int, tuple[int | None, SliceShape, float]] = {}
+        self.next_row = first_row
 
-    def start(self, worker: int, number: int | None, work: SliceShape) -> None:
-        plan = slice_of(slice_rows(work, self._vocab_size), work.steps)
-        self._sent[worker] = number, work, time.perf_counter()
-        self.send(worker, plan)
+    def plan(self) -> EnginePass:
+        """Return the pass."""
+        return slice_of(slice_rows(self._shape, self._vocab_size), self._shape.steps)
 
-    def on_event(self, event: WorkerEvent, now_s: float) -> None:
-        if isinstance(event, PassDone):
-            number, shape, sent_s = self._sent.pop(event.worker)
-            rows = shape.batch_size
-            length = shape.input_length
-            steps = shape.steps
-            output = event.output or PassOutput(0)
-            if event.failure or output.steps != steps or len(output.ended) != rows:
-                why = event.failure or f"{output.steps} of {steps} tokens came for each row"
-                failed = FailedPoint(kind="slice", batch_size=rows, length=length, reason=why)
-                self.finish(number, failed)
-            else:
-                point = SlicePoint(
-                    batch_size=rows, input_length=length, steps=steps, seconds=now_s - sent_s
-                )
-                self.finish(number, point)
-            if event.failure != "crashed":  # a crashed worker is ready again later
-                self.next(event.worker)
-        elif isinstance(event, WorkerReady):
-            self.next(event.worker)
+    def finish(self, output: PassOutput, seconds: float) -> SlicePoint | FailedPoint:
+        """Return the point, if each row got all its tokens."""
+        shape = self._shape
+        if output.steps != shape.steps or len(output.ended) != shape.batch_size:
+            return self.failed(f"{output.steps} of {shape.steps} tokens came for each row")
+        return SlicePoint(
+            batch_size=shape.batch_size,
+            input_length=shape.input_length,
+            steps=shape.steps,
+            seconds=seconds,
+        )
+
+    def failed(self, reason: str) -> FailedPoint:
+        """Return the result after a pass that failed."""
+        shape = self._shape
+        rows, length = shape.batch_size, shape.input_length
+        return FailedPoint(kind="slice", batch_size=rows, length=length, reason=reason)
+
+    def left_by(self, output: PassOutput) -> tuple[int, ...]:
+        """The engine holds no rows of a slice."""
+        return ()
