@@ -58,20 +58,21 @@ def served(plan: Path) -> Iterator[str]:
 def show_promise(tuning: Any, bench: Any) -> str:
     """Print what was promised, predicted and measured; return which targets were kept, in words."""
     rate, tuned_rate = (f"{one['request_rate_rps']:.3g} requests/s" for one in (bench, tuning))
-    promised = tuning["defaults" if tuning["keep_defaults"] else "best"]["metrics"] | {
-        one["target"]: tuning["usage"][one["target"]] * one["limit_s"] for one in bench["targets"]
+    outcome = tuning["defaults" if tuning["keep_defaults"] else "best"]["outcome"]
+    promised = outcome["metrics"] | {
+        name: outcome["used"][name] * limit_s for name, limit_s in bench["sla"].items()
     }
     if rate != tuned_rate:  # `tune` said nothing of this rate
         promised = {}
     rows: list[list[Any]] = []
-    for one in bench["targets"]:
-        name, kept = one["target"], "yes" if one["kept"] else "NO"
-        values = [one["limit_s"], promised.get(name), one["predicted_s"], one["measured_s"]]
-        rows.append([name, *values, kept])
+    for name, limit_s in bench["sla"].items():
+        shares = [bench[part]["used"][name] for part in ("predicted", "measured")]
+        values = [limit_s, promised.get(name), *(share * limit_s for share in shares)]
+        rows.append([name, *values, "yes" if shares[1] <= 1.0 else "NO"])
     broken = [row[0] for row in rows if row[-1] == "NO"]
     text = f"broke {', '.join(broken)}" if broken else f"kept all {len(rows)} targets"
     for name in ("goodput_rps", "throughput_rps", "sla_attainment_percent"):
-        values = [bench[part].get(name) for part in ("predicted", "measured")]
+        values = [bench[part]["metrics"].get(name) for part in ("predicted", "measured")]
         rows.append([name, None, promised.get(name), *values, None])
     at = "the tuned rate" if promised else "the speed of now"
     columns = ["", ">limit", ">tune said", ">predicted", ">measured", "kept"]
@@ -118,12 +119,12 @@ def main() -> None:
         most_rps = llmctl("simulate", *backlog, ask=True)["throughput_rps"]
         rate_rps = OVERLOAD * most_rps / (judged["replay_slowdown"] or 1.0)
         part = ["--rate", f"{rate_rps:.1f}", "--duration", f"{24 * scale / OVERLOAD:.2f}"]
-        scls = bench("bench-overload.json", url, plan, *part)["measured"]
+        scls = bench("bench-overload.json", url, plan, *part)["measured"]["metrics"]
     print("\n== 6/7  the same requests, workers and memory under sequence-level scheduling (SLS)")
     fixed = ["--policy", "sequence", "--set", f"batch_size={FIXED_ROWS}"]
     llmctl("render", recipe, "--fit", fit, *fixed, "--out", plan_sls)
     with served(plan_sls) as url:
-        sls = bench("bench-sls.json", url, plan_sls, *part)["measured"]
+        sls = bench("bench-sls.json", url, plan_sls, *part)["measured"]["metrics"]
     print("\n== 7/7  prompts that share a beginning: vLLM's prefix cache, simulated")
     shared = out / "shared.jsonl"
     made = ["--rate", 10, "--duration", 60, "--system-tokens", 1000, "--templates", 20]

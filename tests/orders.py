@@ -12,10 +12,11 @@ from toolkit.deploy.order import Options, Order
 from toolkit.deploy.plan import make_plan
 from toolkit.files.fit import Fit
 from toolkit.files.io import file_text, write_file
-from toolkit.files.plan import Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.plan import Plan, PlannedWorkload
+from toolkit.files.tuning import Outcome, Settings
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-SLICE = PlannedPolicy(name="slice", parameters={"slice_tokens": 64})
+SLICE = Settings(policy="slice", parameters={"slice_tokens": 64})
 GPU = {
     "model": {
         "source": "org/model",
@@ -29,9 +30,7 @@ GPU = {
 }
 
 
-def plan(
-    folder: Path, policy: PlannedPolicy = SLICE, fit: Fit | None = None, **changes: object
-) -> Plan:
+def plan(folder: Path, policy: Settings = SLICE, fit: Fit | None = None, **changes: object) -> Plan:
     """A plan of the samples' recipe with these changes, tuned as far as it can be said without
     tuning.
     """
@@ -48,8 +47,9 @@ def plan(
     workload = PlannedWorkload(trace="chat-small.jsonl", request_rate_rps=3.5)
     predicted = {"goodput_rps": 3.25, "throughput_rps": 3.5, "e2e_p99_s": 41.5}
     made = make_plan(recipe, fit, None, paths, policy)
-    limits = [one.judged(predicted.get(one.name, one.limit / 2), kept=True) for one in made.limits]
-    return made.model_copy(update={"workload": workload, "predicted": predicted, "limits": limits})
+    used = {one.name: predicted.get(one.name, one.limit / 2) / one.limit for one in made.limits}
+    outcome = Outcome(metrics=predicted, used=used)
+    return made.model_copy(update={"workload": workload, "outcome": outcome})
 
 
 def changed(model: ModelT, **values: Any) -> ModelT:

@@ -8,23 +8,30 @@ from typing import Any
 from benchmarks.common.samples import ENVIRONMENT, ERROR, fit, latency, recipe
 from toolkit.files.fit import Fit, StepsFit
 from toolkit.files.io import head, processor, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.profile import Profile
-from toolkit.files.recipe import Recipe
+from toolkit.files.recipe import Recipe, RouterSpec
+from toolkit.files.tuning import NO_OUTCOME, Evaluation, Outcome, Settings
 from toolkit.laws.passes import PassLaw, PassRange
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
+from toolkit.sim.deployment import Deployment, Workload
+from toolkit.traces.types import Trace
+from toolkit.tuning.evaluate import Task
 
 __all__ = [
     "ENVIRONMENT",
     "ERROR",
     "HEAD",
+    "chosen",
     "computes_nothing",
+    "evaluation",
     "fit",
     "latency",
     "paged_fit",
     "plan",
     "recipe",
+    "task",
     "vllm_fit",
     "write_fit",
 ]
@@ -35,11 +42,40 @@ HEAD: Any = {"tool_version": "0", "environment": ENVIRONMENT, "inputs": {}}
 
 def plan(recipe: Recipe, fit: Fit, policy: str = "vllm", **changes: Any) -> Plan:
     """A plan without predictions; the policy has its usual parameters."""
-    chosen = PlannedPolicy(name=policy, parameters=parameters(make_any(policy, {})))
-    given: dict[str, Any] = {"recipe": recipe, "fit": fit, "workers": 1, "policy": chosen}
-    given |= {"tool_version": "0", "environment": ENVIRONMENT, "inputs": {}}
-    given |= {"predicted": {}, "limits": [], "explained": {}}
+    settings = chosen(policy, **parameters(make_any(policy, {})))
+    given: dict[str, Any] = {"recipe": recipe, "fit": fit, "workers": 1, "settings": settings}
+    given |= HEAD | {"outcome": NO_OUTCOME, "explained": {}}
     return Plan(**given | changes)
+
+
+def chosen(policy: str, /, **parameters: Any) -> Settings:
+    """Settings: a policy with parameters, no router."""
+    return Settings(policy=policy, parameters=parameters)
+
+
+def task(
+    *traces: Trace,
+    settings: Settings | None = None,
+    given: Recipe | None = None,
+    laws: Fit | None = None,
+    **others: Any,
+) -> Task:
+    """A recipe's own settings, or others, on these windows."""
+    deployment = Deployment.of(given or recipe(), laws or fit())
+    made = Task(deployment, [Workload(trace) for trace in traces], **others)
+    return made.under(settings) if settings else made
+
+
+def evaluation(
+    policy: str,
+    parameters: dict[str, Any],
+    metrics: dict[str, float],
+    used: dict[str, float] | None = None,
+    router: RouterSpec | None = None,
+) -> Evaluation:
+    """Settings and their outcome."""
+    settings = Settings(policy=policy, parameters=parameters, replica_router=router)
+    return Evaluation(settings=settings, outcome=Outcome(metrics=metrics, used=used or {}))
 
 
 def paged_fit(capacity_tokens: int = 4096) -> Fit:

@@ -26,8 +26,9 @@ from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.engine_traits import ENGINES, traits_of
 from toolkit.errors import InputError
 from toolkit.files.io import read_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.recipe import EngineSpec
+from toolkit.files.tuning import Settings
 
 ENTRY_POINTS = """\
 [llmctl.engines]
@@ -64,7 +65,7 @@ class ToyServer:
         raise NotImplementedError
 
     def launch(self, order, on_ready):
-        on_ready(f"http://{order.host}:{order.port}/{order.plan.policy.name}")
+        on_ready(f"http://{order.host}:{order.port}/{order.plan.settings.policy}")
         return {"stop": 3}
 
     def check(self, recipe):
@@ -180,7 +181,7 @@ def test_every_engine_has_a_backend(name: str):
 def test_the_settings_of_drafts_are_one_word(tmp_path: Path):
     """JSON has spaces."""
     engine = {"name": "vllm", "vllm": {"drafts": {"method": "ngram"}}}
-    policy = PlannedPolicy(name="vllm", parameters={"num_speculative_tokens": 3})
+    policy = Settings(policy="vllm", parameters={"num_speculative_tokens": 3})
     changes = orders.GPU | {"workers": 1, "engine": engine}
     plan = orders.plan(tmp_path, policy, samples.fit(workers=1), **changes)
     words = {flag[0]: flag[1:] for flag, _ in VllmBackend().described(plan, "toy").flags}

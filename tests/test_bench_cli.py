@@ -55,8 +55,8 @@ def test_a_plan_s_prediction_stands_beside_what_was_measured(capsys, tmp_path, t
     assert (report["policy"], report["request_rate_rps"]) == ("slice", pytest.approx(100.0))
     compared = {row["metric"]: row for row in report["compared"]}
     for name, row in compared.items():
-        assert row["measured"] == report["measured"][name]
-        assert row["predicted"] == report["predicted"][name]
+        assert row["measured"] == report["measured"]["metrics"][name]
+        assert row["predicted"] == report["predicted"]["metrics"][name]
         if row["measured"] > 0:
             assert row["error_percent"] == pytest.approx(
                 100 * (row["predicted"] / row["measured"] - 1)
@@ -162,7 +162,7 @@ def test_the_prediction_uses_the_limits_of_the_requests(capsys, tmp_path):
         assert code == 0
         found[name] = json.loads(printed)
         assert found[name]["lengths"] == name
-    sizes = {name: one["predicted"]["batch_size_mean"] for name, one in found.items()}
+    sizes = {name: one["predicted"]["metrics"]["batch_size_mean"] for name, one in found.items()}
     assert sizes["given"] > sizes["hidden"]
 
 
@@ -194,7 +194,7 @@ def test_refused_requests_are_counted_apart(capsys, trace, plan):
     ((why, count),) = report["failures"].items()
     assert count == 3
     assert says(why, "503")
-    assert report["measured"]["sla_attainment_percent"] == pytest.approx(40.0)
+    assert report["measured"]["metrics"]["sla_attainment_percent"] == pytest.approx(40.0)
     assert says(err, "3 of 5", "refused")
     assert "prediction serves" in err
 
@@ -206,11 +206,11 @@ def test_every_target_has_its_row(capsys, trace, plan):
         code, out, _ = llmctl(capsys, "--url", server.url, *options, *sla)
         assert code == 0
         code, printed, _ = llmctl(capsys, "--url", server.url, *options, *sla, "--json")
-    kept = {
-        row["target"]: (row["limit_s"], row["kept"], row["predicted_kept"])
-        for row in json.loads(printed)["targets"]
-    }
-    assert kept == {"ttft_p99_s": (30.0, True, True), "e2e_p95_s": (1e-6, False, False)}
+    found = json.loads(printed)
+    assert found["sla"] == {"ttft_p99_s": 30.0, "e2e_p95_s": 1e-6}
+    for part in ("measured", "predicted"):
+        kept = {name: share <= 1.0 for name, share in found[part]["used"].items()}
+        assert kept == {"ttft_p99_s": True, "e2e_p95_s": False}
     lines = [line.split() for line in out.splitlines() if line]
     assert [line[0] for line in lines if "yes" in line] == ["ttft_p99_s"]
     assert [line[0] for line in lines if "NO" in line] == ["e2e_p95_s"]

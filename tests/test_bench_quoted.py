@@ -122,7 +122,7 @@ def test_a_report_of_a_late_client_is_marked_and_not_quoted(
     assert NOT_SERVERS in printed
     assert NOT_SERVERS in said
     found = read_file(BenchReport, written)
-    assert (bool(found.late), found.measured["requests"]) == (True, 5)
+    assert (bool(found.late), found.measured.metrics["requests"]) == (True, 5)
     assert find_bench(plan, found.inputs["fit"].sha256) is None
     with pytest.raises(InputError, match="measured"):
         slowdown_of(found)

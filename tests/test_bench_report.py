@@ -6,6 +6,7 @@ import samples
 from toolkit.bench.client import Replay
 from toolkit.bench.report import Prediction, compare, report, request_lines
 from toolkit.endpoints.load import INTERRUPTED, Sample
+from toolkit.files.tuning import NO_OUTCOME, Outcome
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import write_lines
 
@@ -28,7 +29,7 @@ def report_on(*rows: Sample, interrupted: bool = False, predicted=None, sla=None
         lengths="hidden",
         trace_notes=["a note"],
         sla=sla or {},
-        predicted=Prediction(predicted or {}),
+        predicted=Prediction(Outcome(metrics=predicted or {}, used={})),
     )
 
 
@@ -36,15 +37,22 @@ def test_measured_metrics_are_those_of_the_simulator():
     """One of two is good, of one arrival a second; both end."""
     result = report_on(*GOOD, sla={"ttft_p99_s": 0.5})
     assert (result.requests, result.answered, result.failures) == (2, 2, {})
-    assert (result.measured["throughput_rps"], result.measured["goodput_rps"]) == (1.0, 0.5)
-    means = [result.measured[f"{name}_mean_s"] for name in ("ttft", "tpot", "e2e")]
+    assert (result.measured.metrics["throughput_rps"], result.measured.metrics["goodput_rps"]) == (
+        1.0,
+        0.5,
+    )
+    means = [result.measured.metrics[f"{name}_mean_s"] for name in ("ttft", "tpot", "e2e")]
     assert means == [0.75, 0.5625, 3.0]
 
 
 def test_failures_are_counted_by_reason_and_stay_in_the_requests():
     result = report_on(*GOOD, REFUSED, REFUSED)
     assert result.failures == {"HTTP 503: busy": 2}
-    assert (result.answered, result.measured["requests"], result.measured["failed"]) == (4, 4, 2)
+    assert (
+        result.answered,
+        result.measured.metrics["requests"],
+        result.measured.metrics["failed"],
+    ) == (4, 4, 2)
 
 
 def test_an_interrupted_replay_compares_nothing():
@@ -52,13 +60,13 @@ def test_an_interrupted_replay_compares_nothing():
     unsent = Sample(9.0, 10, 5)
     result = report_on(*GOOD, cut_off, unsent, interrupted=True, predicted={"throughput_rps": 1.0})
     assert (result.requests, result.answered, result.failures) == (4, 2, {})
-    assert result.measured["throughput_rps"] == 1.0
-    assert result.predicted == {}
+    assert result.measured.metrics["throughput_rps"] == 1.0
+    assert result.predicted == NO_OUTCOME
 
 
 def test_a_replay_without_a_single_answer_has_no_metrics():
     result = report_on(Sample(0.0, 10, 5), interrupted=True)
-    assert (result.measured, result.compared) == ({}, [])
+    assert (result.measured, result.compared) == (NO_OUTCOME, [])
 
 
 def test_outputs_of_another_length_are_counted():

@@ -40,7 +40,7 @@ from toolkit.routing.routers import make_router
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
 from toolkit.sim.replicas import Routing
-from toolkit.sim.world import world_of
+from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
 TEXT = Dialect(token_ids=False, ignore_eos=False, tokens_per_word=1.3, flat_tokens=2.0)
@@ -258,15 +258,18 @@ def test_replicas_are_predicted_behind_the_router_of_the_plan():
     found = {}
     for name in ("round-robin", "session"):
         router = RouterSpec(name=name)
-        plan = samples.plan(recipe, samples.paged_fit(), workers=2, replica_router=router)
+        plan = samples.plan(recipe, samples.paged_fit(), workers=2)
+        settings = plan.settings.model_copy(update={"replica_router": router})
+        plan = plan.model_copy(update={"settings": settings})
         found[name] = predicted(plan, trace)
-        world = world_of(recipe, plan.fit, plan.workers)
+        world = world_from_fit(plan.fit, workers=2, max_new_tokens=recipe.serve.max_new_tokens)
         routed = replace(world, routing=Routing.of_front(make_router(name, {})))
-        behind = simulate(trace, make_any("vllm", plan.policy.parameters), routed)
+        behind = simulate(trace, make_any("vllm", plan.settings.parameters), routed)
         assert found[name].counters == behind.counters
     hits = {name: result.counters["hit_percent"] for name, result in found.items()}
     assert hits["session"] > hits["round-robin"]
-    without = plan.model_copy(update={"replica_router": None})
+    settings = plan.settings.model_copy(update={"replica_router": None})
+    without = plan.model_copy(update={"settings": settings})
     assert predicted(without, trace).counters == found["round-robin"].counters
 
 

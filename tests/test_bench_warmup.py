@@ -157,5 +157,8 @@ def test_the_command_predicts_at_the_speed_of_its_warm_up(capsys, tmp_path):
     assert report["warmup"]["slowdown"] == pytest.approx(1.25)
     assert len(server.bodies) == 1 + report["warmup"]["requests"] + 3
     assert report["replay_slowdown"] == pytest.approx(1.25)
-    assert report["predicted"]["e2e_mean_s"] > report["predicted_as_fitted"]["e2e_mean_s"]
+    assert (
+        report["predicted"]["metrics"]["e2e_mean_s"]
+        > report["predicted_as_fitted"]["metrics"]["e2e_mean_s"]
+    )
     assert says(err, "1.25")

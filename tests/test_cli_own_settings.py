@@ -17,7 +17,6 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
 from toolkit.traces.read import read_trace
 from toolkit.traces.windows import prepare, scale_rate
-from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 
 ONE = "--fit one.fit.json --trace trace.jsonl"
 TARGETS = {"ttft_p99_s": 0.5, "mtpot_p99_s": 0.2}
@@ -51,8 +50,7 @@ def judged(path: str, rate_rps: float) -> dict[str, float]:
     recipe = load_recipe(Path(path))
     fit = read_file(Fit, path.replace(".yaml", ".fit.json"))
     trace = scale_rate(prepare(read_trace(Path("trace.jsonl"))[0], recipe), rate_rps)
-    setup = EvaluationSetup(make_world(recipe, fit), [trace], recipe.sla)
-    return Task(setup, recipe.policy.name, recipe.policy.parameters).simulate(0).metrics
+    return samples.task(trace, given=recipe, laws=fit).simulate(0).metrics
 
 
 def test_replicas_of_a_server_are_simulated_as_tune_judges_them(replicas, capsys):

@@ -10,15 +10,7 @@ from said import says
 
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import (
-    Alternatives,
-    JudgedPart,
-    Limit,
-    Outcome,
-    Trial,
-    Tuning,
-    TuningWindow,
-)
+from toolkit.files.tuning import Alternatives, Evaluation, JudgedPart, Limit, Tuning, TuningWindow
 
 RECIPE = """\
 name: test
@@ -34,26 +26,20 @@ TUNED = f"{UNTUNED} --tuning tuning.json"
 MADE_FROM = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
 
 
-def outcome(slice_tokens: int) -> Outcome:
+LIMITS = [
+    Limit(name="ttft_p99_s", bound="at most", limit=2.0),
+    Limit(name="oom_percent", bound="at most", limit=1.0),
+]
+
+
+def found(slice_tokens: int, ttft_p99_s: float) -> Evaluation:
+    """Settings with which the target on TTFT, 2 s, is used so far."""
     parameters = {"slice_tokens": slice_tokens, "min_interval_s": 0.5, "interval_factor": 0.5}
-    return Outcome(policy="slice", parameters=parameters, metrics={"goodput_rps": 3.25})
+    used = {"ttft_p99_s": ttft_p99_s / 2.0, "oom_percent": 0.0}
+    return samples.evaluation("slice", parameters, {"goodput_rps": 3.25}, used)
 
 
-def limits(ttft_p99_s: float) -> list[Limit]:
-    """The limits of a recipe that wants `ttft_p99_s` of 2 s, with what is predicted."""
-    return [
-        Limit(
-            name="ttft_p99_s",
-            bound="at most",
-            limit=2.0,
-            predicted=ttft_p99_s,
-            kept=ttft_p99_s <= 2.0,
-        ),
-        Limit(name="oom_percent", bound="at most", limit=1.0, predicted=0.0, kept=True),
-    ]
-
-
-def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
+def tuning(inputs: dict[str, Path], ttft_p99_s: float = 1.8, **changes: object) -> Tuning:
     window = TuningWindow(start_s=0, end_s=30, requests=90)
     fields = dict(
         **head(inputs),
@@ -67,20 +53,17 @@ def tuning(inputs: dict[str, Path], **changes: object) -> Tuning:
         trace_notes=[],
         search_windows=[window],
         held_out_windows=[window, window],
-        trials=[Trial(number=i, outcome=outcome(64 + i), feasible=True) for i in range(3)],
-        defaults=outcome(64),
-        best=outcome(66),
+        trials=[found(64 + i, ttft_p99_s) for i in range(3)],
+        defaults=found(64, ttft_p99_s),
+        best=found(66, ttft_p99_s),
         gain_percent=12.5,
-        binding_sla="ttft_p99_s",
-        binding_ratio=0.9,
         keep_defaults=False,
         judged=JudgedPart(start_s=0, end_s=90, requests=270, of_requests=270),
-        keeps_up=True,
-        limits=limits(1.8),
-        keeps_limits=True,
         sensitivity=[],
     )
-    return Tuning(**(fields | changes))
+    fields |= changes
+    recommended = fields["defaults" if fields["keep_defaults"] else "best"].outcome
+    return Tuning(**{"limits": [one.of(recommended) for one in LIMITS]} | fields)
 
 
 @pytest.fixture
@@ -107,10 +90,10 @@ def test_the_best_of_the_tuning_is_planned_and_explained(files, capsys):
     assert render() == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     plan = read_file(Plan, "plan.json", MADE_FROM | {"tuning": Path("tuning.json")})
-    assert plan.policy.parameters["slice_tokens"] == 66
-    assert plan.predicted == {"goodput_rps": 3.25}
+    assert plan.settings.parameters["slice_tokens"] == 66
+    assert plan.outcome.metrics == {"goodput_rps": 3.25}
     explained = sources(plan)
-    planned = {"policy", "workers", "predicted goodput_rps", *plan.policy.parameters}
+    planned = {"policy", "workers", "predicted goodput_rps", *plan.settings.parameters}
     assert planned <= explained.keys()
     assert explained["slice_tokens"] == "trial 2 of 3: +12.5 % goodput"
     assert explained["min_interval_s"] == "recipe"
@@ -123,14 +106,14 @@ def test_a_tuning_that_found_nothing_keeps_the_recipes_policy(files):
     write_file(tuning(MADE_FROM, keep_defaults=True, gain_percent=-3.0), "tuning.json")
     assert render() == 0
     plan = read_file(Plan, "plan.json")
-    assert plan.policy.parameters["slice_tokens"] == 64
+    assert plan.settings.parameters["slice_tokens"] == 64
     assert says(sources(plan)["policy"], "kept", "3")
 
 
 def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files):
     assert render(tuned=False) == 0
     plan = read_file(Plan, "plan.json")
-    assert (plan.policy.parameters["slice_tokens"], plan.predicted) == (64, {})
+    assert (plan.settings.parameters["slice_tokens"], plan.outcome.metrics) == (64, {})
     assert sources(plan)["policy"] == "recipe, not tuned"
 
 
@@ -158,7 +141,7 @@ def test_a_changed_latency_target_makes_the_tuning_stale(files, capsys):
 
 
 def test_a_policy_that_the_engine_cannot_run_is_not_planned(files, capsys):
-    best = Outcome(policy="past-future", parameters={}, metrics={"goodput_rps": 5.0})
+    best = samples.evaluation("past-future", {}, {"goodput_rps": 5.0}, {"ttft_p99_s": 0.5})
     write_file(tuning(MADE_FROM, best=best), "tuning.json")
     said = refused(capsys, f"render {TUNED}")
     assert says(said[0], "'past-future'", "'transformers'")

@@ -90,7 +90,7 @@ def test_bench_predicts_for_the_same_concurrency(capsys, tmp_path, lengths):
         found = printed(capsys, f"bench {words} --url {server.url} --plan", plan)
     assert (found["concurrency"], found["request_rate_rps"]) == (5, None)
     assert found["requests"] == found["answered"] > 20
-    told = found["predicted"]
+    told = found["predicted"]["metrics"]
     assert told["throughput_rps"] * told["e2e_mean_s"] == pytest.approx(5, rel=0.1)
 
 

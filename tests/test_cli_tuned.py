@@ -61,16 +61,16 @@ def simulated(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
 
 
 def test_replicas_are_simulated_exactly_as_they_were_tuned(tuned, capsys):
-    best = tuned.recommended
+    best = tuned.recommended.settings
     found = simulated(capsys, f"{SERVERS} --rate {tuned.request_rate_rps}")
     for name in SHOWN:
-        assert found[name] == best.metrics[name], name
+        assert found[name] == tuned.recommended.metrics[name], name
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)
     assert (found["sla"], found["seed"], found["workers"]) == (tuned.sla, tuned.seed, 2)
 
 
 def test_options_replace_what_was_tuned(tuned, capsys):
-    best = tuned.recommended
+    best = tuned.recommended.settings
     found = simulated(capsys, f"{SERVERS} --set {TOKENS}=300 --seed 8 --sla e2e_p99_s=9")
     assert found["parameters"] == best.parameters | {TOKENS: 300}
     assert (found["seed"], found["sla"]) == (8, {"e2e_p99_s": 9.0})
@@ -99,12 +99,12 @@ def test_a_recipe_is_simulated_as_it_was_tuned(folder, capsys):  # noqa: F811
     made = read_file(Tuning, "tuning.json")
     words = "--tuning tuning.json --trace trace.jsonl"
     found = simulated(capsys, words)
-    best = made.recommended
+    best = made.recommended.settings
     assert (found["policy"], found["parameters"]) == (best.policy, best.parameters)
     assert (found["sla"], found["seed"], found["workers"]) == (made.sla, 4, made.workers)
     again = simulated(capsys, f"{words} --rate {made.request_rate_rps}")
     for name in ("goodput_rps", "throughput_rps", "e2e_mean_s", *made.sla):
-        assert again[name] == best.metrics[name], name
+        assert again[name] == made.recommended.metrics[name], name
     assert simulated(capsys, f"{words} --workers 3")["workers"] == 3
     runs = printed(capsys, f"simulate {words} --policy fcfs,{best.policy}")["runs"]
     assert {run["policy"]: run["parameters"] for run in runs}[best.policy] == best.parameters

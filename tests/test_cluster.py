@@ -20,7 +20,6 @@ from toolkit.cluster.workers import RayWorkers, WorkerActor
 from toolkit.engines.protocol import Row, SamplingParams, make_engine, slice_of
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
-from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import PATIENCE
 from toolkit.workers.protocol import (
@@ -197,15 +196,14 @@ def test_workers_restart_and_refuse_what_they_cannot_load(cluster) -> None:
 
 
 def test_trials_on_the_cluster_give_the_same_results(cluster) -> None:
-    bench = EvaluationSetup(
-        make_world(samples.recipe(), samples.fit()), [trace(40, seed) for seed in range(2)], {}
-    )
-    tasks = [Task(bench, "slice", {"slice_tokens": tokens}) for tokens in (8, 32)]
+    bench = samples.task(trace(40, 0), trace(40, 1))
+    wrong = bench.under(samples.chosen("slice", slice_tokens=0))
+    tasks = [bench.under(samples.chosen("slice", slice_tokens=tokens)) for tokens in (8, 32)]
     assert collect(ClusterRunner(2), tasks) == collect(InProcessRunner(), tasks)
     with pytest.raises(InputError) as caught:
-        collect(ClusterRunner(2), [Task(bench, "slice", {"slice_tokens": 0})])
+        collect(ClusterRunner(2), [wrong])
     with pytest.raises(InputError) as here:
-        collect(InProcessRunner(), [Task(bench, "slice", {"slice_tokens": 0})])
+        collect(InProcessRunner(), [wrong])
     assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
 
 

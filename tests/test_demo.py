@@ -24,21 +24,20 @@ RECIPE = computes_nothing(
 def tuning(rate_rps: float = 30.0) -> dict[str, Any]:
     metrics = {"goodput_rps": 25.1, "throughput_rps": 26.0}
     usage = {"ttft_p99_s": 0.72, "e2e_p95_s": 0.61}
-    outcome = {"metrics": metrics}
-    told = {"request_rate_rps": rate_rps, "keep_defaults": False, "usage": usage}
-    return told | {"best": outcome, "defaults": {"metrics": {}}}
+    best = {"outcome": {"metrics": metrics, "used": usage}}
+    told = {"request_rate_rps": rate_rps, "keep_defaults": False, "best": best}
+    return told | {"defaults": {"outcome": {"metrics": {}, "used": {}}}}
 
 
 def bench(*, kept: bool = True) -> dict[str, Any]:
-    ttft = {"target": "ttft_p99_s", "limit_s": 5.0, "predicted_s": 3.7}
-    ttft |= {"measured_s": 3.9 if kept else 7.5, "kept": kept}
-    e2e = {"target": "e2e_p95_s", "limit_s": 10.0, "predicted_s": 6.0, "measured_s": 6.2}
+    measured = {"ttft_p99_s": (3.9 if kept else 7.5) / 5.0, "e2e_p95_s": 0.62}
+    predicted = {"ttft_p99_s": 3.7 / 5.0, "e2e_p95_s": 0.6}
     return {
         "request_rate_rps": 30.001,
         "replay_slowdown": 1.7,
-        "targets": [ttft, e2e | {"kept": True}],
-        "predicted": {"goodput_rps": 24.9},
-        "measured": {"goodput_rps": 24.0},
+        "sla": {"ttft_p99_s": 5.0, "e2e_p95_s": 10.0},
+        "predicted": {"metrics": {"goodput_rps": 24.9}, "used": predicted},
+        "measured": {"metrics": {"goodput_rps": 24.0}, "used": measured},
     }
 
 

@@ -30,7 +30,7 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def predicting(plan: Plan, seconds: float) -> Order:
-    return orders.order(changed(plan, predicted={"e2e_p99_s": seconds}))
+    return orders.order(changed(plan, outcome__metrics={"e2e_p99_s": seconds}))
 
 
 def test_the_drain_is_the_predicted_p99_and_a_quarter_more(plan: Plan) -> None:
@@ -59,12 +59,12 @@ def test_a_longer_target_is_waited_for_too(tmp_path: Path) -> None:
 def test_without_a_prediction_the_p99_is_simulated_at_the_most_that_is_served(
     plan: Plan,
 ) -> None:
-    untuned = orders.order(changed(plan, predicted={}))
+    untuned = orders.order(changed(plan, outcome__metrics={}))
     found = e2e_p99_s(untuned)
     assert found.value > 0.0
     (rate,) = re.findall(r"at ([\d.e+]+) requests/s", found.source)
     assert float(rate) > 0
-    slow = changed(plan, predicted={}, recipe__sla={"ttft_p99_s": 1e-9})
+    slow = changed(plan, outcome__metrics={}, recipe__sla={"ttft_p99_s": 1e-9})
     assert e2e_p99_s(orders.order(slow)).value > 0.0, "no rate keeps this target"
 
 
@@ -89,7 +89,7 @@ def replicated(**options: object) -> Order:
     """A plan of vLLM's own servers."""
     name = "llama-3.1-8b-h200"
     made = plan_from(recipe_path(name), shipped_fit(name), None)[0]
-    return orders.order(changed(made, predicted={"e2e_p99_s": 41.5}), **options)
+    return orders.order(changed(made, outcome__metrics={"e2e_p99_s": 41.5}), **options)
 
 
 def test_a_recipe_says_how_long_its_model_may_load(plan: Plan) -> None:

@@ -12,7 +12,7 @@ import yaml
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.deploy.render import render_target
 from toolkit.files.io import write_file
-from toolkit.files.plan import PlannedPolicy
+from toolkit.files.tuning import Settings
 
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 200}
 
@@ -56,7 +56,7 @@ def test_a_killed_worker_makes_the_pod_unready_but_not_restarted(tmp_path: Path)
     assert found.keys() == {"startupProbe", "readinessProbe", "livenessProbe"}
     ready = found["readinessProbe"]
     alive = found["livenessProbe"]
-    policy = PlannedPolicy(name="slice", parameters={"slice_tokens": 16})
+    policy = Settings(policy="slice", parameters={"slice_tokens": 16})
     plan = fake_plan(tmp_path, policy, eos_one_in=0, decode_s=0.004)
     write_file(orders.changed(plan, workers=1), tmp_path / "plan.json")
     with Server(tmp_path / "plan.json", "--served-model-name", "toy") as server:

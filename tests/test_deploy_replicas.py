@@ -31,8 +31,9 @@ from toolkit.deploy.render import render_target
 from toolkit.deploy.values import Values
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_fit
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.shipped import recipe_path
+from toolkit.files.tuning import Settings
 from toolkit.serve.server import Ending
 
 NAME = "llmctl-llama-3-1-8b-h200-1d7ac0"
@@ -173,7 +174,7 @@ def test_each_replica_keeps_its_model_unless_a_claim_is_named(order: Order, ship
 
 
 def test_a_new_router_or_prediction_starts_no_replica_again(shipped: Plan) -> None:
-    other = changed(shipped, predicted={"goodput_rps": 1.0})
+    other = changed(shipped, outcome__metrics={"goodput_rps": 1.0})
     sets = [objects_of(orders.order(plan))["base/statefulset.yaml"] for plan in (shipped, other)]
     assert sets[0] == sets[1]
 
@@ -203,8 +204,8 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
 
 
 def test_our_policies_need_an_image_with_llmctl(shipped: Plan) -> None:
-    policy = PlannedPolicy(name="past-future", parameters={})
-    plan = changed(shipped, policy=policy, recipe__sla={})
+    policy = Settings(policy="past-future", parameters={})
+    plan = changed(shipped, settings=policy, recipe__sla={})
     files = render_target("kubernetes", orders.order(plan))
     pod = objects_of(orders.order(plan))["base/statefulset.yaml"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]

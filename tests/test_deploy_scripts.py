@@ -10,10 +10,10 @@ import samples
 
 from toolkit.deploy.order import Order
 from toolkit.deploy.render import TARGETS, render_target
-from toolkit.files.plan import PlannedPolicy
+from toolkit.files.tuning import Settings
 
 NEEDS = "shellcheck is not installed: pip install 'llmctl-toolkit[dev]', or the system's package"
-MINE = PlannedPolicy(name="past-future", parameters={"chunk_tokens": 256})
+MINE = Settings(policy="past-future", parameters={"chunk_tokens": 256})
 
 
 @pytest.fixture(params=["cpu", "gpu", "untuned"])
@@ -25,7 +25,7 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> Order:
         alone = orders.GPU | {"workers": 1, "engine": server}
         return orders.order(orders.plan(tmp_path, MINE, samples.fit(workers=1), **alone))
     tuned = orders.plan(tmp_path, **orders.GPU)
-    return orders.order(orders.changed(tuned, workload=None, predicted={}))
+    return orders.order(orders.changed(tuned, workload=None, outcome__metrics={}))
 
 
 def scripts(order: Order) -> dict[str, str]:

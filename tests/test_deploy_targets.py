@@ -31,7 +31,8 @@ from toolkit.deploy.reckon import MAX_BACKLOG, largest, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
 from toolkit.files.io import shipped_fit
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
+from toolkit.files.tuning import Settings
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 
@@ -257,8 +258,8 @@ def test_an_unknown_target_is_named_with_the_nearest(cpu: Plan) -> None:
 
 
 def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
-    policy = PlannedPolicy(name="past-future", parameters={"chunk_tokens": 2048})
-    script = render_target("vllm", orders.order(changed(gpu, policy=policy)))["serve.sh"]
+    policy = Settings(policy="past-future", parameters={"chunk_tokens": 2048})
+    script = render_target("vllm", orders.order(changed(gpu, settings=policy)))["serve.sh"]
     for line in (
         "--max-model-len 512",
         "--gpu-memory-utilization 0.85",
@@ -310,8 +311,8 @@ def test_an_impossible_target_has_no_threshold_but_a_reason(gpu: Plan) -> None:
 
 def test_there_is_no_threshold_where_nothing_waits(gpu: Plan) -> None:
     """The second batch of sequences waits for the whole first one."""
-    policy = PlannedPolicy(name="sequence", parameters={"batch_size": 4})
-    short = changed(gpu, recipe__sla={"ttft_p99_s": 0.3}, policy=policy)
+    policy = Settings(policy="sequence", parameters={"batch_size": 4})
+    short = changed(gpu, recipe__sla={"ttft_p99_s": 0.3}, settings=policy)
     found = waiting_threshold(short, None)
     assert found.value is None
     assert "at once" in found.source

@@ -13,7 +13,7 @@ import pytest
 import samples
 
 from toolkit.deploy.render import render_target
-from toolkit.files.plan import PlannedPolicy
+from toolkit.files.tuning import Settings
 
 PARSE = """
 import json, sys
@@ -32,7 +32,7 @@ def test_vllm_reads_every_flag(tmp_path: Path) -> None:
     fit = samples.fit(workers=1)
     server = {"engine": {"name": "openai", "url": "http://127.0.0.1:8000"}, "workers": 1}
     plan = orders.plan(
-        tmp_path, PlannedPolicy(name="mlfq", parameters={}), fit, **(orders.GPU | server)
+        tmp_path, Settings(policy="mlfq", parameters={}), fit, **(orders.GPU | server)
     )
     script = render_target("vllm", orders.order(plan))["serve.sh"]
     flags = script.partition("flags=(")[2].partition("\n)\n")[0]

@@ -8,12 +8,12 @@ from orders import changed
 
 from toolkit.cli.basis import analytic_notes
 from toolkit.estimators import elsewhere
-from toolkit.estimators.elsewhere import ONE_BY_ONE, error_words, is_of_model, measured_elsewhere
+from toolkit.estimators.elsewhere import error_words, is_of_model, measured_elsewhere
 from toolkit.estimators.gpu_operators import measured_gpus
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, shipped_fit
 from toolkit.files.profile import AnalyticError, ErrorSpread
-from toolkit.files.recipe import Recipe, VllmSpec
+from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 
 ROWS = Path(__file__).parents[1] / "docs" / "results" / "data" / "scoreboard.json"
@@ -115,21 +115,6 @@ def test_what_is_beyond_the_compared_servers_is_named(
     assert len(error.beyond) == len(named)
     assert all(word in text for word, text in zip(named, error.beyond, strict=True))
     assert all(text in error_words(error) for text in error.beyond)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rows", "beyond"), [(1, 64, True), (2, 128, False), (2, 129, True), (8, 256, True)]
-)
-def test_the_host_between_passes_was_compared_on_several_gpus_with_few_rows(
-    ranks: int, rows: int, beyond: bool
-) -> None:
-    one_by_one = changed(
-        recipe(ranks=ranks),
-        engine__vllm=VllmSpec(args=[ONE_BY_ONE]),
-        policy__parameters={"max_num_seqs": rows},
-    )
-    found = measured_elsewhere("h100_sxm", one_by_one, experts=False).beyond
-    assert [ONE_BY_ONE in words for words in found] == [True] * beyond
 
 
 def computed(error: AnalyticError) -> Fit:

@@ -25,8 +25,9 @@ from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
 from toolkit.errors import ForeignError
 from toolkit.files.fit import Fit
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
+from toolkit.files.tuning import Settings
 from toolkit.gateway import own_replicas as own_servers
 from toolkit.gateway import replicas as pools
 from toolkit.gateway.front import Gateway
@@ -683,8 +684,8 @@ async def test_what_would_miss_its_target_gets_503_and_when_to_come_back(
 
 
 def fake_plan_of(fit: Fit) -> Plan:
-    policy = PlannedPolicy(name="vllm", parameters={"max_num_seqs": 8})
-    return samples.plan(samples.recipe(), fit, workers=2).model_copy(update={"policy": policy})
+    policy = Settings(policy="vllm", parameters={"max_num_seqs": 8})
+    return samples.plan(samples.recipe(), fit, workers=2).model_copy(update={"settings": policy})
 
 
 def test_the_law_of_the_plans_fit_routes():

@@ -15,6 +15,7 @@ import pytest
 import test_serve_vllm
 from browser import CONTRAST, chromium, page_of
 from commands import llmctl
+from orders import changed
 from said import says
 from test_serve_status import shows
 
@@ -133,7 +134,7 @@ def test_near_the_limit_of_descriptors_no_client_is_reset(tmp_path: Path):
 def test_several_workers_are_servers_behind_a_front(tmp_path: Path):
     path = plan_for(tmp_path, workers=2)
     router = RouterSpec(name="session", parameters={"load_factor": 1.5})
-    write_file(read_file(Plan, path).model_copy(update={"replica_router": router}), path)
+    write_file(changed(read_file(Plan, path), settings__replica_router=router), path)
     with test_serve_vllm.served(path, "--served-model-name", MODEL) as server:
         assert server.ready["router"] == "session"
         shown = httpx.get(f"{server.url}/replicas").json()["replicas"]

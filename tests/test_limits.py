@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orders
 import pytest
 import samples
 from commands import llmctl
 from said import says
-from test_cli_render import RECIPE, limits, tuning
+from test_cli_render import RECIPE, tuning
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.cli.serve_start import announce_plan
@@ -17,7 +18,7 @@ from toolkit.deploy.plan import UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Limit, Tuning, breaks, recipe_limits
+from toolkit.files.tuning import Limit, Outcome, Tuning, breaks, recipe_limits
 from toolkit.report.material import gather
 from toolkit.report.page import report
 from toolkit.serve.status import facts_of
@@ -40,9 +41,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_tuning(ttft_p99_s: float, **changes: object) -> None:
     made_from = {"recipe": Path("recipe.yaml"), "fit": Path("fit.json")}
-    told = limits(ttft_p99_s)
-    found = tuning(made_from, limits=told, keeps_limits=not breaks(told), **changes)
-    write_file(found, "tuning.json")
+    write_file(tuning(made_from, ttft_p99_s, **changes), "tuning.json")
 
 
 GIVEN = ("recipe.yaml", "--fit", "fit.json", "--tuning", "tuning.json")
@@ -101,10 +100,9 @@ def test_an_allowed_broken_limit_stays_in_the_plan(capsys: pytest.CaptureFixture
 def broken_plan(folder: Path, **changes: object) -> Plan:
     """The plan of orders, with its TTFT target missed by far."""
     made = orders.plan(folder, **changes)
-    told = [
-        one.judged(31.7, kept=False) if one.name == "ttft_p99_s" else one for one in made.limits
-    ]
-    return made.model_copy(update={"limits": told})
+    target_s = made.recipe.sla["ttft_p99_s"]
+    used = made.outcome.used | {"ttft_p99_s": 31.7 / target_s}
+    return made.model_copy(update={"outcome": made.outcome.model_copy(update={"used": used})})
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -126,11 +124,10 @@ def test_a_running_server_shows_the_limits_that_its_plan_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = fake_plan(tmp_path)
-    told = [
-        one.judged(31.7 if one.name == "ttft_p99_s" else 0.5, kept=one.name != "ttft_p99_s")
-        for one in plan.limits
-    ]
-    write_file(plan.model_copy(update={"limits": told}), tmp_path / "plan.json")
+    used = {one.name: 0.5 for one in plan.limits}
+    used["ttft_p99_s"] = 31.7 / plan.recipe.sla["ttft_p99_s"]
+    outcome = Outcome(metrics={}, used=used)
+    write_file(plan.model_copy(update={"outcome": outcome}), tmp_path / "plan.json")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with Server(tmp_path / "plan.json") as server:
         assert [(one["name"], one["kept"]) for one in server.ready["broken_limits"]] == [
@@ -144,10 +141,10 @@ def test_the_first_lines_round_what_a_search_chose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = orders.plan(tmp_path)
-    chosen = plan.policy.model_copy(
-        update={"parameters": plan.policy.parameters | {"min_interval_s": 4.779730550735673}}
+    chosen = plan.settings.model_copy(
+        update={"parameters": plan.settings.parameters | {"min_interval_s": 4.779730550735673}}
     )
-    announce_plan(False, plan.model_copy(update={"policy": chosen}), "toy", "http://h")
+    announce_plan(False, plan.model_copy(update={"settings": chosen}), "toy", "http://h")
     assert "min_interval_s=4.78" in " ".join(capsys.readouterr().out.split())
 
 
@@ -189,7 +186,7 @@ def test_a_policy_of_the_user_has_no_prediction(capsys: pytest.CaptureFixture[st
     assert says(capsys.readouterr().err, "--tuning", "--policy")
     assert llmctl("render", *GIVEN[:3], "--policy", "sequence") == 0
     plan = read_file(Plan, "plan.json")
-    assert (plan.predicted, {one.kept for one in plan.limits}) == ({}, {None})
+    assert (plan.outcome.metrics, {one.kept for one in plan.limits}) == ({}, {None})
     assert plan.explained["limits"].source == UNTUNED
 
 
@@ -201,28 +198,34 @@ def test_kept_defaults_are_what_is_judged(files: Path) -> None:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("drop", [("limits",), ("keeps_limits",), ("limits", "keeps_limits")])
-def test_a_tuning_of_an_older_llmctl_is_made_again(
-    drop: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("drop", ["limits", "best", "best.outcome", "best.outcome.used"])
+def test_a_tuning_that_does_not_say_whether_it_keeps_its_limits_is_made_again(
+    drop: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit("tuning.json", lambda data: [data.pop(key) for key in drop])
+    def without(data: dict[str, Any]) -> None:
+        *sections, key = drop.split(".")
+        for name in sections:
+            data = data[name]
+        del data[key]
+
+    edit("tuning.json", without)
     assert llmctl("render", *GIVEN) == 2
     error, *_, hint = capsys.readouterr().err.splitlines()
-    assert says(error, "tuning.json", drop[0])
+    assert says(error, "tuning.json", drop)
     assert says(hint, "llmctl tune RECIPE --fit FIT --trace TRACE")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("files")
-def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_without_an_outcome_is_rendered_again(capsys: pytest.CaptureFixture[str]) -> None:
     write_tuning(1.8)
     assert llmctl("render", *GIVEN) == llmctl("render", *GIVEN, "--target", "local") == 0
     for file in ("plan.json", "local/plan.json"):
-        edit(file, lambda data: data.pop("limits"))
+        edit(file, lambda data: data.pop("outcome"))
     capsys.readouterr()
     assert llmctl("serve", "plan.json") == 2
     error, hint = capsys.readouterr().err.splitlines()
-    assert says(error, "plan.json", "limits")
+    assert says(error, "plan.json", "outcome")
     assert says(hint, "llmctl render RECIPE --fit FIT --tuning TUNING")
     assert llmctl("render", *GIVEN, "--target", "local", "--force") == 0
     assert read_file(Plan, "local/plan.json").limits == read_file(Tuning, "tuning.json").limits
@@ -230,12 +233,12 @@ def test_a_plan_of_an_older_llmctl_is_rendered_again(capsys: pytest.CaptureFixtu
 
 @pytest.mark.usefixtures("files")
 def test_a_tuning_that_contradicts_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    edit("tuning.json", lambda data: data.update(keeps_limits=True))
+    edit("tuning.json", lambda data: data["best"]["outcome"]["used"].update(ttft_p99_s=0.5))
     assert llmctl("render", *GIVEN) == 2
-    assert says(capsys.readouterr().err, "keeps_limits", "limits")
+    assert says(capsys.readouterr().err, "tuning.json", "limits")
 
 
-def edit(file: str, change: Callable[[dict[str, object]], object]) -> None:
+def edit(file: str, change: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads(Path(file).read_text())
     change(data)
     Path(file).write_text(json.dumps(data))

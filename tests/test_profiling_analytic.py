@@ -11,7 +11,7 @@ from orders import changed
 from samples import HEAD
 
 from toolkit.errors import InputError
-from toolkit.estimators.elsewhere import ONE_BY_ONE, measured_elsewhere
+from toolkit.estimators.elsewhere import measured_elsewhere
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.gpu_operators import measured_operators
 from toolkit.files.fit import Fit
@@ -20,7 +20,7 @@ from toolkit.files.new_recipe import EXPERT_PARALLEL
 from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
-from toolkit.profiling.analytic import analytic_profile, pass_shape, pass_times
+from toolkit.profiling.analytic import ONE_BY_ONE, analytic_profile, pass_shape, pass_times
 
 LLAMA_7B = {
     "model_type": "llama",

@@ -18,8 +18,8 @@ from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import Metric
 from toolkit.errors import EngineError, InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Settings
 from toolkit.profiling.grid import GridPoint
 from toolkit.profiling.process import Unmeasurable
 from toolkit.profiling.run import profile
@@ -49,7 +49,7 @@ def recipe_for(url: str, **engine: object) -> Recipe:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("endpoint")
-    policy = PlannedPolicy(name="aggressive", parameters={})
+    policy = Settings(policy="aggressive", parameters={})
     fake_plan(folder, policy, eos_one_in=0, decode_s=DECODE_S)
     with Server(folder / "plan.json", "--served-model-name", "toy") as running:
         yield running

@@ -14,9 +14,9 @@ from test_cli_render import tuning
 
 from toolkit.deploy.plan import make_plan, with_workers
 from toolkit.files.io import read_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Outcome, Trial, Tuning
+from toolkit.files.tuning import Settings, Tuning
 from toolkit.sched.policies import KNOWN, ORACLES
 from toolkit.sched.policies.parameters import Parameter, Value, declared, defaults
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -64,9 +64,7 @@ def recipe_of(policy: str, own: Mapping[str, Value]) -> Recipe:
     )
 
 
-def plan_of(
-    recipe: Recipe, tuned: Tuning | None = None, chosen: PlannedPolicy | None = None
-) -> Plan:
+def plan_of(recipe: Recipe, tuned: Tuning | None = None, chosen: Settings | None = None) -> Plan:
     fit = samples.fit(engine=recipe.engine.name, workers=recipe.workers)
     fit = changed(fit, engine__engine_version="0.33.0")  # it has all parameters
     return make_plan(recipe, fit, tuned, {}, chosen)
@@ -75,14 +73,10 @@ def plan_of(
 def tuned_to(recipe: Recipe, policy: str, trials: list[dict[str, Value]], *, keep: bool) -> Tuning:
     """A tuning in which trials of `policy` have these parameters; the last is the best."""
     start = defaults(KNOWN[recipe.policy.name]) | recipe.policy.parameters
-    outcomes = [Outcome(policy=recipe.policy.name, parameters=start, metrics={"goodput_rps": 1.0})]
-    outcomes += [
-        Outcome(policy=policy, parameters=one, metrics={"goodput_rps": 2.0}) for one in trials
-    ]
-    found = [
-        Trial(number=number, outcome=one, feasible=True) for number, one in enumerate(outcomes)
-    ]
-    made = tuning({}, trials=found, defaults=outcomes[0], best=outcomes[-1], keep_defaults=keep)
+    kept = {"ttft_p99_s": 0.5}
+    found = [samples.evaluation(recipe.policy.name, start, {"goodput_rps": 1.0}, kept)]
+    found += [samples.evaluation(policy, one, {"goodput_rps": 2.0}, kept) for one in trials]
+    made = tuning({}, trials=found, defaults=found[0], best=found[-1], keep_defaults=keep)
     return made.model_copy(update={"workers": recipe.workers, **samples.HEAD})
 
 
@@ -99,13 +93,13 @@ QUICK = settings(
 def test_a_recipe_sets_what_it_names_and_set_wins_over_it(policy: str, data: st.DataObject) -> None:
     own = data.draw(some(policy))
     by_hand = data.draw(some(policy))
-    chosen = PlannedPolicy(name=policy, parameters=by_hand)
+    chosen = Settings(policy=policy, parameters=by_hand)
     by_recipe = plan_of(recipe_of(policy, own))
     by_set = plan_of(recipe_of(policy, own), chosen=chosen)
     assert by_recipe.explained["policy"].source == "recipe, not tuned"
     assert by_set.explained["policy"].source == "set by --policy"
     for plan, named, origin in ((by_recipe, own, "recipe"), (by_set, by_hand, "set by --set")):
-        for name, value in plan.policy.parameters.items():
+        for name, value in plan.settings.parameters.items():
             source = plan.explained[name].source
             assert source == (origin if name in named else f"default of policy '{policy}'")
             assert value == named.get(name, defaults(KNOWN[policy])[name])
@@ -159,7 +153,7 @@ def test_another_number_of_workers_has_no_prediction() -> None:
     more = with_workers(plan, 3)
     assert more.explained["workers"].source == "set by --workers"
     assert more.explained["slice_tokens"].source == "recipe"
-    assert (more.predicted, more.workload) == ({}, None)
+    assert (more.outcome.metrics, more.workload) == ({}, None)
     assert {one.kept for one in more.limits} == {None}
 
 

@@ -14,10 +14,11 @@ from benchmarks.public.scoreboard import Answer
 from benchmarks.public.servers import Protocol, Row
 from toolkit.catalogue.known import KNOWN
 from toolkit.errors import InputError
-from toolkit.estimators.elsewhere import FILE, ONE_BY_ONE
+from toolkit.estimators.elsewhere import FILE
 from toolkit.estimators.gpu_operators import TABLE
 from toolkit.files.io import digest
 from toolkit.files.new_recipe import EXPERT_PARALLEL
+from toolkit.profiling.analytic import ONE_BY_ONE
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results" / "data" / "scoreboard.json"
 EXTRACT = Path(__file__).parent / "data" / "silicon-extract.json"

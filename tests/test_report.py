@@ -14,6 +14,7 @@ import samples
 import synthetic_profiles
 from browser import CONTRAST, chromium, page_of
 from commands import ran, refused
+from orders import changed
 from said import says
 from test_cli_render import tuning
 
@@ -25,15 +26,15 @@ from toolkit.endpoints.load import Sample
 from toolkit.files.bench import BenchReport, ClientTimes
 from toolkit.files.fit import Fit
 from toolkit.files.io import head, read_file, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import (
     ATTAINMENT,
-    Limit,
     Outcome,
     PolicyResult,
-    Trial,
+    Settings,
     Tuning,
+    judged_limits,
     recipe_limits,
 )
 from toolkit.report.material import EnvelopeT, Material, gather
@@ -84,13 +85,11 @@ KEPT = {"ttft_p99_s": 0.75, "e2e_p95_s": 0.8}  # used shares of the recipe's tar
 def make_tuning(folder: Path, usage: dict[str, float] = KEPT, **changes: object) -> None:
     """Another tuning of the folder's fit, and the plan that comes of it."""
     paths = {role: folder / f"{role}.json" for role in ("recipe", "fit")}
-    best = Outcome(policy="slice", parameters=defaults(KNOWN["slice"]), metrics=METRICS)
     recipe = read_file(Plan, folder / "plan.json").recipe
-    trial = Trial(number=0, outcome=best, feasible=all(share <= 1 for share in usage.values()))
-    shares = [(one, usage.get(one.name, 0.0)) for one in recipe_limits(recipe)]
-    limits = [one.judged(share * one.limit, kept=share <= 1) for one, share in shares]
-    told = {"sla": recipe.sla, "best": best, "trials": [trial], "usage": usage}
-    told |= {"limits": limits, "keeps_limits": trial.feasible}
+    used = {one.name: usage.get(one.name, 0.0) for one in recipe_limits(recipe)}
+    best = samples.evaluation("slice", defaults(KNOWN["slice"]), METRICS, used)
+    limits = judged_limits(recipe, best.outcome)
+    told = {"sla": recipe.sla, "best": best, "trials": [best], "limits": limits}
     trace = folder / "trace.jsonl"
     trace.write_text("{}\n")
     tuned = tuning(paths | {"trace": trace}, **(told | changes))
@@ -98,9 +97,7 @@ def make_tuning(folder: Path, usage: dict[str, float] = KEPT, **changes: object)
     write_plan(folder, tuned)
 
 
-def write_plan(
-    folder: Path, tuned: Tuning | None = None, policy: PlannedPolicy | None = None
-) -> None:
+def write_plan(folder: Path, tuned: Tuning | None = None, policy: Settings | None = None) -> None:
     """Another plan of the folder's recipe and fit."""
     recipe = read_file(Plan, folder / "plan.json").recipe
     fit = read_file(Fit, folder / "fit.json")
@@ -121,11 +118,11 @@ def make_bench(
         lengths="hidden",
         trace_notes=[],
         sla=recipe.sla,
-        predicted=Prediction({"throughput_rps": 0.5}),
+        predicted=Prediction(Outcome(metrics={"throughput_rps": 0.5}, used={})),
         policy="slice",
         request_rate_rps=rate,
     )
-    seen = {"measured": result.measured | measured, "targets": []}
+    seen = {"measured": Outcome(metrics=result.measured.metrics | measured, used={})}
     write_file(result.model_copy(update=seen), folder / name)
 
 
@@ -186,9 +183,11 @@ def test_a_broken_target_is_shown_in_words_with_its_used_share(folder):
 def test_the_attainment_is_a_limit_where_the_recipe_has_one(folder, surely, kept):
     """It is judged by its confidence bound, not by the share itself."""
     found = material(folder)
-    asked = Limit(name=ATTAINMENT, bound="at least", limit=99.0).judged(surely, kept=kept)
-    predicted = {"sla_attainment_percent": 99.2}
-    plan = found.plan.model_copy(update={"limits": [asked], "predicted": predicted})
+    metrics = {"sla_attainment_percent": 99.2, ATTAINMENT: surely}
+    used = {one.name: 0.0 for one in found.plan.limits}
+    used["sla_attainment_percent"] = 100.0 - surely
+    outcome = Outcome(metrics=metrics, used=used)
+    plan = changed(found.plan, recipe__tune__min_attainment_percent=99.0, outcome=outcome)
     section = summary_section(replace(found, plan=plan))
     assert section.badge.state == ("kept" if kept else "broken")
     told = "requests within every target, at least is 98.1 %, must be at least 99 %"
@@ -307,10 +306,9 @@ def test_routers_are_told_apart_by_their_names(folder):
     results = []
     for name in ("by-law", "round-robin"):
         router = RouterSpec(name=name)
-        outcome = Outcome(policy="vllm", parameters={}, metrics=METRICS, replica_router=router)
-        told = {"policy": "vllm", "trials": 1, "feasible": True, "judged_requests": 9}
-        results.append(PolicyResult(outcome=outcome, refusal=None, **told))
-    changes = {"best": results[0].outcome, "policies": results}
+        best = samples.evaluation("vllm", {}, METRICS, router=router)
+        results.append(PolicyResult(best=best, trials=1, judged_requests=9, refusal=None))
+    changes = {"best": results[0].best, "policies": results}
     tuned = found.tuning.model_copy(update=changes)
     table = tuning_section(replace(found, tuning=tuned)).tables[-1]
     assert table.columns[0] == "router"

@@ -6,8 +6,9 @@ from said import says
 
 import toolkit.sched.policies.slice as slice_policy
 from toolkit.errors import InputError
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts
+from toolkit.files.tuning import Settings
 from toolkit.serve.assemble import make_scheduler
 from toolkit.serve.engine_front import warm_up
 from toolkit.sim.world import world_from_fit
@@ -16,7 +17,7 @@ from toolkit.sim.world import world_from_fit
 def plan(policy: str, engine: str = "transformers", **changes: object) -> Plan:
     recipe = samples.recipe(engine={"name": engine} | changes)
     made = samples.plan(recipe, samples.fit(), "slice", workers=2)
-    return made.model_copy(update={"policy": PlannedPolicy(name=policy, parameters={})})
+    return made.model_copy(update={"settings": Settings(policy=policy, parameters={})})
 
 
 @pytest.mark.parametrize(

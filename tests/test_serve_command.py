@@ -11,6 +11,7 @@ import toolkit
 from benchmarks.common.serving import fake_plan
 from toolkit.cli.serve_start import plan_to_serve
 from toolkit.files.io import write_file
+from toolkit.files.tuning import Outcome
 
 
 def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -80,11 +81,14 @@ def test_a_fit_of_another_engine_is_refused_with_both_sides(
 
 def test_another_number_of_workers_has_no_predictions(tmp_path: Path):
     plan = fake_plan(tmp_path)
-    limits = [one.judged(one.limit, kept=True) for one in plan.limits]
-    predicted = plan.model_copy(update={"predicted": {"goodput_rps": 3.0}, "limits": limits})
-    write_file(predicted, tmp_path / "plan.json")
+    used = {one.name: 1.0 for one in plan.limits}
+    outcome = Outcome(metrics={"goodput_rps": 3.0}, used=used)
+    write_file(plan.model_copy(update={"outcome": outcome}), tmp_path / "plan.json")
     same = plan_to_serve(tmp_path / "plan.json", plan.workers)
-    assert (same.predicted, {one.kept for one in same.limits}) == ({"goodput_rps": 3.0}, {True})
+    assert (same.outcome.metrics, {one.kept for one in same.limits}) == (
+        {"goodput_rps": 3.0},
+        {True},
+    )
     other = plan_to_serve(tmp_path / "plan.json", plan.workers + 1)
     assert other.workers == plan.workers + 1
-    assert (other.predicted, {one.kept for one in other.limits}) == ({}, {None})
+    assert (other.outcome.metrics, {one.kept for one in other.limits}) == ({}, {None})

@@ -14,7 +14,8 @@ from orders import changed
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.files.io import read_file, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
+from toolkit.files.tuning import Settings
 from toolkit.sched.eventlog import from_lines, replay
 from toolkit.serve.assemble import make_scheduler
 
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.slow
 
 GREEDY = {"model": "toy", "temperature": 0, "max_tokens": 60}
 POLICIES = {
-    "slice": PlannedPolicy(name="slice", parameters={"slice_tokens": 16}),
-    "past-future": PlannedPolicy(name="past-future", parameters={"interval_steps": 2}),
+    "slice": Settings(policy="slice", parameters={"slice_tokens": 16}),
+    "past-future": Settings(policy="past-future", parameters={"interval_steps": 2}),
 }
 LOGS = ("--event-log", "--request-log")
 ENGINE = {"eos_one_in": 0, "decode_s": 0.004}

@@ -20,7 +20,7 @@ from toolkit.sched.policies import make_any
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.traces.windows import fit_windows, prepare, scale_rate
-from toolkit.tuning.workload import make_workload
+from toolkit.tuning.workload import cut_trace
 
 NAMES = sorted(path.parent.name for path in shipped_profiles().glob("*/fit.json"))
 GPU_RECIPES = [
@@ -65,7 +65,7 @@ def test_a_user_without_a_gpu_can_tune_for_one(name: str) -> None:
 def test_the_default_trace_has_windows_for_every_recipe(name: str) -> None:
     recipe = load_recipe(recipe_path(name))
     fit = read_file(Fit, shipped_profiles() / name / "fit.json")
-    workload = make_workload(recipe, fit, read_trace(trace_path("chat-small"))[0])
+    workload = cut_trace(recipe, fit, read_trace(trace_path("chat-small"))[0])
     assert (len(workload.windows.search), len(workload.windows.held_out)) == (
         recipe.tune.windows,
         recipe.tune.held_out_windows,

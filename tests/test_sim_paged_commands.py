@@ -19,10 +19,10 @@ from toolkit.sim.api import simulate
 from toolkit.sim.world import make_world
 from toolkit.traces.types import Trace
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.spaces import search_space
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import make_workload
+from toolkit.tuning.workload import cut_trace
 
 
 def trace(n: int = 2000) -> Trace:
@@ -110,14 +110,14 @@ def test_tune_searches_its_flags() -> None:
     )
     fit = samples.paged_fit()
     found = tune(
-        Inputs(recipe, fit, make_workload(recipe, fit, trace(300))),
+        TuneInputs(recipe, fit, cut_trace(recipe, fit, trace(300))),
         InProcessRunner(),
         samples.HEAD,
         lambda best: None,
     )
-    assert found.best.policy == "vllm"
-    assert found.best.parameters.keys() == declared(VllmPolicy).keys()
-    assert len({trial.outcome.parameters["max_num_seqs"] for trial in found.trials}) > 1
+    assert found.best.settings.policy == "vllm"
+    assert found.best.settings.parameters.keys() == declared(VllmPolicy).keys()
+    assert len({trial.settings.parameters["max_num_seqs"] for trial in found.trials}) > 1
 
 
 def test_no_pair_of_searched_flags_is_one_that_vllm_refuses() -> None:

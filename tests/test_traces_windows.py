@@ -15,9 +15,9 @@ from said import says
 from toolkit.errors import InputError
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import COVERED, TraceWindow, cut, fit_windows, scale_rate, split_windows
-from toolkit.tuning.evaluate import make_world
 
 
 def trace_of(arrivals) -> Trace:
@@ -184,7 +184,7 @@ def test_impossible_windows_are_refused(window_s, search, held_out):
 
 def test_simulate_counts_only_the_requests_after_the_warm_up():
     policy = make_any("slice", {})
-    world = make_world(samples.recipe(), samples.fit())
+    world = Deployment.of(samples.recipe(), samples.fit()).world(Workload(STEADY))
     whole = simulate(STEADY, policy, world)
     warm = simulate(replace(STEADY, warmup=120), make_any("slice", {}), world)
     assert warm.metrics({})["requests"] == STEADY.counted - 120 == 81

@@ -13,15 +13,15 @@ from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN, STARTED, engines_for, footnote, marked, refusal
 from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import make_workload
+from toolkit.tuning.workload import cut_trace
 
 TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds
 TUNE = {"trials": 2, "request_rate_rps": 60.0, "policies": ["own"], **TWO}
 
 
-def inputs(sla: dict[str, float], **changes: object) -> Inputs:
+def inputs(sla: dict[str, float], **changes: object) -> TuneInputs:
     recipe = samples.recipe(
         sla=sla, **({"engine": {"name": "transformers"}, "tune": TUNE} | changes)
     )
@@ -30,10 +30,10 @@ def inputs(sla: dict[str, float], **changes: object) -> Inputs:
         if recipe.engine.name == "vllm"
         else samples.fit(engine=recipe.engine.name)
     )
-    return Inputs(recipe, fit, make_workload(recipe, fit, trace(500)))
+    return TuneInputs(recipe, fit, cut_trace(recipe, fit, trace(500)))
 
 
-def tuned(given: Inputs) -> tuple[Tuning, Alternatives]:
+def tuned(given: TuneInputs) -> tuple[Tuning, Alternatives]:
     result = tune(given, InProcessRunner(), samples.HEAD, lambda best: None)
     assert result.alternatives is not None
     return result, result.alternatives
@@ -49,7 +49,7 @@ def test_where_limits_are_broken_workers_and_rate_are_searched() -> None:
     assert most_rps < result.request_rate_rps
     assert f"  more workers: {found.workers} with the best settings" in verdict(result)
     fewer, _ = tuned(inputs({"ttft_p99_s": 0.5}, tune=TUNE | {"request_rate_rps": most_rps / 2}))
-    assert fewer.keeps_limits, fewer.usage
+    assert fewer.keeps_limits, fewer.recommended.outcome.used
 
 
 def test_own_simulates_no_policy_and_no_engine_but_the_recipe_s(
@@ -60,7 +60,7 @@ def test_own_simulates_no_policy_and_no_engine_but_the_recipe_s(
     real = Task.simulate
 
     def simulate(task: Task, window: int) -> object:
-        tried.add((task.policy, task.setup.world.paged is not None))
+        tried.add((task.settings.policy, task.deployment.fit.steps is not None))
         return real(task, window)
 
     monkeypatch.setattr(Task, "simulate", simulate)
@@ -79,11 +79,11 @@ def test_own_simulates_no_policy_and_no_engine_but_the_recipe_s(
 @without_capacity()
 def test_half_of_the_trials_are_for_the_best_served_policy_and_half_for_each_in_turn() -> None:
     result, _ = tuned(inputs({"ttft_p99_s": 2.0}, tune=TUNE | {"trials": 32, "policies": ["all"]}))
-    trials = {one.policy: one.trials for one in result.policies}
+    trials = {one.best.settings.policy: one.trials for one in result.policies}
     served = sum(count for policy, count in trials.items() if policy in ("slice", "sequence"))
     assert served >= 14
     assert min(trials.values()) >= 2
-    assert result.best.policy in ("slice", "sequence")
+    assert result.best.settings.policy in ("slice", "sequence")
 
 
 def test_marked_policies_are_those_that_cannot_be_served() -> None:

@@ -1,6 +1,7 @@
 """The capacity: the highest load that keeps every limit, on the whole trace."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from test_tuning import trace
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Outcome
+from toolkit.files.tuning import Evaluation
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.types import Sessions, Trace
 from toolkit.traces.windows import busiest, mean_rate
 from toolkit.tuning import capacity
@@ -31,26 +33,26 @@ from toolkit.tuning.capacity import (
     own_rate_rps,
     rate_capacity,
 )
-from toolkit.tuning.deployments import deployments_of, measure
-from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, make_world
-from toolkit.tuning.workload import in_process, own_settings, whole_setup
+from toolkit.tuning.deployments import capacity_of, variants_of
+from toolkit.tuning.evaluate import Task
+from toolkit.tuning.workload import in_process, whole_task
 
 pytestmark = pytest.mark.whole_traces
 LOADS = st.floats(0.01, 1000.0)
-OWN = Outcome(policy="slice", parameters={}, metrics={})
 
 
 def search(keeps, **options) -> LoadSearch:
     """A search over loads where `keeps` says whether one is kept."""
 
-    def at(load: float) -> EvaluationSetup:
-        return EvaluationSetup(None, [], {"ttft_p99_s": load})
+    def at(load: float) -> Task:
+        return Task(None, [], own_rps=load)
 
     def evaluate(tasks) -> list[Evaluation]:
-        loads = [task.setup.sla["ttft_p99_s"] for task in tasks]
-        return [Evaluation(OWN, {"ttft_p99_s": 0.5 if keeps(load) else 2.0}) for load in loads]
+        loads = [task.own_rps for task in tasks]
+        used = [{"ttft_p99_s": 0.5 if keeps(load) else 2.0} for load in loads]
+        return [samples.evaluation("slice", {}, {}, one) for one in used]
 
-    return LoadSearch(at, OWN, evaluate, **options)
+    return LoadSearch(at, evaluate, **options)
 
 
 @pytest.mark.slow
@@ -103,18 +105,15 @@ def test_no_load_is_kept_where_the_target_breaks_at_all():
     assert search(lambda load: False).found(10) is None
 
 
-def setup(sla: dict[str, float], requests: Trace) -> EvaluationSetup:
-    recipe = samples.recipe(sla=sla)
-    world = make_world(recipe, samples.fit())
-    return whole_setup(world, requests, recipe, "slice")
+def setup(sla: dict[str, float], requests: Trace) -> Task:
+    return whole_task(Deployment.of(samples.recipe(sla=sla), samples.fit()), requests)
 
 
 @pytest.mark.slow
 def test_the_whole_trace_keeps_the_limits_below_the_capacity_and_not_above():
     where = setup({"ttft_p99_s": 2.0}, trace(1000))
-    own = own_settings(samples.recipe())
-    found = rate_capacity(where, own, in_process)
-    search = LoadSearch(lambda rate: at_rate(where, rate), own, in_process)
+    found = rate_capacity(where, in_process)
+    search = LoadSearch(partial(at_rate, where), in_process)
     below, above = search.tried([0.98 * found.load, ABOVE * found.load])
     assert below.kept
     assert not above.kept
@@ -124,13 +123,13 @@ def test_the_whole_trace_keeps_the_limits_below_the_capacity_and_not_above():
 def test_the_ends_of_an_interval_keep_the_limits_with_times_at_the_ends_of_the_laws_range():
     requests = trace(1000)
     recipe = samples.recipe(sla={"ttft_p99_s": 2.0})
-    [own] = deployments_of(recipe, samples.fit())
-    found = measure(own, requests, in_process, concurrency=False).interval
+    [own] = variants_of(recipe, samples.fit())
+    found = capacity_of(own, requests, in_process, concurrency=False).interval
     law = found.law
     assert law.fast < 1.0 < law.slow
     for factor, rate in ((law.slow, found.low_rps), (law.fast, found.high_rps)):
-        where = replace(own, slowdown=factor).setup(requests)
-        search = LoadSearch(lambda load, where=where: at_rate(where, load), own.outcome, in_process)
+        where = whole_task(replace(own.deployment, slowdown=factor), requests)
+        search = LoadSearch(partial(at_rate, where), in_process)
         below, above = search.tried([0.97 * rate, ABOVE * rate])
         assert below.kept
         assert not above.kept
@@ -139,11 +138,11 @@ def test_the_ends_of_an_interval_keep_the_limits_with_times_at_the_ends_of_the_l
 @pytest.mark.slow
 def test_the_interval_of_a_long_trace_follows_from_its_busiest_part(monkeypatch):
     requests = trace(2000)
-    [own] = deployments_of(samples.recipe(sla={"ttft_p99_s": 2.0}), samples.fit())
-    whole = measure(own, requests, in_process, concurrency=False)
+    [own] = variants_of(samples.recipe(sla={"ttft_p99_s": 2.0}), samples.fit())
+    whole = capacity_of(own, requests, in_process, concurrency=False)
     monkeypatch.setattr(capacity, "LONG", 1000)
     monkeypatch.setattr(capacity, "PART", 800)
-    found = measure(own, requests, in_process, concurrency=False)
+    found = capacity_of(own, requests, in_process, concurrency=False)
     assert found.rate.load == pytest.approx(whole.rate.load, rel=0.05)
     assert found.interval.low_rps == pytest.approx(whole.interval.low_rps, rel=0.1)
     assert found.interval.high_rps == pytest.approx(whole.interval.high_rps, rel=0.1)
@@ -153,8 +152,8 @@ def test_the_interval_of_a_long_trace_follows_from_its_busiest_part(monkeypatch)
 @pytest.mark.slow
 def test_without_a_capacity_there_is_no_interval():
     recipe = samples.recipe(sla={"ttft_p99_s": 1e-6})
-    [own] = deployments_of(recipe, samples.fit())
-    assert measure(own, trace(100), in_process, concurrency=False).interval is None
+    [own] = variants_of(recipe, samples.fit())
+    assert capacity_of(own, trace(100), in_process, concurrency=False).interval is None
 
 
 def test_requests_that_arrive_at_once_have_no_rate_to_search():
@@ -164,16 +163,16 @@ def test_requests_that_arrive_at_once_have_no_rate_to_search():
     )
     where = setup({"ttft_p99_s": 2.0}, at_once)
     with pytest.raises(InputError):
-        rate_capacity(where, own_settings(samples.recipe()), in_process)
+        rate_capacity(where, in_process)
 
 
 def test_a_short_trace_is_repeated_until_it_lasts_many_times_the_longest_wait():
     where = setup({"ttft_p99_s": 2.0, "mtpot_p99_s": 60.0}, trace(1001))
     for rate, repeats in ((5.0, 1), (50.0, 5), (500.0, 50)):
         [judged] = at_rate(where, rate).windows
-        assert judged.repeats == repeats
-        assert mean_rate(judged) == pytest.approx(rate)
-        assert judged.arrival_s[-1] >= LASTING * 2.0 * 0.99
+        assert judged.trace.repeats == repeats
+        assert mean_rate(judged.trace) == pytest.approx(rate)
+        assert judged.trace.arrival_s[-1] >= LASTING * 2.0 * 0.99
 
 
 def test_a_rate_that_takes_too_many_repeats_is_refused():
@@ -198,13 +197,15 @@ def test_the_rate_of_a_busiest_part_is_the_whole_trace_s():
     ones = np.ones(len(gaps_s), dtype=np.int64)
     whole = Trace(np.cumsum(gaps_s) - 1.0, ones, ones, 0 * ones)
     where = setup({"ttft_p99_s": 2.0}, whole)
-    part = busiest_part(replace(where, windows=[whole], own_rps=0.0))
+    part = busiest_part(replace(where, windows=[Workload(whole)], own_rps=0.0))
     assert part is not None
     assert own_rate_rps(part) == pytest.approx(mean_rate(whole))
     [before] = part.windows
-    assert mean_rate(before) > 1.2 * mean_rate(whole)
+    assert mean_rate(before.trace) > 1.2 * mean_rate(whole)
     [judged] = at_rate(part, 2.0 * mean_rate(whole)).windows
-    assert mean_rate(judged) == pytest.approx(2.0 * mean_rate(before)), "twice the trace's rate"
+    assert mean_rate(judged.trace) == pytest.approx(2.0 * mean_rate(before.trace)), (
+        "twice the trace's rate"
+    )
 
 
 def test_a_trace_that_is_too_long_is_judged_on_its_busiest_part():

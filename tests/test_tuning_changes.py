@@ -17,11 +17,11 @@ from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.traces.types import SharedBlocks
 from toolkit.tuning.changes import RecipeChange, changed_recipe, on_gpus
 from toolkit.tuning.deployments import (
-    Deployment,
-    changed_deployment,
+    Variant,
+    changed_variant,
     check_sharing,
-    deployments_of,
     fewest_workers,
+    variants_of,
     with_lost,
 )
 from toolkit.tuning.workload import in_process
@@ -100,21 +100,21 @@ def test_what_cannot_be_is_refused_by_name(shipped: Recipe, words: str, named: s
 
 def test_laws_are_computed_for_the_changed_recipe(shipped: Recipe, own_fit: Fit) -> None:
     words = "model.quantization=fp8,engine.vllm.kv_cache_dtype=fp8"
-    found = changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
-    assert found.fit.steps is not None
+    found = changed_variant(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
+    assert found.deployment.fit.steps is not None
     assert own_fit.steps is not None
     for term in ("pass", "cached_alone"):
-        assert found.fit.steps.law.terms[term] < own_fit.steps.law.terms[term]
-    assert found.fit.engine.capacity_tokens > 2 * own_fit.engine.capacity_tokens
-    assert found.recipe.model.weight_bytes == FP8_BYTES
+        assert found.deployment.fit.steps.law.terms[term] < own_fit.steps.law.terms[term]
+    assert found.deployment.fit.engine.capacity_tokens > 2 * own_fit.engine.capacity_tokens
+    assert found.deployment.recipe.model.weight_bytes == FP8_BYTES
 
 
 def test_scheduling_keeps_its_laws(shipped: Recipe, own_fit: Fit) -> None:
     change = RecipeChange.parsed("prefix_caching=false", shipped)
     for laws in (compute, None):
-        found = changed_deployment(shipped, own_fit, change, laws)
-        assert found.fit is own_fit
-        assert found.outcome.parameters["prefix_caching"] is False
+        found = changed_variant(shipped, own_fit, change, laws)
+        assert found.deployment.fit is own_fit
+        assert found.deployment.settings.parameters["prefix_caching"] is False
         assert found.changed == {"policy.parameters.prefix_caching": False}
 
 
@@ -129,7 +129,7 @@ def test_scheduling_keeps_its_laws(shipped: Recipe, own_fit: Fit) -> None:
 )
 def test_measured_laws_answer_no_other_recipe(shipped: Recipe, own_fit: Fit, words: str) -> None:
     with pytest.raises(InputError) as error:
-        changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), None)
+        changed_variant(shipped, own_fit, RecipeChange.parsed(words, shipped), None)
     assert words.partition("=")[0] in error.value.message
     assert "profile" in error.value.hint
 
@@ -148,23 +148,23 @@ def test_what_is_not_computed_is_refused(
     shipped: Recipe, own_fit: Fit, words: str, named: str
 ) -> None:
     with pytest.raises(InputError) as error:
-        changed_deployment(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
+        changed_variant(shipped, own_fit, RecipeChange.parsed(words, shipped), compute)
     assert named in error.value.whole
 
 
 def test_drafts_stand_beside_none_where_both_laws_were_measured() -> None:
     recipe = recipe_with()
     drafting = RecipeChange.parsed("num_speculative_tokens=3", recipe)
-    found = changed_deployment(recipe, fit_with((0, 3)), drafting, None)
-    assert found.outcome.parameters["num_speculative_tokens"] == 3
+    found = changed_variant(recipe, fit_with((0, 3)), drafting, None)
+    assert found.deployment.settings.parameters["num_speculative_tokens"] == 3
     with pytest.raises(InputError) as error:
-        changed_deployment(recipe, fit_with((0, 2)), drafting, None)
+        changed_variant(recipe, fit_with((0, 2)), drafting, None)
     assert "3" in error.value.message
 
 
 def test_a_prefix_cache_needs_a_trace_that_shares(shipped: Recipe, own_fit: Fit) -> None:
     change = RecipeChange.parsed("prefix_caching=false", shipped)
-    found = changed_deployment(shipped, own_fit, change, compute)
+    found = changed_variant(shipped, own_fit, change, compute)
     plain = trace(20)
     blocks = -(-plain.prompt_tokens // 16)
     offsets = [0, *blocks.cumsum()]
@@ -175,7 +175,7 @@ def test_a_prefix_cache_needs_a_trace_that_shares(shipped: Recipe, own_fit: Fit)
         assert plain.source in error.value.message
     alike = blocks_of([k for count in blocks for k in range(count)], offsets)
     check_sharing(found, replace(plain, shared=alike))
-    [own] = deployments_of(shipped, own_fit)
+    [own] = variants_of(shipped, own_fit)
     check_sharing(own, plain)
 
 
@@ -183,23 +183,22 @@ def blocks_of(ids: Iterable[int], offsets: Iterable[int]) -> SharedBlocks:
     return SharedBlocks(16, np.array(list(ids)), np.array(list(offsets)))
 
 
-def vllm(workers: int) -> Deployment:
+def vllm(workers: int) -> Variant:
     sla = {"ttft_p99_s": 0.5}
     one = {"engine": {"name": "vllm"}, "workers": workers, "policy": {"name": "vllm"}, "sla": sla}
     recipe = samples.recipe(**one)
-    [own] = deployments_of(recipe, samples.paged_fit())
+    [own] = variants_of(recipe, samples.paged_fit())
     return own
 
 
 def test_lost_workers_leave_the_others() -> None:
     whole, lost = with_lost([vllm(3)], 1, sized=False)
     assert (whole.lost, lost.lost) == (0, 1)
-    assert (lost.recipe.workers, lost.left.recipe.workers, lost.gpus) == (3, 2, 3)
-    assert lost.left.lost == 0
-    assert lost.left.outcome.replica_router is not None
+    assert (lost.deployment.workers, lost.left.workers, lost.deployment.gpus) == (3, 2, 3)
+    assert lost.left.settings.replica_router is not None
     [_, alone] = with_lost([vllm(2)], 1, sized=False)
-    assert alone.outcome.replica_router is not None
-    assert alone.left.outcome.replica_router is None
+    assert alone.deployment.settings.replica_router is not None
+    assert alone.left.settings.replica_router is None
 
 
 @pytest.mark.parametrize(("workers", "lost"), [(1, 1), (3, 3), (3, 9)])
@@ -209,7 +208,7 @@ def test_one_worker_must_be_left(workers: int, lost: int) -> None:
     assert str(lost) in error.value.message
     assert str(workers - 1) in error.value.message
     [_, sized] = with_lost([vllm(workers)], lost, sized=True)
-    assert sized.recipe.workers == lost + 1
+    assert sized.deployment.workers == lost + 1
 
 
 @pytest.mark.slow
@@ -221,8 +220,8 @@ def test_the_fewest_of_which_some_may_be_lost_are_so_many_more() -> None:
     spare = fewest_workers(lost, requests, rate, 1.0, in_process)
     assert alone is not None
     assert spare is not None
-    assert alone.recipe.workers > 1
-    assert spare.recipe.workers == alone.recipe.workers + 2
+    assert alone.deployment.workers > 1
+    assert spare.deployment.workers == alone.deployment.workers + 2
 
 
 def test_the_same_gpus_are_few_large_workers_or_many_small_ones() -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import wait
-from dataclasses import replace
 from multiprocessing.connection import wait as wait_for_ends
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,18 +17,22 @@ import samples
 from test_tuning import trace
 
 from toolkit.errors import InputError, LlmctlError
+from toolkit.files.tuning import Settings
 from toolkit.tuning import executor
-from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner, ProcessPool, collect
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def bench() -> EvaluationSetup:
-    return EvaluationSetup(
-        make_world(samples.recipe(), samples.fit()), [trace(60)], {"ttft_p99_s": 2.0}
-    )
+def bench() -> Task:
+    """The defaults of slice-level scheduling."""
+    return samples.task(trace(60), settings=samples.chosen("slice"))
+
+
+def slices(bench: Task, tokens: int) -> Task:
+    return bench.under(samples.chosen("slice", slice_tokens=tokens))
 
 
 @pytest.fixture(scope="module")
@@ -38,36 +41,32 @@ def crew():
         yield crew
 
 
-def test_child_processes_give_the_same_evaluations(crew: ProcessPool, bench: EvaluationSetup):
-    several = replace(bench, windows=[trace(40, seed) for seed in range(3)])
-    tasks = [Task(bench, "slice", {"slice_tokens": tokens}) for tokens in (8, 16, 32, 64, 128)]
-    tasks += [Task(several, "slice"), Task(several, "sequence")]
+def test_child_processes_give_the_same_evaluations(crew: ProcessPool, bench: Task):
+    several = samples.task(*(trace(40, seed) for seed in range(3)))
+    tasks = [slices(bench, tokens) for tokens in (8, 16, 32, 64, 128)]
+    tasks += [several, several.under(samples.chosen("sequence"))]
     ticks = []
     assert collect(crew, tasks, lambda: ticks.append(1)) == collect(InProcessRunner(), tasks)
     assert len(ticks) == 7
 
 
-def test_a_user_s_error_in_a_child_keeps_its_message_and_hint(
-    crew: ProcessPool, bench: EvaluationSetup
-):
+def test_a_user_s_error_in_a_child_keeps_its_message_and_hint(crew: ProcessPool, bench: Task):
     with pytest.raises(InputError) as caught:
-        collect(crew, [Task(bench, "slice", {"slice_tokens": 0})])
+        collect(crew, [slices(bench, 0)])
     with pytest.raises(InputError) as here:
-        collect(InProcessRunner(), [Task(bench, "slice", {"slice_tokens": 0})])
+        collect(InProcessRunner(), [slices(bench, 0)])
     assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
 
 
-def test_results_of_abandoned_tasks_are_not_taken_for_later_tasks(
-    crew: ProcessPool, bench: EvaluationSetup
-):
-    left = crew.run([Task(bench, "sequence")] * 3)
+def test_results_of_abandoned_tasks_are_not_taken_for_later_tasks(crew: ProcessPool, bench: Task):
+    left = crew.run([bench.under(samples.chosen("sequence"))] * 3)
     next(left)
     left.close()
-    tasks = [Task(bench, "slice")]
+    tasks = [bench]
     assert collect(crew, tasks) == collect(InProcessRunner(), tasks)
 
 
-def test_ctrl_c_waits_while_locks_of_futures_may_be_held(bench: EvaluationSetup, monkeypatch):
+def test_ctrl_c_waits_while_locks_of_futures_may_be_held(bench: Task, monkeypatch):
     """Interrupted inside `wait`, this thread would keep the lock that the pool's thread needs."""
     completed = []
 
@@ -79,7 +78,7 @@ def test_ctrl_c_waits_while_locks_of_futures_may_be_held(bench: EvaluationSetup,
 
     monkeypatch.setattr(executor, "wait", interrupted_wait)
     with pytest.raises(KeyboardInterrupt), ProcessPool(1) as crew:
-        collect(crew, [Task(bench, "slice"), Task(bench, "sequence")])
+        collect(crew, [bench, bench])
     assert completed == [True]
 
 
@@ -90,24 +89,25 @@ class EndsItsProcess(dict[str, int]):
         return os._exit, (1,)
 
 
-def test_a_process_that_dies_is_an_error_instead_of_an_endless_wait(bench: EvaluationSetup):
+def test_a_process_that_dies_is_an_error_instead_of_an_endless_wait(bench: Task):
+    ends = Settings.model_construct(policy="slice", parameters=EndsItsProcess())
     with ProcessPool(1) as crew, pytest.raises(LlmctlError) as caught:
-        collect(crew, [Task(bench, "slice"), Task(bench, "slice", EndsItsProcess())])
+        collect(crew, [bench, bench.under(ends)])
     assert caught.value.exit_code == 1
     assert "--jobs" in caught.value.hint
 
 
-def test_ctrl_c_in_the_parent_ends_its_processes(bench: EvaluationSetup):
+def test_ctrl_c_in_the_parent_ends_its_processes(bench: Task):
     others = set(multiprocessing.active_children())
     children: set[BaseProcess] = set()
 
     def interrupted() -> None:
         with ProcessPool(1) as crew:
-            collect(crew, [Task(bench, "slice")])
+            collect(crew, [bench])
             children.update(set(multiprocessing.active_children()) - others)
             [child] = children
             os.kill(child.pid, signal.SIGINT)  # as a terminal does: it is for the parent
-            collect(crew, [Task(bench, "slice")])
+            collect(crew, [bench])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -116,8 +116,8 @@ def test_ctrl_c_in_the_parent_ends_its_processes(bench: EvaluationSetup):
     assert wait_for_ends([child.sentinel], 60)
 
 
-def test_a_child_ends_with_its_killed_parent(bench: EvaluationSetup, tmp_path: Path):
-    (tmp_path / "tasks").write_bytes(pickle.dumps([Task(bench, "slice")]))
+def test_a_child_ends_with_its_killed_parent(bench: Task, tmp_path: Path):
+    (tmp_path / "tasks").write_bytes(pickle.dumps([bench]))
     code = (
         "import multiprocessing, pathlib, pickle, sys; from toolkit.tuning.executor import *; "
         "tasks = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); pool = ProcessPool(1); "

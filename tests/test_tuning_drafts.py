@@ -21,9 +21,9 @@ from toolkit.estimators.part_fits import fit_steps, shape_of
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import HardwareSpec, Recipe
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import Inputs, settings_of
+from toolkit.tuning.inputs import TuneInputs, search_settings
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import make_workload
+from toolkit.tuning.workload import cut_trace
 
 ACCEPTANCE = {"length": 2.5, "tokens": 3}
 
@@ -54,12 +54,12 @@ def recipe_with(**tuned: object) -> Recipe:
 
 
 def test_the_numbers_with_laws_are_searched() -> None:
-    [space] = settings_of(recipe_with(), fit_with((0, 2, 4))).spaces
+    [space] = search_settings(recipe_with(), fit_with((0, 2, 4))).spaces
     assert space.distributions["num_speculative_tokens"].choices == (0, 2, 4)
     narrowed = recipe_with(space={"num_speculative_tokens": [0, 3]})
-    [space] = settings_of(narrowed, fit_with((0, 2, 4))).spaces
+    [space] = search_settings(narrowed, fit_with((0, 2, 4))).spaces
     assert space.distributions["num_speculative_tokens"].choices == (0, 2)
-    [space] = settings_of(recipe_with(), fit_with((0,))).spaces
+    [space] = search_settings(recipe_with(), fit_with((0,))).spaces
     assert "num_speculative_tokens" not in space.distributions
 
 
@@ -68,9 +68,9 @@ def test_the_numbers_with_laws_are_searched() -> None:
 def test_cheap_drafts_are_recommended() -> None:
     fit = fit_with((0, 3))
     recipe = recipe_with()
-    inputs = Inputs(recipe, fit, make_workload(recipe, fit, trace(300)))
+    inputs = TuneInputs(recipe, fit, cut_trace(recipe, fit, trace(300)))
     result = tune(inputs, InProcessRunner(), samples.HEAD, lambda best: None)
-    assert result.best.parameters["num_speculative_tokens"] == 3
+    assert result.best.settings.parameters["num_speculative_tokens"] == 3
 
 
 def test_a_fit_has_the_laws_of_several_profiles() -> None:

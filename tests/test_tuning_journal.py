@@ -11,7 +11,8 @@ from optuna.storages.journal import JournalFileBackend
 from test_tuning import trace
 
 from toolkit.errors import InputError
-from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task, make_world
+from toolkit.files.tuning import Evaluation
+from toolkit.tuning.evaluate import Task, score
 from toolkit.tuning.executor import InProcessRunner, Pieces, Remembering, collect
 from toolkit.tuning.journal import EvaluationJournal
 
@@ -36,10 +37,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def tasks(count: int = 4) -> list[Task]:
-    world = make_world(samples.recipe(), samples.fit())
-    setup = EvaluationSetup(world, [trace(50)], {"ttft_p99_s": 2.0}, "search, 2 workers")
+    own = samples.task(trace(50), label="search, 2 workers")
     return [
-        Task(setup, "slice", {"slice_tokens": 8 * k, "max_min": bool(k % 2)})
+        own.under(samples.chosen("slice", slice_tokens=8 * k, max_min=bool(k % 2)))
         for k in range(1, count + 1)
     ]
 
@@ -67,7 +67,7 @@ def test_it_is_one_file_which_optuna_can_load(path: Path) -> None:
     [name] = optuna.get_all_study_names(storage)
     trials = optuna.load_study(study_name=name, storage=storage).trials
     assert [trial.value for trial in trials] == [
-        one.score for one in collect(InProcessRunner(), tasks(2))
+        score(one) for one in collect(InProcessRunner(), tasks(2))
     ]
     EvaluationJournal(path, "one").forget()
     assert list(path.parent.iterdir()) == []
@@ -95,16 +95,16 @@ def test_a_damaged_line_is_said_in_one_line_and_kept(damaged: bytes, path: Path)
         assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("attributes", [{"key": 5}, {"outcome": [1]}, {"ratios": "x"}])
-def test_a_damaged_evaluation_is_said_in_one_line(
-    attributes: dict[str, object], path: Path
-) -> None:
+@pytest.mark.parametrize("damaged", [{"settings": 5}, [1], "x"])
+def test_a_damaged_evaluation_is_said_in_one_line(damaged: object, path: Path) -> None:
     keep(path, 1)
     storage = JournalStorage(JournalFileBackend(str(path)))
     [name] = optuna.get_all_study_names(storage)
     study = optuna.load_study(study_name=name, storage=storage)
     kept = study.trials[0].user_attrs
-    study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs={**kept, **attributes}))
+    study.add_trial(
+        optuna.trial.create_trial(value=1.0, user_attrs={**kept, "evaluation": damaged})
+    )
     with pytest.raises(InputError, match=path.name):
         EvaluationJournal(path, "one")
 
@@ -134,9 +134,7 @@ def test_another_file_of_that_name_is_refused_and_stays_as_it_is(
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
 def test_the_order_in_which_windows_are_done_changes_nothing(order: list[int]) -> None:
-    world = make_world(samples.recipe(), samples.fit())
-    windows = [trace(40), trace(50), trace(60)]
-    task = Task(EvaluationSetup(world, windows, {"ttft_p99_s": 2.0}), "slice")
+    task = samples.task(trace(40), trace(50), trace(60))
     pieces = Pieces([task])
     all_pieces = list(pieces)
     found = [

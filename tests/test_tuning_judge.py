@@ -8,24 +8,25 @@ import numpy as np
 import pytest
 import samples
 from lean import without_capacity
+from said import says
 from test_tuning import trace
 
-from toolkit.files.tuning import BEHIND, Outcome, Tuning
-from toolkit.metrics import MOST_BEHIND_PERCENT, Served, behind_percent, judge
+from toolkit.files.tuning import BEHIND, MOST_BEHIND_PERCENT, Evaluation, Outcome, Settings, Tuning
+from toolkit.metrics import Served, behind_percent, judge
 from toolkit.report.verdict import verdict
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.windows import prepare, scale_rate
-from toolkit.tuning.evaluate import CandidateLimits, Evaluation, EvaluationSetup, Task, make_world
+from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner, Runner, collect
-from toolkit.tuning.inputs import Inputs, settings_of
+from toolkit.tuning.inputs import TuneInputs, search_settings
 from toolkit.tuning.judge import NEXT, JudgedCandidates, is_better, judge_candidates
-from toolkit.tuning.search import Found, SearchSettings, search
+from toolkit.tuning.search import SearchSettings, search
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import make_workload
+from toolkit.tuning.workload import cut_trace
 
 TTFT = "ttft_p99_s"
-LIMITS = CandidateLimits(max_oom_percent=1.0)
 WHOLE = "whole trace"
 Rule = Callable[[int], float]  # from slice_tokens to the used share of the target
 
@@ -41,12 +42,13 @@ class Made(InProcessRunner):
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         for index, task in enumerate(tasks):
-            tokens = int(task.parameters["slice_tokens"])
-            if task.setup.label == WHOLE:
+            parameters = task.settings.parameters
+            tokens = int(parameters["slice_tokens"])
+            if task.label == WHOLE:
                 self.tried.append(tokens)
             metrics = {"goodput_rps": float(tokens), "e2e_mean_s": 1.0}
-            outcome = Outcome(policy="slice", parameters=dict(task.parameters), metrics=metrics)
-            yield index, Evaluation(outcome, {TTFT: self.rules[task.setup.label](tokens)})
+            used = {TTFT: self.rules[task.label](tokens)}
+            yield index, samples.evaluation("slice", parameters, metrics, used)
 
 
 def judged(runner: Made, trials: int = 20) -> tuple[JudgedCandidates, list[int]]:
@@ -55,28 +57,27 @@ def judged(runner: Made, trials: int = 20) -> tuple[JudgedCandidates, list[int]]
         engine={"name": "transformers"},
         tune={"trials": trials, "policies": ["own"], "space": {"slice_tokens": [1, 512]}},
     )
-    settings = settings_of(recipe, samples.fit())
-    world = make_world(recipe, samples.fit())
-    setup = EvaluationSetup(world, [trace(100)], {TTFT: 2.0}, limits=LIMITS)
-    result, found = judged_on_whole(setup, runner, settings)
-    slices = sorted({tokens_of(one) for one in found.evaluations}, reverse=True)
+    settings = search_settings(recipe, samples.fit())
+    own = samples.task(trace(100), given=recipe)
+    result, trials = judged_on_whole(own, runner, settings)
+    slices = sorted({tokens_of(one) for one in trials}, reverse=True)
     return result, slices
 
 
 def judged_on_whole(
-    setup: EvaluationSetup, runner: Runner, settings: SearchSettings
-) -> tuple[JudgedCandidates, Found]:
+    own: Task, runner: Runner, settings: SearchSettings
+) -> tuple[JudgedCandidates, list[Evaluation]]:
     """What is judged on the whole trace, and what the search found on windows."""
-    found = search(setup, runner, settings, lambda best: None)
+    trials = search(own, runner, settings, lambda best: None)
 
-    def judge(task: Task) -> Task:
-        return replace(task, setup=replace(task.setup, label=WHOLE))
+    def judge(settings: Settings) -> Task:
+        return replace(own.under(settings), label=WHOLE)
 
-    return judge_candidates(found, settings, judge, partial(collect, runner)), found
+    return judge_candidates(trials, settings, judge, partial(collect, runner)), trials
 
 
 def tokens_of(evaluation: Evaluation) -> int:
-    return int(evaluation.outcome.parameters["slice_tokens"])
+    return int(evaluation.settings.parameters["slice_tokens"])
 
 
 class Misled(Made):
@@ -84,8 +85,8 @@ class Misled(Made):
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         for task, (index, found) in zip(tasks, super().run(tasks), strict=True):
-            if task.setup.label == WHOLE:
-                metrics = found.outcome.metrics
+            if task.label == WHOLE:
+                metrics = found.metrics
                 metrics["goodput_rps"] = 1000.0 - abs(tokens_of(found) - 128)
             yield index, found
 
@@ -115,7 +116,7 @@ def test_where_the_best_breaks_a_limit_the_next_best_are_tried() -> None:
     found, _ = judged(runner)
     assert [tokens_of(one) for one in found.further] == slices[1 : NEXT + 1]
     best = found.best(found.tried)
-    assert (tokens_of(best), best.feasible(found.limits)) == (third, True)
+    assert (tokens_of(best), best.outcome.kept) == (third, True)
 
 
 class FewTokens(InProcessRunner):
@@ -126,14 +127,14 @@ class FewTokens(InProcessRunner):
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         for index, task in enumerate(tasks):
-            tokens = int(task.parameters["max_num_batched_tokens"])
+            parameters = task.settings.parameters
+            tokens = int(parameters["max_num_batched_tokens"])
             used = 1.5 if tokens < 6000 else 0.5
-            if task.setup.label == WHOLE:
+            if task.label == WHOLE:
                 self.tried.add(tokens)
                 used = 0.5 if tokens >= 500 else 1.5
             metrics = {"goodput_rps": 1.0, "e2e_mean_s": tokens / 1000.0}
-            outcome = Outcome(policy="vllm", parameters=dict(task.parameters), metrics=metrics)
-            yield index, Evaluation(outcome, {TTFT: used})
+            yield index, samples.evaluation("vllm", parameters, metrics, {TTFT: used})
 
 
 @pytest.mark.slow
@@ -146,10 +147,10 @@ def test_few_tokens_a_pass_are_tried_on_the_whole_trace_though_windows_discard_t
     )
     fit = samples.paged_fit()
     runner = FewTokens()
-    setup = EvaluationSetup(make_world(recipe, fit), [trace(100)], {TTFT: 2.0}, limits=LIMITS)
-    found, _ = judged_on_whole(setup, runner, settings_of(recipe, fit))
+    own = samples.task(trace(100), given=recipe, laws=fit)
+    found, _ = judged_on_whole(own, runner, search_settings(recipe, fit))
     assert min(runner.tried) < 500 < 16_000 < max(runner.tried)
-    best = found.best(found.tried).outcome.parameters["max_num_batched_tokens"]
+    best = found.best(found.tried).settings.parameters["max_num_batched_tokens"]
     assert 500 <= best <= 1000
 
 
@@ -157,8 +158,7 @@ def evaluation(
     goodput_rps: float, e2e_mean_s: float = 1.0, used: float = 0.5, other: float = 0.1
 ) -> Evaluation:
     metrics = {"goodput_rps": goodput_rps, "e2e_mean_s": e2e_mean_s}
-    outcome = Outcome(policy="slice", parameters={}, metrics=metrics)
-    return Evaluation(outcome, {TTFT: used, "e2e_p95_s": other})
+    return samples.evaluation("slice", {}, metrics, {TTFT: used, "e2e_p95_s": other})
 
 
 DEFAULT = evaluation(10.0)
@@ -193,7 +193,7 @@ DEFAULT = evaluation(10.0)
 def test_other_settings_are_better_where_a_change_is_worth_it(
     best: Evaluation, default: Evaluation, better: bool
 ) -> None:
-    assert is_better(best, default, LIMITS) is better
+    assert is_better(best, default) is better
 
 
 # The whole of `tune`
@@ -210,8 +210,7 @@ def run(
         sla=SLA,
         tune=TUNE | {"request_rate_rps": rate_rps} | changes,
     )
-    workload = make_workload(recipe, samples.fit(), trace(count))
-    inputs = Inputs(recipe, samples.fit(), workload)
+    inputs = TuneInputs(recipe, samples.fit(), cut_trace(recipe, samples.fit(), trace(count)))
     return tune(inputs, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
@@ -225,14 +224,15 @@ def tuned() -> Tuning:
 def test_what_tune_says_is_what_simulate_gives_to_the_digit(tuned: Tuning) -> None:
     recipe = samples.recipe(engine={"name": "transformers"})
     requests = scale_rate(prepare(trace(600), recipe), 20.0)
-    world = make_world(recipe, samples.fit())
+    world = Deployment.of(recipe, samples.fit()).world(Workload(requests))
     assert (tuned.judged.whole, tuned.judged.requests) == (True, 600)
-    for outcome in (tuned.defaults, tuned.best, tuned.recommended):
-        done = simulate(requests, make_any(outcome.policy, outcome.parameters), world)
+    for found in (tuned.defaults, tuned.best, tuned.recommended):
+        policy = make_any(found.settings.policy, found.settings.parameters)
+        done = simulate(requests, policy, world)
         said = done.metrics(SLA)
-        assert {name: outcome.metrics[name] for name in said} == said
+        assert {name: found.metrics[name] for name in said} == said
     # the last of them is the recommended one
-    assert done.sla_ratios(SLA)[TTFT] == tuned.usage[TTFT] == tuned.binding_ratio
+    assert done.sla_ratios(SLA)[TTFT] == tuned.recommended.outcome.used[TTFT]
 
 
 class Worse(InProcessRunner):
@@ -240,18 +240,16 @@ class Worse(InProcessRunner):
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         for index, done in super().run(tasks):
-            outcome = done.outcome
-            own = outcome.parameters["slice_tokens"] == 128
-            if tasks[index].setup.label.startswith(WHOLE) and not own:
-                halved = outcome.metrics | {"goodput_rps": outcome.metrics["goodput_rps"] / 2}
-                done = replace(done, outcome=outcome.model_copy(update={"metrics": halved}))
+            own = done.settings.parameters["slice_tokens"] == 128
+            if tasks[index].label.startswith(WHOLE) and not own:
+                done.metrics["goodput_rps"] /= 2
             yield index, done
 
 
 @pytest.mark.slow
 def test_the_defaults_are_the_best_where_others_are_worse_on_the_whole_trace() -> None:
     found = run(20.0, Worse())
-    assert found.best.same_settings(found.defaults)
+    assert found.best.settings == found.defaults.settings
     assert found.gain_percent == 0.0
     assert found.keep_defaults
     assert found.recommended == found.defaults
@@ -269,28 +267,26 @@ class Nearer(InProcessRunner):
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         for index, done in super().run(tasks):
-            own = done.outcome.parameters["slice_tokens"] == 128
-            metrics = done.outcome.metrics | {
-                "e2e_mean_s": 5.0 if own else 3.0,
-                "goodput_rps": 20.0,
-            }
-            outcome = done.outcome.model_copy(update={"metrics": metrics})
-            yield index, Evaluation(outcome, {TTFT: self.used - 0.1 * own})
+            own = done.settings.parameters["slice_tokens"] == 128
+            metrics = done.metrics | {"e2e_mean_s": 5.0 if own else 3.0, "goodput_rps": 20.0}
+            outcome = Outcome(metrics=metrics, used={TTFT: self.used - 0.1 * own})
+            yield index, done.model_copy(update={"outcome": outcome})
 
 
 @pytest.mark.slow
 @without_capacity()
 def test_latency_is_taken_while_every_limit_is_far_else_named_as_declined() -> None:
     far = run(20.0, Nearer(0.2))
-    assert (far.keep_defaults, far.binding_ratio, far.alternatives.declined) == (False, 0.2, None)
+    used = far.recommended.outcome.used[TTFT]
+    assert (far.keep_defaults, used, far.alternatives.declined) == (False, 0.2, None)
     assert far.recommended.metrics["e2e_mean_s"] == 3.0
     near = run(20.0, Nearer(0.9))
     declined = near.alternatives.declined
     assert declined is not None
-    assert (near.keep_defaults, near.binding_ratio) == (True, pytest.approx(0.8))
-    assert (declined.limit, declined.used) == (TTFT, 0.9)
-    assert declined.outcome.metrics["e2e_mean_s"] == 3.0
-    slices = declined.outcome.parameters["slice_tokens"]
+    assert (near.keep_defaults, near.recommended.outcome.used[TTFT]) == (True, pytest.approx(0.8))
+    assert declined.outcome.used == {TTFT: 0.9}
+    assert declined.metrics["e2e_mean_s"] == 3.0
+    slices = declined.settings.parameters["slice_tokens"]
     assert any(f"slice_tokens {slices}" in line for line in verdict(near))
     same = run(20.0, Nearer(1.1))
     assert same.alternatives.declined is None  # it breaks a limit
@@ -304,11 +300,14 @@ def test_where_the_queue_grows_the_server_is_called_overloaded(tuned: Tuning) ->
     assert (behind.bound, behind.limit) == ("at most", MOST_BEHIND_PERCENT)
     assert behind.predicted is not None
     assert behind.predicted > MOST_BEHIND_PERCENT
-    assert (over.keeps_up, over.keeps_limits, behind.kept) == (False, False, False)
-    assert over.usage[BEHIND] == pytest.approx(behind.predicted / MOST_BEHIND_PERCENT)
+    assert (over.keeps_limits, behind.kept) == (False, False)
+    assert over.recommended.outcome.used[BEHIND] == pytest.approx(
+        behind.predicted / MOST_BEHIND_PERCENT
+    )
     assert any(line.startswith("overloaded") for line in verdict(over))
-    assert over.binding_sla == "ttft_p99_s"  # a queue is no target
-    assert (tuned.keeps_up, BEHIND in tuned.usage) == (True, True)
+    binds = next(line for line in verdict(over) if line.startswith("the limit that binds"))
+    assert says(binds, "ttft_p99_s")  # a queue is no target
+    assert tuned.recommended.outcome.used[BEHIND] <= 1.0
     assert not any(line.startswith("overloaded") for line in verdict(tuned))
 
 

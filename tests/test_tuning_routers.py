@@ -18,11 +18,10 @@ from toolkit.report.verdict import verdict
 from toolkit.routing.routers import ROUTERS
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import make_world
 from toolkit.tuning.executor import InProcessRunner, Runner
-from toolkit.tuning.inputs import Inputs, settings_of
+from toolkit.tuning.inputs import TuneInputs, search_settings
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import make_workload
+from toolkit.tuning.workload import cut_trace
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
 TUNE = {"trials": 5, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
@@ -42,15 +41,15 @@ def traffic(shared: bool = True) -> Trace:
     )
 
 
-def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: object) -> Inputs:
+def inputs(sla: dict[str, float] = SLA, *, shared: bool = True, **changes: object) -> TuneInputs:
     spec = {"engine": {"name": "vllm"}, "workers": 3, "policy": POLICY, "tune": TUNE}
     recipe = samples.recipe(sla=sla, **(spec | changes))
     fit = samples.paged_fit(capacity_tokens=4096)
-    return Inputs(recipe, fit, make_workload(recipe, fit, traffic(shared)))
+    return TuneInputs(recipe, fit, cut_trace(recipe, fit, traffic(shared)))
 
 
 @without_capacity()
-def found_by(given: Inputs, runner: Runner | None = None) -> Tuning:
+def found_by(given: TuneInputs, runner: Runner | None = None) -> Tuning:
     return tune(given, runner or InProcessRunner(), samples.HEAD, lambda best: None)
 
 
@@ -61,22 +60,23 @@ def routed() -> Tuning:
 
 
 def test_each_router_is_a_space_with_its_own_parameters_and_the_recipe_s_targets() -> None:
-    settings = settings_of(inputs().recipe, samples.paged_fit())
+    settings = search_settings(inputs().recipe, samples.paged_fit())
     assert [space.router.name for space in settings.spaces if space.router] == list(ROUTERS)
     by_law = next(space for space in settings.spaces if space.key == "vllm behind by-law")
     assert "by-law.late" in by_law.distributions
     assert "max_num_seqs" in by_law.distributions
     assert by_law.router is not None
     assert (by_law.router.parameters["ttft_s"], by_law.router.parameters["gap_s"]) == (0.3, 1.0)
-    task = by_law.task(inputs().setup("x", ()), {"max_num_seqs": 7, "by-law.late": 2.0})
-    assert task.parameters["max_num_seqs"] == 7
-    assert task.router is not None
-    assert (task.router.parameters["late"], task.router.parameters["ttft_s"]) == (2.0, 0.3)
+    settings = by_law.settings({"max_num_seqs": 7, "by-law.late": 2.0})
+    assert settings.parameters["max_num_seqs"] == 7
+    router = settings.replica_router
+    assert router is not None
+    assert (router.parameters["late"], router.parameters["ttft_s"]) == (2.0, 0.3)
 
 
 def test_a_recipe_narrows_the_routers_and_their_parameters() -> None:
     narrowed = TUNE | {"routers": ["llm-d"], "space": {"llm-d.prefix": [1, 2]}}
-    settings = settings_of(inputs(tune=narrowed).recipe, samples.paged_fit())
+    settings = search_settings(inputs(tune=narrowed).recipe, samples.paged_fit())
     assert [space.key for space in settings.spaces] == [
         "vllm behind round-robin",
         "vllm behind llm-d",
@@ -111,7 +111,7 @@ def test_wrong_names_get_the_valid_ones(
     changes: dict[str, object], named: tuple[str, ...], hint: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        settings_of(inputs(**changes).recipe, samples.paged_fit())
+        search_settings(inputs(**changes).recipe, samples.paged_fit())
     assert says(caught.value.message, *named)
     assert hint in (caught.value.hint or "")
 
@@ -120,14 +120,14 @@ def test_wrong_names_get_the_valid_ones(
 def test_the_search_finds_the_router_that_knows_what_is_cached(
     routed: Tuning, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    best = routed.best
+    best = routed.best.settings
     in_turn = routed.in_turn
     assert best.replica_router is not None
     assert best.replica_router.name in ("sglang", "by-law")
     assert in_turn is not None
-    assert in_turn.parameters == best.parameters
-    assert best.metrics["hit_percent"] > in_turn.metrics["hit_percent"]
-    assert {one.outcome.replica_router.name for one in routed.policies} == {
+    assert in_turn.settings.parameters == best.parameters
+    assert routed.best.metrics["hit_percent"] > in_turn.metrics["hit_percent"]
+    assert {one.best.settings.replica_router.name for one in routed.policies} == {
         "round-robin",
         "sglang",
         "by-law",
@@ -151,9 +151,9 @@ def test_the_plan_has_router_and_replicas_and_explains_them(routed: Tuning, tmp_
     one = recipe.model_copy(update={"workers": 1})  # the tuning says how many run
     plan = make_plan(one, samples.paged_fit(), found, {"trace": file})
     assert (plan.workers, plan.recipe.workers) == (3, 3)
-    assert plan.replica_router == found.recommended.replica_router
-    assert plan.replica_router is not None
-    name = plan.replica_router.name
+    assert plan.settings.replica_router == found.recommended.settings.replica_router
+    assert plan.settings.replica_router is not None
+    name = plan.settings.replica_router.name
     assert plan.explained["replica_router"].value == name
     assert plan.explained["replica_router"].source.startswith("trial ")
     assert plan.explained["workers"].value == "3"
@@ -184,4 +184,4 @@ def test_refusals_by_forecast_are_simulated_and_bounded_where_the_recipe_bounds_
     assert (limit.limit, limit.predicted, limit.kept) == (5.0, refused, False)
     for change in ({"tune": TUNE}, {"tune": bounded, "serve": {"admission": "queue"}}):
         given = inputs(sla, **change)
-        assert not make_world(given.recipe, given.fit).refuses
+        assert not given.deployment.refuses

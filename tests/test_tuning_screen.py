@@ -6,23 +6,19 @@ import numpy as np
 import pytest
 import samples
 
-from toolkit.files.tuning import Outcome
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import (
-    CandidateLimits,
     Evaluation,
-    EvaluationSetup,
     Screen,
     Task,
     make_screen,
-    make_world,
+    rank,
 )
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.search import Found, SearchSettings, search
+from toolkit.tuning.search import SearchSettings, search
 from toolkit.tuning.spaces import make_spaces
 
 SLA = {"ttft_p99_s": 1.0, "e2e_mean_s": 9.0}
-LIMITS = CandidateLimits(max_oom_percent=100.0)
 
 
 def window(requests: int, rate_rps: float, seed: int = 0) -> Trace:
@@ -32,13 +28,17 @@ def window(requests: int, rate_rps: float, seed: int = 0) -> Trace:
     return Trace(arrival - arrival[0], *lengths, np.zeros(requests, np.int64))
 
 
-def setup(rate_rps: float, sla: dict[str, float] = SLA) -> EvaluationSetup:
-    world = make_world(samples.recipe(engine={"name": "transformers"}), samples.fit())
-    windows = [window(400, rate_rps), window(200, rate_rps, 1)]
-    return EvaluationSetup(world, windows, sla, limits=LIMITS)
+def setup(rate_rps: float, sla: dict[str, float] = SLA) -> Task:
+    tune = {"max_oom_percent": 100.0}
+    recipe = samples.recipe(engine={"name": "transformers"}, sla=sla, tune=tune)
+    return samples.task(window(400, rate_rps), window(200, rate_rps, 1), given=recipe)
 
 
-def screen_of(where: EvaluationSetup) -> Screen:
+def requests_of(task: Task) -> int:
+    return sum(len(window.trace) for window in task.windows)
+
+
+def screen_of(where: Task) -> Screen:
     screen = make_screen(where)
     assert screen is not None
     return screen
@@ -47,7 +47,7 @@ def screen_of(where: EvaluationSetup) -> Screen:
 def test_more_than_all_windows_may_have_must_be_late_in_the_part() -> None:
     where = setup(20.0)
     screen = screen_of(where)
-    share = sum(map(len, screen.setup.windows)) / sum(map(len, where.windows))
+    share = requests_of(screen.task) / requests_of(where)
     (key,) = screen.targets  # a mean says nothing early
     percentile = float(key.removeprefix("ttft_p").removesuffix("_s"))
     assert percentile == pytest.approx(100 - 2 * 1 / share)
@@ -61,16 +61,19 @@ def test_without_a_target_that_can_tell_early_nothing_is_screened(sla: dict[str,
 @pytest.mark.parametrize("policy", ["sequence", "slice"])
 def test_what_is_hopeless_on_the_part_breaks_the_limits_on_the_whole(policy: str) -> None:
     where = setup(400.0)
-    found = screen_of(where).hopeless(Task(screen_of(where).setup, policy).run())
+    found = screen_of(where).hopeless(screen_of(where).task.under(samples.chosen(policy)).run())
     assert found is not None
-    assert (found.screened_out, found.feasible(LIMITS)) == (True, False)
-    assert found.ratios.keys() == SLA.keys()
-    assert not Task(where, policy).run().feasible(LIMITS)
+    assert (found.screened_out, found.outcome.kept) == (True, False)
+    assert found.outcome.used.keys() == {*SLA, "oom_percent"}
+    assert not where.under(samples.chosen(policy)).run().outcome.kept
 
 
 def test_what_keeps_the_limits_is_not_hopeless() -> None:
     where = setup(1.0, {"ttft_p99_s": 30.0})
-    assert screen_of(where).hopeless(Task(screen_of(where).setup, "slice").run()) is None
+    assert (
+        screen_of(where).hopeless(screen_of(where).task.under(samples.chosen("slice")).run())
+        is None
+    )
 
 
 class Recorded(InProcessRunner):
@@ -82,16 +85,17 @@ class Recorded(InProcessRunner):
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         for number, task in enumerate(tasks):
-            self.ran.append((task.policy, sum(map(len, task.setup.windows))))
-            ratio = 9.0 if task.policy in self.late else 0.5
+            policy = task.settings.policy
+            self.ran.append((policy, requests_of(task)))
+            ratio = 9.0 if policy in self.late else 0.5
             # a part looks better than a whole window: queues are still short
             goodput = 50.0 if self.ran[-1][1] < 600 else 5.0 + ratio
             metrics = {"goodput_rps": goodput, "ttft_p99_s": ratio, "e2e_mean_s": ratio}
-            outcome = Outcome(policy=task.policy, parameters=dict(task.parameters), metrics=metrics)
-            yield number, Evaluation(outcome, dict.fromkeys(task.setup.sla, ratio))
+            used = dict.fromkeys(task.sla, ratio)
+            yield number, samples.evaluation(policy, task.settings.parameters, metrics, used)
 
 
-def searched(late: set[str]) -> tuple[Found, Recorded]:
+def searched(late: set[str]) -> tuple[list[Evaluation], Recorded]:
     recipe = samples.recipe(engine={"name": "transformers"})
     spaces = make_spaces(recipe.policy, ["sequence", "past-future"], {}, recipe.workers)
     served = frozenset({"slice", "sequence"})
@@ -107,19 +111,16 @@ def test_once_a_trial_keeps_the_limits_the_others_are_screened() -> None:
     assert {policy for policy, size in runner.ran if size < 600} == {"sequence", "past-future"}
     assert [policy for policy, size in runner.ran if size < 600].count("sequence") == 1
     assert "past-future" not in {policy for policy, size in runner.ran if size == 600}
-    assert {trial.outcome.policy for trial in found.trials() if trial.screened_out} == {
-        "past-future"
-    }
-    best = found.best()
-    assert best is not None
+    assert {trial.settings.policy for trial in found if trial.screened_out} == {"past-future"}
+    best = max(found, key=rank)
     assert not best.screened_out
-    assert best.outcome.policy != "past-future"
+    assert best.settings.policy != "past-future"
 
 
 def test_nothing_is_screened_before_a_trial_keeps_the_limits() -> None:
     found, runner = searched({"slice", "sequence", "past-future"})
     assert {size for _, size in runner.ran} == {600}
-    assert not any(trial.screened_out for trial in found.trials())
+    assert not any(trial.screened_out for trial in found)
 
 
 def test_a_policy_that_the_engine_cannot_run_screens_nothing() -> None:

@@ -7,9 +7,7 @@ from said import says
 from toolkit.errors import InputError
 from toolkit.files.recipe import PolicySpec
 from toolkit.sched.policies import ORACLES, POLICIES
-from toolkit.sim.world import world_from_fit
 from toolkit.traces.generate import Lengths, backlog
-from toolkit.tuning.evaluate import EvaluationSetup, Task
 from toolkit.tuning.spaces import PolicySpace, make_spaces, search_space
 
 SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
@@ -88,9 +86,11 @@ def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
 
 
 def test_vllm_s_flags_that_bound_each_other_are_moved_to_the_nearest_allowed_values() -> None:
-    world = world_from_fit(samples.paged_fit(), workers=1, max_new_tokens=64)
-    drawn = {"max_num_seqs": 100, "max_num_batched_tokens": 32}
+    recipe = samples.recipe(engine={"name": "vllm"}, workers=1)
+    drawn = samples.chosen("vllm", max_num_seqs=100, max_num_batched_tokens=32)
     requests = backlog(40, Lengths("fixed", 60), Lengths("fixed", 20), seed=0)
-    tried = Task(EvaluationSetup(world, [requests], {}), "vllm", drawn).run().outcome
-    assert tried.parameters["max_num_seqs"] == tried.parameters["max_num_batched_tokens"] == 32
+    own = samples.task(requests, settings=drawn, given=recipe, laws=samples.paged_fit())
+    tried = own.run()
+    taken = tried.settings.parameters
+    assert taken["max_num_seqs"] == taken["max_num_batched_tokens"] == 32
     assert tried.metrics["throughput_rps"] > 0

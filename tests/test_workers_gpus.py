@@ -15,8 +15,8 @@ from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cluster.workers import bundle_of
 from toolkit.errors import EngineError
 from toolkit.files.io import write_file
-from toolkit.files.plan import PlannedPolicy
 from toolkit.files.recipe import EngineSpec, Recipe
+from toolkit.files.tuning import Settings
 from toolkit.serve import engine_front
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.process import (
@@ -179,7 +179,7 @@ def test_serve_checks_for_a_gpu_before_slow_work(
     monkeypatch.setattr(vllm_backend, "vllm_version", never)
     monkeypatch.setattr("toolkit.backends.vllm.backend.saved_model", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}
-    policy = PlannedPolicy(name="past-future" if engine == "vllm" else "slice", parameters={})
+    policy = Settings(policy="past-future" if engine == "vllm" else "slice", parameters={})
     write_file(
         orders.plan(tmp_path, policy, samples.fit(workers=1), **changes), tmp_path / "plan.json"
     )

@@ -28,10 +28,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.files.tuning import UNSERVED
+from toolkit.files.tuning import MOST_BEHIND_PERCENT, UNSERVED
 
 Floats = NDArray[np.float64]
-MOST_BEHIND_PERCENT = 5.0  # a server that is further behind does not keep up
 FRONT = "front_mean_s"  # the part of the front in the mean time to first token
 SERVED = "served_rps"  # of sessions in a closed loop (`sessions_rate_rps`)
 SHORTEST_S = 1e-12  # of a makespan, and of a window: a shorter one has no rate

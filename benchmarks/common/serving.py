@@ -15,10 +15,11 @@ from benchmarks.common import samples
 from benchmarks.common.command import LLMCTL
 from toolkit.deploy.plan import make_plan
 from toolkit.files.io import write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
+from toolkit.files.tuning import Settings
 
 
-def fake_plan(folder: Path, policy: PlannedPolicy | None = None, /, **config: float) -> Plan:
+def fake_plan(folder: Path, policy: Settings | None = None, /, **config: float) -> Plan:
     """Write a plan of the fake engine in processes; `config` has the fields of FakeConfig. Without
     a policy it has the recipe's.
     """

@@ -122,8 +122,8 @@ def bench_file(rate: float) -> str:
 
 def used_share(rate: float, report: BenchReport) -> float:
     """Print the row of a rate; the greatest used share of a target."""
-    shares = {one.target: one.measured_s / one.limit_s for one in report.targets}
-    said = [one.predicted_s / one.limit_s for one in report.targets if one.predicted_s is not None]
+    shares = report.measured.used
+    said = report.predicted.used.values()
     binding = max(shares, key=lambda name: shares[name])
     cells = [f"{rate:.1f}", f"{max(said, default=math.nan):.2f}", f"{shares[binding]:.2f}"]
     cells += ["yes" if shares[binding] <= 1.0 else "no", binding]

@@ -106,10 +106,10 @@ def table(reports: Mapping[str, BenchReport]) -> str:
     """
     rows = []
     for name, report in reports.items():
-        cells = [name, f"{report.measured.get(GOODPUT, math.nan):.3f}"]
+        cells = [name, f"{report.measured.metrics.get(GOODPUT, math.nan):.3f}"]
         for metric, (_, form) in SHOWN.items():
-            measured = report.measured.get(metric, math.nan)
-            predictions = (report.predicted, report.predicted_as_fitted)
+            measured = report.measured.metrics.get(metric, math.nan)
+            predictions = (report.predicted.metrics, report.predicted_as_fitted.metrics)
             both = [said.get(metric, math.nan) for said in predictions]
             errors = [100.0 * (one / measured - 1.0) for one in both]
             cells += [f"{measured:{form}}", f"{errors[0]:+.1f} ({errors[1]:+.1f})"]

@@ -71,11 +71,13 @@ def main() -> None:
                     work.bench(url, plan, out, *words, apart=True)
             runs[f"{system} {repeat}"] = read_file(BenchReport, work.folder / out)
     tuning = read_file(Tuning, work.folder / "tuning.json")
-    flags = ", ".join(f"{key}={value}" for key, value in tuning.recommended.parameters.items())
+    flags = ", ".join(
+        f"{key}={value}" for key, value in tuning.recommended.settings.parameters.items()
+    )
     gain = "-" if tuning.gain_percent is None else f"{tuning.gain_percent:+.1f} % goodput"
     print(f"{tuning.request_rate_rps:.3g} requests/s; {flags}: {gain} predicted\n")
     print(table(dict(sorted(runs.items()))))
-    goodput = {name: run.measured[GOODPUT] for name, run in runs.items()}
+    goodput = {name: run.measured.metrics[GOODPUT] for name, run in runs.items()}
     ratios = ", ".join(
         f"{goodput[f'tuned {repeat}'] / goodput[f'defaults {repeat}']:.2f}"
         for repeat in range(1, given.repeats + 1)

@@ -24,15 +24,13 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, head, read_file
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.files.tuning import Outcome
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.files.tuning import Evaluation
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
-from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import ProcessPool, Runner, collect
-from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import make_workload
+from toolkit.tuning.workload import cut_trace
 
 SHARES = (0.7, 0.9, 1.0)  # of the capacity of the recipe's settings
 ROWS = (64, 128, 256, 512, 1024)
@@ -91,18 +89,20 @@ def cell(
     """The cells of a row, and the mean E2E over the grid's best: of the recommended settings, and
     of the ones for latency.
     """
-    inputs = Inputs(recipe, fit, make_workload(recipe, fit, trace))
+    inputs = TuneInputs(recipe, fit, cut_trace(recipe, fit, trace))
     found = tune(inputs, runner, head({}), lambda _: None)
-    setup = inputs.whole(VllmPolicy.name)
-    tasks = [
-        Task(setup, VllmPolicy.name, {"max_num_seqs": rows, "max_num_batched_tokens": tokens})
+    own = inputs.deployment.settings
+    parameters = [
+        {"max_num_seqs": rows, "max_num_batched_tokens": tokens}
         for rows in ROWS
         for tokens in budgets
     ]
-    grid = [one.outcome for one in collect(runner, tasks) if one.feasible(setup.limits)]
+    settings = [own.model_copy(update={"parameters": one}) for one in parameters]
+    tasks = [inputs.whole(one) for one in settings]
+    grid = [one for one in collect(runner, tasks) if one.outcome.kept]
     declined = found.alternatives.declined
     best = min(grid, key=_mean_s, default=found.defaults)
-    latency = declined.outcome if declined else found.recommended
+    latency = declined or found.recommended
     over, over_for_latency = (_mean_s(one) / _mean_s(best) for one in (found.recommended, latency))
     cells = [
         f"{found.request_rate_rps:.4g}",
@@ -118,13 +118,13 @@ def cell(
     return cells, over, over_for_latency
 
 
-def _mean_s(outcome: Outcome) -> float:
-    return outcome.metrics[E2E]
+def _mean_s(found: Evaluation) -> float:
+    return found.metrics[E2E]
 
 
-def _settings(outcome: Outcome) -> str:
+def _settings(found: Evaluation) -> str:
     names = ("max_num_seqs", "max_num_batched_tokens")
-    return " x ".join(str(outcome.parameters[name]) for name in names)
+    return " x ".join(str(found.settings.parameters[name]) for name in names)
 
 
 def _line(cells: Sequence[object]) -> str:

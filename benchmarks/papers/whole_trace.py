@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import llmctl, make_parser
+from toolkit.files.io import read_file
+from toolkit.files.tuning import BEHIND, Tuning
 
 SHARES = (0.5, 0.9, 1.1, 1.6)  # of the capacity: rates that are tuned for
 CAPACITY_SEEDS = 5
@@ -89,9 +91,8 @@ def tuned(recipe: str, trace: str, rate: float, seed: int, trials: int) -> tuple
         words = ["tune", *_recipe(recipe), "--trace", trace, "--rate", f"{rate:g}"]
         words += ["--seed", str(seed), "--trials", str(trials), "--policies", "own"]
         done = llmctl(*words, "--out", str(tuning), codes=(0, 5))
-        result = json.loads(tuning.read_text(encoding="utf-8"))
         said = "broken" if done.returncode else "kept"
-        if not result["keeps_up"]:
+        if read_file(Tuning, tuning).recommended.outcome.used[BEHIND] > 1.0:
             said = "overloaded"
         return said, simulated(recipe, trace, rate, "--tuning", str(tuning))
 

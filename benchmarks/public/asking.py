@@ -29,7 +29,6 @@ from benchmarks.public.servers import IN_MXFP4, MODELS, Protocol, Row, protocol_
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.models import experts_of, kv_bytes_per_token
 from toolkit.errors import InputError
-from toolkit.estimators.elsewhere import ONE_BY_ONE
 from toolkit.estimators.gpu_operators import EngineConstants
 from toolkit.files.find_model import find_model
 from toolkit.files.fit import Fit
@@ -38,12 +37,12 @@ from toolkit.files.new_recipe import Wish, new_recipe
 from toolkit.files.profile import MEASURED_SECTIONS
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
-from toolkit.profiling.analytic import analytic_fit
+from toolkit.profiling.analytic import ONE_BY_ONE, analytic_fit
 from toolkit.sim.api import simulate
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.sim.world import policy_for
 from toolkit.traces.windows import prepare
 from toolkit.traces.write import write_trace
-from toolkit.tuning.evaluate import make_world
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 KEPT = {True: ["lm_head", "*self_attn*"], False: ["lm_head"]}  # in 16 bits; True: with experts
@@ -160,7 +159,9 @@ class Question:
         fit = fits[key]
         policy = policy_for(fit, recipe.policy.name, recipe.policy.parameters)
         trace = prepare(trace_of(self.row, self._protocol), recipe)
-        return self._times(simulate(trace, policy, make_world(recipe, fit)).metrics({}))
+        return self._times(
+            simulate(trace, policy, Deployment.of(recipe, fit).world(Workload(trace))).metrics({})
+        )
 
     def type(self) -> Times:
         """Return the times that the commands print, each run as a process of its own."""

@@ -33,9 +33,9 @@ from toolkit.files.shipped import load_recipe
 from toolkit.metrics import Served, summarize
 from toolkit.profiling.analytic import BLOCK_TOKENS, ONE_BY_ONE, analytic_fit
 from toolkit.sim.api import simulate
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.sim.world import policy_for
 from toolkit.traces.types import SharedBlocks, Trace
-from toolkit.tuning.evaluate import make_world
 from toolkit.units import MIB
 
 GPUS = {"RTX4090": "rtx-4090", "RTXPRO6000": "rtx-pro-6000"}
@@ -69,7 +69,8 @@ def errors(data: Path, folder: Path) -> list[str]:
     except InputError as error:
         return [f"refused: {error.message}", "", "", ""]
     policy = policy_for(fit, recipe.policy.name, recipe.policy.parameters)
-    predicted = simulate(trace, policy, make_world(recipe, fit)).metrics({})
+    world = Deployment.of(recipe, fit).world(Workload(trace))
+    predicted = simulate(trace, policy, world).metrics({})
     seen = summarize(measured, {})
     return [f"{100.0 * (predicted[key] / seen[key] - 1.0):+.1f} %" for key in COMPARED]
 

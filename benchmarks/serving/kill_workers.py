@@ -38,7 +38,8 @@ import psutil
 from benchmarks.common.command import make_parser
 from benchmarks.common.serving import Server, fake_plan, metric
 from toolkit.files.io import read_file, write_file
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
+from toolkit.files.tuning import Settings
 from toolkit.sched.policies.parameters import from_words
 
 CLIENTS = 16
@@ -241,7 +242,7 @@ def main() -> int:
         if options.plan:
             plan = read_file(Plan, options.plan)
         else:
-            policy = PlannedPolicy(name=options.policy, parameters=from_words(options.set))
+            policy = Settings(policy=options.policy, parameters=from_words(options.set))
             plan = fake_plan(Path(folder), policy, **fake)
         hang_s = 1.0 if options.signal == "STOP" or options.mixed else plan.recipe.serve.hang_s
         served = plan.recipe.serve.model_copy(update={"admission": "queue", "hang_s": hang_s})

@@ -13,7 +13,7 @@ In order: `predict`, at a slowdown; the counters of llmctl's own servers (`count
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,14 +25,12 @@ from toolkit.errors import ForeignError, InputError
 from toolkit.files.bench import BenchReport, Warmup
 from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
-from toolkit.routing.admission import UNLIMITED, LatencyLimits
+from toolkit.files.tuning import Outcome
+from toolkit.routing.admission import LatencyLimits
 from toolkit.routing.routers import RoundRobinRouter, Router, make_router
-from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
-from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
-from toolkit.sim.replicas import Routing
-from toolkit.sim.world import slowed, world_of
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate
 
@@ -51,24 +49,23 @@ def predicted(
         slowdown: factor of every batch time; the scheduler believes the fit.
         finished: output lengths of earlier requests, by which Past-Future admits.
     """
-    recipe = plan.recipe
-    world = world_of(recipe, plan.fit, plan.workers)
-    policy = make_any(plan.policy.name, plan.policy.parameters)
-    world = replace(slowed(world, slowdown), finished=tuple(finished))
-    if not isinstance(policy, VllmPolicy):  # which has a law of its own, and a front
-        world = world.under(policy)
-    if load is not None:
-        world = replace(world, concurrency=load.concurrency)
-    if isinstance(policy, VllmPolicy) and plan.workers > 1 and traits_of(recipe.engine.name).server:
-        refuses = recipe.serve.admission == "targets"
-        limits = LatencyLimits.of(recipe.sla) if refuses else UNLIMITED
-        world = replace(world, routing=Routing.of_front(router_of_plan(plan), limits))
-    return simulate(trace, policy, world)
+    deployment = replace(Deployment.of_plan(plan), slowdown=slowdown)
+    if plan.recipe.serve.admission == "targets":
+        deployment = replace(deployment, admission=LatencyLimits.of(plan.recipe.sla))
+    at_once = load.concurrency if load else 0
+    workload = Workload(trace, at_once, finished=tuple(finished))
+    return simulate(trace, deployment.policy(), deployment.world(workload))
+
+
+def outcome_of(result: SimResult, sla: Mapping[str, float]) -> Outcome:
+    """Return what came out of a simulation. Shares of targets are of served requests."""
+    used = result.sla_ratios(sla) if result.served.ok.any() else {}
+    return Outcome(metrics=result.metrics(sla), used=used)
 
 
 def router_of_plan(plan: Plan) -> Router:
     """The router before the plan's replicas."""
-    spec = plan.replica_router
+    spec = plan.settings.replica_router
     return make_router(spec.name, spec.parameters) if spec else RoundRobinRouter()
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from toolkit.bench.client import Lengths, Replay, client_times, served
 from toolkit.endpoints.load import INTERRUPTED, Sample
 from toolkit.endpoints.target import CacheCounts
-from toolkit.files.bench import BenchReport, CacheUse, Compared, TargetResult, Warmup
+from toolkit.files.bench import BenchReport, CacheUse, Compared, Warmup
 from toolkit.files.io import EnvelopeFields
-from toolkit.metrics import Served, sla_ratios, summarize
+from toolkit.files.tuning import NO_OUTCOME, Outcome
+from toolkit.metrics import sla_ratios, summarize
 from toolkit.traces.types import Trace
 from toolkit.traces.write import TraceLine, to_ms
 
@@ -29,10 +30,9 @@ NOT_SENT = Sample.__dataclass_fields__["failure"].default
 class Prediction:
     """A prediction at the warm-up's speed and as fitted; empty without a plan."""
 
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    as_fitted: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome = NO_OUTCOME
+    as_fitted: Outcome = NO_OUTCOME
     warmup: Warmup | None = None
-    targets: Mapping[str, float] = field(default_factory=dict)  # each target's value in seconds
 
 
 def report(
@@ -57,7 +57,10 @@ def report(
     """
     answered = [one for one in replay.samples if one.failure not in (INTERRUPTED, NOT_SENT)]
     seen = served(answered)
-    measured = summarize(seen, sla) if answered else {}
+    measured = Outcome(
+        metrics=summarize(seen, sla) if answered else {},
+        used=sla_ratios(seen, sla) if seen.ok.any() else {},
+    )
     if replay.interrupted:
         predicted = Prediction(warmup=predicted.warmup)
     return BenchReport(
@@ -83,10 +86,9 @@ def report(
         replay_slowdown=slowdown,
         cache=cache,
         measured=measured,
-        predicted=dict(predicted.metrics),
-        predicted_as_fitted=dict(predicted.as_fitted),
-        compared=compare(measured, predicted.metrics, predicted.as_fitted),
-        targets=_targets(seen, sla, predicted.targets) if seen.ok.any() else [],
+        predicted=predicted.outcome,
+        predicted_as_fitted=predicted.as_fitted,
+        compared=compare(measured.metrics, predicted.outcome.metrics, predicted.as_fitted.metrics),
     )
 
 
@@ -117,27 +119,6 @@ def cache_use(
         predicted_percent=100.0 * predicted["hit_tokens"] / queries if queries else None,
         blind=blind,
     )
-
-
-def values_of(ratios: Mapping[str, float], sla: Mapping[str, float]) -> dict[str, float]:
-    """Each target's value in seconds, from its ratio to its limit (see `sla_ratios`)."""
-    return {target: ratio * sla[target] for target, ratio in ratios.items()}
-
-
-def _targets(
-    seen: Served, sla: Mapping[str, float], predicted: Mapping[str, float]
-) -> list[TargetResult]:
-    return [
-        TargetResult(
-            target=target,
-            limit_s=sla[target],
-            measured_s=value,
-            predicted_s=predicted.get(target),
-            kept=value <= sla[target],
-            predicted_kept=predicted[target] <= sla[target] if target in predicted else None,
-        )
-        for target, value in values_of(sla_ratios(seen, sla), sla).items()
-    ]
 
 
 def _failures(reasons: Iterable[str]) -> dict[str, int]:

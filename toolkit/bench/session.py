@@ -29,12 +29,13 @@ from toolkit.bench.predict import (
     check_server,
     counts_or_none,
     other_requests,
+    outcome_of,
     predicted,
     reports_batch_times,
     slowdown_between,
     warm_up,
 )
-from toolkit.bench.report import Prediction, cache_use, report, values_of
+from toolkit.bench.report import Prediction, cache_use, report
 from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
 from toolkit.errors import InputError, LateClientError, TargetMissedError
 from toolkit.files.bench import HELD_TO, NOT_SERVERS, BenchReport, Warmup, took_text
@@ -221,18 +222,16 @@ class Measurement:
         if self._plan is None:
             return
         result = predicted(self._plan, self._part, load=self._load)
-        as_fitted = result.metrics(self._sla)
+        as_fitted = outcome_of(result, self._sla)
         count = 0
         if reports_batch_times(self._plan, self._target):
-            count = round(about_s * as_fitted["throughput_rps"])
+            count = round(about_s * as_fitted.metrics["throughput_rps"])
         trace = other_requests(self._whole, after_s, count, mean_rate(self._part))
         warm = self._warm_up(trace, about_s) if count else None
         if warm:
             seen = trace.output_tokens.tolist()
             result = predicted(self._plan, self._part, warm.slowdown, seen, load=self._load)
-        ratios = result.sla_ratios(self._sla) if result.served.ok.any() else {}
-        targets = values_of(ratios, self._sla)
-        self._predicted = Prediction(result.metrics(self._sla), as_fitted, warm, targets)
+        self._predicted = Prediction(outcome_of(result, self._sla), as_fitted, warm)
 
     def _warm_up(self, trace: Trace, about_s: float) -> Warmup | None:
         """`warm_up`, with notes for the user."""
@@ -246,7 +245,9 @@ class Measurement:
 
     def replay(self) -> CountedReplay:
         """Replay the part."""
-        expected_s = self._predicted.metrics.get("makespan_s", float(self._part.arrival_s[-1]))
+        expected_s = self._predicted.outcome.metrics.get(
+            "makespan_s", float(self._part.arrival_s[-1])
+        )
         self._note(
             f"replaying {len(self._part):,} requests against {self._target.model}:"
             f" about {seconds(expected_s)}"
@@ -268,8 +269,10 @@ class Measurement:
             sla=self._sla,
             predicted=self._predicted,
             slowdown=counted.slowdown if self._predicted.warmup else None,
-            cache=cache_use(replay.samples, self._part, counted.cached, self._predicted.metrics),
-            policy=self._plan.policy.name if self._plan else None,
+            cache=cache_use(
+                replay.samples, self._part, counted.cached, self._predicted.outcome.metrics
+            ),
+            policy=self._plan.settings.policy if self._plan else None,
             request_rate_rps=None if self._load.concurrency else mean_rate(self._whole) or None,
             concurrency=self._load.concurrency,
         )

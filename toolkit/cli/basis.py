@@ -17,11 +17,11 @@ from toolkit.files.capacity import Requests
 from toolkit.files.fit import Fit
 from toolkit.files.io import digest, head, read_file, shipped_fit
 from toolkit.files.modelled import refuse_recipe
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.files.tuning import Tuning, breaks, broken
+from toolkit.files.tuning import Settings, Tuning, breaks, broken
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
@@ -146,9 +146,9 @@ def plan_from(
     source: str | Path,
     fit: Path | None,
     tuning: Path | None,
-    policy: PlannedPolicy | None = None,
+    settings: Settings | None = None,
 ) -> tuple[Plan, Path]:
-    """Make the plan of a recipe and its fit; with a tuning or a policy, if given. Returns the plan
+    """Make the plan of a recipe and its fit; with a tuning or settings, if given. Returns the plan
     and the file beside which its bench may lie: its fit, or the recipe where the laws are computed.
 
     A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws, these.
@@ -166,7 +166,7 @@ def plan_from(
         inputs = found.inputs(file)
         tuned = read_tuning(tuning, inputs)
     made_from = found.inputs(file) | ({"tuning": tuning} if tuning else {})
-    return make_plan(recipe, found.fit, tuned, made_from, policy), found.file or file
+    return make_plan(recipe, found.fit, tuned, made_from, settings), found.file or file
 
 
 def plan_address(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from toolkit.errors import InputError, LlmctlError
 from toolkit.files.bench import BENCH, NOT_SERVERS, SAME_RATE, BenchReport, took_text
 from toolkit.files.io import check_writable, read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Tuning
+from toolkit.files.tuning import Outcome, Tuning
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
 from toolkit.report.rows import compared_rows
 from toolkit.units import bracketed, number
@@ -176,7 +176,7 @@ def bench(args: BenchOptions) -> None:
             note(f"wrote {written}")
     if result.interrupted:
         raise typer.Exit(EXIT_CODE)
-    if not result.measured["throughput_rps"]:
+    if not result.measured.metrics["throughput_rps"]:
         raise LlmctlError(
             f"none of {result.requests:,} requests was served", "the reasons are above"
         )
@@ -273,19 +273,12 @@ def _at_load(load: float, plan: Plan | None, setup: ReplaySetup, about_s: float)
 
 def _kept_rate(plan: Plan, trace: Trace, slowdown: float) -> float | None:
     """Return the highest rate at which a plan keeps all targets at a speed; None: at none."""
-    from toolkit.files.tuning import Outcome
-    from toolkit.tuning.deployments import Deployment, measure
+    from toolkit.sim.deployment import Deployment
+    from toolkit.tuning.deployments import Variant, capacity_of
     from toolkit.tuning.workload import in_process
 
-    outcome = Outcome(
-        policy=plan.policy.name,
-        parameters=plan.policy.parameters,
-        metrics={},
-        replica_router=plan.replica_router,
-    )
-    recipe = plan.recipe.model_copy(update={"workers": plan.workers})
-    deployment = Deployment(recipe, plan.fit, "plan", outcome, slowdown)
-    found = measure(deployment, trace, in_process, concurrency=False)
+    deployment = replace(Deployment.of_plan(plan), slowdown=slowdown)
+    found = capacity_of(Variant(deployment, "plan"), trace, in_process, concurrency=False)
     return found.rate.load if found.rate else None
 
 
@@ -330,11 +323,18 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 def _show(result: BenchReport) -> None:
     """Print the metrics, and the targets where there are any; first whether they count."""
 
-    def attained(metrics: Mapping[str, float]) -> str | None:
-        share = metrics.get("sla_attainment_percent")
+    def attained(outcome: Outcome) -> str | None:
+        share = outcome.metrics.get("sla_attainment_percent")
         return None if share is None else f"{share:.1f} %"
 
-    predicted = bool(result.predicted)
+    def target(outcome: Outcome, name: str) -> tuple[float | None, str | None]:
+        """The value in seconds, and whether it is within the limit."""
+        share = outcome.used.get(name)
+        if share is None:
+            return None, None
+        return share * result.sla[name], "yes" if share <= 1.0 else "NO"
+
+    predicted = bool(result.predicted.metrics)
     warm = predicted and result.warmup is not None
     columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
     heading = f"{result.answered:,} requests"
@@ -342,13 +342,12 @@ def _show(result: BenchReport) -> None:
         heading = f"{NOT_SERVERS}: the client was late"
     title = f"{heading}{bracketed(result.changes)}"
     table(columns[: 2 + 2 * predicted + 2 * warm], compared_rows(result), title)
-    if not result.targets:
+    if not result.measured.used:
         return
-    words = {True: "yes", False: "NO", None: None}
-    rows: list[list[object]] = []
-    for one in result.targets:
-        kept = words[one.kept], words[one.predicted_kept]
-        rows.append([one.target, one.limit_s, one.measured_s, kept[0], one.predicted_s, kept[1]])
+    rows: list[list[object]] = [
+        [name, limit_s, *target(result.measured, name), *target(result.predicted, name)]
+        for name, limit_s in result.sla.items()
+    ]
     shares = attained(result.measured), attained(result.predicted)
     rows.append(["requests within all", None, shares[0], None, shares[1], None])
     columns = ["target", ">limit", ">measured", "kept", ">predicted", "kept"]
@@ -369,7 +368,7 @@ def _print_notes(result: BenchReport) -> None:
         note(f"{count:,} requests failed: {reason}")
     if result.refused:
         missed = ": attainment and goodput count them as missed" if result.sla else ""
-        prediction = "; the prediction serves every request" if result.predicted else ""
+        prediction = "; the prediction serves every request" if result.predicted.metrics else ""
         refused = f"{result.refused:,} of {result.requests:,} requests were refused for load"
         note(f"{refused}{missed}{prediction}")
     if result.wrong_length:

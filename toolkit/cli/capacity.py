@@ -42,13 +42,14 @@ from toolkit.files.fit import Fit
 from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.files.tuning import changes_in_words, share_used
+from toolkit.files.tuning import changes_in_words
+from toolkit.report.rows import share_used
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
     from toolkit.tuning.capacity import Capacity
-    from toolkit.tuning.deployments import Deployment, Measured
+    from toolkit.tuning.deployments import FoundCapacity, Variant
 
 SIMULATIONS = 24  # of each capacity, about
 LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
@@ -148,7 +149,7 @@ def command(args: CapacityOptions) -> None:
     would change them. With a price, it says what requests and tokens cost at that rate. With
     --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps the limits.
     """
-    from toolkit.tuning.deployments import check_sharing, deployments_of, measure, with_lost
+    from toolkit.tuning.deployments import capacity_of, check_sharing, variants_of, with_lost
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
 
     if args.html:
@@ -158,11 +159,11 @@ def command(args: CapacityOptions) -> None:
     _refuse_other_prices(args.price or [], [one.recipe for one in rated])
     tuning = read_tuning(args.tuning)
     seen = _seen(args, rated)
-    deployments: list[Deployment] = []
+    variants: list[Variant] = []
     for one in rated:
         changed = _changed(one.recipe, args, targets)
         own = tuning if tuning and tuning.recipe_name == one.recipe.name else None
-        deployments += deployments_of(
+        variants += variants_of(
             changed,
             one.found.fit,
             tuning=own,
@@ -170,34 +171,34 @@ def command(args: CapacityOptions) -> None:
             routers=names_in(args.routers) or (),
             slowdown=seen,
         )
-        deployments += _also(args, one, changed, seen)
+        variants += _also(args, one, changed, seen)
     if args.lost:
         sized = args.rate is not None and args.workers is None
-        deployments = with_lost(deployments, args.lost, sized=sized)
-    traces = [_trace(args, deployment.recipe) for deployment in deployments]
-    for deployment, trace in zip(deployments, traces, strict=True):
-        check_sharing(deployment, trace)
+        variants = with_lost(variants, args.lost, sized=sized)
+    traces = [_trace(args, one.deployment.recipe) for one in variants]
+    for variant, trace in zip(variants, traces, strict=True):
+        check_sharing(variant, trace)
     note_trace(traces[0])
-    found: list[Measured] = []
+    found: list[FoundCapacity] = []
     longest = max(len(trace) for trace in traces)
-    total = SIMULATIONS * (1 + args.at_once) * len(deployments)
+    total = SIMULATIONS * (1 + args.at_once) * len(variants)
     jobs = min(2, usable_cpus()) if longest >= LONG_TRACE else 1  # loads are tried in pairs
     with ProcessPool(jobs) as pool, progress("capacity", total) as advance:
         runner: Runner = pool if jobs > 1 else InProcessRunner()
-        for deployment, trace in zip(deployments, traces, strict=True):
-            told = f"{deployment.recipe.name}, {deployment.label}"
+        for variant, trace in zip(variants, traces, strict=True):
+            told = f"{variant.deployment.recipe.name}, {variant.label}"
             evaluate = partial(collect, runner, tick=partial(advance, text=told))
             found.append(
-                measure(deployment, trace, evaluate, rate_rps=args.rate, concurrency=args.at_once)
+                capacity_of(variant, trace, evaluate, rate_rps=args.rate, concurrency=args.at_once)
             )
     result = Capacities(
         trace=plain(traces[0]),
-        sla=dict(deployments[0].recipe.sla),
+        sla=dict(variants[0].deployment.recipe.sla),
         wanted_rps=args.rate,
         capacities=[_plain(one, trace) for one, trace in zip(found, traces, strict=True)],
     )
     emit(args.as_json, result, lambda: _show(result))
-    computed = [FoundFit(one.fit, None) for one in deployments if one.changed]
+    computed = [FoundFit(one.deployment.fit, None) for one in variants if one.changed]
     note_found([*(one.found for one in rated), *computed])
     _note_counts(found)
     if args.html:
@@ -209,33 +210,31 @@ def command(args: CapacityOptions) -> None:
         raise _none_keeps(found[0])
 
 
-def _note_counts(found: Sequence[Measured]) -> None:
+def _note_counts(found: Sequence[FoundCapacity]) -> None:
     """Print where workers of one machine were measured in another number: they slow each other."""
     told = set()
     for one in found:
-        deployment = one.deployment
+        deployment = one.variant.deployment
         name = deployment.recipe.name
         if traits_of(deployment.recipe.engine.name).server:
             continue
-        counts = [deployment.left.recipe.workers]
-        counts += [one.needed.left.recipe.workers] if one.needed else []
-        for count in counts:
+        for count in [each.left.workers for each in (one.variant, one.needed) if each]:
             if count != deployment.fit.workers and (name, count) not in told:
                 told.add((name, count))
                 note_other_count(f"{name} was measured", deployment.fit, count)
 
 
-def _also(args: CapacityOptions, one: Rated, recipe: Recipe, seen: float) -> list[Deployment]:
+def _also(args: CapacityOptions, one: Rated, recipe: Recipe, seen: float) -> list[Variant]:
     """The recipe with each change of --also. `InputError` as `RecipeChange.parsed` and
-    `changed_deployment`.
+    `changed_variant`.
     """
     from toolkit.tuning.changes import RecipeChange
-    from toolkit.tuning.deployments import changed_deployment
+    from toolkit.tuning.deployments import changed_variant
 
     analytic = one.found.fit.engine.analytic
     compute = partial(computed_fit, one.file) if analytic else None
     changes = [RecipeChange.parsed(words, recipe) for words in args.also or []]
-    return [changed_deployment(recipe, one.found.fit, change, compute, seen) for change in changes]
+    return [changed_variant(recipe, one.found.fit, change, compute, seen) for change in changes]
 
 
 def _seen(args: CapacityOptions, recipes: Sequence[object]) -> float:
@@ -406,29 +405,30 @@ def _trace(args: CapacityOptions, recipe: Recipe) -> Trace:
     return prepare(trace, recipe)
 
 
-def _plain(found: Measured, trace: Trace) -> CapacityOf:
+def _plain(found: FoundCapacity, trace: Trace) -> CapacityOf:
     """What was found of a deployment, as `--json` prints it."""
     from toolkit.tuning.deployments import cost_of
     from toolkit.tuning.workload import most_requests
 
-    deployment = found.deployment
+    variant = found.variant
+    deployment = variant.deployment
     rate = found.rate
     at_once = found.concurrency
-    metrics = rate.at_capacity.evaluation.outcome.metrics if rate else {}
-    needed = found.needed
+    metrics = rate.at_capacity.evaluation.metrics if rate else {}
+    needed = found.needed and found.needed.deployment
     repeats = rate.repeats if rate else 1
     return CapacityOf(
         recipe=deployment.recipe.name,
-        settings=deployment.label,
-        changed=dict(deployment.changed),
+        settings=variant.label,
+        changed=dict(variant.changed),
         engine=deployment.recipe.engine.name,
-        policy=deployment.outcome.policy,
-        parameters=dict(deployment.outcome.parameters),
-        router=deployment.outcome.replica_router,
-        workers=deployment.recipe.workers,
-        lost=deployment.lost,
+        policy=deployment.settings.policy,
+        parameters=dict(deployment.settings.parameters),
+        router=deployment.settings.replica_router,
+        workers=deployment.workers,
+        lost=variant.lost,
         gpus=deployment.gpus,
-        judged_requests=min(len(trace), most_requests(deployment.outcome.policy)),
+        judged_requests=min(len(trace), most_requests(deployment.settings.policy)),
         of_requests=len(trace),
         repeats=repeats,
         scaling=trace.scaling,
@@ -443,16 +443,14 @@ def _plain(found: Measured, trace: Trace) -> CapacityOf:
         metrics=metrics,
         cost=rate and cost_of(deployment, rate, trace),
         needed=needed
-        and Needed(
-            workers=needed.recipe.workers, gpus=needed.gpus, usd_per_hour=needed.usd_per_hour
-        ),
+        and Needed(workers=needed.workers, gpus=needed.gpus, usd_per_hour=needed.usd_per_hour),
         analytic=deployment.fit.engine.analytic,
         curve=_curve(rate),
         concurrency_curve=_curve(at_once),
     )
 
 
-def _binding(found: Measured) -> str | None:
+def _binding(found: FoundCapacity) -> str | None:
     usage = found.lowest.usage if found.lowest else {}
     return max(usage, key=lambda name: usage[name], default=None)
 
@@ -464,17 +462,17 @@ def _curve(capacity: Capacity | None) -> list[CapacityPoint]:
         CapacityPoint(
             load=point.load,
             kept=point.kept,
-            attainment_percent=point.evaluation.outcome.metrics.get("sla_attainment_percent", 0.0),
-            goodput_rps=point.evaluation.outcome.metrics.get("goodput_rps", 0.0),
+            attainment_percent=point.evaluation.metrics.get("sla_attainment_percent", 0.0),
+            goodput_rps=point.evaluation.metrics.get("goodput_rps", 0.0),
             usage=point.usage,
         )
         for point in capacity.points
     ]
 
 
-def _none_keeps(found: Measured) -> LimitsBrokenError:
+def _none_keeps(found: FoundCapacity) -> LimitsBrokenError:
     """The error where no rate keeps the limits: what binds at the lowest rate that was tried."""
-    name = found.deployment.recipe.name
+    name = found.variant.deployment.recipe.name
     hint = "give looser targets: --sla KEY=SECONDS, or in the recipe's sla"
     lowest = found.lowest
     if lowest is None:

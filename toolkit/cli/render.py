@@ -34,9 +34,9 @@ from toolkit.cli.basis import (
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.io import file_text, read_file, write_file
-from toolkit.files.plan import PREDICTED, Plan, PlannedPolicy
+from toolkit.files.plan import PREDICTED, Plan
 from toolkit.files.shipped import is_recipe
-from toolkit.files.tuning import breaks, broken
+from toolkit.files.tuning import Settings, breaks, broken
 
 if TYPE_CHECKING:
     from toolkit.deploy.order import Order
@@ -162,19 +162,19 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     new plan that is predicted to break limits.
     """
     source = args.source
-    policy = None
+    settings = None
     if args.policy is not None:
         refuse_useless({"--tuning": args.tuning}, "--policy takes the place of what it recommends")
-        policy = PlannedPolicy(name=args.policy, parameters=parse_settings(args.settings))
+        settings = Settings(policy=args.policy, parameters=parse_settings(args.settings))
     elif args.settings:
         raise InputError("--set needs --policy", "add --policy NAME")
     if not is_recipe(source):
-        if args.fit or args.tuning or policy:
+        if args.fit or args.tuning or settings:
             raise InputError(
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
         return read_file(Plan, source), source
-    plan, near = plan_from(source, args.fit, args.tuning, policy)
+    plan, near = plan_from(source, args.fit, args.tuning, settings)
     if broken(plan.limits) and not args.force:
         raise InputError(
             f"{args.tuning or source}: its settings are predicted to {breaks(plan.limits)}",

@@ -338,7 +338,7 @@ def _router(args: ServeOptions, plan: Plan) -> Router:
         targets_of,
     )
 
-    planned = plan.replica_router
+    planned = plan.settings.replica_router
     if planned is not None and args.router in ("", planned.name):
         return make_router(planned.name, planned.parameters)
     name = args.router or RoundRobinRouter.name

@@ -67,7 +67,7 @@ def plan_to_serve(file: Path, workers: int | None) -> Plan:
         if workers != plan.fit.workers:
             note_other_count("the fit was measured", plan.fit, workers)
         made = with_workers(plan, workers)
-        if plan.predicted and not made.predicted:
+        if plan.outcome.metrics and not made.outcome.metrics:
             note("note: the tuning's predictions are for another number of workers")
         plan = made
     warn_broken(plan, str(file))
@@ -138,7 +138,7 @@ def start_server(
 
     plan = order.plan
     engine = plan.recipe.engine.name
-    refuse_unservable(make_any(plan.policy.name, plan.policy.parameters), engine)
+    refuse_unservable(make_any(plan.settings.policy, plan.settings.parameters), engine)
     note(f"starting {engine} for {plan.recipe.name}")
 
     announce = partial(announce_plan, args.as_json, plan, order.served_model)
@@ -193,8 +193,8 @@ def announce_plan(
         "url": url,
         "model": model,
         "workers": plan.workers,
-        "policy": plan.policy.name,
-        "parameters": plan.policy.parameters,
+        "policy": plan.settings.policy,
+        "parameters": plan.settings.parameters,
         "status_page": page,
         "broken_limits": broken(plan.limits),
     }
@@ -202,10 +202,10 @@ def announce_plan(
     def show() -> None:
         parameters = ", ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-            for name, value in plan.policy.parameters.items()
+            for name, value in plan.settings.parameters.items()
         )
         print(f"ready: {url} serves {model} on {counted(plan.workers, 'worker')}")
-        paragraph(f"policy: {plan.policy.name} ({parameters})")
+        paragraph(f"policy: {plan.settings.policy} ({parameters})")
         if page:
             print(f"status page: {page}")
 

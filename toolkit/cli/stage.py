@@ -38,7 +38,7 @@ from toolkit.files.io import FIT, find_recipe, fit_path, read_file, shipped_fit,
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.recipe import PolicySpec, Recipe
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
-from toolkit.files.tuning import REFUSED, Outcome, Tuning
+from toolkit.files.tuning import REFUSED, Settings, Tuning
 from toolkit.units import counted, number, words
 
 if TYPE_CHECKING:
@@ -97,58 +97,6 @@ class StageOptions(TrafficOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnSettings:
-    """What runs where the command line does not say: what a tuning recommends, or the settings of
-    the recipe.
-    """
-
-    outcome: Outcome  # its metrics do not count
-    refuses: bool  # the front of replicas refuses what would miss a target
-
-    @classmethod
-    def of_tuning(cls, tuning: Tuning) -> OwnSettings:
-        """What a tuning recommends."""
-        return cls(tuning.recommended, REFUSED in tuning.recommended.metrics)
-
-    @classmethod
-    def of_recipe(cls, recipe: Recipe, targets: Mapping[str, float], workers: int) -> OwnSettings:
-        """The recipe's settings with these targets and workers, as `tune` judges them first.
-        `InputError` for a router that does not exist.
-        """
-        from toolkit.routing.admission import UNLIMITED, LatencyLimits
-        from toolkit.routing.routers import router_of
-
-        own = recipe.policy
-        router = router_of(recipe.model_copy(update={"sla": targets, "workers": workers}))
-        limited = recipe.tune.max_refused_percent is not None
-        refuses = limited and recipe.serve.admission == "targets" and router is not None
-        outcome = Outcome(
-            policy=own.name, parameters=own.parameters, metrics={}, replica_router=router
-        )
-        return cls(outcome, refuses and LatencyLimits.of(targets) != UNLIMITED)
-
-    def front(self, given: Mapping[str, Value]) -> dict[str, Value]:
-        """The router before replicas and whether their front refuses, as `--set` takes them; no
-        router where another one is `given`.
-        """
-        settings: dict[str, Value] = {"admission": "targets"} if self.refuses else {}
-        router = self.outcome.replica_router
-        if router and given.get("replica_router", router.name) == router.name:
-            settings["replica_router"] = router.name
-            settings |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
-        return settings
-
-    def parameters(self, given: Mapping[str, Value]) -> dict[str, Value]:
-        """The policy's parameters as `--set` takes them; not where another value is `given`."""
-        policy = self.outcome.policy
-        return {
-            f"{policy}.{key}": value
-            for key, value in self.outcome.parameters.items()
-            if not {key, f"{policy}.{key}"} & given.keys()
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Contender:
     """A policy, and the world that it runs in; `router` is the one before its replicas, or ''."""
 
@@ -168,7 +116,8 @@ class Stage:
     fit: Fit | None
     recipe: Recipe | None
     tuning: Tuning | None
-    own: OwnSettings | None  # None: there is no recipe
+    own: Settings | None  # as tuned, or of the recipe; None: there is neither
+    refuses: bool  # the front of own replicas refuses what would miss a target
     recipe_says: Sequence[str]  # what was taken from the recipe besides its policy and router
     given: Mapping[str, Value]  # by --set
     targets: Mapping[str, float]
@@ -190,7 +139,7 @@ class Stage:
         from toolkit.sim.api import usual_policies
 
         if self.own:
-            return self.own.outcome.policy
+            return self.own.policy
         built_in = [name for name in usual_policies(self.fit) if name in BUILT_IN]
         return built_in[0] if built_in else PolicySpec().name
 
@@ -203,7 +152,7 @@ class Stage:
 
         if ALL in named:
             named = list(dict.fromkeys([self.own_policy, *usual_policies(self.fit)]))
-        tuned = self.tuning.recommended if self.tuning else None
+        tuned = self.tuning.recommended.settings if self.tuning else None
         if tuned and named and tuned.policy not in named:
             raise InputError(
                 f"the tuning recommends policy '{tuned.policy}', which is not among those to "
@@ -252,21 +201,34 @@ class Stage:
         the recipe gave.
         """
         from toolkit.sched.policies import BUILT_IN
-        from toolkit.sim.world import assign_settings, check_capacity, policy_for
+        from toolkit.sim.world import assign_settings, check_capacity, make_world, policy_for
 
         front: Mapping[str, Value] = {}
         own: Mapping[str, Value] | None = None  # the recipe's policy is not among them
         if self.own and BUILT_IN.keys() & names:
-            front = self.own.front(given)
+            front = self._front(self.own, given)
         if self.own and self.own_policy in names:
-            own = self.own.parameters(given)
+            own = {
+                f"{self.own_policy}.{key}": value
+                for key, value in self.own.parameters.items()
+                if not {key, f"{self.own_policy}.{key}"} & given.keys()
+            }
         of_world, of_policy = assign_settings(names, {**front, **(own or {}), **given})
         chosen = {**given, **front}
         of_others = {k: v for k, v in of_world.items() if k in self.given or k not in chosen}
         found = []
         for name in names:
             settings = of_world if name in BUILT_IN else of_others
-            world = self._world(settings)
+            world = make_world(
+                self.fit,
+                settings,
+                workers=self.workers,
+                max_new_tokens=self.max_new_tokens,
+                seed=self.seed,
+                targets=self.targets,
+                recipe=self.recipe,
+            )
+            world = replace(world, concurrency=self.traffic.concurrency)
             check_capacity(settings, world, self.trace)
             router = world.routing.router.name if world.routing and name in BUILT_IN else ""
             policy = policy_for(self.fit, name, of_policy[name])
@@ -274,6 +236,17 @@ class Stage:
         if tell:
             self._note_recipe(front, own)
         return found
+
+    def _front(self, own: Settings, given: Mapping[str, Value]) -> dict[str, Value]:
+        """The router before replicas and whether their front refuses, as `--set` takes them; no
+        router where another one is `given`.
+        """
+        front: dict[str, Value] = {"admission": "targets"} if self.refuses else {}
+        router = own.replica_router
+        if router and given.get("replica_router", router.name) == router.name:
+            front["replica_router"] = router.name
+            front |= {f"{router.name}.{key}": value for key, value in router.parameters.items()}
+        return front
 
     def _note_recipe(self, front: Mapping[str, Value], own: Mapping[str, Value] | None) -> None:
         """Print in one line what was taken from the recipe: policy, router and `recipe_says`."""
@@ -288,43 +261,6 @@ class Stage:
         if said:
             note(f"from recipe {self.recipe.name}: {'; '.join(said)}")
 
-    def _world(self, settings: Mapping[str, Value]) -> World:
-        """The simulated world with these settings, and the targets for its router and its front.
-
-        `InputError` for a setting that it cannot have.
-        """
-        from toolkit.routing.admission import UNLIMITED, LatencyLimits
-        from toolkit.routing.routers import make_router, targets_of
-        from toolkit.sched.policies.parameters import parameters
-        from toolkit.sim.world import make_world
-
-        world = make_world(
-            self.fit,
-            settings,
-            workers=self.workers,
-            max_new_tokens=self.max_new_tokens,
-            seed=self.seed,
-        )
-        if self.recipe:
-            acceptance = world.acceptance or self.recipe.serve.acceptance
-            world = replace(world, flush_s=self.recipe.engine.flush_s, acceptance=acceptance)
-        world = replace(world, concurrency=self.traffic.concurrency)
-        routing = world.routing
-        if routing is None:
-            return world
-        router = routing.router
-        wanted = targets_of(router.name, self.targets)
-        known = {k: v for k, v in wanted.items() if f"{router.name}.{k}" not in settings}
-        refuses = settings.get("admission") == "targets"
-        limits = LatencyLimits.of(self.targets) if refuses else UNLIMITED
-        if refuses and limits == UNLIMITED:
-            raise InputError(
-                "admission is 'targets', and no target for TTFT or E2E is given",
-                "add one, such as --sla ttft_p99_s=1",
-            )
-        made = make_router(router.name, parameters(router) | known)
-        return replace(world, routing=replace(routing, router=made, limits=limits))
-
 
 def open_stage(args: StageOptions, rate: object = None) -> Stage:
     """Read the trace and the fit; print what was done to the requests, and what the fit rests on.
@@ -335,6 +271,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     for files that are missing or of another kind, and where that recipe is not found; without a fit
     it names those that ship. `StaleError` for a tuning of another fit.
     """
+    from toolkit.sim.deployment import Deployment
     from toolkit.sim.world import UNIT_STEP
     from toolkit.traces.windows import fit_lengths, prepare
 
@@ -363,23 +300,28 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
     note_scaling(requests)
     note_found(found)
     if args.tuning and tuning:
-        note(f"{args.tuning.name} recommends {tuning.recommended.key}")
+        note(f"{args.tuning.name} recommends {tuning.recommended.settings.key}")
     if tuning and tuning.concurrency and rate is None and not traffic.concurrency:
         traffic = replace(traffic, concurrency=tuning.concurrency)
     recipe_says: list[str] = []
     workers = args.workers or 0
     seed = args.seed or 0
-    own: OwnSettings | None = None
+    own: Settings | None = None
+    refuses = False
     if tuning:
-        own = OwnSettings.of_tuning(tuning)
+        own = tuning.recommended.settings
+        refuses = REFUSED in tuning.recommended.metrics
         targets = targets or tuning.sla
         workers = args.workers or tuning.workers
         seed = tuning.seed if args.seed is None else args.seed
-    elif spec:
+    elif spec and fitted:
         targets = targets or spec.sla
         workers = args.workers or spec.workers
         seed = spec.tune.seed if args.seed is None else args.seed
-        own = OwnSettings.of_recipe(spec, targets, workers)
+        changed = spec.model_copy(update={"sla": targets, "workers": workers})
+        deployment = Deployment.of(changed, fitted)
+        own = deployment.settings
+        refuses = deployment.refuses
         if not args.sla:
             recipe_says.append(f"targets {words(spec.sla)}" if spec.sla else "no targets")
         if args.workers is None:
@@ -393,6 +335,7 @@ def open_stage(args: StageOptions, rate: object = None) -> Stage:
         recipe=spec,
         tuning=tuning,
         own=own,
+        refuses=refuses,
         recipe_says=recipe_says,
         given=given,
         targets=targets,

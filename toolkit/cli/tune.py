@@ -54,7 +54,7 @@ from toolkit.units import counted, number
 
 if TYPE_CHECKING:
     from toolkit.tuning.executor import Runner
-    from toolkit.tuning.inputs import Inputs
+    from toolkit.tuning.inputs import TuneInputs
     from toolkit.tuning.journal import EvaluationJournal
 
 MAX_JOBS = 1024
@@ -181,8 +181,8 @@ def command(args: TuneOptions) -> None:
         return
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
-    from toolkit.tuning.inputs import Inputs, settings_of
-    from toolkit.tuning.workload import make_workload
+    from toolkit.tuning.inputs import TuneInputs, search_settings
+    from toolkit.tuning.workload import cut_trace
 
     recipe = _with_settings(open_recipe(args.recipe), args)
     found = find_fit(args.recipe, recipe, args.fit, force=args.force)
@@ -192,11 +192,11 @@ def command(args: TuneOptions) -> None:
     file = trace_path(args.trace or recipe.tune.trace)
     trace, _ = read_trace(file)
     # a load is a share of what the recipe's own number of workers serves
-    workload = make_workload(recipe, fit, trace)
+    traced = cut_trace(recipe, fit, trace)
     workers = args.workers or recipe.workers
-    inputs = Inputs(recipe.model_copy(update={"workers": workers}), fit, workload)
-    settings_of(inputs.recipe, fit)  # refuses what cannot be searched
-    note_trace(workload.windows.trace)
+    inputs = TuneInputs(recipe.model_copy(update={"workers": workers}), fit, traced)
+    search_settings(inputs.recipe, fit)  # refuses what cannot be searched
+    note_trace(traced.windows.trace)
     check_writable(args.out)
     made_from = head(files | {"trace": file})
     journal = _journal(args.out, inputs, made_from)
@@ -240,7 +240,7 @@ def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
 
 
 def _searched(
-    args: TuneOptions, inputs: Inputs, made_from: EnvelopeFields, journal: EvaluationJournal
+    args: TuneOptions, inputs: TuneInputs, made_from: EnvelopeFields, journal: EvaluationJournal
 ) -> Tuning:
     """Search and judge; evaluations are kept in the journal, and taken from it."""
     from toolkit.tuning.executor import Remembering
@@ -262,9 +262,9 @@ def _searched(
         return tune(inputs, remembering, made_from, evaluated)
 
 
-def _note_search(inputs: Inputs, simulations: int) -> None:
+def _note_search(inputs: TuneInputs, simulations: int) -> None:
     """Print what is searched."""
-    settings = inputs.settings
+    settings = inputs.search_settings
     count = len(settings.spaces)
     kind = "policies"
     policies = "the recipe's own policy"
@@ -279,10 +279,10 @@ def _note_search(inputs: Inputs, simulations: int) -> None:
         left = ", ".join(space.key for space in settings.spaces[settings.trials :])
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
     tried = [space.policy for space in settings.spaces]
-    note(*sharing_notes(inputs.workload.windows.trace, tried))
+    note(*sharing_notes(inputs.cut.windows.trace, tried))
 
 
-def _journal(out: Path, inputs: Inputs, made_from: EnvelopeFields) -> EvaluationJournal:
+def _journal(out: Path, inputs: TuneInputs, made_from: EnvelopeFields) -> EvaluationJournal:
     """Open the journal beside the result. It forgets evaluations that depended on other files,
     recipes, or another version.
     """

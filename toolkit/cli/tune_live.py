@@ -17,7 +17,8 @@ from toolkit.cli.settings import control_of
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.live import LiveTuning
-from toolkit.files.plan import Plan, PlannedPolicy
+from toolkit.files.plan import Plan
+from toolkit.files.tuning import NO_OUTCOME
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
 from toolkit.units import seconds
 
@@ -46,7 +47,7 @@ def tune_live(args: TuneOptions) -> None:
     from toolkit.endpoints.target import find_target
     from toolkit.live.search import Bursts, LiveSearch
     from toolkit.sched.policies.vllm import VllmPolicy
-    from toolkit.sim.world import world_of
+    from toolkit.sim.deployment import Deployment, Workload
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import fit_windows
@@ -66,10 +67,10 @@ def tune_live(args: TuneOptions) -> None:
     plan = read_file(Plan, args.recipe)
     inputs = {"plan": args.recipe}
     keep_inputs({**inputs, "out": out, "plan_out": args.plan_out})
-    if plan.policy.name != VllmPolicy.name or plan.workers != 1:
+    if plan.settings.policy != VllmPolicy.name or plan.workers != 1:
         raise InputError(
             f"--live tunes vLLM's own scheduler on one server; the plan has policy "
-            f"'{plan.policy.name}' on {plan.workers}",
+            f"'{plan.settings.policy}' on {plan.workers}",
             "tune it offline: llmctl tune RECIPE",
         )
     recipe = plan.recipe
@@ -87,14 +88,14 @@ def tune_live(args: TuneOptions) -> None:
     cut = fit_windows(setup.trace, window_s, WINDOWS, 0, recipe.tune.seed)
     note_trace(cut.trace)
     bursts = Bursts(target, setup.load, cut.search, recipe.sla, cut.seconds)
-    world = world_of(recipe, plan.fit, plan.workers)
+    world = Deployment.of_plan(plan).world(Workload(setup.trace))
     with ExitStack() as stack:
         budget_s = 60.0 * args.minutes
         advance = stack.enter_context(progress("measuring", BURSTS, alone=True))
         search = LiveSearch(
             control=control,
             bursts=bursts,
-            planned=plan.policy.parameters,
+            planned=plan.settings.parameters,
             world=world,
             budget_s=budget_s,
             seed=recipe.tune.seed if args.seed is None else args.seed,
@@ -109,8 +110,9 @@ def tune_live(args: TuneOptions) -> None:
     result = _result(args, plan, search, head(inputs))
     write_file(result, out)
     chosen = result.best if result.applied else result.start
-    policy = PlannedPolicy(name=plan.policy.name, parameters=plan.policy.parameters | chosen)
-    made = plan.model_copy(update={"policy": policy, "predicted": {}, "explained": {}})
+    parameters = plan.settings.parameters | chosen
+    found = plan.settings.model_copy(update={"parameters": parameters})
+    made = plan.model_copy(update={"settings": found, "outcome": NO_OUTCOME, "explained": {}})
     write_file(made, args.plan_out)
     emit(args.as_json, result, lambda: _show(result))
     note(f"wrote {out}, and {args.plan_out}, which starts with the settings that it has now")

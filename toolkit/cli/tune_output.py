@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.cli.output import paragraph, table
-from toolkit.files.tuning import Outcome, Tuning
+from toolkit.files.tuning import Settings, Tuning
 from toolkit.report.rows import change_rows, policy_rows, settings_of
 from toolkit.units import bracketed, word
 
@@ -28,8 +28,8 @@ def show(result: Tuning) -> None:
     """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
     from toolkit.report.verdict import verdict
 
-    before = result.defaults
-    after = result.best
+    before = result.defaults.settings
+    after = result.best.settings
     same = before.key == after.key
     if len(result.policies) > 1:
         _show_policies(result)
@@ -65,16 +65,16 @@ def show(result: Tuning) -> None:
 def _show_policies(result: Tuning) -> None:
     from toolkit.sched.policies import footnote
 
-    what = "router" if result.best.replica_router else "policy"
+    what = "router" if result.best.settings.replica_router else "policy"
     columns = [what, ">trials", ">goodput_rps", f">{result.latency_metric}", "in limits"]
     title = f"each {what}'s best settings, on the whole trace"
     table(columns, policy_rows(result), title=title)
-    remark = footnote([one.policy for one in result.policies], result.engine)
+    remark = footnote([one.best.settings.policy for one in result.policies], result.engine)
     if remark:
         paragraph(remark)
         print()
 
 
-def _short(outcome: Outcome) -> str:
+def _short(settings: Settings) -> str:
     """What the search compares: the router, or else the policy."""
-    return outcome.replica_router.name if outcome.replica_router else outcome.policy
+    return settings.replica_router.name if settings.replica_router else settings.policy

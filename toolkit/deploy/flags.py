@@ -87,10 +87,10 @@ def check_servable_elsewhere(recipe: Recipe, engine: str) -> None:
 def _scheduling(order: Order) -> tuple[list[Flag], bool]:
     """Return the flags of vLLM's scheduler, or of llmctl's inside it, and whether it is ours."""
     plan = order.plan
-    policy = plan.policy
-    if policy.name == VllmPolicy.name:
-        words = flags_of(policy.name, policy.parameters)
-        words += draft_flags(plan.recipe, policy.parameters, [])
+    settings = plan.settings
+    if settings.policy == VllmPolicy.name:
+        words = flags_of(settings.policy, settings.parameters)
+        words += draft_flags(plan.recipe, settings.parameters, [])
         return [Flag(group, "plan: policy 'vllm'") for group in grouped(words)], False
     running = rows(order)
     flags = [Flag(["--max-num-seqs", str(running)], running.source)]
@@ -102,12 +102,12 @@ def _scheduling(order: Order) -> tuple[list[Flag], bool]:
         words = ["--max-num-batched-tokens", str(tokens.value + running.value)]
         flags.append(Flag(words, why))
     try:
-        refuse_inside(make_policy(policy.name, policy.parameters), timed=True)
+        refuse_inside(make_policy(settings.policy, settings.parameters), timed=True)
     except InputError as error:
         return [*flags, Flag([], f"The scheduler is vLLM's own: {error.message}")], False
-    source = f"plan: policy '{policy.name}', read from LLMCTL_VLLM_PLAN"
+    source = f"plan: policy '{settings.policy}', read from LLMCTL_VLLM_PLAN"
     flags.append(Flag(["--scheduler-cls", SCHEDULER], source))
-    if policy.name == "mlfq":
+    if settings.policy == "mlfq":
         flags.append(
             Flag(["--no-async-scheduling"], "policy 'mlfq' pauses requests between passes")
         )
@@ -116,9 +116,9 @@ def _scheduling(order: Order) -> tuple[list[Flag], bool]:
 
 def chunk(order: Order, running: int) -> Sourced[int] | None:
     """Return the prompt tokens of a pass in which `running` rows decode; None without a bound."""
-    tokens = order.plan.policy.parameters.get("chunk_tokens")
+    tokens = order.plan.settings.parameters.get("chunk_tokens")
     if isinstance(tokens, int) and tokens > 0:
-        return Sourced(tokens, f"plan: chunk_tokens of policy '{order.plan.policy.name}'")
+        return Sourced(tokens, f"plan: chunk_tokens of policy '{order.plan.settings.policy}'")
     gap = gap_target(order.plan.recipe)
     if gap is None:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.engine_traits import traits_of
@@ -18,16 +18,18 @@ from toolkit.errors import InputError
 from toolkit.files.fit import Fit, LatencyFit
 from toolkit.files.io import head
 from toolkit.files.modelled import refuse_fit, refuse_recipe
-from toolkit.files.plan import PREDICTED, Explanation, Plan, PlannedPolicy, PlannedWorkload
+from toolkit.files.plan import PREDICTED, Explanation, Plan, PlannedWorkload
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import (
+    NO_OUTCOME,
     Limit,
     Outcome,
     ParameterValue,
+    Settings,
     Tuning,
     breaks,
     broken,
-    recipe_limits,
+    judged_limits,
 )
 from toolkit.laws.passes import HeldOutError
 from toolkit.routing.routers import ROUTERS, TARGETS, router_of
@@ -51,21 +53,18 @@ OVERRIDDEN = "the number of workers is not the tuning's, so its predictions do n
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen policy with its predictions, and the sources of its values.
+    """Chosen settings with their predicted outcome, and the sources of their values.
 
     `sources` has the source (recipe, tuning or user) of each parameter that was set; the others
     have the policy's defaults. `predicted_on` says what the predictions rest on, or why there are
     none.
     """
 
-    policy: str
-    parameters: Mapping[str, ParameterValue]
+    settings: Settings
     source: str
     sources: Mapping[str, str]
-    limits: Sequence[Limit]
-    predicted_on: str
-    predicted: Mapping[str, float] = field(default_factory=dict)
-    router: RouterSpec | None = None
+    predicted_on: str = UNTUNED
+    outcome: Outcome = NO_OUTCOME
     workers_source: str = RECIPE
 
 
@@ -74,12 +73,12 @@ def make_plan(
     fit: Fit,
     tuning: Tuning | None,
     inputs: Mapping[str, Path],
-    given: PlannedPolicy | None = None,
+    given: Settings | None = None,
 ) -> Plan:
     """The plan for serving `recipe`.
 
-    The policy is `given`, or the tuning's recommendation, or the recipe's own. Predictions are the
-    tuning's. `inputs` maps a role to the file that an argument was read from; the files belong
+    The settings are `given`, or the tuning's recommendation, or the recipe's own. Predictions are
+    the tuning's. `inputs` maps a role to the file that an argument was read from; the files belong
     together, as `read_file` checks by their digests.
 
     Raises `InputError` where a policy or parameter is unknown, the engine cannot run the policy, or
@@ -96,41 +95,38 @@ def make_plan(
             numbers = f"{tuning.workers} workers, and the recipe has {recipe.workers}"
             raise InputError(f"the tuning is for {numbers}", "tune it again")
     choice = _choice(given, recipe, tuning)
-    chosen = make_any(choice.policy, choice.parameters)
-    refuse_unservable(chosen, recipe.engine.name)
-    if choice.policy == VllmPolicy.name:
-        refuse_later(choice.parameters, fit.engine.engine_version)
-    policy = PlannedPolicy(name=choice.policy, parameters=parameters(chosen))
-    router = choice.router or router_of(recipe)
-    explained, workload = _traffic(tuning) if tuning and choice.predicted else ({}, None)
+    chosen = choice.settings
+    policy = make_any(chosen.policy, chosen.parameters)
+    refuse_unservable(policy, recipe.engine.name)
+    if chosen.policy == VllmPolicy.name:
+        refuse_later(chosen.parameters, fit.engine.engine_version)
+    router = chosen.replica_router or router_of(recipe)
+    whole = {"parameters": parameters(policy), "replica_router": router}
+    settings = chosen.model_copy(update=whole)
+    explained, workload = _traffic(tuning) if tuning and choice.outcome.metrics else ({}, None)
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
         fit=fit,
         workers=recipe.workers,
-        policy=policy,
-        predicted=dict(choice.predicted),
-        limits=list(choice.limits),
-        explained=explained | _explain(recipe, fit, policy, choice, router),
+        settings=settings,
+        outcome=choice.outcome,
+        explained=explained | _explain(recipe, fit, settings, choice),
         workload=workload,
-        replica_router=router,
     )
 
 
-def _choice(given: PlannedPolicy | None, recipe: Recipe, tuning: Tuning | None) -> Choice:
+def _choice(given: Settings | None, recipe: Recipe, tuning: Tuning | None) -> Choice:
     """See `make_plan`."""
     if given is not None:
-        by_set = dict.fromkeys(given.parameters, BY_SET)
-        limits = recipe_limits(recipe)
-        return Choice(given.name, given.parameters, BY_POLICY, by_set, limits, UNTUNED)
+        return Choice(given, BY_POLICY, dict.fromkeys(given.parameters, BY_SET))
     if tuning is not None:
         return _from_tuning(tuning, recipe)
     written = "policy" in recipe.model_fields_set and "name" in recipe.policy.model_fields_set
     source = f"{RECIPE if written else NO_POLICY}, not tuned"
     given_by = dict.fromkeys(recipe.policy.parameters, RECIPE)
-    policy = recipe.policy
-    limits = recipe_limits(recipe)
-    return Choice(policy.name, policy.parameters, source, given_by, limits, UNTUNED)
+    settings = Settings(policy=recipe.policy.name, parameters=recipe.policy.parameters)
+    return Choice(settings, source, given_by)
 
 
 def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
@@ -155,53 +151,48 @@ def with_workers(plan: Plan, workers: int) -> Plan:
     explained = plan.explained | {"workers": _explanation(workers, "set by --workers")}
     update: dict[str, object] = {"workers": workers}
     if workers != plan.workers:
-        limits = [limit.judged(None, kept=None) for limit in plan.limits]
-        why = OVERRIDDEN if plan.predicted else UNTUNED
+        why = OVERRIDDEN if plan.outcome.metrics else UNTUNED
         explained = {key: explained[key] for key in explained if not key.startswith(PREDICTED)}
-        explained[LIMITS] = _explain_limits(limits, why)
-        update |= {"limits": limits, "predicted": {}, "workload": None}
+        explained[LIMITS] = _explain_limits(judged_limits(plan.recipe, NO_OUTCOME), why)
+        update |= {"outcome": NO_OUTCOME, "workload": None}
     return plan.model_copy(update=update | {"explained": explained})
 
 
 def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:
-    outcome = tuning.recommended
+    recommended = tuning.recommended
     trials = len(tuning.trials)
     if tuning.keep_defaults:
         source = f"kept: no trial of {trials} did better than the recipe's settings"
     elif not tuning.keeps_limits:
-        source = f"{_trial(tuning, outcome)} of {trials}; it breaks limits"
+        source = f"{_trial(tuning)} of {trials}; it breaks limits"
     else:
         gain = "goodput from none"
         if tuning.gain_percent is not None:
             gain = f"{tuning.gain_percent:+.1f} % goodput"
         if gain in ("+0.0 % goodput", "-0.0 % goodput"):
             gain = "the same goodput, other latencies"
-        source = f"{_trial(tuning, outcome)} of {trials}: {gain}"
+        source = f"{_trial(tuning)} of {trials}: {gain}"
     part = "whole" if tuning.judged.whole else "busiest part of the"
     windows = f"simulated with the fit on the {part} trace{bracketed(tuning.changes)}"
     return Choice(
-        outcome.policy,
-        outcome.parameters,
+        recommended.settings,
         source,
-        _sources_of(tuning, recipe, source),
-        tuning.limits,
+        _sources_of(recommended.settings, recipe, source),
         windows,
-        outcome.metrics,
-        outcome.replica_router,
+        recommended.outcome,
         workers_source="tuning: simulated with this number",
     )
 
 
-def _sources_of(tuning: Tuning, recipe: Recipe, source: str) -> dict[str, str]:
+def _sources_of(chosen: Settings, recipe: Recipe, source: str) -> dict[str, str]:
     """The sources of the recommended parameters, except those that have the policy's defaults: the
     search, where they differ from what it began with, or the recipe.
     """
-    outcome = tuning.recommended
-    known = defaults(KNOWN[outcome.policy])
-    own = recipe.policy.parameters if recipe.policy.name == outcome.policy else {}
+    known = defaults(KNOWN[chosen.policy])
+    own = recipe.policy.parameters if recipe.policy.name == chosen.policy else {}
     start = known | own
     sources = {}
-    for name, value in outcome.parameters.items():
+    for name, value in chosen.parameters.items():
         if value != start.get(name):
             sources[name] = source
         elif name in own:
@@ -209,33 +200,34 @@ def _sources_of(tuning: Tuning, recipe: Recipe, source: str) -> dict[str, str]:
     return sources
 
 
-def _trial(tuning: Tuning, outcome: Outcome) -> str:
-    """The first trial with the settings of `outcome`."""
-    numbers = [one.number for one in tuning.trials if one.outcome.same_settings(outcome)]
-    return f"trial {numbers[0]}" if numbers else "the best"
+def _trial(tuning: Tuning) -> str:
+    """The first trial with the recommended settings."""
+    tried = [one.settings for one in tuning.trials]
+    settings = tuning.recommended.settings
+    return f"trial {tried.index(settings)}" if settings in tried else "the best"
 
 
-def _explain(
-    recipe: Recipe, fit: Fit, policy: PlannedPolicy, choice: Choice, router: RouterSpec | None
-) -> Explained:
+def _explain(recipe: Recipe, fit: Fit, settings: Settings, choice: Choice) -> Explained:
     """Explain each value of the plan: policy, parameters, laws, predictions, the router before
     replicas.
     """
     source = "recipe; the fit was measured with the same number"
-    explained = _explain_policy(policy, choice.source, choice.sources)
-    explained[LIMITS] = _explain_limits(choice.limits, choice.predicted_on)
+    explained = _explain_policy(settings, choice.source, choice.sources)
+    limits = judged_limits(recipe, choice.outcome)
+    explained[LIMITS] = _explain_limits(limits, choice.predicted_on)
     explained["workers"] = _explanation(recipe.workers, source)
     explained |= _explain_laws(recipe, fit)
-    for name, metric in choice.predicted.items():
+    for name, metric in choice.outcome.metrics.items():
         explained[PREDICTED + name] = _explanation(metric, choice.predicted_on)
+    router = settings.replica_router
     return explained | ({} if router is None else _explain_router(router, recipe, choice))
 
 
-def _explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, str]) -> Explained:
+def _explain_policy(settings: Settings, source: str, sources: Mapping[str, str]) -> Explained:
     """Explain a policy and its parameters. Parameters without a source have defaults."""
-    default = f"default of policy '{policy.name}'"
-    explained = {"policy": _explanation(policy.name, source)}
-    for name, value in policy.parameters.items():
+    default = f"default of policy '{settings.policy}'"
+    explained = {"policy": _explanation(settings.policy, source)}
+    for name, value in settings.parameters.items():
         explained[name] = _explanation(value, sources.get(name, default))
     return explained
 
@@ -243,7 +235,7 @@ def _explain_policy(policy: PlannedPolicy, source: str, sources: Mapping[str, st
 def _explain_router(router: RouterSpec, recipe: Recipe, choice: Choice) -> Explained:
     """Explain the router of a server's replicas, and their number."""
     source = RECIPE if router.name != RouterSpec().name else NO_ROUTER
-    if choice.router is not None:
+    if choice.settings.replica_router is not None:
         source = choice.source
     known = defaults(ROUTERS[router.name])
     why = f"{choice.workers_source}; the fit is of one replica"

@@ -28,12 +28,12 @@ from toolkit.files.io import digest
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import DTYPE_BYTES, Recipe, ServeSpec, TuneSpec
 from toolkit.metrics import judge, latencies, statistic
-from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, simulate
-from toolkit.sim.world import World, world_from_fit
+from toolkit.sim.deployment import Deployment, Workload
+from toolkit.sim.world import World
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
 from toolkit.traces.windows import mean_rate, prepare, scale_rate
@@ -94,8 +94,8 @@ def e2e_p99_s(order: Order) -> Sourced[float]:
     which this plan keeps its targets: at a greater one admission refuses requests.
     """
     plan = order.plan
-    if "e2e_p99_s" in plan.predicted:
-        seconds = plan.predicted["e2e_p99_s"]
+    if "e2e_p99_s" in plan.outcome.metrics:
+        seconds = plan.outcome.metrics["e2e_p99_s"]
         return Sourced(seconds, f"the tuning predicts an e2e_p99 of {seconds:.3g} s")
     trace = order.trace or read_trace(trace_path(default_trace(plan.recipe)))[0]
     seconds, rate_rps = _busiest(plan, prepare(trace, plan.recipe))
@@ -122,9 +122,9 @@ def rows(order: Order) -> Sourced[int]:
     """The greatest number of requests that run at once."""
     plan = order.plan
     for name in ("max_batch_size", "max_num_seqs"):
-        named = plan.policy.parameters.get(name)
+        named = plan.settings.parameters.get(name)
         if isinstance(named, int) and named > 0:
-            return Sourced(named, f"plan: {name} of policy '{plan.policy.name}'")
+            return Sourced(named, f"plan: {name} of policy '{plan.settings.policy}'")
     if plan.fit.engine.max_rows:
         return Sourced(plan.fit.engine.max_rows, "fit: the greatest number the engine runs")
     largest = plan.fit.decode.valid.rows_max
@@ -278,17 +278,7 @@ def _key(plan: Plan, trace: Trace) -> _Key:
     """Return all that a simulation of a plan with a trace depends on."""
     parts = plan.recipe.model_dump_json(), plan.fit.model_dump_json(), str(plan.workers)
     columns = trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
-    return plan.policy.model_dump_json(), parts, b"".join(column.tobytes() for column in columns)
-
-
-def _world(plan: Plan) -> World:
-    """Return the plan's workers, in the simulator."""
-    return world_from_fit(
-        plan.fit,
-        workers=plan.workers,
-        max_new_tokens=plan.recipe.serve.max_new_tokens,
-        seed=plan.recipe.tune.seed,
-    )
+    return plan.settings.model_dump_json(), parts, b"".join(column.tobytes() for column in columns)
 
 
 def _busiest(plan: Plan, trace: Trace) -> tuple[float, float]:
@@ -301,8 +291,9 @@ def _busiest(plan: Plan, trace: Trace) -> tuple[float, float]:
     key = _key(plan, trace)
     if key in _BUSIEST:
         return _BUSIEST[key]
-    policy = make_any(plan.policy.name, plan.policy.parameters)
-    world = _world(plan)
+    deployment = Deployment.of_plan(plan)
+    policy = deployment.policy()
+    world = deployment.world(Workload(trace))
     own_rps = mean_rate(trace)
 
     def at(step: int) -> tuple[bool, float]:
@@ -340,8 +331,9 @@ def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tupl
     key = _key(plan, lengths)
     if key in _ANSWERS:
         return _ANSWERS[key]
-    policy = make_any(plan.policy.name, plan.policy.parameters)
-    world = _world(plan)
+    deployment = Deployment.of_plan(plan)
+    policy = deployment.policy()
+    world = deployment.world(Workload(lengths))
 
     def keeps(count: int) -> bool:
         result = simulate(backlog(lengths, count), policy, world)

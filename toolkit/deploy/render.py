@@ -90,6 +90,7 @@ def render_target(name: str, order: Order) -> dict[str, str]:
     board = dashboard(plan.recipe.sla, metrics, *about)
     board_file = "monitoring/dashboard.json" if cluster else "dashboard.json"
     files[board_file] = json.dumps(board, indent=1) + "\n"
+    told = plan.outcome.metrics
     files["bench.sh"] = fill(
         "bench.sh",
         values,
@@ -99,9 +100,7 @@ def render_target(name: str, order: Order) -> dict[str, str]:
         # A cluster's server is reached through kubectl port-forward.
         url=engine.url or f"http://127.0.0.1:{8000 if cluster else values.port}",
         max_error=margin_percent(order),
-        claims=[
-            f"{key}: {plan.predicted[key]:.4g} predicted" for key in SHOWN if key in plan.predicted
-        ],
+        claims=[f"{key}: {told[key]:.4g} predicted" for key in SHOWN if key in told],
     )
     return files
 

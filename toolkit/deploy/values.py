@@ -360,7 +360,7 @@ class Values:
     @property
     def preempted_percent(self) -> Sourced[float]:
         """Preemptions of 100 requests that are still usual."""
-        predicted = self.plan.predicted.get("evicted_percent", 0.0)
+        predicted = self.plan.outcome.metrics.get("evicted_percent", 0.0)
         most = max(2 * predicted, USUAL_PREEMPTED_PERCENT)
         return Sourced(
             most, f"twice the predicted {predicted:.3g}, at least {USUAL_PREEMPTED_PERCENT:g}"

@@ -17,11 +17,6 @@ from toolkit.files.profile import AnalyticError, ErrorSpread
 from toolkit.files.recipe import Recipe
 
 FILE = Path(__file__).with_name("elsewhere.json")
-# The compared servers that do not plan ahead ran on 2 to 8 GPUs, in 128 rows at most. They set the
-# host's time; MLPerf's engines on one GPU were faster (docs/results/scoreboard.md).
-ONE_BY_ONE = "--no-async-scheduling"  # the host works between two passes, not beside them
-ONE_BY_ONE_RANKS = 2
-ONE_BY_ONE_ROWS = 128
 SUFFIXES = re.compile(r"(-(instruct|chat|it|hf|fp8|fp4|nvfp4|bf16|awq|gptq))+$")
 
 
@@ -80,14 +75,6 @@ def _beyond(recipe: Recipe, reach: dict[str, Any]) -> list[str]:
         found.append(f"requests of {tokens:,} tokens (compared: {reach['tokens_max']:,})")
     if ranks > reach["ranks_max"]:
         found.append(f"{ranks} GPUs a worker (compared: {reach['ranks_max']})")
-    vllm = recipe.engine.vllm
-    if vllm and ONE_BY_ONE in vllm.args:
-        compared = f"compared: {ONE_BY_ONE_RANKS} or more GPUs, {ONE_BY_ONE_ROWS} rows at most"
-        rows = recipe.policy.parameters.get("max_num_seqs")
-        if ranks < ONE_BY_ONE_RANKS:
-            found.append(f"{ONE_BY_ONE} on one GPU ({compared})")
-        elif not isinstance(rows, int) or rows > ONE_BY_ONE_ROWS:
-            found.append(f"{ONE_BY_ONE} in more than {ONE_BY_ONE_ROWS} rows ({compared})")
     return found
 
 

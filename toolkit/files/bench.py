@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from toolkit.files.strict import Envelope, Strict, optional
+from toolkit.files.tuning import Outcome
 from toolkit.units import bracketed, seconds
 
 BENCH = "bench.json"  # the usual name; it lies beside the plan
@@ -84,20 +85,6 @@ class Compared(Strict):
     as_fitted_error_percent: float | None
 
 
-class TargetResult(Strict):
-    """A latency target: its limit, and the measured and predicted values, in seconds.
-
-    The values are over served requests. Failed requests miss every target; attainment counts that.
-    """
-
-    target: str
-    limit_s: float
-    measured_s: float
-    predicted_s: float | None = Field(description="none: nothing was predicted")
-    kept: bool = Field(description="whether the measured value is within the limit")
-    predicted_kept: bool | None
-
-
 class CacheUse(Strict):
     """How much of the prompts a server took from its prefix cache, measured and predicted."""
 
@@ -145,6 +132,7 @@ class CacheUse(Strict):
 class BenchReport(Envelope):
     """bench.json, whole."""
 
+    schema_version: Literal[3] = 3  # type: ignore[assignment]
     remake: ClassVar[str] = "llmctl bench --url URL --trace TRACE"
 
     model: str
@@ -184,14 +172,14 @@ class BenchReport(Envelope):
     replay_slowdown: float | None = Field(
         description="the slowdown of the replay's own batches, known afterwards; none: not counted"
     )
-    measured: dict[str, float]
-    predicted: dict[str, float]
-    predicted_as_fitted: dict[str, float] = Field(description="without the warm-up's factor")
+    measured: Outcome = Field(
+        description="the used shares are of served requests; failed requests miss every target, "
+        "which attainment counts"
+    )
+    predicted: Outcome
+    predicted_as_fitted: Outcome = Field(description="without the warm-up's factor")
     compared: list[Compared]
     cache: CacheUse | None = optional("none: neither the server nor the prediction has one")
-    targets: list[TargetResult] = Field(
-        [], description="each target of `sla`; none where nothing was served"
-    )
 
     @property
     def late(self) -> str:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
-from toolkit.files.fit import LAWS_FORMAT, Fit
-from toolkit.files.recipe import Recipe, RouterSpec, Workers
+from toolkit.files.fit import Fit
+from toolkit.files.recipe import Recipe, Workers
 from toolkit.files.strict import Envelope, Strict, optional
-from toolkit.files.tuning import Limit, ParameterValue
+from toolkit.files.tuning import Limit, Outcome, Settings, judged_limits
 
 PREDICTED = "predicted "  # how the keys of predicted metrics begin in a plan's explanation
-
-
-class PlannedPolicy(Strict):
-    """The policy and all its parameters."""
-
-    name: str
-    parameters: dict[str, ParameterValue]
 
 
 class Explanation(Strict):
@@ -38,28 +31,18 @@ class PlannedWorkload(Strict):
 class Plan(Envelope):
     """plan.json: self-contained, so that a server needs only this file."""
 
+    schema_version: Literal[4] = 4  # type: ignore[assignment]
     remake: ClassVar[str] = "llmctl render RECIPE --fit FIT --tuning TUNING"
 
-    schema_version: Literal[3] = LAWS_FORMAT  # type: ignore[assignment]
     recipe: Recipe
     fit: Fit
     workers: Workers
-    policy: PlannedPolicy
-    predicted: dict[str, float] = Field(
-        description="held-out metrics that the tuner predicts; empty if untuned"
-    )
-    limits: list[Limit] = Field(
-        description="every limit of the recipe, each with the tuner's prediction"
-    )
+    settings: Settings = Field(description="policy and router have all their parameters")
+    outcome: Outcome = Field(description="as the tuner predicts it on the trace; empty if untuned")
     explained: dict[str, Explanation]
     workload: PlannedWorkload | None = optional("none: it was not tuned")
-    replica_router: RouterSpec | None = optional(
-        "before several replicas of a server, with all its parameters; else omitted"
-    )
 
-    @model_serializer(mode="wrap")
-    def _omit_router(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        written: dict[str, object] = handler(self)
-        if self.replica_router is None:
-            written.pop("replica_router", None)
-        return written
+    @property
+    def limits(self) -> list[Limit]:
+        """Every limit of the recipe, each with the tuner's prediction, if there is one."""
+        return judged_limits(self.recipe, self.outcome)

@@ -1,7 +1,8 @@
 """tuning.json: the search, its result, and how that does on the whole trace.
 
-In this order: the limits of a recipe (kept, broken or not predicted), how the lengths of a trace
-were scaled to fit a model (in numbers and in words), and the result of a search.
+In this order: settings, their outcome, and both together; the limits of a recipe (kept, broken or
+not predicted); how the lengths of a trace were scaled to fit a model (in numbers and in words); the
+result of a search.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ EVICTED = "evicted_percent"
 REFUSED = "refused_percent"
 BEHIND = "behind_percent"  # how far behind arrivals a server is at the end of the trace
 ATTAINMENT = "sla_attainment_lower_percent"
+# The lower confidence bound is what the limit is about. The used share has the attainment's name.
+SHARE_NAMES = {ATTAINMENT: "sla_attainment_percent"}
+MOST_BEHIND_PERCENT = 5.0  # a server that is further behind does not keep up
 # The used share of a latency target where no request is served; files cannot hold infinity.
 UNSERVED = 1e9
 UNITS = {"s": "s", "percent": "%"}  # by the end of a limit's name
@@ -29,6 +33,66 @@ UNITS = {"s": "s", "percent": "%"}  # by the end of a limit's name
 NOTABLE_DIVISOR = 2.0
 
 ParameterValue = bool | int | float | str
+
+
+class Settings(Strict):
+    """What is chosen for a deployment: a policy with its parameters, and a router."""
+
+    policy: str
+    parameters: dict[str, ParameterValue]
+    replica_router: RouterSpec | None = optional(
+        "before several replicas of a server, with all its parameters; none elsewhere"
+    )
+
+    @property
+    def key(self) -> str:
+        """What is searched apart from others: the policy, or the policy behind a router."""
+        router = self.replica_router
+        return f"{self.policy} behind {router.name}" if router else self.policy
+
+
+class Outcome(Strict):
+    """What comes out where requests are served on a deployment."""
+
+    metrics: dict[str, float] = Field(description="value by name, which ends with the unit")
+    used: dict[str, float] = Field(description="used share of each limit; above 1 it is broken")
+
+    @property
+    def kept(self) -> bool:
+        """Whether every limit is kept."""
+        return all(share <= 1.0 for share in self.used.values())
+
+    @property
+    def binding(self) -> str | None:
+        """The limit that binds; None without limits."""
+        return max(self.used, key=lambda name: self.used[name], default=None)
+
+
+NO_OUTCOME = Outcome(metrics={}, used={})  # nothing was simulated or measured
+
+
+class Evaluation(Strict):
+    """Settings, and their outcome on windows of a trace or on the whole of it."""
+
+    settings: Settings
+    outcome: Outcome
+    screened_out: bool = Field(
+        False,
+        description="the first part of each window broke a limit, so that the rest was not "
+        "simulated: the outcome is of that part",
+    )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See `Outcome.metrics`."""
+        return self.outcome.metrics
+
+    @property
+    def goodput_rps(self) -> float:
+        """Requests per second that meet every latency target (`toolkit.metrics`); without targets
+        the throughput.
+        """
+        return self.metrics["goodput_rps"]
 
 
 class Limit(Strict):
@@ -46,9 +110,15 @@ class Limit(Strict):
             raise ValueError(f"{self.name}: 'predicted' and 'kept' belong together")
         return self
 
-    def judged(self, predicted: float | None, *, kept: bool | None) -> Limit:
-        """The same limit with a prediction, None if nothing is served; both None: without one."""
-        return self.model_copy(update={"predicted": predicted, "kept": kept})
+    def of(self, outcome: Outcome) -> Limit:
+        """Return the limit with its value in an outcome; without one where it is not judged."""
+        share = outcome.used.get(SHARE_NAMES.get(self.name, self.name))
+        if share is None:
+            return self
+        value: float | None = outcome.metrics.get(self.name, 0.0)
+        if self.name.endswith("_s"):  # the metric is of windows, the share of all their requests
+            value = None if share >= UNSERVED else share * self.limit
+        return self.model_copy(update={"predicted": value, "kept": share <= 1.0})
 
     def allowed(self) -> str:
         """The limit in words: 'at most 1.5 s'."""
@@ -66,11 +136,7 @@ class Limit(Strict):
         return f"{text} {UNITS.get(self.name.rpartition('_')[2], '')}".rstrip()
 
 
-def share_used(share: float) -> str:
-    """The used share of a limit in words: 'at 95% of its limit'."""
-    if share >= UNSERVED:
-        return "broken, since no request is served"
-    return f"at {share:.0%} of its limit"
+KEEPS_UP = Limit(name=BEHIND, bound="at most", limit=MOST_BEHIND_PERCENT)
 
 
 def recipe_limits(recipe: Recipe) -> list[Limit]:
@@ -90,6 +156,14 @@ def recipe_limits(recipe: Recipe) -> list[Limit]:
     if spec.min_attainment_percent is not None:
         limits.append(Limit(name=ATTAINMENT, bound="at least", limit=spec.min_attainment_percent))
     return limits
+
+
+def judged_limits(recipe: Recipe, outcome: Outcome) -> list[Limit]:
+    """Return every limit of `recipe` with its value in an outcome, and how far the server is behind
+    at the end, where that is judged.
+    """
+    limits = [*recipe_limits(recipe), *[KEEPS_UP] * (BEHIND in outcome.used)]
+    return [limit.of(outcome) for limit in limits]
 
 
 def broken(limits: Sequence[Limit]) -> list[Limit]:
@@ -130,11 +204,6 @@ class Scaling(Strict):
     outputs: ScaledLengths
     left_out: int = Field(0, description="requests longer than `max_model_len`: not simulated")
 
-    @property
-    def notable(self) -> bool:
-        """Whether the requests differ so much from the trace's that each result has to say so."""
-        return max(self.prompts.divisor, self.outputs.divisor) > NOTABLE_DIVISOR
-
     def summary(self) -> str:
         """Return all changes in words, or that there are none."""
         return self.changes() or "lengths unchanged"
@@ -162,20 +231,19 @@ class Scaling(Strict):
 
     def warnings(self) -> list[str]:
         """Return what a reader of a result must know, a sentence each: of lengths that are divided
-        by much (`notable`), and of requests that are left out.
+        by more than `NOTABLE_DIVISOR`, and of requests that are left out.
         """
         lines = []
         if self.left_out:
             lines.append(f"{self.changes()}: {self._remedy()}")
-        if not self.notable:
-            return lines
         divided = ", ".join(
             f"{name} are divided by {lengths.divisor:.4g}"
             f" (mean {lengths.mean_tokens:,.0f} -> {lengths.scaled_mean_tokens:,.0f} tokens)"
             for name, lengths in self._both()
             if lengths.divisor > NOTABLE_DIVISOR
         )
-        lines.append(f"not the trace's own requests: {divided}")
+        if divided:
+            lines.append(f"not the trace's own requests: {divided}")
         if self.prompts.divisor > NOTABLE_DIVISOR:
             limit = f"max_model_len: {self.max_model_len} limits the prompts"
             lines.append(f"{limit}: {self._remedy()}")
@@ -204,45 +272,6 @@ def changes_in_words(scaling: Scaling | None, repeats: int = 1) -> str:
     return "; ".join(filter(None, [again, scaling.changes() if scaling else ""]))
 
 
-class Outcome(Strict):
-    """A policy with parameters on a set of windows: metric name (with its unit) to value."""
-
-    policy: str
-    parameters: dict[str, ParameterValue]
-    metrics: dict[str, float]
-    replica_router: RouterSpec | None = optional(
-        "before several replicas of a server; none elsewhere"
-    )
-
-    @property
-    def key(self) -> str:
-        """What is searched apart from others: the policy, or the policy behind a router."""
-        router = self.replica_router
-        return searched_key(self.policy, router.name if router else None)
-
-    def same_settings(self, other: Outcome) -> bool:
-        """Whether both have the same settings."""
-        return self.model_copy(update={"metrics": other.metrics}) == other
-
-
-def searched_key(policy: str, router: str | None) -> str:
-    """The name of a policy in a search, where it is behind a router together with the router."""
-    return f"{policy} behind {router}" if router else policy
-
-
-class Trial(Strict):
-    """One trial of the search, on the search windows.
-
-    `screened_out`: so many requests of the first part of each window were late that the trial was
-    not simulated further; its metrics are of that part.
-    """
-
-    number: int
-    outcome: Outcome
-    feasible: bool
-    screened_out: bool = False
-
-
 class Sensitivity(Strict):
     """How far the objective moves when one parameter of the best is swept over its range."""
 
@@ -255,10 +284,8 @@ class Sensitivity(Strict):
 class PolicyResult(Strict):
     """The best settings of one policy (behind one router), on the whole trace."""
 
-    policy: str
+    best: Evaluation
     trials: int
-    outcome: Outcome
-    feasible: bool = Field(description="whether it keeps every limit on the whole trace")
     judged_requests: int = Field(description="fewer than the trace has: its busiest part")
     refusal: str | None = Field(
         description="why the engine cannot serve it, so its figures are a guess; None: it can"
@@ -286,17 +313,6 @@ class HeldOutGain(Strict):
     better: int = Field(description="windows in which the best wins")
 
 
-class DeclinedSettings(Strict):
-    """Settings with a notably lower mean E2E than the recommended ones.
-
-    They come nearer to a limit, beyond 0.8 of it, or have up to 1 % less goodput.
-    """
-
-    outcome: Outcome = Field(description="on the whole trace, where they keep every limit")
-    limit: str = Field(description="the limit that binds with them")
-    used: float = Field(description="their share of it, at most 1")
-
-
 class Alternatives(Strict):
     """What else would serve this traffic, besides the recommended settings; all simulated."""
 
@@ -306,8 +322,10 @@ class Alternatives(Strict):
     workers: int | None = Field(
         description="where limits are broken: how many workers keep them with these settings"
     )
-    declined: DeclinedSettings | None = optional(
-        "quicker settings, for a user who wants latency rather than headroom; None: there are none"
+    declined: Evaluation | None = optional(
+        "settings that keep every limit with a notably lower mean E2E than the recommended ones, "
+        "but nearer to a limit, beyond 0.8 of it, or with up to 1 % less goodput; None: there are "
+        "none"
     )
 
 
@@ -328,12 +346,9 @@ class WindowLength(Strict):
     covered_percent: float = Field(description="of the trace's requests that are in a window")
 
 
-class JudgedPart(Strict):
+class JudgedPart(TuningWindow):
     """What the verdict on the recommended settings is about, in seconds of the scaled trace."""
 
-    start_s: float
-    end_s: float
-    requests: int
     of_requests: int = Field(description="of the trace; more than `requests`: its busiest part")
 
     @property
@@ -367,6 +382,7 @@ class SlowEnd(Strict):
 class Tuning(Envelope):
     """tuning.json, whole."""
 
+    schema_version: Literal[3] = 3  # type: ignore[assignment]
     remake: ClassVar[str] = "llmctl tune RECIPE --fit FIT --trace TRACE"
     recipe_sections: ClassVar[tuple[str, ...]] = (
         *MEASURED_SECTIONS,
@@ -396,39 +412,30 @@ class Tuning(Envelope):
     window_length: WindowLength | None = None
     search_windows: list[TuningWindow]
     held_out_windows: list[TuningWindow]
-    trials: list[Trial]
+    trials: list[Evaluation] = Field(description="on the search windows, by their numbers from 0")
     judged: JudgedPart
-    defaults: Outcome = Field(description="the recipe's settings on the whole trace")
-    best: Outcome = Field(description="the best settings on the whole trace")
-    further: list[Outcome] = Field(
+    defaults: Evaluation = Field(description="the recipe's settings on the whole trace")
+    best: Evaluation = Field(description="the best settings on the whole trace")
+    further: list[Evaluation] = Field(
         [], description="candidates tried on the whole trace, since the first broke a limit there"
     )
     gain_percent: float | None = Field(
         description="goodput (without targets throughput) of the best over the defaults'; None "
         "from zero"
     )
-    binding_sla: str | None = Field(
-        description="of the recommended settings: the target with the greatest ratio to its limit"
-    )
-    binding_ratio: float | None = Field(description="that target's value over its limit")
     keep_defaults: bool = Field(description="True where the search found nothing better")
-    keeps_up: bool = Field(description="False: with the recommended settings the queue grows")
     capacity: TunedCapacity | None = optional("None: where it was not searched")
     limits: list[Limit] = Field(
         description="every limit, with the prediction for the recommended settings"
     )
-    keeps_limits: bool = Field(description="whether the recommended settings keep all of them")
     slow_end: SlowEnd | None = optional(
         "the recommended settings if the law's error makes everything slower; None: not simulated"
     )
     sensitivity: list[Sensitivity]
-    usage: dict[str, float] = Field(
-        {}, description="of the recommended: used share of each limit; above 1 it is broken"
-    )
     policies: list[PolicyResult] = Field(
         [], description="the recipe's own first; of replicas, one for each router"
     )
-    in_turn: Outcome | None = optional(
+    in_turn: Evaluation | None = optional(
         "of replicas: the best settings with requests to each replica in turn; the best ones are "
         "these where a router gains nothing"
     )
@@ -450,12 +457,17 @@ class Tuning(Envelope):
         return f"{number(self.request_rate_rps)} requests/s"
 
     @property
-    def recommended(self) -> Outcome:
+    def recommended(self) -> Evaluation:
         """The recommended settings: the best, or the defaults where nothing is better."""
         return self.defaults if self.keep_defaults else self.best
+
+    @property
+    def keeps_limits(self) -> bool:
+        """Whether the recommended settings keep every limit."""
+        return self.recommended.outcome.kept
 
     @model_validator(mode="after")
     def _agrees_with_its_limits(self) -> Tuning:
         if self.keeps_limits == bool(broken(self.limits)):
-            raise ValueError(f"keeps_limits: {self.keeps_limits}: contradicts `limits`")
+            raise ValueError("limits: they contradict the used shares of the recommended settings")
         return self

@@ -57,7 +57,7 @@ def traits_of_replicas(plan: Plan) -> ReplicaTraits:
     """What a router knows of each replica of a plan before it serves."""
     engine = plan.fit.engine
     steps = plan.fit.steps
-    flags = plan.policy.parameters
+    flags = plan.settings.parameters
     default = ReplicaTraits(1)
     return ReplicaTraits(
         engine.capacity_tokens,

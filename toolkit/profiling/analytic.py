@@ -36,7 +36,7 @@ from toolkit.catalogue.quantization import scheme_of
 from toolkit.catalogue.resolved import Resolved
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.estimators.elsewhere import ONE_BY_ONE, error_words, measured_elsewhere
+from toolkit.estimators.elsewhere import error_words, measured_elsewhere
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
@@ -76,6 +76,7 @@ NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they t
     "--quantization": "quantized weights",
     "--tensor-parallel-size": "tensor parallelism",
 }
+ONE_BY_ONE = "--no-async-scheduling"  # the host works between two passes, not beside them
 NARROW_CACHES = ("fp8", "fp8_e4m3")  # one format; its kernels were measured on some GPUs
 EAGER_LAYER_S = 0.8e-3  # launches of a layer's kernels one by one: our own H200 run, 25.5 ms of 32
 FRONT_ROWS = (1, 16, 64)  # at which the front is written down

@@ -71,7 +71,7 @@ def summary_section(files: Material) -> Section:
     promise: Promise | None = None
     if plan is not None:
         command = ("Start it", f"llmctl serve {files.file_name('plan')}")
-        promise = Promise(plan.predicted, plan.limits, _measured(files))
+        promise = Promise(plan.outcome.metrics, plan.limits, _measured(files))
     elif tuning is not None:
         given = f" --fit {fit}" if "fit" in tuning.inputs else ""
         file = files.file_name("tuning")
@@ -123,8 +123,9 @@ def _measured(files: Material) -> MeasuredTargets | None:
     for bench in files.benches:
         if bench.at_rate(rate) and bench.content.sla == sla:
             # Not every target is a metric of a bench.
-            targets = {target.target: target.measured_s for target in bench.content.targets}
-            every = bench.content.measured | targets
+            measured = bench.content.measured
+            targets = {name: share * sla[name] for name, share in measured.used.items()}
+            every = measured.metrics | targets
             return MeasuredTargets(bench.name, every, bench.content.replay_slowdown)
     return None
 
@@ -176,10 +177,10 @@ def _what_to_run(files: Material) -> list[tuple[str, str]]:
     recipe = files.recipe
     facts: list[tuple[str, str]] = []
     if plan is not None:
-        facts += _policy(plan.policy.name, plan.policy.parameters)
+        facts += _policy(plan.settings.policy, plan.settings.parameters)
     elif tuning is not None:
-        outcome = tuning.recommended
-        facts += _policy(outcome.policy, outcome.parameters)
+        settings = tuning.recommended.settings
+        facts += _policy(settings.policy, settings.parameters)
     fit = plan.fit if plan else files.fit
     if fit is not None:
         workers = (plan or tuning or recipe).workers
@@ -277,9 +278,12 @@ def _notes(files: Material) -> list[str]:
         else:
             lines.append(line)
     plan = files.plan
-    best = tuning.recommended
-    recommended = (best.policy, best.parameters)
-    if plan is not None and (plan.policy.name, plan.policy.parameters) != recommended:
+    recommended = tuning.recommended.settings
+    same = plan is None or (
+        plan.settings.policy == recommended.policy
+        and plan.settings.parameters == recommended.parameters
+    )
+    if not same:
         other = f"the plan runs other settings than {files.file_name('tuning')} found"
         lines.insert(0, f"{other}; the rest is about the found ones")
     noted = [f"The trace: {note}." for note in tuning.trace_notes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from toolkit.files.bench import BenchReport
-from toolkit.files.tuning import Outcome, ParameterValue, Tuning
+from toolkit.files.tuning import UNSERVED, ParameterValue, Settings, Tuning
 from toolkit.laws.passes import HeldOutError
 from toolkit.units import percent
 
@@ -45,12 +45,13 @@ def policy_rows(result: Tuning) -> list[Row]:
 
     rows: list[Row] = []
     for one in result.policies:
-        router = one.outcome.replica_router
-        metrics = one.outcome.metrics
-        name = router.name if router else marked(one.policy, result.engine)
+        settings = one.best.settings
+        router = settings.replica_router
+        metrics = one.best.metrics
+        name = router.name if router else marked(settings.policy, result.engine)
         goodput_rps = metrics.get("goodput_rps", 0.0)
         latency_s = metrics.get(result.latency_metric, 0.0)
-        rows.append([name, one.trials, goodput_rps, latency_s, one.feasible])
+        rows.append([name, one.trials, goodput_rps, latency_s, one.best.outcome.kept])
     return sorted(rows, key=rank)
 
 
@@ -67,10 +68,17 @@ def change_rows(result: Tuning, metrics: Iterable[str]) -> list[Row]:
     return rows
 
 
-def settings_of(outcome: Outcome) -> dict[str, ParameterValue]:
+def share_used(share: float) -> str:
+    """The used share of a limit in words: 'at 95% of its limit'."""
+    if share >= UNSERVED:
+        return "broken, since no request is served"
+    return f"at {share:.0%} of its limit"
+
+
+def settings_of(settings: Settings) -> dict[str, ParameterValue]:
     """The policy's parameters, then the router and its parameters."""
-    router = outcome.replica_router
+    router = settings.replica_router
     if router is None:
-        return outcome.parameters
+        return settings.parameters
     own = {f"{router.name}.{name}": value for name, value in router.parameters.items()}
-    return {**outcome.parameters, "replica_router": router.name, **own}
+    return {**settings.parameters, "replica_router": router.name, **own}

@@ -6,11 +6,12 @@ that makes it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from toolkit.backends.vllm.conformance.results import agreement
 from toolkit.catalogue.classes import of_resolved
-from toolkit.files.tuning import Trial, Tuning
+from toolkit.files.tuning import Evaluation, Tuning
 from toolkit.report.material import BenchResult, Material
 from toolkit.report.parts import (
     ChartPoint,
@@ -153,7 +154,7 @@ def tuning_section(files: Material) -> Section:
         return _missing(files, "tuning", "The settings were not tuned yet.", command)
     rate = f"{tuning.load} on {tuning.workers} workers"
     others = " and others" if len(tuning.policies) > 1 else ""
-    policies = f"policy '{tuning.best.policy}'{others}"
+    policies = f"policy '{tuning.best.settings.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     section = Section("tuning", lead)
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
@@ -161,12 +162,12 @@ def tuning_section(files: Material) -> Section:
     section.figures += [_front(tuning), Figure(bars(swings, " %"), swept)]
     section.tables += _on_trace(tuning)
     if tuning.policies:
-        names = [result.policy for result in tuning.policies]
+        names = [result.best.settings.policy for result in tuning.policies]
         remark = footnote(names, tuning.engine)
         caption = "Each policy's best settings on the whole trace" + (
             f" ({remark})" if remark else ""
         )
-        what = "router" if tuning.best.replica_router else "policy"
+        what = "router" if tuning.best.settings.replica_router else "policy"
         columns = [what, "trials", "goodput_rps", tuning.latency_metric, "keeps all limits"]
         section.tables.append(Table(caption, columns, policy_rows(tuning)))
     return section
@@ -175,15 +176,20 @@ def tuning_section(files: Material) -> Section:
 def _front(tuning: Tuning) -> Figure:
     latency = tuning.latency_metric
     metrics = {latency, "goodput_rps"}
-    known = [t for t in tuning.trials if metrics <= t.outcome.metrics.keys() and not t.screened_out]
-    front = [trial for trial in known if trial.number in tuning.front]
-    front.sort(key=lambda trial: trial.outcome.metrics[latency])
-    best = [trial for trial in known if trial.outcome.same_settings(tuning.best)][:1]
+    known = {
+        number: trial
+        for number, trial in enumerate(tuning.trials)
+        if metrics <= trial.metrics.keys() and not trial.screened_out
+    }
+    front = [number for number in tuning.front if number in known]
+    front.sort(key=lambda number: known[number].metrics[latency])
+    best = [number for number in known if known[number].settings == tuning.best.settings][:1]
+    defaults = [number for number in known if number == 0]
     series = [
-        _series("trials", known, latency),
-        _series("the front", front, latency, "line"),
-        _series("defaults", [trial for trial in known if trial.number == 0], latency, "marks"),
-        _series("best", best, latency, "marks"),
+        _series("trials", known, [*known], latency),
+        _series("the front", known, front, latency, "line"),
+        _series("defaults", known, defaults, latency, "marks"),
+        _series("best", known, best, latency, "marks"),
     ]
     caption = "each trial on the search windows; no trial beats those on the front in both"
     return Figure(chart(latency, "goodput, requests/s", series), caption)
@@ -191,30 +197,33 @@ def _front(tuning: Tuning) -> Figure:
 
 def _series(
     name: str,
-    trials: list[Trial],
+    trials: Mapping[int, Evaluation],
+    numbers: Sequence[int],
     latency: str,
     kind: Literal["points", "line", "marks"] = "points",
 ) -> ChartSeries:
-    """The goodput of trials over a latency; a point's label is its trial in one line."""
+    """The goodput of the trials of these numbers over a latency; a point's label is its trial in
+    one line.
+    """
     points: list[ChartPoint] = []
-    for trial in trials:
-        outcome = trial.outcome
-        latency_s = outcome.metrics[latency]
-        goodput_rps = outcome.metrics["goodput_rps"]
+    for index in numbers:
+        trial = trials[index]
+        latency_s = trial.metrics[latency]
+        goodput_rps = trial.goodput_rps
         goodput = f"goodput_rps {quantity('goodput_rps', goodput_rps)}"
         values = f"{goodput}, {latency} {quantity(latency, latency_s)}"
-        limits = "keeps all limits" if trial.feasible else "breaks a limit"
-        which = f"trial {trial.number}, {outcome.policy}"
-        label = f"{which}: {values}, {limits}; {words(outcome.parameters)}"
+        limits = "keeps all limits" if trial.outcome.kept else "breaks a limit"
+        which = f"trial {index}, {trial.settings.policy}"
+        label = f"{which}: {values}, {limits}; {words(trial.settings.parameters)}"
         points.append((latency_s, goodput_rps, label))
     return ChartSeries(name, points, kind)
 
 
 def _on_trace(tuning: Tuning) -> list[Table]:
     """The defaults and the best: their metrics on the whole trace, and their settings."""
-    before = tuning.defaults
-    after = tuning.best
-    changes = change_rows(tuning, before.metrics)
+    before = tuning.defaults.settings
+    after = tuning.best.settings
+    changes = change_rows(tuning, tuning.defaults.metrics)
     caption = f"The defaults and the best on {tuning.judged.requests:,} requests of the trace"
     known = settings_of(before) if before.policy == after.policy else {}
     settings = [

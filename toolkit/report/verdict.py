@@ -11,13 +11,13 @@ from collections.abc import Callable
 from toolkit.engine_traits import traits_of
 from toolkit.files.tuning import (
     BEHIND,
+    OOM,
     Interval,
     Tuning,
     breaks,
     changes_in_words,
-    share_used,
 )
-from toolkit.report.rows import settings_of
+from toolkit.report.rows import settings_of, share_used
 from toolkit.sched.policies import BUILT_IN
 from toolkit.units import bracketed, number, percent, word
 
@@ -50,8 +50,8 @@ def verdict(result: Tuning) -> list[str]:
         *_router_lines(result),
     ]
     lines += [*_alternative_lines(result), *_how_sure(result)]
-    best = result.best.policy
-    refused = next((one.refusal for one in result.policies if one.policy == best), None)
+    key = result.best.settings.key
+    refused = next((one.refusal for one in result.policies if one.best.settings.key == key), None)
     if refused and not result.keep_defaults:
         lines.append(f"`serve` cannot start it: {refused}")
     return lines
@@ -67,13 +67,16 @@ def _judged_lines(result: Tuning) -> list[str]:
     lines = [f"judged on {about}{bracketed(result.changes)}, at {result.load}"]
     which = "the recipe's settings" if result.keep_defaults else "the best settings"
     behind = next((limit for limit in result.limits if limit.name == BEHIND), None)
-    if not result.keeps_up and behind is not None and behind.predicted is not None:
+    if behind is not None and behind.predicted is not None and not behind.kept:
         late_s = behind.predicted / 100.0 * (part.end_s - part.start_s)
         growing = f"at its end, requests wait {number(late_s)} s longer than at its beginning"
         lines.append(f"overloaded: the queue grows with the trace ({which}); {growing}")
-    if result.binding_sla and result.binding_ratio is not None:
-        state = "missed" if result.binding_ratio > 1 else "met"
-        binds = f"{result.binding_sla}, {state}, {share_used(result.binding_ratio)}"
+    used = result.recommended.outcome.used
+    targets = [name for name in used if name not in (OOM, BEHIND)]
+    if targets:
+        binding = max(targets, key=lambda name: used[name])
+        state = "missed" if used[binding] > 1 else "met"
+        binds = f"{binding}, {state}, {share_used(used[binding])}"
         lines.append(f"the limit that binds: {binds}")
     length = result.window_length
     if length is not None:
@@ -126,10 +129,10 @@ def _router_lines(result: Tuning) -> list[str]:
     """What the best settings' router gains over requests in turn; empty without replicas."""
     best = result.best
     in_turn = result.in_turn
-    if best.replica_router is None or in_turn is None:
+    router = best.settings.replica_router
+    if router is None or in_turn is None:
         return []
-    name = best.replica_router.name
-    if best.same_settings(in_turn):
+    if best.settings == in_turn.settings:
         return [
             "nothing to gain from a router: no other serves notably more than requests to each "
             "replica in turn, with the same flags"
@@ -143,7 +146,7 @@ def _router_lines(result: Tuning) -> list[str]:
     if "hit_percent" in old and "hit_percent" in new:
         cached = f"{number(new['hit_percent'])} % of prompt tokens cached"
         change += f", {cached} for {number(old['hit_percent'])} %"
-    return [f"router '{name}' over requests in turn, with the same flags: {change}"]
+    return [f"router '{router.name}' over requests in turn, with the same flags: {change}"]
 
 
 def _how_sure(result: Tuning) -> list[str]:
@@ -205,18 +208,20 @@ def _declined_lines(result: Tuning) -> list[str]:
     if declined is None:
         return []
     kept = result.recommended
-    before_s, after_s = (one.metrics.get("e2e_mean_s", 0.0) for one in (kept, declined.outcome))
-    own = settings_of(kept)
-    other = settings_of(declined.outcome)
+    before_s, after_s = (one.metrics.get("e2e_mean_s", 0.0) for one in (kept, declined))
+    own = settings_of(kept.settings)
+    other = settings_of(declined.settings)
     changed = ", ".join(f"{key} {word(other[key])}" for key in other if other[key] != own.get(key))
     which = "the recipe's settings" if result.keep_defaults else "the best settings"
-    used = share_used(result.usage.get(declined.limit, 0.0))
-    good, own_good = (one.metrics["goodput_rps"] for one in (declined.outcome, kept))
+    limit = str(declined.outcome.binding)
+    used = share_used(kept.outcome.used.get(limit, 0.0))
+    nearer = share_used(declined.outcome.used[limit])
+    good, own_good = (one.goodput_rps for one in (declined, kept))
     return [
-        f"declined: mean E2E {number(after_s)} s for {number(before_s)} s, with {declined.limit} "
-        f"{share_used(declined.used)} and {100 * (good / own_good - 1):+.1f} % goodput",
-        f"  for latency: policy '{declined.outcome.policy}', {changed}",
-        f"  for headroom, recommended: {which}, with {declined.limit} {used}",
+        f"declined: mean E2E {number(after_s)} s for {number(before_s)} s, with {limit} "
+        f"{nearer} and {100 * (good / own_good - 1):+.1f} % goodput",
+        f"  for latency: policy '{declined.settings.policy}', {changed}",
+        f"  for headroom, recommended: {which}, with {limit} {used}",
     ]
 
 
@@ -228,12 +233,13 @@ def _alternative_lines(result: Tuning) -> list[str]:
     """What else would serve this traffic, the cheapest change first; may be empty."""
     found = result.alternatives
     lines: list[str] = []
-    best = next((policy for policy in result.policies if policy.policy == found.best_of_all), None)
+    wanted = found.best_of_all
+    best = next((one for one in result.policies if one.best.settings.policy == wanted), None)
     if best is not None:
-        state = "keeps all limits" if best.feasible else "also breaks limits"
-        goodput = f"{number(best.outcome.metrics.get('goodput_rps', 0.0))} good requests/s"
+        state = "keeps all limits" if best.best.outcome.kept else "also breaks limits"
+        goodput = f"{number(best.best.metrics.get('goodput_rps', 0.0))} good requests/s"
         lines = [
-            f"best of all policies: {best.policy}, which needs engine {' or '.join(best.engines)}; "
+            f"best of all policies: {wanted}, which needs engine {' or '.join(best.engines)}; "
             f"by this engine's laws it {state}, {goodput}"
         ]
     if result.keeps_limits:
@@ -244,7 +250,7 @@ def _alternative_lines(result: Tuning) -> list[str]:
     most_rps = result.capacity and result.capacity.recommended_rps
     if most_rps:
         lines.append(f"  fewer requests: at most {number(most_rps)} requests/s (--rate)")
-    policy = result.recommended.policy
+    policy = result.recommended.settings.policy
     if traits_of(result.engine).server and policy not in BUILT_IN:
         lines.append(f"  not more workers: '{policy}' inside a server is simulated for one server")
     if not (found.workers or most_rps):

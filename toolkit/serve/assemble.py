@@ -55,7 +55,7 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     `event_sink` gets every call and decision of the scheduler. Raises `InputError` for a plan that
     cannot be served.
     """
-    policy = make_policy(plan.policy.name, plan.policy.parameters)
+    policy = make_policy(plan.settings.policy, plan.settings.parameters)
     engine = plan.recipe.engine
     if not traits_of(engine.name).started:
         raise InputError(
@@ -80,7 +80,8 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
     ]
     if event_sink is None:
         return Scheduler(policy, workers)
-    event_sink(EventLogHeader(FORMAT, plan.policy.name, dict(plan.policy.parameters), plan.workers))
+    chosen = plan.settings
+    event_sink(EventLogHeader(FORMAT, chosen.policy, dict(chosen.parameters), plan.workers))
     return RecordingScheduler(policy, workers, event_sink)
 
 

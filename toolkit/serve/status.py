@@ -76,8 +76,8 @@ def facts_of(plan: Plan, model: str) -> Facts:
     }
     return Facts(
         name,
-        plan.policy.name,
-        plan.policy.parameters,
+        plan.settings.policy,
+        plan.settings.parameters,
         engine.engine,
         engine.device,
         plan.recipe.sla,

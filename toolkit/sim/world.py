@@ -3,7 +3,8 @@
 The parts, in this order:
 
 - `Validity`: where the laws were measured; workers count the extrapolated batches outside;
-- `World`, `world_from_fit` and `world_of`: a world, made from a fit, or from a recipe with its fit;
+- `World` and `world_from_fit`: a world, made from a fit; a recipe with its fit are a `Deployment`
+  (`toolkit.sim.deployment`), which makes its own;
 - `WorldSettings`, `assign_settings` and `make_world`: the worlds that a command may simulate, a
   fit's or the token-step world, with the settings that the command gives;
 - `policy_for`: the policy that runs in such a world.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 
 from toolkit.errors import InputError, nearest
 from toolkit.estimators.laws import WithOverhead, unit_step
@@ -21,8 +23,8 @@ from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import AcceptanceSpec, Recipe, ServeSpec
 from toolkit.laws.passes import PassRange
-from toolkit.routing.admission import UNLIMITED
-from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
+from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router, targets_of
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, choice, declared, parameter, validate
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -183,7 +185,7 @@ class World:
         ]
 
 
-def slowed(world: World, factor: float) -> World:
+def _slowed(world: World, factor: float) -> World:
     """Return the same workers on a machine on which every batch takes `factor` times as long. Their
     scheduler believes the fit.
     """
@@ -203,7 +205,13 @@ def slowed(world: World, factor: float) -> World:
 
 
 def world_from_fit(
-    fit: Fit, *, workers: int, max_new_tokens: int, seed: int = 0, flush_s: float = 0.0
+    fit: Fit,
+    *,
+    workers: int,
+    max_new_tokens: int,
+    seed: int = 0,
+    flush_s: float = 0.0,
+    slowdown: float = 1.0,
 ) -> World:
     """The world that a fit describes: its laws, and a memory edge that is drawn for each static
     batch. Rounds have none: their probe counts as usable only what ran at every length.
@@ -213,7 +221,7 @@ def world_from_fit(
     if laws.rounds is not laws.latency:
         front = FrontDelay(laws.front_s, laws.front_s)
         rounds = RoundLaws(laws.rounds, laws.round_memory, front=front)
-    return World(
+    world = World(
         laws.latency,
         laws.memory,
         workers,
@@ -229,6 +237,7 @@ def world_from_fit(
         slots=laws.slots,
         paged=paged_of(fit),
     )
+    return _slowed(world, slowdown)
 
 
 def paged_of(fit: Fit) -> PagedEngine | None:
@@ -261,18 +270,6 @@ def caches_of(fit: Fit) -> CacheSettings | None:
     )
 
 
-def world_of(recipe: Recipe, fit: Fit, workers: int) -> World:
-    """The world of `workers` workers of a recipe by the laws of its fit."""
-    world = world_from_fit(
-        fit,
-        workers=workers,
-        max_new_tokens=recipe.serve.max_new_tokens,
-        seed=recipe.tune.seed,
-        flush_s=recipe.engine.flush_s,
-    )
-    return replace(world, acceptance=recipe.serve.acceptance)
-
-
 # `unit-step` is the world of Past-Future's Table 1: a decode step takes 1, a prefill takes 0, and
 # one worker holds `TABLE_1_CAPACITY` tokens. Its defaults are those of the authors' artifact. Two
 # of them fit no real server:
@@ -283,6 +280,7 @@ def world_of(recipe: Recipe, fit: Fit, workers: int) -> World:
 # - `limits_hold` false: outputs of D2 reach 5,000 tokens while schedulers see a limit of 4,096.
 
 UNIT_STEP = "unit-step"
+NO_TARGETS: Mapping[str, float] = MappingProxyType({})
 TABLE_1_CAPACITY = 120_000
 TABLE_1_LIMIT = 4_096
 MEMORIES: dict[str, Joining | None] = {"paged": None, "slab": "embed", "slab-shaped": "shape"}
@@ -333,19 +331,23 @@ class WorldSettings:
     def __post_init__(self) -> None:
         validate(self, "world")
 
-    @property
-    def acceptance(self) -> AcceptanceSpec | None:
-        """See `World.acceptance`."""
-        length = self.acceptance_length
-        return AcceptanceSpec(length=length) if length else None
-
-    def routing(self, parameters: Mapping[str, Value]) -> Routing | None:
-        """See `World.routing`; `parameters` are the router's."""
+    def routing(
+        self, parameters: Mapping[str, Value], targets: Mapping[str, float]
+    ) -> Routing | None:
+        """See `World.routing`; `parameters` are the router's, and `targets` those of a router and
+        a front that have no others.
+        """
+        limits = LatencyLimits.of(targets) if self.admission == "targets" else UNLIMITED
+        if self.admission == "targets" and limits == UNLIMITED:
+            raise InputError(
+                "admission is 'targets', and no target for TTFT or E2E is given",
+                "add one, such as --sla ttft_p99_s=1",
+            )
         name = self.replica_router
-        if name == "in-turn":
-            turns = RoundRobinRouter()
-            return Routing.of_front(turns) if self.admission == "targets" else None
-        return Routing.of_front(make_router(name, parameters))
+        if name != "in-turn":
+            router = make_router(name, targets_of(name, targets) | dict(parameters))
+            return Routing.of_front(router, limits)
+        return None if limits == UNLIMITED else Routing.of_front(RoundRobinRouter(), limits)
 
 
 def assign_settings(
@@ -395,8 +397,11 @@ def make_world(
     workers: int = 0,
     max_new_tokens: int = 0,
     seed: int = 0,
+    targets: Mapping[str, float] = NO_TARGETS,
+    recipe: Recipe | None = None,
 ) -> World:
-    """The world of a fit, or without one the token-step world; `given` are `WorldSettings`.
+    """The world of a fit, or without one the token-step world; `given` are `WorldSettings`. The
+    engine reports tokens, and drafts are accepted, as its `recipe` says.
 
     `workers` 0: as many as were profiled, or 1. `max_new_tokens` 0: the default of recipes, or
     Table 1's 4,096. `InputError` for a setting that is not possible.
@@ -421,6 +426,11 @@ def make_world(
             fit = fit.model_copy(update={"memory": fitted})
         limit = max_new_tokens or ServeSpec().max_new_tokens
         world = world_from_fit(fit, workers=workers or fit.workers, max_new_tokens=limit, seed=seed)
+    length = settings.acceptance_length
+    acceptance = AcceptanceSpec(length=length) if length else None
+    if recipe is not None:
+        world = replace(world, flush_s=recipe.engine.flush_s)
+        acceptance = acceptance or recipe.serve.acceptance
     return replace(
         world,
         future_memory=True,
@@ -428,9 +438,9 @@ def make_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
-        routing=settings.routing(of_router),
+        routing=settings.routing(of_router, targets),
         joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
-        acceptance=settings.acceptance,
+        acceptance=acceptance,
     )
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from toolkit.engine_traits import traits_of
-from toolkit.files.tuning import Alternatives, DeclinedSettings
-from toolkit.sched.policies import BUILT_IN, refusal
-from toolkit.tuning.evaluate import CandidateLimits, Evaluation, Task
+from toolkit.files.tuning import Alternatives, Evaluation
+from toolkit.sched.policies import refusal
+from toolkit.tuning.evaluate import rank
 from toolkit.tuning.executor import Evaluate
-from toolkit.tuning.inputs import Inputs
+from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.judge import NOTABLE_GAIN
 
 WORKERS_MAX = 256  # the greatest number of workers that is tried
@@ -42,7 +41,7 @@ def fewest(keeps: Callable[[int], bool]) -> int | None:
 
 
 def alternatives(
-    inputs: Inputs,
+    inputs: TuneInputs,
     evaluate: Evaluate,
     chosen: Evaluation,
     searched: Sequence[Evaluation],
@@ -56,31 +55,24 @@ def alternatives(
         declined: see `JudgedCandidates.declined`.
     """
     engine = inputs.recipe.engine.name
-    setup = inputs.whole(chosen.outcome.policy)
-    limits = setup.limits
-    feasible = chosen.feasible(limits)
+    task = inputs.whole(chosen.settings)
+    kept = chosen.outcome.kept
 
     def keeps(workers: int) -> bool:
-        world = replace(setup.world, workers=workers)
-        sized = replace(setup, world=world, label=f"{setup.label}, {workers} workers")
-        [done] = evaluate([Task.of(sized, chosen.outcome)])
-        return done.feasible(limits)
+        recipe = inputs.recipe.model_copy(update={"workers": workers})
+        deployment = replace(task.deployment, recipe=recipe)
+        label = f"{task.label}, {workers} workers"
+        [done] = evaluate([replace(task, deployment=deployment, label=label)])
+        return done.outcome.kept
 
-    several = not traits_of(engine).server or chosen.outcome.policy in BUILT_IN
-    workers = fewest(keeps) if several and not feasible else None
+    workers = None if kept or task.deployment.one_server else fewest(keeps)
     # The best searched policy is worth naming where the engine cannot run it and it is better.
-    best = max(searched, key=lambda candidate: candidate.rank(limits))
+    best = max(searched, key=rank)
     better = best.goodput_rps > NOTABLE_GAIN * chosen.goodput_rps
-    better = better or (best.feasible(limits) and not feasible)
-    not_served = refusal(best.outcome.policy, engine) is not None
+    better = better or (best.outcome.kept and not kept)
+    not_served = refusal(best.settings.policy, engine) is not None
     return Alternatives(
-        best_of_all=best.outcome.policy if not_served and better else None,
+        best_of_all=best.settings.policy if not_served and better else None,
         workers=workers,
-        declined=_with_limit(declined, limits) if declined else None,
+        declined=declined,
     )
-
-
-def _with_limit(declined: Evaluation, limits: CandidateLimits) -> DeclinedSettings:
-    usage = declined.usage(limits)
-    limit = max(usage, key=lambda key: usage[key])
-    return DeclinedSettings(outcome=declined.outcome, limit=limit, used=usage[limit])

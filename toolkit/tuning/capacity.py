@@ -3,7 +3,7 @@
 A load is a rate (the trace's arrivals, stretched or compressed) or a concurrency (a fixed number of
 requests at once). All loads have the same requests and the same random draws, so that results
 differ by the load alone. A load is kept if every limit is kept; that the queue does not grow with
-the trace is one of them (`CandidateLimits.max_behind_percent`).
+the trace is one of them (`Task.whole`).
 
 A trace that is over before a queue can grow says nothing of a rate. So at each rate a short one is
 repeated (`toolkit.traces.repeat`) until it lasts `LASTING` times the longest target on waiting, and
@@ -21,18 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import BEHIND, Outcome
+from toolkit.files.tuning import BEHIND, Evaluation
 from toolkit.metrics import SERVED
 from toolkit.routing.admission import UNLIMITED
+from toolkit.sim.deployment import Workload
 from toolkit.traces.repeat import most_repeats, repeated
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import MAX_RATE_RPS, busiest, mean_rate
-from toolkit.tuning.evaluate import Evaluation, EvaluationSetup, Task
+from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import Evaluate
 
 TOLERANCE = 0.01  # of the load: the lowest that breaks a limit is at most this much higher
@@ -87,7 +89,7 @@ class Capacity:
         """The rate that is served at the capacity. Of sessions it is what was counted: their starts
         come at `load`, and their turns when their clients have thought.
         """
-        return self.at_capacity.evaluation.outcome.metrics.get(SERVED, self.load)
+        return self.at_capacity.evaluation.metrics.get(SERVED, self.load)
 
     @property
     def error_percent(self) -> float:
@@ -105,8 +107,7 @@ class LoadSearch:
     """Finds the capacity of one setting. Each load is simulated once.
 
     Args:
-        at: the setup at a load.
-        outcome: policy, parameters and router.
+        at: the task at a load.
         evaluate: runs tasks.
         most: the greatest load that can be judged; beyond it, the trace says nothing.
         whole: loads are whole numbers.
@@ -115,8 +116,7 @@ class LoadSearch:
         above: shares that are tried too; the first must be broken.
     """
 
-    at: Callable[[float], EvaluationSetup]
-    outcome: Outcome
+    at: Callable[[float], Task]
     evaluate: Evaluate
     most: float = math.inf
     whole: bool = False
@@ -129,11 +129,10 @@ class LoadSearch:
         """The points at these loads."""
         loads = [self._possible(load) for load in loads]
         new = [load for load in dict.fromkeys(loads) if load not in self.points]
-        setups = [self.at(load) for load in new]
-        done = self.evaluate([Task.of(setup, self.outcome) for setup in setups])
-        for load, setup, evaluation in zip(new, setups, done, strict=True):
-            usage = evaluation.usage(setup.limits)
-            served_rps = evaluation.outcome.metrics.get(SERVED)
+        done = self.evaluate([self.at(load) for load in new])
+        for load, evaluation in zip(new, done, strict=True):
+            usage = dict(evaluation.outcome.used)
+            served_rps = evaluation.metrics.get(SERVED)
             if served_rps is not None and not self.whole:  # turns wait, and so do not pile up
                 lacking = (1.0 - served_rps / load) / MOST_LACKING
                 usage[BEHIND] = max(usage.get(BEHIND, 0.0), lacking)
@@ -182,7 +181,7 @@ class LoadSearch:
         nearest = above[0].usage if above else self.points[low].usage
         binding = max(nearest, key=lambda name: nearest[name])
         [*windows] = self.at(low).windows
-        repeats = windows[0].repeats if windows else 1
+        repeats = windows[0].trace.repeats if windows else 1
         return Capacity(low, above[0].load if above else None, binding, points, repeats)
 
     def _around(self, guess: float, near: float) -> tuple[float | None, float | None]:
@@ -266,42 +265,41 @@ class LoadSearch:
         return float(max(round(load), 1)) if self.whole else load
 
 
-def at_rate(setup: EvaluationSetup, rate_rps: float) -> EvaluationSetup:
-    """The setup with its only window's arrivals at this mean rate, repeated as often as it takes to
+def at_rate(task: Task, rate_rps: float) -> Task:
+    """The task with its only window's arrivals at this mean rate, repeated as often as it takes to
     last long enough.
 
     Raises `InputError` where that takes more than `MOST_REPEATED` requests.
     """
-    [trace] = setup.windows
-    most_rps = most_rate_rps(setup)
+    [workload] = task.windows
+    most_rps = most_rate_rps(task)
     if rate_rps > most_rps:
         raise InputError(
-            f"{trace.source}: at {rate_rps:g} requests/s it would have to be repeated to more than "
-            f"{MOST_REPEATED:,} requests to last {judged_s(setup):,.4g} s",
+            f"{workload.trace.source}: at {rate_rps:g} requests/s it would have to be repeated to "
+            f"more than {MOST_REPEATED:,} requests to last {judged_s(task):,.4g} s",
             f"give a rate of at most {most_rps:.4g} requests/s, or shorter targets",
         )
-    stretch = own_rate_rps(setup) / rate_rps
-    again = repeated_to(setup, math.ceil(rate_rps * judged_s(setup)))
+    stretch = own_rate_rps(task) / rate_rps
+    again = repeated_to(task, math.ceil(rate_rps * judged_s(task)))
     scaled = replace(again, arrival_s=again.arrival_s * stretch)
-    return replace(
-        setup, windows=[scaled], own_rps=0.0, label=f"{setup.label}, {rate_rps:.9g} requests/s"
-    )
+    label = f"{task.label}, {rate_rps:.9g} requests/s"
+    return replace(task, windows=[replace(workload, trace=scaled)], own_rps=0.0, label=label)
 
 
-def own_rate_rps(setup: EvaluationSetup) -> float:
+def own_rate_rps(task: Task) -> float:
     """The mean rate of the trace that the only window is, or is a part of."""
-    [trace] = setup.windows
-    return setup.own_rps or mean_rate(trace)
+    [workload] = task.windows
+    return task.own_rps or mean_rate(workload.trace)
 
 
-def judged_s(setup: EvaluationSetup) -> float:
+def judged_s(task: Task) -> float:
     """How long a trace lasts at least where a rate is judged, in seconds."""
-    [trace] = setup.windows
-    wait_s, _ = longest_wait_s(setup.sla)
+    [workload] = task.windows
+    wait_s, _ = longest_wait_s(task.sla)
     least_s = LASTING * (wait_s or USUAL_WAIT_S)
-    if trace.sessions is None or not setup.world.closed_loop or setup.world.concurrency:
+    sessions = workload.trace.sessions
+    if sessions is None or not workload.closed_loop or workload.concurrency:
         return least_s
-    sessions = trace.sessions
     length_s = float(sessions.think_s.sum()) / int((sessions.previous < 0).sum())
     return max(least_s, SESSIONS * length_s)
 
@@ -311,24 +309,24 @@ def lasts_long_enough(trace: Trace, wait_s: float) -> bool:
     return float(trace.arrival_s[-1]) >= LASTING * wait_s * (1.0 - 1.0 / len(trace))
 
 
-def repeated_to(setup: EvaluationSetup, requests: int) -> Trace:
+def repeated_to(task: Task, requests: int) -> Trace:
     """The only window, repeated until it has so many requests, or as often as is possible."""
-    [trace] = setup.windows
+    [workload] = task.windows
+    trace = workload.trace
     times = min(math.ceil(requests / len(trace)), most_repeats(trace))
-    return repeated(trace, max(times, 1), setup.world.seed)
+    return repeated(trace, max(times, 1), task.deployment.recipe.tune.seed)
 
 
-def at_concurrency(setup: EvaluationSetup, count: int, served_rps: float = 0.0) -> EvaluationSetup:
-    """The setup with so many requests at once: the next one starts when one ends. The trace is
+def at_concurrency(task: Task, count: int, served_rps: float = 0.0) -> Task:
+    """The task with so many requests at once: the next one starts when one ends. The trace is
     repeated until each place has `ROUNDS_AT_ONCE` of them and, at the rate that is served at most,
     it lasts as long as where a rate is judged.
     """
-    world = replace(setup.world, concurrency=count)
-    limits = replace(setup.limits, max_behind_percent=None)  # requests start as others end
-    label = f"{setup.label}, {count} at once"
-    requests = max(ROUNDS_AT_ONCE * count, math.ceil(served_rps * judged_s(setup)))
-    windows = [repeated_to(setup, min(requests, MOST_REPEATED))]
-    return replace(setup, world=world, windows=windows, limits=limits, label=label)
+    requests = max(ROUNDS_AT_ONCE * count, math.ceil(served_rps * judged_s(task)))
+    again = repeated_to(task, min(requests, MOST_REPEATED))
+    return replace(
+        task, windows=[Workload(again, concurrency=count)], label=f"{task.label}, {count} at once"
+    )
 
 
 def longest_wait_s(sla: Mapping[str, float]) -> tuple[float, str]:
@@ -337,47 +335,43 @@ def longest_wait_s(sla: Mapping[str, float]) -> tuple[float, str]:
     return max(waits, default=(0.0, ""))
 
 
-def most_rate_rps(setup: EvaluationSetup) -> float:
+def most_rate_rps(task: Task) -> float:
     """The greatest rate at which the trace can be judged: at more, it would have to be repeated to
     more than `MOST_REPEATED` requests.
     """
-    [trace] = setup.windows
+    [workload] = task.windows
+    trace = workload.trace
     most = max(len(trace), min(MOST_REPEATED, len(trace) * most_repeats(trace)))
-    return min(most / judged_s(setup), MAX_RATE_RPS)
+    return min(most / judged_s(task), MAX_RATE_RPS)
 
 
-def backlog_rate_rps(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float:
+def backlog_rate_rps(task: Task, evaluate: Evaluate) -> float:
     """Requests per second that are served where all of the trace's requests arrive at once."""
-    [trace] = setup.windows
-    world = replace(setup.world, closed_loop=False)
-    if world.routing is not None:
-        world = replace(world, routing=replace(world.routing, limits=UNLIMITED))
+    [workload] = task.windows
+    trace = workload.trace
     waiting = replace(trace, arrival_s=np.zeros(len(trace)), priority=None)
-    label = f"{setup.label}, a backlog"
-    [done] = evaluate(
-        [Task.of(replace(setup, world=world, windows=[waiting], label=label), outcome)]
-    )
-    return done.outcome.metrics["throughput_rps"]
+    backlog = replace(workload, trace=waiting, closed_loop=False)
+    deployment = replace(task.deployment, admission=UNLIMITED)
+    label = f"{task.label}, a backlog"
+    [done] = evaluate([replace(task, deployment=deployment, windows=[backlog], label=label)])
+    return done.metrics["throughput_rps"]
 
 
 def rate_capacity(
-    setup: EvaluationSetup,
-    outcome: Outcome,
-    evaluate: Evaluate,
-    tried: list[LoadPoint] | None = None,
+    task: Task, evaluate: Evaluate, tried: list[LoadPoint] | None = None
 ) -> Capacity | None:
     """The highest rate at which the settings keep every limit; None where none was found.
 
-    The only window of `setup` is the trace to be judged. `tried` gets every rate that was tried.
+    The only window of `task` is the trace to be judged. `tried` gets every rate that was tried.
     Raises `InputError` where the trace has no rate.
     """
-    search = _rate_search(setup, outcome, evaluate)
-    part = busiest_part(setup)
+    search = _rate_search(task, evaluate)
+    part = busiest_part(task)
     if part is None:
-        backlog_rps = backlog_rate_rps(setup, outcome, evaluate)
+        backlog_rps = backlog_rate_rps(task, evaluate)
         found = search.found(backlog_rps) if backlog_rps else None
     else:
-        guess_rps = _part_rate_rps(part, outcome, evaluate)
+        guess_rps = _part_rate_rps(part, evaluate)
         search.tolerance = TOLERANCE_LONG
         search.below = BELOW_LONG
         search.above = (ABOVE,)
@@ -387,16 +381,14 @@ def rate_capacity(
     return found
 
 
-def rate_near(
-    setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate, guess_rps: float
-) -> float | None:
+def rate_near(task: Task, evaluate: Evaluate, guess_rps: float) -> float | None:
     """Return about which rate is served at the capacity, from a good guess; None where no rate was
     found that is kept.
 
     It is interpolated between a rate that is kept and one that is not, at most `TOLERANCE_LONG` of
     it higher.
     """
-    search = _rate_search(setup, outcome, evaluate)
+    search = _rate_search(task, evaluate)
     search.tolerance = TOLERANCE_LONG
     found = search.rough(guess_rps, NEAR)
     if found is None or found.broken is None:
@@ -404,35 +396,31 @@ def rate_near(
     return found.served_rps * search.crossing(found.load, found.broken) / found.load
 
 
-def busiest_part(setup: EvaluationSetup) -> EvaluationSetup | None:
+def busiest_part(task: Task) -> Task | None:
     """The busiest part of a long trace, with the whole trace's rates; None of a shorter one."""
-    [trace] = setup.windows
+    [workload] = task.windows
+    trace = workload.trace
     if len(trace) <= LONG or mean_rate(trace) == 0.0:
         return None
-    window = busiest(trace, PART)
-    label = f"{setup.label}, the busiest {PART:,}"
-    return replace(setup, windows=[window.trace], label=label, own_rps=own_rate_rps(setup))
+    part = replace(workload, trace=busiest(trace, PART).trace)
+    label = f"{task.label}, the busiest {PART:,}"
+    return replace(task, windows=[part], label=label, own_rps=own_rate_rps(task))
 
 
-def _part_rate_rps(part: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> float | None:
+def _part_rate_rps(part: Task, evaluate: Evaluate) -> float | None:
     """A rate near the capacity of a part of the trace; None where none was found."""
-    search = _rate_search(part, outcome, evaluate)
-    backlog_rps = backlog_rate_rps(part, outcome, evaluate)
+    search = _rate_search(part, evaluate)
+    backlog_rps = backlog_rate_rps(part, evaluate)
     found = search.rough(backlog_rps) if backlog_rps else None
     return found.load if found else None
 
 
-def _rate_search(setup: EvaluationSetup, outcome: Outcome, evaluate: Evaluate) -> LoadSearch:
+def _rate_search(task: Task, evaluate: Evaluate) -> LoadSearch:
     """A search among rates. `InputError` where the trace has no rate that could be changed."""
-    [trace] = setup.windows
-    if mean_rate(trace) == 0.0:
+    [workload] = task.windows
+    if mean_rate(workload.trace) == 0.0:
         raise InputError(
-            f"{trace.source}: its requests arrive at once, so there is no rate to change",
+            f"{workload.trace.source}: its requests arrive at once, so there is no rate to change",
             "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
         )
-    most_rps = most_rate_rps(setup)
-
-    def at(rate_rps: float) -> EvaluationSetup:
-        return at_rate(setup, rate_rps)
-
-    return LoadSearch(at, outcome, evaluate, most_rps)
+    return LoadSearch(partial(at_rate, task), evaluate, most_rate_rps(task))

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import JsonValue, ValidationError
@@ -27,7 +27,7 @@ from toolkit.routing.routers import router_of
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import declared
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.tuning.evaluate import make_world
+from toolkit.sim.world import world_from_fit
 
 EXAMPLE = "for example --also prefix_caching=false"
 PARAMETERS = "policy.parameters"
@@ -288,7 +288,8 @@ def check_drafts(change: RecipeChange, recipe: Recipe, fit: Fit) -> None:
     """Raise `InputError` where the law or the acceptance of this number of drafts is not known."""
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     if isinstance(policy, VllmPolicy):
+        world = world_from_fit(fit, workers=1, max_new_tokens=1)
         try:
-            make_world(recipe, fit).engine_of(policy)
+            replace(world, acceptance=recipe.serve.acceptance).engine_of(policy)
         except InputError as error:
             raise change.error(error.message, error.hint) from None

@@ -1,7 +1,7 @@
-"""Deployments that are compared by their capacity: settings on machines, on one trace.
+"""Deployments that are compared by their capacity, on one trace.
 
-`deployments_of` lists the settings of a recipe: its own, those that a tuning recommends, other
-policies, other routers. `with_lost` adds each of them with some of its workers lost. `measure`
+`variants_of` lists the settings of a recipe: its own, those that a tuning recommends, other
+policies, other routers. `with_lost` adds each of them with some of its workers lost. `capacity_of`
 finds for each the highest rate and the highest concurrency that keep all limits, and how many
 workers a given rate takes.
 """
@@ -15,17 +15,16 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
-from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.capacity import Cost, LawInterval
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Outcome, Tuning
+from toolkit.files.tuning import Settings, Tuning
 from toolkit.laws.features import StepShape
 from toolkit.routing.routers import ROUTERS, router_of
-from toolkit.sched.policies import BUILT_IN, make_any, refusal, refuse_unservable
+from toolkit.sched.policies import make_any, refusal, refuse_unservable
 from toolkit.sim.api import usual_policies
-from toolkit.sim.world import slowed
+from toolkit.sim.deployment import Deployment
 from toolkit.traces.sharing import reusable_tokens
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import check_rate
@@ -51,91 +50,64 @@ from toolkit.tuning.changes import (
     measured_laws,
     refuse_drafts,
 )
-from toolkit.tuning.evaluate import EvaluationSetup, Task, make_world
+from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import Evaluate
-from toolkit.tuning.workload import own_settings, whole_setup
+from toolkit.tuning.workload import whole_task
 
 ALL = "all"
 FIRST_CONCURRENCY = 64.0  # that is tried, of each worker
 
 
 @dataclass(slots=True, frozen=True)
-class Deployment:
-    """Settings on a machine: a recipe with its number of workers, its fit, policy and router.
+class Variant:
+    """A deployment beside others.
 
     Attributes:
         label: what its settings are: "defaults", "tuned", "policy NAME", "router NAME", or the
             changed keys.
-        outcome: its metrics do not count.
-        slowdown: factor of every batch time, on its machine as it is now.
-        lost: so many of its workers are gone. It has the capacity of the others.
+        lost: how many of its workers are gone. It has the capacity of the others.
         changed: keys of the recipe, by their paths, that differ from the recipe's file.
     """
 
-    recipe: Recipe
-    fit: Fit
+    deployment: Deployment
     label: str
-    outcome: Outcome
-    slowdown: float = 1.0
     lost: int = 0
     changed: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
-    def gpus(self) -> int:
-        """The devices of all workers."""
-        return self.recipe.workers * self.recipe.engine.tensor_parallel_size
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """The price of all workers; None without a price."""
-        price = self.recipe.hardware.usd_per_hour
-        return None if price is None else price * self.recipe.workers
-
-    def with_workers(self, workers: int) -> Deployment:
-        """The same settings on so many workers; the recipe's router is before several replicas."""
-        recipe = self.recipe.model_copy(update={"workers": workers})
-        router = self.outcome.replica_router or router_of(recipe)
-        if workers == 1:
-            router = None
-        outcome = self.outcome.model_copy(update={"replica_router": router})
-        return replace(self, recipe=recipe, outcome=outcome)
-
-    @property
     def left(self) -> Deployment:
         """The same settings on the workers that are not lost."""
-        if not self.lost:
-            return self
-        return replace(self.with_workers(self.recipe.workers - self.lost), lost=0)
+        whole = self.deployment
+        return whole.with_workers(whole.workers - self.lost) if self.lost else whole
 
-    def setup(self, trace: Trace) -> EvaluationSetup:
-        """Where its settings are judged: on the whole trace, with all workers."""
-        world = slowed(make_world(self.recipe, self.fit), self.slowdown)
-        label = f"{self.recipe.name}, {self.recipe.workers} workers"
-        return whole_setup(world, trace, self.recipe, self.outcome.policy, label)
+    def with_workers(self, workers: int) -> Variant:
+        """The same settings on so many workers, of which as many are lost."""
+        return replace(self, deployment=self.deployment.with_workers(workers))
 
 
 @dataclass(slots=True, frozen=True)
-class Measured:
-    """What was found of a deployment.
+class FoundCapacity:
+    """The capacity of a deployment.
 
     Attributes:
-        rate: None where no rate keeps the limits, or none was searched.
-        concurrency: likewise, of a fixed number of requests at once.
-        needed: with the fewest workers that keep the limits at the wanted rate; None where no
-            number does, or no rate was wanted.
-        lowest: of the rates that were tried where none is kept, the lowest.
+        rate: None where no rate keeps the limits.
+        concurrency: of a fixed number of requests at once; None where none keeps the limits, or
+            none was searched.
+        needed: the deployment with the fewest workers that keep the limits at the wanted rate; None
+            where no number does, or no rate was wanted.
+        lowest: the lowest rate that was tried where none is kept.
         interval: the rates that keep the limits at both ends of the law's range; None as `rate`.
     """
 
-    deployment: Deployment
+    variant: Variant
     rate: Capacity | None
     concurrency: Capacity | None
-    needed: Deployment | None
+    needed: Variant | None
     lowest: LoadPoint | None = None
     interval: LawInterval | None = None
 
 
-def deployments_of(
+def variants_of(
     recipe: Recipe,
     fit: Fit,
     *,
@@ -143,36 +115,36 @@ def deployments_of(
     policies: Sequence[str] = (),
     routers: Sequence[str] = (),
     slowdown: float = 1.0,
-) -> list[Deployment]:
+) -> list[Variant]:
     """The recipe's own settings, then the tuned ones, then policies and routers by name.
 
     "all" stands for all that the engine can run, and for all routers. All are on one machine,
     slower than fitted by the factor `slowdown`. Raises `InputError` for a policy or router that
     does not exist, a policy that the engine cannot run, and routers where there is one worker.
     """
-    own = own_settings(recipe)
-    found = [Deployment(recipe, fit, "defaults", own).with_workers(recipe.workers)]
+    own = replace(Deployment.of(recipe, fit), slowdown=slowdown)
+    found = [Variant(own, "defaults")]
     if tuning is not None:
-        sized = recipe.model_copy(update={"workers": tuning.workers})
-        found.append(Deployment(sized, fit, "tuned", tuning.recommended))
+        settings = tuning.recommended.settings
+        found.append(Variant(replace(own.with_workers(tuning.workers), settings=settings), "tuned"))
     for name in _policies(recipe, fit, policies):
-        if name != own.policy:
-            outcome = Outcome(policy=name, parameters={}, metrics={})
-            alone = recipe if name in BUILT_IN else _unrouted(recipe)
-            found.append(Deployment(alone, fit, f"policy {name}", outcome))
+        if name != own.settings.policy:
+            named = replace(own, settings=Settings(policy=name, parameters={}))
+            found.append(Variant(named.with_workers(_servers(named)), f"policy {name}"))
     for name in _routers(recipe, routers):
-        outcome = own.model_copy(update={"replica_router": router_of(recipe, name)})
-        found.append(Deployment(recipe, fit, f"router {name}", outcome))
-    return [replace(one, slowdown=slowdown) for one in found]
+        update = {"replica_router": router_of(recipe, name)}
+        routed = replace(own, settings=own.settings.model_copy(update=update))
+        found.append(Variant(routed, f"router {name}"))
+    return found
 
 
-def changed_deployment(
+def changed_variant(
     recipe: Recipe,
     fit: Fit,
     change: RecipeChange,
     compute: Callable[[Recipe], Fit] | None,
     slowdown: float = 1.0,
-) -> Deployment:
+) -> Variant:
     """Return the recipe's own settings, with some of its keys changed.
 
     Args:
@@ -199,15 +171,15 @@ def changed_deployment(
             raise change.error(error.message, error.hint) from None
         check_laws(change, before, fit)
     check_drafts(change, changed, fit)
-    [own] = deployments_of(changed, fit, slowdown=slowdown)
-    return replace(own, label=change.text.replace(",", ", "), changed=change.values)
+    own = replace(Deployment.of(changed, fit), slowdown=slowdown)
+    return Variant(own, change.text.replace(",", ", "), changed=change.values)
 
 
-def check_sharing(deployment: Deployment, trace: Trace) -> None:
+def check_sharing(variant: Variant, trace: Trace) -> None:
     """Raise `InputError` for a change of the prefix cache where the trace's prompts share nothing,
     or it does not say what they share: two equal capacities would look like an answer.
     """
-    if PREFIX_CACHING not in deployment.changed or reusable_tokens(trace).any():
+    if PREFIX_CACHING not in variant.changed or reusable_tokens(trace).any():
         return
     problem = f"no prompt of {trace.source} begins like an earlier one"
     if trace.shared is None:
@@ -219,8 +191,8 @@ def check_sharing(deployment: Deployment, trace: Trace) -> None:
     )
 
 
-def with_lost(deployments: Sequence[Deployment], lost: int, *, sized: bool) -> list[Deployment]:
-    """Return each of the deployments, and after it the same with `lost` of its workers lost.
+def with_lost(variants: Sequence[Variant], lost: int, *, sized: bool) -> list[Variant]:
+    """Return each of the variants, and after it the same with `lost` of its workers lost.
 
     Args:
         sized: the number of workers is not given but searched, so there may be too few: the second
@@ -229,30 +201,28 @@ def with_lost(deployments: Sequence[Deployment], lost: int, *, sized: bool) -> l
     Raises `InputError` where no worker would be left.
     """
     found = []
-    for one in deployments:
-        workers = one.recipe.workers
-        server = traits_of(one.recipe.engine.name).server
-        if server and one.outcome.policy not in BUILT_IN:
+    for one in variants:
+        workers = one.deployment.workers
+        name = one.deployment.recipe.name
+        if one.deployment.one_server:
             raise InputError(
                 f"--lost {lost}: {one.label} runs inside one server, of which none can be lost",
                 "leave --policies out",
             )
         if lost >= workers and not sized:
             raise InputError(
-                f"--lost {lost}: {one.recipe.name} has {workers} worker{'s' * (workers > 1)}; the "
+                f"--lost {lost}: {name} has {workers} worker{'s' * (workers > 1)}; the "
                 f"limit is {workers - 1}, so that one is left",
                 f"give more workers: --workers {lost + 1}, or --rate to find how many",
             )
         whole = one.with_workers(max(workers, lost + 1))
-        label = f"{one.label}, {lost} lost"
-        found += [one, replace(whole, label=label, lost=lost)]
+        found += [one, replace(whole, label=f"{one.label}, {lost} lost", lost=lost)]
     return found
 
 
-def _unrouted(recipe: Recipe) -> Recipe:
-    """One server: a policy of ours inside a server has no router before it."""
-    server = traits_of(recipe.engine.name).server
-    return recipe.model_copy(update={"workers": 1}) if server else recipe
+def _servers(deployment: Deployment) -> int:
+    """How many workers it has: a policy of ours inside a server has no router before it."""
+    return 1 if deployment.one_server else deployment.workers
 
 
 def _policies(recipe: Recipe, fit: Fit, named: Sequence[str]) -> list[str]:
@@ -277,34 +247,40 @@ def _routers(recipe: Recipe, named: Sequence[str]) -> list[str]:
     return [name for name in (ROUTERS if ALL in named else named) if name != own]
 
 
-def measure(
-    deployment: Deployment,
+def capacity_of(
+    variant: Variant,
     trace: Trace,
     evaluate: Evaluate,
     *,
     rate_rps: float | None = None,
     concurrency: bool = True,
-) -> Measured:
+) -> FoundCapacity:
     """The capacity of a deployment, and how many workers `rate_rps` takes.
 
     Raises `InputError` where the trace has no rate, or is too short for `rate_rps`, however often
     it is repeated.
     """
-    left = deployment.left
-    setup = left.setup(trace)
+    left = variant.left
+    task = _whole(left, trace)
     tried: list[LoadPoint] = []
-    rate = rate_capacity(setup, left.outcome, evaluate, tried)
+    rate = rate_capacity(task, evaluate, tried)
     at_once = None
     if concurrency:
-        at_once = concurrency_capacity(setup, left, evaluate, rate.load if rate else 0.0)
+        at_once = concurrency_capacity(task, evaluate, rate.load if rate else 0.0)
     needed = None
     if rate_rps is not None:
-        guess = rate_rps / rate.load * left.recipe.workers + deployment.lost if rate else 1.0
-        known = {deployment.recipe.workers: False} if _breaks(tried, rate_rps) else {}
-        needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate, known)
+        guess = rate_rps / rate.load * left.workers + variant.lost if rate else 1.0
+        known = {variant.deployment.workers: False} if _breaks(tried, rate_rps) else {}
+        needed = fewest_workers(variant, trace, rate_rps, guess, evaluate, known)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
     interval = _interval(left, trace, evaluate, rate) if rate else None
-    return Measured(deployment, rate, at_once, needed, lowest, interval)
+    return FoundCapacity(variant, rate, at_once, needed, lowest, interval)
+
+
+def _whole(deployment: Deployment, trace: Trace) -> Task:
+    """Where a deployment is judged: on the whole trace, with all workers."""
+    label = f"{deployment.recipe.name}, {deployment.workers} workers"
+    return whole_task(deployment, trace, label)
 
 
 def _interval(
@@ -317,12 +293,11 @@ def _interval(
     law = deployment.fit.law_range()
 
     def served_rps(factor: float) -> float | None:
-        whole = replace(deployment, slowdown=factor * deployment.slowdown).setup(trace)
-        part = busiest_part(whole) or whole
-        return rate_near(part, deployment.outcome, evaluate, rate.load / factor)
+        whole = _whole(replace(deployment, slowdown=factor * deployment.slowdown), trace)
+        return rate_near(busiest_part(whole) or whole, evaluate, rate.load / factor)
 
     low_rps, high_rps = served_rps(law.slow), served_rps(law.fast)
-    if busiest_part(deployment.setup(trace)) is not None:
+    if busiest_part(_whole(deployment, trace)) is not None:
         own_rps = served_rps(1.0)
         share = rate.served_rps / own_rps if own_rps else 1.0
         low_rps, high_rps = (end and share * end for end in (low_rps, high_rps))
@@ -348,7 +323,7 @@ def cost_of(deployment: Deployment, rate: Capacity, trace: Trace) -> Cost | None
     )
     if deployment.fit.steps is None:
         return cost
-    metrics = rate.at_capacity.evaluation.outcome.metrics
+    metrics = rate.at_capacity.evaluation.metrics
     prompt = float(trace.prompt_tokens.mean())
     output = float(trace.output_tokens.mean())
     cached = prompt * metrics.get("hit_percent", 0.0) / 100.0
@@ -374,32 +349,29 @@ def _breaks(tried: Sequence[LoadPoint], rate_rps: float) -> bool:
     return any(point.load <= rate_rps and not point.kept for point in tried)
 
 
-def concurrency_capacity(
-    setup: EvaluationSetup, deployment: Deployment, evaluate: Evaluate, served_rps: float
-) -> Capacity | None:
+def concurrency_capacity(task: Task, evaluate: Evaluate, served_rps: float) -> Capacity | None:
     """The most requests at once that keep every limit; None where not even one does.
 
     `served_rps`: the most that is served, by which the trace is repeated.
     """
-    [trace] = setup.windows
+    [workload] = task.windows
     search = LoadSearch(
-        lambda count: at_concurrency(setup, int(count), served_rps),
-        deployment.outcome,
+        lambda count: at_concurrency(task, int(count), served_rps),
         evaluate,
-        most=float(max(len(trace), MOST_REPEATED) // ROUNDS_AT_ONCE),
+        most=float(max(len(workload.trace), MOST_REPEATED) // ROUNDS_AT_ONCE),
         whole=True,
     )
-    return search.found(FIRST_CONCURRENCY * deployment.recipe.workers)
+    return search.found(FIRST_CONCURRENCY * task.deployment.workers)
 
 
 def fewest_workers(
-    deployment: Deployment,
+    variant: Variant,
     trace: Trace,
     rate_rps: float,
     guess: float,
     evaluate: Evaluate,
     known: Mapping[int, bool] = MappingProxyType({}),
-) -> Deployment | None:
+) -> Variant | None:
     """The deployment with the fewest workers of which those that are not lost keep every limit at
     this rate: one less does not. None where no number up to `WORKERS_MAX` does, or where it cannot
     have more workers.
@@ -411,24 +383,21 @@ def fewest_workers(
 
     def judge(counts: Sequence[int]) -> None:
         new = [count for count in counts if count not in found]
-        sized = [deployment.with_workers(count).left for count in new]
-        setups = [at_rate(one.setup(trace), rate_rps) for one in sized]
-        tasks = [Task.of(setup, one.outcome) for setup, one in zip(setups, sized, strict=True)]
-        for count, setup, done in zip(new, setups, evaluate(tasks), strict=True):
-            found[count] = done.feasible(setup.limits)
+        sized = [variant.with_workers(count).left for count in new]
+        done = evaluate([at_rate(_whole(one, trace), rate_rps) for one in sized])
+        found.update(zip(new, (one.outcome.kept for one in done), strict=True))
 
     def keeps(count: int) -> bool:
         judge([count])
         return found[count]
 
-    server = traits_of(deployment.recipe.engine.name).server
-    if server and deployment.outcome.policy not in BUILT_IN:
-        return deployment.with_workers(1) if keeps(1) else None
-    least = deployment.lost + 1
+    if variant.deployment.one_server:
+        return variant.with_workers(1) if keeps(1) else None
+    least = variant.lost + 1
     first = max(math.ceil(guess), least)
     judge([count for count in (first - 1, first) if least <= count <= WORKERS_MAX])  # two at a time
     count = _fewest_from(keeps, first, least)
-    return None if count is None else deployment.with_workers(count)
+    return None if count is None else variant.with_workers(count)
 
 
 def _fewest_from(keeps: Callable[[int], bool], guess: int, least: int) -> int | None:

@@ -1,9 +1,8 @@
-"""Simulating candidates (policies with parameters) on windows of a trace, and judging them.
+"""Simulating a deployment under candidate settings on windows of a trace, and judging it.
 
-The parts, in order: a machine from a recipe; a candidate's evaluation (`Task`); the screen that
-drops hopeless candidates early; and the lower confidence bound of the attainment. All
-candidates get the same windows and the same draws (common random numbers), so differences come from
-the candidates.
+The parts, in order: a candidate's evaluation (`Task`); the screen that drops hopeless candidates
+early; and the lower confidence bound of the attainment. All candidates get the same windows and the
+same draws (common random numbers), so differences come from the candidates.
 
 The confidence bound allows for correlation: requests that wait in one queue are late together, so
 n of them say less than n independent ones. Each window is cut into blocks of consecutive requests
@@ -18,157 +17,44 @@ all are 100 %, it says that nothing is uncertain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.files.fit import Fit
-from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import (
-    BEHIND,
-    EVICTED,
-    OOM,
+    ATTAINMENT,
+    KEEPS_UP,
     REFUSED,
+    SHARE_NAMES,
+    Evaluation,
+    Limit,
     Outcome,
-    ParameterValue,
-    searched_key,
+    Settings,
+    recipe_limits,
 )
 from toolkit.metrics import Served, meets_sla, pooled_rates, sla_ratios
-from toolkit.routing.admission import UNLIMITED, LatencyLimits
-from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import simulate
-from toolkit.sim.replicas import Routing
-from toolkit.sim.world import World, world_of
+from toolkit.sim.deployment import Deployment, Workload
+from toolkit.sim.world import paged_of
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import cut
 
 # Blocks per window. Of 5, 8, 10 and 15, five cover best where requests are late in long stretches.
 BLOCKS = 5
-Z = 1.6449  # of the normal distribution: one-sided, 95 %
 # Share of the goodput that the mean latency can decide: it orders equals and trades nothing.
 TIE_BREAK = 1e-3
-ATTAINMENT = "sla_attainment_percent"
-ATTAINMENT_LOWER = "sla_attainment_lower_percent"
+Z = 1.6449  # of the normal distribution: one-sided, 95 %
 # Of each window, by time: what a screened candidate is simulated on first.
 SCREEN_SHARE = 0.25
 SCREEN_MARGIN = 2.0
 SCREEN_REQUESTS = 10  # of each part, at least
 TINY_S = 1e-9  # a window ends before its end
-
-
-def make_world(recipe: Recipe, fit: Fit) -> World:
-    """The simulated machine of a recipe."""
-    world = world_of(recipe, fit, recipe.workers)
-    world = replace(world, concurrency=recipe.tune.concurrency or 0)
-    router = router_of(recipe)
-    if router is None:
-        return world
-    targets = recipe.serve.admission == "targets" and recipe.tune.max_refused_percent is not None
-    limits = LatencyLimits.of(recipe.sla) if targets else UNLIMITED
-    chosen = make_router(router.name, router.parameters)
-    return replace(world, routing=Routing.of_front(chosen, limits))
-
-
-@dataclass(slots=True, frozen=True)
-class CandidateLimits:
-    """Limits of a candidate besides the latency targets; None: no such limit."""
-
-    max_oom_percent: float | None = None
-    max_evicted_percent: float | None = None
-    min_attainment_percent: float | None = None
-    max_refused_percent: float | None = None
-    max_behind_percent: float | None = None  # on a whole trace; a short window may end in a burst
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> CandidateLimits:
-        """The recipe's limits."""
-        names = [
-            limit.name for limit in fields(cls) if limit.name in type(recipe.tune).model_fields
-        ]
-        return cls(**{name: getattr(recipe.tune, name) for name in names})
-
-
-@dataclass(slots=True, frozen=True)
-class Evaluation:
-    """An outcome, and each latency target's value over its limit, of what was simulated.
-
-    `screened_out`: that was only the first part of each window, which broke a limit (`Screen`).
-    """
-
-    outcome: Outcome
-    ratios: dict[str, float]
-    screened_out: bool = False
-
-    @property
-    def goodput_rps(self) -> float:
-        """Requests per second that meet every latency target (`toolkit.metrics`); without targets
-        the throughput.
-        """
-        return self.outcome.metrics["goodput_rps"]
-
-    @property
-    def score(self) -> float:
-        """Goodput; between equals, the lower mean E2E latency."""
-        latency_s = self.outcome.metrics.get("e2e_mean_s", 0.0)
-        return self.goodput_rps * (1.0 - TIE_BREAK * latency_s / (1.0 + latency_s))
-
-    def usage(self, limits: CandidateLimits) -> dict[str, float]:
-        """The used share of each limit: above 1 it is broken.
-
-        For the attainment, it is the share of late requests (100 % minus the confidence bound) over
-        the allowed share.
-        """
-
-        def share(value: float, limit: float) -> float:
-            if limit:
-                return value / limit
-            return 1.0 + value if value else 0.0
-
-        metrics = self.outcome.metrics
-        most = {
-            OOM: limits.max_oom_percent,
-            EVICTED: limits.max_evicted_percent,
-            REFUSED: limits.max_refused_percent,
-            BEHIND: limits.max_behind_percent,
-        }
-        used = dict(self.ratios)
-        for key, limit in most.items():
-            if limit is not None:
-                used[key] = share(metrics.get(key, 0.0), limit)
-        if limits.min_attainment_percent is not None:
-            late = 100.0 - metrics.get(ATTAINMENT_LOWER, 0.0)
-            used[ATTAINMENT] = share(late, 100.0 - limits.min_attainment_percent)
-        return used
-
-    def feasible(self, limits: CandidateLimits) -> bool:
-        """Whether every limit is kept."""
-        return all(share <= 1.0 for share in self.usage(limits).values())
-
-    def rank(self, limits: CandidateLimits) -> tuple[bool, bool, float]:
-        """A greater rank is better: limits kept, then simulated whole, then the score."""
-        return self.feasible(limits), not self.screened_out, self.score
-
-
-@dataclass(slots=True, frozen=True)
-class EvaluationSetup:
-    """Where candidates are tried: machine, windows, latency targets (`sla`) and further limits.
-
-    `label` is unique in a tuning. `own_rps`: the mean rate of the trace of which the only window is
-    the busiest part; 0: the window's own. Rates are always the trace's mean.
-    """
-
-    world: World
-    windows: Sequence[Trace]
-    sla: Mapping[str, float]
-    label: str = "search"
-    limits: CandidateLimits = CandidateLimits()
-    own_rps: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -181,39 +67,52 @@ class SimulatedWindow:
 
 @dataclass(slots=True, frozen=True)
 class Task:
-    """A candidate on a setup. Windows are simulated one by one, in any order, then summed up.
+    """A deployment on windows of a trace, judged by the targets and limits of its recipe. Windows
+    are simulated one by one, in any order, then summed up.
 
-    `router` is before several replicas of a server; None: as the setup's world says.
+    Attributes:
+        label: unique in a tuning, together with the settings.
+        whole: the only window is the whole trace, or its busiest part. A server has to keep up with
+            it; a short window may end in a burst.
+        own_rps: mean rate of the trace of which the only window is the busiest part; 0: the
+            window's own. Rates are always the trace's mean.
     """
 
-    setup: EvaluationSetup
-    policy: str
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-    router: RouterSpec | None = None
-
-    @classmethod
-    def of(cls, setup: EvaluationSetup, outcome: Outcome) -> Task:
-        """The settings of an outcome on another setup."""
-        return cls(setup, outcome.policy, outcome.parameters, outcome.replica_router)
+    deployment: Deployment
+    windows: Sequence[Workload]
+    label: str = "search"
+    whole: bool = False
+    own_rps: float = 0.0
 
     @property
-    def key(self) -> str:
-        """See `Outcome.key`."""
-        return searched_key(self.policy, self.router.name if self.router else None)
+    def settings(self) -> Settings:
+        """See `Deployment.settings`."""
+        return self.deployment.settings
+
+    @property
+    def sla(self) -> Mapping[str, float]:
+        """The latency targets."""
+        return self.deployment.recipe.sla
+
+    @property
+    def limits(self) -> list[Limit]:
+        """Every limit; where requests start as others end, no queue grows."""
+        keeps_up = self.whole and not self.windows[0].concurrency
+        return [*recipe_limits(self.deployment.recipe), *[KEEPS_UP] * keeps_up]
+
+    def under(self, settings: Settings) -> Task:
+        """Return the same deployment under other settings."""
+        return replace(self, deployment=replace(self.deployment, settings=settings))
 
     def on(self, window: int) -> Task:
-        """The same candidate on one window of the setup."""
-        return replace(self, setup=replace(self.setup, windows=[self.setup.windows[window]]))
+        """Return the same deployment on one of the windows."""
+        return replace(self, windows=[self.windows[window]])
 
     def simulate(self, window: int) -> SimulatedWindow:
-        """Simulate one window of the setup."""
-        world = self.setup.world
-        if self.router is not None:
-            router = make_router(self.router.name, self.router.parameters)
-            routing = world.routing or Routing.of_front(router)
-            world = replace(world, routing=replace(routing, router=router))
-        result = simulate(self.setup.windows[window], self._candidate(), world)
-        return SimulatedWindow(result.served, result.metrics(self.setup.sla))
+        """Simulate one of the windows."""
+        workload = self.windows[window]
+        result = simulate(workload.trace, self._policy(), self.deployment.world(workload))
+        return SimulatedWindow(result.served, result.metrics(self.sla))
 
     def sum_up(self, results: Sequence[SimulatedWindow]) -> Evaluation:
         """Return the evaluation, from the `results` of all windows in their order.
@@ -223,7 +122,7 @@ class Task:
         window with few requests as much as one with many. Without targets the throughput is the
         goodput.
         """
-        sla = self.setup.sla
+        sla = self.sla
         metrics = {
             key: fmean(result.metrics[key] for result in results)
             for key in results[0].metrics
@@ -231,41 +130,63 @@ class Task:
         }
         parts = [result.served for result in results]
         good = [meets_sla(part, sla) for part in parts]
-        metrics[ATTAINMENT_LOWER] = lower_bound_percent(good)
+        metrics[ATTAINMENT] = lower_bound_percent(good)
         if len(parts) > 1:
-            closed = self.setup.world.concurrency > 0
-            metrics |= pooled_rates(parts, sla, closed=closed)
+            metrics |= pooled_rates(parts, sla, closed=self.windows[0].concurrency > 0)
             if sla:
-                metrics[ATTAINMENT] = 100.0 * float(np.concatenate(good).mean())
+                metrics[SHARE_NAMES[ATTAINMENT]] = 100.0 * float(np.concatenate(good).mean())
         if not sla:
             metrics["goodput_rps"] = metrics["throughput_rps"]
-        if self.setup.world.refuses:
-            metrics[REFUSED] = (
-                100.0 * metrics["refused"] * len(results) / sum(map(len, self.setup.windows))
-            )
-        served = _joined(parts)
-        outcome = Outcome(
-            policy=self.policy,
-            parameters=parameters(self._candidate()),
-            metrics=metrics,
-            replica_router=self.router,
-        )
-        return Evaluation(outcome, sla_ratios(served, sla))
+        if self.deployment.refuses:
+            requests = sum(len(window.trace) for window in self.windows)
+            metrics[REFUSED] = 100.0 * metrics["refused"] * len(results) / requests
+        ratios = sla_ratios(_joined(parts), sla)
+        names = {limit.name: SHARE_NAMES.get(limit.name, limit.name) for limit in self.limits}
+        used = {
+            names[limit.name]: ratios.get(limit.name, share_of(limit, metrics.get(limit.name, 0.0)))
+            for limit in self.limits
+        }
+        settings = self.settings.model_copy(update={"parameters": parameters(self._policy())})
+        return Evaluation(settings=settings, outcome=Outcome(metrics=metrics, used=used))
 
     def run(self) -> Evaluation:
         """Simulate all windows in this process."""
-        return self.sum_up([self.simulate(window) for window in range(len(self.setup.windows))])
+        return self.sum_up([self.simulate(window) for window in range(len(self.windows))])
 
-    def _candidate(self) -> AnyPolicy:
+    def _policy(self) -> AnyPolicy:
         """The policy. Parameters are drawn independently; where one bounds another, it is moved to
         the nearest allowed value, and so are limits with which vLLM would not start.
         """
-        within = VllmPolicy.within if self.policy == VllmPolicy.name else dict
-        policy = make_any(self.policy, within(self.parameters))
-        engine = self.setup.world.paged
-        if isinstance(policy, VllmPolicy) and engine is not None:
-            return engine.allowed(policy)
-        return policy
+        if self.settings.policy != VllmPolicy.name:
+            return self.deployment.policy()
+        flags = make_any(VllmPolicy.name, VllmPolicy.within(self.settings.parameters))
+        assert isinstance(flags, VllmPolicy)
+        engine = paged_of(self.deployment.fit)
+        return engine.allowed(flags) if engine else flags
+
+
+def share_of(limit: Limit, value: float) -> float:
+    """Return the share of a limit that a value uses. Of a lower limit in percent it is that of the
+    rest up to 100 %.
+    """
+    most = limit.limit
+    if limit.bound == "at least":
+        value = 100.0 - value
+        most = 100.0 - most
+    if most:
+        return value / most
+    return 1.0 + value if value else 0.0
+
+
+def score(found: Evaluation) -> float:
+    """Goodput; between equals, the lower mean E2E latency."""
+    latency_s = found.metrics.get("e2e_mean_s", 0.0)
+    return found.goodput_rps * (1.0 - TIE_BREAK * latency_s / (1.0 + latency_s))
+
+
+def rank(found: Evaluation) -> tuple[bool, bool, float]:
+    """A greater rank is better: limits kept, then simulated whole, then the score."""
+    return found.outcome.kept, not found.screened_out, score(found)
 
 
 def _joined(parts: Sequence[Served]) -> Served:
@@ -282,35 +203,40 @@ class Screen:
     margin is for schedulers that would serve a request earlier if more requests arrived later.
     """
 
-    setup: EvaluationSetup
+    task: Task
     targets: Mapping[str, float]
 
     def hopeless(self, evaluation: Evaluation) -> Evaluation | None:
         """The evaluation of a trial on the first parts alone, if it is hopeless there."""
-        if all(evaluation.ratios[key] <= 1.0 for key in self.targets):
+        used = evaluation.outcome.used
+        if all(used[key] <= 1.0 for key in self.targets):
             return None
-        ratios = {k: ratio for k, ratio in evaluation.ratios.items() if k not in self.targets}
-        return Evaluation(evaluation.outcome, ratios, screened_out=True)
+        rest = {key: share for key, share in used.items() if key not in self.targets}
+        outcome = evaluation.outcome.model_copy(update={"used": rest})
+        return evaluation.model_copy(update={"outcome": outcome, "screened_out": True})
 
 
-def make_screen(setup: EvaluationSetup) -> Screen | None:
-    """The screen of a setup; None where no target can tell early, or a part has few requests."""
-    windows = [_first_part(window) for window in setup.windows]
-    if min(window.counted for window in windows) < SCREEN_REQUESTS:
+def make_screen(task: Task) -> Screen | None:
+    """The screen of a task; None where no target can tell early, or a part has few requests."""
+    traces = [window.trace for window in task.windows]
+    parts = [_first_part(trace) for trace in traces]
+    if min(part.counted for part in parts) < SCREEN_REQUESTS:
         return None
-    requests = sum(window.counted for window in setup.windows)
-    more = SCREEN_MARGIN * requests / sum(window.counted for window in windows)
+    more = SCREEN_MARGIN * sum(trace.counted for trace in traces)
+    more /= sum(part.counted for part in parts)
     targets = {}
-    for key, limit in setup.sla.items():
+    for key, limit in task.sla.items():
         metric, stat, unit = key.split("_")
         late = more * (100.0 - float(stat[1:])) if stat[1:].isdecimal() else 100.0
         if 0.0 < late < 100.0:
             targets[f"{metric}_p{100.0 - late:.6f}_{unit}"] = limit
     if not targets:
         return None
-    sla = {**setup.sla, **targets}
-    label = f"{setup.label}, first part"
-    return Screen(replace(setup, windows=windows, sla=sla, label=label), targets)
+    recipe = task.deployment.recipe.model_copy(update={"sla": {**task.sla, **targets}})
+    deployment = replace(task.deployment, recipe=recipe)
+    windows = [replace(old, trace=part) for old, part in zip(task.windows, parts, strict=True)]
+    label = f"{task.label}, first part"
+    return Screen(replace(task, deployment=deployment, windows=windows, label=label), targets)
 
 
 def _first_part(window: Trace) -> Trace:

@@ -24,8 +24,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from toolkit.errors import LlmctlError
+from toolkit.files.tuning import Evaluation
 from toolkit.interrupts import held
-from toolkit.tuning.evaluate import Evaluation, SimulatedWindow, Task
+from toolkit.tuning.evaluate import SimulatedWindow, Task
 
 if TYPE_CHECKING:  # processes that simulate do not import Optuna
     from toolkit.tuning.journal import EvaluationJournal
@@ -80,7 +81,7 @@ class Pieces:
     def __iter__(self) -> Iterator[Piece]:
         """Yield the pieces, task by task."""
         for index, task in enumerate(self._tasks):
-            for window in range(len(task.setup.windows)):
+            for window in range(len(task.windows)):
                 yield Piece(index, window, task.on(window))
 
     def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
@@ -88,7 +89,7 @@ class Pieces:
         task = self._tasks[piece.index]
         results = self._results[piece.index]
         results[piece.window] = result
-        if len(results) == len(task.setup.windows):
+        if len(results) == len(task.windows):
             yield piece.index, task.sum_up([results[window] for window in sorted(results)])
             results.clear()
 
@@ -249,6 +250,4 @@ class Remembering:
 
 
 def _key(task: Task) -> str:
-    router = task.router and task.router.model_dump()
-    settings = [task.policy, dict(task.parameters), *([router] if router else [])]
-    return json.dumps([task.setup.label, *settings], sort_keys=True)
+    return json.dumps([task.label, task.settings.model_dump()], sort_keys=True)

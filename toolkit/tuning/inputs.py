@@ -8,51 +8,48 @@ from dataclasses import dataclass, replace
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
+from toolkit.files.tuning import Settings
 from toolkit.routing.routers import router_of
 from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import LATER, VllmPolicy
 from toolkit.sim.api import usual_policies
-from toolkit.sim.world import World
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.windows import TraceWindow
-from toolkit.tuning.evaluate import CandidateLimits, EvaluationSetup, Task, make_world
+from toolkit.tuning.evaluate import Task
 from toolkit.tuning.search import SearchSettings
 from toolkit.tuning.spaces import make_spaces, over_drafts, router_spaces
-from toolkit.tuning.workload import Workload, whole_setup
+from toolkit.tuning.workload import CutTrace, whole_task
 
 
 @dataclass(slots=True, frozen=True)
-class Inputs:
+class TuneInputs:
     """What a tuning starts from, read and checked."""
 
     recipe: Recipe
     fit: Fit
-    workload: Workload
+    cut: CutTrace
 
     @property
-    def settings(self) -> SearchSettings:
-        """See `settings_of`."""
-        return settings_of(self.recipe, self.fit)
+    def search_settings(self) -> SearchSettings:
+        """See `search_settings`."""
+        return search_settings(self.recipe, self.fit)
 
     @property
-    def world(self) -> World:
-        """The recipe's machine."""
-        return make_world(self.recipe, self.fit)
+    def deployment(self) -> Deployment:
+        """The recipe's own settings."""
+        return Deployment.of(self.recipe, self.fit)
 
-    def setup(self, label: str, windows: Sequence[TraceWindow]) -> EvaluationSetup:
-        """The recipe's machine, targets and limits on `windows`."""
-        traces = [window.trace for window in windows]
-        limits = CandidateLimits.of(self.recipe)
-        return EvaluationSetup(self.world, traces, self.recipe.sla, self._label(label), limits)
+    def on_windows(self, label: str, windows: Sequence[TraceWindow]) -> Task:
+        """The recipe's own settings on `windows`."""
+        at_once = self.recipe.tune.concurrency or 0
+        workloads = [Workload(window.trace, at_once) for window in windows]
+        return Task(self.deployment, workloads, self._label(label))
 
-    def whole(self, policy: str) -> EvaluationSetup:
-        """The recipe's machine, targets and limits where a policy is judged: on the whole trace."""
-        label = self._label("whole trace")
-        return whole_setup(self.world, self.workload.trace, self.recipe, policy, label)
-
-    def judge(self, task: Task) -> Task:
-        """The same candidate where it is judged."""
-        return replace(task, setup=self.whole(task.policy))
+    def whole(self, settings: Settings) -> Task:
+        """Where settings are judged: on the whole trace."""
+        deployment = replace(self.deployment, settings=settings)
+        return whole_task(deployment, self.cut.trace, self._label("whole trace"))
 
     def _label(self, label: str) -> str:
         return f"{label}, {self.recipe.workers} workers"
@@ -67,7 +64,7 @@ def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
     }
 
 
-def settings_of(recipe: Recipe, fit: Fit) -> SearchSettings:
+def search_settings(recipe: Recipe, fit: Fit) -> SearchSettings:
     """The recipe's settings of the search.
 
     "All" policies are those that the laws of `fit` can simulate. Raises `InputError` for wrong

@@ -14,15 +14,14 @@ from pathlib import Path
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from pydantic import TypeAdapter
 
 from toolkit.errors import InputError
-from toolkit.files.tuning import Outcome
-from toolkit.tuning.evaluate import Evaluation
+from toolkit.files.tuning import Evaluation
+from toolkit.tuning.evaluate import score
 
-_KEPT = TypeAdapter(tuple[str, Outcome, dict[str, float]])
 FIRST = b'{"op_code"'  # how a journal of Optuna's begins
-ATTRIBUTES = ("key", "outcome", "ratios")  # of a trial
+KEY = "key"  # an attribute of a trial, as is `EVALUATION`
+EVALUATION = "evaluation"
 
 
 class EvaluationJournal:
@@ -63,10 +62,8 @@ class EvaluationJournal:
 
     def keep(self, key: str, evaluation: Evaluation) -> None:
         """Keep an evaluation; return only when a kill would not lose it."""
-        outcome = evaluation.outcome.model_dump(mode="json")
-        values = (key, outcome, evaluation.ratios)
-        attributes = dict(zip(ATTRIBUTES, values, strict=True))
-        trial = optuna.trial.create_trial(value=evaluation.score, user_attrs=attributes)
+        attributes = {KEY: key, EVALUATION: evaluation.model_dump(mode="json")}
+        trial = optuna.trial.create_trial(value=score(evaluation), user_attrs=attributes)
         self._study.add_trial(trial)
 
     def forget(self) -> None:
@@ -91,7 +88,7 @@ def _mend(path: Path) -> None:
 
 def _evaluation_of(attributes: dict[str, object]) -> tuple[str, Evaluation]:
     """Return a kept evaluation and the key of its task. Raises `ValueError` for damaged data."""
-    key, outcome, ratios = _KEPT.validate_python(tuple(attributes.get(name) for name in ATTRIBUTES))
-    if "goodput_rps" not in outcome.metrics:
+    evaluation = Evaluation.model_validate(attributes.get(EVALUATION))
+    if "goodput_rps" not in evaluation.metrics:
         raise ValueError("an evaluation without goodput_rps")
-    return key, Evaluation(outcome, ratios)
+    return str(attributes[KEY]), evaluation

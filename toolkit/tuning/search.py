@@ -9,23 +9,15 @@ order: the outcome depends only on the inputs and the seed, to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
 import optuna
 
-from toolkit.files.tuning import ParameterValue, Sensitivity, Trial
-from toolkit.tuning.evaluate import (
-    SCREEN_SHARE,
-    CandidateLimits,
-    Evaluation,
-    EvaluationSetup,
-    Screen,
-    Task,
-    make_screen,
-)
+from toolkit.files.tuning import Evaluation, ParameterValue, Sensitivity, Settings
+from toolkit.tuning.evaluate import SCREEN_SHARE, Screen, Task, make_screen, rank, score
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps
 
@@ -48,43 +40,18 @@ class SearchSettings:
     served: frozenset[str]
 
 
-@dataclass(slots=True, frozen=True)
-class Found:
-    """The evaluations in the order of the trials."""
-
-    evaluations: list[Evaluation]
-    setup: EvaluationSetup
-
-    @property
-    def limits(self) -> CandidateLimits:
-        """The limits of a candidate."""
-        return self.setup.limits
-
-    def best(self, keys: Collection[str] | None = None) -> Evaluation | None:
-        """The best trial, of all or of these spaces; None where they have none.
-
-        Of equal ranks (`Evaluation.rank`), it is the earliest.
-        """
-        trials = [one for one in self.evaluations if keys is None or one.outcome.key in keys]
-        return max(trials, key=lambda trial: trial.rank(self.limits), default=None)
-
-    def trials(self) -> list[Trial]:
-        """The trials as tuning.json has them."""
-        return [
-            Trial(
-                number=number,
-                outcome=evaluation.outcome,
-                feasible=evaluation.feasible(self.limits),
-                screened_out=evaluation.screened_out,
-            )
-            for number, evaluation in enumerate(self.evaluations)
-        ]
+def best_of(trials: Iterable[Evaluation], keys: Collection[str]) -> Evaluation | None:
+    """The best trial of these spaces; None where they have none. Of equal ranks, it is the
+    earliest.
+    """
+    return max((one for one in trials if one.settings.key in keys), key=rank, default=None)
 
 
 def search(
-    setup: EvaluationSetup, runner: Runner, settings: SearchSettings, progress: Progress
-) -> Found:
-    """Run the search on `setup`.
+    task: Task, runner: Runner, settings: SearchSettings, progress: Progress
+) -> list[Evaluation]:
+    """Search settings on the windows of `task`, which has the recipe's own. Returns the trials, in
+    their order.
 
     Trial 0 is the recipe's policy, then come the defaults of the other policies, then the
     suggestions of TPE. Trials may be screened (`_screened`).
@@ -97,9 +64,8 @@ def search(
         start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
         study.enqueue_trial(({POLICY: space.key} if several else {}) | start)
     evaluations: list[Evaluation] = []
-    found = Found(evaluations, setup)
-    next_policies = _next_policies(settings, found)
-    screen = make_screen(setup)
+    next_policies = _next_policies(settings, evaluations)
+    screen = make_screen(task)
     best_rps = 0.0
     size = 1  # trial 0 alone: if it keeps the limits, the other starts are screened
     while len(evaluations) < settings.trials:
@@ -108,33 +74,31 @@ def search(
             if several and number >= len(settings.spaces):
                 study.enqueue_trial({POLICY: next(next_policies)})  # TPE suggests the parameters
             batch.append(study.ask())
-        tasks = [_suggest(trial, settings.spaces, setup) for trial in batch]
-        screened = _screened(found, settings)
+        tasks = [task.under(_suggest(trial, settings.spaces)) for trial in batch]
+        screened = _screened(evaluations, settings)
         done = _evaluate(runner, tasks, screen, screened, partial(progress, best_rps))
         for trial, evaluation in zip(batch, done, strict=True):
-            _tell(study, trial, evaluation, setup.limits)
+            _tell(study, trial, evaluation)
         evaluations += done
         best_rps = max(one.goodput_rps for one in evaluations if not one.screened_out)
         size = BATCH if len(evaluations) > 1 else max(len(settings.spaces) - 1, 1)
-    return found
+    return evaluations
 
 
-def _tell(
-    study: optuna.Study, trial: optuna.Trial, evaluation: Evaluation, limits: CandidateLimits
-) -> None:
+def _tell(study: optuna.Study, trial: optuna.Trial, evaluation: Evaluation) -> None:
     # The queue of an overloaded server grows, so requests of a window's first part are less late
     # than those of the whole window, about by the share of the part.
     part = SCREEN_SHARE if evaluation.screened_out else 1.0
-    for key, share in evaluation.usage(limits).items():
+    for key, share in evaluation.outcome.used.items():
         trial.set_constraint(key, share / part - 1.0)
-    study.tell(trial, evaluation.score * part)
+    study.tell(trial, score(evaluation) * part)
 
 
-def _screened(found: Found, settings: SearchSettings) -> set[str]:
+def _screened(trials: Sequence[Evaluation], settings: SearchSettings) -> set[str]:
     """The spaces with screened candidates: those without a trial that keeps every limit, once a
     policy that the engine can run has one. Feasible trials win over all others anyway.
     """
-    keeping = {one.outcome.key for one in found.evaluations if one.feasible(found.limits)}
+    keeping = {one.settings.key for one in trials if one.outcome.kept}
     if not keeping & settings.served:
         return set()
     return {space.key for space in settings.spaces} - keeping
@@ -153,9 +117,9 @@ def _evaluate(
     hopeless: dict[int, Evaluation] = {}
     if screen:
         looks = {
-            number: replace(task, setup=screen.setup)
+            number: screen.task.under(task.settings)
             for number, task in enumerate(tasks)
-            if task.key in screened
+            if task.settings.key in screened
         }
         for number, look in zip(looks, collect(runner, [*looks.values()]), strict=True):
             if evaluation := screen.hopeless(look):
@@ -166,15 +130,15 @@ def _evaluate(
     return [hopeless.get(number) or whole[number] for number in range(len(tasks))]
 
 
-def _next_policies(settings: SearchSettings, found: Found) -> Iterator[str]:
+def _next_policies(settings: SearchSettings, trials: Sequence[Evaluation]) -> Iterator[str]:
     """The space of each trial after the starts: the best served one and each space in turn."""
     for key in cycle(space.key for space in settings.spaces):
-        best = found.best(settings.served)
-        yield best.outcome.key if best else key
+        best = best_of(trials, settings.served)
+        yield best.settings.key if best else key
         yield key
 
 
-def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace], setup: EvaluationSetup) -> Task:
+def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace]) -> Settings:
     """The trial's candidate."""
     by_key = {space.key: space for space in spaces}
     name = trial.suggest_categorical(POLICY, list(by_key)) if len(spaces) > 1 else spaces[0].key
@@ -190,16 +154,16 @@ def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace], setup: Evaluati
         else:
             drawn = trial.suggest_float(drawn_as, among.low, among.high, log=among.log)
         values[key] = space.value_of(key, drawn)
-    return space.task(setup, values)
+    return space.settings(values)
 
 
 def sensitivity(
-    setup: EvaluationSetup, runner: Runner, space: PolicySpace, best: Evaluation, progress: Progress
+    task: Task, runner: Runner, space: PolicySpace, best: Evaluation, progress: Progress
 ) -> list[Sensitivity]:
     """Sweep each parameter over its range, the others as in `best`; greatest swing first."""
-    chosen = space.values(best.outcome)
+    chosen = space.values(best.settings)
     best_rps = best.goodput_rps
-    tasks = [space.task(setup, candidate) for candidate in sweeps(space, chosen)]
+    tasks = [task.under(space.settings(candidate)) for candidate in sweeps(space, chosen)]
     evaluations = iter(collect(runner, tasks, lambda: progress(best_rps)))
     found = []
     for name, distribution in space.distributions.items():
@@ -213,12 +177,12 @@ def sensitivity(
     return sorted(found, key=lambda swept: -swept.swing_percent)
 
 
-def front(trials: Sequence[Trial], latency: str) -> list[int]:
+def front(trials: Sequence[Evaluation], latency: str) -> list[int]:
     """The trials that no other beats in both goodput and `latency`: numbers by rising latency."""
     known = [
-        (trial.outcome.metrics[latency], -trial.outcome.metrics["goodput_rps"], trial.number)
-        for trial in trials
-        if latency in trial.outcome.metrics and not trial.screened_out
+        (trial.metrics[latency], -trial.goodput_rps, number)
+        for number, trial in enumerate(trials)
+        if latency in trial.metrics and not trial.screened_out
     ]
     kept: list[int] = []
     most_rps = 0.0

@@ -12,12 +12,11 @@ import optuna
 
 from toolkit.errors import InputError, nearest
 from toolkit.files.recipe import PolicySpec, Recipe, RouterSpec
-from toolkit.files.tuning import Outcome, ParameterValue, searched_key
+from toolkit.files.tuning import ParameterValue, Settings
 from toolkit.routing.routers import ROUTERS, refuse_unknown_router, router_of
 from toolkit.sched.policies import KNOWN, ORACLES, POLICIES, make_any, refuse_oracle
 from toolkit.sched.policies.parameters import Parameter, Value, declared, defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.tuning.evaluate import EvaluationSetup, Task
 
 T = TypeVar("T")
 
@@ -54,16 +53,16 @@ class PolicySpace:
 
     @property
     def key(self) -> str:
-        """See `Outcome.key`."""
-        return searched_key(self.policy, self.router.name if self.router else None)
+        """See `Settings.key`."""
+        return self.settings({}).key
 
     def first(self) -> dict[str, Value]:
         """The searched parameters at the start, as they would be drawn."""
         whole = parameters(make_any(self.policy, self.start)) | self._of_router()
         return {name: self._unbounded(name) or whole[name] for name in self.distributions}
 
-    def task(self, setup: EvaluationSetup, values: Mapping[str, ParameterValue]) -> Task:
-        """The candidate with these values of searched parameters, the others as at the start."""
+    def settings(self, values: Mapping[str, ParameterValue]) -> Settings:
+        """The settings with these values of searched parameters, the others as at the start."""
         by_owner: defaultdict[str, dict[str, ParameterValue]] = defaultdict(dict)
         for key, value in values.items():
             owner, _, name = key.rpartition(".")
@@ -73,13 +72,13 @@ class PolicySpace:
         if router is not None:
             changed = {"parameters": router.parameters | by_owner[router.name]}
             router = router.model_copy(update=changed)
-        return Task(setup, self.policy, own, router)
+        return Settings(policy=self.policy, parameters=own, replica_router=router)
 
-    def values(self, outcome: Outcome) -> dict[str, ParameterValue]:
-        """All parameters of an outcome of this space, by the names that `task` takes."""
-        router = outcome.replica_router
+    def values(self, settings: Settings) -> dict[str, ParameterValue]:
+        """All parameters of settings of this space, by the names that `settings` takes."""
+        router = settings.replica_router
         named = _named(router.name, router.parameters) if router else {}
-        return {**outcome.parameters, **named}
+        return {**settings.parameters, **named}
 
     def in_turn(self) -> PolicySpace:
         """The space of the same policy on the same replicas, behind the round-robin router."""

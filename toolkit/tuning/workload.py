@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Outcome
-from toolkit.metrics import MOST_BEHIND_PERCENT
+from toolkit.files.tuning import Evaluation
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.world import World
+from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.repeat import repeated
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import (
@@ -30,13 +29,7 @@ from toolkit.traces.windows import (
     scale_rate,
 )
 from toolkit.tuning.capacity import LASTING, longest_wait_s, rate_capacity
-from toolkit.tuning.evaluate import (
-    CandidateLimits,
-    Evaluation,
-    EvaluationSetup,
-    Task,
-    make_world,
-)
+from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner, collect
 
 # Requests that are judged at most: some ten seconds of simulation for most policies. It is a number
@@ -48,7 +41,7 @@ JUDGED_REQUESTS_BY_POLICY = {VllmPolicy.name: 2_000_000, "mlfq": 1_000}
 
 
 @dataclass(slots=True, frozen=True)
-class Workload:
+class CutTrace:
     """A prepared trace at a rate, and its windows."""
 
     trace: Trace
@@ -60,7 +53,7 @@ class Workload:
         return busiest(self.trace, most_requests(policy))
 
 
-def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
+def cut_trace(recipe: Recipe, fit: Fit, trace: Trace) -> CutTrace:
     """The trace with the recipe's lengths, at the recipe's rate or load, or else at its own rate.
     At a fixed concurrency the times only cut it into windows.
 
@@ -87,7 +80,7 @@ def make_workload(recipe: Recipe, fit: Fit, trace: Trace) -> Workload:
     windows = fit_windows(
         fitted, spec.window_s, spec.windows, spec.held_out_windows, spec.seed, warm=True
     )
-    return Workload(fitted, windows, rate_rps or mean_rate(fitted))
+    return CutTrace(fitted, windows, rate_rps or mean_rate(fitted))
 
 
 def check_length(trace: Trace, recipe: Recipe) -> None:
@@ -104,8 +97,7 @@ def check_length(trace: Trace, recipe: Recipe) -> None:
 
 def load_rate_rps(recipe: Recipe, fit: Fit, trace: Trace, load: float) -> float:
     """The rate that is `load` times the capacity of the recipe's own settings."""
-    setup = whole_setup(make_world(recipe, fit), trace, recipe, recipe.policy.name)
-    found = rate_capacity(setup, own_settings(recipe), in_process)
+    found = rate_capacity(whole_task(Deployment.of(recipe, fit), trace), in_process)
     if found is None:
         raise LimitsBrokenError(
             f"a load of {load:g} has no rate: the recipe's settings keep its limits at none",
@@ -114,29 +106,20 @@ def load_rate_rps(recipe: Recipe, fit: Fit, trace: Trace, load: float) -> float:
     return round(load * found.served_rps, 3)
 
 
-def own_settings(recipe: Recipe) -> Outcome:
-    """The recipe's policy and parameters."""
-    return Outcome(policy=recipe.policy.name, parameters=recipe.policy.parameters, metrics={})
-
-
 def in_process(tasks: Sequence[Task]) -> list[Evaluation]:
     """Run tasks in this process."""
     return collect(InProcessRunner(), tasks)
 
 
-def whole_setup(
-    world: World, trace: Trace, recipe: Recipe, policy: str, label: str = "whole trace"
-) -> EvaluationSetup:
-    """Where a policy is judged: on the whole trace, or its busiest part, on this machine."""
-    part = busiest(trace, most_requests(policy)).trace
+def whole_task(deployment: Deployment, trace: Trace, label: str = "whole trace") -> Task:
+    """Where a deployment is judged: on the whole trace, or its busiest part."""
+    part = busiest(trace, most_requests(deployment.settings.policy)).trace
     own_rps = 0.0
     if len(part) < len(trace):
         label += f", its busiest {len(part)} requests"
         own_rps = mean_rate(trace)
-    limits = CandidateLimits.of(recipe)
-    if not world.concurrency:  # else requests start as others end, and no queue grows
-        limits = replace(limits, max_behind_percent=MOST_BEHIND_PERCENT)
-    return EvaluationSetup(world, [part], recipe.sla, label, limits, own_rps)
+    windows = [Workload(part, deployment.recipe.tune.concurrency or 0)]
+    return Task(deployment, windows, label, whole=True, own_rps=own_rps)
 
 
 def most_requests(policy: str) -> int:

@@ -178,7 +178,7 @@ class VllmBackend:
         that has llmctl, too.
         """
         recipe = plan.recipe
-        policy = plan.policy.name
+        policy = plan.settings.policy
         command = VllmCommand(recipe, recipe.model.source, served_model)
         scheduling = grouped(scheduler_flags(plan, counted=False))
         ours = policy != POLICY
@@ -278,7 +278,7 @@ def _refuse_other(order: ServerOrder) -> None:
 def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     """The command that starts vLLM. `folder` gets the plan, for our code inside, and metrics."""
     plan = order.plan
-    policy = order.plan.policy
+    policy = plan.settings.policy
     path = folder / "plan.json"
     metrics = folder / METRICS_FOLDER
     metrics.mkdir()
@@ -295,7 +295,7 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
             )
         variables[CONTROL_VARIABLE] = order.control_key
         flags += [*wider(plan), "--middleware", MIDDLEWARE]
-    if policy.name != POLICY and order.event_log is not None:
+    if policy != POLICY and order.event_log is not None:
         variables[EVENT_LOG_VARIABLE] = str(order.event_log.absolute())
     if order.pass_log is not None:
         if plan.fit.steps is None:
@@ -316,10 +316,10 @@ def wide_values(plan: Plan) -> dict[str, int]:
     """The most requests and tokens of a pass that a live server can be given later: the search's
     bounds, or the plan's values where these are larger. The server begins with the plan's.
     """
-    if plan.policy.name != POLICY:
+    if plan.settings.policy != POLICY:
         return {}
     known = declared(VllmPolicy)
-    values = parameters(make_any(POLICY, plan.policy.parameters))
+    values = parameters(make_any(POLICY, plan.settings.parameters))
     space = plan.recipe.tune.space
     found = {}
     for name in WIDER:
@@ -341,15 +341,16 @@ def wider(plan: Plan) -> list[str]:
 
 def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
     """The scheduler's flags: vLLM's own, or ours inside it. `counted`: its passes are counted."""
-    policy = plan.policy
-    flags = flags_of(policy.name, policy.parameters)
-    if policy.name == POLICY:
-        flags += draft_flags(plan.recipe, policy.parameters, _synthetic_rates(plan))
+    policy = plan.settings.policy
+    values = plan.settings.parameters
+    flags = flags_of(policy, values)
+    if policy == POLICY:
+        flags += draft_flags(plan.recipe, values, _synthetic_rates(plan))
     if counted:
         flags += ["--scheduler-cls", COUNTING_SCHEDULER]
-    elif policy.name != POLICY:
+    elif policy != POLICY:
         flags += ["--scheduler-cls", POLICY_SCHEDULER]
-    if policy.name == "mlfq":
+    if policy == "mlfq":
         flags += ["--no-async-scheduling"]
     return flags
 
@@ -357,7 +358,7 @@ def scheduler_flags(plan: Plan, *, counted: bool) -> list[str]:
 def _synthetic_rates(plan: Plan) -> Sequence[float]:
     """The rates at which vLLM is to accept drafts, whatever they are; none where it decides."""
     acceptance = plan.recipe.serve.acceptance
-    tokens = int(plan.policy.parameters.get(DRAFTS, 0))
+    tokens = int(plan.settings.parameters.get(DRAFTS, 0))
     if acceptance is None or not acceptance.synthetic or not tokens:
         return []
     return rates_of(acceptance, tokens)
@@ -367,7 +368,7 @@ def live_cost(plan: Plan, blocks: int) -> str:
     """What a live server may be given, and what this start costs in blocks of KV cache; `blocks`
     are those that it has (0: not known).
     """
-    values = plan.policy.parameters
+    values = plan.settings.parameters
     words = [
         f"{name} up to {wide:,} (the plan: {values.get(name, 'default')})"
         for name, wide in wide_values(plan).items()

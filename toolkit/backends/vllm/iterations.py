@@ -328,8 +328,8 @@ class Counted(PassLoggingMixin):
         with one_line():
             plan = _plan()
             # vLLM was started with wider bounds than the plan's
-            if self.control is not None and plan.policy.name == POLICY:
-                self.control.begin(plan.policy.parameters)
+            if self.control is not None and plan.settings.policy == POLICY:
+                self.control.begin(plan.settings.parameters)
             fit = plan.fit.steps
             assert header.resolved is not None
             refuse_unlike(header.resolved, fit.resolved if fit else None)
@@ -374,7 +374,7 @@ def counted_scheduler(*args: Any, **kwargs: Any) -> Counted:
     """Make the counted scheduler that the plan and vLLM's configuration ask for."""
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     with one_line():
-        is_ours = _plan().policy.name != POLICY
+        is_ours = _plan().settings.policy != POLICY
     vllms = CountedAsyncScheduler if config.scheduler_config.async_scheduling else Counted
     return (CountedLlmctlScheduler if is_ours else vllms)(*args, **kwargs)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.backends.vllm.settings import Knob, Settings, knobs_of_policy
+from toolkit.backends.vllm.settings import Knob, Knobs, knobs_of_policy
 from toolkit.sched.policies.parameters import Parameter
 
 POLICIES = ("fcfs", "priority")  # vLLM's `SchedulingPolicy`
@@ -32,7 +32,7 @@ NEEDS_RESTART = {
 }
 
 
-class LiveSettings(Settings):
+class LiveSettings(Knobs):
     """The knobs of a scheduler inside vLLM, which has just been made."""
 
     def __init__(self, scheduler: Any) -> None:

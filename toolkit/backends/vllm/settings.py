@@ -40,7 +40,7 @@ class Knob:
     beyond: str = ""
 
 
-class Settings:
+class Knobs:
     """The knobs of a scheduler, which has just been made: its values are those of the start.
 
     Args:
@@ -202,7 +202,7 @@ class SettingsControl:
 
     def __init__(
         self,
-        live: Settings,
+        live: Knobs,
         tell: Callable[[Mapping[str, Value], str], None],
         clock: Callable[[], float],
     ) -> None:

@@ -101,7 +101,7 @@ def read_setup(environ: Mapping[str, str]) -> Setup:
     fit: Fit | None = None
     if plan_path:
         plan = read_file(Plan, plan_path)
-        policy = make_policy(plan.policy.name, plan.policy.parameters)
+        policy = make_policy(plan.settings.policy, plan.settings.parameters)
         fit = plan.fit
     else:
         name, *parameters = words.split() or [PastFuturePolicy.name]
