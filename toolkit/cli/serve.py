@@ -287,12 +287,7 @@ def _before_replicas(
 ) -> FrontToStart:
     """A front before several servers."""
     from toolkit.backends.openai import KEY_VARIABLE
-    from toolkit.gateway.launch import (
-        ServedReplicas,
-        limits_of_replicas,
-        replica_front,
-        replicas_like,
-    )
+    from toolkit.gateway.launch import limits_of_replicas, replica_front, replicas_like
     from toolkit.serve.assemble import FrontSettings
 
     plan = given.plan
@@ -306,26 +301,28 @@ def _before_replicas(
         request_timeout_s=serve.request_timeout_s or math.inf,
     )
     config = _config(args, given, settings)
-    replicas = ServedReplicas(
+    router = _router(args, plan)
+    limits = limits_of_replicas(plan, args.admission, note)
+    own = None if source is not None else own
+
+    def announce(url: str) -> None:
+        page = config.settings.status_page
+        serve_start.announce_replicas(args.as_json, needs.model, router.name, url, status_page=page)
+
+    if own is not None:
+        note(f"starting {counted(plan.workers, 'server')} of {plan.recipe.engine.name}")
+    make = partial(
+        replica_front,
         plan,
-        _router(args, plan),
-        needs,
-        limits=limits_of_replicas(plan, args.admission, note),
+        router=router,
+        needs=needs,
+        limits=limits,
         source=source,
-        own=None if source is not None else own,
+        own=own,
         key=os.environ.get(KEY_VARIABLE, ""),
         on_foreign=warn if args.force else None,
         ending=config.ending,
     )
-
-    def announce(url: str) -> None:
-        page = config.settings.status_page
-        router = replicas.router.name
-        serve_start.announce_replicas(args.as_json, needs.model, router, url, status_page=page)
-
-    if replicas.own is not None:
-        note(f"starting {counted(plan.workers, 'server')} of {plan.recipe.engine.name}")
-    make = partial(replica_front, replicas)
     return serve_start.FrontToStart(config, make, announce)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from toolkit.backends import ServerOrder, StartsReplicas
 from toolkit.engine_traits import traits_of
@@ -27,30 +26,8 @@ from toolkit.serve.server import Ending
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import StatusPage, facts_of
 
+DEFAULT_ENDING = Ending()
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ServedReplicas:
-    """The replicas behind a front.
-
-    Attributes:
-        limits: by which new requests are refused.
-        source: the replicas; None: `own` starts them.
-        own: starts the plan's number of servers.
-        key: sent to the replicas of `source`; those of `own` are given another.
-        on_foreign: called if an own replica's engine is not the fitted one; None: it is refused.
-    """
-
-    plan: Plan
-    router: Router
-    needs: ReplicaNeeds
-    limits: LatencyLimits = UNLIMITED
-    source: ReplicaSource | None = None
-    own: StartsReplicas | None = None
-    key: str = ""
-    on_foreign: OnForeign | None = None
-    ending: Ending = field(default_factory=Ending)
 
 
 def traits_of_replicas(plan: Plan) -> ReplicaTraits:
@@ -108,58 +85,76 @@ def limits_of_replicas(
 
 
 @contextmanager
-def replica_front(serving: ServedReplicas, opened: OpenedFront) -> Iterator[Gateway]:
-    """Make the front before replicas, not started.
+def replica_front(
+    plan: Plan,
+    opened: OpenedFront,
+    *,
+    router: Router,
+    needs: ReplicaNeeds,
+    limits: LatencyLimits = UNLIMITED,
+    source: ReplicaSource | None = None,
+    own: StartsReplicas | None = None,
+    key: str = "",
+    on_foreign: OnForeign | None = None,
+    ending: Ending = DEFAULT_ENDING,
+) -> Iterator[Gateway]:
+    """Make the front before the replicas of a plan, not started.
 
     It can serve when all own replicas are loaded, or a given one is up, or none was in time. When
     it starts, it raises `InputError` for a list that cannot be used, and `EngineError` if an own
     replica never loads.
+
+    Args:
+        limits: by which new requests are refused.
+        source: the replicas; None: `own` starts the plan's number of servers.
+        key: sent to the replicas of `source`; those of `own` are given another.
+        on_foreign: called if an own replica's engine is not the fitted one; None: it is refused.
+        ending: of the own replicas.
     """
-    plan = serving.plan
     recipe = plan.recipe
-    if serving.router.name == LawRouter.name and plan.fit.steps is None:
+    if router.name == LawRouter.name and plan.fit.steps is None:
         raise InputError(
             "router 'by-law' needs the law of a pass of every replica",
             "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
         )
     balancer = Balancer(
-        serving.router,
+        router,
         [],
         block_tokens=BLOCK_TOKENS,
-        limits=serving.limits,
+        limits=limits,
         index_limit=INDEX_LIMIT,
     )
     pool = ReplicaPool(
         balancer,
         traits_of_replicas(plan),
-        serving.needs,
+        needs,
         hang_s=recipe.serve.hang_s,
-        key=serving.key if serving.own is None else secrets.token_urlsafe(24),
+        key=key if own is None else secrets.token_urlsafe(24),
         say=opened.say,
     )
-    own = None
-    if serving.own is not None:
+    servers = None
+    if own is not None:
         order = ServerOrder(
             plan,
-            serving.needs.model,
+            needs.model,
             "127.0.0.1",
             0,
-            serving.ending,
+            ending,
             pool.key,
-            on_foreign=serving.on_foreign,
+            on_foreign=on_foreign,
         )
-        own = OwnReplicas(serving.own, order, plan.workers, pool)
+        servers = OwnReplicas(own, order, plan.workers, pool)
     front = Gateway(
         pool,
         opened.settings,
         opened.keyring,
         stats=Stats(sla=recipe.sla),
         log=opened.requests,
-        replicas=own or serving.source,
+        replicas=servers or source,
         say=opened.say,
     )
     pool.http.most_kept = possible_connections(front.limits) // 2
     if opened.settings.status_page:
-        facts = facts_of(plan, serving.needs.model or model_name(plan))
+        facts = facts_of(plan, needs.model or model_name(plan))
         front.show(StatusPage(facts, front.stats, lambda: front.uptime_s, front.status))
     yield front
