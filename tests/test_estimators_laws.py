@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import SegmentedLaw, WithOverhead, piece_of
+from toolkit.estimators.laws import SegmentedLaw, piece_of
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.laws.features import StepShape, chunk_attended
 from toolkit.laws.passes import PassLaw
@@ -98,7 +98,7 @@ def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, str
     for each, exact in (
         (found, found.serve_s(size, length, tokens)),
         (
-            WithOverhead(found, batch_s, stretch),
+            found.with_overhead(batch_s, stretch),
             batch_s + stretch * found.serve_s(size, length, tokens),
         ),
     ):
@@ -117,7 +117,7 @@ def test_a_flat_law_s_table_is_exact_on_each_side(law, batch, flat, batch_s, str
 @given(laws, batches, st.floats(0, 1), st.floats(0.5, 2))
 def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s, stretch):
     size, length, tokens = batch
-    slower = WithOverhead(law, batch_s, stretch)
+    slower = law.with_overhead(batch_s, stretch)
     expected = batch_s + stretch * law.serve_s(size, length, tokens)
     assert slower.prefill_s(size, length) + slower.decode_s(
         size, length, law.iterations(tokens)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import samples
 
-from toolkit.estimators.laws import WithOverhead, bilinear_law
+from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.fit import OverheadFit, RoundsFit
@@ -46,9 +46,7 @@ def test_each_round_has_its_dispatch():
 
 
 def test_a_slowdown_slows_all_of_it():
-    assert makespan_s(WithOverhead(ROUNDS, 0.0, 3.0), 5, 9) == pytest.approx(
-        3.0 * makespan_s(ROUNDS, 5, 9)
-    )
+    assert makespan_s(ROUNDS.times(3.0), 5, 9) == pytest.approx(3.0 * makespan_s(ROUNDS, 5, 9))
 
 
 FIT = samples.fit().model_copy(

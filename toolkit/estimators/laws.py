@@ -4,10 +4,9 @@ A law answers in closed form from its coefficients, so the simulator computes th
 slice with one call. A law does not know where its coefficients came from (`fitting`) or how
 accurate they are (`toolkit.files.fit`).
 
-In this order: the arithmetic in the form in which the simulator asks for it, several times a round
-(`LinearTimes`; `LawTimes` asks any other law), the engine's own law (`SegmentedLaw`, of pieces that
-are `PassLaw`s), a law with what serving adds (`WithOverhead`), the laws of rounds (`law_of_rounds`,
-`OverlappingRounds`), and the law of swapping (`LinearSwap`).
+In this order: the law of an engine's batches (`SegmentedLaw`, of pieces that are `PassLaw`s), which
+the simulator asks several times a round, the laws of rounds (`law_of_rounds`, `OverlappingRounds`),
+and the law of swapping (`LinearSwap`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from toolkit.errors import InputError
 from toolkit.files.fit import RoundsFit, SwapFit
 from toolkit.laws.features import StepShape
 from toolkit.laws.passes import PassLaw
-from toolkit.sched.protocols import LatencyLaw
 
 # A search over slice lengths needs one table per trial and never returns to an old one.
 TABLES_KEPT = 64
@@ -34,104 +32,20 @@ DECODE_TERMS = ("pass", "row", "cached", "length")
 LEAST_SIZES = 64  # batch sizes with coefficients that are computed together
 
 
-class LawTimes:
-    """Seconds of a prefill, of decode steps and of a row that leaves, by `law` (`LatencyLaw`)."""
-
-    def __init__(self, law: LatencyLaw | None) -> None:
-        self._law = law
-        self.round_s: float = law.round_s if law is not None else 0.0
+class BatchLaw:
+    """A law of batches and rounds (`LatencyLaw`): what compiled code asks several times a round."""
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
-        assert self._law is not None
-        return self._law.prefill_s(batch_size, input_length)
+        """T_prefill(N, L) in seconds, Eq. 3, with the constant cost of a batch."""
+        raise NotImplementedError
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        assert self._law is not None
-        return self._law.decode_s(batch_size, input_length, steps)
+        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
+        raise NotImplementedError
 
     def leave_s(self, length: float) -> float:
-        assert self._law is not None
-        return self._law.leave_s(length)
-
-
-class LinearTimes(LawTimes):
-    """The times of a law in pieces by batch size; `SegmentedLaw` has the same methods, with their
-    equations. The coefficients of a batch size are computed at its first use.
-    """
-
-    def __init__(
-        self,
-        prefill: Sequence[PassLaw],
-        decode: Sequence[PassLaw],
-        round_s: float,
-        leaving: tuple[float, float],
-    ) -> None:
-        super().__init__(None)
-        self.round_s = round_s
-        self._pieces = prefill, decode
-        self._leaving = leaving
-        self._leave_fixed, self._leave_slope = leaving
-        # By batch size: the coefficients of 1, L and L^2 in T_prefill, and of 1 and l in tau, which
-        # is at least `_step_flat`.
-        self._fixed: list[float] = []
-        self._slope: list[float] = []
-        self._square: list[float] = []
-        self._step_fixed: list[float] = []
-        self._step_slope: list[float] = []
-        self._step_flat: list[float] = []
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (*self._pieces, self.round_s, self._leaving)
-
-    def prefill_s(self, batch_size: int, input_length: float) -> float:
-        if batch_size >= len(self._fixed):
-            self._extend(batch_size)
-        return self._fixed[batch_size] + input_length * (
-            self._slope[batch_size] + input_length * self._square[batch_size]
-        )
-
-    def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        if batch_size >= len(self._fixed):
-            self._extend(batch_size)
-        slope = self._slope[batch_size]
-        square = self._square[batch_size]
-        return self._fixed[batch_size] + (end - start) * (slope + (end + start) * square)
-
-    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        if batch_size >= len(self._fixed):
-            self._extend(batch_size)
-        return steps * (
-            self._step_fixed[batch_size]
-            + self._step_slope[batch_size] * (input_length + (steps + 1) * 0.5)
-        )
-
-    def leave_s(self, length: float) -> float:
-        return self._leave_fixed + self._leave_slope * length
-
-    def _extend(self, batch_size: int) -> None:
-        sizes = np.arange(max(2 * batch_size, LEAST_SIZES))
-        prefill, decode = (by_size(pieces, sizes) for pieces in self._pieces)
-        self._fixed, self._slope, self._square, _ = prefill.tolist()
-        self._step_fixed, self._step_slope, _, self._step_flat = decode.tolist()
-
-
-class FlatTimes(LinearTimes):
-    """Decode steps take at least `PassLaw.flat_s`: flat, then linear, as on a GPU that waits for
-    the launches of a step's kernels.
-    """
-
-    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        if batch_size >= len(self._fixed):
-            self._extend(batch_size)
-        slope = self._step_slope[batch_size]
-        flat = self._step_flat[batch_size]
-        before = self._step_fixed[batch_size] + slope * input_length
-        if before + slope * steps <= flat:
-            return steps * flat
-        # Steps 1..under take the flat time. Where the slope is 0, all are over it.
-        under = max(math.ceil((flat - before) / slope) - 1, 0) if flat > before else 0
-        over = steps - under
-        return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
+        """Seconds until a row of about `length` tokens has left a running batch."""
+        raise NotImplementedError
 
 
 def by_size(pieces: Sequence[PassLaw], sizes: NDArray[Any]) -> NDArray[np.float64]:
@@ -151,25 +65,15 @@ def by_size(pieces: Sequence[PassLaw], sizes: NDArray[Any]) -> NDArray[np.float6
     return np.array([n * sizes + const, nl * sizes + l, nll * sizes, flat])
 
 
-class _Tables(dict[tuple[int, int], NDArray[np.float64]]):
-    """Cached `serve_table`s by (max_batch_size, steps), `TABLES_KEPT` at most."""
-
-    def keep(self, key: tuple[int, int], table: NDArray[np.float64]) -> None:
-        """Cache `table` and make it read-only."""
-        if len(self) >= TABLES_KEPT:
-            self.clear()
-        table.flags.writeable = False
-        self[key] = table
-
-
 @dataclass(frozen=True)
-class SegmentedLaw:
+class SegmentedLaw(BatchLaw):
     """SCLS paper, Eq. 1-4, with an optional N * L^2 term in prefill and coefficients that may
     change with the batch size.
 
     T_prefill(N, L) = token*N*L + row*N + length*L + pass + attended*N*L^2/2. tau(l, N) has the same
-    form with the cached length l (`cached` in place of `token`) and no square. The piece that
-    applies to N is the last one with `rows_min` <= N.
+    form with the cached length l (`cached` in place of `token`) and no square; it is at least
+    `flat_s`, as on a GPU that waits for the launches of a step's kernels. The piece that applies to
+    N is the last one with `rows_min` <= N.
 
     Attributes:
         prefill_emits_token: True for an engine that samples from the prefill's logits: a slice of S
@@ -178,7 +82,7 @@ class SegmentedLaw:
             paged engine's rows.
         round_s: seconds of a round in addition to its prefills and steps.
         leaving: seconds of a row that leaves, and more seconds per token that it has.
-        times: its arithmetic.
+        batch_s: seconds of a batch in addition to its prefill: dispatch, tokenizer and pipe.
     """
 
     prefill: tuple[PassLaw, ...]
@@ -187,8 +91,20 @@ class SegmentedLaw:
     padded: bool = True
     round_s: float = 0.0
     leaving: tuple[float, float] = (0.0, 0.0)
-    times: LinearTimes = field(init=False, repr=False, compare=False)
-    _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
+    batch_s: float = 0.0
+    # By batch size, computed at its first use: the coefficients of 1, L and L^2 in T_prefill, and
+    # of 1 and l in tau, with its flat part.
+    _fixed: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
+    _slope: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
+    _square: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
+    _step_fixed: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
+    _step_slope: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
+    _step_flat: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
+    _has_flat: bool = field(init=False, repr=False, compare=False, default=False)
+    # `serve_table`s by (max_batch_size, steps)
+    _tables: dict[tuple[int, int], NDArray[np.float64]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         both = (("prefill", self.prefill, PREFILL_TERMS), ("decode", self.decode, DECODE_TERMS))
@@ -203,29 +119,78 @@ class SegmentedLaw:
                 raise InputError(f"{name}: it has terms {sorted(others)}, and may have {known}")
         if any(piece.flat_s for piece in self.prefill):
             raise InputError("prefill: flat_s is not 0, and T_prefill has no flat part (Eq. 3)")
-        made = FlatTimes if any(piece.flat_s for piece in self.decode) else LinearTimes
-        times = made(self.prefill, self.decode, self.round_s, self.leaving)
-        object.__setattr__(self, "times", times)
+        object.__setattr__(self, "_has_flat", any(piece.flat_s for piece in self.decode))
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
-        """T_prefill(N, L) in seconds, Eq. 3."""
-        return self.times.prefill_s(batch_size, input_length)
+        if batch_size >= len(self._fixed):
+            self._extend(batch_size)
+        seconds = self._fixed[batch_size] + input_length * (
+            self._slope[batch_size] + input_length * self._square[batch_size]
+        )
+        return self.batch_s + seconds
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over the columns from `start` to `end` of N rows.
 
         T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0): each pass pays the part that does
-        not depend on L.
+        not depend on L, but only the first one the constant cost of the batch.
         """
-        return self.times.pass_s(batch_size, start, end)
+        if batch_size >= len(self._fixed):
+            self._extend(batch_size)
+        slope = self._slope[batch_size]
+        square = self._square[batch_size]
+        seconds = self._fixed[batch_size] + (end - start) * (slope + (end + start) * square)
+        return seconds if start else self.batch_s + seconds
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
-        return self.times.decode_s(batch_size, input_length, steps)
+        if batch_size >= len(self._fixed):
+            self._extend(batch_size)
+        slope = self._step_slope[batch_size]
+        fixed = self._step_fixed[batch_size]
+        if not self._has_flat:
+            return steps * (fixed + slope * (input_length + (steps + 1) * 0.5))
+        flat = self._step_flat[batch_size]
+        before = fixed + slope * input_length
+        if before + slope * steps <= flat:
+            return steps * flat
+        # Steps 1..under take the flat time. Where the slope is 0, all are over it.
+        under = max(math.ceil((flat - before) / slope) - 1, 0) if flat > before else 0
+        over = steps - under
+        return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
 
     def leave_s(self, length: float) -> float:
-        """Seconds until a row of about `length` tokens has left a running batch."""
-        return self.times.leave_s(length)
+        return self.leaving[0] + self.leaving[1] * length
+
+    def times(self, factor: float) -> SegmentedLaw:
+        """Return the law of an engine on which everything takes `factor` times as long."""
+        return replace(
+            self,
+            prefill=tuple([piece.times(factor) for piece in self.prefill]),
+            decode=tuple([piece.times(factor) for piece in self.decode]),
+            round_s=factor * self.round_s,
+            leaving=(factor * self.leaving[0], factor * self.leaving[1]),
+            batch_s=factor * self.batch_s,
+        )
+
+    def with_overhead(self, batch_s: float, stretch: float) -> SegmentedLaw:
+        """Return the law with what serving adds: `stretch` times its seconds, since workers that
+        run at the same time slow one another down, and `batch_s` per batch.
+        """
+        if not (batch_s >= 0 and stretch > 0):
+            raise InputError(f"overhead: batch_s {batch_s} must be >= 0 and stretch {stretch} > 0")
+        slower = self.times(stretch)
+        return replace(slower, batch_s=batch_s + slower.batch_s)
+
+    def _extend(self, batch_size: int) -> None:
+        sizes = np.arange(max(2 * batch_size, LEAST_SIZES))
+        fixed, slope, square, _ = by_size(self.prefill, sizes).tolist()
+        step_fixed, step_slope, _, step_flat = by_size(self.decode, sizes).tolist()
+        self._fixed[:] = fixed
+        self._slope[:] = slope
+        self._square[:] = square
+        self._step_fixed[:] = step_fixed
+        self._step_slope[:] = step_slope
+        self._step_flat[:] = step_flat
 
     def iterations(self, tokens: int) -> int:
         """Decode iterations after the prefill until a row has `tokens` tokens."""
@@ -251,14 +216,18 @@ class SegmentedLaw:
             prefill = by_size(self.prefill, sizes)
             decode = by_size(self.decode, sizes)
             table = np.empty((3, max_batch_size + 1))
+            prefill[0] += self.batch_s
             table[0] = prefill[0] + iterations * (decode[0] + decode[1] * (iterations + 1) * 0.5)
             table[1] = prefill[1] + iterations * decode[1]
             table[2] = prefill[2]
-            if isinstance(self.times, FlatTimes):
+            if self._has_flat:
                 flat = prefill[:2].copy()
                 flat[0] += iterations * decode[3]
                 table = np.concatenate([table, flat])
-            self._tables.keep(key, table)
+            if len(self._tables) >= TABLES_KEPT:
+                self._tables.clear()
+            table.flags.writeable = False
+            self._tables[key] = table
         return self._tables[key]
 
 
@@ -287,65 +256,6 @@ def unit_step() -> SegmentedLaw:
     return bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0))
 
 
-@dataclass(frozen=True)
-class WithOverhead:
-    """A law with what serving adds: `stretch` times the law's seconds, and `batch_s` per batch.
-
-    `batch_s` is dispatch, tokenizer and pipe. `stretch` is how much workers that run at the same
-    time slow one another down.
-    """
-
-    law: LatencyLaw
-    batch_s: float
-    stretch: float
-    _tables: _Tables = field(init=False, repr=False, compare=False, default_factory=_Tables)
-
-    def __post_init__(self) -> None:
-        if not (self.batch_s >= 0 and self.stretch > 0):
-            raise InputError(
-                f"overhead: batch_s {self.batch_s} must be >= 0 and stretch {self.stretch} > 0"
-            )
-
-    @property
-    def prefill_emits_token(self) -> bool:
-        return self.law.prefill_emits_token
-
-    @property
-    def padded(self) -> bool:
-        return self.law.padded
-
-    @property
-    def round_s(self) -> float:
-        return self.stretch * self.law.round_s
-
-    def leave_s(self, length: float) -> float:
-        """Seconds until a row of about `length` tokens has left a running batch."""
-        return self.stretch * self.law.leave_s(length)
-
-    def prefill_s(self, batch_size: int, input_length: float) -> float:
-        """Seconds of the batch's constant cost and its prefill."""
-        return self.batch_s + self.stretch * self.law.prefill_s(batch_size, input_length)
-
-    def pass_s(self, batch_size: int, start: float, end: float) -> float:
-        """Seconds of a pass; the first pass of a prefill includes the batch's constant cost."""
-        seconds = self.stretch * self.law.pass_s(batch_size, start, end)
-        return seconds if start else self.batch_s + seconds
-
-    def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        """Seconds of `steps` decode iterations after an input of L."""
-        return self.stretch * self.law.decode_s(batch_size, input_length, steps)
-
-    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """As `SegmentedLaw.serve_table`."""
-        key = (max_batch_size, steps)
-        if key not in self._tables:
-            table = self.stretch * self.law.serve_table(max_batch_size, steps)
-            table[0] += self.batch_s
-            table[3:4] += self.batch_s
-            self._tables.keep(key, table)
-        return self._tables[key]
-
-
 def law_of_parts(
     engine: SegmentedLaw, join: PassLaw, leave: PassLaw, grow: PassLaw
 ) -> SegmentedLaw:
@@ -365,21 +275,14 @@ def law_of_rounds(engine: SegmentedLaw, fit: RoundsFit) -> SegmentedLaw:
     """The law of rounds: from a round's dispatch to a worker process until its result, with all
     workers busy.
 
-    seconds = batch_s + stretch * (the seconds of `law_of_parts`), as with slices (`WithOverhead`).
+    seconds = batch_s + stretch * (the seconds of `law_of_parts`), as with slices.
     """
     parts = law_of_parts(engine, fit.join, fit.leave, fit.grow)
-    stretch = fit.overhead.stretch
-    return replace(
-        parts,
-        prefill=tuple([piece.times(stretch) for piece in parts.prefill]),
-        decode=tuple([piece.times(stretch) for piece in parts.decode]),
-        round_s=fit.overhead.batch_s,
-        leaving=(stretch * parts.leaving[0], stretch * parts.leaving[1]),
-    )
+    return replace(parts.times(fit.overhead.stretch), round_s=fit.overhead.batch_s)
 
 
-@dataclass(frozen=True, slots=True)
-class OverlappingRounds:
+@dataclass(frozen=True)
+class OverlappingRounds(BatchLaw):
     """What a policy inside an engine with overlapping passes believes of them: a `LatencyLaw`.
 
     A chunk between decodes costs the decodes two gaps. With d a pass of decodes alone, e and g the
@@ -433,6 +336,10 @@ class OverlappingRounds:
     def leave_s(self, length: float) -> float:
         """0: a row that leaves costs nothing."""
         return 0.0
+
+    def times(self, factor: float) -> OverlappingRounds:
+        """Return the law of passes that take `factor` times as long."""
+        return replace(self, law=self.law.times(factor), slices=self.slices.times(factor))
 
     def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
         """Of static batches."""

@@ -9,7 +9,6 @@ from toolkit.estimators.laws import (
     LinearSwap,
     OverlappingRounds,
     SegmentedLaw,
-    WithOverhead,
     law_of_rounds,
     swap_from_fit,
 )
@@ -24,7 +23,7 @@ from toolkit.sched.types import NO_LIMIT, Joining
 class Laws:
     """The laws of one worker."""
 
-    latency: WithOverhead  # of batches, with what serving adds to the engine's own time
+    latency: SegmentedLaw  # of batches, with what serving adds to the engine's own time
     engine: SegmentedLaw
     memory: ZetaMemory | RuleMemory
     swap: LinearSwap | None  # to host memory; None: it was not measured
@@ -46,7 +45,7 @@ def laws_from_fit(fit: Fit) -> Laws:
     prefill = tuple(fit.prefill.pieces)
     decode = tuple(fit.decode.pieces)
     engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
-    latency = WithOverhead(engine, fit.overhead.batch_s, fit.overhead.stretch)
+    latency = engine.with_overhead(fit.overhead.batch_s, fit.overhead.stretch)
     memory = memory_from_fit(fit.memory)
     swap, host_tokens = (
         swap_from_fit(fit.swap, fit.memory.kv_bytes_per_token) if fit.swap else (None, 0)

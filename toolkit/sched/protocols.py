@@ -55,6 +55,9 @@ class LatencyLaw(Protocol):
     def leave_s(self, length: float) -> float:
         """Seconds to remove a row of about `length` tokens from a batch; 0: not measured."""
 
+    def times(self, factor: float) -> LatencyLaw:
+        """Return the law of an engine on which everything takes `factor` times as long."""
+
 
 class MemoryLaw(Protocol):
     """How many rows fit a worker's memory (SCLS paper, Eq. 5-9 and Algorithm 2)."""

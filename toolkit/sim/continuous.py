@@ -64,7 +64,7 @@ class ContinuousWorker(Decoding):
         if self._failure:
             self._failure = ""
             self._dropped = ()
-        begun_s = now_s + times.round_s
+        begun_s = now_s + self._round_s
         if batch.evict or batch.release or batch.moves is not None:
             for job in batch.evict:
                 self._ledger.evictions += self._drop(job)

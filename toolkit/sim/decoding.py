@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 
 from mypy_extensions import mypyc_attr
 
-from toolkit.estimators.laws import LawTimes, SegmentedLaw
+from toolkit.estimators.laws import BatchLaw
 from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.protocols import SwapLaw
 from toolkit.sched.types import NO_LIMIT, Job, Moves
@@ -139,9 +139,10 @@ class Decoding(SimulatedWorker):
         # What few passes need comes first, so that the rest lies together (`Gaps` says why).
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(setup.swap, ledger)
-        # the law's arithmetic, without the law around it where it can be
         latency = setup.latency
-        self._times = latency.times if isinstance(latency, SegmentedLaw) else LawTimes(latency)
+        assert isinstance(latency, BatchLaw)
+        self._times: BatchLaw = latency  # by its native type, since passes ask it several times
+        self._round_s: float = setup.latency.round_s
         self._padded: bool = latency.padded
         self._in_slab = False  # whether memory is the number of rows x the longest row
         self._has_moved = False  # whether any cache was ever paused or moved

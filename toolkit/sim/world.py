@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from toolkit.errors import InputError, nearest
-from toolkit.estimators.laws import WithOverhead, unit_step
+from toolkit.estimators.laws import unit_step
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import DrawnEdge, ZetaMemory
 from toolkit.files.fit import Fit
@@ -193,11 +193,10 @@ def _slowed(world: World, factor: float) -> World:
         return world
     rounds = world.rounds
     if rounds is not None:
-        slow = WithOverhead(rounds.latency, 0.0, factor)
-        rounds = replace(rounds, latency=slow, believed=rounds.latency)
+        rounds = replace(rounds, latency=rounds.latency.times(factor), believed=rounds.latency)
     return replace(
         world,
-        latency=WithOverhead(world.latency, 0.0, factor),
+        latency=world.latency.times(factor),
         believed=world.latency,
         rounds=rounds,
         paged=world.paged.slowed(factor) if world.paged is not None else None,

@@ -74,7 +74,7 @@ class Untimed:
     def _unknown(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("no fit was given, so times are unknown")
 
-    prefill_s = pass_s = decode_s = serve_table = _unknown
+    prefill_s = pass_s = decode_s = serve_table = times = _unknown
 
 
 @dataclass(slots=True, frozen=True)
