@@ -159,9 +159,9 @@ class Question:
         fit = fits[key]
         policy = policy_for(fit, recipe.policy.name, recipe.policy.parameters)
         trace = prepare(trace_of(self.row, self._protocol), recipe)
-        return self._times(
-            simulate(trace, policy, Deployment.of(recipe, fit).world(Workload(trace))).metrics({})
-        )
+        workload = Workload(trace, recipe.tune.concurrency or 0)
+        world = Deployment.of(recipe, fit).world(workload)
+        return self._times(simulate(trace, policy, world).metrics({}))
 
     def type(self) -> Times:
         """Return the times that the commands print, each run as a process of its own."""
