@@ -158,6 +158,7 @@ def test_a_request_that_is_given_up_frees_its_place() -> None:
 
 @settings(max_examples=25, deadline=None)
 @example(seed=0, concurrency=19, workers=1, case="mlfq, in chunks")
+@example(seed=181, concurrency=17, workers=2, case="mlfq")
 @given(
     seed=st.integers(0, 1000),
     concurrency=st.integers(1, 40),
@@ -168,7 +169,10 @@ def test_any_world(seed: int, concurrency: int, workers: int, case: str) -> None
     name, parameters = CASES[case]
     there = at_once(world(workers), concurrency)
     result = simulate(some(40, seed, limit=30), make_policy(name, parameters), there)
-    check(result, concurrency, late_s=0.01 if "chunk" in case else 0.0)
+    # a round of several passes tells of an end within it when all are over; meanwhile the place of
+    # an end on another worker may have been taken
+    tells_late = "chunk" in case or (name == "mlfq" and workers > 1)
+    check(result, concurrency, late_s=0.01 if tells_late else 0.0)
 
 
 def test_the_trace_gives_only_the_order() -> None:

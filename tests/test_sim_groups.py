@@ -18,6 +18,7 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.cache_settings import CacheSettings
+from toolkit.sim.drafts import DrawnDrafts
 from toolkit.sim.kv_cache import KVCache
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged_engine import PagedEngine
@@ -146,8 +147,32 @@ def test_prompts_that_share_nothing_lose_nothing() -> None:
     assert (found["query_tokens"], found["hit_tokens"], found["lost_hit_tokens"]) == (80.0, 0, 0)
 
 
+@pytest.mark.parametrize("number", range(10))
+def test_drafts_thresholds_and_live_settings_together_are_vllm_s(number: int) -> None:
+    """As vLLM 0.32.0's own classes made them: drafts, thresholds and live settings with several
+    groups of caches, live settings with drafts.
+    """
+    case, theirs = json.loads((DATA / "vllm-0.32.0-combined.json").read_text())[number]
+    assert json.loads(json.dumps(passes_of_case(case))) == theirs
+
+
 @pytest.mark.parametrize("number", range(8))
 def test_passes_are_those_of_vllm_s_schedulers(number: int) -> None:
     """As vLLM 0.32.0's own classes made them, with the blocks that each group holds."""
     case, theirs = json.loads((DATA / "vllm-0.32.0-groups.json").read_text())[number]
     assert json.loads(json.dumps(passes_of_case(case))) == theirs
+
+
+@pytest.mark.parametrize(
+    ("groups", "method", "policy", "word"),
+    [
+        ([FULL, STATE], "ngram", VllmPolicy(), "states"),
+        ([FULL, WINDOW], "eagle", VllmPolicy(), "eagle"),
+        ([FULL], "ngram", VllmPolicy(prefill_schedule_interval=2), "prefill_schedule_interval"),
+    ],
+)
+def test_drafts_that_are_not_modelled_are_refused_by_name(groups, method, policy, word) -> None:
+    drafts = DrawnDrafts(method, (0.5,))
+    with pytest.raises(InputError) as refused:
+        VllmScheduler(policy, 3000, 4, caches=caches(groups), drafts=drafts)
+    assert says(refused.value.message, word)

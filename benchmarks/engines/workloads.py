@@ -34,6 +34,7 @@ POLICY = "past-future initial_count=50 initial_length=30"
 CHANGED_UNTIL = 600  # passes
 Group = dict[str, Any]
 GroupMaker = Callable[[random.Random, dict[str, Any]], list[Group]]
+Maker = Callable[[int, bool], dict[str, Any]]
 
 
 def make_case(seed: int) -> dict[str, Any]:
@@ -285,12 +286,64 @@ def with_groups(makers: Sequence[GroupMaker], seed: int, ahead: bool) -> dict[st
     case = make_case(seed) | {"ahead": ahead}
     case["retention"] = draw.choice([0, 0, 0, None])
     case["groups"] = maker(draw, case)
-    passes = 2 if ahead else 1
-    needs = longest_blocks(
-        cache_groups(case), case["max_model_len"], passes * case["max_num_batched_tokens"]
-    )
-    case["blocks"] = needs + draw.choice([0, 1, 3, 10, 40])
+    case["blocks"] = _blocks(draw, case)
     return case
+
+
+def with_drafts_and_groups(seed: int, ahead: bool) -> dict[str, Any]:
+    """Make a workload with drafts by n-grams of a model with windows: beside full attention, in
+    blocks of two sizes, or in every layer.
+    """
+    grouped = with_groups([like_gpt_oss, two_sizes, windows_alone], seed, ahead)
+    case = grouped | {"drafts": with_drafts("ngram", seed, ahead)["drafts"]}
+    rows = case["max_num_seqs"] * (1 + case["drafts"]["tokens"])
+    case["max_num_batched_tokens"] = max(case["max_num_batched_tokens"], rows)
+    return case | {"blocks": _blocks(random.Random(f"{seed} both"), case)}
+
+
+def with_threshold_and_groups(seed: int, ahead: bool) -> dict[str, Any]:
+    """Make a workload with a threshold for long prefills of a model with windows or states."""
+    case = with_groups([like_gemma, two_sizes, states], seed, ahead)
+    threshold = random.Random(f"{seed} threshold").choice([3, 7, 20, 40])
+    if case["chunked_prefill"]:
+        most = min(threshold, case["max_model_len"])
+        case["flags"] = {"long_prefill_token_threshold": most}
+    return case
+
+
+def with_live_settings_of(maker: Maker) -> Maker:
+    """Return a maker of workloads like those of `maker`, with live settings that vLLM allows."""
+
+    def made(seed: int, ahead: bool) -> dict[str, Any]:
+        case = maker(seed, ahead)
+        tokens = 1 + case.get("drafts", {}).get("tokens", 0)  # of a row
+        most = case["max_num_batched_tokens"]
+        aligned = any(group.get("mode") == "align" for group in case.get("groups", ()))
+        changes: dict[str, dict[str, Any]] = {}
+        for at, drawn in with_live_settings(seed, ahead)["changes"].items():
+            new = dict(drawn)
+            if "max_num_seqs" in new:
+                new["max_num_seqs"] = min(new["max_num_seqs"], case["max_num_seqs"])
+            if "max_num_batched_tokens" in new:
+                least = min(case["max_num_seqs"] * tokens, most)
+                new["max_num_batched_tokens"] = max(min(new["max_num_batched_tokens"], most), least)
+            if aligned or not case["chunked_prefill"]:  # what llmctl cannot change there
+                new.pop("max_num_batched_tokens", None)
+                new.pop("long_prefill_token_threshold", None)
+            elif new.get("long_prefill_token_threshold", 0) < tokens:
+                new.pop("long_prefill_token_threshold", None)
+            changes[at] = new
+        return case | {"changes": changes}
+
+    return made
+
+
+def _blocks(draw: random.Random, case: dict[str, Any]) -> int:
+    """Draw how many blocks a cache has: few more than vLLM asks for when it starts."""
+    passes = 2 if case["ahead"] else 1
+    in_flight = passes * case["max_num_batched_tokens"]
+    needs = longest_blocks(cache_groups(case), case["max_model_len"], in_flight)
+    return needs + draw.choice([0, 1, 3, 10, 40])
 
 
 def _full(block: int) -> Group:
@@ -308,7 +361,7 @@ def make(kind: str, seed: int, ahead: bool) -> Case:
     return {"kind": kind, "seed": seed, **made, "ahead": ahead}
 
 
-MAKERS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
+MAKERS: dict[str, Maker] = {
     "full attention": lambda seed, ahead: make_case(seed) | {"ahead": ahead},
     "prefill interval": with_interval,
     "drafts by ngram": partial(with_drafts, "ngram"),
@@ -318,6 +371,13 @@ MAKERS: dict[str, Callable[[int, bool], dict[str, Any]]] = {
     "window only": partial(with_groups, [windows_alone]),
     "block sizes": partial(with_groups, [two_sizes]),
     "states": partial(with_groups, [states]),
+    "drafts and groups": with_drafts_and_groups,
+    "thresholds and groups": with_threshold_and_groups,
+    "live settings and groups": with_live_settings_of(
+        partial(with_groups, [like_gpt_oss, two_sizes, states])
+    ),
+    "live settings and drafts": with_live_settings_of(partial(with_drafts, "ngram")),
+    "live settings and eagle": with_live_settings_of(partial(with_drafts, "eagle")),
     "our policies inside": with_our_policy,
 }
 

@@ -111,16 +111,16 @@ class Clock:
             count += 1
             if count % CHECK_EVERY == 0:
                 check()
-            now_s = arrivals.next_s
-            if events and (
-                events[0][0] < now_s or (events[0][0] == now_s and events[0][1] < ARRIVES)
-            ):
-                now_s, _, _, _, event = heappop(events)
-                chooser.hear(now_s)
-                event.happen(now_s)
-            else:
-                chooser.hear(now_s)
-                self._arrive(arrivals.take(), now_s)
+            came_s = arrivals.next_s
+            if events:
+                now_s, rank, _, _, event = events[0]
+                if now_s < came_s or (now_s == came_s and rank < ARRIVES):
+                    heappop(events)
+                    chooser.hear(now_s)
+                    event.happen(now_s)
+                    continue
+            chooser.hear(came_s)
+            self._arrive(arrivals.take(), came_s)
         for work in self._works:
             work.engine.count()
 

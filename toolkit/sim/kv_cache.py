@@ -85,7 +85,8 @@ class Run:
         self.first = first
         self.stop = stop
         self.tables: list[BlockTable] = []
-        self.before = self.after = self
+        self.before: Run | None = None
+        self.after: Run | None = None
 
 
 class BlockTable:
@@ -180,6 +181,7 @@ class BlockPool:
         self.blocks = self.free = self.plain = blocks
         self.queries = self.hits = self.preempted_queries = self.preempted_hits = self.lost = 0
         self._queue = Run(0, None, 0, 0)  # the head of a ring of free runs; `after` goes out first
+        self._queue.before = self._queue.after = self._queue
 
     def take(self, count: int) -> None:
         """Give out `count` blocks; at least as many are free."""
@@ -187,6 +189,7 @@ class BlockPool:
         self.plain -= count
         while self.plain < 0:
             run = self._queue.after
+            assert run is not None
             size = run.stop - run.first
             if size > -self.plain:
                 run.stop += self.plain
@@ -200,6 +203,11 @@ class BlockPool:
         """Take back `count` blocks without keys."""
         self.free += count
         self.plain += count
+
+    def keep(self, run: Run) -> None:
+        """Take back the blocks of a run that is new: its keys are given out last."""
+        self.free += run.stop - run.first
+        _link(run, self._queue.before)
 
     def give(self, run: Run, table: BlockTable) -> None:
         """Take back the blocks of a run from the row of `table`."""
@@ -918,6 +926,8 @@ class KVCache:
             chunks = chunks or isinstance(group, ChunkGroup)
         self.can_step = not chunks and not (gives and caches and retention != 0)
         self.only_takes: list[int] = [] if chunks or gives else sizes
+        # whether rows that share nothing get their keys when they lose their blocks
+        self._defers = len(self.groups) == 1 and self.groups[0].is_full
         self._nothing = LookUp([Hit() for _ in groups], 0, 0)
 
     def _made(self, number: int, spec: CacheGroup) -> FullGroup:
@@ -955,16 +965,16 @@ class KVCache:
         """
         if not self.caches:
             return self._nothing
+        if row.content is None and not row.preempted:
+            if not self._defers:
+                row.path = [Node(None, 0, self.longest)]
+            return self._nothing
         if not row.path:
             node = row.content
-            if node is None:
-                node = Node(None, 0, self.longest)
             while node is not None:
                 row.path.append(node)
                 node = node.parent
             row.path.reverse()
-        if row.content is None and not row.preempted:
-            return self._nothing
         most = row.known - 1
         if len(self.groups) == 1:
             hits, found = self.groups[0].find(row, most, self.groups)
@@ -1048,30 +1058,51 @@ class KVCache:
         if not self.caches:
             return
         tokens = min(tokens, row.known)
-        if (
-            len(self.groups) == 1
-            and tokens // self.unit <= row.tables[0].looked
-            and not self.states
-        ):
-            return
+        if len(self.groups) == 1 and not self.states:
+            table = row.tables[0]
+            full = tokens // self.unit
+            if full <= table.looked:
+                return
+            if not row.path:
+                table.looked = full
+                return
         if len(self.groups) > 1:
             tokens = tokens // self.whole * self.whole
         for group in self.groups:
             group.register(row, tokens)
             if group.is_full and group.block != self.unit:
                 group.register_end(row, tokens)
-        full = self._full
-        if full is not None and row.content is not None:
-            stop = tokens // full.block
+        if self._full is not None and row.content is not None:
+            size = self._full.block
+            stop = tokens // size
             for node in row.path:
-                node.seen = max(node.seen, min(stop, node.end // full.block))
-                if node.end >= stop * full.block:
+                node.seen = max(node.seen, min(stop, node.end // size))
+                if node.end >= stop * size:
                     break
 
-    def release(self, row: CachedRow) -> None:
-        """Take all blocks of a row back, group by group."""
+    def release(self, row: CachedRow, *, ends: bool) -> None:
+        """Take all blocks of a row back, group by group; `ends`: it will not come again."""
+        if self._defers and not row.path:
+            self._release_alone(row, ends)
+            return
         for group in self.groups:
             group.release(row)
+
+    def _release_alone(self, row: CachedRow, ends: bool) -> None:
+        """Take all blocks back from a row that shares nothing, and give its full blocks their keys
+        only now: no request looked for them.
+        """
+        table = row.tables[0]
+        full = table.looked
+        self.pool.give_plain(table.length - full)
+        if full:
+            run = Run(0, None, 0, full)
+            if not ends:
+                run.node = Node(None, 0, self.longest)
+                run.node.runs.append(run)
+                row.path.append(run.node)
+            self.pool.keep(run)
+        table.length = table.looked = 0
 
     def count(self, row: CachedRow, found: int) -> None:
         """Count what an admitted row has looked for and found, before its own blocks get keys."""
@@ -1163,14 +1194,22 @@ def _first_copy(node: Node, group: int, at: int, stop: int) -> tuple[Run | None,
     return None, at
 
 
-def _link(run: Run, before: Run) -> None:
+def _link(run: Run, before: Run | None) -> None:
     """Put a run into the queue, after `before`."""
+    assert before is not None
+    after = before.after
+    assert after is not None
     run.before = before
-    run.after = before.after
-    run.after.before = before.after = run
+    run.after = after
+    after.before = before.after = run
 
 
 def _unlink(run: Run) -> None:
     """Take a run out of the queue."""
-    run.before.after, run.after.before = run.after, run.before
-    run.before = run.after = run
+    before = run.before
+    after = run.after
+    assert before is not None
+    assert after is not None
+    before.after = after
+    after.before = before
+    run.before = run.after = None

@@ -266,10 +266,11 @@ class InStep:
 
     def next_end(self) -> int:
         """Return the number of the pass that gives the next row its last token."""
-        ends = self._ends
-        while not ends[0][2].in_step or ends[0][2].last != ends[0][0]:
-            heappop(ends)
-        return ends[0][0]
+        last, _, row = self._ends[0]
+        while not row.in_step or row.last != last:
+            heappop(self._ends)
+            last, _, row = self._ends[0]
+        return last
 
     def ended(self, passes: int) -> list[PagedRow]:
         """Return the rows that have their last token with pass number `passes`, in order."""
@@ -436,6 +437,7 @@ class VllmScheduler:
         self._bound = False  # the last pass that let prefills in left requests waiting
         self._defers = False  # the planned pass has no prefill
         self._fruitless = 0  # passes that only preempted, since the last token
+        self._left: list[PagedRow] = []  # without a queue, rows that ended in step with this pass
         self._check_threshold()
 
     def _check_threshold(self) -> None:
@@ -526,7 +528,7 @@ class VllmScheduler:
             if self._defers and row.is_chunk:
                 continue
             new = row.known + row.drafts + row.expected - row.computed
-            new = min(new, most, budget, self._longest - row.computed - 1)
+            new = min(min(new, most), min(budget, self._longest - row.computed - 1))
             if self._cache.states:
                 new = self._cut(row, row.computed, new)
             if new <= 0:
@@ -614,7 +616,7 @@ class VllmScheduler:
         """Take a row's blocks. It waits before all others, to be computed anew."""
         if row.in_step:
             self._leave(row)
-        self._cache.release(row)
+        self._cache.release(row, ends=False)
         row.stale = row.in_flight
         row.computed = row.expected = row.drafts = 0
         row.gave = NO_PASS
@@ -787,7 +789,13 @@ class VllmScheduler:
                 tokens.ended.append(row)
         singles = len(tokens.ended)
         for row in in_step.ended(self._passes):
-            self._leave(row)
+            if self._ahead or singles > 0:  # rows give their blocks back in order
+                self._leave(row)
+            else:
+                in_step.leave(row, self._passes)
+                row.known = row.computed
+                self._cache.register(row, row.computed)
+                self._left.append(row)
             tokens.ended.append(row)
         if 0 < singles < len(tokens.ended):
             tokens.ended.sort(key=_order)
@@ -815,6 +823,11 @@ class VllmScheduler:
         while len(self._under_way) > keep:
             for part in self._under_way.popleft():
                 self._learn(part)
+        for row in self._left:
+            self._cache.release(row, ends=True)
+            row.ended = True
+            del self.running[row]
+        self._left.clear()
         if self._can_step and not idle:
             self._join()
         return learned
@@ -846,7 +859,7 @@ class VllmScheduler:
                 tokens = row.computed - row.in_flight
                 self._cache.register(row, min(tokens, row.known - self._hash_lookahead))
         if has_ended:
-            self._cache.release(row)
+            self._cache.release(row, ends=True)
             row.ended = True
             if row.runs:
                 del self.running[row]
@@ -881,8 +894,10 @@ class VllmScheduler:
                 self._under_way[place] = [part for part in parts if not part.row.in_step]
 
     def _leave(self, row: PagedRow) -> None:
-        """Plan a row in step on its own again."""
-        flight = len(self._under_way)
+        """Plan a row in step on its own again. Of the passes under way the last one counts: the
+        tokens of the one before it are known with the `settle` that follows.
+        """
+        flight = min(len(self._under_way), 1)
         self._in_step.leave(row, self._passes)
         row.known = row.computed + 1 - flight
         row.in_flight = flight
@@ -892,7 +907,8 @@ class VllmScheduler:
         single.append(row)
         if len(single) > 1:
             single.sort(key=_order)
-        for parts in self._under_way:
+        if flight:
+            parts = self._under_way[-1]
             part = Part(row, row.computed - 1, 1)
             part.samples = True
             parts.append(part)

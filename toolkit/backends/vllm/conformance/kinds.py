@@ -39,5 +39,10 @@ KINDS = (
     ModelKind("window only", ("window only",)),
     ModelKind("block sizes", ("windows", "block sizes")),
     ModelKind("states", ("states",)),
+    ModelKind("drafts and groups", ("windows", "drafts")),
+    ModelKind("thresholds and groups", cited=False),
+    ModelKind("live settings and groups", since="0.31", cited=False),
+    ModelKind("live settings and drafts", ("drafts",), since="0.31", cited=False),
+    ModelKind("live settings and eagle", ("drafts",), since="0.31", cited=False),
     ModelKind("our policies inside", needs="inside", cited=False),
 )
