@@ -8,7 +8,7 @@ from paged import LAW, pass_by_pass, same_times, trace_of, world
 
 from toolkit.backends.vllm.command import flags_of
 from toolkit.errors import InputError
-from toolkit.sched.policies.vllm import LATER, VllmPolicy, refuse_later
+from toolkit.sched.policies.vllm import FLAGS, VllmPolicy, refuse_later
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.vllm import PagedRow, VllmScheduler
@@ -87,4 +87,4 @@ def test_a_release_without_the_flag_is_refused() -> None:
     with pytest.raises(InputError, match=r"0\.32\.1"):
         refuse_later(given, "0.32.1")
     refuse_later({}, "0.28.0")
-    assert not LATER["prefill_schedule_interval"].is_in("")
+    assert not FLAGS["prefill_schedule_interval"].is_in("")

@@ -263,3 +263,16 @@ def test_twins_are_found_unless_they_share_a_base() -> None:
     assert twins([ast.parse(source.format("Generic[T]", body))]) == {("One", "Other")}
     assert twins([ast.parse(source.format("Protocol", body))]) == set()
     assert twins([ast.parse(source.format("Base", body))]) == set()
+
+
+@pytest.mark.parametrize(
+    ("flag", "files"),
+    [
+        ("prefill_schedule_interval", 3),  # vLLM 0.33's newest: the policy, the rule, the reading
+        ("long_prefill_token_threshold", 6),
+        ("max_num_seqs", 10),
+    ],
+)
+def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
+    named = [path for path in sources() if flag in (PACKAGE / path).read_text(encoding="utf-8")]
+    assert len(named) <= files, named

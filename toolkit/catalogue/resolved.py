@@ -7,7 +7,8 @@ is not modelled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,11 @@ class Drafts:
     padded: bool = False
 
 
+def of_scheduler(default: Any) -> Any:
+    """Return a field of `Resolved` that vLLM's `SchedulerConfig` has under the same name."""
+    return field(default=default, metadata={"of": "scheduler"})
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """All of it. What a version of the engine does not have keeps its default.
@@ -74,7 +80,7 @@ class Resolved:
             None all.
         fine_hits: prefixes hit at less than a block.
         max_in_flight_tokens: of all passes that may be under way.
-        max_num_active_seqs: rows that run at once; None: max_num_seqs.
+        max_num_active_seqs: rows that run at once, by a flag of its own; None: it is not given.
         long_prefill_token_threshold: tokens of a chunk while others are there; 0: no limit.
         prefill_schedule_interval: passes from a prefill to the next.
         reserve_full_isl: a request waits until its whole input fits.
@@ -101,12 +107,12 @@ class Resolved:
     retention: int | None = None
     fine_hits: bool = False
     max_in_flight_tokens: int = 0
-    max_num_active_seqs: int | None = None
-    long_prefill_token_threshold: int = 0
-    long_prefill_token_threshold_adaptive: bool = False
-    prefill_schedule_interval: int = 1
+    max_num_active_seqs: int | None = of_scheduler(None)
+    long_prefill_token_threshold: int = of_scheduler(0)
+    long_prefill_token_threshold_adaptive: bool = of_scheduler(False)
+    prefill_schedule_interval: int = of_scheduler(1)
     reserve_full_isl: bool = True
-    watermark: float = 0.0
+    watermark: float = of_scheduler(0.0)
     drafts: Drafts | None = None
     tp: int = 1
     dp: int = 1
@@ -139,3 +145,8 @@ class Resolved:
             for one in self.groups
         ]
         return f"{', '.join(parts)}; caches: {'; '.join(kinds)}"
+
+
+SCHEDULER_FIELDS: dict[str, Any] = {
+    one.name: one.default for one in fields(Resolved) if one.metadata
+}

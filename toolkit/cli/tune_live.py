@@ -32,11 +32,6 @@ HERE = "here"
 WINDOWS = 4
 BURSTS = 200  # that a search's time is for
 SHOWN = 8
-SHORT = {
-    "max_num_seqs": "rows",
-    "max_num_batched_tokens": "tokens",
-    "long_prefill_token_threshold": "threshold",
-}
 FIRST_LEASE_S = 120.0  # until the search begins
 WINDOW_S = (1.5, 30.0)
 
@@ -158,6 +153,8 @@ def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object
 
 def _show(result: LiveTuning) -> None:
     """Print the result for people."""
+    from toolkit.sched.policies.vllm import FLAGS
+
     names = list(result.start)
     ranked = sorted(result.trials, key=lambda trial: (-trial.rounds, -trial.first.score))
     rows: list[list[object]] = [
@@ -170,7 +167,7 @@ def _show(result: LiveTuning) -> None:
         ]
         for number, trial in enumerate(ranked[:SHOWN], start=1)
     ]
-    columns = ["", *(f">{SHORT.get(name, name)}" for name in names)]
+    columns = ["", *(f">{FLAGS[name].word or name}" for name in names)]
     columns += [">rounds", ">goodput", ">predicted"]
     spent = f"{len(result.trials)} settings in {result.bursts} bursts, {seconds(result.spent_s)}"
     table(columns, rows, f"{spent}: goodput of the first burst, requests/s")

@@ -28,7 +28,7 @@ from toolkit.files.io import digest
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import DTYPE_BYTES, Recipe, ServeSpec, TuneSpec
 from toolkit.metrics import judge, latencies, statistic
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import ROWS, VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sim.api import requests_of, simulate
@@ -121,7 +121,7 @@ def _longest_request_s(order: Order) -> tuple[float, str]:
 def rows(order: Order) -> Sourced[int]:
     """The greatest number of requests that run at once."""
     plan = order.plan
-    for name in ("max_batch_size", "max_num_seqs"):
+    for name in ("max_batch_size", ROWS):
         named = plan.settings.parameters.get(name)
         if isinstance(named, int) and named > 0:
             return Sourced(named, f"plan: {name} of policy '{plan.settings.policy}'")

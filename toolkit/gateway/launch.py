@@ -19,6 +19,7 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import LawRouter, Router
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
+from toolkit.sched.policies.vllm import ROWS, TOKENS
 from toolkit.serve.assemble import model_name
 from toolkit.serve.launch import OpenedFront
 from toolkit.serve.limits import possible_connections
@@ -38,8 +39,8 @@ def traits_of_replicas(plan: Plan) -> ReplicaTraits:
     default = ReplicaTraits(1)
     return ReplicaTraits(
         engine.capacity_tokens,
-        int(flags.get("max_num_batched_tokens", default.pass_tokens)),
-        int(flags.get("max_num_seqs", engine.max_rows or default.max_rows)),
+        int(flags.get(TOKENS, default.pass_tokens)),
+        int(flags.get(ROWS, engine.max_rows or default.max_rows)),
         None if steps is None else steps.law,
     )
 

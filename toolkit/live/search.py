@@ -32,7 +32,7 @@ from toolkit.files.live import BurstFigures, LiveInterval, LiveTrial, Prediction
 from toolkit.interrupts import check, held
 from toolkit.metrics import Served, latencies, meets_sla
 from toolkit.sched.policies.parameters import Value
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import FLAGS, VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
@@ -59,12 +59,6 @@ T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 
 TIE_BREAK = 0.01  # of the score: what the lowest mean E2E is worth, also where no target is kept
 LONGEST = 4.0  # windows that a request may take; a longer one missed every target
 LEAST_TIMEOUT_S = 10.0
-THRESHOLD = "long_prefill_token_threshold"
-ROWS = "max_num_seqs"
-TOKENS = "max_num_batched_tokens"
-WATERMARK = "watermark"
-LEAST_THRESHOLD = 16  # tokens of a chunk; shorter ones make passes of hardly any work
-MOST_WATERMARK = 0.3
 
 Note = Callable[[str], None]
 Floats = NDArray[np.float64]
@@ -104,15 +98,16 @@ def dimensions(state: LiveState) -> list[Dimension]:
             "change its parameters with: llmctl set",
         )
     found = []
-    for name, log, off in ((ROWS, True, 0.0), (TOKENS, True, 0.0), (THRESHOLD, True, 0.5)):
+    for name, flag in FLAGS.items():
         known = state.named(name)
-        if known is None or known.low is None or known.high is None:
+        live = flag.live
+        if live is None or known is None or known.low is None or known.high is None:
             continue
-        low = max(known.low, LEAST_THRESHOLD) if name == THRESHOLD else max(known.low, 1.0)
-        if low < known.high:
-            found.append(Dimension(name, low, known.high, log, True, off))
-    if state.named(WATERMARK) is not None:
-        found.append(Dimension(WATERMARK, 0.0, MOST_WATERMARK, False, False, 0.5))
+        low = max(known.low, live.least)
+        high = known.high if live.most is None else min(known.high, live.most)
+        if low < high:
+            whole = isinstance(known.value, int)
+            found.append(Dimension(name, low, high, live.log, whole, live.off))
     return found
 
 

@@ -12,7 +12,7 @@ from toolkit.files.tuning import Settings
 from toolkit.routing.routers import router_of
 from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sched.policies.parameters import Value
-from toolkit.sched.policies.vllm import LATER, VllmPolicy
+from toolkit.sched.policies.vllm import FLAGS, VllmPolicy
 from toolkit.sim.api import usual_policies
 from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.windows import TraceWindow
@@ -57,10 +57,12 @@ class TuneInputs:
 
 def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
     """The ranges of flags that not every release of vLLM has, if the measured one has them."""
+    if fit.engine.engine != VllmPolicy.engine:
+        return {}
     return {
         f"{VllmPolicy.name}.{name}": list(flag.search)
-        for name, flag in LATER.items()
-        if fit.engine.engine == VllmPolicy.engine and flag.is_in(fit.engine.engine_version)
+        for name, flag in FLAGS.items()
+        if flag.search and flag.is_in(fit.engine.engine_version)
     }
 
 

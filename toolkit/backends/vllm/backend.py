@@ -74,7 +74,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.profiling.process import ProfileBench
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import declared, parameters
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import FLAGS, ROWS, TOKENS, VllmPolicy
 from toolkit.serve.server import check_exposure, end_signals, listen
 from toolkit.sim.drafts import rates_of
 from toolkit.workers.process import (
@@ -309,9 +309,6 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
 
 
-WIDER = ("max_num_seqs", "max_num_batched_tokens")  # at the start than in the plan
-
-
 def wide_values(plan: Plan) -> dict[str, int]:
     """The most requests and tokens of a pass that a live server can be given later: the search's
     bounds, or the plan's values where these are larger. The server begins with the plan's.
@@ -322,12 +319,11 @@ def wide_values(plan: Plan) -> dict[str, int]:
     values = parameters(make_any(POLICY, plan.settings.parameters))
     space = plan.recipe.tune.space
     found = {}
-    for name in WIDER:
+    for name in [name for name, flag in FLAGS.items() if flag.buffers]:
         usual = known[name].search or (0, 0)
         wide = max(float(high) for high in space.get(name, usual))
         found[name] = max(int(wide), int(values[name]))
-    rows = found["max_num_seqs"]
-    found["max_num_batched_tokens"] = max(found["max_num_batched_tokens"], rows)
+    found[TOKENS] = max(found[TOKENS], found[ROWS])
     return found
 
 

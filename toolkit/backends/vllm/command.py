@@ -38,7 +38,7 @@ from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import Recipe, VllmSpec
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
-from toolkit.sched.policies.vllm import LATER
+from toolkit.sched.policies.vllm import FLAGS
 from toolkit.units import MIB
 
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -358,8 +358,6 @@ POLICY = "vllm"
 DRAFTS = "num_speculative_tokens"
 SWITCHES = {"chunked_prefill": "enable-chunked-prefill", "prefix_caching": "enable-prefix-caching"}
 
-OFF_AT_ZERO = ("long_prefill_token_threshold",)  # not written where they are off
-
 
 def draft_flags(recipe: Recipe, given: Mapping[str, Value], rates: Sequence[float]) -> list[str]:
     """The flags of speculative decoding with the policy's parameters `given`; none without drafts.
@@ -403,9 +401,7 @@ def flags_of(
         values["prefix_caching"] = prefix_caching
     words: list[str] = []
     for name, value in values.items():
-        if name in OFF_AT_ZERO and not value:
-            continue
-        if name in LATER and value == LATER[name].default:
+        if name in FLAGS and value == FLAGS[name].off:
             continue
         if isinstance(value, bool):
             words.append(f"--{SWITCHES[name]}" if value else f"--no-{SWITCHES[name]}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit.backends.vllm.settings import Knob, Knobs, knobs_of_policy
 from toolkit.sched.policies.parameters import Parameter
+from toolkit.sched.policies.vllm import ROWS, TOKENS
 
 POLICIES = ("fcfs", "priority")  # vLLM's `SchedulingPolicy`
 NEEDS_RESTART = {
@@ -51,7 +52,7 @@ def _of_vllm(scheduler: Any) -> list[Knob]:
     if hasattr(scheduler, "max_num_active_reqs"):
         knobs.append(
             Knob(
-                "max_num_seqs",
+                ROWS,
                 int,
                 _limits(1, most_rows, "the most requests that run at once"),
                 lambda: int(scheduler.max_num_active_reqs),
@@ -66,7 +67,7 @@ def _of_vllm(scheduler: Any) -> list[Knob]:
         least_tokens = most_tokens
     knobs.append(
         Knob(
-            "max_num_batched_tokens",
+            TOKENS,
             int,
             _limits(
                 least_tokens,

@@ -67,7 +67,7 @@ from toolkit.profiling.grid import (
     log_uniform_mean,
 )
 from toolkit.profiling.process import VISIT_SAMPLES, Passes, Unmeasurable
-from toolkit.sched.policies.vllm import refuse_later
+from toolkit.sched.policies.vllm import ROWS, TOKENS, refuse_later
 
 
 @dataclass(slots=True, frozen=True)
@@ -377,9 +377,7 @@ class VllmBench(ServerBench):
             return passes[-1].end_s - passes[0].start_s
         whole = [one for one in steps if one.shape.decodes == point.batch_size]
         if not whole:
-            raise NeverAtOnce(
-                "its rows never decoded all at once: raise max_num_batched_tokens or max_num_seqs"
-            )
+            raise NeverAtOnce(f"its rows never decoded all at once: raise {TOKENS} or {ROWS}")
         return fmean(one.seconds + (one.host_s or 0.0) for one in whole)
 
     async def _beside(

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.catalogue.models import experts_of
-from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
+from toolkit.catalogue.resolved import SCHEDULER_FIELDS, CacheGroup, Drafts, Resolved
 from toolkit.errors import ForeignError
 
 # vLLM's classes of caches with known rules. A subclass is another cache, with its own name.
@@ -42,14 +42,8 @@ def resolved_of(scheduler: Any) -> Resolved:
         retention=getattr(caches, "prefix_cache_retention_interval", None),
         fine_hits=_fine_hits(scheduler),
         max_in_flight_tokens=int(getattr(config, "max_in_flight_tokens", 0)),
-        max_num_active_seqs=getattr(limits, "max_num_active_seqs", None),
-        long_prefill_token_threshold=int(getattr(limits, "long_prefill_token_threshold", 0)),
-        long_prefill_token_threshold_adaptive=bool(
-            getattr(limits, "long_prefill_token_threshold_adaptive", False)
-        ),
-        prefill_schedule_interval=int(getattr(limits, "prefill_schedule_interval", 1)),
         reserve_full_isl=bool(getattr(limits, "scheduler_reserve_full_isl", True)),
-        watermark=float(getattr(limits, "watermark", 0.0)),
+        **{name: getattr(limits, name, usual) for name, usual in SCHEDULER_FIELDS.items()},
         drafts=_drafts(config),
         tp=parallel.tensor_parallel_size,
         dp=parallel.data_parallel_size,

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.catalogue.releases import release_of
+from toolkit.catalogue.resolved import SCHEDULER_FIELDS
 from toolkit.errors import EngineError, InputError
+from toolkit.sched.policies.vllm import FLAGS, ROWS, TOKENS
 
 Kind = Literal["import", "method", "attribute", "flag", "metric"]
 Need = Literal["start", "simulation", "inside", "live"]
@@ -192,14 +194,14 @@ ATTRIBUTES: tuple[tuple[str, str, Needs, str], ...] = (
     (PARALLEL, "data_parallel_index", LOGGED, ""),
     (CACHE_CONFIG, "num_gpu_blocks enable_prefix_caching", ALL, ""),
     (CACHE_CONFIG, "cache_dtype", START, ""),
-    (LIMITS, "max_num_seqs max_num_batched_tokens async_scheduling policy", LOGGED, ""),
-    (LIMITS, "scheduler_reserve_full_isl watermark", SETTINGS, ""),
-    (LIMITS, "long_prefill_token_threshold prefill_schedule_interval", SETTINGS, ""),
+    (LIMITS, f"{ROWS} {TOKENS} async_scheduling policy", LOGGED, ""),
+    (LIMITS, "scheduler_reserve_full_isl", SETTINGS, ""),
+    (LIMITS, " ".join(name for name in FLAGS if name in SCHEDULER_FIELDS), SETTINGS, ""),
     (LIMITS, "max_num_active_seqs", SETTINGS, "0.31"),
     (LIMITS, "enable_chunked_prefill", LIVE, ""),
     (CONFIG, "speculative_config kv_transfer_config lora_config parallel_config", LOGGED, ""),
 )
-FLAGS = """
+COMMAND_FLAGS = """
     --host --port --served-model-name --dtype --quantization --max-model-len --load-format
     --revision --trust-remote-code --kv-cache-memory-bytes --gpu-memory-utilization --block-size
     --num-gpu-blocks-override --tensor-parallel-size --enforce-eager --scheduler-cls
@@ -227,7 +229,7 @@ def _touched() -> Iterator[Touched]:
     for owner, names, needs, since in ATTRIBUTES:
         for name in names.split():
             yield Touched("attribute", f"{owner}.{name}", needs, since=since)
-    for flag in FLAGS.split():
+    for flag in COMMAND_FLAGS.split():
         yield Touched("flag", flag, START)
     yield Touched("flag", "--middleware", LIVE)
     for name in METRICS.split():

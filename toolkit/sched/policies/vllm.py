@@ -19,31 +19,71 @@ from toolkit.sched.policies.parameters import Value, defaults, parameter, valida
 MOST_DRAFTS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class LaterFlag:
-    """A flag that not every release of vLLM has; its default changes nothing."""
+ROWS = "max_num_seqs"
+TOKENS = "max_num_batched_tokens"
 
-    since: Release
-    default: Value
-    search: tuple[int, int]
+
+@dataclass(frozen=True, slots=True)
+class LiveRange:
+    """How a live search draws a flag: evenly, or evenly in its logarithm with `log`.
+
+    Attributes:
+        least, most: bounds within those of the running server; None: only its own.
+        off: the share of draws that switch it off (0).
+    """
+
+    least: float = 1.0
+    most: float | None = None
+    log: bool = True
+    off: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerFlag:
+    """What llmctl knows of a flag of vLLM's scheduler beside its range (`VllmPolicy`).
+
+    Attributes:
+        word: its name in tables; "": it is in none.
+        off: the value that changes nothing, which no command line needs; None: each one does.
+        since: the first release of vLLM that has it; None: all have it.
+        search: what `tune` searches where the release has it; None: as the policy says.
+        live: how a search on a running server draws it; None: that needs a restart.
+        buffers: a running server takes lower values than at its start, and no higher ones.
+    """
+
+    word: str = ""
+    off: Value | None = None
+    since: Release | None = None
+    search: tuple[int, int] | None = None
+    live: LiveRange | None = None
+    buffers: bool = False
 
     def is_in(self, version: str) -> bool:
-        """Whether a release, such as '0.33.0', has it; '': not known."""
+        """Return whether a release, such as '0.33.0', has it; '': not known."""
         release = release_of(version)
-        return release is not None and release >= self.since
+        return self.since is None or (release is not None and release >= self.since)
 
 
-LATER = {"prefill_schedule_interval": LaterFlag((0, 33), 1, (1, 8))}
+# A chunk of fewer than 16 tokens makes passes of hardly any work.
+FLAGS = {
+    ROWS: SchedulerFlag("rows", live=LiveRange(), buffers=True),
+    TOKENS: SchedulerFlag("tokens", live=LiveRange(), buffers=True),
+    "long_prefill_token_threshold": SchedulerFlag(
+        "threshold", off=0, live=LiveRange(least=16.0, off=0.5)
+    ),
+    "watermark": SchedulerFlag(live=LiveRange(0.0, 0.3, log=False, off=0.5)),
+    "prefill_schedule_interval": SchedulerFlag(off=1, since=(0, 33), search=(1, 8)),
+}
 
 
 def refuse_later(parameters: Mapping[str, Value], version: str) -> None:
     """Raise `InputError` for a flag that this release of vLLM does not have; '': not known."""
-    for name, flag in LATER.items():
-        value = parameters.get(name, flag.default)
-        if value != flag.default and version and not flag.is_in(version):
+    for name, flag in FLAGS.items():
+        value = parameters.get(name, flag.off)
+        if flag.since and value != flag.off and version and not flag.is_in(version):
             raise InputError(
                 f"policy 'vllm': {name} is {value}, and vLLM {version} does not have it",
-                f"vLLM {named(flag.since)} and newer do; leave it at {flag.default}",
+                f"vLLM {named(flag.since)} and newer do; leave it at {flag.off}",
             )
 
 

@@ -28,6 +28,7 @@ from toolkit.backends.vllm.conformance.cases import (
     outputs_of,
     tokens_of,
 )
+from toolkit.sched.policies.vllm import ROWS, TOKENS
 
 FILLER = 1  # a token behind a request's output, which vLLM drops
 MOST_PASSES = 20_000
@@ -78,12 +79,11 @@ class DrivenScheduler:
             enforce_eager=True,
             block_size=min(group["block"] for group in groups),
             max_model_len=case["max_model_len"],
-            max_num_seqs=case["max_num_seqs"],
-            max_num_batched_tokens=case["max_num_batched_tokens"],
             watermark=case.get("watermark", 0.0),
             enable_prefix_caching=case["prefix_caching"],
             enable_chunked_prefill=case.get("chunked_prefill", True),
             scheduler_reserve_full_isl=case.get("reserve_full_isl", True),
+            **{name: case[name] for name in (ROWS, TOKENS)},
             **more,
         ).create_engine_config()
         config.scheduler_config.async_scheduling = self.ahead

@@ -9,7 +9,7 @@ import numpy as np
 
 from toolkit.backends.vllm.conformance.cases import Case, CaseArrivals, Pass
 from toolkit.catalogue.resolved import CacheGroup
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import ROWS, TOKENS, VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings, is_before
 from toolkit.sim.contents import contents
 from toolkit.sim.drafts import DrawnDrafts
@@ -80,7 +80,7 @@ def _drawn(drafts: Mapping[str, Any]) -> DrawnDrafts:
 
 def scheduler_of(case: Case) -> VllmScheduler:
     """Return the simulator's scheduler with the caches, drafts and flags of a workload."""
-    names = ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "watermark")
+    names = (ROWS, TOKENS, "prefix_caching", "watermark")
     flags = VllmPolicy(
         **{name: case[name] for name in names},
         chunked_prefill=case.get("chunked_prefill", True),
