@@ -201,11 +201,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
     task = asyncio.create_task(work)
     try:
         await first_of(task, disconnected(receive))
+        if task.done():
+            task.result()
     finally:
-        task.cancel()
-        await asyncio.wait({task})
-    if not task.cancelled():
-        task.result()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        del task  # its exception knows this frame: a cycle, which only a collection would free
 
 
 class WatchedFiles(Generic[ValueT]):
