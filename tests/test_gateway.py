@@ -563,7 +563,8 @@ async def test_a_front_that_runs_another_router_than_the_plan_is_foreign(
         engine = fit.engine.model_copy(update={"engine": "vllm", "engine_version": "0.32.0"})
         plan = fake_plan_of(fit.model_copy(update={"engine": engine}))
         said: list[str] = []
-        changes = {"workers": workers, "replica_router": spec}
+        settings = plan.settings.model_copy(update={"replica_router": spec})
+        changes = {"workers": workers, "settings": settings}
         check_server(plan.model_copy(update=changes), target, said.append)
         return "; ".join(said)
 
