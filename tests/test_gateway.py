@@ -145,7 +145,7 @@ async def fronted(
     gateway = Gateway(pool, FrontSettings(**settings), Keyring(api_key, keys))
     sweep = asyncio.create_task(pool.sweep())
     with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):
-        server = HttpServer(gateway.app, WireLimits(descriptors_each=2))
+        server = HttpServer(gateway, WireLimits(descriptors_each=2))
         await server.start(listener)
         pool.renew([each.url for each in servers] if starts is None else starts)
         async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:

@@ -209,7 +209,7 @@ def app_of(
     status: StatusPage | None = None,
 ) -> ASGIApp:
     """The application of the toy model."""
-    return front_of(driver, settings, keyring, status).app
+    return front_of(driver, settings, keyring, status)
 
 
 def front_of(

@@ -26,7 +26,7 @@ async def front_on(
     balancer = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
     pool = ReplicaPool(balancer, ReplicaTraits(100_000), ReplicaNeeds(model), hang_s=hang_s)
     gateway = Gateway(pool, settings, Keyring())
-    server = HttpServer(gateway.app, WireLimits(descriptors_each=2))
+    server = HttpServer(gateway, WireLimits(descriptors_each=2))
     with listen("127.0.0.1", 0) as listener:
         await server.start(listener)
         pool.renew(list(urls))

@@ -136,7 +136,7 @@ class TraceRecorder(FrontServer):
     """The proxy, an ASGI application. `ended` counts requests for tokens by status.
 
     Call `stop` at the end. With `local_hosts_only` a Host that is a name other than localhost gets
-    403 (`toolkit.serve.access.AccessGate` says why).
+    403 (`toolkit.serve.routes.Front` says why).
     """
 
     dated = False
@@ -150,7 +150,7 @@ class TraceRecorder(FrontServer):
         block_tokens: int = 0,
     ) -> None:
         limits = WireLimits(body_bytes=MAX_BODY_BYTES, descriptors_each=2)
-        super().__init__(self, Stats(), Background(), limits)
+        super().__init__(Stats(), Background(), limits)
         self.ended: Counter[str] = Counter()
         self.running = RunningRequests()
         self._leaving = False  # new requests are refused

@@ -1,4 +1,4 @@
-"""Access to the server: API keys, and the gate before all routes.
+"""Access to the server: API keys, and the hosts by which it answers.
 
 `read_callers` reads a file with one key, or the keys file, which names the clients. The keys file
 holds sha256 digests instead of keys, so it may be read, mailed and kept in version control: keys
@@ -17,8 +17,7 @@ import ipaddress
 import json
 import re
 import stat
-import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,20 +25,18 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from toolkit.errors import InputError
 from toolkit.files.recipe import Name
 from toolkit.files.strict import Strict, load_yaml, read_bytes, validate
 from toolkit.openai.errors import ApiError
-from toolkit.serve.errors import error_response
 
 MAX_KEYS = 100  # each has its own metric
 HINT = "see docs/how-to/serve.md, 'Keys'"
-_ACCOUNT = "toolkit.account"  # in an ASGI scope
+ACCOUNT = "toolkit.account"  # in an ASGI scope
 UNKEYED = "without a key this server"
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class ApiKey(Strict):
@@ -177,71 +174,21 @@ class Keyring:
         return owner if scheme.lower() == "bearer" else None
 
 
-@dataclass(frozen=True, eq=False)
-class AccessGate:
-    """The ASGI layer before all routes. It denies by default, and gives responses a request id.
-
-    Without a key only `open_paths` and `local_paths` answer, and a client cannot learn which other
-    routes exist.
-
-    A Host that is a name other than `localhost` gets 403 from `local_paths`, and with
-    `local_hosts_only` from all routes but `open_paths`. This protects a server of this machine
-    without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and the
-    browser then sends that name and lets the page read the answers.
-    """
-
-    app: ASGIApp
-    keyring: Keyring
-    open_paths: Collection[str]
-    local_paths: Collection[str]
-    local_hosts_only: bool
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        # The client's request id, if it is plain, only goes back in a header.
-        client_id = headers.get("x-request-id", "")
-        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        try:
-            account = self._account(scope, headers)
-        except ApiError as refusal:
-            await error_response(refusal)(scope, receive, send_with_id)
-            return
-        if account is not None:
-            account.requests += scope["method"] == "POST"
-        scope[_ACCOUNT] = account
-        await self.app(scope, receive, send_with_id)
-
-    def _account(self, scope: Scope, headers: Headers) -> Account | None:
-        """Return the request's account; None on a path that needs no key. Raises ApiError if the
-        request may not pass.
-        """
-        is_local = scope["path"] in self.local_paths
-        is_open = is_local or scope["path"] in self.open_paths
-        if is_local or (self.local_hosts_only and not is_open):
-            what = "the status page" if is_local else UNKEYED
-            check_local_host(headers.get("host", ""), what)
-        account = self.keyring.find(headers)
-        if account is None and not is_open:
-            has_key = headers.get("authorization", "").lower().startswith("bearer ")
-            missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
-            raise ApiError(
-                "the API key is not one of this server's" if has_key else missing,
-                status=401,
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        return account
+def refused_key(headers: Headers) -> ApiError:
+    """Return the error for a request without a key of this server."""
+    has_key = headers.get("authorization", "").lower().startswith("bearer ")
+    missing = "this server needs its API key, as 'Authorization: Bearer KEY'"
+    return ApiError(
+        "the API key is not one of this server's" if has_key else missing,
+        status=401,
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def account_of(scope: Scope) -> Account:
-    """Return the account of an ASGI scope that the gate let in with a key, or without keys."""
-    account: Account = scope[_ACCOUNT]
+    """Return the account of an ASGI scope that the front let in with a key, or without keys."""
+    account: Account = scope[ACCOUNT]
     return account
 
 

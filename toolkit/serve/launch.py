@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 import uvloop
-from starlette.types import ASGIApp
+from starlette.types import Receive, Scope, Send
 
 from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import Event, to_line
@@ -125,10 +125,9 @@ class OpenedFront:
 
 
 class FrontServer(ABC):
-    """What `launch` starts, serves and ends.
+    """An ASGI application that `launch` starts, serves and ends.
 
     Attributes:
-        app: the application.
         limits: what clients may use.
         stats: its counters.
         background: its tasks.
@@ -140,16 +139,18 @@ class FrontServer(ABC):
 
     def __init__(
         self,
-        app: ASGIApp,
         stats: Stats,
         background: Background,
         limits: WireLimits = DEFAULT_LIMITS,
     ) -> None:
-        self.app = app
         self.limits = limits
         self.stats = stats
         self.background = background
         self.tasks: dict[str, Work] = {}
+
+    @abstractmethod
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
 
     @property
     @abstractmethod
@@ -236,7 +237,7 @@ async def serve(
 ) -> None:
     """Serve on a bound `listener` until a signal ends the front. Raises what the front raises."""
     server = HttpServer(
-        front.app,
+        front,
         front.limits,
         dated=front.dated,
         certificate=certificate,

@@ -1,4 +1,4 @@
-"""The pages that are the same for all fronts, and the gate before all routes.
+"""What is the same for all fronts: their pages, and who may pass.
 
 FastAPI only routes. Routes read their bodies themselves: a body must be JSON on which no two
 parsers disagree, a large one must not pause other clients, and errors are in OpenAI's format.
@@ -6,7 +6,9 @@ parsers disagree, a large one must not pause other clients, and errors are in Op
 
 from __future__ import annotations
 
+import re
 import time
+import uuid
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -14,21 +16,31 @@ import msgspec
 from fastapi import FastAPI
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import toolkit
 from toolkit.openai.errors import ApiError
-from toolkit.serve.access import AccessGate, Keyring
+from toolkit.serve.access import (
+    ACCOUNT,
+    UNKEYED,
+    Account,
+    Keyring,
+    check_local_host,
+    refused_key,
+)
 from toolkit.serve.assemble import FrontSettings
 from toolkit.serve.background import Background
-from toolkit.serve.errors import on_api_error, on_bug, on_http_exception
+from toolkit.serve.errors import error_response, on_api_error, on_bug, on_http_exception
 from toolkit.serve.launch import FrontServer
 from toolkit.serve.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.serve.metrics import text_of
 from toolkit.serve.stats import Stats
 from toolkit.serve.status import DATA, PAGE, StatusPage
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Front(FrontServer):
@@ -50,15 +62,9 @@ class Front(FrontServer):
         background: Background,
         limits: WireLimits = DEFAULT_LIMITS,
     ) -> None:
-        self._local_paths: list[str] = []
-        gate = AccessGate(
-            self._route,
-            keyring,
-            open_paths=["/health", "/ready", *(["/metrics"] if settings.open_metrics else [])],
-            local_paths=self._local_paths,
-            local_hosts_only=settings.local_hosts_only,
-        )
-        super().__init__(gate, stats, background, limits)
+        super().__init__(stats, background, limits)
+        self._open_paths = {"/health", "/ready", *(["/metrics"] if settings.open_metrics else [])}
+        self._local_paths: set[str] = set()
         self.settings = settings
         self.keyring = keyring
         self._routes = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -76,6 +82,49 @@ class Front(FrontServer):
         ):
             self.add(path, endpoint)
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, with a request id, if its key and its Host may pass.
+
+        Without a key only open and local paths answer, and a client cannot learn which other routes
+        exist.
+
+        A Host that is a name other than `localhost` gets 403 from local paths, and with
+        `local_hosts_only` from all routes but open ones. This protects a server of this machine
+        without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and
+        the browser then sends that name and lets the page read the answers.
+        """
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")  # only goes back in a header
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            scope[ACCOUNT] = account = self._account(scope["path"], headers)
+        except ApiError as refusal:
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        if account is not None:
+            account.requests += scope["method"] == "POST"
+        await self._route(scope, receive, send_with_id)
+
+    def _account(self, path: str, headers: Headers) -> Account | None:
+        """Return the request's account; None on a path that needs no key. Raises ApiError if the
+        request may not pass.
+        """
+        is_local = path in self._local_paths
+        is_open = is_local or path in self._open_paths
+        if is_local or (self.settings.local_hosts_only and not is_open):
+            what = "the status page" if is_local else UNKEYED
+            check_local_host(headers.get("host", ""), what)
+        account = self.keyring.find(headers)
+        if account is None and not is_open:
+            raise refused_key(headers)
+        return account
+
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._routes(scope, receive, send)
 
@@ -87,7 +136,7 @@ class Front(FrontServer):
 
     def show(self, status: StatusPage) -> None:
         """Add a status page."""
-        self._local_paths += [PAGE, DATA]
+        self._local_paths |= {PAGE, DATA}
         self.add(PAGE, status.page)
         self.add(DATA, status.data)
         self.tasks["status page"] = status.sampling
