@@ -1,4 +1,4 @@
-"""What is the same for all fronts: their pages, and who may pass.
+"""What is the same for all fronts: their pages, and which keys and hosts are let in.
 
 FastAPI only routes. Routes read their bodies themselves: a body must be JSON on which no two
 parsers disagree, a large one must not pause other clients, and errors are in OpenAI's format.
