@@ -190,3 +190,5 @@ def test_a_range_says_where_a_law_was_measured():
     batches = PassRange(rows_max=4, length_max=100)
     assert batches.holds_batch(4, 100.0)
     assert not batches.holds_batch(4, 100.5)
+    both = batches.both(PassRange(rows_max=8, tokens_max=64, length_max=50))
+    assert both == PassRange(rows_max=4, tokens_max=64, length_max=50)

@@ -116,6 +116,15 @@ class PassRange:
             and shape.decode_cached <= self.cached_max
         )
 
+    def both(self, other: PassRange) -> PassRange:
+        """Return what is inside both ranges."""
+        return PassRange(
+            min(self.rows_max, other.rows_max),
+            min(self.tokens_max, other.tokens_max),
+            min(self.cached_max, other.cached_max),
+            min(self.length_max, other.length_max),
+        )
+
     def holds_batch(self, rows: int, length: float) -> bool:
         """Return whether a batch of rows of at most this length is inside the range."""
         return rows <= self.rows_max and length <= self.length_max

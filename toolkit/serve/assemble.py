@@ -87,13 +87,7 @@ def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None
 
 def make_stats(plan: Plan) -> Stats:
     """Counters that know the range in which the laws of the plan's workers were measured."""
-    prefill = plan.fit.prefill.valid
-    decode = plan.fit.decode.valid
-    return Stats(
-        min(prefill.rows_max, decode.rows_max),
-        min(prefill.length_max, decode.length_max),
-        plan.recipe.sla,
-    )
+    return Stats(plan.fit.prefill.valid.both(plan.fit.decode.valid), plan.recipe.sla)
 
 
 def model_name(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from toolkit.laws.passes import PassRange
 from toolkit.sched.prefills import groups_alike
 from toolkit.sched.types import Pass, PassResult, Worker
 
@@ -110,8 +111,7 @@ class LawComparison:
 class Stats:
     """All counters of one server. Times are in seconds."""
 
-    max_batch_size: int = 1 << 62  # of the range in which the latency laws were measured
-    max_length: int = 1 << 62
+    valid: PassRange = field(default_factory=PassRange)  # where the laws of latency were measured
     # The targets of each request. Each limit is a bound of its histogram: the buckets say exactly
     # how many requests met it.
     sla: Mapping[str, float] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class Stats:
         length = longest + (result.steps if batch.keep_cache else batch.steps)
         self.batches += 1
         self.oom_events += result.failure == "oom"
-        self.extrapolated_batches += rows > self.max_batch_size or length > self.max_length
+        self.extrapolated_batches += not self.valid.holds_batch(rows, length)
         # With chunked prefills only the engine knows which forward passes it made.
         if not (result.failure or running.prefilling):
             expected_s = _expected_s(batch, result, worker)

@@ -53,11 +53,8 @@ class Validity:
         """Whether no batch of these requests can be outside. The input of a job that is prefilled
         again holds the tokens that were generated before.
         """
-        longest = max(
-            [r.prompt_tokens + n for r, n in zip(requests, outputs, strict=True)], default=0
-        )
-        rows = len(requests)
-        return self.prefill.holds_batch(rows, longest) and self.decode.holds_batch(rows, longest)
+        lengths = [r.prompt_tokens + output for r, output in zip(requests, outputs, strict=True)]
+        return self.prefill.both(self.decode).holds_batch(len(requests), max(lengths, default=0))
 
     def left_by(self, entering: int, input_length: int, rows: int, cached_length: float) -> bool:
         """Whether a prefill of `entering` rows or decode steps of `rows` are outside the range."""
