@@ -136,8 +136,8 @@ def test_a_router_before_a_policy_that_routes_itself_is_refused() -> None:
 
 
 def test_the_world_s_setting_names_a_router() -> None:
-    assert WorldSettings().routing({}) is None
-    routing = WorldSettings(replica_router="llm-d").routing({"queue": 3.0})
+    assert WorldSettings().routing({}, {}) is None
+    routing = WorldSettings(replica_router="llm-d").routing({"queue": 3.0}, {})
     assert routing is not None
     assert routing.router.name == "llm-d"
     with pytest.raises(InputError, match=r"replica_router.*'llmd'"):
