@@ -82,7 +82,6 @@ class PassColumns:
         launches: seconds of its launch; 0: not known.
         launch: GRAPH, PIECEWISE or EAGER.
         idle: no pass was under way when it was scheduled.
-        run: the number of its run, which begins from idle.
         point: the number of its point.
         root_weight: the square root of its weight.
         experts: of a layer, and of a token; 0: there are none.
@@ -94,7 +93,6 @@ class PassColumns:
     launches: Floats
     launch: NDArray[np.int_]
     idle: Flags
-    run: NDArray[np.int_]
     point: NDArray[np.int_]
     root_weight: Floats
     experts: tuple[int, int] = (0, 0)
@@ -147,7 +145,6 @@ class PassColumns:
             launches=np.array(launches),
             launch=np.array(launch_of)[number],
             idle=idle,
-            run=np.cumsum(idle) - 1,
             point=number,
             root_weight=root_weight,
             experts=experts,

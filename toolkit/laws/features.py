@@ -133,7 +133,6 @@ EXPERTS: Final = 7
 INSIDE: Final = 8
 ATTENDED_INSIDE: Final = 9
 LENGTH: Final = 10
-DRAFTS: Final = 11
 # In the order of the constants above. `tokens` counts a graph's padding, `experts` does not;
 # `length` is the mean of the rows, which in a batch of equal rows is the length of each.
 NUMBERS: Final = (
@@ -148,7 +147,6 @@ NUMBERS: Final = (
     "inside",
     "attended_inside",
     "length",
-    "drafts",
 )
 GROWING: Final = ("cached", "inside", "length")  # from one pass of decodes to the next
 
@@ -175,8 +173,6 @@ def number_of(number: i64, shape: StepShape, tokens: int, experts: float) -> flo
         return shape.prefill_inside
     if number == LENGTH:
         return (shape.decode_cached + shape.prefill_tokens) / (shape.decodes + shape.prefills)
-    if number == DRAFTS:
-        return float(shape.draft_tokens)
     return 1.0
 
 
