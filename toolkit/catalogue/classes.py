@@ -319,9 +319,9 @@ def _of_server(resolved: Resolved) -> list[ClassFound]:
     rows = resolved.max_num_active_seqs
     if rows is not None:
         found.append(ClassFound("active rows", f"max_num_active_seqs {rows}"))
-    threshold = resolved.long_prefill_token_threshold
-    if threshold and resolved.long_prefill_token_threshold_adaptive:
-        what = f"long_prefill_token_threshold {threshold} or more"
+    threshold = resolved.adaptive_threshold
+    if threshold:
+        what = f"a threshold for long prefills of {threshold} tokens or more, by the load"
         found.append(ClassFound("long prefill threshold", what))
     if resolved.policy != "fcfs":
         found.append(ClassFound("priority", f"scheduling policy '{resolved.policy}'"))

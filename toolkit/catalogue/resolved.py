@@ -133,6 +133,13 @@ class Resolved:
     balanced_experts: bool = False
     dual_batch: bool = False
 
+    @property
+    def adaptive_threshold(self) -> int:
+        """The least tokens of a chunk while others are there, of a threshold that follows the load;
+        0: it does not.
+        """
+        return self.long_prefill_token_threshold * self.long_prefill_token_threshold_adaptive
+
     def words(self, dtype: str) -> str:
         """The weights and the caches, for readers; `dtype`: of the model."""
         weights = self.quantization or dtype
