@@ -120,6 +120,40 @@ def test_modules_that_the_config_excepts_stay_in_16_bits(kept: list[str]) -> Non
     assert facts.weight_bytes - all_small.weight_bytes == round(256 * 512 * (2 - 0.53125))
 
 
+def test_modules_with_a_scheme_each_are_counted_by_name() -> None:
+    layers = {f"model.language_model.layers.{k}.mlp.up_proj": {"quant_algo": "FP8"} for k in (0, 1)}
+    layers["model.language_model.layers.1.mlp.down_proj"] = {"quant_algo": "W4A16_NVFP4"}
+    layers["lm_head"] = {"quant_algo": "NVFP4"}
+    given = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    config = {**TINY, "tie_word_embeddings": False}
+    mixed = {**config, "quantization_config": given | {"quantized_layers": layers}}
+    saved = 2 * 256 * 512 * (1 - 4 / 4096) + (256 * 512 + 1000 * 256) * (1.5 - 1 / 16)
+    assert facts_of(mixed).weight_bytes == facts_of(config).weight_bytes - round(saved)
+    with pytest.raises(InputError, match="quantized_layers"):
+        facts_of({**config, "quantization_config": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "cache"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        (
+            {
+                "quant_algo": "FP8",
+                "producer": {"name": "modelopt"},
+                "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+            },
+            "fp8",
+        ),
+        ({"quant_method": "fp8"}, "bfloat16"),
+    ],
+)
+def test_a_checkpoint_may_ask_for_a_narrow_cache(given: dict[str, Any], cache: str) -> None:
+    facts = facts_of({**TINY, "quantization_config": given})
+    assert facts.cache_dtype == cache
+    assert facts.kv_bytes_per_token == 2 * 2 * 2 * 64 * (1 if cache == "fp8" else 2)
+
+
 def test_vllm_quantizes_to_fp8_while_it_loads() -> None:
     assert facts_of(TINY, "fp8").weight_bytes == LINEAR + 2 * REST
     stored = {**TINY, "quantization_config": {"quant_method": "fp8"}}
@@ -129,19 +163,18 @@ def test_vllm_quantizes_to_fp8_while_it_loads() -> None:
 @pytest.mark.parametrize(
     ("change", "quantization", "named"),
     [
-        ({"model_type": "lama"}, "", "kv_bytes_per_token"),
+        ({"model_type": "lama", "layer_scales": 2}, "", "layer_scales"),
         ({"model_type": None}, "", "model_type"),
         ({"vocab_size": None}, "", "vocab_size"),
         ({"torch_dtype": "int3"}, "", "int3"),
         ({"hybrid_override_pattern": "M-M*"}, "", "Mamba"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "", "linear attention"),
         ({"index_topk": 2048}, "", "sparse"),
-        ({"vision_config": {"depth": 2}}, "", "vision_config"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "", "bitsandbytes"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "", "3 bits"),
         ({"quantization_config": {"quant_method": "fp8"}}, "awq", "awq"),
         (
-            {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}},
+            {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 4}}},
             "",
             "KV cache",
         ),
@@ -175,6 +208,8 @@ def test_what_is_not_known_is_named(change: dict[str, Any], quantization: str, n
         ),
         ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, (1, 64)),
         ({"sliding_window": 64, "layer_types": ["full_attention", "full_attention"]}, (0, 0)),
+        ({"model_type": "mimo", "sliding_window": 64, "use_sliding_window": False}, (0, 0)),
+        ({"sliding_window": 64, "hybrid_layer_pattern": [0, 1]}, (1, 64)),
     ],
 )
 def test_sliding_windows_are_seen(change: dict[str, Any], windows: tuple[int, int]) -> None:

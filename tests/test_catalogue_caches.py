@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from test_families import MODELS
 
 from toolkit.catalogue.caches import (
     bytes_per_block,
@@ -69,6 +70,45 @@ def test_groups_and_blocks_are_those_of_vllm(config, groups, blocks) -> None:
     assert [(group.kind, group.layers) for group in found] == groups
     assert 20 * GIB // bytes_per_block(found) == blocks
     assert {group.block for group in found} == ({1056} if config is QWEN else {32})
+
+
+@pytest.mark.parametrize(
+    ("model", "groups", "blocks"),
+    [
+        ("Qwen/Qwen3.5-27B", [*[("state", 16, 800)] * 3, ("full", 16, 800)], 409),
+        ("Qwen/Qwen3.5-35B-A3B", [*[("state", 10, 1056)] * 3, ("full", 10, 1056)], 992),
+        (
+            "nvidia/Nemotron-H-56B-Base-8K",
+            [*[("state", 9, 4128)] * 6, ("full", 10, 4128)],
+            127,
+        ),
+        (
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+            [*[("state", 6, 2112)] * 3, ("state", 5, 2112), ("full", 6, 2112)],
+            1654,
+        ),
+        ("lfm2", [*[("state", 1, 32)] * 3, ("full", 1, 32)], 655_360),
+        ("qwen3_next", [*[("state", 1, 160)] * 3, ("full", 1, 160)], 131_072),
+        ("cohere2", [*[("window", 1, 32)] * 3, ("full", 1, 32)], 655_360),
+        ("google/gemma-4-26B-A4B", [*[("window", 5, 32)] * 5, ("full", 5, 64)], 16_384),
+        ("nvidia/Gemma-4-31B-IT-NVFP4", [*[("window", 10, 32)] * 5, ("full", 10, 64)], 4096),
+    ],
+)
+def test_groups_of_families_are_those_of_vllm(model, groups, blocks) -> None:
+    """vLLM 0.32's own groups of the model's layers, built without weights: 20 GiB, 32 tokens."""
+    found = groups_of_config(MODELS[model]["config"], "bfloat16", block=32)
+    assert found is not None
+    assert [(group.kind, group.layers, group.block) for group in found] == groups
+    assert 20 * GIB // bytes_per_block(found) == blocks
+
+
+def test_layers_with_fewer_bytes_for_a_token_get_longer_blocks() -> None:
+    """vLLM 0.32 of MiMo-V2-Flash, with blocks of 16 tokens: 29,127 blocks in 20 GiB."""
+    found = groups_of_config(MODELS["XiaomiMiMo/MiMo-V2-Flash"]["config"], "bfloat16")
+    assert found is not None
+    groups = [("full", 9, 32), *[("window", 8, 16)] * 4, ("window", 7, 16)]
+    assert [(group.kind, group.layers, group.block) for group in found] == groups
+    assert 20 * GIB // bytes_per_block(found) == 29_127
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(8_192, 290_696), (131_072, 547_632)])

@@ -8,6 +8,7 @@ import pytest
 from toolkit.catalogue import classes
 from toolkit.catalogue.classes import (
     MODELLED,
+    not_simulated,
     of_config,
     of_flags,
     of_recipe,
@@ -82,6 +83,42 @@ CONFIGS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"model_type": "deepseek_v4", "compress_ratios": [4, 128], "num_hidden_layers": 2},
         {"compressed caches"},
     ),
+    "minimax-m3": (
+        {
+            "model_type": "minimax_m3",
+            "num_hidden_layers": 2,
+            "sparse_attention_config": {"use_sparse_attention": True, "sparse_topk_blocks": 16},
+        },
+        {"sparse attention"},
+    ),
+    "mimo-v2-flash": (
+        {
+            "model_type": "mimo_v2_flash",
+            "num_hidden_layers": 3,
+            "hybrid_layer_pattern": [0, 1, 1],
+            "attention_chunk_size": 128,
+            "sliding_window": 128,
+        },
+        {"windows"},
+    ),
+    "glm-5.2": (
+        {
+            "model_type": "glm_moe_dsa",
+            "kv_lora_rank": 512,
+            "index_topk": 2048,
+            "layer_types": ["deepseek_sparse_attention"] * 2,
+            "num_hidden_layers": 2,
+        },
+        {"sparse attention"},
+    ),
+    "a kind of its own": (
+        {"model_type": "new", "layer_types": ["a_new_kind", "full_attention"]},
+        {"unknown cache"},
+    ),
+    "llama-4, the rest by default": (
+        {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"]},
+        {"media"},
+    ),
     "bart": ({"model_type": "bart", "is_encoder_decoder": True}, {"encoder"}),
     "qwen3-vl": ({"model_type": "qwen3_vl", "vision_config": {"depth": 27}}, {"media"}),
     "a diffusion model": ({"model_type": "dllm", "canvas_length": 64}, {"diffusion"}),
@@ -89,8 +126,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], set[str]]] = {
 PLAIN = {
     "llama": {"model_type": "llama", "num_hidden_layers": 32},
     "qwen3": {"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False},
+    "mimo": {"model_type": "mimo", "sliding_window": 32768, "use_sliding_window": False},
+    "minimax-m2.5": {"model_type": "minimax_m2", "attn_type_list": [1, 1], "num_hidden_layers": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": None},
 }
+NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 FULL = CacheGroup("full", "FullAttentionSpec", 16, 16, 32768)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 16, 16, 32768, window=128)
 STATE = CacheGroup("state", "MambaSpec", 1056, 12, 1 << 20, mode="align")
@@ -129,10 +169,23 @@ def test_no_known_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        (["--speculative-config", '{"method": "mtp"}'], "drafts"),
-        (["--speculative_config.method=ngram"], "drafts"),
-        (["-sc", "{}"], "drafts"),
-        (["--spec-method", "mtp"], "drafts"),
+        (["--speculative-config", '{"method": "mtp"}'], "drafts as flags"),
+        (["--speculative_config.method=ngram"], "drafts as flags"),
+        (["-sc", "{}"], "drafts as flags"),
+        (["--spec-method", "mtp"], "drafts as flags"),
+        (["--nnodes", "2"], "several nodes"),
+        (["-r", "1"], "several nodes"),
+        (["--headless"], "several nodes"),
+        (["--distributed-executor-backend", "ray"], "other executor"),
+        (["--cpu-offload-gb", "0.5"], "offload"),
+        (["--max-num-seqs", "64"], "policy parameter"),
+        (["--max-num-batched-tokens=4096"], "policy parameter"),
+        (["--config", "vllm.yaml"], "config file"),
+        (["--max-num-queued-reqs", "100"], "queue limit"),
+        (["--convert", "embed"], "no tokens"),
+        (["--swa-bounded-replay"], "replay"),
+        (["--long-prefill-token-threshold-adaptive"], "long prefill threshold"),
+        (["--kv-transfer-config", NIXL.replace("both", "producer")], "connector"),
         (["--data-parallel-size", "2"], "data parallel"),
         (["-dp=4"], "data parallel"),
         (["--data-parallel-hybrid-lb"], "data parallel"),
@@ -158,7 +211,31 @@ def test_flags_that_are_not_modelled_are_found(words: list[str], name: str) -> N
     assert names(of_flags(["--swap-space", "-4", *words])) == {name}
 
 
+def test_drafts_as_flags_name_the_key_that_has_them() -> None:
+    assert "engine.vllm.drafts" in refusal(of_flags(["--spec-method", "mtp"]))
+
+
+def test_nixl_without_another_pool_moves_nothing() -> None:
+    words = ["--kv-transfer-config", NIXL]
+    assert names(of_flags(words)) == {"idle connector"}
+    assert not refusal(of_recipe(PLAIN["llama"], words))
+    windows = of_recipe(CONFIGS["gpt-oss-20b"][0], words)
+    assert "NixlConnector" in refusal(windows)  # it finds prefixes in several groups by itself
+    idle = replace(ONE, connectors=["NixlConnector kv_both"])
+    assert not refusal(of_resolved(idle))
+    assert refusal(of_resolved(replace(idle, groups=[FULL, WINDOW])))
+
+
+def test_structured_output_is_named_and_not_refused() -> None:
+    words = ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+    assert of_flags(words) == []
+    assert "--tool-call-parser" in not_simulated(words)[0]
+    assert not_simulated(["--seed", "2"]) == []
+
+
 def test_flags_that_change_nothing_are_not_found() -> None:
+    words = ["--nnodes", "1", "--cpu-offload-gb", "0", "--distributed-executor-backend", "mp"]
+    assert of_flags(words) == []
     words = ["--data-parallel-size=1", "-pp", "1", "--scheduling-policy", "fcfs", "--seed", "2"]
     words += ["--long-prefill-token-threshold", "0", "--enable-expert-parallel"]
     assert of_flags(words) == []

@@ -13,6 +13,7 @@ from test_classes import CONFIGS, FULL, ONE, WINDOW
 from toolkit.catalogue.classes import MODELLED, of_config, refused
 from toolkit.catalogue.gpus import GPUS
 from toolkit.catalogue.resolved import Drafts, Resolved
+from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.part_fits import fit_steps
@@ -26,6 +27,7 @@ from toolkit.files.new_recipe import Wish, new_recipe
 REFUSED = {
     model: names - set(MODELLED) for model, (_, names) in CONFIGS.items() if names - set(MODELLED)
 }
+MEDIA = [model for model, names in REFUSED.items() if names == {"media"}]
 DRAFTS = ["--speculative-config", '{"method": "ngram"}']
 
 
@@ -49,7 +51,7 @@ def measured_on(resolved: Resolved | None) -> Fit:
     return fit.model_copy(update={"steps": fit.steps.model_copy(update={"resolved": resolved})})
 
 
-@pytest.mark.parametrize("model", REFUSED)
+@pytest.mark.parametrize("model", sorted(REFUSED.keys() - MEDIA))
 def test_no_recipe_is_made_for_a_model_that_is_not_modelled(model: str) -> None:
     config = CONFIGS[model][0]
     found = FoundModel(name=model, config=config, source=model, revision="", origin="a test")
@@ -75,6 +77,14 @@ def test_a_recipe_with_drafts_is_refused_and_others_are_not() -> None:
     with pytest.raises(InputError, match="speculative"):
         refuse_recipe(recipe_with(args=DRAFTS))
     refuse_recipe(recipe_with())
+
+
+def test_the_doctor_names_what_is_not_simulated_and_refuses_nothing() -> None:
+    recipe = recipe_with(args=["--tool-call-parser", "hermes"])
+    refuse_recipe(recipe)
+    [check] = [one for one in check_sizes(recipe) if one.name == "not simulated"]
+    assert check.status == "note"
+    assert "--tool-call-parser" in check.found
 
 
 def test_a_server_that_runs_already_is_measured_from_outside() -> None:

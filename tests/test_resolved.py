@@ -8,6 +8,7 @@ import pytest
 
 from toolkit.backends.vllm.resolved import rank_of, refuse_unlike, resolved_of
 from toolkit.backends.vllm.setup import log_of_rank
+from toolkit.catalogue.resolved import IDLE_CONNECTOR
 from toolkit.errors import ForeignError, InputError
 
 
@@ -126,6 +127,12 @@ def test_drafts_and_connectors_are_read() -> None:
     assert (resolved.drafts.method, resolved.drafts.schedule) == ("mtp", [[1, 8, 3]])
     assert resolved.drafts.synthetic == "synthetic"
     assert resolved.connectors == ["kv_transfer_config"]
+
+
+def test_a_connector_is_named_with_its_role() -> None:
+    nixl = SimpleNamespace(kv_connector="NixlConnector", kv_role="kv_both")
+    found = resolved_of(scheduler(group(FullAttentionSpec()), kv_transfer_config=nixl))
+    assert found.connectors == [IDLE_CONNECTOR]
 
 
 def test_each_engine_of_data_parallelism_has_its_own_log() -> None:

@@ -235,7 +235,12 @@ def test_the_same_gpus_are_few_large_workers_or_many_small_ones() -> None:
     assert back.model_copy(update={"workers": 1}).measured == one.measured
 
 
-@pytest.mark.parametrize(("size", "gpus"), [(2, 3), (3, 3), (16, 16)])
+@pytest.mark.parametrize(("size", "gpus"), [(2, 3), (3, 3), (64, 64)])
 def test_a_size_that_divides_neither_gpus_nor_heads_is_refused(size: int, gpus: int) -> None:
     with pytest.raises(InputError):
         on_gpus(load_recipe(recipe_path("llama-3.1-8b-h100-sxm")), size, gpus)
+
+
+def test_kv_heads_are_repeated_on_more_gpus_than_there_are() -> None:
+    recipe = on_gpus(load_recipe(recipe_path("llama-3.1-8b-h100-sxm")), 16, 16)  # of 8 KV heads
+    assert recipe.engine.tensor_parallel_size == 16

@@ -27,7 +27,8 @@ import yaml
 from benchmarks.public.operators import CORE, GPUS
 from benchmarks.public.servers import IN_MXFP4, MODELS, Protocol, Row, protocol_of, trace_of
 from toolkit.catalogue.gpus import gpu_of
-from toolkit.catalogue.models import experts_of, kv_bytes_per_token
+from toolkit.catalogue.layers import experts_of
+from toolkit.catalogue.models import kv_bytes_per_token
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import EngineConstants
 from toolkit.files.find_model import find_model

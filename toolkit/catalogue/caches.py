@@ -13,25 +13,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from toolkit.catalogue.models import (
-    CACHE_BYTES,
-    DTYPE_BYTES,
-    FULL,
-    SLIDING,
-    heads_of,
+from toolkit.catalogue.layers import (
+    STATES,
+    Layer,
     integer_at,
-    special_of,
+    layers_of,
     text_config,
+    window_of_config,
 )
+from toolkit.catalogue.models import CACHE_BYTES, DTYPE_BYTES, special_of
 from toolkit.catalogue.quantization import Config
 from toolkit.catalogue.resolved import CacheGroup
 
 FULL_KINDS = ("full", "mla")
-SPECS = {"full": "FullAttentionSpec", "window": "SlidingWindowSpec", "state": "MambaSpec"}
+SPECS = {
+    "full": "FullAttentionSpec",
+    "window": "SlidingWindowSpec",
+    "chunk": "ChunkedLocalAttentionSpec",
+    "state": "MambaSpec",
+}
 IN_FLIGHT = 2 * 8192  # tokens of passes that may be under way, by vLLM's defaults on a large GPU
 STATE_ALIGN = 16  # tokens; vLLM rounds the long blocks of models with states up to it
-LAYER_KINDS = {FULL: "full", SLIDING: "window", "linear_attention": "state"}
 
 
 def window_of(groups: Sequence[CacheGroup]) -> int:
@@ -96,33 +100,49 @@ def groups_of_config(
         longest: see `special_of`.
     """
     config = text_config(config)
-    kinds = _layer_kinds(config, longest)
-    _, kv_heads, head_dim = heads_of(config)
-    if kinds is None or not kv_heads or not head_dim or special_of(config).latent:
+    special = special_of(config, longest)
+    if special.latent or special.sparse or config.get("compress_ratios"):
         return None
-    if any(integer_at(config, key) for key in ("global_head_dim", "num_global_key_value_heads")):
+    layers = [layer for layer in layers_of(config) if layer.mixer]
+    states = {layer.mixer for layer in layers if layer.mixer in STATES}
+    state = max((_state_bytes(config, mixer, dtype, gpus) for mixer in states), default=0)
+    token_bytes = [
+        _token_bytes(layer, dtype, gpus) for layer in layers if layer.mixer not in states
+    ]
+    if not token_bytes or not all(token_bytes) or (states and not state):
         return None
-    token_bytes = 2 * max(kv_heads // gpus, 1) * head_dim * CACHE_BYTES[dtype]
-    if "state" in kinds:
-        state = _state_bytes(config, dtype, gpus)
-        if not state:
-            return None
-        block = max(block, -(-state // (token_bytes * STATE_ALIGN)) * STATE_ALIGN)
-    window = integer_at(config, "sliding_window")
+    if state:
+        step = max(block, STATE_ALIGN) * token_bytes[0]
+        block = max(block, STATE_ALIGN) * -(-state // step)
+    window = window_of_config(config)
+    slides = special.windows[0] > 0
     found = []
-    for kind, layers in _cut(kinds):
-        found.append(
-            CacheGroup(
-                kind,
-                SPECS[kind],
-                block,
-                layers,
-                block * token_bytes,
-                window=window if kind == "window" else 0,
-                mode="align" if kind == "state" else "",
-            )
-        )
-    return found
+    for layer in layers:
+        kind = "state" if layer.mixer in states else layer.mixer
+        kind = "full" if kind == "window" and not slides else kind
+        if kind not in SPECS:
+            return None
+        page = block * (token_bytes[0] if kind == "state" else _token_bytes(layer, dtype, gpus))
+        spans = {"window": window, "chunk": integer_at(config, "attention_chunk_size")}
+        mode = "align" if kind == "state" else ""
+        found.append(CacheGroup(kind, SPECS[kind], block, 1, page, spans.get(kind, 0), mode))
+    if len({(group.kind, group.page_bytes) for group in found if group.kind == "full"}) > 1:
+        return None
+    widest = max(group.page_bytes for group in found)
+    return _cut([_widened(group, widest) for group in found])
+
+
+def _token_bytes(layer: Layer, dtype: str, gpus: int) -> int:
+    """Return the bytes of a token in a layer's cache, on each GPU."""
+    heads = max(layer.kv_heads // gpus, 1) if layer.kv_heads else 0
+    return heads * (layer.key_dim + layer.value_dim) * CACHE_BYTES[dtype]
+
+
+def _widened(group: CacheGroup, page: int) -> CacheGroup:
+    """Return a layer's cache with the page of the widest: more tokens, or padding."""
+    if page % group.page_bytes or group.kind == "state":
+        return replace(group, page_bytes=page)
+    return replace(group, block=group.block * (page // group.page_bytes), page_bytes=page)
 
 
 def row_bytes(config: Config, dtype: str, longest: int, gpus: int = 1) -> int | None:
@@ -135,55 +155,47 @@ def row_bytes(config: Config, dtype: str, longest: int, gpus: int = 1) -> int | 
     return longest_blocks(groups, longest, IN_FLIGHT) * bytes_per_block(groups)
 
 
-def _layer_kinds(config: Config, longest: int) -> list[str] | None:
-    """The kind of each layer's cache; None: some is not known."""
-    count = integer_at(config, "num_hidden_layers")
-    special = special_of(config, longest)
-    given = config.get("layer_types")
-    if isinstance(given, list):
-        known = LAYER_KINDS if special.windows[0] else LAYER_KINDS | {SLIDING: "full"}
-        named = [known.get(str(one), "") for one in given[:count]]
-        return named if named and all(named) else None
-    if every := integer_at(config, "full_attention_interval"):
-        return ["full" if (k + 1) % every == 0 else "state" for k in range(count)]
-    if special.states:
-        return None
-    windows = special.windows[0]
-    if windows == count:
-        return ["window"] * count
-    if not windows:
-        return ["full"] * count
-    full = count - windows
-    every = count // full if full else 0
-    found = ["full" if (k + 1) % every == 0 else "window" for k in range(count)]
-    return found if found.count("full") == full else None
-
-
-def _cut(kinds: Sequence[str]) -> list[tuple[str, int]]:
-    """Kind and layers of each group, in the order of the kinds' first layers."""
-    counts = Counter(kinds)
+def _cut(layers: Sequence[CacheGroup]) -> list[CacheGroup]:
+    """Return the groups of layers with equal caches, in the order of their first layers."""
+    counts = Counter(layers)
     size = min(counts.values())
     if max(counts.values()) < 1.5 * size:
         size = max(counts.values())
     found = []
-    for kind, count in counts.items():
+    for one, count in counts.items():
         groups = -(-count // size)
         # each group takes every so many-th layer
-        found += [(kind, -(-(count - k) // groups)) for k in range(groups)]
+        found += [replace(one, layers=-(-(count - k) // groups)) for k in range(groups)]
     return found
 
 
-def _state_bytes(config: Config, dtype: str, gpus: int) -> int:
-    """Bytes of one layer's state of gated linear attention (Qwen3-Next): a convolution's last
-    inputs, and a matrix for each head in 32 bits; 0: the sizes are not there.
+def _state_bytes(config: Config, mixer: str, dtype: str, gpus: int) -> int:
+    """Return the bytes of one layer's state on each GPU: a convolution's last inputs, and but for
+    plain convolutions a matrix for each head, in 32 bits if the config does not say; 0: the sizes
+    are not there.
     """
-    values = integer_at(config, "linear_num_value_heads")
-    keys = integer_at(config, "linear_num_key_heads")
-    key_dim = integer_at(config, "linear_key_head_dim")
-    value_dim = integer_at(config, "linear_value_head_dim")
-    kernel = integer_at(config, "linear_conv_kernel_dim")
-    if not (values and keys and key_dim and value_dim and kernel):
+    element = DTYPE_BYTES.get(dtype, DTYPE_BYTES["bfloat16"])  # a narrow cache is of tokens alone
+    if mixer == "conv":
+        width = integer_at(config, "conv_dim") or integer_at(config, "hidden_size")
+        return max(integer_at(config, "conv_L_cache") - 1, 0) * (width // gpus) * element
+    if mixer == "linear":
+        heads = integer_at(config, "linear_num_value_heads")
+        keys = integer_at(config, "linear_num_key_heads")
+        key_dim = integer_at(config, "linear_key_head_dim")
+        value_dim = integer_at(config, "linear_value_head_dim")
+        inputs = 2 * keys * key_dim + heads * value_dim
+        kernel = integer_at(config, "linear_conv_kernel_dim")
+    elif mixer == "mamba":
+        heads = integer_at(config, "mamba_num_heads")
+        value_dim = integer_at(config, "mamba_head_dim")
+        key_dim = integer_at(config, "ssm_state_size")
+        keys = integer_at(config, "n_groups")
+        inputs = heads * value_dim + 2 * -(-keys // gpus) * gpus * key_dim
+        kernel = integer_at(config, "conv_kernel")
+    else:
         return 0
-    inputs = (2 * keys * key_dim + values * value_dim) // gpus
-    matrix = values // gpus * key_dim * value_dim
-    return (kernel - 1) * inputs * DTYPE_BYTES[dtype] + matrix * DTYPE_BYTES["float32"]
+    if not (heads and keys and key_dim and value_dim and kernel):
+        return 0
+    given = config.get("mamba_ssm_dtype", config.get("mamba_ssm_cache_dtype"))
+    wide = DTYPE_BYTES.get(str(given), DTYPE_BYTES["float32"])
+    return (kernel - 1) * (inputs // gpus) * element + heads // gpus * key_dim * value_dim * wide

@@ -8,13 +8,15 @@ is known. To serve a class, add its name to `MODELLED`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from toolkit.catalogue.models import SENSES, integer_at, special_of, text_config
+from toolkit.catalogue.layers import integer_at, text_config
+from toolkit.catalogue.models import SENSES, special_of
 from toolkit.catalogue.quantization import Config
 from toolkit.catalogue.releases import Release, named, release_of
-from toolkit.catalogue.resolved import CacheGroup, Drafts, Resolved
+from toolkit.catalogue.resolved import IDLE_CONNECTOR, CacheGroup, Drafts, Resolved
 from toolkit.errors import InputError
 
 CLASSES = {  # each with the reason why it needs rules of its own
@@ -35,11 +37,14 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "unknown cache": "its rules are not known",
     # what the model does
     "encoder": "the encoder's passes and its cache are not counted",
-    "media": "images, audio and video have a budget and a cache of their own",
+    "media": "images, audio and video have a budget and a cache of their own; with "
+    "--language-model-only in engine.vllm.args its text part is served alone",
     "no tokens": "it generates no tokens",
     "diffusion": "it generates several tokens per pass, out of order",
     # what the server does
     "drafts": "drafts take part in every pass, by rules that are not modelled",
+    "drafts as flags": "its rules are known where engine.vllm.drafts has them; as flags they are "
+    "not seen",
     "data parallel": "its engines share out requests, or wait for one another; for a dense model "
     "give `workers: N` in its place",
     "pipeline parallel": "several passes are under way in stages",
@@ -47,6 +52,13 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "moving experts": "experts move between devices while it serves",
     "dual batch": "two halves of a batch overlap",
     "connector": "caches come and go, and requests wait for them",
+    "idle connector": "no pool gives or takes its caches, so it moves nothing",
+    "several nodes": "passes cross from one machine to another",
+    "other executor": "other processes start the passes, and their times are not known",
+    "offload": "weights come from host memory in every pass",
+    "queue limit": "requests beyond a full queue are turned away",
+    "policy parameter": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
+    "config file": "its flags are not seen; write them into the recipe, or into engine.vllm.args",
     "lora": "adapters add work to each pass and take memory",
     "priority": "the waiting queue is in order of priority",
     "active rows": "fewer rows run at once than max_num_seqs",
@@ -58,8 +70,14 @@ CLASSES = {  # each with the reason why it needs rules of its own
 # The first release of vLLM with the rules that are modelled, by `llmctl vllm-check`
 # (docs/reference/vllm-versions.md). What is not here has had the same rules since 0.28.
 RELEASES: dict[str, Release] = {"states": (0, 32), "drafts": (0, 31)}
-MODELLED: tuple[str, ...] = ("windows", "window only", "states", "groups", "block sizes")
+MODELLED: tuple[str, ...] = (
+    *("windows", "window only", "states", "groups", "block sizes", "idle connector"),
+)
 TEXT_ONLY = "--language-model-only"
+STRUCTURED = (  # flags of servers that take requests with a grammar or tools
+    *("--structured-outputs-config", "--guided-decoding-backend", "--enable-auto-tool-choice"),
+    *("--tool-call-parser", "--tool-parser-plugin"),
+)
 HINT = "measure such a server from outside, as engine openai; or serve the model without that"
 
 
@@ -96,9 +114,26 @@ def refuse(subject: str, found: Iterable[ClassFound]) -> None:
 def of_recipe(config: Config, words: Sequence[str], longest: int = 0) -> list[ClassFound]:
     """The classes of a model with flags on vLLM's command line; `longest`: see `special_of`."""
     found = [*of_config(config, longest), *of_flags(words)]
+    names = {one.name for one in found}
     if TEXT_ONLY in _flags(words):
         found = [one for one in found if one.name != "media"]
+    if "idle connector" in names and names & {"windows", "window only", "states"}:
+        what = f"{IDLE_CONNECTOR} beside several kinds of caches"
+        found.append(ClassFound("connector", what))  # it finds prefixes in each by itself
     return found
+
+
+def not_simulated(words: Sequence[str]) -> list[str]:
+    """Return what some requests of such a server may ask for and the simulator leaves out, in
+    words; the server itself is not refused.
+    """
+    asked = [flag for flag in STRUCTURED if flag in _flags(words)]
+    if not asked:
+        return []
+    return [
+        f"structured output ({', '.join(asked)}): requests that ask for a grammar or a tool wait "
+        "for its masks in every pass, which is not simulated"
+    ]
 
 
 def of_config(config: Config, longest: int = 0) -> list[ClassFound]:
@@ -113,22 +148,34 @@ def of_config(config: Config, longest: int = 0) -> list[ClassFound]:
         found.append(ClassFound("compressed caches", f"compressed caches of {count} ratios"))
     if special.states:
         found.append(ClassFound("states", f"{special.states} beside attention"))
-    if chunk := integer_at(text, "attention_chunk_size"):
-        found.append(ClassFound("chunks", f"attention in chunks of {chunk:,} tokens"))
+    if special.unknown:
+        found.append(ClassFound("unknown cache", f"layers of kind '{special.unknown}'"))
+    if special.chunk:
+        found.append(ClassFound("chunks", f"attention in chunks of {special.chunk:,} tokens"))
     if layers:
         name = "window only" if whole and layers >= whole and not special.states else "windows"
         found.append(ClassFound(name, f"sliding windows of {window:,} tokens in {layers} layers"))
-    if best := integer_at(text, "index_topk"):
-        found.append(ClassFound("sparse attention", f"sparse attention to {best:,} tokens"))
+    if special.sparse:
+        found.append(ClassFound("sparse attention", special.sparse))
     if text.get("canvas_length") is not None:
         found.append(ClassFound("diffusion", "a diffusion model of text"))
     if config.get("is_encoder_decoder"):
         found.append(ClassFound("encoder", "an encoder beside its decoder"))
-    senses = [key for key in SENSES if config.get(key)]
-    if senses:
-        what = " and ".join(key.removesuffix("_config") for key in senses)
+    if what := " and ".join(senses_of(config)):
         found.append(ClassFound("media", f"inputs of {what}"))
     return found
+
+
+def senses_of(config: Config) -> list[str]:
+    """Return what a model takes beside text: vision, audio; 'media' where only the name of its
+    class tells, because the config leaves the rest to defaults (Llama 4).
+    """
+    if found := [key.removesuffix("_config") for key in SENSES if config.get(key)]:
+        return found
+    classes = config.get("architectures")
+    named = str(classes[0]) if isinstance(classes, list) and classes else ""
+    takes = named.endswith("ForConditionalGeneration") and not config.get("is_encoder_decoder")
+    return ["media"] if takes else []
 
 
 def of_flags(words: Sequence[str]) -> list[ClassFound]:
@@ -140,21 +187,42 @@ def of_flags(words: Sequence[str]) -> list[ClassFound]:
             found.append(ClassFound(name, what))
     for flag, name, most in NUMBERS:
         value = given.get(flag, "")
-        if value and not (value.isdecimal() and int(value) <= most):
+        if value and not (value.replace(".", "", 1).isdecimal() and float(value) <= most):
             found.append(ClassFound(name, f"{flag} {value}"))
-    if given.get("--scheduling-policy", "fcfs") != "fcfs":
-        found.append(ClassFound("priority", f"--scheduling-policy {given['--scheduling-policy']}"))
-    if given.get("--runner") == "pooling":
-        found.append(ClassFound("no tokens", "--runner pooling"))
+    for flag, name, plain in CHOICES:
+        if (value := given.get(flag, plain[0])) not in plain:
+            found.append(ClassFound(name, f"{flag} {value}"))
+    if (transfer := given.get("--kv-transfer-config")) is not None:
+        found.append(_of_transfer(transfer))
     return found
 
 
+def _of_transfer(text: str) -> ClassFound:
+    """Return the class of a connector: NIXL with both roles moves nothing while no request names
+    another pool, as it is in one pool.
+    """
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if isinstance(given, dict):
+        named = f"{given.get('kv_connector')} {given.get('kv_role')}"
+        if named == IDLE_CONNECTOR:
+            return ClassFound("idle connector", named)
+    return ClassFound("connector", "a KV connector")
+
+
+CHOICES = (  # flags with the values that change nothing
+    ("--scheduling-policy", "priority", ("fcfs",)),
+    ("--runner", "no tokens", ("auto", "generate")),
+    ("--convert", "no tokens", ("auto", "none")),
+    ("--distributed-executor-backend", "other executor", ("mp", "uni")),
+)
 SWITCHES = (  # flags that turn a class on, whatever their value
-    ("--speculative-config", "drafts", "speculative decoding"),
-    ("--spec-method", "drafts", "speculative decoding"),
-    ("--spec-model", "drafts", "speculative decoding"),
-    ("--spec-tokens", "drafts", "speculative decoding"),
-    ("--kv-transfer-config", "connector", "a KV connector"),
+    ("--speculative-config", "drafts as flags", "speculative decoding"),
+    ("--spec-method", "drafts as flags", "speculative decoding"),
+    ("--spec-model", "drafts as flags", "speculative decoding"),
+    ("--spec-tokens", "drafts as flags", "speculative decoding"),
     ("--ec-transfer-config", "connector", "an encoder of its own"),
     ("--kv-offloading-size", "connector", "a KV cache in host memory"),
     ("--enable-lora", "lora", "LoRA adapters"),
@@ -170,6 +238,18 @@ SWITCHES = (  # flags that turn a class on, whatever their value
     ("--data-parallel-hybrid-lb", "data parallel", "a balancer for each node"),
     ("--max-num-active-seqs", "active rows", "--max-num-active-seqs"),
     ("--prefix-match-unit", "fine hits", "--prefix-match-unit"),
+    ("--headless", "several nodes", "--headless"),
+    ("--config", "config file", "--config"),
+    ("--max-num-seqs", "policy parameter", "--max-num-seqs"),
+    ("--max-num-batched-tokens", "policy parameter", "--max-num-batched-tokens"),
+    ("--max-num-queued-reqs", "queue limit", "--max-num-queued-reqs"),
+    ("--max-num-queued-tokens", "queue limit", "--max-num-queued-tokens"),
+    ("--swa-bounded-replay", "replay", "--swa-bounded-replay"),
+    (
+        "--long-prefill-token-threshold-adaptive",
+        "long prefill threshold",
+        "--long-prefill-token-threshold-adaptive",
+    ),
 )
 NUMBERS = (  # flags with the largest number that changes nothing
     ("--data-parallel-size", "data parallel", 1),
@@ -178,6 +258,9 @@ NUMBERS = (  # flags with the largest number that changes nothing
     ("--prefill-context-parallel-size", "context parallel", 1),
     ("--long-prefill-token-threshold", "long prefill threshold", 0),
     ("--prefill-schedule-interval", "prefill interval", 1),
+    ("--nnodes", "several nodes", 1),
+    ("--node-rank", "several nodes", 0),
+    ("--cpu-offload-gb", "offload", 0),
 )
 SHORT = {
     "-sc": "--speculative-config",
@@ -191,6 +274,8 @@ SHORT = {
     "-pp": "--pipeline-parallel-size",
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
 }
 
 
@@ -315,7 +400,10 @@ def _of_server(resolved: Resolved) -> list[ClassFound]:
     if resolved.dp == 1 and resolved.dp_rank:  # of engines that count as alone
         found.append(ClassFound("data parallel", f"engine {resolved.dp_rank} of data parallelism"))
     found += _of_drafts(resolved.drafts)
-    found += [ClassFound("connector", one) for one in resolved.connectors]
+    alone = len(resolved.groups) == 1
+    for one in resolved.connectors:
+        idle = one == IDLE_CONNECTOR and alone
+        found.append(ClassFound("idle connector" if idle else "connector", one))
     rows = resolved.max_num_active_seqs
     if rows is not None:
         found.append(ClassFound("active rows", f"max_num_active_seqs {rows}"))

@@ -1,66 +1,50 @@
 """Sizes of a model, from the dict of its config.json alone: parameters, weights, KV cache.
 
-The sizes are sums over the model's modules, named as in its checkpoint, so that a quantization that
-keeps some modules in 16 bits is counted as it is stored. Nothing is loaded, and neither torch nor
-transformers is imported. docs/results/vllm.md has the sums beside those of vLLM's own classes.
+The sizes are sums over the model's modules (`catalogue.weights`), laid out as its family has them
+(`catalogue.families`). Nothing is loaded, and neither torch nor transformers is imported.
+docs/results/vllm.md has the sums beside those of vLLM's own classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from toolkit.catalogue.families import FAMILIES, Family
+from toolkit.catalogue.general import general_family, refuse_other
+from toolkit.catalogue.layers import (
+    STATES,
+    TOKENS,
+    Layer,
+    experts_of,
+    heads_of,
+    integer_at,
+    layers_of,
+    text_config,
+    window_of_config,
+)
 from toolkit.catalogue.quantization import Config, Scheme, scheme_of
+from toolkit.catalogue.weights import OVERLAPS, Module, has_index, modules_of, ratios_of
 from toolkit.errors import InputError, nearest
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CACHE_BYTES = DTYPE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # without scales
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-CHUNKED = "chunked_attention"
-WINDOW_PATTERNS = {  # where the config has no pattern: the last of so many layers is full
-    "cohere2": 4,
-    "gemma2": 2,
-    "gemma3_text": 6,
-}
-
-# How the weights of a `model_type` are laid out. A type is listed only if `_modules` counts it.
-DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-EXPERTS = ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "minimax_m2", "mixtral", "qwen3_moe")
-KNOWN_TYPES = (*DENSE, *EXPERTS)
-BY_HAND = (
-    "write its recipe by hand, with model.kv_bytes_per_token and model.weight_bytes (docs/"
-    f"reference/recipe.md), and measure it: llmctl profile; known are {', '.join(KNOWN_TYPES)}"
-)
-NEEDED = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("vocab_size", "max_position_embeddings"),
-)
-MOST_LAYERS = 1024  # the deepest published model has some 126
-MOST = {"num_hidden_layers": MOST_LAYERS}
-MOST_ITEMS = 1 << 31  # of any other size
-BY_LAYER = ("layer_types", "mlp_only_layers", "compress_ratios")  # lists of one value for each
 SENSES = ("vision_config", "audio_config")  # parts of a model that sees or hears
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """Weights that are stored together.
-
-    Attributes:
-        name: as in the checkpoint.
-        parameters: how many.
-        share: of them a token uses: 1, or chosen experts / all experts.
-        quantizable: a linear layer; embeddings, norms, biases and routers keep their precision.
-        replicated: each GPU of a group holds all of it.
-    """
-
-    name: str
-    parameters: int
-    share: float = 1.0
-    quantizable: bool = True
-    replicated: bool = False
+NEEDED = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+MEASURE = "measure a server that runs it"
+# Sizes without which a part of a layer would count as nothing.
+NEEDED_BY = {
+    "linear": (
+        *("linear_num_value_heads", "linear_value_head_dim", "linear_num_key_heads"),
+        *("linear_key_head_dim", "linear_conv_kernel_dim"),
+    ),
+    "mamba": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    "conv": ("conv_L_cache",),
+    "latent": ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    "index": ("index_n_heads", "index_head_dim", "q_lora_rank"),
+    "compressed": ("o_lora_rank", "o_groups", "hc_mult"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +53,31 @@ class ModelFacts:
 
     Attributes:
         model_type: transformers' name of the architecture.
-        dtype: of weights that are not quantized, and of the KV cache.
-        layers: of attention, hidden ones only: a head that predicts more tokens is not loaded.
-        heads, kv_heads, head_dim: of attention.
+        family: the row of the table of families; 'general rule': no row has the type.
+        dtype: of weights that are not quantized.
+        cache_dtype: of the KV cache: the model's, or fp8 where the checkpoint asks for it.
+        layers: hidden ones only: a head that predicts more tokens is not loaded.
+        heads, kv_heads, head_dim: of attention, the most of all layers.
+        inner: that tensor parallelism divides: of an expert, or of a dense part.
         vocab_size, context: tokens.
         experts, experts_per_token: of a layer with experts; 0 where there are none.
-        modules: all weights.
+        modules: all weights of the text part; vLLM loads no other with --language-model-only.
         scheme: how they are quantized; None: not at all.
         special: what llmctl's laws and its model of a cache do not know (`Special`).
-        kv_bytes_per_token: of a whole model that caches every token in every layer.
+        kv_bytes_per_token: of all layers with attention, as if each cached every token.
+        stored_bytes: of the checkpoint, by its index; 0: not known, or not needed.
         config: that the sizes follow from.
     """
 
     model_type: str
+    family: str
     dtype: str
+    cache_dtype: str
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    inner: int
     vocab_size: int
     context: int
     experts: int
@@ -95,7 +86,8 @@ class ModelFacts:
     scheme: Scheme | None
     special: Special
     kv_bytes_per_token: int
-    config: Config = field(repr=False, compare=False)
+    stored_bytes: int = 0
+    config: Config = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def parameters(self) -> int:
@@ -116,7 +108,7 @@ class ModelFacts:
         """Bytes on each GPU of a group of so many: what is replicated is there whole."""
         total = 0.0
         for module in self.modules:
-            total += self._bytes(module) / (1 if module.replicated else gpus)
+            total += self._bytes(module) / min(gpus, module.most_gpus or gpus)
         return round(total)
 
     def cache_bytes_on(self, gpus: int) -> float:
@@ -125,9 +117,8 @@ class ModelFacts:
 
     def _bytes(self, module: Module) -> float:
         scheme = self.scheme
-        if scheme is None or not module.quantizable:
-            return module.parameters * DTYPE_BYTES[self.dtype]
-        return module.parameters * scheme.weight_bytes
+        each = scheme.bytes_of(module.name) if scheme and module.quantizable else None
+        return module.parameters * (DTYPE_BYTES[self.dtype] if each is None else each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +128,20 @@ class Special:
     Attributes:
         experts: of a layer; 0: none.
         windows: layers with a sliding window, and the window; (0, 0): none.
+        chunk: tokens of attention in chunks; 0: none.
         latent: values per token and layer of multi-head latent attention (MLA); 0: none.
         states: what holds a state per request, such as 'linear attention'; '': nothing.
+        unknown: a kind of layer that is not known; '': all are.
+        sparse: what sparse attention reads, in words; '': there is none.
     """
 
     experts: int = 0
     windows: tuple[int, int] = (0, 0)
+    chunk: int = 0
     latent: int = 0
     states: str = ""
+    unknown: str = ""
+    sparse: str = ""
 
 
 def special_of(config: Config, longest: int = 0) -> Special:
@@ -157,30 +154,50 @@ def special_of(config: Config, longest: int = 0) -> Special:
             that is no shorter never slides, and is none.
     """
     config = text_config(config)
-    for key in BY_LAYER:
-        listed = config.get(key)
-        if isinstance(listed, list) and len(listed) > MOST_LAYERS:
-            problem = f"the config's {key} has {len(listed):,} items"
-            raise InputError(problem, f"llmctl reads models of at most {MOST_LAYERS:,} layers")
+    layers = layers_of(config)
+    mixers = [layer.mixer for layer in layers]
     latent = integer_at(config, "kv_lora_rank")
     if latent:
         latent += integer_at(config, "qk_rope_head_dim")
-    return Special(experts_of(config)[0], _windows(config, longest), latent, _states(config))
+    window = window_of_config(config)
+    longest = longest or integer_at(config, "max_position_embeddings")
+    sliding = mixers.count("window") if window < longest or not longest else 0
+    others = [*mixers, *(layer.feed for layer in layers)]
+    unknown = [one for one in others if one not in (*KNOWN_PARTS, *STATES, *TOKENS)]
+    return Special(
+        experts_of(config)[0],
+        (sliding, window) if sliding else (0, 0),
+        integer_at(config, "attention_chunk_size") if "chunk" in mixers else 0,
+        latent,
+        next((STATES[one] for one in mixers if one in STATES), ""),
+        unknown[0].replace("_", " ") if unknown else "",
+        _sparse(config),
+    )
 
 
-def text_config(config: Config) -> Config:
-    """The part about the language model, of a model that also sees or hears."""
-    inner = config.get("text_config")
-    return cast(Config, inner) if isinstance(inner, Mapping) else config
+KNOWN_PARTS = ("", "dense", "experts", "both")
+
+
+def _sparse(config: Config) -> str:
+    """Return what sparse attention reads, in words; '': there is none."""
+    if best := integer_at(config, "index_topk"):
+        return f"sparse attention to {best:,} tokens"
+    given = config.get("sparse_attention_config")  # MiniMax M3
+    if isinstance(given, Mapping) and given.get("use_sparse_attention", True):
+        blocks = integer_at(given, "sparse_topk_blocks")
+        return f"sparse attention to {blocks:,} blocks of {integer_at(given, 'sparse_block_size')}"
+    return ""
 
 
 def cache_parts(config: Config, gpus: int) -> int:
     """Return among how many GPUs of a group a token's cache is divided. MLA's is whole on each GPU,
     and KV heads are repeated where there are fewer heads than GPUs.
     """
+    config = text_config(config)
     if special_of(config).latent:
         return 1
-    return min(gpus, heads_of(text_config(config))[1] or gpus)
+    fewest = min((layer.kv_heads for layer in layers_of(config) if layer.kv_heads), default=0)
+    return min(gpus, fewest or gpus)
 
 
 def not_computed(config: Config, longest: int, scheme: str) -> list[str]:
@@ -194,269 +211,179 @@ def not_computed(config: Config, longest: int, scheme: str) -> list[str]:
     reasons = []
     if special.latent:
         reasons.append("MLA (multi-head latent attention)")
-    if special.states:
-        reasons.append(special.states)
-    if scheme.startswith("int"):
+    reasons += [one for one in (special.sparse, special.states, special.unknown) if one]
+    family = FAMILIES.get(str(text_config(config).get("model_type")))
+    if family and family.laws:
+        reasons.append(family.laws)
+    if scheme.startswith("int") or scheme == "mixed":
         reasons.append(f"quantized weights ({scheme})")
     return reasons
 
 
 def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
-    """Bytes that every token adds to a full cache, and the formula; None: a size is missing, or
-    `dtype` keeps scales, too.
+    """Return the bytes that every token adds to a full cache of all layers with attention, and the
+    formula; None: a size is missing, or `dtype` keeps scales, too.
     """
     if dtype not in CACHE_BYTES:
         return None
     config = text_config(config)
-    layers = integer_at(config, "num_hidden_layers")
+    layers = [layer for layer in layers_of(config) if layer.mixer in TOKENS]
     element = CACHE_BYTES[dtype]
     latent = special_of(config).latent
-    if layers and latent:
-        return layers * latent * element, f"{layers} layers * {latent} of MLA * {element} bytes"
-    _, kv_heads, head_dim = heads_of(config)
-    if not layers or not kv_heads or not head_dim:
+    if not layers or (not integer_at(config, "num_hidden_layers") and len(layers) == 1):
         return None
-    formula = f"2 * {layers} layers * {kv_heads} KV heads * {head_dim} * {element} bytes"
-    return 2 * layers * kv_heads * head_dim * element, formula
+    if ratios := ratios_of(config)[: len(layers)]:
+        total = -(-sum(map(_compressed_page, ratios)) // COMPRESSED_BLOCK)
+        return total, f"{len(layers)} layers of compressed caches with an index, as vLLM pads them"
+    if latent and element == 1 and integer_at(config, "index_topk"):
+        rank = integer_at(config, "kv_lora_rank")  # as FlashMLA keeps it: scales, and 16 bits
+        latent += rank // 128 * 4 + integer_at(config, "qk_rope_head_dim")
+    counts: dict[tuple[int, int, int], int] = {}
+    for layer in layers:
+        shape = (1, latent, 0) if latent else (layer.kv_heads, layer.key_dim, layer.value_dim)
+        counts[shape] = counts.get(shape, 0) + 1
+    if not latent and not all(all(shape) for shape in counts):
+        return None
+    total = sum(n * heads * (key + value) for (heads, key, value), n in counts.items()) * element
+    words = " + ".join(_formula(shape, n) for shape, n in counts.items())
+    words = f"{words if len(counts) == 1 else f'({words})'} * {element} bytes"
+    with_index, each = _index(config, element)
+    if with_index:
+        words += f", and {with_index} layers of an index * {each} bytes"
+    return total + with_index * each, words
 
 
-def facts_of(config: Config, quantization: str = "") -> ModelFacts:
-    """The sizes of a model.
+COMPRESSED_BLOCK = 256  # tokens of a block of compressed caches (DeepSeek V4)
+COMPRESSED_ENTRY = (584, 132)  # bytes of some tokens' latent values, and in the index
+COMPRESSED_STEP = 576  # bytes; vLLM pads a block's up to a multiple
+
+
+def _compressed_page(ratio: int) -> int:
+    """Return the bytes of a block of a layer with so many tokens in an entry; windows, which do
+    not grow with tokens, are left out.
+    """
+    entries = COMPRESSED_ENTRY if ratio == OVERLAPS else COMPRESSED_ENTRY[:1]
+    count = COMPRESSED_BLOCK // ratio if ratio else 0
+    return sum(-(-count * one // COMPRESSED_STEP) * COMPRESSED_STEP for one in entries)
+
+
+def _formula(shape: tuple[int, int, int], layers: int) -> str:
+    heads, key, value = shape
+    if not value:
+        return f"{layers} layers * {key} of MLA"
+    if key == value:
+        return f"2 * {layers} layers * {heads} KV heads * {key}"
+    return f"{layers} layers * {heads} KV heads * ({key} + {value})"
+
+
+def _index(config: Config, element: int) -> tuple[int, int]:
+    """Return the layers that have an index of sparse attention, and the bytes of a token in each:
+    in fp8 with a scale of 32 bits (DeepSeek V3.2), or in the cache's dtype (MiniMax M3).
+    """
+    layers = range(len(layers_of(config)))
+    if integer_at(config, "index_topk"):
+        count = sum(has_index(config, number) for number in layers)
+        return count, integer_at(config, "index_head_dim") + 4
+    sparse = config.get("sparse_attention_config")
+    if isinstance(sparse, Mapping):
+        listed = sparse.get("sparse_attention_freq")
+        count = sum(map(bool, listed[: len(layers)])) if isinstance(listed, list) else len(layers)
+        return count, integer_at(cast(Config, sparse), "sparse_index_dim") * element
+    return 0, 0
+
+
+def facts_of(config: Config, quantization: str = "", stored_bytes: int = 0) -> ModelFacts:
+    """Return the sizes of a model: of its text part, where it also sees or hears.
 
     Args:
         config: the content of config.json.
         quantization: what vLLM shall quantize the weights to as it loads them; '': nothing.
+        stored_bytes: of all weights, by the index of the checkpoint; 0: there is none.
 
     Raises `InputError` for an architecture or a quantization that is not known, and for sizes that
     are missing.
     """
     whole = config
     config = text_config(whole)
-    if senses := [key for key in SENSES if whole.get(key)]:
-        problem = f"the model has a {senses[0]}: weights beside its text part are not counted"
-        raise InputError(problem, "llmctl knows models of text")
-    scheme = scheme_of({**config, **whole}, quantization)
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise InputError("the config has no model_type", "give transformers' config.json")
-    kind = kind[:80]
-    if kind not in KNOWN_TYPES:
-        raise InputError(f"model_type '{kind}': its sizes are not known", BY_HAND)
-    if states := _states(config):
-        problem = f"the model has {states}: its weights and its states are not counted"
-        raise InputError(problem, "measure a server that runs it")
-    if integer_at(config, "index_topk"):
-        problem = "the model has sparse attention: the weights of its index are not counted"
-        raise InputError(problem, "measure a server that runs it")
-    if missing := [key for key in NEEDED if not integer_at(config, key)]:
+    scheme = scheme_of(config, quantization)
+    special = special_of(config)
+    if special.unknown:
+        problem = f"the model has layers of kind '{special.unknown}': their sizes are not known"
+        raise InputError(problem, MEASURE)
+    family = FAMILIES.get(kind) or general_family(whole, stored_bytes)
+    layers = layers_of(config)
+    states = [one.mixer for one in layers if one.mixer in STATES]
+    if other := next((one for one in states if one not in family.states), ""):
+        problem = f"the model has {STATES[other]}: its weights and its states are not counted"
+        raise InputError(problem, MEASURE)
+    if special.sparse and not family.sparse:
+        problem = f"the model has {special.sparse}: the weights of its index are not counted"
+        raise InputError(problem, MEASURE)
+    needed = _needed(config, family, layers, special)
+    missing = [key for key in needed if not integer_at(config, key)]
+    if missing:
         raise InputError(f"the config lacks {', '.join(missing)}", "give the whole config.json")
     dtype = str(config.get("torch_dtype", config.get("dtype")) or "bfloat16").removeprefix("torch.")
     if (dtype := dtype[:80]) not in DTYPE_BYTES:
         raise InputError(f"the config's dtype '{dtype}' is not known", nearest(dtype, DTYPE_BYTES))
-    found = kv_bytes_per_token(config, dtype)
+    cache_dtype = (scheme.cache if scheme else "") or dtype
+    found = kv_bytes_per_token(config, cache_dtype)
     if found is None:  # the keys that it needs are there
         raise InputError("the config gives no size of a KV head", "give head_dim")
-    heads, kv_heads, head_dim = heads_of(config)
     experts, chosen = experts_of(config)
-    return ModelFacts(
-        model_type=kind,
+    facts = ModelFacts(
+        model_type=kind[:80],
+        family=family.name,
         dtype=dtype,
-        layers=integer_at(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        cache_dtype=cache_dtype,
+        layers=len(layers),
+        heads=heads_of(config)[0],
+        kv_heads=max(layer.kv_heads for layer in layers),
+        head_dim=max(layer.key_dim for layer in layers),
+        inner=integer_at(config, family.expert_inner if experts else family.dense_inner),
         vocab_size=integer_at(config, "vocab_size"),
         context=integer_at(config, "max_position_embeddings"),
         experts=experts,
         experts_per_token=chosen,
-        modules=tuple(_kept(module, scheme) for module in _modules(config)),
+        modules=tuple(_stored(module, scheme) for module in modules_of(config, family)),
         scheme=scheme,
-        special=special_of(config),
+        special=special,
         kv_bytes_per_token=found[0],
+        stored_bytes=stored_bytes,
         config=config,
     )
+    if stored_bytes and kind not in FAMILIES:
+        refuse_other(kind[:80], facts.weight_bytes, stored_bytes)
+    return facts
 
 
-def _kept(module: Module, scheme: Scheme | None) -> Module:
-    """The module; not to be quantized where the scheme keeps its 16 bits."""
-    keeps = scheme is not None and module.quantizable and scheme.keeps(module.name)
-    return replace(module, quantizable=False) if keeps else module
-
-
-def integer_at(config: Config, key: str) -> int:
-    """A size; 0 where it is absent or another value. `InputError` for one that no model has."""
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
-        return 0
-    if not 0 <= value <= MOST.get(key, MOST_ITEMS):
-        problem = f"the config's {key} is {str(value)[:40]}"
-        raise InputError(problem, f"llmctl reads sizes from 0 to {MOST.get(key, MOST_ITEMS):,}")
-    return value
-
-
-def heads_of(config: Config) -> tuple[int, int, int]:
-    """Attention heads, KV heads, and the size of a head; 0 where the config does not give it."""
-    heads = integer_at(config, "num_attention_heads")
-    head_dim = integer_at(config, "head_dim")
-    if not head_dim and heads:
-        head_dim = integer_at(config, "hidden_size") // heads
-    return heads, integer_at(config, "num_key_value_heads") or heads, head_dim
-
-
-def experts_of(config: Config) -> tuple[int, int]:
-    """The experts of a layer that are chosen from, and how many a token uses; (0, 0): none."""
-    keys = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    count = max(integer_at(config, key) for key in keys)
-    chosen = max(integer_at(config, key) for key in ("num_experts_per_tok", "experts_per_token"))
-    return (count, chosen) if count > 1 else (0, 0)
-
-
-def _windows(config: Config, longest: int) -> tuple[int, int]:
-    """How many layers have a sliding window that some request passes, and the window."""
-    kind = str(config.get("model_type"))
-    layers = integer_at(config, "num_hidden_layers")
-    window = integer_at(config, "sliding_window")
-    if kind == "mistral" and "sliding_window" not in config:
-        window = 4096  # transformers' default for that type
-    if kind.startswith("qwen") and not config.get("use_sliding_window"):
-        return 0, 0
-    longest = longest or integer_at(config, "max_position_embeddings")
-    if not window or window >= longest > 0:
-        return 0, 0
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        count = kinds.count(SLIDING)
-        return (count, window) if count else (0, 0)
-    every = integer_at(config, "sliding_window_pattern") or WINDOW_PATTERNS.get(kind, 0)
-    if every:
-        return layers - layers // every, window
-    if kind.startswith("qwen"):  # the layers from this one on
-        layers = max(layers - integer_at(config, "max_window_layers"), 0)
-        return (layers, window) if layers else (0, 0)
-    return layers or 1, window
-
-
-STATE_KEYS = {  # a key of config.json, and what holds a state per request
-    "hybrid_override_pattern": "Mamba layers",
-    "mamba_num_heads": "Mamba layers",
-    "mamba_d_state": "Mamba layers",
-    "ssm_cfg": "Mamba layers",
-    "state_size": "Mamba layers",
-    "linear_num_value_heads": "linear attention",
-    "linear_attn_config": "linear attention",
-    "layers_block_type": "Mamba layers",
-    "attn_layer_period": "Mamba layers",
-}
-
-
-def _states(config: Config) -> str:
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        other = [str(kind) for kind in kinds if kind not in (FULL, SLIDING, CHUNKED)]
-        if other:
-            return other[0][:80].replace("_", " ")
-    listed = config.get("attn_type_list")  # of MiniMax: 1 is full attention, 0 a linear one
-    if isinstance(listed, list) and any(one != 1 for one in listed):
-        return "linear attention"
-    return next((name for key, name in STATE_KEYS.items() if config.get(key)), "")
-
-
-def _modules(config: Config) -> Iterator[Module]:
-    """The weights of a model of a known type."""
-    hidden = integer_at(config, "hidden_size")
-    vocabulary = integer_at(config, "vocab_size")
-    yield Module("model.embed_tokens", vocabulary * hidden, quantizable=False)
-    if not config.get("tie_word_embeddings"):
-        yield Module("lm_head", vocabulary * hidden, quantizable=False)
-    attention = _latent_attention if special_of(config).latent else _attention
-    for layer in range(integer_at(config, "num_hidden_layers")):
-        place = f"model.layers.{layer}"
-        yield Module(f"{place}.norms", 2 * hidden, quantizable=False, replicated=True)
-        yield from attention(config, f"{place}.self_attn")
-        if _has_experts(config, layer):
-            yield from _expert_layer(config, f"{place}.mlp")
-        else:
-            inner = integer_at(config, "intermediate_size")
-            yield Module(f"{place}.mlp.gate_up_proj", 2 * hidden * inner)
-            yield Module(f"{place}.mlp.down_proj", hidden * inner)
-    yield Module("model.norm", hidden, quantizable=False, replicated=True)
-
-
-def _attention(config: Config, place: str) -> Iterator[Module]:
-    hidden = integer_at(config, "hidden_size")
-    kind = config.get("model_type")
-    heads, kv_heads, head_dim = heads_of(config)
-    width = heads * head_dim
-    kv_width = kv_heads * head_dim
-    yield Module(f"{place}.q_proj", hidden * width)
-    yield Module(f"{place}.k_proj", hidden * kv_width)
-    yield Module(f"{place}.v_proj", hidden * kv_width)
-    yield Module(f"{place}.o_proj", width * hidden)
-    biases = 0
-    if kind == "qwen2" or config.get("attention_bias"):
-        biases += width + 2 * kv_width
-    if kind != "qwen2" and config.get("attention_bias"):
-        biases += hidden
-    if kind == "gpt_oss":
-        biases += heads  # one sink per head
-    if kind in ("qwen3", "qwen3_moe"):  # norms of queries and keys
-        yield Module(f"{place}.norms", 2 * head_dim, quantizable=False, replicated=True)
-    if kind == "minimax_m2":  # such norms over all heads
-        yield Module(f"{place}.norms", width + kv_width, quantizable=False)
-    if biases:
-        yield Module(f"{place}.vectors", biases, quantizable=False)
-
-
-def _latent_attention(config: Config, place: str) -> Iterator[Module]:
-    """Multi-head latent attention, as in DeepSeek-V2 and V3. What leads to the latent values is on
-    every GPU.
+def _stored(module: Module, scheme: Scheme | None) -> Module:
+    """The module as stored: not quantized where the scheme keeps its 16 bits, and the table of the
+    output where the scheme takes it.
     """
-    hidden = integer_at(config, "hidden_size")
-    heads = integer_at(config, "num_attention_heads")
-    rank = integer_at(config, "kv_lora_rank")
-    rope = integer_at(config, "qk_rope_head_dim")
-    plain = integer_at(config, "qk_nope_head_dim")
-    value = integer_at(config, "v_head_dim")
-    queries = heads * (plain + rope)
-    if query_rank := integer_at(config, "q_lora_rank"):
-        yield Module(f"{place}.q_a_proj", hidden * query_rank, replicated=True)
-        yield Module(f"{place}.q_b_proj", query_rank * queries)
-    else:
-        yield Module(f"{place}.q_proj", hidden * queries)
-    yield Module(f"{place}.kv_a_proj_with_mqa", hidden * (rank + rope), replicated=True)
-    yield Module(f"{place}.kv_b_proj", rank * heads * (plain + value))
-    yield Module(f"{place}.o_proj", heads * value * hidden)
-    norms = query_rank + rank
-    yield Module(f"{place}.norms", norms, quantizable=False, replicated=True)
+    if scheme is None:
+        return module
+    takes = module.quantizable or (scheme.head and module.name == "lm_head")
+    return replace(module, quantizable=takes and scheme.bytes_of(module.name) is not None)
 
 
-def _has_experts(config: Config, layer: int) -> bool:
-    if not experts_of(config)[0]:
-        return False
-    if layer < integer_at(config, "first_k_dense_replace"):
-        return False
-    dense = config.get("mlp_only_layers")
-    if isinstance(dense, list) and layer in dense:
-        return False
-    every = integer_at(config, "decoder_sparse_step") or integer_at(config, "moe_layer_freq") or 1
-    offset = 1 if integer_at(config, "decoder_sparse_step") else 0
-    return (layer + offset) % every == 0
-
-
-def _expert_layer(config: Config, place: str) -> Iterator[Module]:
-    hidden = integer_at(config, "hidden_size")
-    kind = config.get("model_type")
-    inner = integer_at(config, "moe_intermediate_size") or integer_at(config, "intermediate_size")
-    experts, chosen = experts_of(config)
-    share = chosen / experts
-    yield Module(f"{place}.experts", experts * 3 * hidden * inner, share)
-    router = experts * hidden
-    if kind == "gpt_oss":
-        router += experts
-        biases = experts * (2 * inner + hidden)
-        yield Module(f"{place}.expert_biases", biases, share, quantizable=False)
-    if kind in ("deepseek_v3", "kimi_k2", "minimax_m2"):
-        router += experts  # a correction of each expert's score
-    yield Module(f"{place}.router", router, quantizable=False, replicated=True)
-    if shared := integer_at(config, "n_shared_experts"):
-        yield Module(f"{place}.shared_experts", shared * 3 * hidden * inner)
+def _needed(config: Config, family: Family, layers: Sequence[Layer], special: Special) -> list[str]:
+    """Return the keys of sizes that the model's layers need."""
+    needed = [*NEEDED]
+    for mixer in dict.fromkeys(layer.mixer for layer in layers):
+        needed += NEEDED_BY.get(mixer, ())
+    if special.latent:
+        needed += NEEDED_BY["latent"]
+    if integer_at(config, "index_topk"):
+        needed += NEEDED_BY["index"]
+    if config.get("compress_ratios"):
+        needed += NEEDED_BY["compressed"]
+    feeds = {layer.feed for layer in layers if not layer.inner}
+    if feeds & {"dense", "both"}:
+        needed.append(family.dense_inner)
+    if feeds & {"experts", "both"}:
+        needed.append(family.expert_inner)
+    return [*dict.fromkeys(needed)]

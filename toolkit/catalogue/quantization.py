@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from typing import cast
 
@@ -31,6 +31,7 @@ _MXFP4_GROUP = 32
 MOST_NAMES = 8192
 MOST_PATTERNS = 1024  # with wildcards
 MOST_REGULAR = 64  # behind `re:`
+MOST_MIXED = 1 << 16  # that name their own scheme
 LONGEST_NAME = 256  # characters
 _WILD = re.compile(r"[*?\[]")
 _COUNTED = re.compile(r"\{[0-9]*,?[0-9]{2,}")  # such repetitions make a program of megabytes
@@ -63,7 +64,8 @@ class KeptModules:
         if longest := max((one for one in listed if len(one) > LONGEST_NAME), key=len, default=""):
             problem = f"quantization_config: '{longest[:40]}...' has {len(longest):,} characters"
             raise InputError(problem, f"a name of modules has at most {LONGEST_NAME}")
-        self._names = frozenset(others)
+        patterns = [_plain(one) for one in patterns]
+        self._names = frozenset(map(_plain, others))
         self._patterns = re.compile(
             "|".join(translate(one + end) for one in patterns for end in ("", ".*")) or r"(?!)"
         )
@@ -78,6 +80,14 @@ class KeptModules:
         if self._patterns.match(module):
             return True
         return self._expressions is not None and self._expressions.isinstance_python(module)
+
+
+def _plain(module: str) -> str:
+    """Return a module's name as in a checkpoint of text alone: 'model.layers.3...'."""
+    for prefix in ("model.language_model.", "language_model.model.", "backbone."):
+        if module.startswith(prefix):
+            return f"model.{module.removeprefix(prefix)}"
+    return module.removeprefix("language_model.")
 
 
 def _linear(expressions: Sequence[str]) -> SchemaValidator | None:
@@ -104,11 +114,16 @@ class Scheme:
     """How weights are stored.
 
     Attributes:
-        name: fp8, int8, int4, nvfp4 or mxfp4.
+        name: fp8, int8, int4, nvfp4, mxfp4, or mixed.
         weight_bytes: of one quantized weight, its share of the scales included.
         words: the same for readers, such as '8 bits and a scale per 128 x 128'.
         kept: the modules that keep 16 bits.
         block: the sides of a block with one scale; 0: no blocks. It must divide each GPU's part.
+        cache: the dtype of the KV cache that the checkpoint asks for; '': that of the model.
+        experts: bytes of a weight of routed experts, where they are stored otherwise; 0: they
+            are not.
+        head: whether the table of the output is quantized where it is not kept.
+        listed: of mixed: bytes of a weight by module; others keep 16 bits.
     """
 
     name: str
@@ -116,6 +131,20 @@ class Scheme:
     words: str
     kept: KeptModules = field(default_factory=KeptModules, compare=False)
     block: int = 0
+    cache: str = ""
+    experts: float = 0.0
+    head: bool = False
+    listed: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    def bytes_of(self, module: str) -> float | None:
+        """Return the bytes of a weight of a linear layer; None: it keeps 16 bits."""
+        if self.experts and ".experts." in module:
+            return self.experts
+        if not self.listed:
+            return None if self.keeps(module) else self.weight_bytes
+        parts = module.split(".")
+        begins = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((self.listed[one] for one in begins if one in self.listed), None)
 
     def keeps(self, module: str) -> bool:
         """Whether a module, such as 'model.layers.3.self_attn.q_proj', keeps 16 bits."""
@@ -135,6 +164,8 @@ def scheme_of(config: Config, wanted: str = "") -> Scheme | None:
     given = config.get("quantization_config")
     if isinstance(given, Mapping):
         scheme = _stored(cast(Config, given))
+        if (apart := config.get("expert_dtype")) is not None:
+            scheme = _with_experts(scheme, str(given.get("moe_quant_algo") or apart).lower())
         if wanted and wanted not in (scheme.name, given.get("quant_method")):
             problem = f"--quantization {wanted}: the config has {scheme.name} weights"
             raise InputError(problem, "leave it out, or name the checkpoint that you mean")
@@ -153,10 +184,45 @@ def scheme_of(config: Config, wanted: str = "") -> Scheme | None:
 
 def _stored(given: Config) -> Scheme:
     """The scheme of a quantized checkpoint."""
-    method = str(given.get("quant_method", ""))[:40].lower()
-    if given.get("kv_cache_quant_algo") or given.get("kv_cache_scheme"):
-        problem = "quantization_config: the checkpoint quantizes its KV cache too"
-        raise InputError(problem, "llmctl counts caches in the model's dtype; take another one")
+    return replace(_weights(given), cache=_cache(given), head=_method(given) == "modelopt")
+
+
+def _with_experts(scheme: Scheme, name: str) -> Scheme:
+    """The scheme with experts of their own (DeepSeek V4)."""
+    known = {"fp4": 0.5 + 1 / _MXFP4_GROUP, "nvfp4": 0.5 + 1 / _NVFP4_GROUP, "fp8": 0.0}
+    if name not in known:
+        raise InputError(f"expert_dtype '{name[:40]}' is not known", nearest(name, known))
+    words = f"{scheme.words}; experts {name}" if known[name] else scheme.words
+    kind = "mixed" if known[name] else scheme.name
+    return replace(scheme, name=kind, words=words, experts=known[name])
+
+
+def _method(given: Config) -> str:
+    """The method's name; ModelOpt's older files name only the producer."""
+    producer = given.get("producer")
+    known = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    return str(given.get("quant_method") or ("modelopt" if known else ""))[:40].lower()
+
+
+def _cache(given: Config) -> str:
+    """The dtype of the KV cache that vLLM takes from a checkpoint (`get_kv_cache_quant_algo_string`
+    in vllm/utils/torch_utils.py); '': that of the model.
+    """
+    asked = given.get("kv_cache_scheme") or given.get("kv_cache_quant_algo")
+    if not asked:
+        return ""
+    if isinstance(asked, Mapping):
+        is_fp8 = asked.get("num_bits") == 8 and asked.get("type") == "float"
+    else:
+        is_fp8 = str(asked).upper() == "FP8"
+    if is_fp8:
+        return "fp8"
+    problem = f"quantization_config: a KV cache of {str(asked)[:60]} is not known"
+    raise InputError(problem, "a checkpoint with a KV cache in 16 bits, or in fp8")
+
+
+def _weights(given: Config) -> Scheme:
+    method = _method(given)
     kept: list[str] = []
     for key in ("modules_to_not_convert", "ignore", "exclude_modules"):
         listed = given.get(key)
@@ -172,18 +238,46 @@ def _stored(given: Config) -> Scheme:
         return _integers(bits, given.get("group_size", given.get("q_group_size")), modules, method)
     if method == "modelopt":
         algorithm = str(given.get("quant_algo", "")).upper()
-        if algorithm == "FP8":
-            return _fp8(None, modules)
-        if algorithm == "NVFP4":
-            return _four_bits("nvfp4", _NVFP4_GROUP, modules)
-        raise InputError(
-            f"quantization_config: modelopt's {algorithm[:40] or 'unnamed'} scheme is not known",
-            "known: FP8, NVFP4",
-        )
+        if algorithm == "MIXED_PRECISION":
+            return _mixed(given.get("quantized_layers"), modules)
+        return _modelopt(algorithm, modules)
     if method == "compressed-tensors":
         return _compressed(given, modules)
     hint = nearest(method, METHODS) if method else f"known: {', '.join(METHODS)}"
     raise InputError(f"quantization_config: there is no method '{method}'", hint)
+
+
+def _modelopt(algorithm: str, kept: KeptModules) -> Scheme:
+    """The scheme of one of ModelOpt's algorithms."""
+    if algorithm == "FP8":
+        return _fp8(None, kept)
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        return _four_bits("nvfp4", _NVFP4_GROUP, kept)
+    if algorithm == "MXFP8":
+        return Scheme("fp8", 1 + 1 / _MXFP4_GROUP, "8 bits, and a scale per 32 weights", kept)
+    raise InputError(
+        f"quantization_config: modelopt's {algorithm[:40] or 'unnamed'} scheme is not known",
+        "known: FP8, MIXED_PRECISION, MXFP8, NVFP4, W4A16_NVFP4",
+    )
+
+
+def _mixed(layers: object, kept: KeptModules) -> Scheme:
+    """The scheme of a checkpoint that names an algorithm for each module."""
+    if not isinstance(layers, Mapping) or not layers:
+        problem = "quantization_config: MIXED_PRECISION without quantized_layers"
+        raise InputError(problem, "measure it: llmctl profile; or give the whole config.json")
+    if len(layers) > MOST_MIXED:
+        problem = f"quantization_config: quantized_layers has {len(layers):,} modules"
+        raise InputError(problem, f"at most {MOST_MIXED:,} are read")
+    listed = {}
+    names = set()
+    for module, one in layers.items():
+        algorithm = one.get("quant_algo") if isinstance(one, Mapping) else one
+        scheme = _modelopt(str(algorithm).upper(), kept)
+        listed[_plain(str(module))] = scheme.weight_bytes
+        names.add(scheme.name)
+    words = f"{' and '.join(sorted(names))} in {len(listed):,} modules, and 16 bits in others"
+    return Scheme("mixed", 0.0, words, kept, listed=listed)
 
 
 def _compressed(given: Config, kept: KeptModules) -> Scheme:

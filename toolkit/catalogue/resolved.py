@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+IDLE_CONNECTOR = "NixlConnector kv_both"  # a connector and its role: without pools it moves nothing
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:

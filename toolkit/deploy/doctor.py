@@ -16,7 +16,7 @@ import psutil
 
 from toolkit.backends import Check, backend_of
 from toolkit.catalogue.caches import row_bytes
-from toolkit.catalogue.classes import HINT, refusal
+from toolkit.catalogue.classes import HINT, not_simulated, refusal
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token
 from toolkit.engine_traits import MODEL_LIBRARIES
 from toolkit.engines.devices import CudaDevice, Devices
@@ -148,7 +148,10 @@ def check_sizes(recipe: Recipe) -> list[Check]:
     if why := refusal(classes_of(recipe)):
         remedy = f"profile, simulate, tune and serve refuse it: {HINT}"
         checks.append(Check("not modelled", "missing", why, remedy))
-    return checks
+    vllm = recipe.engine.vllm
+    remedy = "their times come out too short; measure them apart"
+    notes = not_simulated(vllm.args if vllm else ())
+    return [*checks, *(Check("not simulated", "note", one, remedy) for one in notes)]
 
 
 def _check_hardware(recipe: Recipe, devices: Devices) -> Check:

@@ -6,13 +6,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.catalogue.families import FAMILIES
+from toolkit.catalogue.general import INDEX
 from toolkit.catalogue.known import KNOWN, known_model
+from toolkit.catalogue.layers import text_config
 from toolkit.catalogue.quantization import Config
 from toolkit.errors import InputError, nearest
 from toolkit.files.strict import parse_json, read_bytes
 
 HUB_ID = r"[\w.-]+/[\w.-]+"
 MAX_CONFIG_BYTES = 8 << 20
+MAX_INDEX_BYTES = 64 << 20  # it names each tensor
 HUB_S = 5.0  # the hub answers within this, or there is no network
 
 
@@ -28,6 +32,8 @@ class FoundModel:
         origin: where the config was read, for readers.
         weights: whether weights are there or come from the hub; otherwise random ones are loaded.
         gated: whether the hub asks to accept a licence first.
+        stored_bytes: of all weights, by the index of a checkpoint of an unknown family; 0: there is
+            none.
     """
 
     name: str
@@ -37,6 +43,7 @@ class FoundModel:
     origin: str
     weights: bool = True
     gated: bool = False
+    stored_bytes: int = 0
 
 
 def find_model(model: str) -> FoundModel:
@@ -74,7 +81,24 @@ def _in_folder(folder: Path, file: Path) -> FoundModel:
         source = f"./{source}"
     weights = any(folder.glob("*.safetensors"))
     name = folder.absolute().name
-    return FoundModel(name, source, "", _read(file), f"its sizes are from {file}", weights)
+    config = _read(file)
+    stored = 0 if _is_known(config) else _stored_bytes(folder / INDEX)
+    origin = f"its sizes are from {file}"
+    return FoundModel(name, source, "", config, origin, weights, stored_bytes=stored)
+
+
+def _is_known(config: Config) -> bool:
+    return text_config(config).get("model_type") in FAMILIES
+
+
+def _stored_bytes(file: Path) -> int:
+    """The bytes of all weights, by the index of a checkpoint; 0: it is not there, or tells none."""
+    if not file.is_file():
+        return 0
+    index = parse_json(read_bytes(file, most_bytes=MAX_INDEX_BYTES), file)
+    about = index.get("metadata") if isinstance(index, dict) else None
+    size = about.get("total_size") if isinstance(about, dict) else None
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 0
 
 
 def _from_hub(model: str) -> FoundModel:
@@ -105,7 +129,23 @@ def _from_hub(model: str) -> FoundModel:
     file = Path(cached)
     commit = file.parent.name  # the cache has a folder per commit
     revision = commit if re.fullmatch(r"[0-9a-f]{40}", commit) else ""
-    return FoundModel(name, model, revision, _read(file), origin)
+    config = _read(file)
+    stored = 0 if _is_known(config) else _stored_bytes(_index_from_hub(model, file))
+    return FoundModel(name, model, revision, config, origin, stored_bytes=stored)
+
+
+def _index_from_hub(model: str, config: Path) -> Path:
+    """The index of a checkpoint in the hub's cache, beside its config; else from the hub."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    beside = config.with_name(INDEX)
+    if beside.is_file() or not _hub_answers():
+        return beside
+    try:
+        return Path(hf_hub_download(model, INDEX, etag_timeout=HUB_S))
+    except (HfHubHTTPError, OSError, ValueError):  # a checkpoint of one file has none
+        return beside
 
 
 def _hub_answers() -> bool:
@@ -136,6 +176,9 @@ def _read(file: Path) -> Config:
         beside_it = _parsed(beside)
         given = beside_it.get("quantization") if isinstance(beside_it, dict) else None
         if isinstance(given, dict):
+            if given.get("quant_algo") == "NVFP4" and "exclude_modules" not in given:
+                problem = f"{beside.name}: no exclude_modules, which vLLM needs for NVFP4"
+                raise InputError(problem, "give the whole file: it says what keeps 16 bits")
             data["quantization_config"] = {"quant_method": "modelopt", **given}
     return data
 

@@ -11,20 +11,21 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
+from typing import cast
 
 import yaml
 
 from toolkit.catalogue.caches import row_bytes
-from toolkit.catalogue.classes import of_config, refuse
+from toolkit.catalogue.classes import TEXT_ONLY, of_recipe, refuse, senses_of
 from toolkit.catalogue.gpus import Gpu
+from toolkit.catalogue.layers import FULL, integer_at, layers_of, text_config
 from toolkit.catalogue.models import (
     DTYPE_BYTES,
-    FULL,
+    SENSES,
     ModelFacts,
     facts_of,
-    integer_at,
+    kv_bytes_per_token,
     not_computed,
-    text_config,
 )
 from toolkit.catalogue.quantization import ONLINE, Config
 from toolkit.errors import InputError
@@ -49,6 +50,7 @@ LENGTHS = (32, 128, 256, 512, 1024, 2048, 4096)
 SLICES = (64, 128)
 COLUMNS = 100
 EXPERT_PARALLEL = "--enable-expert-parallel"
+HEADS_OF_STATES = ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads")
 # Keys of config.json that a recipe repeats: what the byte counts are derived from.
 KEPT = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -57,14 +59,34 @@ KEPT = (
     *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq"),
     *("decoder_sparse_step", "mlp_only_layers", "experts_per_token"),
-    *("sliding_window_pattern", "use_sliding_window", "max_window_layers"),
+    *("sliding_window_pattern", "use_sliding_window", "max_window_layers", "sliding_window_size"),
+    *("attention_chunk_size", "no_rope_layers", "hybrid_layer_pattern", "attention_head_dim"),
     *("full_attention_interval", "linear_num_value_heads", "linear_num_key_heads"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("index_topk", "index_n_heads", "index_head_dim", "indexer_types", "mlp_layer_types"),
+    *("sparse_attention_config", "dense_intermediate_size", "shared_intermediate_size"),
+    *("hybrid_override_pattern", "layers_block_type", "mamba_num_heads", "mamba_head_dim"),
+    *("n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias", "mamba_ssm_dtype"),
+    *("mamba_ssm_cache_dtype", "moe_latent_size", "moe_shared_expert_intermediate_size"),
+    *("shared_expert_intermediate_size", "interleave_moe_layer_step", "intermediate_size_mlp"),
+    *("global_head_dim", "num_global_key_value_heads", "enable_moe_block", "top_k_experts"),
+    *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
+    *("attention_other_setting", "num_attention_groups", "moe_layers_enum", "moe_num_experts"),
+    *("moe_top_k", "share_expert_dim", "use_moe_router_bias", "block_configs", "mlp_bias"),
+    *("conv_L_cache", "conv_dim", "conv_bias", "block_auto_adjust_ff_dim", "num_dense_layers"),
+    *("block_ffn_dim_multiplier", "block_multiple_of", "use_expert_bias", "use_qk_norm", "qk_norm"),
+    *("use_qkv_bias", "num_shared_experts", "expert_hidden_dim", "use_routing_bias"),
+    *("moe_router_enable_expert_bias", "num_experts_per_token", "attn_type_list"),
     "quantization_config",
 )
+BLOCK_KEYS = {
+    "attention": ("n_heads_in_group", "no_op", "replace_with_linear", "window_length"),
+    "ffn": ("ffn_mult", "intermediate_size", "no_op", "replace_with_linear"),
+}
 LONGEST = 1 << 16  # characters of a key's value: a recipe is a page or two of text
-LONG = 8  # items: a longer list in quantization_config is left out of the recipe
+SHORT_TEXT = 1000  # characters of another value in quantization_config that is written
+LONG = 8  # items of a list in quantization_config that is written as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +185,7 @@ def _token_bytes(facts: ModelFacts, gpus: int, longest: int) -> float:
     """Bytes of a token's cache on each GPU of a group; with several groups of caches, of a token of
     the longest request.
     """
-    whole = row_bytes(facts.config, facts.dtype, longest, gpus)
+    whole = row_bytes(facts.config, facts.cache_dtype, longest, gpus)
     return facts.cache_bytes_on(gpus) if whole is None else whole / longest
 
 
@@ -175,10 +197,11 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     """
     context = integer_at(text_config(found.config), "max_position_embeddings")
     longest = wish.max_model_len or min(context, MODEL_LEN)
-    refuse(found.name, of_config(found.config, longest))
-    facts = facts_of(found.config, wish.quantization)
+    flags = [TEXT_ONLY] if senses_of(found.config) else []
+    refuse(found.name, of_recipe(found.config, flags, longest))
+    facts = facts_of(found.config, wish.quantization, found.stored_bytes)
     longest = wish.max_model_len or _length(facts, wish)
-    refuse(found.name, of_config(found.config, longest))
+    refuse(found.name, of_recipe(found.config, flags, longest))
     if longest > facts.context:
         problem = f"--max-model-len {longest}: the model's limit is {facts.context:,}"
         raise InputError(problem, "give a smaller one")
@@ -203,24 +226,24 @@ def parallel_problem(facts: ModelFacts, gpus: int, *, whole_experts: bool = Fals
     """Return why a model cannot be divided among so many GPUs; '': it can. KV heads are repeated
     where there are more GPUs than heads.
     """
-    if facts.heads % gpus:
-        return f"{gpus} does not divide the model's {facts.heads} attention heads"
-    if facts.kv_heads % gpus and gpus % facts.kv_heads:
-        return f"{gpus} does not divide the model's {facts.kv_heads} KV heads"
+    layers = layers_of(facts.config)
+    for heads, kv_heads in dict.fromkeys((one.heads, one.kv_heads) for one in layers if one.heads):
+        if heads % gpus:
+            return f"{gpus} does not divide the model's {heads} attention heads"
+        if kv_heads % gpus and gpus % kv_heads:
+            return f"{gpus} does not divide the model's {kv_heads} KV heads"
+    for key in HEADS_OF_STATES if facts.special.states else ():
+        if integer_at(facts.config, key) % gpus:
+            number = integer_at(facts.config, key)
+            return f"{gpus} does not divide the model's {number} heads of {facts.special.states}"
     if whole_experts and facts.experts:
         uneven = facts.experts % gpus
         return f"{gpus} does not divide the model's {facts.experts} experts" if uneven else ""
     block = facts.scheme.block if facts.scheme else 0
-    inner = _inner(facts)
+    inner = facts.inner
     if block and gpus > 1 and inner % (block * gpus):
         return f"{gpus} does not divide the {inner // block} blocks of {block} in its inner layers"
     return ""
-
-
-def _inner(facts: ModelFacts) -> int:
-    """The inner size that tensor parallelism divides: of an expert, or of a dense layer."""
-    of_expert = integer_at(facts.config, "moe_intermediate_size") if facts.experts else 0
-    return of_expert or integer_at(facts.config, "intermediate_size")
 
 
 def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> GroupMemory:
@@ -283,7 +306,7 @@ def _too_large(
             remedies.append(f"{what} {gpus}")
             break
     if not facts.scheme:
-        smaller = facts_of(found.config, ONLINE[0])
+        smaller = facts_of(found.config, ONLINE[0], found.stored_bytes)
         if room_on(smaller, gpu, room.gpus, longest).rows:
             remedies.append(f"--quantization {ONLINE[0]} on {room.gpus}")
     fewer = int((room.budget_bytes - WORKSPACE_BYTES) / per_gpu)
@@ -361,7 +384,7 @@ def _text(
         "",
         *_hardware_lines(gpu, room.gpus),
         "",
-        *_engine_lines(wish, room),
+        *_engine_lines(found, facts, wish, room),
         "",
     ]
     if workers > 1:
@@ -404,8 +427,12 @@ def _model_lines(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int)
     if not found.weights:
         lines += _line("  load_format: dummy", "random weights: that folder has none")
     lines += _line("  config:", "the published sizes, from which the byte counts below follow")
-    lines += [f"    {key}: {_flow(value)}" for key, value in _kept(found.config).items()]
-    lines += _line(f"  dtype: {facts.dtype}", "of the KV cache, and of weights in 16 bits")
+    kept = _kept(found.config, facts)
+    lines += [f"    {key}: {_flow(value)}" for key, value in kept.items()]
+    of_what = "of the KV cache, and of weights in 16 bits"
+    if facts.cache_dtype != facts.dtype:
+        of_what = "of weights in 16 bits"
+    lines += _line(f"  dtype: {facts.dtype}", of_what)
     if wish.quantization and "quantization_config" not in found.config:
         lines += _line(f"  quantization: {wish.quantization}", "vLLM does it while it loads")
     limit = f"of the model's {facts.context:,}: raise it for longer prompts and outputs"
@@ -444,12 +471,9 @@ def _traffic_lines(wish: Wish, longest: int) -> list[str]:
 
 
 def _cache_reason(facts: ModelFacts) -> str:
-    element = DTYPE_BYTES[facts.dtype]
-    if facts.special.latent:
-        latent = f"{facts.special.latent} values of MLA"
-        return f"{facts.layers} layers * {latent} * {element} bytes, whole on every GPU"
-    heads = f"{facts.kv_heads} KV heads * {facts.head_dim}"
-    return f"2 * {facts.layers} layers * {heads} * {element} bytes"
+    found = kv_bytes_per_token(facts.config, facts.cache_dtype)
+    formula = found[1] if found else ""  # facts have it
+    return f"{formula}, whole on every GPU" if facts.special.latent else formula
 
 
 def _weight_reason(facts: ModelFacts) -> str:
@@ -478,7 +502,7 @@ def _hardware_lines(gpu: Gpu, gpus: int) -> list[str]:
     return lines
 
 
-def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
+def _engine_lines(found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupMemory) -> list[str]:
     lines = ["engine:", "  name: vllm"]
     if room.gpus > 1:
         reason = f"the fewest GPUs that hold the weights and {GOOD_ROWS} of the longest rows"
@@ -489,10 +513,20 @@ def _engine_lines(wish: Wish, room: GroupMemory) -> list[str]:
         lines += _line(f"  tensor_parallel_size: {room.gpus}", reason)
     left = f"leaves at most {room.tokens:,} tokens of KV cache beside the weights"
     lines += _line(f"  gpu_memory_utilization: {SHARE:g}", left)
+    args = []
     if wish.expert_parallel:
-        reason = "each GPU holds whole experts"
-        lines += ["  vllm:", *_line(f"    args: [{EXPERT_PARALLEL}]", reason)]
-    return lines
+        args.append((EXPERT_PARALLEL, "each GPU holds whole experts"))
+    if senses := senses_of(found.config):
+        reason = f"text alone: inputs of {' and '.join(senses)} are not modelled, and vLLM leaves "
+        args.append((TEXT_ONLY, f"{reason}their weights out"))
+    own = []
+    if facts.cache_dtype != facts.dtype:
+        own += _line(f"    kv_cache_dtype: {facts.cache_dtype}", "the checkpoint asks for it")
+    for _, reason in args:
+        own += _comment(reason, 4)
+    if args:
+        own.append(f"    args: [{', '.join(flag for flag, _ in args)}]")
+    return [*lines, "  vllm:", *own] if own else lines
 
 
 def _profile_lines(longest: int) -> list[str]:
@@ -533,23 +567,25 @@ def _policy_lines(wish: Wish) -> list[str]:
     ]
 
 
-def _kept(config: Config) -> dict[str, object]:
-    """The keys of a config that its sizes follow from."""
-    inner = config.get("text_config")
-    merged = {**(inner if isinstance(inner, Mapping) else {}), **config}
-    kept = {key: merged[key] for key in KEPT if merged.get(key) is not None}
-    if "sliding_window" in merged:  # without the key, transformers gives some types a window
-        kept["sliding_window"] = merged["sliding_window"]
-    kinds = merged.get("layer_types")
+def _kept(whole: Config, facts: ModelFacts) -> dict[str, object]:
+    """The keys of a config that its sizes follow from, of the text part."""
+    config = text_config(whole)
+    kept = {key: config[key] for key in KEPT if config.get(key) is not None}
+    if "sliding_window" in config:  # without the key, transformers gives some types a window
+        kept["sliding_window"] = config["sliding_window"]
+    kinds = config.get("layer_types")
     if isinstance(kinds, list) and any(kind != FULL for kind in kinds):
         kept["layer_types"] = kinds
+    if isinstance(blocks := config.get("block_configs"), list):
+        kept["block_configs"] = [_short_block(block) for block in blocks]
+    for key in SENSES:  # the refusal without its flag needs the kind alone
+        if isinstance(part := whole.get(key), Mapping):
+            kept[key] = {"model_type": part.get("model_type", "")}
+    if senses_of(whole) == ["media"]:
+        kept["architectures"] = whole["architectures"]
     given = kept.get("quantization_config")
     if isinstance(given, Mapping):
-        kept["quantization_config"] = {
-            key: value
-            for key, value in given.items()
-            if not isinstance(value, list) or len(value) <= LONG
-        }
+        kept["quantization_config"] = _shortened(cast(Config, given), config, facts)
     for key, value in kept.items():
         try:
             text = json.dumps(value, allow_nan=False)
@@ -560,6 +596,32 @@ def _kept(config: Config) -> dict[str, object]:
             problem = f"the config's {key} has {len(text):,} characters"
             raise InputError(problem, f"a recipe takes {LONGEST:,} of it")
     return kept
+
+
+def _short_block(block: object) -> dict[str, object]:
+    """A layer of Nemotron-NAS with what sizes depend on."""
+    short: dict[str, object] = {}
+    for part, keys in BLOCK_KEYS.items():
+        given = block.get(part) if isinstance(block, Mapping) else None
+        if isinstance(given, Mapping):
+            short[part] = {key: given[key] for key in keys if given.get(key)}
+    return short
+
+
+def _shortened(given: Config, config: Config, facts: ModelFacts) -> dict[str, object]:
+    """A quantization_config with long lists of modules as patterns, where they keep the same
+    modules; a list that patterns do not tell stays as it is. What names a module each is left out.
+    """
+    short: dict[str, object] = {}
+    for key, value in given.items():
+        if isinstance(value, list) and len(value) > LONG:
+            patterns = [*dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", str(one)) for one in value)]
+            with_patterns = {**config, "quantization_config": {**given, key: patterns}}
+            same = facts_of(with_patterns, "", facts.stored_bytes).modules == facts.modules
+            short[key] = patterns if same else value
+        elif len(json.dumps(value, default=str)) <= SHORT_TEXT:
+            short[key] = value
+    return short
 
 
 def _flow(value: object) -> str:

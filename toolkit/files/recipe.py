@@ -579,7 +579,8 @@ class Recipe(Strict):
         size = self.engine.tensor_parallel_size
         for key in ("num_attention_heads", "num_key_value_heads"):
             heads = self.model.size(key)
-            if heads is not None and heads % size:
+            repeated = key == "num_key_value_heads" and heads and size % heads == 0
+            if heads is not None and heads % size and not repeated:
                 raise ValueError(
                     f"engine.tensor_parallel_size: {size}: does not divide model.config.{key}, "
                     f"{heads}"

@@ -26,12 +26,8 @@ from toolkit.catalogue.caches import (
 )
 from toolkit.catalogue.classes import HINT, refused
 from toolkit.catalogue.gpus import gpu_of
-from toolkit.catalogue.models import (
-    cache_parts,
-    experts_of,
-    kv_bytes_per_token,
-    not_computed,
-)
+from toolkit.catalogue.layers import experts_of
+from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, not_computed
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.catalogue.resolved import Resolved
 from toolkit.engine_traits import traits_of

@@ -2,106 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from toolkit.catalogue.models import (
-    CACHE_BYTES,
-    experts_of,
-    integer_at,
-    special_of,
-    text_config,
-)
+from toolkit.catalogue.families import FAMILIES, Family
+from toolkit.catalogue.general import RULE
+from toolkit.catalogue.layers import experts_of, heads_of, integer_at, layers_of, text_config
+from toolkit.catalogue.models import CACHE_BYTES, special_of
 from toolkit.catalogue.quantization import Scheme, scheme_of
+from toolkit.catalogue.weights import condition_holds, shared_inner
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import ACTIVATION_BYTES, ModelShapes
 from toolkit.files.new_recipe import EXPERT_PARALLEL
 from toolkit.files.recipe import ModelSpec, Recipe
 
-QK_NORM = ("qwen3", "qwen3_moe", "minimax_m2")  # types that normalize queries and keys
-NORM_REDUCES = {"minimax_m2": 2}  # of types with norms over all heads: of queries, of keys
-NEEDED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-)
-ATTENTION = ("self_attn.q_proj", "self_attn.o_proj")
-MLP = ("mlp.gate_up_proj", "mlp.gate_proj")
-EXPERT = ("mlp.experts", "mlp.experts.0.gate_proj")
+NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+ATTENTION = ("q_proj", "o_proj")
+MLP = ("gate_proj",)
+NORM_REDUCES = 2  # of norms over all heads of several GPUs: of queries, of keys
 
 
 def shapes_of(recipe: Recipe) -> ModelShapes:
-    """The shapes of the recipe's model.
+    """Return the shapes of the recipe's model.
 
     Raises `InputError` for sizes that `model.config` lacks, for a quantization that keeps some of
-    the linear layers in 16 bits, and for layers with and without experts in turn.
+    the linear layers in 16 bits, for layers with and without experts in turn, and for a KV cache
+    that the checkpoint has narrower than the recipe.
     """
     model = recipe.model
     config = text_config(model.config)
-    if missing := [f"model.config.{key}" for key in NEEDED if not integer_at(config, key)]:
+    family = FAMILIES.get(str(config.get("model_type")), RULE)
+    experts, chosen = experts_of(config)
+    layers = layers_of(config)
+    dense = sum(layer.feed == "dense" for layer in layers)
+    if experts and any(layer.feed != "experts" for layer in layers[dense:]):
+        problem = "an analytic profile knows dense layers only before those with experts"
+        raise InputError(problem, "measure it: llmctl profile RECIPE")
+    needed = [family.dense_inner, *NEEDED] if dense else [*NEEDED]
+    if experts and family is not RULE:
+        needed.append(family.expert_inner)
+    if missing := [f"model.config.{key}" for key in needed if not integer_at(config, key)]:
         raise InputError(f"an analytic profile needs {', '.join(missing)}", "see its config.json")
-    heads = integer_at(config, "num_attention_heads")
+    heads, kv_heads, head_dim = heads_of(config)
     hidden = integer_at(config, "hidden_size")
-    intermediate = integer_at(config, "intermediate_size")
     vllm = recipe.engine.vllm
     cache = vllm.kv_cache_dtype if vllm else None
     ranks = recipe.engine.tensor_parallel_size
-    weights, expert_weights = precisions(model)
+    weights, expert_weights, wanted = precisions(model, family)
+    if wanted and cache is None:
+        problem = f"the checkpoint asks for a KV cache in {wanted}, and the recipe names none"
+        raise InputError(problem, f"set engine.vllm.kv_cache_dtype: {wanted}")
     window_layers, window = special_of(model.config, model.max_model_len).windows
+    inner = integer_at(config, family.dense_inner)
+    normed = family.qk_norm if condition_holds(config, family.qk_norm_if) else ""
     shapes = ModelShapes(
-        layers=integer_at(config, "num_hidden_layers"),
+        layers=len(layers),
         hidden=hidden,
-        intermediate=intermediate,
+        intermediate=inner,
         heads=heads,
-        kv_heads=integer_at(config, "num_key_value_heads") or heads,
-        head_dim=integer_at(config, "head_dim") or hidden // heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab=integer_at(config, "vocab_size"),
         weights=weights,
         expert_weights=expert_weights,
-        qk_norm=config.get("model_type") in QK_NORM,
-        norm_reduces=NORM_REDUCES.get(str(config.get("model_type")), 0),
+        qk_norm=bool(normed),
+        norm_reduces=NORM_REDUCES if normed == "all" else 0,
         cache_bytes=CACHE_BYTES.get(cache or "", ACTIVATION_BYTES),
         window=window,
         window_layers=window_layers,
     )
-    experts, chosen = experts_of(config)
     if not experts:
         return shapes
-    if config.get("mlp_only_layers") or integer_at(config, "decoder_sparse_step") > 1:
-        problem = "an analytic profile knows dense layers only before those with experts"
-        raise InputError(problem, "measure it: llmctl profile RECIPE")
-    each = integer_at(config, "moe_intermediate_size") or intermediate
-    shared = integer_at(config, "n_shared_experts") * each
     return replace(
         shapes,
-        intermediate=shared or integer_at(config, "shared_expert_intermediate_size"),
+        intermediate=shared_inner(config, family),
         experts=experts,
         experts_per_token=chosen,
-        expert_intermediate=each,
-        dense_layers=integer_at(config, "first_k_dense_replace"),
-        dense_intermediate=intermediate,
+        expert_intermediate=integer_at(config, family.expert_inner) or inner,
+        dense_layers=dense,
+        dense_intermediate=inner,
         whole_experts=ranks > 1 and vllm is not None and EXPERT_PARALLEL in vllm.args,
     )
 
 
-def precisions(model: ModelSpec) -> tuple[str, str]:
-    """The precisions of linear layers and of experts, as `ModelShapes` names them."""
-    scheme = scheme_of(model.config, model.quantization or "")
+def precisions(model: ModelSpec, family: Family = RULE) -> tuple[str, str, str]:
+    """Return the precisions of linear layers and of experts, as `ModelShapes` names them, and the
+    dtype of the KV cache that the checkpoint asks for; '': the model's.
+    """
+    scheme = scheme_of(text_config(model.config), model.quantization or "")
     if scheme is None:
-        return model.dtype, model.dtype
+        return model.dtype, model.dtype, ""
     name = "fp8_block" if scheme.name == "fp8" and scheme.block else scheme.name
-    experts = kept(scheme, EXPERT)
     has_experts = special_of(model.config).experts > 0
-    names = ATTENTION if has_experts else (*ATTENTION, *MLP)
+    experts = kept(scheme, [f"{family.part('experts')}.experts.0.{family.expert_names[0]}"])
+    names = [f"{family.part('attention')}.{one}" for one in ATTENTION]
+    names += [] if has_experts else [f"{family.part('mlp')}.{one}" for one in MLP]
     linear = kept(scheme, names)
     if len(linear) not in (0, len(names)):
         problem = f"an analytic profile does not know {name} weights beside {', '.join(linear)}"
         raise InputError(f"{problem} in 16 bits", "measure it: llmctl profile RECIPE")
-    return model.dtype if linear else name, model.dtype if experts and has_experts else name
+    weights = model.dtype if linear else name
+    return weights, model.dtype if experts and has_experts else name, scheme.cache
 
 
-def kept(scheme: Scheme, names: tuple[str, ...]) -> list[str]:
-    """Which of a layer's modules keep 16 bits, by the first layers of the model."""
+def kept(scheme: Scheme, names: Sequence[str]) -> list[str]:
+    """Return which of a layer's modules keep 16 bits, by the first layers of the model."""
     places = [f"model.layers.{layer}." for layer in range(2)]
     return [name for name in names if any(scheme.keeps(place + name) for place in places)]

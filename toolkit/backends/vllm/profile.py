@@ -37,7 +37,8 @@ from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, log_of_rank
 from toolkit.catalogue.caches import is_plain, logged_tokens, window_of
 from toolkit.catalogue.classes import ClassFound, of_resolved, refuse
-from toolkit.catalogue.models import EXPERTS, experts_of, text_config
+from toolkit.catalogue.families import always_has_experts
+from toolkit.catalogue.layers import experts_of, text_config
 from toolkit.endpoints.fronts import names_of, seen_in_traffic
 from toolkit.endpoints.load import Sample
 from toolkit.engines.saved import saved_model
@@ -210,7 +211,8 @@ def refuse_not_modelled(header: IterationLogHeader, ranks: int = 1) -> None:
 
 def refuse_unknown_experts(recipe: Recipe, model_type: str) -> None:
     """`InputError` for a mixture of experts if the recipe's config does not give their number."""
-    if model_type in EXPERTS and not experts_of(text_config(recipe.model.config))[0]:
+    config = text_config(recipe.model.config)
+    if always_has_experts(model_type) and not experts_of(config)[0]:
         raise InputError(
             f"{model_type}: the law of a pass needs the number of its experts, and "
             "model.config gives none",

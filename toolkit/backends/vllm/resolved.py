@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.catalogue.classes import of_resolved, refuse
-from toolkit.catalogue.models import experts_of
+from toolkit.catalogue.layers import experts_of
 from toolkit.catalogue.resolved import SCHEDULER_FIELDS, CacheGroup, Drafts, Resolved
 from toolkit.errors import ForeignError
 
@@ -166,12 +166,14 @@ def _drafts(config: Any) -> Drafts | None:
 
 
 def _connectors(config: Any) -> list[str]:
-    """What moves caches, by the names of vLLM's settings."""
-    found = [
-        name
-        for name in ("kv_transfer_config", "ec_transfer_config")
-        if getattr(config, name, None) is not None
-    ]
+    """What moves caches: a connector with its role, others by the names of vLLM's settings."""
+    found = []
+    if (transfer := getattr(config, "kv_transfer_config", None)) is not None:
+        connector = getattr(transfer, "kv_connector", None)
+        role = getattr(transfer, "kv_role", None)
+        found.append(f"{connector} {role}" if connector else "kv_transfer_config")
+    if getattr(config, "ec_transfer_config", None) is not None:
+        found.append("ec_transfer_config")
     if getattr(config.cache_config, "kv_offloading_size", None):
         found.append("kv_offloading_size")
     return found

@@ -1,0 +1,209 @@
+"""Sizes of every family against vLLM's own classes, and the general rule."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.catalogue.caches import groups_of_config
+from toolkit.catalogue.families import FAMILIES
+from toolkit.catalogue.general import INDEX
+from toolkit.catalogue.gpus import GPUS
+from toolkit.catalogue.layers import text_config
+from toolkit.catalogue.models import facts_of, kv_bytes_per_token, not_computed
+from toolkit.errors import InputError
+from toolkit.files.find_model import find_model
+from toolkit.files.modelled import refuse_recipe
+from toolkit.files.new_recipe import Wish, new_recipe
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe
+from toolkit.profiling.shapes import shapes_of
+
+ROWS = json.loads(Path(__file__, "../data/families.json").resolve().read_text("utf-8"))["models"]
+MODELS: dict[str, dict[str, Any]] = {row["name"]: row for row in ROWS}
+PLAIN: dict[str, Any] = {
+    "model_type": "a_new_one",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+PLAIN_BYTES = 2 * (2 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512) + 1024 * 256 + 5 * 256)
+
+
+def test_every_type_in_the_table_has_a_config_here() -> None:
+    kinds = {
+        text_config(row["config"]).get("model_type") or row["config"]["model_type"] for row in ROWS
+    }
+    assert kinds == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_part_has_the_parameters_of_vllms_own_classes(name: str) -> None:
+    row = MODELS[name]
+    facts = facts_of(row["config"])
+    assert facts.parameters == pytest.approx(row["parameters"], rel=1e-5)
+    on_two = sum(one.parameters / min(2, one.most_gpus or 2) for one in facts.modules)
+    assert on_two == pytest.approx(row["on_two"], rel=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_token", "formula"),
+    [
+        ("Qwen/Qwen3.5-27B", 65_536, "16 layers * 4 KV heads"),  # of 64 layers
+        ("XiaomiMiMo/MiMo-V2-Flash", 2 * (9 * 4 + 39 * 8) * 320, "192 + 128"),
+        ("google/gemma-4-26B-A4B", 2 * 2 * (25 * 8 * 256 + 5 * 2 * 512), "5 layers * 2 KV"),
+        ("deepseek-ai/DeepSeek-V3.2", 61 * (2 * 576 + 132), "index"),
+        ("zai-org/GLM-5.2", 78 * 2 * 576 + 21 * 132, "21 layers of an index"),
+        ("nvidia/MiniMax-M3-NVFP4", 2 * (60 * 2 * 4 * 128 + 57 * 128), "57 layers of an index"),
+        ("deepseek-ai/DeepSeek-V4-Flash", 3915, "compressed"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", 2 * 49 * 8 * 128 * 2, "49 layers"),
+    ],
+)
+def test_the_bytes_of_a_token_are_those_of_vllms_specs(
+    name: str, bytes_per_token: int, formula: str
+) -> None:
+    found = kv_bytes_per_token(MODELS[name]["config"], "bfloat16")
+    assert found is not None
+    assert found[0] == bytes_per_token
+    assert formula in found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Qwen/Qwen3.5-27B", "linear attention"),
+        ("google/gemma-4-26B-A4B", "two sizes"),
+        ("deepseek-ai/DeepSeek-V3.2", "sparse"),
+        ("deepseek-ai/DeepSeek-V4-Flash", "compressed"),
+        ("nvidia/Nemotron-H-56B-Base-8K", "Mamba"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "several sizes"),
+        ("moonshotai/Kimi-K2.5", "MLA"),
+    ],
+)
+def test_laws_are_refused_by_name_where_operators_are_missing(name: str, what: str) -> None:
+    assert what in ", ".join(not_computed(MODELS[name]["config"], 8192, ""))
+
+
+def test_a_key_that_decides_a_size_is_asked_for() -> None:
+    config = dict(MODELS["nvidia/Nemotron-H-56B-Base-8K"]["config"])
+    del config["ssm_state_size"]
+    with pytest.raises(InputError, match="ssm_state_size"):
+        facts_of(config)
+
+
+def test_an_unknown_type_with_known_keys_is_counted_by_the_general_rule() -> None:
+    facts = facts_of(PLAIN)
+    assert facts.family == "general rule"
+    assert facts.weight_bytes == PLAIN_BYTES
+
+
+@pytest.mark.parametrize("change", [{"router_gates": 4}, {"hidden_act": "relu2"}])
+def test_a_key_that_the_general_rule_does_not_know_is_named(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as refusal:
+        facts_of(PLAIN | change)
+    assert next(iter(change)) in refusal.value.message
+    assert INDEX in refusal.value.hint
+    assert facts_of(PLAIN | change, stored_bytes=PLAIN_BYTES).weight_bytes == PLAIN_BYTES
+
+
+def test_an_index_that_disagrees_refuses_the_general_rule() -> None:
+    assert facts_of(PLAIN, stored_bytes=round(PLAIN_BYTES * 1.004)).parameters
+    with pytest.raises(InputError, match=f"{PLAIN_BYTES:,}"):
+        facts_of(PLAIN, stored_bytes=round(PLAIN_BYTES * 1.006))
+
+
+def test_the_index_beside_a_config_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN | {"router_gates": 4}))
+    assert find_model(str(tmp_path)).stored_bytes == 0
+    index = {"metadata": {"total_size": PLAIN_BYTES}, "weight_map": {}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    found = find_model(str(tmp_path))
+    assert found.stored_bytes == PLAIN_BYTES
+    assert new_recipe(found, Wish(GPUS["h200"])).facts.weight_bytes == PLAIN_BYTES
+
+
+def recipe_of(tmp_path: Path, config: dict[str, Any], gpu: str = "h200") -> Recipe:
+    """The recipe that `recipe new` makes of a config, as a command reads it."""
+    folder = tmp_path / "a-model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    made = new_recipe(find_model(str(folder)), Wish(GPUS[gpu]))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(made.text)
+    return load_recipe(file)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-VL-2B-Instruct", "google/gemma-4-26B-A4B"])
+def test_a_model_that_sees_is_served_as_text(tmp_path: Path, name: str) -> None:
+    recipe = recipe_of(tmp_path, MODELS[name]["config"])
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert recipe.engine.vllm is not None
+    assert recipe.engine.vllm.args == ["--language-model-only"]
+    assert "# text alone: inputs of vision" in text
+    facts = facts_of(MODELS[name]["config"])
+    assert recipe.model.weight_bytes == facts.weight_bytes  # vLLM leaves the tower out
+    assert facts_of(recipe.model.config).weight_bytes == facts.weight_bytes
+    refuse_recipe(recipe)
+    (tmp_path / "recipe.yaml").write_text(text.replace("[--language-model-only]", "[]"))
+    with pytest.raises(InputError, match="--language-model-only"):
+        refuse_recipe(load_recipe(tmp_path / "recipe.yaml"))
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3.5-35B-A3B", "nvidia/Nemotron-H-56B-Base-8K", "XiaomiMiMo/MiMo-V2-Flash"]
+)
+def test_the_keys_in_a_recipe_have_the_same_sizes(tmp_path: Path, name: str) -> None:
+    config = MODELS[name]["config"]
+    recipe = recipe_of(tmp_path, config, "b200")
+    kept = facts_of(recipe.model.config)
+    facts = facts_of(config)
+    assert (kept.modules, kept.kv_bytes_per_token) == (facts.modules, facts.kv_bytes_per_token)
+    for gpus in (1, 2):
+        ours = groups_of_config(recipe.model.config, "bfloat16", gpus=gpus)
+        assert ours == groups_of_config(config, "bfloat16", gpus=gpus)
+
+
+def quantized(ignored: list[str], name: str = "Qwen/Qwen3-0.6B") -> dict[str, Any]:
+    given = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ignored}
+    return MODELS[name]["config"] | {
+        "quantization_config": given | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    }
+
+
+def test_a_recipe_names_the_cache_and_what_keeps_16_bits(tmp_path: Path) -> None:
+    ignored = ["lm_head", *(f"model.layers.{k}.self_attn*" for k in range(62))]
+    recipe = recipe_of(tmp_path, quantized(ignored, "MiniMaxAI/MiniMax-M2.5"))
+    assert recipe.engine.vllm is not None
+    assert recipe.engine.vllm.kv_cache_dtype == "fp8"
+    given = recipe.model.config["quantization_config"]
+    assert isinstance(given, dict)
+    assert given["ignore"] == ["lm_head", "model.layers.*.self_attn*"]
+    shapes = shapes_of(recipe)
+    assert (shapes.cache_bytes, shapes.qk_norm, shapes.norm_reduces) == (1, True, 2)
+    assert (shapes.weights, shapes.expert_weights) == ("bfloat16", "fp8")
+    vllm = recipe.engine.vllm.model_copy(update={"kv_cache_dtype": None})
+    engine = recipe.engine.model_copy(update={"vllm": vllm})
+    with pytest.raises(InputError, match="names none"):
+        shapes_of(recipe.model_copy(update={"engine": engine}))
+
+
+def test_a_list_that_no_pattern_tells_stays(tmp_path: Path) -> None:
+    ignored = ["lm_head", *(f"model.layers.{k}.self_attn*" for k in range(27))]  # but for the last
+    given = recipe_of(tmp_path, quantized(ignored)).model.config["quantization_config"]
+    assert isinstance(given, dict)
+    assert given["ignore"] == ignored
+
+
+def test_a_quantization_without_its_exceptions_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen/Qwen3-0.6B"]["config"]))
+    given = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(given))
+    with pytest.raises(InputError, match="exclude_modules"):
+        find_model(str(tmp_path))
