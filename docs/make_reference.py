@@ -25,6 +25,10 @@ from prometheus_client import Metric
 from toolkit import api, errors
 from toolkit.backends.vllm.conformance.results import shipped_results
 from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
+from toolkit.catalogue.caches import groups_of_config, is_plain
+from toolkit.catalogue.classes import TEXT_ONLY, of_recipe, refused, senses_of
+from toolkit.catalogue.families import FAMILIES
+from toolkit.catalogue.models import facts_of, not_computed
 from toolkit.cli import main
 from toolkit.engine_traits import ENGINES
 from toolkit.extras import install
@@ -400,6 +404,45 @@ def engines() -> str:
     return table(("engine", "what it is", "", "keys of its own", "install"), rows)
 
 
+def models() -> str:
+    """Each family with a model of it that tests compare with vLLM's own classes."""
+    file = HERE.parent / "tests" / "data" / "families.json"
+    by_family: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(file.read_text(encoding="utf-8"))["models"]:
+        by_family.setdefault(facts_of(row["config"]).family, []).append(row)
+    rows: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(family.name for family in FAMILIES.values()):
+        rows += [(name, *_of_model(row)) for row in by_family[name]]
+    kinds = ", ".join(map(code, sorted(FAMILIES)))
+    head = ("family", "compared", "10^9", "off", "KV/token", "caches", "recipe new", "laws")
+    return f"{table(head, rows)}\n\nKnown values of `model_type`: {kinds}."
+
+
+def _of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
+    config = row["config"]
+    facts = facts_of(config)
+    off = f"{100 * (facts.parameters / row['parameters'] - 1):+.3f} %"
+    groups = groups_of_config(config, facts.dtype, longest=facts.context)
+    caches = "MLA" if facts.special.latent else "not known" if groups is None else "one"
+    if groups is not None and not is_plain(groups):
+        kinds = dict.fromkeys(group.kind for group in groups)
+        many = "s" if len(groups) > 1 else ""
+        caches = f"{len(groups)} group{many}: {', '.join(kinds)}"
+    refuses = [one.what for one in refused(of_recipe(config, [TEXT_ONLY], facts.context))]
+    sees = ", as text" if senses_of(config) else ""
+    missing = not_computed(config, facts.context, "") or refuses
+    small = f"a small {code(facts.model_type)}"
+    return (
+        row["name"] if "/" in row["name"] else small,
+        f"{facts.parameters / 1e9:.4g}" if facts.parameters > 1e8 else "",
+        off,
+        f"{facts.kv_bytes_per_token:,}",
+        caches,
+        f"no: {', '.join(refuses)}" if refuses else f"yes{sees}",
+        f"no: {', '.join(missing)}" if missing else "yes",
+    )
+
+
 def python_api() -> str:
     """The names that `toolkit.api` exports: signature and docstring."""
     parts = []
@@ -502,6 +545,18 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
         "How the simulator's model of vLLM's scheduler compares with each release, pass by pass, "
         "and what\nllmctl touches inside vLLM. `llmctl vllm-check` does the same with yours.",
         vllm_versions,
+    ),
+    "models": (
+        "`toolkit/catalogue/data/families.yaml` and the configs of `tests/test_families.py`",
+        "Families of models",
+        "What is known of a model from its config.json alone. *compared*: a model that vLLM 0.32's "
+        "own\nclasses count, too (*off*: by how much llmctl's parameters differ); "
+        "[more of them](../results/vllm.md#sizes-of-families-against-vllms-own-classes).\n"
+        "*KV/token*: bytes in 16 bits, of all layers that cache tokens. *recipe new*: whether a "
+        "recipe is made; *as text*: with\n`--language-model-only`. *laws*: whether operators know "
+        "its layers in 16 bits (`profile --analytic`). A type that is not\nhere is counted by "
+        "[the general rule](../how-to/recipe-for-my-model.md#what-is-refused).",
+        models,
     ),
     "engines": (
         "`toolkit/engine_traits.py`",
