@@ -13,7 +13,7 @@ from benchmarks.common.dialects import (
     generate,
 )
 from benchmarks.serving.replica_ends import cases, tried
-from toolkit.gateway import passing
+from toolkit.gateway import relay
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ from toolkit.gateway import passing
 )
 def test_an_answer_may_end_anywhere(dialect: Dialect, name: str, monkeypatch: pytest.MonkeyPatch):
     """At some places; `benchmarks.serving.replica_ends` tries every one."""
-    monkeypatch.setattr(passing, "PAUSE_S", 0.0)
+    monkeypatch.setattr(relay, "PAUSE_S", 0.0)
     found = asyncio.run(tried(dialect, name, every=211, first=len(name)))
     assert found.positions > 2
     assert found.differences == []

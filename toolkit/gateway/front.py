@@ -1,7 +1,7 @@
 """The front before replicas: requests in, attempts at replicas, one answer out.
 
 `Gateway` passes a request for tokens to the replica that the balancer names, and to another one
-when that fails, until the client has the whole answer (`toolkit.gateway.passing`). No accepted
+when that fails, until the client has the whole answer (`toolkit.gateway.relay`). No accepted
 request is lost as long as a replica is up, or comes back within `FrontSettings.wait_up_s`.
 
 `PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
@@ -37,8 +37,8 @@ from starlette.types import Receive, Scope, Send
 from toolkit.endpoints.target import REPLICA_METRICS, families_in
 from toolkit.errors import InputError
 from toolkit.gateway.own_replicas import POLL_EVERY_S, OwnReplicas
-from toolkit.gateway.passing import NO_REPLICA, PassedRequest, RetryBudget
 from toolkit.gateway.prompt_blocks import chained_ids, pieces_of
+from toolkit.gateway.relay import NO_REPLICA, RelayedRequest, RetryBudget
 from toolkit.gateway.replicas import COUNTERS, LOOP, ReplicaPool
 from toolkit.gateway.sources import ReplicaSource, follow_source
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
@@ -360,7 +360,7 @@ class Gateway(Front):
             self.stats.refusals[QUEUE_FULL] += 1
             raise overloaded(f"{self.waiting} requests wait, which is the limit; try again later")
         headers = self.pool.forwarded(given.get("via", ""))
-        request = PassedRequest(self, call, send, arrival_s, headers)
+        request = RelayedRequest(self, call, send, arrival_s, headers)
         check_priority(scope, call.priority)
         request.admit()
         with self.running:

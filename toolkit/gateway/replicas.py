@@ -37,7 +37,7 @@ from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
 from toolkit.serve.background import Background
 
 if TYPE_CHECKING:
-    from toolkit.gateway.passing import PassedRequest
+    from toolkit.gateway.relay import RelayedRequest
 
 State = Literal["joining", "up", "down", "hung", "left out", "gone"]
 
@@ -108,7 +108,7 @@ class LiveReplica:
     in_doubt: bool = False
     doubted_s: float = -math.inf
     identified_s: float = -math.inf
-    attempts: set[PassedRequest] = field(default_factory=set)
+    attempts: set[RelayedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     lost_s: float | None = None
     name: str = ""
@@ -293,7 +293,7 @@ class ReplicaPool:
             replica.in_doubt = True
             replica.wake.set()
 
-    def ended(self, replica: LiveReplica, attempt: PassedRequest) -> None:
+    def ended(self, replica: LiveReplica, attempt: RelayedRequest) -> None:
         """An attempt at a replica is over."""
         replica.attempts.discard(attempt)
         if replica.state == "gone":

@@ -66,7 +66,7 @@ class RetryBudget:
         return True
 
 
-class PassFailedError(Exception):
+class AttemptFailedError(Exception):
     """An attempt failed. `counts`: the replica may have failed because of the request."""
 
     def __init__(self, why: str, *, counts: bool = True) -> None:
@@ -74,7 +74,7 @@ class PassFailedError(Exception):
         self.counts = counts
 
 
-class PassedRequest:
+class RelayedRequest:
     """One request for tokens, from its acceptance to its end; at most one attempt runs at a time.
 
     Attributes:
@@ -166,7 +166,7 @@ class PassedRequest:
             try:
                 await self._attempt(replica)
                 return
-            except PassFailedError as failed:
+            except AttemptFailedError as failed:
                 replica.failures += 1
                 _logger.info("%s: %s: %s", self._id, replica.url, failed)
                 if merged.complete:  # it lacks the last lines alone
@@ -229,7 +229,7 @@ class PassedRequest:
         )
 
     async def _attempt(self, replica: LiveReplica) -> None:
-        """Ask a replica. Raises `PassFailedError` where another replica may take the request."""
+        """Ask a replica. Raises `AttemptFailedError` where another replica may take the request."""
         gateway = self._gateway
         self._cut = ""
         self.heard_s = gateway.now_s()
@@ -240,12 +240,12 @@ class PassedRequest:
         sent = gateway.balancer.replicas[replica.index].sent[self._id]
         replica.prompt_tokens += sent.request.prompt_tokens
         replica.cached_tokens += sent.cached_tokens
-        task = self._task = asyncio.create_task(self._pass(replica))
+        task = self._task = asyncio.create_task(self._ask(replica))
         generated = -1
         try:
             await asyncio.wait({task})
             if task.cancelled():
-                raise PassFailedError(self._cut or "cancelled")
+                raise AttemptFailedError(self._cut or "cancelled")
             task.result()
             if self._status in ("stop", "length"):
                 generated = self.generated
@@ -258,8 +258,8 @@ class PassedRequest:
             gateway.balancer.ended(self._id, generated)
             gateway.pool.ended(replica, self)
 
-    async def _pass(self, replica: LiveReplica) -> None:
-        """One attempt, which ends the request or raises `PassFailedError`."""
+    async def _ask(self, replica: LiveReplica) -> None:
+        """One attempt, which ends the request or raises `AttemptFailedError`."""
         gateway = self._gateway
         call = self._call
         was_begun = self._merged.begun
@@ -282,20 +282,20 @@ class PassedRequest:
                 if call.stream:
                     await self._stream(replica, answer)
                 else:
-                    await self._pass_whole(replica, answer)
+                    await self._relay_whole(replica, answer)
         except UpstreamError as error:
             if error.here and not self._head_sent:
                 raise overloaded(str(error)) from None
             if error.here:
-                raise PassFailedError(str(error)) from None
+                raise AttemptFailedError(str(error)) from None
             reached = reached or "lost" in str(error)
             unreached = str(error).replace("the server behind this one", "it")
             why = "the connection broke off" if reached else unreached
             gateway.pool.failed(replica, why)
-            raise PassFailedError(why, counts=reached) from None
+            raise AttemptFailedError(why, counts=reached) from None
 
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
-        """A replica answered with an error, which ends the request or raises `PassFailedError`."""
+        """End the request with the error that a replica answered, or raise `AttemptFailedError`."""
         content = await self._whole(replica, answer)
         gateway = self._gateway
         status = answer.status
@@ -305,19 +305,19 @@ class PassedRequest:
             listed = gateway.pool.replicas
             if any(each.max_model_len and each.max_model_len > size for each in listed):
                 self._outgrown = max(self._outgrown, size)
-                raise PassFailedError("the request does not fit into its context", counts=False)
+                raise AttemptFailedError("the request does not fit into its context", counts=False)
         is_elsewhere = status in ELSEWHERE
         why = f"it answered {status}"
         if self._head_sent:
             if is_elsewhere or status >= 500:
-                raise PassFailedError(why, counts=status not in BUSY)
+                raise AttemptFailedError(why, counts=status not in BUSY)
             await self._give_up(f"the answer broke off: a replica answered {status}")
             return
         refusal = status, kept_headers(answer), content
         if is_elsewhere or (status >= 500 and gateway.budget.take()):
             self._refusal = refusal
             self._excluded.add(replica.index)
-            raise PassFailedError(why, counts=not is_elsewhere)
+            raise AttemptFailedError(why, counts=not is_elsewhere)
         self._status = f"HTTP {status}"
         self._is_answered = True
         await send_whole(self._send, *refusal)
@@ -338,12 +338,12 @@ class PassedRequest:
                 self.waiting = True
                 self.heard_s = now_s()
             if merged.failure:
-                raise PassFailedError(merged.failure)
+                raise AttemptFailedError(merged.failure)
             if merged.ended:
                 break
         last = merged.end()
         if merged.failure:
-            raise PassFailedError(merged.failure)
+            raise AttemptFailedError(merged.failure)
         if last:
             await self._send_piece(answer, last)
         await self._close_stream(b"")
@@ -376,11 +376,11 @@ class PassedRequest:
         self._is_answered = True
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _pass_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
+    async def _relay_whole(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         content = await self._whole(replica, answer)
         self._merged.whole(content)
         if self._merged.failure:
-            raise PassFailedError(self._merged.failure)
+            raise AttemptFailedError(self._merged.failure)
         self._last_s = self._gateway.now_s()
         self._status = _reason(self._merged.finish_reason)
         self._is_answered = True
