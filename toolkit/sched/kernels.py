@@ -69,30 +69,6 @@ def split_by_serving_time(
 
 
 @njit
-def replace_sorted(values: NDArray[np.int64], count: int, changes: NDArray[np.int64]) -> int:
-    """For each row (out, in) of `changes` [m, 2], take one value out of `values`, put one in.
-
-    The first `count` of `values` ascend. An out of -1 removes nothing. Returns the new count.
-    """
-    for c in range(len(changes)):
-        removed = changes[c, 0]
-        added = changes[c, 1]
-        if removed < 0:
-            at = count
-            count += 1
-        else:
-            at = np.searchsorted(values[:count], removed)
-        while at > 0 and values[at - 1] > added:
-            values[at] = values[at - 1]
-            at -= 1
-        while at < count - 1 and values[at + 1] < added:
-            values[at] = values[at + 1]
-            at += 1
-        values[at] = added
-    return count
-
-
-@njit
 def future_peak(keys: NDArray[np.int64], n: int, padded: bool) -> int:
     """M*: the most tokens that rows will ever take together (Past-Future, Eq. 2-4); 0 of no rows.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
@@ -9,7 +11,6 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.sched.kernels import replace_sorted
 from toolkit.sched.types import Job, Pass, Worker
 
 _index = attrgetter("index")
@@ -18,48 +19,38 @@ _index = attrgetter("index")
 class LengthHistory:
     """The output lengths of the last `window` finished requests, in order of completion.
 
-    They are also kept sorted once `ascending` was called. Real lengths replace those of `start`.
+    Real lengths replace those of `start`.
     """
 
     def __init__(self, window: int, start: Iterable[int] = ()) -> None:
         self.recent: deque[int] = deque(start, maxlen=window)
         self._window = window
-        self._sorted: NDArray[np.int64] | None = None
-        self._count = 0  # how many lengths `_sorted` holds
         self._sum = sum(self.recent)
-        # (removed length or -1, added length) pairs that `_sorted` does not have yet.
-        self._pending: list[tuple[int, int]] = []
+        self._ascending: array[int] | None = None  # kept up to date once it was asked for
 
     def add(self, length: int) -> None:
         """Record the output length of a request that ended."""
         recent = self.recent
-        full = len(recent) == self._window
-        removed = recent[0] if full else -1
-        if self._sorted is not None:
-            pending = self._pending
-            pending.append((removed, length))
-            if len(pending) == self._window:  # every sorted length was replaced
-                self._sorted = None
-                pending.clear()
-        if full:
-            self._sum -= removed
+        ascending = self._ascending
+        if len(recent) == self._window:
+            oldest = recent[0]
+            self._sum -= oldest
+            if ascending is not None:
+                del ascending[bisect_left(ascending, oldest)]
         self._sum += length
         recent.append(length)
+        if ascending is not None:
+            insort(ascending, length)
 
     def mean(self) -> int:
         """The mean length, rounded down; 1 if the history is empty."""
         return int(self._sum / len(self.recent)) if self.recent else 1
 
     def ascending(self) -> NDArray[np.int64]:
-        """All lengths, sorted: a view that is valid until the next `add`."""
-        if self._sorted is None:
-            self._sorted = np.zeros(self._window, dtype=np.int64)
-            self._count = len(self.recent)
-            self._sorted[: self._count] = sorted(self.recent)
-        elif self._pending:
-            self._count = replace_sorted(self._sorted, self._count, np.array(self._pending))
-            self._pending.clear()
-        return self._sorted[: self._count]
+        """All lengths, sorted."""
+        if self._ascending is None:
+            self._ascending = array("q", sorted(self.recent))
+        return np.array(self._ascending)
 
 
 # Maps a worker and an expected output length to a number.
