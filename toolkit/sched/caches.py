@@ -362,14 +362,12 @@ class WorkerPasses:
         if job in worker.running.jobs:
             job.waiting_since_s = now_s
         forget(worker, job)
-        job.evictions += 1
         job.home = worker.index
         worker.waiting.appendleft(job)
 
     def release(self, worker: Worker, job: Job, now_s: float) -> None:
         """Take a job off its worker between two passes, to be routed again."""
         worker.running.leave(job)
-        job.reroutes += 1
         job.waiting_since_s = now_s
         self._released.setdefault(worker.index, []).append(job)
 

@@ -7,9 +7,9 @@ is retried on another. The policy decides what a batch holds. Where a retry goes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.protocols import LatencyLaw, SwapLaw
 from toolkit.sched.types import Job, Pass, Worker
 from toolkit.sched.view import View
 
@@ -18,6 +18,19 @@ def serving_s(law: LatencyLaw, batch_size: int, input_length: int, steps: int) -
     """T_serve(N, L, S) of a static batch in seconds, SCLS Eq. 1: the unit of loads."""
     decode_s = law.decode_s(batch_size, input_length, steps - law.prefill_emits_token)
     return law.prefill_s(batch_size, input_length) + decode_s
+
+
+def transfers_s(law: SwapLaw, out: Iterable[int], back: Iterable[int]) -> float:
+    """Seconds to move caches of `out` tokens each to host memory, and of `back` tokens from there,
+    one after the other.
+    """
+    # by hand: compiled code takes the sum of a list of floats for an integer
+    out_s = back_s = 0.0
+    for tokens in out:
+        out_s += law.out_s(tokens)
+    for tokens in back:
+        back_s += law.in_s(tokens)
+    return out_s + back_s
 
 
 class PassQueues:

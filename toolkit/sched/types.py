@@ -67,7 +67,6 @@ class Job:
             swapped out or evicted.
         home: index of the worker where it waits; -1 while it is in the pool.
         cancelled: whether its client withdrew it.
-        evictions: how often its cache was dropped to make room.
         reroutes: how often it left its worker after a slice to be routed again.
         joined: the worker's count of decode steps when the job began to run.
         slot: its row in `RunningJobs.table` while it runs.
@@ -77,7 +76,6 @@ class Job:
     __slots__ = (
         "arrival_s",
         "cancelled",
-        "evictions",
         "failed_at",
         "failures",
         "failures_here",
@@ -92,7 +90,6 @@ class Job:
         "promoted_at",
         "prompt_tokens",
         "request_id",
-        "reroutes",
         "slot",
         "ticket",
         "waiting_since_s",
@@ -125,8 +122,6 @@ class Job:
         self.max_new_tokens = limit
         self.failures = self.failures_here = 0
         self.failed_at = -1
-        self.evictions = 0
-        self.reroutes = 0
         self.slot = -1
         self.promoted_at = -1
         self.priority = request.priority

@@ -52,7 +52,6 @@ class ContinuousWorker(Decoding):
         self._dropped: tuple[str, ...] = ()  # the requests that the failure dropped
         # rows in a prefill of several chunks
         self._newcomers: PrefillChunks[Job] = PrefillChunks()
-        self._in_chunks = False  # whether there ever were such rows
         self._step_is_due = False  # before their next chunk
         self._stretches: list[Stretch] = []  # of the current pass, if it has such chunks
 
@@ -76,7 +75,7 @@ class ContinuousWorker(Decoding):
             if batch.moves is not None:
                 begun_s = self._move(batch.moves, begun_s)
         self._begun_s = begun_s
-        if (batch.chunk_tokens and jobs) or (self._in_chunks and self._newcomers):
+        if (batch.chunk_tokens and jobs) or self._newcomers:
             return self._run_in_chunks(batch, begun_s)
         prefilled_s = begun_s
         if jobs:
@@ -109,7 +108,7 @@ class ContinuousWorker(Decoding):
         assert batch is not None
         if self._failure or now_s >= self._stepped_s:
             return self._done_s
-        if self._in_chunks and self._stretches:
+        if self._stretches:
             ran = 0
             for stretch in self._stretches:
                 if now_s <= stretch.end_s:
@@ -170,7 +169,7 @@ class ContinuousWorker(Decoding):
                 ledger.attempts += attempts
         ledger.rounds += 1
         joined = None
-        if self._in_chunks and self._stretches:
+        if self._stretches:
             joined = self._take_stretches(batch)
         else:
             if batch.jobs and self._emits:
@@ -191,7 +190,6 @@ class ContinuousWorker(Decoding):
 
     def _run_in_chunks(self, batch: Pass, begin_s: float) -> float:
         """Lay out a pass with prefills in chunks, of this pass or an earlier one; its end."""
-        self._in_chunks = True
         newcomers = self._newcomers
         rows = len(self._resident)
         for job in batch.jobs:
@@ -341,7 +339,6 @@ class ContinuousWorker(Decoding):
 
     def _move(self, moves: Moves, now_s: float) -> float:
         """Move caches; when the pass's own work begins."""
-        self._has_moved = True
         store = self._swap_store
         resident = self._resident
         for job in (*moves.pause, *moves.swap_out):

@@ -21,6 +21,7 @@ from mypy_extensions import mypyc_attr
 from toolkit.estimators.laws import BatchLaw
 from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.protocols import SwapLaw
+from toolkit.sched.queues import transfers_s
 from toolkit.sched.types import NO_LIMIT, Job, Moves
 from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps
 from toolkit.sim.worker import SimulatedWorker, WorkerSetup
@@ -68,13 +69,8 @@ class SwapStore:
         if not (moves.swap_out or moves.swap_in):
             return 0.0
         assert self.law is not None, "a policy swaps where there is no host memory"
-        # by hand: compiled code takes the sum of a list of floats for an integer
-        out_s = in_s = 0.0
-        for job in moves.swap_out:
-            out_s += self.law.out_s(self.device[job])
-        for job in moves.swap_in:
-            in_s += self.law.in_s(self._host[job])
-        return out_s + in_s
+        out = [self.device[job] for job in moves.swap_out]
+        return transfers_s(self.law, out, [self._host[job] for job in moves.swap_in])
 
     def arriving(self, moves: Moves) -> int:
         """Tokens on the device of the caches that `moves` swaps in."""
@@ -145,7 +141,6 @@ class Decoding(SimulatedWorker):
         self._round_s: float = setup.latency.round_s
         self._padded: bool = latency.padded
         self._in_slab = False  # whether memory is the number of rows x the longest row
-        self._has_moved = False  # whether any cache was ever paused or moved
         self._steps = 0  # decode steps since the start
         self._ends: list[DecodingRow] = []  # a heap; an entry is stale if its row has left
         self._admissions = 0
@@ -154,7 +149,6 @@ class Decoding(SimulatedWorker):
         self._longest_key = 0
         self._gaps = Gaps()
         self._tokenless: list[DecodingRow] = []  # entered by a prefill, and had no token since
-        self._fresh = 0  # rows in `_tokenless` and `_resumed`
 
     @property
     def used(self) -> int:
@@ -186,7 +180,6 @@ class Decoding(SimulatedWorker):
             resident[job] = row
             tokenless.append(row)
             heappush(ends, row)
-        self._fresh += len(jobs)
         self._key_sum += total - len(jobs) * steps
         self._longest_key = longest
         self._admissions = admission
@@ -209,7 +202,6 @@ class Decoding(SimulatedWorker):
             resident[job] = row
             self._key_sum += key
             self._resumed.append(row)
-            self._fresh += 1
             heappush(self._ends, row)
 
     def _drop_stale_ends(self) -> None:
@@ -249,7 +241,7 @@ class Decoding(SimulatedWorker):
                 second_s = begin_s + times.decode_s(n, length, 2) - begun_s
                 last_s = end_s - (begin_s + times.decode_s(n, length, ran - 1))
                 ledger.token_gaps.add(n * (ran - 1), second_s, last_s)
-        waits = self._fresh > 0
+        waits = bool(self._tokenless or self._resumed)
         if waits or ran == 1 or gaps.waiting_since != begin_s:
             first_s = begin_s + times.decode_s(n, length, 1)
             gaps.end_waits(first_s)
@@ -263,8 +255,6 @@ class Decoding(SimulatedWorker):
 
     def _beside(self, moves: Moves | None) -> int:
         """Tokens on the device besides those of the decoding rows, including those in transfer."""
-        if not self._has_moved:
-            return 0
         store = self._swap_store
         arriving = store.arriving(moves) if moves is not None and moves.overlap else 0
         return store.device_tokens + arriving
@@ -285,7 +275,6 @@ class Decoding(SimulatedWorker):
                 if token_gaps is not None:
                     token_gaps.add(1, gap_s, gap_s)
             outcome.last_token_s = at_s
-        self._fresh -= len(rows)
         rows.clear()
 
     def _count_waits(self, at_s: float, into: TokenGaps) -> None:
@@ -324,12 +313,10 @@ class Decoding(SimulatedWorker):
                 if other.key > longest:
                     longest = other.key
             self._longest_key = longest
-        if self._fresh:
-            for rows in (self._tokenless, self._resumed):
-                if row in rows:
-                    rows.remove(row)  # no token has come since it joined
-                    self._fresh -= 1
-                    return
+        fresh = self._tokenless if row in self._tokenless else self._resumed
+        if row in fresh:
+            fresh.remove(row)  # no token has come since it joined
+            return
         if gaps.last_s > outcome.last_token_s:
             outcome.last_token_s = gaps.last_s
         gap_s = gaps.largest(row.mark)

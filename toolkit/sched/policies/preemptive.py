@@ -24,6 +24,7 @@ jobs go on. These are found without ranks (`_unchanged`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
@@ -38,13 +39,14 @@ from toolkit.sched.policies.base import (
 )
 from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.queues import transfers_s
 from toolkit.sched.ranked import Aged, Ranked, RankedJobs, Ranking
 from toolkit.sched.types import Job, Moves, Pass, Worker
 from toolkit.sched.view import View
 
 # (rank of the policy, negative waiting time or 0, ticket): the least is served first.
 Rank = tuple[float, float, int]
-STARVES = float("-inf")  # the rank of a starving job
+STARVES = -math.inf  # the rank of a starving job
 RUNS = -1.0  # `RankedRow.waits_s` of a running job
 
 # Where a job's cache is.
@@ -198,13 +200,8 @@ class Placement:
         law = worker.swap
         if law is None:
             return 0.0
-        out_s = 0.0
-        for row in self.swap_out:
-            out_s += law.out_s(row.tokens)
-        in_s = 0.0
-        for row in self.swap_in:
-            in_s += law.in_s(row.tokens)
-        return out_s + in_s
+        out = [row.tokens for row in self.swap_out]
+        return transfers_s(law, out, [row.tokens for row in self.swap_in])
 
 
 @policy()
@@ -602,14 +599,9 @@ def _not_in(run: Sequence[RankedRow], cached: Sequence[RankedRow]) -> list[Ranke
 
 def steps_until(law: LatencyLaw, rows: int, length: float, seconds: float, most: int) -> int:
     """The fewest decode steps, from 1 to `most`, that take at least `seconds`; else `most`."""
-    low = 1
-    high = most
-    if seconds == float("inf") or law.decode_s(rows, length, most) < seconds:
+    if seconds == math.inf or law.decode_s(rows, length, most) < seconds:
         return most
-    while low < high:
-        middle = (low + high) // 2
-        if law.decode_s(rows, length, middle) >= seconds:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    counts = range(1, most)
+    return counts.start + bisect_left(
+        counts, seconds, key=lambda steps: law.decode_s(rows, length, steps)
+    )
