@@ -123,7 +123,8 @@ def predicted(
     trace = trace_of(window["requests"], before)
     policy = make_any(recipe.policy.name, recipe.policy.parameters)
     world = world_from_fit(fit, workers=1, max_new_tokens=recipe.serve.max_new_tokens)
-    world = replace(world, paged=in_conditions(world.engine(), known))
+    assert world.paged is not None, "the fit is of vLLM"
+    world = replace(world, paged=in_conditions(world.paged, known))
     result = simulate(trace, policy, world)
     front = {"front_mean_s": result.metrics({})["front_mean_s"]}
     return summarize(result.served.after(len(before)), {}) | front

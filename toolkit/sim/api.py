@@ -37,7 +37,7 @@ from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse
 from toolkit.sim.replicas import Routing, serve
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import NO_DELAY, SimulatedWorker, SliceWorker, WorkerSetup
+from toolkit.sim.worker import NO_DELAY, SliceWorker, WorkerSetup
 from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
 
@@ -125,20 +125,15 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if world.routing is not None:
         router = f"replica_router is '{world.routing.router.name}'"
         what = "admission is 'targets'" if world.refuses else router
-        raise _gives_itself(what, policy)
+        raise InputError(
+            f"{what}, and policy '{policy.name}' gives requests to workers itself",
+            f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+        )
     arrivals = _reuse(trace, world).arrivals(range(len(requests)), ledger.arrival_s)
     refusals = _run(requests, policy, world, ledger, arrivals)
     counts = counters(ledger, len(refusals), usable)
     served = world.front.seen(ledger.served())
     return SimResult(served, counts, refusals, front_s=world.front.first_s)
-
-
-def _gives_itself(what: str, policy: AnyPolicy) -> InputError:
-    """Where `what` deals the requests, and so does the policy."""
-    return InputError(
-        f"{what}, and policy '{policy.name}' gives requests to workers itself",
-        f"leave it out, or simulate the policy '{VllmPolicy.name}'",
-    )
 
 
 def _reuse(trace: Trace, world: World) -> Reuse:
@@ -206,7 +201,7 @@ def virtual_workers(
         world.joining,
         world.memory.usable_tokens,
     )
-    made: type[SimulatedWorker] = SliceWorker
+    made: type[SliceWorker | ContinuousWorker] = SliceWorker
     if policy.continuous:
         made = ContinuousWorker if world.joining is None else SlabWorker
     return [made(index, ledger, setup) for index in range(world.workers)]

@@ -21,6 +21,15 @@ from mypy_extensions import mypyc_attr
 from toolkit.metrics import Floats, Served
 
 PERCENTILES = (50, 95, 99)
+# Of the ledger, metrics where prompts are shared.
+REUSE = (
+    "query_tokens",
+    "hit_tokens",
+    "lost_hit_tokens",
+    "preempted_query_tokens",
+    "preempted_hit_tokens",
+    "computed_prompt_tokens",
+)
 
 
 class TokenGaps:
@@ -148,7 +157,7 @@ class Ledger:
     shares: bool = False  # whether requests share prompts; otherwise these counters say nothing
     query_tokens: int = 0
     hit_tokens: int = 0
-    lost_tokens: int = 0
+    lost_hit_tokens: int = 0
     preempted_query_tokens: int = 0
     preempted_hit_tokens: int = 0
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
@@ -209,13 +218,8 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics |= {name: float(getattr(ledger, name)) for name in ("rounds", *swaps)}
         metrics["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.shares:
-        metrics["query_tokens"] = float(ledger.query_tokens)
-        metrics["hit_tokens"] = float(ledger.hit_tokens)
+        metrics |= {name: float(getattr(ledger, name)) for name in REUSE}
         metrics["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
-        metrics["lost_hit_tokens"] = float(ledger.lost_tokens)
-        metrics["preempted_query_tokens"] = float(ledger.preempted_query_tokens)
-        metrics["preempted_hit_tokens"] = float(ledger.preempted_hit_tokens)
-        metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
     if ledger.drafted_tokens:
         metrics["drafted_tokens"] = float(ledger.drafted_tokens)
         metrics["accepted_tokens"] = float(ledger.accepted_tokens)

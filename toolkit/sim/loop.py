@@ -54,26 +54,28 @@ class PassEnds:
         """Return the worker of the next batch that ends; from now on the worker runs nothing. Of
         passes with one end the smallest id is the first; an interrupted pass has the id -1.
         """
-        found = -1
-        for worker, at_s in enumerate(self._at_s):
-            first = found < 0 or self._batch_ids[worker] < self._batch_ids[found]
-            if at_s == self.next_s and first:
-                found = worker
+        found = self._at_s.index(self.next_s)
+        if self._at_s.count(self.next_s) > 1:
+            at_once = [worker for worker, at_s in enumerate(self._at_s) if at_s == self.next_s]
+            found = min(at_once, key=self._batch_ids.__getitem__)
         self._at_s[found] = math.inf
         self.next_s = min(self._at_s)
         return found
 
 
 class VirtualWorker(Protocol):
-    """A worker on virtual time: `run` predicts when a batch ends, `finish` returns its result."""
+    """A worker on virtual time."""
 
-    def run(self, batch: Pass, now_s: float) -> float: ...
+    def run(self, batch: Pass, now_s: float) -> float:
+        """Start a pass. Returns when it will end, in seconds, unless it is interrupted."""
 
-    def finish(self) -> PassResult: ...
+    def finish(self) -> PassResult:
+        """Return the result of the pass, which has ended."""
 
     def interrupt(self, now_s: float) -> float:
-        """End the running pass early; the new end, in seconds. Called where caches are kept."""
-        ...
+        """Stop a pass that keeps caches at its next allowed step. Returns the new end, in
+        seconds.
+        """
 
 
 class Clients:

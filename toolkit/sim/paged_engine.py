@@ -368,7 +368,7 @@ class PagedRun:
         pool = self.scheduler.pool
         ledger.query_tokens += pool.queries
         ledger.hit_tokens += pool.hits
-        ledger.lost_tokens += pool.lost
+        ledger.lost_hit_tokens += pool.lost
         ledger.preempted_query_tokens += pool.preempted_queries
         ledger.preempted_hit_tokens += pool.preempted_hits
 

@@ -83,9 +83,10 @@ class WorkerSetup:
 
 
 class SimulatedWorker:
-    """Runs one worker's passes on virtual time: `run` predicts a pass's end, `finish` returns its
-    result. `index` is the worker's place in the ledger, which gets what happens and holds the true
-    output lengths.
+    """What all workers have that run passes on virtual time (`toolkit.sim.loop.VirtualWorker`).
+
+    `index` is the worker's place in the ledger, which gets what happens and holds the true output
+    lengths.
     """
 
     def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
@@ -96,18 +97,6 @@ class SimulatedWorker:
         self._outside = setup.outside
         self._emits = int(setup.latency.prefill_emits_token)
         self._done_s = 0.0  # when the current pass ends
-
-    def run(self, batch: Pass, now_s: float) -> float:
-        """Start a pass; when it will end, in seconds, unless it is interrupted."""
-        raise NotImplementedError
-
-    def finish(self) -> PassResult:
-        """The result of the pass, which has ended."""
-        raise NotImplementedError
-
-    def interrupt(self, now_s: float) -> float:
-        """Stop the pass at the next step that allows it; the new end, in seconds."""
-        return self._done_s
 
     def _count_time(self, start_s: float) -> None:
         """Write into the ledger that the pass, which began then, has been computed."""
@@ -170,6 +159,9 @@ class SliceWorker(SimulatedWorker):
 
     def finish(self) -> PassResult:
         return self._result
+
+    def interrupt(self, now_s: float) -> float:
+        return self._done_s  # a slice runs to its end
 
     def _end(self, result: PassResult, now_s: float, done_s: float) -> float:
         self._done_s = done_s

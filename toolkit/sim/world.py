@@ -143,24 +143,26 @@ class World:
         if laws is None:
             return self
         front = self.front if laws.front == NO_DELAY else laws.front
-        taken = replace(self, latency=laws.latency, memory=laws.memory, believed=laws.believed)
-        return replace(taken, front=front, rounds=None)
-
-    def engine(self) -> PagedEngine:
-        """The engine with its own scheduler, to be simulated. `InputError` if there is none."""
-        if self.paged is None:
-            raise InputError(
-                "policy 'vllm' needs the law of vLLM's forward passes, which is not in this fit",
-                "set engine.name to vllm, then: llmctl profile RECIPE; llmctl fit PROFILE",
-            )
-        return self.paged
+        return replace(
+            self,
+            latency=laws.latency,
+            memory=laws.memory,
+            believed=laws.believed,
+            front=front,
+            rounds=None,
+        )
 
     def engine_of(self, flags: VllmPolicy) -> PagedEngine:
         """The engine with its own scheduler under these flags. `InputError` if there is none, and
         for a number of drafts without a known law or a known acceptance.
         """
+        if self.paged is None:
+            raise InputError(
+                "policy 'vllm' needs the law of vLLM's forward passes, which is not in this fit",
+                "set engine.name to vllm, then: llmctl profile RECIPE; llmctl fit PROFILE",
+            )
         tokens = flags.num_speculative_tokens
-        return self.engine().with_drafts(tokens, self.acceptance, self.seed)
+        return self.paged.with_drafts(tokens, self.acceptance, self.seed)
 
     def range_of(self, policy: str) -> Validity | PassRange | None:
         """Where the laws that apply under the policy of this name were measured."""
