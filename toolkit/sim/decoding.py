@@ -132,7 +132,7 @@ class Decoding(SimulatedWorker):
 
     def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
         super().__init__(index, ledger, setup)
-        # What few passes need comes first, so that the rest lies together (`Gaps` says why).
+        # What few passes need comes first, so that the rest lies together, as in `Worker`.
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(setup.swap, ledger)
         latency = setup.latency

@@ -247,74 +247,46 @@ class Gaps:
     or a later one.
     """
 
-    __slots__ = (
-        "_below", "_gaps", "_has_gap", "_marks", "_top_mark", "_top_s", "_wait_mark", "_wait_s",
-        "_waits", "_waits_since", "_waits_to", "last_mark", "last_s",
-    )  # fmt: skip
+    __slots__ = ("_gaps", "_marks", "_since", "_waiting", "last_mark", "last_s")
 
     def __init__(self) -> None:
         self.last_mark = 0
-        # The stack: its top, in most cases all of it, lies beside its lists, which so often are
-        # not touched: what a round does not touch need not come from memory, which with hundreds
-        # of workers is what a round waits for.
-        self._has_gap = False
-        self._below = 0  # how many others
-        self._top_mark = 0
-        self._top_s = 0.0
-        self._marks: list[int] = []  # of the others, ascending
-        self._gaps: list[float] = []  # of the others, descending
-        # The requests up to a mark wait for their next token since a time: the first mark and time,
-        # and two lists of the others.
-        self._waits = 0  # how many marks
-        self._wait_mark = 0
-        self._wait_s = 0.0
-        self._waits_to: list[int] = []
-        self._waits_since: list[float] = []
         self.last_s = -1.0  # the last decode step's end
+        self._marks: list[int] = []  # of the stack, ascending
+        self._gaps: list[float] = []  # of the stack, descending
+        # The requests up to each mark, and after the mark before it, wait for their next token
+        # since a time.
+        self._waiting: list[int] = []
+        self._since: list[float] = []
 
     def mark(self, *, alone: bool) -> int:
         """The mark of requests that join now; if they are `alone`, earlier gaps are forgotten."""
         if alone:
-            if self._below:
-                self._below = 0
-                self._marks.clear()
-                self._gaps.clear()
-            if self._waits > 1:
-                self._waits_to.clear()
-                self._waits_since.clear()
-            self._has_gap = False
-            self._waits = 0
+            self._marks.clear()
+            self._gaps.clear()
+            self._waiting.clear()
+            self._since.clear()
         self.last_mark += 1
         return self.last_mark
 
     @property
     def waiting_since(self) -> float:
         """Since when all rows wait for their next token; -1: not all since the same time."""
-        return self._wait_s if self._waits == 1 else -1.0
+        return self._since[0] if len(self._since) == 1 else -1.0
 
     def since(self, mark: int) -> float:
         """Since when requests with this mark wait for their next token."""
-        if mark <= self._wait_mark:
-            return self._wait_s
-        return self._waits_since[bisect_left(self._waits_to, mark)]
+        return self._since[bisect_left(self._waiting, mark)]
 
     def joined(self, at_s: float, mark: int = 0) -> None:
         """The requests that joined last, or with this mark, got a token at `at_s`."""
-        if self._waits:
-            self._waits_to.append(mark or self.last_mark)
-            self._waits_since.append(at_s)
-        else:
-            self._wait_mark = mark or self.last_mark
-            self._wait_s = at_s
-        self._waits += 1
+        self._waiting.append(mark or self.last_mark)
+        self._since.append(at_s)
 
     def end_waits(self, at_s: float) -> None:
         """All rows got a token at `at_s`."""
-        if self._waits:
-            self._push(self._wait_mark, at_s - self._wait_s)
-        if self._waits > 1:
-            for k, since_s in enumerate(self._waits_since):
-                self._push(self._waits_to[k], at_s - since_s)
+        for k, since_s in enumerate(self._since):
+            self._push(self._waiting[k], at_s - since_s)
 
     def push(self, gap_s: float) -> None:
         """All rows had a gap of `gap_s`."""
@@ -322,38 +294,22 @@ class Gaps:
 
     def wait_from(self, at_s: float) -> None:
         """All rows had a token at `at_s` and wait for the next."""
-        if self._waits > 1:
-            self._waits_to.clear()
-            self._waits_since.clear()
-        self._waits = 1
-        self._wait_mark = self.last_mark
-        self._wait_s = self.last_s = at_s
+        self._waiting = [self.last_mark]
+        self._since = [at_s]
+        self.last_s = at_s
 
     def largest(self, mark: int) -> float:
         """The largest gap of requests with this mark; 0 if there is none."""
-        if not self._has_gap or mark > self._top_mark:
-            return 0.0
-        marks = self._marks
-        below = self._below
-        if not below or mark > marks[below - 1]:
-            return self._top_s
-        k = 0
-        while marks[k] < mark:  # few: rows end in about the order in which they joined
-            k += 1
-        return self._gaps[k]
+        for k, to in enumerate(self._marks):
+            if to >= mark:  # soon: rows end in about the order in which they joined
+                return self._gaps[k]
+        return 0.0
 
     def _push(self, mark: int, gap_s: float) -> None:
-        if self._has_gap and self._top_s > gap_s:
-            self._marks.append(self._top_mark)
-            self._gaps.append(self._top_s)
-            self._below += 1
-        elif self._below:
-            gaps = self._gaps
-            marks = self._marks
-            while gaps and gaps[-1] <= gap_s:
-                gaps.pop()
-                marks.pop()
-            self._below = len(gaps)
-        self._has_gap = True
-        self._top_mark = mark
-        self._top_s = gap_s
+        marks = self._marks
+        gaps = self._gaps
+        while gaps and gaps[-1] <= gap_s:
+            gaps.pop()
+            marks.pop()
+        marks.append(mark)
+        gaps.append(gap_s)
