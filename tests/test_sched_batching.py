@@ -1,5 +1,6 @@
 """SCLS, Algorithms 1 and 2 and Eq. 8-12, against brute force and the figures of the paper."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -69,7 +70,7 @@ coefficient = st.floats(0, 1e-2)
 )
 def test_algorithm_1_equals_brute_force(lengths, p, d, steps, capacity, flat):
     law = bilinear_law(p, d)
-    decode = tuple(segment.model_copy(update={"flat": flat}) for segment in law.decode)
+    decode = tuple(replace(piece, flat_s=flat) for piece in law.decode)
     law = SegmentedLaw(law.prefill, decode, law.prefill_emits_token)
 
     def serve_s(size, length):
