@@ -67,7 +67,6 @@ class Job:
             swapped out or evicted.
         home: index of the worker where it waits; -1 while it is in the pool.
         cancelled: whether its client withdrew it.
-        reroutes: how often it left its worker after a slice to be routed again.
         joined: the worker's count of decode steps when the job began to run.
         slot: its row in `RunningJobs.table` while it runs.
         promoted_at: tokens that it had generated when it was last promoted; -1: it never was.
