@@ -172,7 +172,7 @@ def test_what_is_not_modelled_is_refused_by_name(config: dict[str, object], what
     ("flag", "named"), [("--enable-lora", "LoRA"), ("--kv-cache-dtype=fp8", "KV cache")]
 )
 def test_flags_that_change_the_laws_are_refused(flag: str, named: str):
-    with pytest.raises(InputError, match=f"analytic profile.*{named}"):
+    with pytest.raises(InputError, match=named):
         analytic_profile(recipe(vllm={"args": [flag]}), HEAD)
 
 

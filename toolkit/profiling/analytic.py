@@ -24,7 +24,6 @@ from toolkit.catalogue.caches import (
     is_plain,
     logged_tokens,
 )
-from toolkit.catalogue.classes import HINT, refused
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.layers import experts_of
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, not_computed
@@ -46,7 +45,7 @@ from toolkit.estimators.gpu_operators import (
 from toolkit.estimators.part_fits import COMPUTED_KNOTS, point_of
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
-from toolkit.files.modelled import classes_of
+from toolkit.files.modelled import refuse_recipe
 from toolkit.files.profile import (
     AnalyticError,
     DecodePoint,
@@ -268,9 +267,8 @@ def refuse_not_computed(recipe: Recipe) -> None:
         _refuse([engine], f"it computes engine vllm on a GPU; {MEASURE}")
     model = recipe.model
     vllm = recipe.engine.vllm
-    unmodelled = refused(classes_of(recipe))
+    refuse_recipe(recipe)
     reasons = not_computed(model.config, model.max_model_len, _scheme(recipe))
-    reasons += [one.what for one in unmodelled]
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
     cache = vllm.kv_cache_dtype if vllm else None
@@ -279,7 +277,7 @@ def refuse_not_computed(recipe: Recipe) -> None:
     reasons = list(dict.fromkeys(reasons))
     if recipe.hardware.gpu and model.dtype == "float32":
         reasons.append(f"float32 on a {recipe.hardware.gpu}, of which it knows 16 bits")
-    _refuse(reasons, HINT if unmodelled else MEASURE)
+    _refuse(reasons, MEASURE)
 
 
 def _refuse(reasons: list[str], hint: str) -> None:
