@@ -39,7 +39,7 @@ def test_the_first_refusal_is_told_at_once_and_then_the_count_once_a_minute() ->
 
 
 def test_a_line_has_its_time_and_level(capfd: pytest.CaptureFixture[str]) -> None:
-    pool = logging.getLogger("toolkit.workers.pool")
+    pool = logging.getLogger("toolkit.processes.supervisor")
     talks = logging.getLogger("toolkit.gateway.relay")
     with logging_to_stderr():
         pool.warning("worker %d is lost", 3)

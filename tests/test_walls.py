@@ -17,7 +17,7 @@ PACKAGE = Path(toolkit.__file__).parent
 
 FLOORS = {
     "errors": 0, "units": 0, "extras": 0, "engine_traits": 0, "compiled": 0,
-    "interrupts": 0, "catalogue": 0,
+    "interrupts": 0, "catalogue": 0, "processes": 0,
     "sched": 1, "laws": 1, "files": 1, "openai": 1,
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,
     "endpoints": 2,
@@ -34,6 +34,7 @@ SAME_FLOOR = {
     ("extras", "errors"),
     ("compiled", "errors"),
     ("catalogue", "errors"),
+    ("processes", "errors"),
     ("workers", "engines"),
     ("cluster", "workers"),
     ("cluster", "engines"),
@@ -282,10 +283,10 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
     "sim": 4500, "backends": 3800, "sched": 3420, "cli": 3330, "engines": 2750, "serve": 2740,
-    "files": 2420, "traces": 1830, "tuning": 1780, "gateway": 1660, "estimators": 1600,
+    "files": 2420, "traces": 1830, "tuning": 1780, "gateway": 1630, "estimators": 1600,
     "catalogue": 1520, "profiling": 1510, "deploy": 1490, "report": 1140, "openai": 980,
-    "endpoints": 940, "workers": 840, "routing": 800, "bench": 660, "laws": 440, "live": 330,
-    "cluster": 320,
+    "endpoints": 940, "workers": 730, "routing": 800, "bench": 660, "laws": 440, "live": 330,
+    "cluster": 320, "processes": 170,
 }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ HANG = 201
 
 @pytest.fixture(autouse=True)
 def _restarts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.workers.pool.BACKOFF_S", 0.0)
+    monkeypatch.setattr("toolkit.processes.supervisor.PAUSE_S", 0.0)
 
 
 LONG = SamplingParams(ignore_eos=True)
@@ -323,7 +323,7 @@ class ManualBody:
 
 
 class ManualPool(WorkerPool):
-    """A pool of such bodies; those of the first start load at once. Its supervisor's time passes by
+    """A pool of such bodies; those of the first start load at once. Its time passes by
     `after`.
     """
 
@@ -349,7 +349,7 @@ class ManualPool(WorkerPool):
         return self.bodies[-1]
 
     async def until_it_starts(self) -> None:
-        while self.supervisor.watched[0].state != "starting":
+        while self.children[0].does != "started":
             await asyncio.sleep(0)
 
     async def loading_again(self) -> ManualBody:
@@ -366,9 +366,9 @@ class ManualPool(WorkerPool):
 
     def after(self, seconds: float, worker: int = 0) -> None:
         """Let a worker be silent for so long."""
-        self.supervisor.watched[worker].sign_s -= seconds
-        self.supervisor.watched[worker].since_s -= seconds
-        self.supervisor.check()
+        self.children[worker].sign_s -= seconds
+        self.children[worker].since_s -= seconds
+        self.check()
 
 
 def with_bodies(scenario: Callable[[ManualPool, Events], Awaitable[None]], size: int = 1) -> None:
@@ -532,7 +532,7 @@ def test_a_worker_silent_long_beyond_its_estimate_is_killed() -> None:
 def test_time_in_which_the_front_stood_still_does_not_count() -> None:
     async def scenario(pool: ManualPool, events: Events) -> None:
         pool.run(0, slice_of(ROWS, 20, 7), estimated_s=2.0)
-        pool.supervisor._checked_s -= 3600
+        pool._checked_s -= 3600
         pool.after(3600.0)
         assert not pool.bodies[0].end.done()
 
@@ -650,8 +650,8 @@ def test_a_process_that_is_stopped_while_it_loads_is_replaced() -> None:
         while (pid := workers.pid(0)) is None or pid == before:
             await asyncio.sleep(0)
         os.kill(pid, signal.SIGSTOP)
-        workers.supervisor.watched[0].sign_s -= 3600
-        workers.supervisor.check()
+        workers.children[0].sign_s -= 3600
+        workers.check()
         await events.until(WorkerReady, 2)
         assert not psutil.pid_exists(pid)
 

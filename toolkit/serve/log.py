@@ -1,7 +1,7 @@
 """The log of a server on stderr: a line for what an operator has to know, with its time and level.
 
 Modules use Python's `logging`. Lost workers and replicas, and their return, are logged where they
-are noticed (`toolkit.workers.pool`, `toolkit.gateway`); refused requests here.
+are noticed (`toolkit.processes`, `toolkit.gateway`); refused requests here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.serve.stats import Stats
 FORM = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 TIME_FORM = "%Y-%m-%dT%H:%M:%S"  # in UTC
 # Their returns are of level INFO. Of other modules, only warnings are for an operator.
-TALKING = ("toolkit.workers.pool", "toolkit.gateway.replicas", "toolkit.gateway.own_replicas")
+TALKING = ("toolkit.processes.supervisor", "toolkit.gateway.replicas")
 LOOK_EVERY_S = 1.0
 REPEAT_EVERY_S = 60.0  # while requests are refused
 _logger = logging.getLogger(__name__)

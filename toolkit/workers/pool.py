@@ -10,19 +10,17 @@ time; a state limits how long the worker may be silent, and how long the state m
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from toolkit.engines.protocol import EnginePass
-from toolkit.errors import EngineError
+from toolkit.errors import EngineError, LlmctlError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
+from toolkit.processes.supervisor import Supervisor
 from toolkit.workers.process import (
     GPUS_VARIABLE,
     OnFrame,
@@ -48,14 +46,9 @@ from toolkit.workers.protocol import (
     WorkerLost,
     WorkerReady,
     WorkersFailed,
-    WorkerState,
 )
 
-# The wait before a worker that ended twice in a row is restarted; it doubles each time.
-BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0
 STOP_TIMEOUT_S = 10.0  # for a step to end before `stop` kills
-CHECK_EVERY_S = 1.0
 START_S = 20.0  # until a process's first sign of life: its interpreter starts on a busy machine
 SPAWN_S = 60.0  # for a process to start
 BATCH_TIMES = 10.0
@@ -68,7 +61,11 @@ LOAD_GRACE_S = 300.0
 # manager then restarts the server, perhaps on another machine, and reports it to operators.
 MAX_FAILED_LOADS = 5
 
-_logger = logging.getLogger(__name__)
+# What a worker does, as the reason of a kill says it.
+STARTS = "started"
+LOADS = "loaded"
+IDLE = "was idle"
+RUNS = "ran a batch"
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,89 +91,6 @@ class Patience:
 
 
 PATIENCE = Patience()
-WHILE: dict[WorkerState, str] = {
-    "away": "",
-    "starting": "while it started",
-    "loading": "while it loaded",
-    "idle": "while it was idle",
-    "running": "in a batch",
-}
-
-
-@dataclass(slots=True)
-class SupervisedWorker:
-    """One worker's state, its start, its last sign of life (on the monotonic clock), and the
-    limits of silence and total time, in seconds.
-    """
-
-    state: WorkerState = "away"
-    since_s: float = 0.0
-    sign_s: float = 0.0
-    silence_s: float = math.inf
-    total_s: float = math.inf
-
-    def overdue(self, now_s: float) -> str:
-        """Why it is to be killed; '' while it is in time. A worker may give signs of life and still
-        not have loaded in time.
-        """
-        silent_s = now_s - self.sign_s
-        total_s = now_s - self.since_s
-        if silent_s > self.silence_s:
-            return f"killed: it was silent for {silent_s:.0f} s {WHILE[self.state]}"
-        if total_s > self.total_s:
-            return f"killed: it had not loaded after {total_s:.0f} s"
-        return ""
-
-
-class Supervisor:
-    """Checks all workers once a second, and kills those that take too long."""
-
-    def __init__(self, size: int, kill: Callable[[int, str], None]) -> None:
-        self.watched = [SupervisedWorker() for _ in range(size)]
-        self._kill = kill
-        self._checked_s = time.monotonic()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def enter(
-        self,
-        worker: int,
-        state: WorkerState,
-        silence_s: float = math.inf,
-        total_s: float = math.inf,
-    ) -> None:
-        """The worker enters a state, which is also a sign of life."""
-        now_s = time.monotonic()
-        self.watched[worker] = SupervisedWorker(state, now_s, now_s, silence_s, total_s)
-
-    def sign(self, worker: int) -> None:
-        self.watched[worker].sign_s = time.monotonic()
-
-    def start(self) -> None:
-        """Check now, and every `CHECK_EVERY_S` until `stop`."""
-        self._checked_s = time.monotonic()
-        self.check()
-
-    def stop(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-
-    def check(self) -> None:
-        """Kill the workers that take too long, and schedule the next check.
-
-        Time in which this process itself stood still does not count: on a suspended machine no
-        worker hangs.
-        """
-        now_s = time.monotonic()
-        late_s = now_s - self._checked_s - CHECK_EVERY_S
-        self._checked_s = now_s
-        if late_s > CHECK_EVERY_S:
-            for watched in self.watched:
-                watched.sign_s += late_s
-                watched.since_s += late_s
-        for worker, watched in enumerate(self.watched):
-            if why := watched.overdue(now_s):
-                self._kill(worker, why)
-        self._timer = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self.check)
 
 
 class Body(Protocol):
@@ -197,16 +111,11 @@ class Body(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """One worker: its body and its pass.
+    """One process of a worker: its body and its pass.
 
     Attributes:
-        facts: of its engine; None: the worker is not ready.
+        facts: of its engine; None: it is not ready.
         pass_id: of the running pass.
-        load_began_s: of its current body, on the loop's clock.
-        exits: in a row, without a pass that was run.
-        failed_loads: in a row.
-        kill_reason: why the supervisor killed its current body.
-        lost_s: when it was lost, on the loop's clock; None while it is ready, and before.
     """
 
     index: int
@@ -214,17 +123,9 @@ class _Slot:
     facts: EngineFacts | None = None
     refusal: Refused | None = None
     pass_id: int | None = None
-    load_began_s: float = 0.0
-    exits: int = 0
-    failed_loads: int = 0
-    kill_reason: str = ""
-    lost_s: float | None = None
-    first_ready: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
 
 
-class WorkerPool(ABC):
+class WorkerPool(Supervisor):
     """`toolkit.workers.protocol.Workers` for any kind of body.
 
     Args:
@@ -235,17 +136,15 @@ class WorkerPool(ABC):
             place.
     """
 
+    called = "worker"
     start_s = START_S
 
     def __init__(self, size: int, patience: Patience = PATIENCE) -> None:
-        self.size = size
-        self.supervisor = Supervisor(size, self._kill_silent)
+        super().__init__(size)
         self._patience = patience
         self._longest_load_s = 0.0
-        self._keepers: list[asyncio.Task[None]] = []  # they start the bodies, one for each worker
-        self._slots: list[_Slot] = []
+        self._slots = [_Slot(index) for index in range(size)]
         self._emit: OnEvent = _ignore
-        self._stopping = asyncio.Event()
 
     @abstractmethod
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
@@ -258,14 +157,8 @@ class WorkerPool(ABC):
         cannot load its engine.
         """
         self._emit = on_event
-        self._slots = [_Slot(index) for index in range(self.size)]
-        self._keepers = [
-            asyncio.create_task(self._keep(slot), name=f"worker {slot.index}")
-            for slot in self._slots
-        ]
-        self.supervisor.start()
         try:
-            await asyncio.gather(*[slot.first_ready for slot in self._slots])
+            await self.start_children()
         except BaseException:  # also when cancelled: no process may be left behind
             await self.stop()
             raise
@@ -277,7 +170,7 @@ class WorkerPool(ABC):
             raise ValueError(f"worker {worker} runs pass {slot.pass_id}; one at a time")
         slot.pass_id = plan.pass_id
         if slot.facts is not None and slot.body is not None:
-            self.supervisor.enter(worker, "running", self._patience.batch_s(estimated_s))
+            self.enter(worker, RUNS, self._patience.batch_s(estimated_s))
             slot.body.send(plan)
         else:
             asyncio.get_running_loop().call_soon(self._crash, slot)
@@ -290,136 +183,86 @@ class WorkerPool(ABC):
 
     async def stop(self) -> None:
         """End all workers at a step, or kill them after `STOP_TIMEOUT_S`. No event follows."""
-        self._stopping.set()
-        self.supervisor.stop()
         self._emit = _ignore
         for slot in self._slots:
             if slot.body is not None and slot.facts is not None:
                 slot.body.send(Stop())
             elif slot.body is not None:
                 slot.body.kill()  # it is loading, so there is no step to end
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=STOP_TIMEOUT_S)
-        for slot in self._slots:
-            if slot.body is not None:
-                slot.body.kill()
-        await asyncio.gather(*self._keepers)
+        await self.end_children(STOP_TIMEOUT_S)
 
-    def kill(self, worker: int) -> None:
+    def kill(self, number: int) -> None:
         """End a worker at once; it is restarted."""
-        body = self._slots[worker].body
+        body = self._slots[number].body
         if body is not None:
             body.kill()
 
-    async def _keep(self, slot: _Slot) -> None:
-        """Restart one worker until the pool stops, its first load fails, or none can be loaded."""
-        while not self._stopping.is_set():
-            ended = await self._run_body(slot)
-            reason = slot.kill_reason or ended
-            was_ready = slot.facts is not None
-            refusal = slot.refusal
-            slot.body = slot.facts = None
-            slot.exits += 1
-            slot.failed_loads += not was_ready
-            self._crash(slot)
-            if was_ready:
-                self._emit(WorkerLost(slot.index, reason))
-            if not self._stopping.is_set():
-                self._log_end(slot, refusal.message if refusal else reason, was_ready=was_ready)
-            if not slot.first_ready.done():
-                error = EngineError(
-                    f"worker {slot.index} ended while it loaded its engine: {reason}"
-                )
-                if refusal:
-                    error = EngineError(refusal.message, refusal.hint)
-                slot.first_ready.set_exception(error)
-                return
-            if all(other.failed_loads >= MAX_FAILED_LOADS for other in self._slots):
-                error = EngineError(
-                    "no worker is left, and none could be loaded again in "
-                    f"{MAX_FAILED_LOADS} tries; worker {slot.index}: "
-                    f"{refusal.message if refusal else reason}",
-                    (refusal.hint if refusal else "")
-                    or "check that the device, its memory and the model's files are still there, "
-                    "and start the server again",
-                )
-                self._emit(WorkersFailed(error))
-                return
-            if slot.exits > 1:  # wait before a restart, longer after each further end
-                wait_s = min(BACKOFF_S * 2.0 ** (slot.exits - 2), MAX_BACKOFF_S)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), wait_s)
-
-    def _log_end(self, slot: _Slot, why: str, *, was_ready: bool) -> None:
-        """Log a lost worker, or one that could not be loaded again; the first load raises."""
-        if was_ready:
-            slot.lost_s = asyncio.get_running_loop().time()
-            _logger.warning("worker %d is lost: %s; it is loaded again", slot.index, why)
-        elif slot.lost_s is not None:
-            _logger.warning("worker %d could not be loaded again: %s", slot.index, why)
-
-    async def _run_body(self, slot: _Slot) -> str:
-        """Run one body of a worker from its start to its end. Returns why it ended."""
-        loop = asyncio.get_running_loop()
-        slot.refusal = None
-        slot.kill_reason = ""
-        slot.load_began_s = loop.time()
-        spawning = self.spawn(slot.index, lambda frame: self._receive(slot, frame))
+    async def live(self, number: int) -> str:
+        """See `Supervisor.live`. Raises `EngineError` for an engine that refuses its recipe."""
+        slot = self._slots[number] = _Slot(number)
+        spawning = self.spawn(number, partial(self._receive, slot))
         try:
             slot.body = await asyncio.wait_for(spawning, SPAWN_S)
         except TimeoutError:
             return f"exit code 1: no process could be started in {SPAWN_S:g} s"
-        except OSError as error:
-            return f"exit code 1: no process could be started: {error.strerror}"
-        if self._stopping.is_set():
+        if self.ending.is_set():
             slot.body.kill()
         if slot.facts is None:
             start_s = max(self.start_s, self._patience.waiting_s)
-            self.supervisor.enter(slot.index, "starting", start_s, self._load_s(slot))
+            self.enter(number, STARTS, start_s, self._load_s(number))
+        gone = asyncio.ensure_future(slot.body.gone())
         try:
-            return await slot.body.gone()
-        finally:
-            self.supervisor.enter(slot.index, "away")
+            why = await asyncio.shield(gone)
+        except asyncio.CancelledError:
+            slot.body.kill()
+            await gone
+            raise
+        if slot.refusal is not None:
+            raise EngineError(slot.refusal.message, slot.refusal.hint)
+        return why
 
-    def _load_s(self, slot: _Slot) -> float:
+    def ended(self, number: int, error: LlmctlError) -> bool:
+        """See `Supervisor.ended`: not again if no worker could be loaded in several tries."""
+        slot = self._slots[number]
+        slot.body = slot.facts = None
+        self._crash(slot)
+        if self.children[number].is_ready:
+            self._emit(WorkerLost(number, error.message))
+        if any(child.failed_starts < MAX_FAILED_LOADS for child in self.children):
+            return True
+        failed = EngineError(
+            f"no worker is left, and none could be loaded again in {MAX_FAILED_LOADS} tries; "
+            f"worker {number}: {error.message}",
+            error.hint
+            or "check that the device, its memory and the model's files are still there, "
+            "and start the server again",
+        )
+        self._emit(WorkersFailed(failed))
+        return False
+
+    def _load_s(self, worker: int) -> float:
         """Seconds that a load may take in all: the first may download the model, and a later one is
         like those before it.
         """
-        if not slot.first_ready.done():
+        if not self.children[worker].first.done():
             return self._patience.load_s
         return LOAD_TIMES * self._longest_load_s + LOAD_GRACE_S
 
-    def _kill_silent(self, worker: int, why: str) -> None:
-        """Kill a worker that takes too long: nothing else shows that it hangs."""
-        slot = self._slots[worker]
-        if slot.body is not None:
-            slot.kill_reason = why
-            slot.body.kill()
-
     def _receive(self, slot: _Slot, frame: FromWorker) -> None:
         index = slot.index
-        supervisor = self.supervisor
         waiting_s = self._patience.waiting_s
-        state = supervisor.watched[index].state
+        does = self.children[index].does
         if isinstance(frame, Alive):
             if slot.facts is None:
-                if state != "loading":
-                    supervisor.enter(index, "loading", waiting_s, self._load_s(slot))
-                supervisor.sign(index)
-            elif state == "idle":  # from its first sign of life on, it must give more
-                supervisor.enter(index, "idle", waiting_s)
+                if does != LOADS:
+                    self.enter(index, LOADS, waiting_s, self._load_s(index))
+                self.sign(index)
+            elif does == IDLE:  # from its first sign of life on, it must give more
+                self.enter(index, IDLE, waiting_s)
         elif isinstance(frame, Ready):
-            supervisor.enter(index, "idle")
+            self.enter(index, IDLE)
             slot.facts = EngineFacts.model_validate_json(frame.facts)
-            slot.failed_loads = 0
-            load_s = asyncio.get_running_loop().time() - slot.load_began_s
-            self._longest_load_s = max(self._longest_load_s, load_s)
-            if not slot.first_ready.done():
-                slot.first_ready.set_result(None)
-            if slot.lost_s is not None:
-                away_s = asyncio.get_running_loop().time() - slot.lost_s
-                slot.lost_s = None
-                _logger.info("worker %d is back: it was away for %.1f s", index, away_s)
+            self._longest_load_s = max(self._longest_load_s, self.ready(index))
             self._emit(WorkerReady(index, slot.facts))
         elif isinstance(frame, Refused):
             slot.refusal = frame
@@ -427,14 +270,14 @@ class WorkerPool(ABC):
             self._receive_of_pass(slot, frame)
 
     def _receive_of_pass(self, slot: _Slot, frame: PassProgress | PassDone) -> None:
-        self.supervisor.sign(slot.index)
+        self.sign(slot.index)
         if frame.pass_id != slot.pass_id:
             return
         frame.worker = slot.index
         if isinstance(frame, PassProgress):
             self._emit(frame)
         else:
-            slot.exits = 0
+            self.succeeded(slot.index)
             self._end_pass(slot, frame)
 
     def _crash(self, slot: _Slot) -> None:
@@ -445,7 +288,7 @@ class WorkerPool(ABC):
     def _end_pass(self, slot: _Slot, done: PassDone) -> None:
         slot.pass_id = None
         if slot.facts is not None:
-            self.supervisor.enter(slot.index, "idle")
+            self.enter(slot.index, IDLE)
         self._emit(done)
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -77,9 +77,6 @@ class PassDone(msgspec.Struct, tag="done"):
 
 WorkerEvent = WorkerReady | WorkerLost | WorkersFailed | PassProgress | PassDone
 OnEvent = Callable[[WorkerEvent], None]
-
-
-WorkerState = Literal["away", "starting", "loading", "idle", "running"]
 
 
 class Workers(Protocol):
