@@ -153,6 +153,26 @@ def test_kinds_that_a_release_schedules_by_other_rules_are_not_compared(
     assert not {one.kind for one in whole.rows} & set(whole.refused)
 
 
+def test_workloads_of_a_kind_are_compared_without_what_a_release_schedules_by_other_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models with thresholds and groups have states."""
+    there = Installed("0.31.0", vllm_tree.write(tmp_path, "0.31.0"))
+    ran: list[Case] = []
+
+    def notes(_: str, cases: list) -> Loaded:
+        ran.extend(cases)
+        return Loaded("0.31.0", there.folder or Path(), [[]] * len(cases))
+
+    monkeypatch.setattr(run, "read_vllm", lambda *_: there)
+    monkeypatch.setattr(run, "run_cases", notes)
+    given = cases_of(["thresholds and groups"], 20)
+    compare("python", given)
+    with_states = [case for case in given if "state" in {one["kind"] for one in case["groups"]}]
+    assert with_states
+    assert len(ran) == len(given) - len(with_states) > 0
+
+
 @pytest.mark.slow
 def test_the_command_keeps_the_result_and_exits_by_it(
     tmp_path: Path,

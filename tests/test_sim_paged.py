@@ -21,6 +21,7 @@ from toolkit.sched.policies import make_any
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.paged_engine import PagedEngine
+from toolkit.sim.vllm import caps_alone
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -110,6 +111,13 @@ def test_planning_ahead_admits_one_pass_later() -> None:
     assert after.finish_s[0] == 1.0 + 5 * 1.5
     assert ahead.first_token_s.tolist() == [1.0, 4.0]
     assert ahead.finish_s[0] == 6.0
+
+
+@pytest.mark.parametrize(("version", "first_s"), [("0.30.0", 3.0), ("0.31.0", 1.0), ("", 1.0)])
+def test_before_0_31_a_request_that_is_alone_is_held_to_the_threshold(version, first_s) -> None:
+    engine = PagedEngine(FLAT, 50, 4, caps_alone=caps_alone(version))
+    alone = served([(0, 24, 2, 0)], engine, VllmPolicy(long_prefill_token_threshold=8))
+    assert alone.first_token_s.tolist() == [first_s]
 
 
 def test_requests_are_dealt_to_engines_in_turn() -> None:

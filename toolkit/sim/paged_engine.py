@@ -51,8 +51,8 @@ class PagedEngine:
     `caches` are the groups of KV
     caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
-    are accepted; `keeps_known` and `hash_lookahead`: see `VllmScheduler`. `others` are the same
-    engine with other numbers of drafts.
+    are accepted; `keeps_known`, `hash_lookahead` and `caps_alone`: see `VllmScheduler`. `others`
+    are the same engine with other numbers of drafts.
     """
 
     steps: PassLaw
@@ -68,6 +68,7 @@ class PagedEngine:
     drafts: DrawnDrafts | None = None
     keeps_known: bool = False
     hash_lookahead: int = 0
+    caps_alone: bool = False
     others: tuple[PagedEngine, ...] = ()
 
     @classmethod
@@ -144,6 +145,7 @@ class PagedEngine:
             drafts=self.drafts,
             keeps_known=self.keeps_known,
             hash_lookahead=self.hash_lookahead,
+            caps_alone=self.caps_alone,
         )
 
     def front(self, rows: float) -> FrontDelay:

@@ -30,6 +30,7 @@ from heapq import heappop, heappush
 
 from mypy_extensions import mypyc_attr
 
+from toolkit.catalogue.releases import Release, release_of
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
 from toolkit.laws.features import StepShape, chunk_attended, chunk_inside
@@ -44,6 +45,15 @@ from toolkit.sim.loop import SimulationStalledError
 FRUITLESS_MAX = 64
 NO_PASS = -1  # a row got no token since it was admitted
 NOTHING = StepShape(0, 0)
+SPARES_ALONE: Release = (0, 31)
+
+
+def caps_alone(version: str) -> bool:
+    """Return whether a release of vLLM, such as '0.30.0', holds a request that is alone to the
+    threshold for long prefills, too; a release that is not known does not.
+    """
+    release = release_of(version)
+    return release is not None and release < SPARES_ALONE
 
 
 class PagedRow(CachedRow):
@@ -363,6 +373,8 @@ class VllmScheduler:
         longest: tokens that a request may have, vLLM's `max_model_len`; 0: as the cache holds.
         keeps_known: blocks of outputs get keys as soon as their tokens are known (vLLM 0.33).
         hash_lookahead: tokens behind a block that its key covers, too (EAGLE and MTP, vLLM 0.33).
+        caps_alone: `long_prefill_token_threshold` holds for a request that is alone, too (before
+            vLLM 0.31).
 
     Raises InputError where vLLM would not start, or what it does then is not modelled.
 
@@ -385,6 +397,7 @@ class VllmScheduler:
         longest: int = 0,
         keeps_known: bool = False,
         hash_lookahead: int = 0,
+        caps_alone: bool = False,
     ) -> None:
         groups: Sequence[CacheGroup] = [CacheGroup("full", "", block_tokens, 1, block_tokens)]
         window = 0
@@ -426,6 +439,7 @@ class VllmScheduler:
         self._lookahead = self._count if uses_states else 0
         self._keeps_known = keeps_known
         self._hash_lookahead = hash_lookahead
+        self._caps_alone = caps_alone
         self._in_step = InStep(self._cache, window)
         self._can_step: bool = self._cache.can_step and drafts is None
         self._single: list[PagedRow] = []  # the running rows that are not in step, in order
@@ -480,7 +494,7 @@ class VllmScheduler:
         self._cache.begin_pass()
         self._defers = self._interval > 1 and self._defers_prefills()
         most = self._most_tokens  # of one row
-        if self._threshold and len(self.running) + len(self.waiting) > 1:
+        if self._threshold and (self._caps_alone or len(self.running) + len(self.waiting) > 1):
             most = self._threshold
         budget = self._plan_running(plan, most)
         admitted = self._admissions

@@ -35,6 +35,7 @@ from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
+from toolkit.sim.vllm import caps_alone
 from toolkit.sim.worker import NO_DELAY, FrontDelay
 from toolkit.traces.types import Trace
 
@@ -248,12 +249,15 @@ def paged_of(fit: Fit) -> PagedEngine | None:
         return None
     caches = caches_of(fit)
     engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens, caches)
-    keeps_known = keeps_known_outputs(fit.engine.engine_version)
-    others = tuple(
-        replace(PagedEngine.of(one, one.blocks * one.block_tokens, caches), keeps_known=keeps_known)
-        for one in fit.drafts
-    )
-    return replace(engine, keeps_known=keeps_known, others=others)
+    version = fit.engine.engine_version
+
+    def of_release(one: PagedEngine) -> PagedEngine:
+        return replace(
+            one, keeps_known=keeps_known_outputs(version), caps_alone=caps_alone(version)
+        )
+
+    others = (PagedEngine.of(one, one.blocks * one.block_tokens, caches) for one in fit.drafts)
+    return replace(of_release(engine), others=tuple(map(of_release, others)))
 
 
 def caches_of(fit: Fit) -> CacheSettings | None:

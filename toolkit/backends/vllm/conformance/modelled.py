@@ -15,7 +15,7 @@ from toolkit.sim.contents import contents
 from toolkit.sim.drafts import DrawnDrafts
 from toolkit.sim.kv_cache import Node
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.vllm import PagedRow, VllmScheduler
+from toolkit.sim.vllm import PagedRow, VllmScheduler, caps_alone
 from toolkit.traces.types import SharedBlocks
 
 
@@ -105,6 +105,7 @@ def scheduler_of(case: Case) -> VllmScheduler:
         longest=case["max_model_len"] if "drafts" in case else 0,
         keeps_known=case.get("keeps_known", False),
         hash_lookahead=case.get("hash_lookahead", 0),
+        caps_alone=caps_alone(case.get("version", "")),
     )
 
 
