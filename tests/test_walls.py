@@ -282,7 +282,7 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # Statements (`ast.stmt`) of each room, at most. A new capability finds its place in a shape that
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
-    "sim": 4500, "backends": 3800, "sched": 3420, "cli": 3330, "engines": 2750, "serve": 2740,
+    "sim": 4510, "backends": 3810, "sched": 3420, "cli": 3330, "engines": 2750, "serve": 2740,
     "files": 2420, "traces": 1830, "tuning": 1780, "gateway": 1630, "estimators": 1600,
     "catalogue": 1520, "profiling": 1510, "deploy": 1490, "report": 1140, "openai": 980,
     "endpoints": 940, "workers": 730, "routing": 800, "bench": 660, "laws": 440, "live": 330,
