@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from toolkit.catalogue.flags import GivenFlag, known_flags, read_flags
 from toolkit.catalogue.layers import integer_at, text_config
 from toolkit.catalogue.models import SENSES, special_of
 from toolkit.catalogue.quantization import Config
@@ -56,6 +57,9 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "several nodes": "passes cross from one machine to another",
     "other executor": "other processes start the passes, and their times are not known",
     "offload": "weights come from host memory in every pass",
+    "other scheduler": "it changes which rows a pass has, by rules that are not modelled",
+    "other model": "the model that it names is not that of the config",
+    "no text": "it takes and gives token ids alone",
     "queue limit": "requests beyond a full queue are turned away",
     "policy parameter": "it is a parameter of policy vllm; among engine.vllm.args it is not seen",
     "config file": "its flags are not seen; write them into the recipe, or into engine.vllm.args",
@@ -74,6 +78,7 @@ MODELLED: tuple[str, ...] = (
     *("windows", "window only", "states", "groups", "block sizes", "idle connector"),
 )
 TEXT_ONLY = "--language-model-only"
+TRANSFER = "--kv-transfer-config"
 STRUCTURED = (  # flags of servers that take requests with a grammar or tools
     *("--structured-outputs-config", "--guided-decoding-backend", "--enable-auto-tool-choice"),
     *("--tool-call-parser", "--tool-parser-plugin"),
@@ -115,7 +120,7 @@ def of_recipe(config: Config, words: Sequence[str], longest: int = 0) -> list[Cl
     """The classes of a model with flags on vLLM's command line; `longest`: see `special_of`."""
     found = [*of_config(config, longest), *of_flags(words)]
     names = {one.name for one in found}
-    if TEXT_ONLY in _flags(words):
+    if any(flag.name == TEXT_ONLY and not flag.negated for flag in read_flags(words)[0]):
         found = [one for one in found if one.name != "media"]
     if "idle connector" in names and names & {"windows", "window only", "states"}:
         what = f"{IDLE_CONNECTOR} beside several kinds of caches"
@@ -127,7 +132,8 @@ def not_simulated(words: Sequence[str]) -> list[str]:
     """Return what some requests of such a server may ask for and the simulator leaves out, in
     words; the server itself is not refused.
     """
-    asked = [flag for flag in STRUCTURED if flag in _flags(words)]
+    given = {flag.name for flag in read_flags(words)[0] if not flag.negated}
+    asked = [flag for flag in STRUCTURED if flag in given]
     if not asked:
         return []
     return [
@@ -180,21 +186,18 @@ def senses_of(config: Config) -> list[str]:
 
 def of_flags(words: Sequence[str]) -> list[ClassFound]:
     """The classes of a server, from flags on vLLM's command line."""
-    found = []
-    given = _flags(words)
-    for flag, name, what in SWITCHES:
-        if flag in given:
-            found.append(ClassFound(name, what))
-    for flag, name, most in NUMBERS:
-        value = given.get(flag, "")
-        if value and not (value.replace(".", "", 1).isdecimal() and float(value) <= most):
-            found.append(ClassFound(name, f"{flag} {value}"))
-    for flag, name, plain in CHOICES:
-        if (value := given.get(flag, plain[0])) not in plain:
-            found.append(ClassFound(name, f"{flag} {value}"))
-    if (transfer := given.get("--kv-transfer-config")) is not None:
-        found.append(_of_transfer(transfer))
-    return found
+    last = {flag.name: flag for flag in read_flags(words)[0]}  # the last of a name counts
+    return [one for flag in last.values() if (one := of_flag(flag)) is not None]
+
+
+def of_flag(flag: GivenFlag) -> ClassFound | None:
+    """The class that a flag turns on; None: none."""
+    if flag.name == TRANSFER:
+        return _of_transfer(flag.value)
+    known = known_flags().get(flag.name)
+    if known is None or flag.negated or not known.turns_on(flag.value):
+        return None
+    return ClassFound(known.cls, known.says or f"{flag.name} {flag.value}")
 
 
 def _of_transfer(text: str) -> ClassFound:
@@ -210,90 +213,6 @@ def _of_transfer(text: str) -> ClassFound:
         if named == IDLE_CONNECTOR:
             return ClassFound("idle connector", named)
     return ClassFound("connector", "a KV connector")
-
-
-CHOICES = (  # flags with the values that change nothing
-    ("--scheduling-policy", "priority", ("fcfs",)),
-    ("--runner", "no tokens", ("auto", "generate")),
-    ("--convert", "no tokens", ("auto", "none")),
-    ("--distributed-executor-backend", "other executor", ("mp", "uni")),
-)
-SWITCHES = (  # flags that turn a class on, whatever their value
-    ("--speculative-config", "drafts as flags", "speculative decoding"),
-    ("--spec-method", "drafts as flags", "speculative decoding"),
-    ("--spec-model", "drafts as flags", "speculative decoding"),
-    ("--spec-tokens", "drafts as flags", "speculative decoding"),
-    ("--ec-transfer-config", "connector", "an encoder of its own"),
-    ("--kv-offloading-size", "connector", "a KV cache in host memory"),
-    ("--enable-lora", "lora", "LoRA adapters"),
-    ("--lora-modules", "lora", "LoRA adapters"),
-    ("--enable-eplb", "moving experts", "balanced experts (EPLB)"),
-    ("--enable-elastic-ep", "moving experts", "elastic expert parallelism"),
-    ("--enable-dbo", "dual batch", "dual batch overlap"),
-    ("--data-parallel-rank", "data parallel", "one engine of several servers"),
-    ("--data-parallel-start-rank", "data parallel", "data parallelism of several nodes"),
-    ("--data-parallel-address", "data parallel", "data parallelism of several nodes"),
-    ("--data-parallel-external-lb", "data parallel", "a balancer outside vLLM"),
-    ("--data-parallel-multi-port-external-lb", "data parallel", "a balancer outside vLLM"),
-    ("--data-parallel-hybrid-lb", "data parallel", "a balancer for each node"),
-    ("--max-num-active-seqs", "active rows", "--max-num-active-seqs"),
-    ("--prefix-match-unit", "fine hits", "--prefix-match-unit"),
-    ("--headless", "several nodes", "--headless"),
-    ("--config", "config file", "--config"),
-    ("--max-num-seqs", "policy parameter", "--max-num-seqs"),
-    ("--max-num-batched-tokens", "policy parameter", "--max-num-batched-tokens"),
-    ("--max-num-queued-reqs", "queue limit", "--max-num-queued-reqs"),
-    ("--max-num-queued-tokens", "queue limit", "--max-num-queued-tokens"),
-    ("--swa-bounded-replay", "replay", "--swa-bounded-replay"),
-    (
-        "--long-prefill-token-threshold-adaptive",
-        "long prefill threshold",
-        "--long-prefill-token-threshold-adaptive",
-    ),
-)
-NUMBERS = (  # flags with the largest number that changes nothing
-    ("--data-parallel-size", "data parallel", 1),
-    ("--pipeline-parallel-size", "pipeline parallel", 1),
-    ("--decode-context-parallel-size", "context parallel", 1),
-    ("--prefill-context-parallel-size", "context parallel", 1),
-    ("--long-prefill-token-threshold", "long prefill threshold", 0),
-    ("--prefill-schedule-interval", "prefill interval", 1),
-    ("--nnodes", "several nodes", 1),
-    ("--node-rank", "several nodes", 0),
-    ("--cpu-offload-gb", "offload", 0),
-)
-SHORT = {
-    "-sc": "--speculative-config",
-    "-dp": "--data-parallel-size",
-    "-dpn": "--data-parallel-rank",
-    "-dpr": "--data-parallel-start-rank",
-    "-dpa": "--data-parallel-address",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-pp": "--pipeline-parallel-size",
-    "-dcp": "--decode-context-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
-}
-
-
-def _flags(words: Sequence[str]) -> dict[str, str]:
-    """Flags and their values: `--flag value`, `--flag=value`, `--flag.key value`, and with
-    underscores; '': without a value.
-    """
-    given: dict[str, str] = {}
-    name = ""
-    for word in words:
-        if word.startswith("-") and not word[1:2].isdigit():
-            flag, _, value = word.partition("=")
-            flag = flag.partition(".")[0].replace("_", "-")
-            name = SHORT.get(flag, flag)
-            given[name] = value
-        elif name and not given[name]:
-            given[name] = word
-    return given
 
 
 def of_resolved(resolved: Resolved, version: str = "") -> list[ClassFound]:

@@ -51,9 +51,14 @@ class Gpu:
     note: str = ""
 
     @property
-    def large(self) -> bool:
-        """Whether vLLM plans larger passes by default: 70 GiB and no A100 (its `arg_utils.py`)."""
-        return self.memory_gib >= 70 and not self.name.startswith("a100")
+    def usual_limits(self) -> tuple[int, int]:
+        """Return the most rows and the most tokens of a pass of vLLM's server where no flag sets
+        them: by the memory, and less on an A100 (`get_batch_defaults`, vLLM 0.28 to 0.33).
+        """
+        if self.memory_gib >= 160:
+            return 1024, 16384
+        is_large = self.memory_gib >= 70 and not self.name.startswith("a100")
+        return (1024, 8192) if is_large else (256, 2048)
 
 
 GPUS = {one["name"]: Gpu(**one) for one in read_table("gpus")}

@@ -14,6 +14,7 @@ from toolkit.catalogue.classes import of_config, refusal
 from toolkit.catalogue.gpus import GPUS, gpu_of
 from toolkit.catalogue.known import KNOWN
 from toolkit.catalogue.models import facts_of
+from toolkit.cli.adopt import from_command, from_compose, from_manifest, from_values
 from toolkit.cli.arguments import (
     JsonOption,
     argument,
@@ -24,10 +25,11 @@ from toolkit.cli.arguments import (
     traces,
 )
 from toolkit.cli.output import emit, note, table
+from toolkit.cli.traffic import lengths_of
 from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
-from toolkit.files.new_recipe import MOST_GPUS, TraceLengths, Wish, new_recipe
+from toolkit.files.new_recipe import MOST_GPUS, Wish, new_recipe
 from toolkit.files.shipped import load_recipe
 from toolkit.units import GIB, size
 
@@ -87,6 +89,12 @@ class NewOptions:
     as_json: JsonOption = False
 
 
+app.command("from-command")(from_command)
+app.command("from-values")(from_values)
+app.command("from-compose")(from_compose)
+app.command("from-manifest")(from_manifest)
+
+
 @app.command("new")
 @command_of(NewOptions)
 def new(args: NewOptions) -> None:
@@ -106,7 +114,7 @@ def new(args: NewOptions) -> None:
         quantization=args.quantization,
         max_model_len=args.max_model_len,
         targets=parse_sla(args.target, "--target"),
-        traffic=_traffic(args.trace),
+        traffic=lengths_of(args.trace),
         expert_parallel=args.expert_parallel,
     )
     made = new_recipe(found, wish)
@@ -120,18 +128,6 @@ def new(args: NewOptions) -> None:
             note(f"doctor: {check.name}: {check.found}; {check.remedy}")
     result = {"text": made.text, "recipe": recipe, "notes": made.notes}
     emit(args.as_json, result, lambda: print(made.text, end=""))
-
-
-def _traffic(name: str | None) -> TraceLengths | None:
-    """The lengths of the trace of --trace."""
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
-
-    if name is None:
-        return None
-    trace, _ = read_trace(trace_path(name))
-    totals = sorted((trace.prompt_tokens + trace.output_tokens).tolist())
-    return TraceLengths(name, totals, int(trace.output_tokens.max()))
 
 
 @app.command("gpus")

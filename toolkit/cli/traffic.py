@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import TraceOption, option
 from toolkit.errors import InputError
+from toolkit.files.new_recipe import TraceLengths
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
@@ -80,3 +81,15 @@ def _unordered(trace: Trace) -> Trace:
         f"a fixed concurrency keeps no sessions: {later:,} later turns start when a place is free"
     )
     return replace(trace, sessions=None, notes=(*trace.notes, note))
+
+
+def lengths_of(name: str | None) -> TraceLengths | None:
+    """The lengths of the trace of --trace."""
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+
+    if name is None:
+        return None
+    trace, _ = read_trace(trace_path(name))
+    totals = sorted((trace.prompt_tokens + trace.output_tokens).tolist())
+    return TraceLengths(name, totals, int(trace.output_tokens.max()))

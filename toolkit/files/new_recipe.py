@@ -9,14 +9,14 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import wrap
 from typing import cast
 
 import yaml
 
 from toolkit.catalogue.caches import row_bytes
-from toolkit.catalogue.classes import TEXT_ONLY, of_recipe, refuse, senses_of
+from toolkit.catalogue.classes import HINT, TEXT_ONLY, of_recipe, refuse, senses_of
 from toolkit.catalogue.gpus import Gpu
 from toolkit.catalogue.layers import FULL, integer_at, layers_of, text_config
 from toolkit.catalogue.models import (
@@ -32,7 +32,7 @@ from toolkit.errors import InputError
 from toolkit.files.find_model import FoundModel
 from toolkit.units import GIB, size
 
-SHARE = 0.9  # vLLM's default for gpu_memory_utilization
+SHARE = 0.9  # of a GPU's memory; vLLM's own default is larger, 0.92 in 0.28 to 0.33
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # of a group of GPUs that share a model
 MOST_GPUS = 8  # of one machine, where --gpus is not given
 # What vLLM 0.32 kept for activations and CUDA graphs with Llama-3.1-8B on an H200: 908,185 tokens
@@ -119,6 +119,32 @@ class TraceLengths:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a server that exists sets, which a recipe of it repeats. Keys are the recipe's.
+
+    Attributes:
+        origin: what the server was read from, for readers.
+        model, engine, vllm, policy, serve: values of the sections `model`, `engine`, `engine.vllm`,
+            `policy.parameters` and `serve`, each with the flag that sets it.
+        args: further flags.
+        variables: of the environment.
+        share: `gpu_memory_utilization`.
+        cache_dtype: of the KV cache; '': the checkpoint's.
+    """
+
+    origin: str
+    model: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    engine: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    vllm: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    policy: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    serve: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    args: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    share: float = SHARE
+    cache_dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """What the user asks for. None: llmctl chooses.
 
@@ -129,6 +155,7 @@ class Wish:
         targets: of latency, in seconds.
         traffic: what the limits of lengths follow from.
         expert_parallel: each GPU of a group holds whole experts, not a part of each.
+        server: what a server that exists sets; None: the recipe is of a new one.
     """
 
     gpu: Gpu
@@ -139,6 +166,12 @@ class Wish:
     targets: Mapping[str, float] = field(default_factory=dict)
     traffic: TraceLengths | None = None
     expert_parallel: bool = False
+    server: ServerSettings | None = None
+
+    @property
+    def share(self) -> float:
+        """The part of a GPU's memory that vLLM takes."""
+        return self.server.share if self.server else SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +204,12 @@ class NewRecipe:
     notes: list[str]
 
 
-def room_on(facts: ModelFacts, gpu: Gpu, gpus: int, max_model_len: int) -> GroupMemory:
-    """What `gpus` GPUs have beside the weights of a model."""
+def room_on(
+    facts: ModelFacts, gpu: Gpu, gpus: int, max_model_len: int, share: float = SHARE
+) -> GroupMemory:
+    """What `gpus` GPUs have beside the weights of a model, where vLLM takes a `share` of each."""
     weights = facts.weight_bytes_on(gpus)
-    budget = int(gpu.memory_gib * GIB * SHARE) - weights
+    budget = int(gpu.memory_gib * GIB * share) - weights
     per_token = _token_bytes(facts, gpus, max_model_len)
     tokens = max(int(budget / per_token), 0)
     rows = max(int((budget - WORKSPACE_BYTES) / (per_token * max_model_len)), 0)
@@ -197,9 +232,14 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     """
     context = integer_at(text_config(found.config), "max_position_embeddings")
     longest = wish.max_model_len or min(context, MODEL_LEN)
-    flags = [TEXT_ONLY] if senses_of(found.config) else []
+    flags: Sequence[str] = [TEXT_ONLY] if senses_of(found.config) else []
+    if wish.server is not None:
+        flags = wish.server.args
+        longest = wish.max_model_len or context
     refuse(found.name, of_recipe(found.config, flags, longest))
     facts = facts_of(found.config, wish.quantization, found.stored_bytes)
+    if wish.server is not None and wish.server.cache_dtype:
+        facts = _with_cache(facts, wish.server.cache_dtype)
     longest = wish.max_model_len or _length(facts, wish)
     refuse(found.name, of_recipe(found.config, flags, longest))
     if longest > facts.context:
@@ -211,11 +251,21 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     return NewRecipe(_text(found, facts, wish, room, workers, longest), facts, room, workers, notes)
 
 
+def _with_cache(facts: ModelFacts, dtype: str) -> ModelFacts:
+    """Return the sizes with a KV cache of another dtype."""
+    found = kv_bytes_per_token(facts.config, dtype)
+    if found is None:
+        raise InputError(f"--kv-cache-dtype {dtype}: its bytes are not counted", HINT)
+    return replace(facts, cache_dtype=dtype, kv_bytes_per_token=found[0])
+
+
 def _length(facts: ModelFacts, wish: Wish) -> int:
     """The longest prompt + output of a recipe: what the trace needs, and `MODEL_LEN` at least; at
     most the model's limit.
     """
     traffic = wish.traffic
+    if wish.server is not None:  # vLLM's own default
+        return facts.context
     if traffic is None:
         return min(facts.context, MODEL_LEN)
     stepped = -(-traffic.longest // LENGTH_STEP) * LENGTH_STEP
@@ -268,7 +318,7 @@ def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> G
             raise InputError(problem, "give a smaller one, or more GPUs")
     sizes = [wanted] if wanted else [one for one in SIZES if one <= most]
     rooms = [
-        room_on(facts, wish.gpu, one, longest)
+        room_on(facts, wish.gpu, one, longest, wish.share)
         for one in sizes
         if not parallel_problem(facts, one, whole_experts=whole)
     ]
@@ -295,19 +345,19 @@ def _too_large(
     parts += f" and {size(need)} for a row of {longest:,} tokens and workspace"
     problem = (
         f"{found.name} does not fit {room.gpus} x {gpu.name}: {parts} on each are {short} more "
-        f"than {SHARE:g} of {gpu.memory_gib:g} GiB"
+        f"than {wish.share:g} of {gpu.memory_gib:g} GiB"
     )
     remedies = []
     for gpus in SIZES:
         if parallel_problem(facts, gpus, whole_experts=whole):
             continue
-        if room_on(facts, gpu, gpus, longest).rows:
+        if room_on(facts, gpu, gpus, longest, wish.share).rows:
             what = "--tensor-parallel-size" if wish.tensor_parallel else "--gpus"
             remedies.append(f"{what} {gpus}")
             break
     if not facts.scheme:
         smaller = facts_of(found.config, ONLINE[0], found.stored_bytes)
-        if room_on(smaller, gpu, room.gpus, longest).rows:
+        if room_on(smaller, gpu, room.gpus, longest, wish.share).rows:
             remedies.append(f"--quantization {ONLINE[0]} on {room.gpus}")
     fewer = int((room.budget_bytes - WORKSPACE_BYTES) / per_gpu)
     if fewer >= 1024:
@@ -373,9 +423,11 @@ def _text(
     among = f"{room.gpus} x {gpu.name}" if room.gpus > 1 else f"one {gpu.name}"
     weights = f" with {kind} weights" if kind else ""
     about = f"{found.name}{weights} on {among}, engine vllm."
+    server = wish.server
+    made = "Made by `llmctl recipe new`." if server is None else f"Made from {server.origin}."
     lines = [
         "# yaml-language-server: $schema=recipe.schema.json",
-        *_comment(f"Made by `llmctl recipe new`. {found.origin[0].upper()}{found.origin[1:]}."),
+        *_comment(f"{made} {found.origin[0].upper()}{found.origin[1:]}."),
         "schema_version: 1",
         f"name: {_quoted(name[:64])}",
         f"description: {_quoted(about)}",
@@ -391,7 +443,8 @@ def _text(
         lines += _line(f"workers: {workers}", f"replicas of {room.gpus} GPUs each, of {wish.gpus}")
     else:
         lines.append("workers: 1")
-    lines += ["", *_profile_lines(longest), "", *_target_lines(wish), "", *_policy_lines(wish)]
+    lines += ["", *_profile_lines(longest), "", *_target_lines(wish), ""]
+    lines += _policy_lines(wish, longest)
     lines += _traffic_lines(wish, longest)
     return "\n".join(lines) + "\n"
 
@@ -433,6 +486,8 @@ def _model_lines(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int)
     if facts.cache_dtype != facts.dtype:
         of_what = "of weights in 16 bits"
     lines += _line(f"  dtype: {facts.dtype}", of_what)
+    if wish.server is not None:
+        lines += _pairs(wish.server.model, 2)
     if wish.quantization and "quantization_config" not in found.config:
         lines += _line(f"  quantization: {wish.quantization}", "vLLM does it while it loads")
     limit = f"of the model's {facts.context:,}: raise it for longer prompts and outputs"
@@ -454,6 +509,13 @@ def _longest_words(traffic: TraceLengths, longest: int) -> str:
 def _traffic_lines(wish: Wish, longest: int) -> list[str]:
     """The limit of outputs, and the trace to tune for."""
     traffic = wish.traffic
+    if wish.server is not None:
+        own = _pairs(wish.server.serve, 2)
+        bound = _line(
+            f"  max_new_tokens: {longest - 1}", "vLLM bounds outputs by max_model_len alone"
+        )
+        tune = ["", "tune:", f"  trace: {_quoted(traffic.name)}"] if traffic else []
+        return [*tune, "", "serve:", *own, *bound]
     if traffic is None:
         return ["", "serve:", f"  max_new_tokens: {min(OUTPUT, max(longest // 2, 1))}"]
     output = min(traffic.longest_output, max(longest - 1, 1))
@@ -512,7 +574,9 @@ def _engine_lines(found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupM
             reason = "as asked for"
         lines += _line(f"  tensor_parallel_size: {room.gpus}", reason)
     left = f"leaves at most {room.tokens:,} tokens of KV cache beside the weights"
-    lines += _line(f"  gpu_memory_utilization: {SHARE:g}", left)
+    lines += _line(f"  gpu_memory_utilization: {wish.share:g}", left)
+    if wish.server is not None:
+        return [*lines, *_server_lines(wish.server)]
     args = []
     if wish.expert_parallel:
         args.append((EXPERT_PARALLEL, "each GPU holds whole experts"))
@@ -527,6 +591,26 @@ def _engine_lines(found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupM
     if args:
         own.append(f"    args: [{', '.join(flag for flag, _ in args)}]")
     return [*lines, "  vllm:", *own] if own else lines
+
+
+def _server_lines(server: ServerSettings) -> list[str]:
+    """The rest of the section `engine` of a server that exists."""
+    lines = _pairs(server.engine, 2)
+    own = _pairs(server.vllm, 4)
+    if server.args:
+        own.append(f"    args: {_flow(list(server.args))}")
+    if server.variables:
+        own += ["    env:", *(f"      {k}: {json.dumps(v)}" for k, v in server.variables.items())]
+    return [*lines, "  vllm:", *own] if own else lines
+
+
+def _pairs(values: Mapping[str, tuple[object, str]], indent: int) -> list[str]:
+    """Keys of a section with the flags that set them."""
+    lines = []
+    for key, (value, flag) in values.items():
+        pair = f"{' ' * indent}{key}: {_flow(value)}"
+        lines += _line(pair, flag) if flag else [pair]
+    return lines
 
 
 def _profile_lines(longest: int) -> list[str]:
@@ -556,15 +640,32 @@ def _target_lines(wish: Wish) -> list[str]:
     return [*_line("sla:", why), *(f"  {key}: {seconds:g}" for key, seconds in targets.items())]
 
 
-def _policy_lines(wish: Wish) -> list[str]:
-    rows, tokens = (1024, 8192) if wish.gpu.large else (256, 2048)
+def _policy_lines(wish: Wish, longest: int) -> list[str]:
+    given = wish.server.policy if wish.server else {}
+    limits = _limits(wish.gpu, {key: value for key, (value, _) in given.items()}, longest)
+    usual = {key: (value, "") for key, value in limits.items()}
     return [
         *_line("policy:", "the defaults of vLLM 0.32's server on this GPU"),
         "  name: vllm",
         "  parameters:",
-        f"    max_num_seqs: {rows}",
-        f"    max_num_batched_tokens: {tokens}",
+        *_pairs({**usual, **given}, 4),
     ]
+
+
+def _limits(gpu: Gpu, given: Mapping[str, object], longest: int) -> dict[str, int]:
+    """Return vLLM's limits of a pass where no flag sets them, as its `EngineArgs` makes them: a
+    prompt that is not cut fits in a pass, no pass has more than all rows together, and no more rows
+    run than a pass has tokens.
+    """
+    rows, tokens = gpu.usual_limits
+    given_rows, given_tokens = given.get("max_num_seqs"), given.get("max_num_batched_tokens")
+    if given.get("chunked_prefill") is False:
+        tokens = max(tokens, longest)
+    tokens = min(int(str(given_rows or rows)) * longest, tokens)
+    return {
+        "max_num_seqs": min(rows, int(str(given_tokens or tokens))),
+        "max_num_batched_tokens": tokens,
+    }
 
 
 def _kept(whole: Config, facts: ModelFacts) -> dict[str, object]:

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    field_validator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -86,6 +87,11 @@ def sla_problem(key: str, limit: float) -> str:
 
 
 SAFE_VOCABULARY = 256  # every tokenizer has tokens below this number
+
+
+def is_secret(variable: str) -> bool:
+    """Return whether a variable of the environment holds a secret, by its name."""
+    return re.search(r"(TOKEN|KEY|SECRET|PASSWORD|CREDENTIALS?)$", variable.upper()) is not None
 
 
 # What vLLM stores a KV cache as, in all releases that llmctl was tried with.
@@ -166,8 +172,22 @@ class VllmSpec(Strict):
     )
     drafts: DraftsSpec | None = optional("speculative decoding; None: there is none")
     args: list[str] = Field(
-        [], description="more flags, as on vLLM's command line: ['--swap-space', '4']"
+        [], description="more flags, as on vLLM's command line: ['--seed', '4']"
     )
+    env: dict[str, str] = Field(
+        {},
+        description="variables of its environment, such as VLLM_* that choose kernels; no secrets",
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _check_variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"'{name}' is no name of a variable")
+            if is_secret(name):
+                raise ValueError(f"{name} is a secret; set it where the server starts")
+        return env
 
 
 class ModelSpec(Strict):

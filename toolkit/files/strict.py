@@ -40,6 +40,7 @@ MAX_FILE_BYTES = 1 << 28  # of JSON
 # most similar kinds, share two thirds.
 SAME_KIND = 0.7
 MAX_YAML_BYTES = 1 << 20
+MAX_DOCUMENTS_BYTES = 4 << 20
 MAX_YAML_DEPTH = 16
 
 Location = Sequence[int | str]
@@ -303,6 +304,19 @@ def load_yaml(path: Path) -> object:
             problem = f"character {error.position} is not allowed in YAML: {error.reason}"
         hint = "check the indentation and quotes there"
         raise InputError(f"{path.name}: {problem}", hint) from None
+
+
+def load_documents(path: Path) -> list[object]:
+    """Return the documents of a YAML file that other programs read, too. Raises `InputError` with
+    the line where it is not YAML.
+    """
+    try:
+        return [*yaml.safe_load_all(read_bytes(path, most_bytes=MAX_DOCUMENTS_BYTES))]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        hint = "where it is a template, render it first: helm template"
+        raise InputError(f"{path}{where}: not YAML", hint) from None
 
 
 def yaml_value(text: str, where: str) -> Any:

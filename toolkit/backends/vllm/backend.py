@@ -197,7 +197,7 @@ class VllmBackend:
                 *((flag, f"recipe: {key}") for flag, key in command.settings()),
                 *((flag, f"plan: policy '{policy}'") for flag in scheduling),
             ],
-            environment=NO_TELEMETRY,
+            environment=NO_TELEMETRY | (recipe.engine.vllm.env if recipe.engine.vllm else {}),
             drain=SHUTDOWN,
             health="/health",
             image=image,

@@ -105,7 +105,8 @@ class VllmCommand:
 
     def environment(self, modules: Path) -> dict[str, str]:
         """The child's environment. `modules` is a folder of nothing but llmctl's package."""
-        environment = os.environ | NO_TELEMETRY | {"PYTHONPATH": str(modules), **self.variables}
+        own = {**self._spec.env, "PYTHONPATH": str(modules), **self.variables}
+        environment = os.environ | NO_TELEMETRY | own
         if cpus := self.cpus[0]:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
         return environment | ({"HF_HUB_OFFLINE": "1"} if Path(self.model).is_dir() else {})
