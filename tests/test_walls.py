@@ -19,7 +19,8 @@ FLOORS = {
     "errors": 0, "units": 0, "extras": 0, "engine_traits": 0, "compiled": 0,
     "interrupts": 0, "catalogue": 0, "processes": 0,
     "sched": 1, "laws": 1, "files": 1, "openai": 1,
-    "adopt": 2, "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,
+    "adopt": 2,
+    "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,
     "endpoints": 2,
     "routing": 2, "sim": 3, "profiling": 3, "serve": 3,
     "backends": 4, "api": 4,
@@ -285,8 +286,8 @@ CEILINGS = {
     "sim": 4510, "backends": 3810, "sched": 3420, "cli": 3420, "engines": 2750, "serve": 2740,
     "files": 2520, "traces": 1830, "tuning": 1780, "gateway": 1630, "estimators": 1600,
     "catalogue": 1620, "profiling": 1510, "deploy": 1490, "report": 1140, "openai": 980,
-    "endpoints": 940, "adopt": 650, "workers": 730, "routing": 800, "bench": 660, "laws": 440, "live": 330,
-    "cluster": 320, "processes": 170,
+    "endpoints": 940, "adopt": 650, "workers": 730, "routing": 800, "bench": 660, "laws": 440,
+    "live": 330, "cluster": 320, "processes": 170,
 }  # fmt: skip
 
 
