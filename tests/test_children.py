@@ -31,8 +31,8 @@ sys.stdin.read()
 """
 WORKER = """
 import os, time
-from toolkit.workers.lifeline import end_with_front
-end_with_front(0)
+from toolkit.processes.lifeline import end_with_parent
+end_with_parent()
 print(os.getpid(), flush=True)
 time.sleep(600)
 """

@@ -20,9 +20,11 @@ from toolkit.cluster.workers import RayWorkers, WorkerActor
 from toolkit.engines.protocol import Row, SamplingParams, make_engine, slice_of
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
+from toolkit.processes.channel import FrameCutter, pack
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import PATIENCE
 from toolkit.workers.protocol import (
+    FROM_WORKER,
     FromWorker,
     Interrupt,
     OnEvent,
@@ -35,8 +37,6 @@ from toolkit.workers.protocol import (
     WorkerEvent,
     WorkerLost,
     WorkerReady,
-    front_side,
-    pack,
 )
 
 pytestmark = pytest.mark.slow
@@ -207,8 +207,12 @@ def test_trials_on_the_cluster_give_the_same_results(cluster) -> None:
     assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
 
 
+def frames(data: bytes) -> list[FromWorker]:
+    return list(map(FROM_WORKER.decode, FrameCutter().feed(data)))
+
+
 def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker]:
-    return [found for data in actor.call(number, pack(frame)) for found in front_side().feed(data)]
+    return [found for data in actor.call(number, pack(frame)) for found in frames(data)]
 
 
 def test_an_actor_handles_frames_in_order() -> None:

@@ -115,7 +115,7 @@ class Client:
         """Tokens of three requests that run when the server is told to end."""
         streams = [await self.ask(0, stream=True, max_tokens=60) for _ in range(3)]
         counts = [await self._tokens(stream, 1) for stream in streams]
-        server.signal_end()
+        server.terminate()
         rest = await asyncio.gather(*(self._tokens(stream, 60) for stream in streams))
         return [one + other for one, other in zip(counts, rest, strict=True)]
 

@@ -15,9 +15,11 @@ from toolkit.engines.protocol import (
     StepOutput,
     slice_of,
 )
+from toolkit.processes.channel import MAX_FRAME_BYTES, FrameCutter, pack
 from toolkit.workers.child import RunningPass
 from toolkit.workers.protocol import (
-    MAX_FRAME_BYTES,
+    FROM_WORKER,
+    TO_WORKER,
     Cancel,
     Interrupt,
     PassDone,
@@ -27,20 +29,17 @@ from toolkit.workers.protocol import (
     Start,
     Stop,
     ToWorker,
-    front_side,
-    pack,
-    worker_side,
 )
 
 SAMPLED = SamplingParams(temperature=0.5, seed=-3, stop_token_ids=(1, 2))
-TO_WORKER = [
+SENT = [
     Start("{}"),
     slice_of((Row("a", (1, 2, 70_000), 1, 9, SAMPLED, 4), Row("b", (), 0, 1)), 32, 7),
     Cancel(7, (0,)),
     Stop(),
 ]
 STEP = StepOutput((0, 1), (65, 66), ((1, "length"),))
-FROM_WORKER = [
+ANSWERED = [
     Ready("{}"),
     PassProgress(-1, 7, (STEP, STEP)),
     PassDone(-1, 7, PassOutput(3, ended=(1,), dropped=(0,), ran_out=1), "oom", 0.001),
@@ -50,19 +49,20 @@ FROM_WORKER = [
 
 @given(st.lists(st.integers(1, 40)))
 def test_frames_are_read_however_the_stream_is_cut(sizes: list[int]) -> None:
-    stream = b"".join(map(pack, TO_WORKER))
-    reader = worker_side()
-    got = []
+    stream = b"".join(map(pack, SENT))
+    cutter = FrameCutter()
+    bodies: list[bytes] = []
     for size in sizes:
         piece = stream[:size]
         stream = stream[size:]
-        got += reader.feed(piece)
-    got += reader.feed(stream)
-    assert got == TO_WORKER
+        bodies += cutter.feed(piece)
+    bodies += cutter.feed(stream)
+    assert list(map(TO_WORKER.decode, bodies)) == SENT
 
 
 def test_the_front_reads_the_frames_of_workers() -> None:
-    assert list(front_side().feed(b"".join(map(pack, FROM_WORKER)))) == FROM_WORKER
+    bodies = FrameCutter().feed(b"".join(map(pack, ANSWERED)))
+    assert list(map(FROM_WORKER.decode, bodies)) == ANSWERED
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_front_reads_the_frames_of_workers() -> None:
 )
 def test_an_invalid_frame_is_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        list(worker_side().feed(data))
+        list(map(TO_WORKER.decode, FrameCutter().feed(data)))
 
 
 class FakeChannel:
@@ -89,7 +89,7 @@ class FakeChannel:
     def send(self, frame: PassProgress) -> None:
         self.sent.append(frame)
 
-    def poll(self) -> list[ToWorker]:
+    def poll(self, _: object) -> list[ToWorker]:
         frames = self.inbox
         self.inbox = []
         return frames

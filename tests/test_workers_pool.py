@@ -31,7 +31,8 @@ from toolkit.engines.protocol import (
 )
 from toolkit.errors import EngineError
 from toolkit.files.recipe import ModelSpec
-from toolkit.workers.lifeline import ALIVE, LifeSigns
+from toolkit.processes.channel import Alive
+from toolkit.processes.lifeline import LifeSigns
 from toolkit.workers.pool import (
     MAX_FAILED_LOADS,
     OnFrame,
@@ -40,7 +41,6 @@ from toolkit.workers.pool import (
     WorkerPool,
 )
 from toolkit.workers.protocol import (
-    Alive,
     Cancel,
     Interrupt,
     PassDone,
@@ -51,7 +51,6 @@ from toolkit.workers.protocol import (
     WorkerLost,
     WorkerReady,
     WorkersFailed,
-    pack,
 )
 
 pytestmark = pytest.mark.slow
@@ -555,10 +554,6 @@ def test_a_loading_worker_gives_signs_of_life_only_if_it_works() -> None:
     assert not signs._is_due()
     signs.state = "idle"
     assert signs._is_due()
-
-
-def test_the_bytes_of_a_sign_of_life_are_its_frame() -> None:
-    assert pack(Alive()) == ALIVE
 
 
 FRONT = """

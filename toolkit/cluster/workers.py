@@ -10,28 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit.engines.protocol import EnginePass
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
+from toolkit.processes.channel import Alive, Channel, FrameCutter, pack
+from toolkit.processes.lifeline import LifeSigns
 from toolkit.workers.child import serve
-from toolkit.workers.lifeline import LifeSigns
 from toolkit.workers.pool import Body, Patience, WorkerPool
 from toolkit.workers.process import OnFrame, engine_variables
 from toolkit.workers.protocol import (
-    Alive,
-    FromWorker,
+    FROM_WORKER,
     OnEvent,
     PassProgress,
     Start,
     ToWorker,
-    front_side,
-    pack,
-    worker_side,
 )
 
 # Threads of an actor: the loop, a pass's call, the end of the call before it, and other frames.
@@ -108,69 +105,41 @@ def reason(message: str) -> str:
     return (causes or lines[-1:] or ["the actor ended"])[0][:300]
 
 
-class QueueChannel:
-    """`toolkit.workers.protocol.Channel` between threads. Ray ends an actor when its front is gone.
+class WorkerActor:
+    """A worker's loop (`toolkit.workers.child`) as a Ray actor. Ray ends it when its front is gone.
 
-    Ray may call methods in any order, so frames are numbered and delivered in order.
+    Frames come and go as bytes, each preceded by its length. A pass is one call; its frames stream
+    back as the worker sends them, a few per second.
     """
 
     def __init__(self) -> None:
-        self._inbox: SimpleQueue[ToWorker] = SimpleQueue()
-        self._outbox: SimpleQueue[FromWorker] = SimpleQueue()
-        self._early: dict[int, ToWorker] = {}
+        front, worker = socket.socketpair()
+        self._front = Channel(front)
+        self._worker = Channel(worker)
+        self._early: dict[int, bytes] = {}
         self._next = 0
         self._lock = threading.Lock()
 
-    def deliver(self, number: int, frame: ToWorker) -> None:
-        """Deliver the front's frame `number`, counted from 0, after all earlier frames."""
-        with self._lock:
-            self._early[number] = frame
-            while self._next in self._early:
-                self._inbox.put(self._early.pop(self._next))
-                self._next += 1
-
-    def take(self) -> FromWorker:
-        """Wait for the next frame to the front."""
-        return self._outbox.get()
-
-    def send(self, frame: FromWorker) -> None:
-        self._outbox.put(frame)
-
-    def receive(self) -> ToWorker:
-        return self._inbox.get()
-
-    def poll(self) -> list[ToWorker]:
-        frames = []
-        with contextlib.suppress(Empty):
-            while True:
-                frames.append(self._inbox.get_nowait())
-        return frames
-
-
-class WorkerActor:
-    """A worker's loop (`toolkit.workers.child`) as a Ray actor. Frames are sent as bytes, each
-    preceded by its length.
-
-    A pass is one call; its frames stream back as the worker sends them, a few per second.
-    """
-
-    def __init__(self) -> None:
-        self._channel = QueueChannel()
-
     def serve(self) -> int:
         """Serve until `Stop`, and return the exit code; errors of the engine propagate."""
-        return serve(self._channel, LifeSigns(lambda: self._channel.send(Alive()), idle=False))
+        signs = LifeSigns(lambda: self._worker.send(Alive()), idle=False)
+        return serve(self._worker, signs)
 
     def send(self, number: int, data: bytes) -> None:
-        """Deliver a frame that gets no answer."""
-        for frame in worker_side().feed(data):
-            self._channel.deliver(number, frame)
+        """Deliver the front's frame `number`, counted from 0, after all earlier frames: Ray may
+        call methods in any order.
+        """
+        with self._lock:
+            self._early[number] = data
+            while self._next in self._early:
+                self._front.send_bytes(self._early.pop(self._next))
+                self._next += 1
 
     def call(self, number: int, data: bytes) -> Iterator[bytes]:
         """Deliver a frame that is answered. Yields progress as it comes, then the final frame."""
         self.send(number, data)
         while True:
-            frame = self._channel.take()
+            frame = self._front.receive(FROM_WORKER)
             yield pack(frame)
             if not isinstance(frame, PassProgress | Alive):
                 return
@@ -277,8 +246,8 @@ class ActorBody:
         """Receive the frames that stream back from one call."""
         from ray.exceptions import RayError
 
-        reader = front_side()
+        cutter = FrameCutter()
         with contextlib.suppress(RayError):  # `gone` reports it
             async for answer in answers:
-                for frame in reader.feed(await answer):
-                    self._on_frame(frame)
+                for body in cutter.feed(await answer):
+                    self._on_frame(FROM_WORKER.decode(body))

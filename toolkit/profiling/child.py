@@ -4,48 +4,44 @@ toolkit.profiling.child`.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
 from itertools import cycle
-from typing import IO
 
 from toolkit.engines.protocol import Engine, make_engine, slice_of
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
+from toolkit.processes.channel import Channel, ChannelClosedError
+from toolkit.processes.lifeline import channel_to_parent, end_with_parent
 from toolkit.profiling import process
-from toolkit.workers.lifeline import end_with_front
 
 
 def main() -> None:
     """Load the engine that the first frame names, then answer until the parent ends."""
-    end_with_front(0)  # even if a point blocks the engine
-    requests = os.fdopen(os.dup(0), "rb", buffering=0)
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library's output must not get between two frames
-    try:
-        serve(requests, replies)
-    except (EOFError, BrokenPipeError):
-        os._exit(0)  # the parent has ended, and nothing here needs cleanup
+    end_with_parent()  # even if a point blocks the engine
+    with contextlib.suppress(ChannelClosedError):
+        serve(channel_to_parent())
+    os._exit(0)  # nothing here needs cleanup
 
 
-def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer the frames in `requests`. Raises `EOFError` at their end."""
-    load = process.read_frame(requests, process.REQUESTS)
+def serve(channel: Channel) -> None:
+    """Answer the frames of a channel. Raises `ChannelClosedError` at their end."""
+    load = channel.receive(process.REQUESTS)
     assert isinstance(load, process.LoadEngine)
     recipe = Recipe.model_validate_json(load.recipe_json)
     try:
         engine = make_engine(recipe.model, recipe.engine, recipe.hardware)
     except LlmctlError as error:
-        process.write_frame(replies, process.Failed(error.message, error.hint, error.exit_code))
+        channel.send(process.Failed(error.message, error.hint, error.exit_code))
         return
     bench = process.LocalTimedEngine(engine, recipe.profile.clock)
-    process.write_frame(replies, process.Returned(bench.facts.model_dump_json()))
+    channel.send(process.Returned(bench.facts.model_dump_json()))
     while True:
-        request = process.read_frame(requests, process.REQUESTS)
+        request = channel.receive(process.REQUESTS)
         if isinstance(request, process.KeepBusy):
-            _keep_busy(engine, request, requests)
+            _keep_busy(engine, request)
         else:
-            process.write_frame(replies, _answer(bench, request))
+            channel.send(_answer(bench, request))
 
 
 def _answer(bench: process.LocalTimedEngine, request: process.Request) -> process.Reply:
@@ -62,17 +58,11 @@ def _answer(bench: process.LocalTimedEngine, request: process.Request) -> proces
         return process.Failed(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _keep_busy(engine: Engine, work: process.KeepBusy, requests: IO[bytes]) -> None:
-    """Serve slices until a request or the end of the stream can be read."""
-
-    def undisturbed(_: object = None) -> bool:
-        return not select.select([requests], [], [], 0)[0]
-
+def _keep_busy(engine: Engine, work: process.KeepBusy) -> None:
+    """Serve slices until the process is ended."""
     for shape in cycle(work.shapes):
-        if not undisturbed():
-            return
         rows = process.slice_rows(shape, engine.facts.vocab_size)
-        engine.run(slice_of(rows, shape.steps), undisturbed)
+        engine.run(slice_of(rows, shape.steps), lambda _: True)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,21 @@
 """An engine under measurement, in a process of its own.
 
 A probe past the memory edge or a bug in a kernel may kill that process; the profile goes on, with a
-new one. The child ends when its stdin does, so it never outlives the profile.
+new one.
 
 Order: what profiling needs of an engine (`TimedEngine`, `ProfileBench`), the frames between parent
-and child (msgspec structs, length first, over the child's stdin and stdout), `EngineProcess`, and
-`busy_neighbours`, other engines that run during a measurement.
+and child, `EngineProcess`, and `busy_neighbours`, other engines that run during a measurement.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
+import socket
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 from pydantic import Field
@@ -42,6 +39,8 @@ from toolkit.files.profile import (
 )
 from toolkit.files.recipe import Recipe
 from toolkit.files.strict import Strict
+from toolkit.processes.channel import Channel, ChannelClosedError
+from toolkit.processes.child import Child
 from toolkit.profiling.grid import GridPoint, SliceShape
 from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
@@ -211,7 +210,7 @@ class Admit(msgspec.Struct, tag=True, frozen=True):
 
 
 class KeepBusy(msgspec.Struct, tag=True, frozen=True):
-    """Serve these slices over and over until the stream ends. There is no reply."""
+    """Serve these slices over and over until the process is ended. There is no reply."""
 
     shapes: tuple[SliceShape, ...]
 
@@ -232,29 +231,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 Request = LoadEngine | Time | Fits | Admit | KeepBusy
 Reply = Returned | Failed
-Frame = TypeVar("Frame")
 Result = TypeVar("Result")
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-def write_frame(stream: IO[bytes], frame: Request | Reply) -> None:
-    """Write the length, four bytes, and the frame."""
-    body = msgspec.msgpack.encode(frame)
-    stream.write(len(body).to_bytes(4, "big") + body)
-    stream.flush()
-
-
-def read_frame(stream: IO[bytes], decoder: msgspec.msgpack.Decoder[Frame]) -> Frame:
-    """The next frame. Raises `EOFError` if the process that writes has ended."""
-    head = stream.read(4)
-    size = int.from_bytes(head, "big")
-    body = stream.read(size)
-    if len(head) < 4 or len(body) < size:
-        raise EOFError
-    return decoder.decode(body)
-
 
 COMMAND = (sys.executable, "-m", "toolkit.profiling.child")
 DEATHS_MAX = 5  # per profile: if every point kills its process, the fault is elsewhere
@@ -273,27 +253,21 @@ class EngineProcess(ProfileBench):
     def __init__(self, recipe: Recipe) -> None:
         self._recipe_json = recipe.model_dump_json()
         self._environment = engine_environment(recipe.engine.threads, recipe.hardware.device)
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._deaths = 0
 
     def start(self) -> None:
         """Start the child, which begins to load its engine."""
-        self._child = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent
-            env=self._environment,
-        )
-        self._requests = cast(IO[bytes], self._child.stdin)
-        self._replies = cast(IO[bytes], self._child.stdout)
+        ours, theirs = socket.socketpair()
+        self._child = Child(COMMAND, self._environment, gives=theirs, shows=True)
+        self._channel = Channel(ours)
         self._send(LoadEngine(self._recipe_json))
 
     def wait(self) -> None:
         """Wait until the engine is loaded. Raises `EngineError` or `InputError` if it cannot be."""
         try:
-            reply = read_frame(self._replies, REPLIES)
-        except EOFError:
+            reply = self._channel.receive(REPLIES)
+        except ChannelClosedError:
             why = f"the engine's process ended while it loaded: {self._end()}"
             raise EngineError(why) from None
         if isinstance(reply, Failed):
@@ -338,8 +312,8 @@ class EngineProcess(ProfileBench):
     def _request(self, request: Request, kind: type[Result]) -> Result:
         self._send(request)
         try:
-            reply = read_frame(self._replies, REPLIES)
-        except EOFError:
+            reply = self._channel.receive(REPLIES)
+        except ChannelClosedError:
             reason = self._end()
             self._deaths += 1
             if self._deaths >= DEATHS_MAX:
@@ -355,9 +329,9 @@ class EngineProcess(ProfileBench):
         return msgspec.convert(reply.result, kind)
 
     def _send(self, request: Request) -> None:
-        # A dead child is noticed by the end of file in the place of its reply.
-        with contextlib.suppress(BrokenPipeError):
-            write_frame(self._requests, request)
+        # A dead child is noticed by the end of the channel in the place of its reply.
+        with contextlib.suppress(ChannelClosedError):
+            self._channel.send(request)
 
     def _end(self) -> str:
         """Reap the child and return how it ended. Also end what it has started: the other ranks of
@@ -366,15 +340,8 @@ class EngineProcess(ProfileBench):
         child = self._child
         self._child = None
         assert child
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(END_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)  # its group: it leads a session of its own
-        code = child.wait()
-        self._replies.close()
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
-        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+        self._channel.close()
+        return child.end(END_S)
 
 
 @contextlib.contextmanager

@@ -3,21 +3,20 @@
 It ensures that it ends with its front before it imports anything that takes time.
 """
 
-import socket
 import sys
 
-from toolkit.workers.lifeline import ALIVE, FrontSocket, LifeSigns, end_with_front
+from toolkit.processes.channel import Alive
+from toolkit.processes.lifeline import LifeSigns, channel_to_parent, end_with_parent
 
 
 def main() -> int:
     """Serve the socket with the file descriptor in the only argument."""
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    end_with_front(sock.fileno())
-    line = FrontSocket(sock)
-    signs = LifeSigns(lambda: line.send(ALIVE))
+    end_with_parent()
+    channel = channel_to_parent()
+    signs = LifeSigns(lambda: channel.send(Alive()))
     from toolkit.workers.child import run
 
-    return run(line, signs)
+    return run(channel, signs)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 One thread does the work. Between two steps it reads frames from the front, so that a cancelled
 pass stops. An unexpected error ends the process, because the engine's state is then unknown and
 the front can start another process. Other threads send signs of life and end the process with its
-front (`toolkit.workers.lifeline`).
+front (`toolkit.processes.lifeline`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from toolkit.engines.protocol import (
 )
 from toolkit.errors import LlmctlError
 from toolkit.files.recipe import Recipe
+from toolkit.processes.channel import Channel, ChannelClosedError
+from toolkit.processes.lifeline import LifeSigns
 from toolkit.sched.types import Failure
-from toolkit.workers.lifeline import FrontSocket, LifeSigns
 from toolkit.workers.protocol import (
+    TO_WORKER,
     Cancel,
-    Channel,
-    FrontGoneError,
     Interrupt,
     PassDone,
     PassProgress,
     Ready,
     Refused,
-    SocketChannel,
     Start,
     Stop,
 )
@@ -82,7 +81,7 @@ class RunningPass:
         self._report(step)
         wanted = self._wanted
         goes_on = True
-        for frame in self._channel.poll():
+        for frame in self._channel.poll(TO_WORKER):
             if isinstance(frame, Stop):
                 self.stops = True
             elif isinstance(frame, Interrupt) and frame.pass_id == self._pass_id:
@@ -123,7 +122,7 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
 
     `signs` gets the worker's state, which decides whether it sends signs of life.
     """
-    start = channel.receive()
+    start = channel.receive(TO_WORKER)
     if not isinstance(start, Start):
         raise ValueError(f"the first frame must be 'start', not {start}")
     recipe = Recipe.model_validate_json(start.recipe)
@@ -137,7 +136,7 @@ def serve(channel: Channel, signs: LifeSigns) -> int:
     running = RunningPass(channel, recipe.engine.flush_s, time.perf_counter)
     ended_s: float | None = None  # the last pass
     while True:
-        frame = channel.receive()
+        frame = channel.receive(TO_WORKER)
         if isinstance(frame, Stop):
             return 0
         if not isinstance(frame, EnginePass):
@@ -162,13 +161,13 @@ def _load(recipe: Recipe) -> Engine:
     return engine
 
 
-def run(line: FrontSocket, signs: LifeSigns) -> int:
-    """Serve a front over a socket. Returns the exit code."""
+def run(channel: Channel, signs: LifeSigns) -> int:
+    """Serve a front over a channel. Returns the exit code."""
     # The front decides when to end, also if the worker's own process group gets SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return serve(SocketChannel(line), signs)
-    except FrontGoneError:
+        return serve(channel, signs)
+    except ChannelClosedError:
         return 0
     except Exception:  # noqa: BLE001  (the process ends here; the front keeps the end of stderr)
         traceback.print_exc()

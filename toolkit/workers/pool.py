@@ -20,6 +20,7 @@ from toolkit.engines.protocol import EnginePass
 from toolkit.errors import EngineError, LlmctlError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
+from toolkit.processes.channel import Alive
 from toolkit.processes.supervisor import Supervisor
 from toolkit.workers.process import (
     GPUS_VARIABLE,
@@ -30,7 +31,6 @@ from toolkit.workers.process import (
     visible_gpus,
 )
 from toolkit.workers.protocol import (
-    Alive,
     Cancel,
     FromWorker,
     Interrupt,

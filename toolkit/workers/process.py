@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
-from toolkit.workers.protocol import FromWorker, Start, ToWorker, front_side, pack
+from toolkit.processes.channel import AsyncChannel
+from toolkit.processes.child import Child
+from toolkit.workers.protocol import FROM_WORKER, FromWorker, Start
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -127,29 +124,24 @@ THREAD_VARIABLES = (
 )
 # The first is the name that all supported versions of torch read.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-STDERR_TAIL_BYTES = 1 << 13
 # From closing the socket to exiting: an interpreter that has loaded torch needs this to end.
 EXIT_GRACE_S = 5.0
-STDERR_DRAIN_S = 1.0  # a grandchild may hold stderr open without end
-
-# These threads never end: when the thread that started a child ends, Linux regards the child's
-# parent as ended.
-_SPAWNERS = ThreadPoolExecutor(4, "spawner")
 
 OnFrame = Callable[[FromWorker], None]
 
 
+COMMAND = (sys.executable, "-m", "toolkit.workers")
+
+
 class WorkerProcess:
-    """A child that runs `toolkit.workers`: it is started once, with `spawn`, and ends once.
+    """A child that runs `toolkit.workers`, and the channel to it: a `toolkit.workers.pool.Body`."""
 
-    It ends when the socket closes, and Linux kills it when the front ends
-    (`toolkit.workers.lifeline`).
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], link: _Link, errors: _Tail) -> None:
-        self._process = process
-        self._link = link
-        self._errors = errors
+    def __init__(self, child: Child, channel: AsyncChannel[FromWorker]) -> None:
+        self.pid = child.pid
+        self.send = channel.send
+        self.kill = child.kill
+        self._child = child
+        self._channel = channel
 
     @classmethod
     async def spawn(
@@ -157,32 +149,15 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Start a child with this environment. `on_frame` gets its frames."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        transport, link = await loop.create_unix_connection(lambda: _Link(on_frame), sock=ours)
+        channel = AsyncChannel(FROM_WORKER, on_frame)
+        await channel.open(ours)
         try:
-            process = await loop.run_in_executor(_SPAWNERS, _start, theirs, environment)
-            _, errors = await loop.connect_read_pipe(_Tail, process.stderr)
-        except BaseException:  # also when cancelled: closing ends the child, if it was started
-            transport.close()
+            child = await asyncio.to_thread(Child, COMMAND, environment, gives=theirs)
+        except BaseException:  # also when cancelled
+            channel.close()
             raise
-        worker = cls(process, link, errors)
-        worker.send(start)
-        return worker
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, frame: ToWorker) -> None:
-        """Queue a frame. It is lost if the process has ended."""
-        self._link.send(frame)
-
-    def kill(self) -> None:
-        """Send SIGKILL to the child and all processes that it started, if the child still runs."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        channel.send(start)
+        return cls(child, channel)
 
     async def gone(self) -> str:
         """Wait until the child has ended, and reap it. Returns why it ended, in one line.
@@ -190,90 +165,8 @@ class WorkerProcess:
         A child that has closed its socket has nothing left to do, and is killed if it does not exit
         within `EXIT_GRACE_S`.
         """
-        await self._link.closed
-        try:
-            code = await asyncio.to_thread(self._process.wait, EXIT_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = await asyncio.to_thread(self._process.wait)
-        await asyncio.wait((self._errors.closed,), timeout=STDERR_DRAIN_S)
-        self._errors.close()
-        if code < 0:
-            try:
-                return f"killed by {signal.Signals(-code).name}"
-            except ValueError:
-                return f"killed by signal {-code}"
-        stderr = self._errors.tail.decode(errors="replace")
-        lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-        return f"exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
-
-
-def _start(theirs: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a child that gets the socket `theirs`, which is closed here.
-
-    This runs on a thread. On the event loop, starting a child copies the page tables of this
-    process, and the loop stands still until the child's interpreter is found: 27 to 45 ms for a
-    process of 400 MB, and 105 ms for 2 GB. On a thread the child shares this process's memory until
-    then, and the loop runs on.
-    """
-    with theirs:
-        return subprocess.Popen(
-            (sys.executable, "-m", "toolkit.workers", str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment,
-            # `kill` ends this group, with all that the child starts. Ctrl-C reaches only the front.
-            process_group=0,
-        )
-
-
-class _Stream(asyncio.Protocol):
-    """A connection to a child, and a future for its end."""
-
-    def __init__(self) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport has the same methods but is not a subclass.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-
-class _Tail(_Stream):
-    """The end of what a child writes to its stderr."""
-
-    tail = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.tail = (self.tail + data)[-STDERR_TAIL_BYTES:]
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
-class _Link(_Stream):
-    """The front's end of the socket: cuts frames, and sends them."""
-
-    def __init__(self, on_frame: OnFrame) -> None:
-        super().__init__()
-        self._on_frame = on_frame
-        self._reader = front_side()
-
-    def data_received(self, data: bytes) -> None:
-        for frame in self._reader.feed(data):
-            self._on_frame(frame)
-
-    def send(self, frame: ToWorker) -> None:
-        if self._transport is not None:
-            self._transport.write(pack(frame))
+        await self._channel.closed
+        return await asyncio.to_thread(self._child.end, EXIT_GRACE_S)
 
 
 def engine_environment(threads: int | None, device: str) -> dict[str, str]:

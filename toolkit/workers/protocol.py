@@ -5,20 +5,17 @@ and the events that report their results. Below it are the frames that carry bot
 from __future__ import annotations
 
 import math
-import socket
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
 from toolkit.engines.protocol import EnginePass, PassOutput, StepOutput
 from toolkit.errors import EngineError
 from toolkit.files.profile import EngineFacts
+from toolkit.processes.channel import Alive
 from toolkit.sched.types import Failure
-from toolkit.workers.lifeline import FrontSocket
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,11 +107,7 @@ class Workers(Protocol):
         ...
 
 
-# The frames between the front and a worker: typed msgpack structs, each preceded by its length.
-# Nothing is unpickled, and any other frame is an error.
-
-MAX_FRAME_BYTES = 1 << 28
-_HEAD_BYTES = 4
+# The frames between the front and a worker.
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -153,111 +146,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     hint: str
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """A sign of life. `toolkit.workers.lifeline` has its bytes."""
-
-
 ToWorker = Start | EnginePass | Interrupt | Cancel | Stop
 FromWorker = Alive | Ready | Refused | PassProgress | PassDone
-Frame = TypeVar("Frame")
-
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def pack(frame: ToWorker | FromWorker) -> bytes:
-    """The frame's bytes, preceded by its length."""
-    body = _ENCODER.encode(frame)
-    return len(body).to_bytes(_HEAD_BYTES, "big") + body
-
-
-class FrameReader(Generic[Frame]):
-    """Cuts a stream of bytes into frames. It does no I/O, so both ends use it."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Frame]) -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete now. Raises `ValueError` for an invalid frame."""
-        self._buffer += data
-        while len(self._buffer) >= _HEAD_BYTES:
-            size = int.from_bytes(self._buffer[:_HEAD_BYTES], "big")
-            if size > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
-            end = _HEAD_BYTES + size
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_HEAD_BYTES:end])
-            del self._buffer[:end]
-            yield self._decoder.decode(body)
-
-
-def worker_side() -> FrameReader[ToWorker]:
-    return FrameReader(msgspec.msgpack.Decoder(ToWorker))
-
-
-def front_side() -> FrameReader[FromWorker]:
-    return FrameReader(msgspec.msgpack.Decoder(FromWorker))
-
-
-_RECEIVE_BYTES = 1 << 16
-
-
-class FrontGoneError(Exception):
-    """The front has closed the connection, so the worker has no more work."""
-
-
-class Channel(Protocol):
-    """A worker's end of the connection: frames in order. All methods raise `FrontGoneError` when
-    the front has closed it.
-    """
-
-    def send(self, frame: FromWorker) -> None:
-        """Send a frame; this may block."""
-        ...
-
-    def receive(self) -> ToWorker:
-        """Wait for the next frame."""
-        ...
-
-    def poll(self) -> list[ToWorker]:
-        """The frames that have arrived, without waiting."""
-        ...
-
-
-class SocketChannel:
-    """`Channel` over a socket."""
-
-    def __init__(self, line: FrontSocket) -> None:
-        self._line = line
-        self._socket = line.socket
-        self._reader = worker_side()
-        self._waiting: deque[ToWorker] = deque()
-
-    def send(self, frame: FromWorker) -> None:
-        try:
-            self._line.send(pack(frame))
-        except (BrokenPipeError, ConnectionResetError):
-            raise FrontGoneError from None
-
-    def receive(self) -> ToWorker:
-        while not self._waiting:
-            self._receive(0)
-        return self._waiting.popleft()
-
-    def poll(self) -> list[ToWorker]:
-        with suppress(BlockingIOError):
-            while True:
-                self._receive(socket.MSG_DONTWAIT)
-        frames = list(self._waiting)
-        self._waiting.clear()
-        return frames
-
-    def _receive(self, flags: int) -> None:
-        try:
-            data = self._socket.recv(_RECEIVE_BYTES, flags)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise FrontGoneError
-        self._waiting.extend(self._reader.feed(data))
+TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -490,7 +490,7 @@ def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: Eng
     notice_end_s = now_s() + ending.notice_s
     while signals.count < 2 and now_s() < notice_end_s:
         time.sleep(min(POLL_EVERY_S, ending.notice_s))
-    server.signal_end()
+    server.terminate()
     deadline_s = now_s() + ending.timeout_s
     while signals.count < 2 and now_s() < deadline_s and server.wait(POLL_EVERY_S) is None:
         if now_s() - asked_s >= ASK_EVERY_S:

@@ -7,16 +7,12 @@ parameters of policy `vllm` as vLLM's own flags.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +32,7 @@ from toolkit.backends.vllm.touched import (
 )
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import Recipe, VllmSpec
+from toolkit.processes.child import Child
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, parameters
 from toolkit.sched.policies.vllm import FLAGS
@@ -179,38 +176,27 @@ LOAD_S = 1800.0  # a large model from a slow disk, and its compilation
 POLL_READY_S = 0.25
 STOP_S = 30.0  # from SIGTERM to SIGKILL
 STOP_LOADING_S = 5.0  # while it loads, and for processes that it leaves behind
-POLL_GROUP_S = 0.02
-TAIL_LINES = 400  # vLLM prints two long tracebacks after the cause
 HEALTH_TIMEOUT_S = 5.0
 
 
-class VllmServer:
-    """A running server. Its last output is kept for errors; unless `quiet`, all is shown, too."""
+class VllmServer(Child):
+    """A running server. Unless `quiet`, all that it prints is shown.
+
+    Ctrl-C is for llmctl, which ends it in order. Its input ends with llmctl, and then its watcher
+    ends the whole group (`toolkit.backends.vllm.child`).
+    """
+
+    vague = (*Child.vague, "Engine core initialization failed")
 
     def __init__(
         self, command: VllmCommand, host: str, port: int, *, quiet: bool, folder: Path
     ) -> None:
         self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-        self._quiet = quiet
         self._ready = False
-        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._engine_cpus, self._other_cpus = command.cpus
         link_package(folder)
-        # It has its own session: Ctrl-C is for llmctl, which ends it in order. Its input ends with
-        # llmctl, and then its watcher ends the whole session (`toolkit.backends.vllm.child`).
-        self._child = subprocess.Popen(
-            command.words(host, port),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=command.environment(folder),
-            cwd=folder,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
-        self._reader = threading.Thread(target=self._keep_output, daemon=True)
-        self._reader.start()
+        words = command.words(host, port)
+        super().__init__(words, command.environment(folder), folder, shows=not quiet)
 
     def wait_until_ready(self) -> None:
         """Wait until it answers. Raises `EngineError` with its own error line if it ends before, or
@@ -221,7 +207,7 @@ class VllmServer:
             if not self.running:
                 raise self.died("while it loaded")
             if time.monotonic() > deadline_s:
-                raise EngineError(f"vLLM was not ready within {LOAD_S:g} s: {self._error_line()}")
+                raise EngineError(f"vLLM was not ready within {LOAD_S:g} s: {self.last_words()}")
             time.sleep(POLL_READY_S)
         self._ready = True
         self._keep_engine_cpus_free()
@@ -237,62 +223,16 @@ class VllmServer:
         except (httpx.HTTPError, InputError):
             return False
 
-    @property
-    def running(self) -> bool:
-        """Whether the process has not ended."""
-        return self._child.poll() is None
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Its exit code; None if it has not ended within `timeout_s`."""
-        try:
-            return self._child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
     def died(self, when: str) -> EngineError:
         """The error that says how it ended."""
         return EngineError(f"vLLM ended {when} ({self.ended_by()})", "its own output says more")
 
-    def ended_by(self) -> str:
-        """Its exit code or signal, and its last words about an error. It must have ended."""
-        code = self._child.wait()
-        self._reader.join(HEALTH_TIMEOUT_S)
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return f"{how}: {self._error_line()}"
-
-    def signal_end(self) -> None:
-        """Send SIGTERM: it refuses new requests and drops running ones."""
-        if self.running:
-            self._child.terminate()
-
-    def kill(self) -> None:
-        """End it at once, with every process of its session: it hangs, and could not drain."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-
     def stop(self) -> None:
-        """End it, by force if necessary, with every process of its session. While it loads it waits
+        """End it, by force if necessary, with every process of its group. While it loads it waits
         for its engine and ignores signals (vLLM 0.32).
         """
-        self.signal_end()
-        if self.wait(STOP_S if self._ready else STOP_LOADING_S) is None:
-            self._child.kill()
-            self._child.wait()
-        group = self._child.pid
-        deadline_s = time.monotonic() + STOP_LOADING_S
-        # A server that was killed leaves its engine behind, in the session of the same number.
-        with contextlib.suppress(ProcessLookupError):  # no process is left
-            os.killpg(group, signal.SIGTERM)
-            while time.monotonic() < deadline_s:
-                time.sleep(POLL_GROUP_S)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(-group, os.WNOHANG)  # process 1 of a container inherits orphans
-                os.killpg(group, 0)
-            os.killpg(group, signal.SIGKILL)
-        if self._child.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._child.stdin.close()
-        self._reader.join(HEALTH_TIMEOUT_S)
+        self.terminate()
+        self.end(STOP_S if self._ready else STOP_LOADING_S, rest_s=STOP_LOADING_S)
 
     def _keep_engine_cpus_free(self) -> None:
         """Move all processes but the engine off the CPUs that the engine's threads are bound to.
@@ -303,30 +243,13 @@ class VllmServer:
         """
         if not self._other_cpus:
             return
-        server = psutil.Process(self._child.pid)
+        server = psutil.Process(self.pid)
         for process in (server, *server.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if process.cpu_affinity() == self._engine_cpus:
                     continue
                 for thread in process.threads():
                     os.sched_setaffinity(thread.id, self._other_cpus)
-
-    def _keep_output(self) -> None:
-        assert self._child.stdout is not None
-        with self._child.stdout as stream:
-            for line in stream:
-                self._tail.append(line.rstrip())
-                if not self._quiet:
-                    print(line, end="", file=sys.stderr)
-
-    def _error_line(self) -> str:
-        """The last line that names an error, else the last line."""
-        lines = [line for line in self._tail if line.strip()]
-        vague = "Engine core initialization failed"
-        named = [
-            line for line in lines if "Error" in line and not ("raise " in line or vague in line)
-        ]
-        return (named or lines or ["no output"])[-1].strip()[-300:]
 
 
 @contextlib.contextmanager

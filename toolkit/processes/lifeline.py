@@ -1,8 +1,7 @@
-"""A worker's link to its front: signs of life while it loads or is idle, and the end of the process
-when the front is gone.
+"""The child's side: its channel, its end with its parent, and its signs of life.
 
-Threads do both, so the engine cannot block them on the main thread. A worker's process imports this
-module first, before anything that may hang, so its list of imports is short.
+Threads do the last two, so an engine cannot block them on the main thread. A child imports this
+module first, before anything that may hang.
 """
 
 from __future__ import annotations
@@ -17,33 +16,25 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from toolkit.processes.channel import Channel
+
 SIGN_EVERY_S = 0.5
-# The bytes of the frame `Alive`: importing its class takes half a second.
-ALIVE = b"\x00\x00\x00\x0c\x81\xa4type\xa5alive"
 CPU_S_MIN = 0.001  # less CPU time between two checks does not count as work
 PR_SET_PDEATHSIG = 1
 State = Literal["loading", "idle", "busy"]
 
 
-class FrontSocket:
-    """The socket to the front, on which several threads may send."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        self._lock = threading.Lock()
-
-    def send(self, data: bytes) -> None:
-        """Send `data`. Raises `BrokenPipeError` or `ConnectionResetError` if the front is gone."""
-        with self._lock:
-            self.socket.sendall(data)
+def channel_to_parent() -> Channel:
+    """Return the channel over the socket that the last word of the command line numbers."""
+    return Channel(socket.socket(fileno=int(sys.argv[-1])))
 
 
-def end_with_front(descriptor: int) -> None:
-    """End this process from now on when the other end of a socket or pipe closes, or when its
-    parent ends.
+def end_with_parent(pipe: int = 0) -> None:
+    """End this process when its parent ends, or closes the other end of `pipe`: standard input, of
+    a `Child`.
 
-    In the second case Linux kills it, even if it is stopped or its engine holds Python's lock. On
-    other systems only the thread notices, which does not run in such a process.
+    When the parent ends Linux kills this process, even if it is stopped or its engine holds
+    Python's lock. On other systems only the thread notices, which does not run in such a process.
     """
     if sys.platform == "linux":
         import ctypes
@@ -52,8 +43,7 @@ def end_with_front(descriptor: int) -> None:
 
     def end() -> None:
         poll = select.poll()
-        # POLLHUP and POLLERR are always reported.
-        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
+        poll.register(pipe, 0)  # POLLHUP and POLLERR are always reported
         poll.poll()
         os._exit(0)  # nothing needs cleaning up, and the main thread may hang
 
@@ -63,14 +53,14 @@ def end_with_front(descriptor: int) -> None:
 class LifeSigns:
     """Sends signs of life from a thread, at most one every `SIGN_EVERY_S`.
 
-    - While the worker loads: only if it has worked since the last sign, that is, it or its child
-      processes have used CPU time, or it has read bytes. A load that hangs gives no signs.
+    - While the child loads: only if it has worked since the last sign, that is, it or its own
+      children have used CPU time, or it has read bytes. A load that hangs gives no signs.
     - While it is idle: always.
     - While it is busy: never, because its steps are signs.
 
     Args:
-        send: sends a sign; raises `OSError` if the front is gone.
-        idle: whether to send signs while the worker is idle.
+        send: sends a sign; raises `OSError` if the parent is gone.
+        idle: whether to send signs while the child is idle.
     """
 
     def __init__(self, send: Callable[[], None], *, idle: bool = True) -> None:
@@ -89,7 +79,7 @@ class LifeSigns:
                     self._send()
                 self._pause.wait(SIGN_EVERY_S)
         except OSError:
-            pass  # the front is gone, which `end_with_front` notices
+            pass  # the parent is gone, which `end_with_parent` notices
 
     def _is_due(self) -> bool:
         if self.state != "loading":
@@ -107,7 +97,9 @@ class LifeSigns:
 
 
 def _bytes_read() -> int:
-    """Bytes that all other threads have read, by any system call; 0 if that is not counted."""
+    """Return the bytes that all other threads have read, by any system call; 0 if that is not
+    counted.
+    """
 
     def read_by(task: str) -> int:
         with open(f"/proc/{task}/io", "rb", buffering=0) as file:
@@ -120,7 +112,7 @@ def _bytes_read() -> int:
 
 
 def _children_s() -> float:
-    """CPU seconds of this process's descendants, such as compilers and other ranks."""
+    """Return the CPU seconds of this process's descendants, such as compilers and other ranks."""
     import psutil
 
     total = 0.0
