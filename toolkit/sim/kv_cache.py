@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd, lcm
 
-from mypy_extensions import mypyc_attr
-
 from toolkit.catalogue.caches import FULL_KINDS
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.errors import InputError
@@ -134,8 +132,8 @@ class CachedRow:
         content: the last node of its prompt and output; None: it shares nothing.
         path: the nodes from its first token on; empty without prefix caching.
         tables: one for each group.
-        junction: some groups have this many of its first tokens, but not all; 0: there is no such
-            place.
+        junction: some groups had this many of its first tokens when it was looked up, but not all;
+            0: there is no such place.
         preempted: whether it ever lost its blocks to another row.
     """
 
@@ -436,10 +434,11 @@ class FullGroup:
         """Return what a row finds in each of `groups`, all of this kind, and the tokens up to its
         end, at most `most`.
         """
-        hits = [group.leading(row, 0, most // self.block) for group in groups]
-        stop = min([hit.stop for hit in hits])
-        whole = self.cache.whole
-        tokens = stop * self.block // whole * whole
+        first = self.skipped(most) // self.block  # earlier blocks may be missing
+        hits = [group.leading(row, first, most // self.block) for group in groups]
+        tokens = min([hit.stop for hit in hits]) * self.block
+        if self.is_full:
+            tokens = tokens // self.cache.whole * self.cache.whole
         for hit in hits:
             hit.cut(ceil_div(tokens, self.block))
         return hits, tokens
@@ -549,12 +548,11 @@ class WindowGroup(FullGroup):
         tail: list[list[Run]] = []  # the blocks of each place, from the right
         place = most // size - 1
         while place >= 0 and len(tail) < max(self.tail, 1):
-            there = [group.at(row, place) for group in groups]
-            found = [run for run in there if run is not None]
-            if len(found) < len(groups):
-                tail = []
-            elif tail or not (place + 1) * size % self.cache.whole:
-                tail.append(found)
+            if tail or (place + 1) * size % self.cache.whole == 0:
+                there = [group.at(row, place) for group in groups]
+                tail.append([run for run in there if run is not None])
+                if len(tail[-1]) < len(groups):
+                    tail = []
             place -= 1
         hits = [Hit(place + 1 if tail else 0) for _ in groups]
         for blocks in reversed(tail):
@@ -589,16 +587,6 @@ class ChunkGroup(FullGroup):
     def skipped(self, tokens: int) -> int:
         return tokens // self.window * self.window
 
-    def find(self, row: CachedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:
-        """Return the blocks from the current chunk's first one on; earlier ones may be missing."""
-        size = self.block
-        first = self.skipped(most) // size
-        hits = [group.leading(row, first, most // size) for group in groups]
-        stop = min([hit.stop for hit in hits])
-        for hit in hits:
-            hit.cut(stop)
-        return hits, stop * size
-
 
 class OneStateGroup(FullGroup):
     """States without prefix caching (mode `none`): a row holds a block, and one for each draft."""
@@ -619,9 +607,10 @@ class OneStateGroup(FullGroup):
         super().allocate(row, tokens + self.drafts)
 
 
-class StateGroup(FullGroup):
+class StateGroup(WindowGroup):
     """States with prefix caching (mode `align`): Mamba layers, linear attention. A block holds the
-    state behind its last token, and chunks end where blocks end.
+    state behind its last token, and chunks end where blocks end. A state is given back, kept and
+    found like a window's tail of one block.
 
     Attributes:
         checkpoints: whether a layer can also keep a state inside a chunk.
@@ -632,15 +621,13 @@ class StateGroup(FullGroup):
 
     def __init__(self, number: int, group: CacheGroup, cache: KVCache) -> None:
         super().__init__(number, group, cache)
-        self.is_full = False
+        self.window = STATE_WINDOW
+        self.tail = 1
         self.checkpoints = group.checkpoints > 0
         self.new: set[tuple[Node | None, int]] = set()
 
     def table(self) -> BlockTable:
         return StateTable()
-
-    def skipped(self, tokens: int) -> int:
-        return max(tokens - 1, 0)
 
     def needed(
         self, row: CachedRow, tokens: int, hit: Hit | None, computed: int, whole: bool
@@ -699,30 +686,15 @@ class StateGroup(FullGroup):
 
     def register(self, row: CachedRow, tokens: int) -> None:
         table = self._table(row)
-        unit = self.cache.unit
-        stop = min(tokens, row.known // unit * unit) // self.block
         before = table.looked
-        if stop > before:
-            for first, last in self.kept(row, before, stop):
-                for place in range(first, last):
-                    if place in table.states:
-                        self._give_key(row, table.states[place], (place + 1) * self.block)
-            table.looked = stop
+        super().register(row, tokens)
         self._register_inner(row, table, tokens)
         for place in range(before, table.looked):
             if place in table.states and table.states[place].node is not None:
                 self.new.add((table.states[place].node, table.states[place].first))
 
     def kept(self, row: CachedRow, start: int, stop: int) -> list[tuple[int, int]]:
-        if self.cache.retention is None:
-            return [(start, stop)]
-        whole = self.cache.whole
-        found = {place for place in range(start, stop) if self._is_kept(place)}
-        for tokens in _returns(row):
-            place = tokens // whole * whole // self.block - 1
-            if start <= place < stop:
-                found.add(place)
-        return [(place, place + 1) for place in sorted(found)]
+        return [(start, stop)] if self.cache.retention is None else super().kept(row, start, stop)
 
     def _is_kept(self, place: int) -> bool:
         """Return whether a state is kept though no known request returns to it."""
@@ -737,28 +709,8 @@ class StateGroup(FullGroup):
             self.pool.give(table.states[place], table)
         row.tables[self.number] = self.table()
 
-    def find(self, row: CachedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:
-        """Return the last cached state at an end of blocks of all groups."""
-        size = self.block
-        for place in range(most // size - 1, -1, -1):
-            if (place + 1) * size % self.cache.whole:
-                continue
-            found = [group.at(row, place) for group in groups]
-            if all(run is not None for run in found):
-                hits = [Hit(place) for _ in groups]
-                for hit, run in zip(hits, found, strict=True):
-                    assert run is not None
-                    hit.add(run, place + 1)
-                return hits, (place + 1) * size
-        return [Hit() for _ in groups], 0
-
     def held(self, row: CachedRow) -> int:
         return len(self._table(row).states)
-
-    def next_event(self, row: CachedRow, late: int) -> int:
-        table = row.tables[self.number]
-        size = self.block
-        return min(table.length * size, (table.gone + 1) * size + STATE_WINDOW - 1 + late)
 
     def last_alike(self, row: CachedRow, late: int) -> int:
         return self.next_event(row, late)
@@ -823,6 +775,12 @@ class StateGroup(FullGroup):
         self._give_key(row, run, tokens)
         self.new.add((node, run.first))
 
+    def _give_keys(self, row: CachedRow, table: BlockTable, at: int, stop: int) -> None:
+        states = self._table(row).states
+        for place in range(at, stop):
+            if place in states:
+                self._give_key(row, states[place], (place + 1) * self.block)
+
     def _give_key(self, row: CachedRow, run: Run, end: int) -> None:
         """Give the state's block the key of the tokens up to `end`."""
         self.pool.forget(run)
@@ -831,24 +789,6 @@ class StateGroup(FullGroup):
         run.stop = run.first + 1
         run.group = self.number if end % self.block == 0 else -1 - self.number
         run.node.runs.append(run)
-
-
-@mypyc_attr(acyclic=True)
-class LookUp:
-    """What a waiting row finds in the cache.
-
-    Attributes:
-        hits: the blocks of each group.
-        found: tokens that all groups have.
-        junction: tokens that some group has, where this is more; 0: no group has more.
-    """
-
-    __slots__ = ("found", "hits", "junction")
-
-    def __init__(self, hits: list[Hit], found: int, junction: int) -> None:
-        self.hits = hits
-        self.found = found
-        self.junction = junction
 
 
 class KVCache:
@@ -916,19 +856,16 @@ class KVCache:
             name = "full" if group.is_full else spec.kind
             alike.setdefault((name, spec.block, spec.window), []).append(group)
         # groups with equal rules are looked up together, full attention first
-        self._alike = sorted(alike.values(), key=_is_not_full)
-        self._full: FullGroup | None = None
-        gives = chunks = False
-        for group in self.groups:
-            if group.is_full and self._full is None:
-                self._full = group
-            gives = gives or isinstance(group, WindowGroup | StateGroup)
-            chunks = chunks or isinstance(group, ChunkGroup)
+        self._alike = [one for one in alike.values() if one[0].is_full]
+        self._full: FullGroup | None = self._alike[0][0] if self._alike else None
+        self._alike += [one for one in alike.values() if not one[0].is_full]
+        gives = any(isinstance(group, WindowGroup) for group in self.groups)
+        chunks = any(isinstance(group, ChunkGroup) for group in self.groups)
         self.can_step = not chunks and not (gives and caches and retention != 0)
         self.only_takes: list[int] = [] if chunks or gives else sizes
         # whether rows that share nothing get their keys when they lose their blocks
         self._defers = len(self.groups) == 1 and self.groups[0].is_full
-        self._nothing = LookUp([Hit() for _ in groups], 0, 0)
+        self._nothing = [Hit() for _ in groups]
 
     def _made(self, number: int, spec: CacheGroup) -> FullGroup:
         if spec.kind in FULL_KINDS:
@@ -959,16 +896,17 @@ class KVCache:
         """Make the tables of a request that comes."""
         row.tables = [group.table() for group in self.groups]
 
-    def look_up(self, row: CachedRow) -> LookUp:
-        """Return the longest beginning of a waiting row that every group has, without its last
-        token.
+    def look_up(self, row: CachedRow) -> tuple[list[Hit], int]:
+        """Return what a waiting row finds: the blocks of each group, and how many tokens all groups
+        have of its beginning, without its last token. Sets the row's `junction`.
         """
+        row.junction = 0
         if not self.caches:
-            return self._nothing
+            return self._nothing, 0
         if row.content is None and not row.preempted:
             if not self._defers:
                 row.path = [Node(None, 0, self.longest)]
-            return self._nothing
+            return self._nothing, 0
         if not row.path:
             node = row.content
             while node is not None:
@@ -981,7 +919,7 @@ class KVCache:
             if found and self.drops_last:
                 found -= self.whole
                 hits[0].cut(found // self.whole)
-            return LookUp(hits, found, 0)
+            return hits, found
         by_group = [Hit() for _ in self.groups]
         found = most
         longest = 0
@@ -1007,27 +945,36 @@ class KVCache:
         for group in self.groups:
             if group.is_full:
                 by_group[group.number].cut(ceil_div(found, group.block))
-        return LookUp(by_group, found, longest if longest > found else 0)
+        if longest > found:
+            row.junction = longest
+        return by_group, found
 
     def admit(
-        self, row: CachedRow, seen: LookUp, tokens: int, reserve: int, *, whole: bool
+        self,
+        row: CachedRow,
+        hits: list[Hit],
+        found: int,
+        tokens: int,
+        reserve: int,
+        *,
+        whole: bool,
     ) -> bool:
         """Give a waiting row what it has found and the blocks for `tokens` tokens. Returns False,
         and gives nothing, if there is no room.
 
         Args:
+            hits, found: see `look_up`.
             reserve: blocks that stay free.
             whole: its whole input must fit.
         """
         free = self.pool.free - reserve
-        found = seen.found
-        if whole and self._needed(row, min(row.known, self.longest), seen, found, True) > free:
+        if whole and self._needed(row, min(row.known, self.longest), hits, found, True) > free:
             return False
-        if self._needed(row, tokens, seen, found, False) > free:
+        if self._needed(row, tokens, hits, found, False) > free:
             return False
         if found:
             for group in self.groups:
-                group.adopt(row, seen.hits[group.number], found)
+                group.adopt(row, hits[group.number], found)
         for group in self.groups:
             group.allocate(row, tokens)
         return True
@@ -1162,17 +1109,13 @@ class KVCache:
         return (at - first) * size
 
     def _needed(
-        self, row: CachedRow, tokens: int, seen: LookUp | None, computed: int, whole: bool
+        self, row: CachedRow, tokens: int, hits: list[Hit] | None, computed: int, whole: bool
     ) -> int:
         total = 0
         for group in self.groups:
-            hit = seen.hits[group.number] if seen is not None else None
+            hit = hits[group.number] if hits is not None else None
             total += group.needed(row, tokens, hit, computed, whole)
         return total
-
-
-def _is_not_full(groups: list[FullGroup]) -> bool:
-    return not groups[0].is_full
 
 
 def _returns(row: CachedRow) -> list[int]:

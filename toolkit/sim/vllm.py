@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from mypy_extensions import mypyc_attr
 
@@ -54,6 +55,8 @@ def caps_alone(version: str) -> bool:
     """
     release = release_of(version)
     return release is not None and release < SPARES_ALONE
+_order = attrgetter("order")  # of a row
+_order_of_part = attrgetter("row.order")
 
 
 class PagedRow(CachedRow):
@@ -650,9 +653,7 @@ class VllmScheduler:
         runs = len(plan.parts) > 0
         while waiting and budget > 0 and len(running) < self._most_rows:
             row = waiting[0]
-            seen = cache.look_up(row)
-            found = seen.found
-            row.junction = seen.junction
+            hits, found = cache.look_up(row)
             new = row.known - found
             if self._defers and new > 1:
                 return
@@ -676,7 +677,7 @@ class VllmScheduler:
                     padded = False
             tokens = min(found + new + self._lookahead, self._longest)
             reserve = self._reserve if running else 0
-            if not cache.admit(row, seen, tokens, reserve, whole=self._reserves_input):
+            if not cache.admit(row, hits, found, tokens, reserve, whole=self._reserves_input):
                 return
             cache.count(row, found)
             cache.register(row, min(found + new, row.known - self._hash_lookahead))
@@ -1074,11 +1075,3 @@ def _refuse_drafts(drafts: DrawnDrafts, flags: VllmPolicy, groups: Sequence[Cach
             "blocks of drafts in place",
             "leave engine.vllm.drafts out of the recipe, or set prefix_caching to false",
         )
-
-
-def _order(row: PagedRow) -> int:
-    return row.order
-
-
-def _order_of_part(part: Part) -> int:
-    return part.row.order
