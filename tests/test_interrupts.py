@@ -20,7 +20,7 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.view import Decision, View
 from toolkit.sim.api import simulate
-from toolkit.sim.loop import CHECK_EVERY
+from toolkit.sim.clock import CHECK_EVERY
 from toolkit.sim.world import UNIT_STEP, make_world
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path

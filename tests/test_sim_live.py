@@ -1,10 +1,8 @@
 """New settings between two passes of the simulated vLLM, and thresholds for long prefills."""
 
 import json
-import math
 import random
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Request
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse
+from toolkit.sim.paged_engine import PagedEngine, Reuse
 from toolkit.sim.replicas import serve
 from toolkit.sim.vllm import PagedRow, VllmScheduler
 
@@ -101,40 +99,3 @@ def test_rows_that_miss_a_pass_get_their_tokens_later_and_their_gaps_are_longer(
     found = [(one.first_token_s, one.last_token_s, one.max_gap_s) for one in ledger.outcomes]
     gaps = [max((b - a for a, b in pairwise(times)), default=0) for times in expected]
     assert found == [(times[0], times[-1], gap) for times, gap in zip(expected, gaps, strict=True)]
-
-
-Changes = list[tuple[float, dict[str, int | float]]]
-
-
-def served(rows: list[tuple[float, int, int]], engine: PagedEngine, changes: Changes) -> Ledger:
-    """Rows are (arrival, prompt, output); at each time of `changes` the engine has new settings."""
-    ledger = Ledger([at_s for at_s, *_ in rows], [output for *_, output in rows], 1)
-    flags = VllmPolicy(max_num_seqs=2, max_num_batched_tokens=64)
-    run = PagedRun(0, engine, flags, ledger, tells=False)
-    events = [(at_s, 0, settings) for at_s, settings in changes]
-    events += [(rows[k][0], 1, PagedRow(k, *rows[k][1:])) for k in range(len(rows))]
-    for at_s, _, event in sorted(events, key=itemgetter(0, 1)):
-        while run.next_s < at_s:
-            run.work(drain=True, follow=False)
-        if isinstance(event, PagedRow):
-            run.arrive(event, at_s)
-        else:
-            run.change(event, at_s)
-    while run.next_s < math.inf:
-        run.work(drain=True, follow=False)
-    assert all(one.ok for one in ledger.outcomes)
-    return ledger
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_change_ends_a_leap_and_holds_from_the_next_pass_on(ahead: bool):
-    engine = PagedEngine(FLAT, 100, 4, ahead=ahead)
-    more_rows = {"max_num_seqs": 3}
-
-    def first_of_last(changes: Changes) -> float:
-        return served([(0.0, 4, 20)] * 3, engine, changes).outcomes[2].first_token_s
-
-    assert first_of_last([]) > 20.0
-    assert 7.5 < first_of_last([(6.5, more_rows)]) <= 9.0
-    assert first_of_last([(1000.0, more_rows)]) == first_of_last([])
-    assert first_of_last([(0.0, more_rows)]) == 1.0

@@ -37,7 +37,7 @@ from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse
 from toolkit.sim.replicas import Routing, serve
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import NO_DELAY, SliceWorker, WorkerSetup
+from toolkit.sim.worker import SliceWorker, WorkerSetup
 from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
 
@@ -145,16 +145,13 @@ def _served_by_engines(
 ) -> SimResult:
     """Serve on engines with schedulers of their own: in turn, or behind a router."""
     engine = world.engine_of(policy)
-    front = None if world.front == NO_DELAY else world.front
     reuse = _reuse(trace, world)
     routing = world.routing
     # At a fixed concurrency several engines share one line of requests, so these are not dealt.
     if routing is None and world.concurrency and world.workers > 1:
         routing = Routing.of_front(RoundRobinRouter())
-    refusals = serve(
-        requests, policy, engine, ledger, reuse, routing=routing, front=front, drain=world.drain
-    )
-    usual = front or engine.front(ledger.row_steps / max(ledger.decoding_steps, 1))
+    refusals = serve(requests, policy, engine, ledger, reuse, routing=routing, drain=world.drain)
+    usual = engine.front(ledger.row_steps / max(ledger.decoding_steps, 1))
     counts = counters(ledger, len(refusals), engine.capacity_tokens)
     return SimResult(usual.seen(ledger.served()), counts, refusals, front_s=usual.first_s)
 

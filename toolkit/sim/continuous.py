@@ -45,7 +45,6 @@ class ContinuousWorker(Decoding):
         self._start_s = 0.0
         self._begun_s = 0.0
         self._prefilled_s = 0.0
-        self._stepped_s = 0.0
         self._moved_s = 0.0  # when the current pass's transfers end
         self._ran = 0  # steps that the current pass will have made
         self._failure: Failure = ""
@@ -83,7 +82,7 @@ class ContinuousWorker(Decoding):
             if self._failure:
                 self._ran = 0
                 self._prefilled_s = prefilled_s
-                self._done_s = max(prefilled_s, self._moved_s)
+                self._done_s = self.tokens_s = max(prefilled_s, self._moved_s)
                 return self._done_s
         ends = self._ends
         n = len(self._resident)
@@ -99,14 +98,14 @@ class ContinuousWorker(Decoding):
             stepped_s += times.decode_s(n, length, ran)
             if ran == due:
                 stepped_s += times.leave_s(length + ran)
-        self._stepped_s = stepped_s
+        self.tokens_s = stepped_s
         self._done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
         return self._done_s
 
     def interrupt(self, now_s: float) -> float:
         batch = self._batch
         assert batch is not None
-        if self._failure or now_s >= self._stepped_s:
+        if self._failure or now_s >= self.tokens_s:
             return self._done_s
         if self._stretches:
             ran = 0
@@ -122,19 +121,19 @@ class ContinuousWorker(Decoding):
             if ran <= self._ran:
                 self._cut(ran)
                 self._ran = ran
-                self._stepped_s = self._stretches[-1].end_s
+                self.tokens_s = self._stretches[-1].end_s
         else:
             n = len(self._resident)
             length = self._length()
             begin_s = self._prefilled_s
-            ran = self._steps_within(n, length, self._ran, begin_s, self._stepped_s, now_s)
+            ran = self._steps_within(n, length, self._ran, begin_s, self.tokens_s, now_s)
             if batch.chunk_tokens:
                 ran = max(ran, 1)  # as in a pass with chunks
             ran += -(self._steps + ran) % batch.stop_every
             if ran < self._ran:
                 self._ran = ran
-                self._stepped_s = begin_s + (self._times.decode_s(n, length, ran) if ran else 0.0)
-        self._done_s = max(self._stepped_s, self._moved_s)
+                self.tokens_s = begin_s + (self._times.decode_s(n, length, ran) if ran else 0.0)
+        self._done_s = max(self.tokens_s, self._moved_s)
         return self._done_s
 
     def finish(self) -> PassResult:
@@ -177,9 +176,9 @@ class ContinuousWorker(Decoding):
                 self._gaps.joined(self._prefilled_s)
             if ran:
                 self._step_is_due = False
-                self._take_steps(self._prefilled_s, ran, self._stepped_s, self._beside(moves))
+                self._take_steps(self._prefilled_s, ran, self.tokens_s, self._beside(moves))
         if moves is not None and moves.overlap:
-            ledger.swap_wait_s += self._done_s - self._stepped_s
+            ledger.swap_wait_s += self._done_s - self.tokens_s
             self._swap_store.transfer(moves)
         ended = self._end_due() if self._ends[0].end <= self._steps else ()
         return PassResult(batch.pass_id, index, ran, ended, joined)
@@ -201,7 +200,7 @@ class ContinuousWorker(Decoding):
                 passed_s = begin_s + self._chunk_s(
                     newcomers.next(batch.chunk_tokens if rows else 0)
                 )
-                self._done_s = max(passed_s, self._moved_s)
+                self._done_s = self.tokens_s = max(passed_s, self._moved_s)
                 self._run_out_of_memory(newcomers.all_keys())
                 return self._done_s
         if not rows:
@@ -210,8 +209,8 @@ class ContinuousWorker(Decoding):
             self._drop_stale_ends()
         self._stretches = self._lay_out(batch, begin_s)
         self._ran = sum([stretch.steps for stretch in self._stretches])
-        self._stepped_s = self._stretches[-1].end_s
-        self._done_s = max(self._stepped_s, self._moved_s)
+        self.tokens_s = self._stretches[-1].end_s
+        self._done_s = max(self.tokens_s, self._moved_s)
         return self._done_s
 
     def _lay_out(self, batch: Pass, now_s: float) -> list[Stretch]:

@@ -19,17 +19,17 @@ import numpy as np
 from mypy_extensions import mypyc_attr
 
 from toolkit.metrics import Floats, Served
+from toolkit.sim.kv_cache import BlockPool
 
 PERCENTILES = (50, 95, 99)
-# Of the ledger, metrics where prompts are shared.
-REUSE = (
-    "query_tokens",
-    "hit_tokens",
-    "lost_hit_tokens",
-    "preempted_query_tokens",
-    "preempted_hit_tokens",
-    "computed_prompt_tokens",
-)
+# Metrics where prompts are shared, and the counts of each engine's cache that they are the sums of.
+REUSE = {
+    "query_tokens": "queries",
+    "hit_tokens": "hits",
+    "lost_hit_tokens": "lost",
+    "preempted_query_tokens": "preempted_queries",
+    "preempted_hit_tokens": "preempted_hits",
+}
 
 
 class TokenGaps:
@@ -152,14 +152,8 @@ class Ledger:
     swapped_tokens: int = 0  # both ways
     swap_wait_s: float = 0.0  # in which workers waited for transfers and computed nothing
     peak_host_tokens: int = 0  # the most tokens in one worker's host memory
-    # of paged engines: tokens that admitted requests looked for in the cache and found there, and
-    # those that had been there but were evicted; the same for requests that were preempted before
-    shares: bool = False  # whether requests share prompts; otherwise these counters say nothing
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    lost_hit_tokens: int = 0
-    preempted_query_tokens: int = 0
-    preempted_hit_tokens: int = 0
+    shares: bool = False  # whether requests of paged engines share prompts
+    pools: list[BlockPool] = field(default_factory=list)  # of paged engines, with their counts
     computed_prompt_tokens: int = 0  # in passes, also those computed anew
     drafted_tokens: int = 0  # verified; `accepted_tokens` of them became tokens
     accepted_tokens: int = 0
@@ -218,8 +212,10 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics |= {name: float(getattr(ledger, name)) for name in ("rounds", *swaps)}
         metrics["rerouted_percent"] = 100.0 * ledger.reroutes / requests
     if ledger.shares:
-        metrics |= {name: float(getattr(ledger, name)) for name in REUSE}
-        metrics["hit_percent"] = 100.0 * ledger.hit_tokens / max(ledger.query_tokens, 1)
+        for name, count in REUSE.items():
+            metrics[name] = float(sum([getattr(pool, count) for pool in ledger.pools]))
+        metrics["computed_prompt_tokens"] = float(ledger.computed_prompt_tokens)
+        metrics["hit_percent"] = 100.0 * metrics["hit_tokens"] / max(metrics["query_tokens"], 1)
     if ledger.drafted_tokens:
         metrics["drafted_tokens"] = float(ledger.drafted_tokens)
         metrics["accepted_tokens"] = float(ledger.accepted_tokens)

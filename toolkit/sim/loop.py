@@ -14,63 +14,34 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from toolkit.errors import LlmctlError
-from toolkit.interrupts import check
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Pass, PassResult, Refusal, Request
 from toolkit.sim.arrivals import DueRequests
+from toolkit.sim.clock import BEGINS, ENDS, Clock
 from toolkit.sim.ledger import RequestOutcome
 
 # Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
-MAX_IDLE_WAKES = 1000
-CHECK_EVERY: Final = 64  # events between two looks for Ctrl-C
+MAX_IDLE_WAKES: Final = 1000
 
 
 class SimulationStalledError(LlmctlError):
     """Requests wait, but no event will ever come."""
 
 
-class PassEnds:
-    """When each worker's batch ends. A worker has one end: a new one replaces it.
+class VirtualWorker(Protocol):
+    """A worker on virtual time.
 
-    `next_s` is when the next batch ends; infinity: none runs.
+    Attributes:
+        tokens_s: when the last tokens of its pass exist; transfers of caches may end later.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.next_s = math.inf
-        self._at_s = [math.inf] * workers
-        self._batch_ids = [0] * workers
-
-    def put(self, worker: int, at_s: float, pass_id: int) -> None:
-        """The worker's batch ends then."""
-        self._at_s[worker] = at_s
-        self._batch_ids[worker] = pass_id
-        self.next_s = min(self._at_s)
-
-    def of(self, worker: int) -> float:
-        """When what a worker runs ends; infinity: it runs nothing."""
-        return self._at_s[worker]
-
-    def take(self) -> int:
-        """Return the worker of the next batch that ends; from now on the worker runs nothing. Of
-        passes with one end the smallest id is the first; an interrupted pass has the id -1.
-        """
-        found = self._at_s.index(self.next_s)
-        if self._at_s.count(self.next_s) > 1:
-            at_once = [worker for worker, at_s in enumerate(self._at_s) if at_s == self.next_s]
-            found = min(at_once, key=self._batch_ids.__getitem__)
-        self._at_s[found] = math.inf
-        self.next_s = min(self._at_s)
-        return found
-
-
-class VirtualWorker(Protocol):
-    """A worker on virtual time."""
+    tokens_s: float
 
     def run(self, batch: Pass, now_s: float) -> float:
         """Start a pass. Returns when it will end, in seconds, unless it is interrupted."""
 
     def finish(self) -> PassResult:
-        """Return the result of the pass, which has ended."""
+        """Return the result of the pass, whose last tokens exist."""
 
     def interrupt(self, now_s: float) -> float:
         """Stop a pass that keeps caches at its next allowed step. Returns the new end, in
@@ -161,12 +132,18 @@ def run(
     Without `drain` it stops when the last request has been admitted. Raises
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
     """
+    driver = SimulatedDriver(scheduler, list(requests), list(workers), clients, drain)
     with collector_off():  # no request makes a reference cycle
-        return SimulatedDriver(scheduler, list(requests), list(workers), clients).run(drain)
+        driver.run()
+    return driver.refused
 
 
-class SimulatedDriver:
-    """Makes the calls of the live driver, at the times of the virtual clock."""
+class SimulatedDriver(Clock):
+    """Makes the calls of the live driver, at the times of the virtual clock.
+
+    A pass ends at an event with the pass's id as its order, and the worker as its index. The
+    scheduler ticks when all that happens at one time has happened, and when it asked for that.
+    """
 
     def __init__(
         self,
@@ -174,89 +151,115 @@ class SimulatedDriver:
         requests: list[Request],
         workers: list[VirtualWorker],
         clients: Clients | None,
+        drain: bool,
     ) -> None:
+        arrival_s = [request.arrival_s for request in requests]
+        super().__init__(
+            DueRequests(arrival_s, range(len(requests)), {})
+            if clients is None
+            else clients.arrivals
+        )
         self._scheduler = scheduler
         self._requests = requests
         self._workers = workers
         self._clients = clients
-        if clients is None:
-            arrival_s = [request.arrival_s for request in requests]
-            self._arrivals = DueRequests(arrival_s, range(len(requests)), {})
-        else:
-            self._arrivals = clients.arrivals
-        self._ends = PassEnds(len(workers))
-        self._refused: list[Refusal] = []
+        self._drain = drain
+        self._ends_s = [math.inf] * len(workers)  # when the pass of each ends
+        self._results: dict[int, PassResult] = {}  # of passes that only wait for their transfers
+        self._ticks_s = math.inf  # when the scheduler ticks next
+        self._idle_wakes = 0
+        self.refused: list[Refusal] = []
 
-    def run(self, drain: bool) -> list[Refusal]:
-        """Go from event to event until no request is left; the refusals."""
+    def run(self) -> None:
+        """Serve all requests. Raises SimulationStalledError where some are left waiting."""
+        super().run()
         scheduler = self._scheduler
-        arrivals = self._arrivals
-        ends = self._ends
-        idle_wakes = 0
-        events = 0
-        while True:
-            events += 1
-            if events % CHECK_EVERY == 0:
-                check()
-            now_s = min(ends.next_s, arrivals.next_s)
-            wake_s = scheduler.wake_at_s
-            if wake_s < now_s:
-                now_s = wake_s
-                idle_wakes += 1
-            elif now_s == math.inf:
-                break
-            else:
-                idle_wakes = 0
-            while ends.next_s <= now_s:
-                self._complete(ends.take(), now_s)
-            while arrivals.next_s <= now_s:
-                self._submit(arrivals.next_s, arrivals.take(), now_s)
-            for batch in scheduler.tick(now_s):
-                self._start(batch, now_s)
-                idle_wakes = 0
-            if scheduler.interrupts:
-                for index in scheduler.take_interrupts():
-                    self._interrupt(index, now_s)
-            if not drain and not arrivals.left and not scheduler.waiting_jobs:
-                return self._refused + scheduler.take_refusals()
-            if idle_wakes > MAX_IDLE_WAKES:
-                break
-        if scheduler.jobs:
-            raise _stalled(scheduler, len(self._requests), now_s)
-        return self._refused + scheduler.take_refusals()
+        if scheduler.jobs if self._drain else scheduler.waiting_jobs:
+            raise _stalled(scheduler, len(self._requests), math.inf)
+        self.refused += scheduler.take_refusals()
 
-    def _complete(self, index: int, now_s: float) -> None:
-        result = self._workers[index].finish()
-        self._scheduler.complete(result, now_s)
-        if self._clients is not None:
-            self._clients.completed(result, now_s)
-            for refusal in self._scheduler.take_refusals():
-                self._refuse(refusal, now_s)
+    def happen(self, rank: int, order: int, index: int) -> None:
+        if rank == BEGINS:
+            if self.now_s == self._ticks_s:
+                self._tick()
+        elif self.now_s == self._ends_s[index]:
+            self._complete(index)
+        elif self._clients is not None and self._ends_s[index] < math.inf:
+            self._tell(index, self._clients)
 
-    def _submit(self, came_s: float, number: int, now_s: float) -> None:
+    def arrive(self, number: int, came_s: float) -> None:
         request = self._requests[number]
         if self._clients is not None:
             request = replace(request, arrival_s=came_s)
-        refusal = self._scheduler.submit(request, now_s, number)
+        refusal = self._scheduler.submit(request, self.now_s, number)
         if refusal is not None:
-            self._refuse(refusal, now_s)
+            self._refuse(refusal)
+        self._idle_wakes = 0
+        self._tick_at(self.now_s)
 
-    def _refuse(self, refusal: Refusal, now_s: float) -> None:
-        self._refused.append(refusal)
+    def _tick_at(self, at_s: float) -> None:
+        if at_s < self._ticks_s:
+            self._ticks_s = at_s
+            self.add(at_s, BEGINS, 0, 0)
+
+    def _tick(self) -> None:
+        scheduler = self._scheduler
+        self._ticks_s = math.inf
+        self._idle_wakes += 1
+        for batch in scheduler.tick(self.now_s):
+            end_s = self._workers[batch.worker].run(batch, self.now_s)
+            self._end_at(batch.worker, end_s, batch.pass_id)
+            if self._clients is not None:
+                self._clients.started(batch, end_s)
+            self._idle_wakes = 0
+        if scheduler.interrupts:
+            for index in scheduler.take_interrupts():
+                end_s = self._workers[index].interrupt(self.now_s)
+                if self._ends_s[index] < math.inf:
+                    self._end_at(index, end_s, -1)
+        if not self._drain and not self.arrivals.left and not scheduler.waiting_jobs:
+            self.events.clear()
+            return
+        if self._idle_wakes > MAX_IDLE_WAKES:
+            raise _stalled(scheduler, len(self._requests), self.now_s)
+        if scheduler.wake_at_s < math.inf:
+            self._tick_at(max(scheduler.wake_at_s, self.now_s))
+
+    def _end_at(self, index: int, end_s: float, order: int) -> None:
+        """A worker's pass ends at `end_s`."""
+        if end_s != self._ends_s[index]:
+            self._ends_s[index] = end_s
+            self.add(end_s, ENDS, order, index)
+        if self._clients is not None and self._workers[index].tokens_s < end_s:
+            self.add(self._workers[index].tokens_s, ENDS, order, index)
+
+    def _tell(self, index: int, clients: Clients) -> None:
+        """The last tokens of a pass exist, but the worker still transfers caches: clients see which
+        requests have ended.
+        """
+        if self.now_s == self._workers[index].tokens_s and index not in self._results:
+            result = self._results[index] = self._workers[index].finish()
+            clients.completed(result, self.now_s)
+
+    def _complete(self, index: int) -> None:
+        self._ends_s[index] = math.inf
+        result = self._results.pop(index, None)
+        told = result is not None
+        if result is None:
+            result = self._workers[index].finish()
+        self._scheduler.complete(result, self.now_s)
         if self._clients is not None:
-            self._clients.refused(refusal, now_s)
+            if not told:
+                self._clients.completed(result, self.now_s)
+            for refusal in self._scheduler.take_refusals():
+                self._refuse(refusal)
+        self._idle_wakes = 0
+        self._tick_at(self.now_s)
 
-    def _start(self, batch: Pass, now_s: float) -> None:
-        end_s = self._workers[batch.worker].run(batch, now_s)
-        self._ends.put(batch.worker, end_s, batch.pass_id)
+    def _refuse(self, refusal: Refusal) -> None:
+        self.refused.append(refusal)
         if self._clients is not None:
-            self._clients.started(batch, end_s)
-
-    def _interrupt(self, index: int, now_s: float) -> None:
-        end_s = self._workers[index].interrupt(now_s)
-        known_s = self._ends.of(index)
-        if known_s < math.inf and known_s != end_s:
-            self._ends.put(index, end_s, -1)
+            self._clients.refused(refusal, self.now_s)
 
 
 def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:

@@ -8,7 +8,6 @@ law knows launches (`PassLaw.graphs`). Passes of decodes alone are computed in o
 next arrival that could change anything, the first end, or the first missing block.
 
 Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
-Settings may change between two passes, as on a live engine (`PagedRun.change`).
 
 `PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.vllm` plans its passes, and
 `toolkit.sim.flight` times them. `toolkit.sim.replicas` gives it requests.
@@ -17,7 +16,7 @@ Settings may change between two passes, as on a live engine (`PagedRun.change`).
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +26,6 @@ from toolkit.files.fit import StepsFit
 from toolkit.files.recipe import AcceptanceSpec
 from toolkit.laws.passes import PassLaw, PassRange
 from toolkit.routing.types import ReplicaReport
-from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Request
 from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
@@ -272,10 +270,10 @@ class PagedRun:
         self._most_held = 0  # blocks
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
-        self._changed: list[Mapping[str, Value]] = []  # settings that the next pass will have
         self.first_tokens: list[tuple[float, int]] = []
         self.ends: list[tuple[float, int, int]] = []
         self.scheduler = engine.scheduler(flags)
+        ledger.pools.append(self.scheduler.pool)
         self._arrived: list[PagedRow] = []
         self._flight = flight_of(self._engine.steps, ahead=self._ahead)
         self._leap: PlannedPass | None = None  # the first of the passes that are under way
@@ -292,14 +290,6 @@ class PagedRun:
             if self.next_s == math.inf:
                 self.next_s = max(self._plan_s, now_s)
         elif self._can_cut:
-            self._can_cut = False
-            self._flight.cut(now_s)
-            self.next_s = self._flight.due_s
-
-    def change(self, settings: Mapping[str, Value], now_s: float) -> None:
-        """The engine has new settings, from the next pass that is planned on."""
-        self._changed.append(settings)
-        if self._leap is not None and self._flight.steps > 1:
             self._can_cut = False
             self._flight.cut(now_s)
             self.next_s = self._flight.due_s
@@ -364,23 +354,9 @@ class PagedRun:
         waiting = len(scheduler.waiting) + len(self._arrived)
         return ReplicaReport(waiting, min(used / self._blocks, 1.0), now_s)
 
-    def count(self) -> None:
-        """Write what was found in the cache into the ledger."""
-        ledger = self._ledger
-        pool = self.scheduler.pool
-        ledger.query_tokens += pool.queries
-        ledger.hit_tokens += pool.hits
-        ledger.lost_hit_tokens += pool.lost
-        ledger.preempted_query_tokens += pool.preempted_queries
-        ledger.preempted_hit_tokens += pool.preempted_hits
-
     def _planned(self) -> PlannedPass:
         """Plan the next pass, with all requests that have come."""
         scheduler = self.scheduler
-        if self._changed:
-            for settings in self._changed:
-                scheduler.change(settings)
-            self._changed.clear()
         if self._arrived:
             for row in self._arrived:
                 scheduler.add(row)

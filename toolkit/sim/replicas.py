@@ -9,8 +9,7 @@ of a first token and of an end when a client would, and each engine's own figure
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
@@ -19,19 +18,17 @@ from toolkit.routing.routers import RoundRobinRouter, Router
 from toolkit.routing.types import (
     BLOCK_TOKENS,
     REPORT_EVERY_S,
-    ReplicaReport,
     ReplicaTraits,
     RoutedRequest,
 )
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.clock import SEEN, Chooser, Clock, Event
+from toolkit.sim.clock import BEGINS, ENDS, Clock
 from toolkit.sim.contents import copy_of
 from toolkit.sim.kv_cache import Node
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse
 from toolkit.sim.vllm import PagedRow
-from toolkit.sim.worker import FrontDelay
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class Routing:
 
     router: Router = field(default_factory=RoundRobinRouter)
     report_s: float = 0.1  # seconds between two reports of a replica; llm-d reads every 0.05 s
-    report_age_s: float = 0.0  # how old a report is when it comes
     seed: int = 0  # of ties
     limits: LatencyLimits = UNLIMITED  # the targets by which the front refuses new requests
     block_tokens: int = 0  # of the blocks that prompts are matched by; at least the trace's own
@@ -51,12 +47,18 @@ class Routing:
         return cls(router, report_s=REPORT_EVERY_S, block_tokens=BLOCK_TOKENS, limits=limits)
 
 
-class Line(Chooser):
-    """The requests of one engine, dealt to it in advance, or the base of other choosers.
+class EngineClock(Clock):
+    """Engines with schedulers of their own that serve requests: here one engine, and all requests
+    are dealt to it.
+
+    An engine leaps over passes of decodes alone, and has one event for all of them, so that the
+    time that a simulation takes follows the requests, not the engines.
 
     Args:
         numbers: of the requests, as indices into `requests`.
-        engines: among which each request has a copy of its content.
+        refused: the requests among these that are not served, since others may follow their ends.
+        indices: of the engines, in the ledger.
+        tells: whether something follows from first tokens and ends even in an open loop.
     """
 
     def __init__(
@@ -67,10 +69,21 @@ class Line(Chooser):
         engine: PagedEngine,
         ledger: Ledger,
         reuse: Reuse,
-        engines: int = 1,
+        refused: Container[int],
+        indices: Sequence[int],
+        *,
+        drain: bool,
+        tells: bool = False,
     ) -> None:
+        super().__init__(reuse.arrivals(numbers, ledger.arrival_s, refused))
         self._requests = requests
         self._outputs = ledger.output_tokens
+        self._engine = engine
+        self._refused = refused
+        self._drain = drain
+        self.refusals: list[Refusal] = []  # by a front
+        tells = tells or self.arrivals.follow
+        self._runs = [PagedRun(index, engine, flags, ledger, tells=tells) for index in indices]
         self._leaves: dict[int, Node] = {}
         self._watched: dict[int, bool] = {}
         if reuse and flags.prefix_caching:
@@ -79,9 +92,55 @@ class Line(Chooser):
             )
             self._leaves = dict(zip(numbers, leaves, strict=True))
             self._watched = dict(zip(numbers, watched, strict=True))
-        self._copies: list[dict[Node, Node]] = [{} for _ in range(engines)]
+        self._copies: list[dict[Node, Node]] = [{} for _ in indices]
 
-    def row(self, number: int, index: int) -> PagedRow:
+    def happen(self, rank: int, order: int, index: int) -> None:
+        if rank == BEGINS:
+            run = self._runs[index]
+            if run.next_s == self.now_s:  # otherwise it works at another time
+                self._work(run, index)
+
+    def arrive(self, number: int, came_s: float) -> None:
+        if number not in self._refused:
+            index = self._choose(number)
+            if isinstance(index, int):
+                run = self._runs[index]
+                before_s = run.next_s
+                run.arrive(self._row(number, index), came_s)
+                if run.next_s != before_s:
+                    self.add(run.next_s, BEGINS, index, index)
+                return
+            self.refusals.append(index)
+        self.arrivals.ended([number], came_s, self._engine.front(0).last_s)
+
+    def _work(self, run: PagedRun, index: int) -> None:
+        """Let an engine finish passes and plan the next ones; plan what follows from that."""
+        arrivals = self.arrivals
+        run.work(
+            drain=self._drain or arrivals.left > 0,
+            follow=arrivals.follow,
+            until_s=arrivals.next_s if len(self._runs) == 1 else math.inf,
+        )
+        if run.next_s < math.inf:
+            self.add(run.next_s, BEGINS, index, index)
+        if run.first_tokens or run.ends:
+            self._learn(run)
+            if run.ends:
+                end_s, _, rows = run.ends[0]  # they ended with one pass
+                numbers = [number for _, number, _ in run.ends]
+                arrivals.ended(numbers, end_s, self._engine.front(rows).last_s)
+                run.ends.clear()
+            run.first_tokens.clear()
+
+    def _choose(self, number: int) -> int | Refusal:
+        """Return the engine that gets a request, or why it is refused."""
+        return 0
+
+    def _learn(self, run: PagedRun) -> None:
+        """Plan what is learned of the tokens that an engine gave just now."""
+
+    def _row(self, number: int, index: int) -> PagedRow:
+        """Return a request as an engine gets it."""
         request = self._requests[number]
         content: Node | None = None
         if self._leaves:
@@ -98,8 +157,10 @@ class Line(Chooser):
         )
 
 
-class Routed(Line):
-    """Requests of several engines behind a router."""
+class RouterClock(EngineClock):
+    """Engines behind a router. That a client sees a first token or the end of a request are events,
+    with twice the request's number as their order, and 1 more for the end.
+    """
 
     def __init__(
         self,
@@ -108,11 +169,25 @@ class Routed(Line):
         engine: PagedEngine,
         ledger: Ledger,
         reuse: Reuse,
+        refused: Container[int],
         routing: Routing,
-        replicas: Sequence[PagedRun],
+        *,
+        drain: bool,
     ) -> None:
         numbers = range(len(requests))
-        super().__init__(numbers, requests, flags, engine, ledger, reuse, len(replicas))
+        engines = range(ledger.workers)
+        super().__init__(
+            numbers,
+            requests,
+            flags,
+            engine,
+            ledger,
+            reuse,
+            refused,
+            engines,
+            drain=drain,
+            tells=True,
+        )
         self._shared = reuse.shared
         self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
         size = reuse.shared.block_tokens if reuse.shared else engine.block_tokens
@@ -124,23 +199,43 @@ class Routed(Line):
             flags.max_num_seqs,
             engine.steps,
         )
-        self.balancer = Balancer(
+        self._balancer = Balancer(
             routing.router,
-            [traits] * len(replicas),
+            [traits] * len(engines),
             block_tokens=self._router_block_tokens,
             seed=routing.seed,
             limits=routing.limits,
         )
-        self._replicas = replicas
         self._report_every_s = routing.report_s
-        self._report_age_s = routing.report_age_s
-        # when the next reports are made; infinity: the router reads none
+        # when the next reports come; infinity: the router reads none
         self._report_s = routing.report_s if routing.router.reads_reports else math.inf
-        self._reports: deque[tuple[float, int, ReplicaReport]] = deque()  # under way
 
-    def choose(self, number: int, now_s: float) -> int | Refusal:
+    def happen(self, rank: int, order: int, index: int) -> None:
+        self._hear()
+        if rank == BEGINS:
+            super().happen(rank, order, index)
+            return
+        number = order // 2
+        request_id = self._requests[number].request_id
+        if order % 2:
+            self._balancer.ended(request_id, self._outputs[number])
+        else:
+            self._balancer.first_token(request_id, self.now_s)
+
+    def arrive(self, number: int, came_s: float) -> None:
+        self._hear()
+        super().arrive(number, came_s)
+
+    def _hear(self) -> None:
+        """Let the router have the reports that have come by now."""
+        while self._report_s <= self.now_s:
+            for index, run in enumerate(self._runs):
+                self._balancer.report(index, run.report(self._report_s))
+            self._report_s += self._report_every_s
+
+    def _choose(self, number: int) -> int | Refusal:
         request = self._requests[number]
-        index = self.balancer.offer(self._routed(number, request), now_s)
+        index = self._balancer.offer(self._routed(number, request), self.now_s)
         if isinstance(index, Overload):
             first_s = index.predicted.ttft_s
             text = f"its first token was forecast after {first_s:.3g} s, too late for the targets"
@@ -148,24 +243,11 @@ class Routed(Line):
         assert index is not None  # all replicas are up
         return index
 
-    def hear(self, now_s: float) -> None:
-        while self._report_s <= now_s:
-            comes_s = self._report_s + self._report_age_s
-            for index, replica in enumerate(self._replicas):
-                self._reports.append((comes_s, index, replica.report(self._report_s)))
-            self._report_s += self._report_every_s
-        while self._reports and self._reports[0][0] <= now_s:
-            _, index, report = self._reports.popleft()
-            self.balancer.report(index, report)
-
-    def learn(self, engine: PagedRun, clock: Clock) -> None:
-        for first_s, number in engine.first_tokens:
-            seen_s = first_s + clock.seen_after(0).first_s
-            clock.add(seen_s, FirstToken(self.balancer, number, self._requests[number]))
-        for end_s, number, rows in engine.ends:
-            seen_s = end_s + clock.seen_after(rows).last_s
-            ended = Ended(self.balancer, number, self._requests[number], self._outputs[number])
-            clock.add(seen_s, ended)
+    def _learn(self, run: PagedRun) -> None:
+        for first_s, number in run.first_tokens:
+            self.add(first_s + self._engine.front(0).first_s, ENDS, 2 * number, 0)
+        for end_s, number, rows in run.ends:
+            self.add(end_s + self._engine.front(rows).last_s, ENDS, 2 * number + 1, 0)
 
     def _routed(self, number: int, request: Request) -> RoutedRequest:
         """Return the request as the router sees it: the hashes of its full blocks, and its session.
@@ -189,35 +271,6 @@ class Routed(Line):
         )
 
 
-class FirstToken(Event):
-    """A client sees its first token."""
-
-    __slots__ = ("_balancer", "_request")
-
-    def __init__(self, balancer: Balancer, number: int, request: Request) -> None:
-        super().__init__(SEEN, 2 * number)
-        self._balancer = balancer
-        self._request = request
-
-    def happen(self, now_s: float) -> None:
-        self._balancer.first_token(self._request.request_id, now_s)
-
-
-class Ended(Event):
-    """A client sees the end of its output of `tokens` tokens."""
-
-    __slots__ = ("_balancer", "_request", "_tokens")
-
-    def __init__(self, balancer: Balancer, number: int, request: Request, tokens: int) -> None:
-        super().__init__(SEEN, 2 * number + 1)  # after its first token
-        self._balancer = balancer
-        self._request = request
-        self._tokens = tokens
-
-    def happen(self, now_s: float) -> None:
-        self._balancer.ended(self._request.request_id, self._tokens)
-
-
 def serve(
     requests: Sequence[Request],
     flags: VllmPolicy,
@@ -226,7 +279,6 @@ def serve(
     reuse: Reuse,
     *,
     routing: Routing | None = None,
-    front: FrontDelay | None = None,
     drain: bool = True,
 ) -> list[Refusal]:
     """Serve requests on as many engines as the ledger has workers. Returns the refusals.
@@ -234,7 +286,6 @@ def serve(
     Args:
         flags: of each engine's scheduler.
         routing: None: requests are dealt in turn (see `Reuse.dealt`).
-        front: what clients wait beyond the passes; None: as the engine says.
         drain: False: an engine stops when the last request has come and none waits there.
     """
     outputs = ledger.output_tokens
@@ -245,19 +296,13 @@ def serve(
             refused[number] = never
     ledger.shares = bool(reuse)
     if routing is not None:
-        replicas = [
-            PagedRun(index, engine, flags, ledger, tells=True) for index in range(ledger.workers)
-        ]
-        chooser = Routed(requests, flags, engine, ledger, reuse, routing, replicas)
-        arrivals = reuse.arrivals(range(len(requests)), ledger.arrival_s, refused)
-        clock = Clock(replicas, arrivals, chooser, engine, refused=refused, front=front)
-        clock.run(drain=drain)
-        return [*refused.values(), *clock.refusals]
+        routed = RouterClock(requests, flags, engine, ledger, reuse, refused, routing, drain=drain)
+        routed.run()
+        return [*refused.values(), *routed.refusals]
     for index, numbers in enumerate(reuse.dealt(len(requests), ledger.workers)):
-        line = Line(numbers, requests, flags, engine, ledger, reuse)
-        arrivals = reuse.arrivals(numbers, ledger.arrival_s, refused)
-        run = PagedRun(index, engine, flags, ledger, tells=arrivals.follow)
-        Clock([run], arrivals, line, engine, refused=refused, front=front).run(drain=drain)
+        EngineClock(
+            numbers, requests, flags, engine, ledger, reuse, refused, [index], drain=drain
+        ).run()
     return list(refused.values())
 
 

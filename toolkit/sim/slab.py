@@ -71,8 +71,8 @@ class SlabWorker(ContinuousWorker):
         self._ran = steps
         n = len(self._resident)
         decoded_s = self._times.decode_s(n, self._length(), steps) if steps else 0.0
-        self._stepped_s = self._prefilled_s + decoded_s
-        self._done_s = max(self._stepped_s, self._moved_s)
+        self.tokens_s = self._prefilled_s + decoded_s
+        self._done_s = max(self.tokens_s, self._moved_s)
 
     def finish(self) -> PassResult:
         batch = self._batch

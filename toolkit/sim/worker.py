@@ -97,6 +97,7 @@ class SimulatedWorker:
         self._outside = setup.outside
         self._emits = int(setup.latency.prefill_emits_token)
         self._done_s = 0.0  # when the current pass ends
+        self.tokens_s = math.inf  # when its last tokens exist, if others than its end
 
     def _count_time(self, start_s: float) -> None:
         """Write into the ledger that the pass, which began then, has been computed."""
