@@ -21,7 +21,7 @@ from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import WorkerSetup
+from toolkit.sim.world import World
 
 CAPACITY = 400
 LIMIT = 30
@@ -173,9 +173,9 @@ def serve(
     ledger = Ledger(
         [request.arrival_s for request in requests], [output for _, _, output in lengths], 1
     )
-    setup = WorkerSetup(LAW, swap=SWAP, joining="embed", capacity_tokens=CAPACITY)
+    world = World(LAW, ZetaMemory(CAPACITY), 1, LIMIT, swap=SWAP, joining="embed")
     both = Both(
-        (SlabWorker if slab else ContinuousWorker)(0, ledger, setup),
+        (SlabWorker if slab else ContinuousWorker)(0, ledger, world),
         {request.request_id: request.prompt_tokens for request in requests},
         {request.request_id: lengths[k][2] for k, request in enumerate(requests)},
     )

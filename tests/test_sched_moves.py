@@ -17,7 +17,7 @@ from toolkit.sched.types import Moves, Pass, PassResult, Request, Worker
 from toolkit.sched.view import Decision
 from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.worker import WorkerSetup
+from toolkit.sim.world import World
 
 LINK = LinearSwap(latency_s=0.5, out_tokens_per_s=16.0, in_tokens_per_s=8.0)
 PROMPT = 10
@@ -55,7 +55,9 @@ class Bench:
             self.policy, workers, lambda event: self.log.append(to_line(event))
         )
         self.ledger = Ledger([0.0] * len(names), [output] * len(names), 2)
-        self.engine = ContinuousWorker(0, self.ledger, WorkerSetup(unit_step(), swap=link))
+        self.engine = ContinuousWorker(
+            0, self.ledger, World(unit_step(), ZetaMemory(200), 2, output, swap=link)
+        )
         self.worker = workers[0]
         self.now_s = 0.0
         for number, name in enumerate(names):

@@ -37,7 +37,7 @@ from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import Reuse
 from toolkit.sim.replicas import Routing, serve
 from toolkit.sim.slab import SlabWorker
-from toolkit.sim.worker import SliceWorker, WorkerSetup
+from toolkit.sim.worker import SliceWorker
 from toolkit.sim.world import World, caches_of
 from toolkit.traces.types import Trace
 
@@ -170,9 +170,7 @@ def _run(
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
     clients = None
     if arrivals.follow:
-        clients = Clients(
-            arrivals, requests, ledger.outcomes, world.front.last_s, policy.continuous
-        )
+        clients = Clients(arrivals, requests, ledger.outcomes, world.front.last_s)
     workers = virtual_workers(policy, world, ledger, requests)
     return run(scheduler, requests, workers, drain=world.drain, clients=clients)
 
@@ -183,25 +181,13 @@ def virtual_workers(
     """The workers that run what `policy` decides, numbered from 0. They write what happens to
     `requests` into `ledger`.
     """
-    latency = world.latency
     valid = world.valid
     counts = valid is not None and not valid.holds(requests, ledger.output_tokens)
     outside = valid.left_by if valid is not None and counts else None
-    setup = WorkerSetup(
-        latency,
-        world.round_runs_out if policy.continuous else world.runs_out,
-        outside,
-        world.streams,
-        world.flush_s,
-        world.swap,
-        world.future_memory,
-        world.joining,
-        world.memory.usable_tokens,
-    )
     made: type[SliceWorker | ContinuousWorker] = SliceWorker
     if policy.continuous:
         made = ContinuousWorker if world.joining is None else SlabWorker
-    return [made(index, ledger, setup) for index in range(world.workers)]
+    return [made(index, ledger, world, outside) for index in range(world.workers)]
 
 
 def usual_policies(fit: Fit | None) -> list[str]:

@@ -14,33 +14,53 @@ as many evaluations as it has chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from toolkit.sched.prefills import PrefillChunk, PrefillChunks, PrefillGroup
 from toolkit.sched.types import NO_LIMIT, Failure, Job, Moves, Pass, PassResult
 from toolkit.sim.decoding import Decoding
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.worker import WorkerSetup
+from toolkit.sim.ledger import Ledger, Outside
+
+if TYPE_CHECKING:
+    from toolkit.sim.world import World
 
 
-@dataclass(frozen=True)
 class Stretch:
-    """Prefill chunks, then steps of the `rows` that decode, of L `length` before the first step."""
+    """Prefill chunks, then decode steps.
 
-    chunks: tuple[tuple[int, float], ...]  # the bound in tokens (0: none) and the end of each
-    begin_s: float  # of the steps
-    steps: int
-    end_s: float
-    rows: int
-    length: float
+    Attributes:
+        chunks: the bound in tokens (0: none) and the end of each.
+        begin_s, end_s: of the steps.
+        steps: how many, of `rows` rows, of L `length` before the first step.
+    """
+
+    __slots__ = ("begin_s", "chunks", "end_s", "length", "rows", "steps")
+
+    def __init__(
+        self,
+        chunks: list[tuple[int, float]],
+        begin_s: float,
+        steps: int,
+        end_s: float,
+        rows: int,
+        length: float,
+    ) -> None:
+        self.chunks = chunks
+        self.begin_s = begin_s
+        self.steps = steps
+        self.end_s = end_s
+        self.rows = rows
+        self.length = length
 
 
 class ContinuousWorker(Decoding):
     """The worker of passes that keep their caches: tokens reach the client step by step."""
 
-    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
-        super().__init__(index, ledger, setup)
-        self._future = setup.future
+    def __init__(
+        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
+    ) -> None:
+        super().__init__(index, ledger, world, outside)
+        self._future: bool = world.future_memory
         self._batch: Pass | None = None
         self._start_s = 0.0
         self._begun_s = 0.0
@@ -52,7 +72,8 @@ class ContinuousWorker(Decoding):
         # rows in a prefill of several chunks
         self._newcomers: PrefillChunks[Job] = PrefillChunks()
         self._step_is_due = False  # before their next chunk
-        self._stretches: list[Stretch] = []  # of the current pass, if it has such chunks
+        self._in_chunks = False  # whether the current pass has such chunks
+        self._stretches: list[Stretch] = []  # of the current pass
 
     def run(self, batch: Pass, now_s: float) -> float:
         times = self._times
@@ -73,67 +94,45 @@ class ContinuousWorker(Decoding):
                 begun_s += left * times.leave_s(self._length())
             if batch.moves is not None:
                 begun_s = self._move(batch.moves, begun_s)
-        self._begun_s = begun_s
-        if (batch.chunk_tokens and jobs) or self._newcomers:
-            return self._run_in_chunks(batch, begun_s)
-        prefilled_s = begun_s
-        if jobs:
-            prefilled_s += self._prefill(batch)
-            if self._failure:
-                self._ran = 0
-                self._prefilled_s = prefilled_s
-                self._done_s = self.tokens_s = max(prefilled_s, self._moved_s)
-                return self._done_s
-        ends = self._ends
-        n = len(self._resident)
-        if len(ends) > n:
+        self._begun_s = self._prefilled_s = begun_s
+        self._in_chunks = bool((batch.chunk_tokens and jobs) or self._newcomers)
+        if self._in_chunks:
+            self._begin_chunks(batch)
+        elif jobs:
+            self._prefilled_s += self._prefill(batch)
+        if self._failure:
+            self._ran = 0
+            self._done_s = self.known_s = max(self._prefilled_s, self._moved_s)
+            return self._done_s
+        if not self._resident:
+            self._ends.clear()
+        elif len(self._ends) > len(self._resident):
             self._drop_stale_ends()
-        due = ends[0].end - self._steps
-        ran = due if due < batch.steps else batch.steps
-        self._ran = ran
-        self._prefilled_s = prefilled_s
-        stepped_s = prefilled_s
-        if ran:
-            length = self._length()
-            stepped_s += times.decode_s(n, length, ran)
-            if ran == due:
-                stepped_s += times.leave_s(length + ran)
-        self.tokens_s = stepped_s
-        self._done_s = stepped_s if stepped_s > self._moved_s else self._moved_s
+        self._stretches = self._lay_out(batch, self._prefilled_s)
+        self._end()
         return self._done_s
+
+    def _end(self) -> None:
+        """Note what the stretches say of the pass's end."""
+        self._ran = sum([stretch.steps for stretch in self._stretches])
+        self.known_s = self._stretches[-1].end_s
+        self._done_s = max(self.known_s, self._moved_s)
 
     def interrupt(self, now_s: float) -> float:
         batch = self._batch
         assert batch is not None
-        if self._failure or now_s >= self.tokens_s:
+        if self._failure or now_s >= self.known_s:
             return self._done_s
-        if self._stretches:
-            ran = 0
-            for stretch in self._stretches:
-                if now_s <= stretch.end_s:
-                    n = stretch.rows
-                    span = (stretch.begin_s, stretch.end_s)
-                    within = self._steps_within(n, stretch.length, stretch.steps, *span, now_s)
-                    ran += max(within, 1)
-                    break
-                ran += stretch.steps
-            ran += -(self._steps + ran) % batch.stop_every
-            if ran <= self._ran:
-                self._cut(ran)
-                self._ran = ran
-                self.tokens_s = self._stretches[-1].end_s
-        else:
-            n = len(self._resident)
-            length = self._length()
-            begin_s = self._prefilled_s
-            ran = self._steps_within(n, length, self._ran, begin_s, self.tokens_s, now_s)
-            if batch.chunk_tokens:
-                ran = max(ran, 1)  # as in a pass with chunks
-            ran += -(self._steps + ran) % batch.stop_every
-            if ran < self._ran:
-                self._ran = ran
-                self.tokens_s = begin_s + (self._times.decode_s(n, length, ran) if ran else 0.0)
-        self._done_s = max(self.tokens_s, self._moved_s)
+        least = int(self._in_chunks or batch.chunk_tokens > 0)
+        ran = 0
+        for stretch in self._stretches:
+            if now_s <= stretch.end_s:
+                ran += max(self._steps_within(stretch, now_s), least)
+                break
+            ran += stretch.steps
+        ran += -(self._steps + ran) % batch.stop_every
+        if ran <= self._ran:
+            self._cut(ran)
         return self._done_s
 
     def finish(self) -> PassResult:
@@ -167,28 +166,22 @@ class ContinuousWorker(Decoding):
                 ledger.future_token_attempts += attempts * self._future_peak(coming)
                 ledger.attempts += attempts
         ledger.rounds += 1
-        joined = None
-        if self._stretches:
-            joined = self._take_stretches(batch)
-        else:
-            if batch.jobs and self._emits:
-                self._give_tokens(self._tokenless, self._prefilled_s)
-                self._gaps.joined(self._prefilled_s)
-            if ran:
-                self._step_is_due = False
-                self._take_steps(self._prefilled_s, ran, self.tokens_s, self._beside(moves))
+        if batch.jobs and self._emits and not self._in_chunks:
+            self._give_tokens(self._tokenless, self._prefilled_s)
+            self._gaps.joined(self._prefilled_s)
+        joined = self._take_stretches(batch)
         if moves is not None and moves.overlap:
-            ledger.swap_wait_s += self._done_s - self.tokens_s
+            ledger.swap_wait_s += self._done_s - self.known_s
             self._swap_store.transfer(moves)
         ended = self._end_due() if self._ends[0].end <= self._steps else ()
-        return PassResult(batch.pass_id, index, ran, ended, joined)
+        return PassResult(batch.pass_id, index, ran, ended, joined if self._in_chunks else None)
 
     def _prefilled_rows(self, batch: Pass) -> int:
         """Rows of the pass's prefill."""
         return len(batch.jobs)
 
-    def _run_in_chunks(self, batch: Pass, begin_s: float) -> float:
-        """Lay out a pass with prefills in chunks, of this pass or an earlier one; its end."""
+    def _begin_chunks(self, batch: Pass) -> None:
+        """Add the jobs that enter to those that are prefilled in chunks, if memory suffices."""
         newcomers = self._newcomers
         rows = len(self._resident)
         for job in batch.jobs:
@@ -197,27 +190,15 @@ class ContinuousWorker(Decoding):
             n = rows + len(newcomers)
             held = self.used + sum([job.length for job in newcomers.all_keys()])
             if self._runs_out(batch.pass_id, n, held // n, batch.steps):
-                passed_s = begin_s + self._chunk_s(
-                    newcomers.next(batch.chunk_tokens if rows else 0)
-                )
-                self._done_s = self.tokens_s = max(passed_s, self._moved_s)
+                made = newcomers.next(batch.chunk_tokens if rows else 0)
+                self._prefilled_s += self._chunk_s(made)
                 self._run_out_of_memory(newcomers.all_keys())
-                return self._done_s
-        if not rows:
-            self._ends.clear()
-        elif len(self._ends) > rows:
-            self._drop_stale_ends()
-        self._stretches = self._lay_out(batch, begin_s)
-        self._ran = sum([stretch.steps for stretch in self._stretches])
-        self.tokens_s = self._stretches[-1].end_s
-        self._done_s = max(self.tokens_s, self._moved_s)
-        return self._done_s
 
     def _lay_out(self, batch: Pass, now_s: float) -> list[Stretch]:
         """The stretches of a pass that begins at `now_s`. While a row decodes, `chunk_tokens`
         bounds a chunk; at 0 all chunks come before the first step.
         """
-        newcomers = self._newcomers.copy()
+        newcomers = self._newcomers.copy() if self._in_chunks else self._newcomers
         times = self._times
         chunk_tokens = batch.chunk_tokens
         # of the rows that will decode: how many, their keys, and the step at which the first ends
@@ -230,7 +211,7 @@ class ContinuousWorker(Decoding):
         last = steps + batch.steps
         stretches: list[Stretch] = []
         while True:
-            chunks = []
+            chunks: list[tuple[int, float]] = []
             while newcomers and not (step_is_due and rows):
                 if chunk_tokens and first_end <= steps:
                     break
@@ -254,22 +235,22 @@ class ContinuousWorker(Decoding):
             now_s += times.decode_s(rows, length, ran) if ran else 0.0
             if ran and ran == due:
                 now_s += times.leave_s(length + ran)
-            stretches.append(Stretch(tuple(chunks), begin_s, ran, now_s, rows, length))
+            stretches.append(Stretch(chunks, begin_s, ran, now_s, rows, length))
             steps += ran
             if not newcomers or ran == due or steps == last:
                 return stretches
             step_is_due = False
 
-    def _steps_within(
-        self, n: int, length: float, ran: int, begin_s: float, end_s: float, now_s: float
-    ) -> int:
-        """Of `ran` steps of n rows of L `length`, from `begin_s` to `end_s`: the number of steps up
-        to the first that ends at or after `now_s`.
-        """
+    def _steps_within(self, stretch: Stretch, now_s: float) -> int:
+        """The number of a stretch's steps up to the first that ends at or after `now_s`."""
         times = self._times
+        n = stretch.rows
+        length = stretch.length
+        ran = stretch.steps
+        begin_s = stretch.begin_s
         steps = 0
         if now_s > begin_s and ran:
-            steps = int(ran * (now_s - begin_s) / (end_s - begin_s))  # a guess
+            steps = int(ran * (now_s - begin_s) / (stretch.end_s - begin_s))  # a guess
         while steps > 0 and begin_s + times.decode_s(n, length, steps - 1) >= now_s:
             steps -= 1
         while (
@@ -284,11 +265,12 @@ class ContinuousWorker(Decoding):
             if stretch.steps >= steps:
                 if stretch.steps > steps:
                     took_s = self._times.decode_s(stretch.rows, stretch.length, steps)
-                    end_s = stretch.begin_s + (took_s if steps else 0.0)
-                    stretch = replace(stretch, steps=steps, end_s=end_s)
-                self._stretches[number:] = [stretch]
-                return
+                    stretch.steps = steps
+                    stretch.end_s = stretch.begin_s + (took_s if steps else 0.0)
+                del self._stretches[number + 1 :]
+                break
             steps -= stretch.steps
+        self._end()
 
     def _take_stretches(self, batch: Pass) -> tuple[tuple[str, int], ...]:
         """Record the stretches; each request that joined, and after how many steps of the pass."""

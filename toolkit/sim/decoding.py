@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 from mypy_extensions import mypyc_attr
 
@@ -23,8 +24,11 @@ from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.protocols import SwapLaw
 from toolkit.sched.queues import transfers_s
 from toolkit.sched.types import NO_LIMIT, Job, Moves
-from toolkit.sim.ledger import Gaps, Ledger, RequestOutcome, TokenGaps
-from toolkit.sim.worker import SimulatedWorker, WorkerSetup
+from toolkit.sim.ledger import Gaps, Ledger, Outside, RequestOutcome, TokenGaps
+from toolkit.sim.worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from toolkit.sim.world import World
 
 
 class SwapStore:
@@ -130,15 +134,17 @@ class Decoding(SimulatedWorker):
     exceeds the capacity shows. `Job.number` is a job's index in the ledger.
     """
 
-    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
-        super().__init__(index, ledger, setup)
+    def __init__(
+        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
+    ) -> None:
+        super().__init__(index, ledger, world, world.round_runs_out, outside)
         # What few passes need comes first, so that the rest lies together, as in `Worker`.
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
-        self._swap_store = SwapStore(setup.swap, ledger)
-        latency = setup.latency
+        self._swap_store = SwapStore(world.swap, ledger)
+        latency = world.latency
         assert isinstance(latency, BatchLaw)
         self._times: BatchLaw = latency  # by its native type, since passes ask it several times
-        self._round_s: float = setup.latency.round_s
+        self._round_s: float = latency.round_s
         self._padded: bool = latency.padded
         self._in_slab = False  # whether memory is the number of rows x the longest row
         self._steps = 0  # decode steps since the start
@@ -157,52 +163,33 @@ class Decoding(SimulatedWorker):
 
     def _enter(self, jobs: Sequence[Job]) -> int:
         """Jobs with a prefilled input start to decode; the sum of their lengths in tokens."""
-        resident = self._resident
-        ends = self._ends
         steps = self._steps
-        tokenless = self._tokenless
-        outcomes = self._ledger.outcomes
-        admission = self._admissions
-        mark = self._gaps.mark(alone=not resident)
-        longest = self._longest_key if resident else jobs[0].length - steps
-        decoded = steps - self._emits
+        mark = self._gaps.mark(alone=not self._resident)
         total = 0
         for job in jobs:
-            length = job.length
-            total += length
-            key = length - steps
-            if key > longest:
-                longest = key
-            admission += 1
-            outcome = outcomes[job.number]
-            end = decoded + outcome.output_tokens - job.generated
-            row = DecodingRow(job, outcome, key, mark, end, admission)
-            resident[job] = row
-            tokenless.append(row)
-            heappush(ends, row)
-        self._key_sum += total - len(jobs) * steps
-        self._longest_key = longest
-        self._admissions = admission
+            total += job.length
+            self._tokenless.append(self._add(job, job.length - steps, mark, self._emits))
         return total
 
     def _resume(self, jobs: Sequence[Job]) -> None:
         """Jobs decode again with kept caches; their next token comes with the next step."""
-        resident = self._resident
         before = self._steps + self._emits
-        outcomes = self._ledger.outcomes
-        mark = self._gaps.mark(alone=not resident)
+        mark = self._gaps.mark(alone=not self._resident)
         for job in jobs:
-            key = self._swap_store.take(job) - before
-            self._admissions += 1
-            if not resident or key > self._longest_key:
-                self._longest_key = key
-            outcome = outcomes[job.number]
-            end = self._steps + outcome.output_tokens - job.generated
-            row = DecodingRow(job, outcome, key, mark, end, self._admissions)
-            resident[job] = row
-            self._key_sum += key
-            self._resumed.append(row)
-            heappush(self._ends, row)
+            self._resumed.append(self._add(job, self._swap_store.take(job) - before, mark, 0))
+
+    def _add(self, job: Job, key: int, mark: int, given: int) -> DecodingRow:
+        """Return the row of a job that decodes from now on, with `given` tokens of a prefill."""
+        outcome = self._ledger.outcomes[job.number]
+        end = self._steps - given + outcome.output_tokens - job.generated
+        if not self._resident or key > self._longest_key:
+            self._longest_key = key
+        self._key_sum += key
+        self._admissions += 1
+        row = DecodingRow(job, outcome, key, mark, end, self._admissions)
+        self._resident[job] = row
+        heappush(self._ends, row)
+        return row
 
     def _drop_stale_ends(self) -> None:
         """Remove the ends of jobs that were evicted or paused from the top of the heap."""

@@ -32,16 +32,17 @@ class VirtualWorker(Protocol):
     """A worker on virtual time.
 
     Attributes:
-        tokens_s: when the last tokens of its pass exist; transfers of caches may end later.
+        known_s: when the result of its pass is known: which rows end, and when. Clients may see
+            these ends before the pass ends.
     """
 
-    tokens_s: float
+    known_s: float
 
     def run(self, batch: Pass, now_s: float) -> float:
         """Start a pass. Returns when it will end, in seconds, unless it is interrupted."""
 
     def finish(self) -> PassResult:
-        """Return the result of the pass, whose last tokens exist."""
+        """Return the result of the pass, once it is known."""
 
     def interrupt(self, now_s: float) -> float:
         """Stop a pass that keeps caches at its next allowed step. Returns the new end, in
@@ -57,7 +58,6 @@ class Clients:
         requests: all of the trace, by number.
         outcomes: of the requests, as the workers write them.
         delay_s: by which a client sees a last token later than the scheduler.
-        continuous: whether passes keep their caches.
     """
 
     def __init__(
@@ -66,39 +66,26 @@ class Clients:
         requests: Sequence[Request],
         outcomes: list[RequestOutcome],
         delay_s: float,
-        continuous: bool,
     ) -> None:
         self.arrivals = arrivals
-        self._continuous = continuous
         self._outcomes = outcomes
         self._delay_s = delay_s
         self._numbers = {request.request_id: number for number, request in enumerate(requests)}
 
-    def started(self, batch: Pass, end_s: float) -> None:
-        """A batch runs until `end_s`. A static worker knows already which rows will have ended, and
-        when: perhaps long before that.
-        """
-        if not self._continuous:
-            ended = [job.number for job in batch.jobs if self._outcomes[job.number].ok]
-            self._saw_ends(ended, end_s)
-
-    def completed(self, result: PassResult, now_s: float) -> None:
-        """A pass has ended, and some of its rows with it."""
-        if self._continuous:
-            self._saw_ends([self._numbers[request_id] for request_id in result.ended], now_s)
-
-    def refused(self, refusal: Refusal, now_s: float) -> None:
-        """A client learns that its request is not served."""
-        self.arrivals.ended([self._numbers[refusal.request_id]], now_s, 0.0, now_s)
-
-    def _saw_ends(self, ended: Sequence[int], known_s: float) -> None:
+    def ended(self, result: PassResult, end_s: float) -> None:
+        """Let clients see the ends in a pass. The scheduler learns of them at `end_s`."""
         by_time: dict[float, list[int]] = {}
-        for number in ended:
+        for request_id in result.ended:
+            number = self._numbers[request_id]
             outcome = self._outcomes[number]
             last_s = max(outcome.last_token_s, outcome.first_token_s)
             by_time.setdefault(last_s, []).append(number)
         for last_s, together in by_time.items():
-            self.arrivals.ended(together, last_s, self._delay_s, known_s)
+            self.arrivals.ended(together, last_s, self._delay_s, end_s)
+
+    def refused(self, refusal: Refusal, now_s: float) -> None:
+        """Let a client learn that its request is not served."""
+        self.arrivals.ended([self._numbers[refusal.request_id]], now_s, 0.0, now_s)
 
 
 @contextmanager
@@ -165,7 +152,7 @@ class SimulatedDriver(Clock):
         self._clients = clients
         self._drain = drain
         self._ends_s = [math.inf] * len(workers)  # when the pass of each ends
-        self._results: dict[int, PassResult] = {}  # of passes that only wait for their transfers
+        self._results: dict[int, PassResult] = {}  # of passes that run, where clients have seen it
         self._ticks_s = math.inf  # when the scheduler ticks next
         self._idle_wakes = 0
         self.refused: list[Refusal] = []
@@ -209,8 +196,6 @@ class SimulatedDriver(Clock):
         for batch in scheduler.tick(self.now_s):
             end_s = self._workers[batch.worker].run(batch, self.now_s)
             self._end_at(batch.worker, end_s, batch.pass_id)
-            if self._clients is not None:
-                self._clients.started(batch, end_s)
             self._idle_wakes = 0
         if scheduler.interrupts:
             for index in scheduler.take_interrupts():
@@ -230,16 +215,14 @@ class SimulatedDriver(Clock):
         if end_s != self._ends_s[index]:
             self._ends_s[index] = end_s
             self.add(end_s, ENDS, order, index)
-        if self._clients is not None and self._workers[index].tokens_s < end_s:
-            self.add(self._workers[index].tokens_s, ENDS, order, index)
+        if self._clients is not None and self._workers[index].known_s < end_s:
+            self.add(self._workers[index].known_s, ENDS, order, index)
 
     def _tell(self, index: int, clients: Clients) -> None:
-        """The last tokens of a pass exist, but the worker still transfers caches: clients see which
-        requests have ended.
-        """
-        if self.now_s == self._workers[index].tokens_s and index not in self._results:
+        """The result of a pass that still runs may be known: then clients see the ends."""
+        if self.now_s == self._workers[index].known_s and index not in self._results:
             result = self._results[index] = self._workers[index].finish()
-            clients.completed(result, self.now_s)
+            clients.ended(result, self._ends_s[index])
 
     def _complete(self, index: int) -> None:
         self._ends_s[index] = math.inf
@@ -250,7 +233,7 @@ class SimulatedDriver(Clock):
         self._scheduler.complete(result, self.now_s)
         if self._clients is not None:
             if not told:
-                self._clients.completed(result, self.now_s)
+                self._clients.ended(result, self.now_s)
             for refusal in self._scheduler.take_refusals():
                 self._refuse(refusal)
         self._idle_wakes = 0

@@ -16,24 +16,29 @@ last is dropped. New rows join in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from toolkit.sched.prefills import PrefillGroup, groups_alike
 from toolkit.sched.types import Job, Pass, PassResult
 from toolkit.sim.continuous import ContinuousWorker
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.worker import WorkerSetup
+from toolkit.sim.ledger import Ledger, Outside
+
+if TYPE_CHECKING:
+    from toolkit.sim.world import World
 
 
 class SlabWorker(ContinuousWorker):
     """The worker of passes that keep their caches in a slab."""
 
-    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
-        super().__init__(index, ledger, setup)
-        self._capacity = setup.capacity_tokens
+    def __init__(
+        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
+    ) -> None:
+        super().__init__(index, ledger, world, outside)
+        self._capacity: int = world.memory.usable_tokens
         # decode steps of the current pass for which memory suffices; -1: all of them
         self._spills_after = -1
         self._in_slab = True
-        self._shapes = setup.joining == "shape"
+        self._shapes = world.joining == "shape"
         self._shaped = 0  # 1 if the current pass's prefill is a step
         # its prefill passes except the last: rows, gap mark, end in seconds
         self._passes: list[tuple[int, int, float]] = []
@@ -53,26 +58,19 @@ class SlabWorker(ContinuousWorker):
         self._shaped = 0
         self._spills_after = -1
         super().run(batch, now_s)
-        if self._failure or self._stretches:
+        if self._failure or self._in_chunks:
             # a row prefilled in chunks counts with its whole input from admission on: memory
             # cannot run out during the pass
             return self._done_s
         if self._shaped and self._ran == batch.steps:  # the pass was the first of the steps
-            self._stop_after(batch.steps - 1)
+            self._cut(batch.steps - 1)
         n = len(self._resident)
         left = self._capacity - self._beside(batch.moves)
         width = self._width()
         if n * (width + self._ran) > left:
             self._spills_after = max(left // n - width, 0)
-            self._stop_after(self._spills_after)
+            self._cut(self._spills_after)
         return self._done_s
-
-    def _stop_after(self, steps: int) -> None:
-        self._ran = steps
-        n = len(self._resident)
-        decoded_s = self._times.decode_s(n, self._length(), steps) if steps else 0.0
-        self.tokens_s = self._prefilled_s + decoded_s
-        self._done_s = max(self.tokens_s, self._moved_s)
 
     def finish(self) -> PassResult:
         batch = self._batch

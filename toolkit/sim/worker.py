@@ -5,7 +5,7 @@ A slice costs one evaluation of the laws and a few additions per job, and nothin
 
 - `FrontDelay`: what HTTP, parsing and tokenizing on the way in and the stream on the way out add to
   latencies;
-- `WorkerSetup` and `SimulatedWorker`: what all simulated workers have;
+- `SimulatedWorker`: what all simulated workers have;
 - `SliceWorker`: the worker of passes that drop their caches. `toolkit.sim.continuous` has the
   worker of passes that keep them.
 """
@@ -15,12 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from toolkit.errors import InputError
 from toolkit.metrics import Served
-from toolkit.sched.protocols import LatencyLaw, SwapLaw
-from toolkit.sched.types import NO_LIMIT, Joining, Pass, PassResult
-from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut
+from toolkit.sched.protocols import LatencyLaw
+from toolkit.sched.types import Pass, PassResult
+from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut, TokenGaps
+
+if TYPE_CHECKING:
+    from toolkit.sim.world import World
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,52 +56,33 @@ class FrontDelay:
 NO_DELAY = FrontDelay()
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """The arguments that all simulated workers share.
-
-    Attributes:
-        latency: the law of time (the policy may know another one).
-        runs_out: whether a pass, with new rows, runs out of memory; None: none does.
-        outside: whether a pass is outside the range that the laws were measured in, so that it
-            counts as extrapolated; None: none is.
-        streams: of slices: tokens reach the client as they come; False: with their pass, as in the
-            SCLS paper.
-        flush_s: of slices: the least seconds between two reports of tokens after the first ones.
-        swap: the law of transfers to host memory and back; None: nothing is swapped.
-        future: whether the true peak to come is computed: O(n log n) for each pass.
-        joining: how new rows join a slab; None: memory is paged.
-        capacity_tokens: of a slab and all other caches on the device. A row that runs alone always
-            has room for its prefill.
-    """
-
-    latency: LatencyLaw
-    runs_out: RunsOut | None = None
-    outside: Outside | None = None
-    streams: bool = True
-    flush_s: float = 0.0
-    swap: SwapLaw | None = None
-    future: bool = False
-    joining: Joining | None = None
-    capacity_tokens: int = NO_LIMIT
-
-
 class SimulatedWorker:
     """What all workers have that run passes on virtual time (`toolkit.sim.loop.VirtualWorker`).
 
-    `index` is the worker's place in the ledger, which gets what happens and holds the true output
-    lengths.
+    Args:
+        index: its place in the ledger, which gets what happens and has the true output lengths.
+        world: its laws (the policy may know others).
+        runs_out: whether a pass, with new rows, runs out of memory; None: none does.
+        outside: whether a pass is outside the range that the laws were measured in, so that it
+            counts as extrapolated; None: none is.
     """
 
-    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
+    def __init__(
+        self,
+        index: int,
+        ledger: Ledger,
+        world: World,
+        runs_out: RunsOut | None,
+        outside: Outside | None,
+    ) -> None:
         self._index = index
         self._ledger = ledger
-        self._latency = setup.latency
-        self._runs_out = setup.runs_out
-        self._outside = setup.outside
-        self._emits = int(setup.latency.prefill_emits_token)
+        self._latency: LatencyLaw = world.latency
+        self._runs_out = runs_out
+        self._outside = outside
+        self._emits = int(self._latency.prefill_emits_token)
         self._done_s = 0.0  # when the current pass ends
-        self.tokens_s = math.inf  # when its last tokens exist, if others than its end
+        self.known_s = 0.0  # when its result is known
 
     def _count_time(self, start_s: float) -> None:
         """Write into the ledger that the pass, which began then, has been computed."""
@@ -108,10 +93,12 @@ class SimulatedWorker:
 class SliceWorker(SimulatedWorker):
     """The worker of slices."""
 
-    def __init__(self, index: int, ledger: Ledger, setup: WorkerSetup) -> None:
-        super().__init__(index, ledger, setup)
-        self._streams = setup.streams
-        self._flush_s = setup.flush_s
+    def __init__(
+        self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
+    ) -> None:
+        super().__init__(index, ledger, world, world.runs_out, outside)
+        self._streams: bool = world.streams
+        self._flush_s: float = world.flush_s
         self._result = PassResult(-1, -1, 0)
 
     def run(self, batch: Pass, now_s: float) -> float:
@@ -165,6 +152,7 @@ class SliceWorker(SimulatedWorker):
         return self._done_s  # a slice runs to its end
 
     def _end(self, result: PassResult, now_s: float, done_s: float) -> float:
+        self.known_s = now_s
         self._done_s = done_s
         self._count_time(now_s)
         self._result = result
@@ -190,8 +178,7 @@ class SliceWorker(SimulatedWorker):
             return now_s + (prefill_s + self._latency.decode_s(size, length, tokens - emits))
 
         first_s = made_s(1) if streams else done_s
-        if self._ledger.token_gaps is not None:
-            self._count_gaps(batch, outcomes, generated, first_s)
+        gaps = self._ledger.token_gaps
         ran = max(generated)
         step_s = done_s - made_s(ran - 1) if streams and ran > emits else 0.0
         for outcome, tokens in zip(outcomes, generated, strict=True):
@@ -199,7 +186,10 @@ class SliceWorker(SimulatedWorker):
             if outcome.first_token_s < 0.0:
                 outcome.first_token_s = first_s
             else:
-                gap_s = max(first_s - outcome.last_token_s, step_s)
+                since_s = first_s - outcome.last_token_s
+                gap_s = max(since_s, step_s)
+                if gaps is not None:
+                    gaps.add(1, since_s, since_s)
             if gap_s > outcome.max_gap_s:
                 outcome.max_gap_s = gap_s
             last_s = done_s
@@ -210,24 +200,18 @@ class SliceWorker(SimulatedWorker):
                     token_s = first_s + reports * self._flush_s
                 last_s = min(token_s, done_s)
             outcome.last_token_s = last_s
+        if gaps is not None:
+            self._count_gaps(gaps, generated, size, length)
 
     def _count_gaps(
-        self, batch: Pass, outcomes: list[RequestOutcome], generated: Sequence[int], first_s: float
+        self, gaps: TokenGaps, generated: Sequence[int], size: int, length: int
     ) -> None:
-        """Count every gap of a slice and the gap since the slice before, by when the worker makes
-        the tokens, not when it reports them.
+        """Count the gaps inside a slice, by when the worker makes the tokens, not when it reports
+        them.
         """
-        gaps = self._ledger.token_gaps
-        assert gaps is not None
-        for outcome in outcomes:
-            if outcome.first_token_s >= 0.0:
-                gap_s = first_s - outcome.last_token_s
-                gaps.add(1, gap_s, gap_s)
         if not self._streams:
             gaps.add_rows(generated, 0.0, 0.0)
             return
-        size = len(batch.jobs)
-        length = batch.input_length
         step = 2 - self._emits
         before_s, second_s, third_s = (
             self._latency.decode_s(size, length, step + k) for k in (-1, 0, 1)
