@@ -120,8 +120,9 @@ def test_flags_are_moved_to_those_with_which_it_starts() -> None:
     wide = VllmPolicy(max_num_seqs=4, max_num_batched_tokens=64)
     narrow = settled.allowed(wide, 34, ahead=False)
     assert (narrow.max_num_seqs, narrow.max_num_batched_tokens) == (4, 33)
-    assert settled.start_problem(34, narrow, ahead=False) == ("", "")
-    assert settled.start_problem(34, replace(narrow, max_num_batched_tokens=34), ahead=False)[0]
+    settled.refuse(34, narrow, ahead=False)
+    with pytest.raises(InputError):
+        settled.refuse(34, replace(narrow, max_num_batched_tokens=34), ahead=False)
     assert settled.allowed(wide, 90, ahead=False) == wide
     rows = caches([FULL, STATE], rows_within_blocks=True)
     assert rows.allowed(replace(wide, max_num_seqs=50), 30, ahead=False).max_num_seqs == 30

@@ -1,6 +1,7 @@
 """The model of vLLM's scheduler against a real log, and itself without leaps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,8 @@ def test_a_request_that_can_never_be_served_is_refused() -> None:
 
 
 def test_passes_outside_the_law_s_range_are_counted() -> None:
-    engine = PagedEngine(FLAT, 90, 4, valid=PassRange(rows_max=1, tokens_max=64, cached_max=100))
+    narrow = PassRange(rows_max=1, tokens_max=64, cached_max=100)
+    engine = PagedEngine(replace(FLAT, valid=narrow), 90, 4)
     rows = [(0, 30, 10, 0), (20, 80, 2, 0), (40, 10, 10, 0), (40, 10, 10, 0)]
     found = [
         simulate(trace_of(rows[k:j]), VllmPolicy(), world(engine)).counters

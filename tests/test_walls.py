@@ -283,7 +283,7 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # Statements (`ast.stmt`) of each room, at most. A new capability finds its place in a shape that
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
-    "sim": 4510, "backends": 3750, "sched": 3420, "cli": 3420, "engines": 2750, "serve": 2740,
+    "sim": 4280, "backends": 3750, "sched": 3420, "cli": 3420, "engines": 2750, "serve": 2740,
     "files": 2520, "traces": 1830, "tuning": 1780, "gateway": 1630, "estimators": 1600,
     "catalogue": 1620, "profiling": 1480, "deploy": 1490, "report": 1140, "openai": 980,
     "endpoints": 940, "adopt": 650, "workers": 510, "routing": 800, "bench": 660, "laws": 440,

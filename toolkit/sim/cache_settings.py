@@ -8,6 +8,7 @@ from toolkit.catalogue.caches import is_plain, logged_tokens, longest_blocks, wi
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.drafts import keeps_known_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +45,28 @@ class CacheSettings:
 
     def refuse(self, blocks: int, flags: VllmPolicy, *, ahead: bool) -> None:
         """Raise InputError if vLLM would not start with this cache and these flags."""
-        problem, hint = self.start_problem(blocks, flags, ahead=ahead)
-        if problem:
-            raise InputError(problem, hint)
-
-    def start_problem(self, blocks: int, flags: VllmPolicy, *, ahead: bool) -> tuple[str, str]:
-        """Why vLLM would not start with this cache and these flags, and the remedy; empty: it
-        would.
-        """
         in_flight = in_flight_tokens(flags, ahead=ahead)
         needs = longest_blocks(self.groups, self.max_model_len, in_flight)
         if needs > blocks + 1:
             problem = f"a request of max_model_len {self.max_model_len:,} tokens needs {needs:,} "
             problem += f"blocks, and the cache has {blocks:,}"
-            return problem, "lower max_model_len or max_num_batched_tokens, or give more memory"
+            raise InputError(
+                problem, "lower max_model_len or max_num_batched_tokens, or give more memory"
+            )
         for group in self.groups:
             aligned = group.mode == "align"
             if group.kind == "state" and aligned != flags.prefix_caching:
                 problem = f"prefix_caching {str(flags.prefix_caching).lower()}: the states' blocks "
                 problem += f"were laid out for mode '{group.mode}'"
-                return problem, "profile the server again with that flag"
+                raise InputError(problem, "profile the server again with that flag")
             if group.kind == "state" and aligned and not flags.chunked_prefill:
                 problem = "chunked_prefill false: states with prefix caching need chunks"
-                return problem, "set chunked_prefill to true, or prefix_caching to false"
+                raise InputError(problem, "set chunked_prefill to true, or prefix_caching to false")
             too_many = self.rows_within_blocks and flags.max_num_seqs > blocks
             if group.kind == "state" and too_many:
                 problem = f"max_num_seqs {flags.max_num_seqs:,}: the cache has {blocks:,} blocks, "
                 problem += "and each request's state takes one"
-                return problem, f"set max_num_seqs to at most {blocks:,}"
-        return "", ""
+                raise InputError(problem, f"set max_num_seqs to at most {blocks:,}")
 
     def allowed(self, flags: VllmPolicy, blocks: int, *, ahead: bool) -> VllmPolicy:
         """The flags nearest to `flags` with which vLLM starts, as far as fewer rows and tokens of a
@@ -115,15 +109,9 @@ def settings_of(
         max_model_len,
         resolved.retention,
         resolved.max_in_flight_tokens,
-        is_before(version, 0, 33),
+        not keeps_known_outputs(version),
         device != "cpu",
     )
-
-
-def is_before(version: str, major: int, minor: int) -> bool:
-    """Whether a version such as '0.32.0' is older than `major`.`minor`."""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    return tuple(numbers) < (major, minor)
 
 
 def in_flight_tokens(flags: VllmPolicy, *, ahead: bool) -> int:

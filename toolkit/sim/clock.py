@@ -26,12 +26,14 @@ class Clock:
     nothing.
 
     Attributes:
-        now_s: the time of the last event.
+        now_s: the time of what happens.
+        ticks_s: when `tick` is due, after all else that happens at that time; infinity: never.
     """
 
     def __init__(self, arrivals: DueRequests) -> None:
         self.arrivals = arrivals
         self.now_s = -math.inf
+        self.ticks_s = math.inf
         self.events: list[tuple[float, int, int, int]] = []  # a heap
 
     def add(self, at_s: float, rank: int, order: int, index: int) -> None:
@@ -43,25 +45,35 @@ class Clock:
         events = self.events
         arrivals = self.arrivals
         count = 0
-        while events or arrivals.next_s < math.inf:
+        while events or arrivals.next_s < math.inf or self.ticks_s < math.inf:
             count += 1
             if count % CHECK_EVERY == 0:
                 check()
             came_s = arrivals.next_s
-            due_s = max(came_s, self.now_s)  # an end may be told late, and what follows it too
+            next_s = max(came_s, self.now_s)  # an end may be told late, and what follows it too
+            is_event = False
             if events:
                 at_s, rank, order, index = events[0]
-                if at_s < due_s or (at_s == due_s and rank < ARRIVES):
-                    heappop(events)
-                    self.now_s = at_s
-                    self.happen(rank, order, index)
-                    continue
-            self.now_s = due_s
-            self.arrive(arrivals.take(), came_s)
+                is_event = at_s < next_s or (at_s == next_s and rank < ARRIVES)
+                if is_event:
+                    next_s = at_s
+            if self.ticks_s < next_s:
+                self.now_s = self.ticks_s
+                self.tick()
+                continue
+            self.now_s = next_s
+            if is_event:
+                heappop(events)
+                self.happen(rank, order, index)
+            else:
+                self.arrive(arrivals.take(), came_s)
 
     def happen(self, rank: int, order: int, index: int) -> None:
         """Do what is due now."""
         raise NotImplementedError
+
+    def tick(self) -> None:
+        """Do what follows from all that has happened now."""
 
     def arrive(self, number: int, came_s: float) -> None:
         """Take a request that comes now, or that came at `came_s`."""

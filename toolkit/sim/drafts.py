@@ -52,14 +52,7 @@ class DrawnDrafts:
                 f"speculative decoding by '{self.method}' is not modelled",
                 nearest(self.method, DRAFTING),
             )
-        if not self.rates:
-            raise InputError("speculative decoding needs at least one draft")
-        if not 0.0 < self.proposed <= 1.0:
-            raise InputError(
-                f"drafts are proposed in a share of {self.proposed:g} of passes; the "
-                "share is above 0 and at most 1"
-            )
-        if any(not after <= before for before, after in pairwise((1.0, *self.rates, 0.0))):
+        if not self.rates or any(not b <= a for a, b in pairwise((1.0, *self.rates, 0.0))):
             raise InputError(
                 f"rates of acceptance are {list(self.rates)}; they go from at most 1 to at least 0,"
                 " and none exceeds the one before it"

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from itertools import pairwise
 from typing import Final
 
 from toolkit.laws.features import StepShape
 from toolkit.laws.passes import PassLaw
-from toolkit.sim.ledger import TokenGaps
 
+Gaps = tuple[int, float, float]  # how many, and the first and the last one in seconds; they grow
 EMPTY_S: Final = 3e-4  # to plan and launch a pass without rows, where launches take time; assumed
 # The most passes that a flight computes one by one: a request that comes may undo them.
 WALKED_MAX: Final = 32
@@ -94,18 +95,10 @@ class Flight:
         grown = self.shape if steps == 1 else grown_shape(self.shape, steps)
         self.due_s = self.end_s = self._begins_s(steps) + self._law.forward_s(grown)
 
-    def largest_gap_s(self, end_s: float) -> float:
-        """The largest gap between tokens of two of several passes, the last at `end_s`."""
-        return self._last_gap_s(end_s)
-
-    def add_gaps(self, gaps: TokenGaps, rows: int, end_s: float) -> None:
-        """Add the gaps between the tokens of several passes, the last at `end_s`."""
-        last_s = self._last_gap_s(end_s)
-        count = self.steps - 1
-        gaps.add(rows * count, last_s - (count - 1) * self._growth_s, last_s)
-
-    def _last_gap_s(self, end_s: float) -> float:
-        return self._law.after_s(self.shape.rows) + end_s - self._begins_s(self.steps)
+    def gaps(self, end_s: float) -> list[Gaps]:
+        """Return the gaps between the tokens of several passes, the last at `end_s`."""
+        last_s = self._law.after_s(self.shape.rows) + end_s - self._begins_s(self.steps)
+        return [_growing(self.steps - 1, self._growth_s, last_s)]
 
     def _begins_s(self, step: int) -> float:
         """When a pass begins, in the sequence; the first is 1."""
@@ -226,32 +219,19 @@ class OverlappingFlight(Flight):
             self.end_s = self.due_s + self._law.gpu_s(grown_shape(self.shape, steps))
             self._launched_s = self.due_s  # it ended before that, and no launch begins before that
 
-    def largest_gap_s(self, end_s: float) -> float:
-        """As `Flight.largest_gap_s`."""
-        gap_s = end_s - self.due_s
-        if self._times_s:
-            for k in range(1, self.steps - 1):
-                gap_s = max(gap_s, self._times_s[k + 1] - self._times_s[k])
-        elif self.steps > 2 and self._last_differs(end_s):
-            gap_s = max(gap_s, self._period_s + self._growth_s * (self.steps - 2))
-        return gap_s
-
-    def add_gaps(self, gaps: TokenGaps, rows: int, end_s: float) -> None:
-        """As `Flight.add_gaps`."""
+    def gaps(self, end_s: float) -> list[Gaps]:
+        """As `Flight.gaps`."""
         last_s = end_s - self.due_s
+        last = (1, last_s, last_s)
         if self._times_s:
-            for k in range(1, self.steps - 1):
-                gap_s = self._times_s[k + 1] - self._times_s[k]
-                gaps.add(rows, gap_s, gap_s)
-            gaps.add(rows, last_s, last_s)
-        elif self._last_differs(end_s):
-            before_s = self._period_s + self._growth_s * (self.steps - 2)
-            count = self.steps - 2
-            gaps.add(rows * count, before_s - (count - 1) * self._growth_s, before_s)
-            gaps.add(rows, last_s, last_s)
-        else:
-            count = self.steps - 1
-            gaps.add(rows * count, last_s - (count - 1) * self._growth_s, last_s)
+            inner_s = [after - before for before, after in pairwise(self._times_s[1 : self.steps])]
+            return [*[(1, gap_s, gap_s) for gap_s in inner_s], last]
+        if not self._by_launches and end_s <= self.end_s:
+            return [_growing(self.steps - 1, self._growth_s, last_s)]
+        if self.steps == 2:
+            return [last]
+        before_s = self._period_s + self._growth_s * (self.steps - 2)
+        return [_growing(self.steps - 2, self._growth_s, before_s), last]
 
     def _begun(self, now_s: float, limit: int) -> int:
         """How many of T[1] to T[limit] are before `now_s`."""
@@ -261,10 +241,6 @@ class OverlappingFlight(Flight):
             return 0
         begun = steps_before(self._period_s, self._growth_s, now_s - self._base_s, limit)
         return begun if begun > 1 else 1
-
-    def _last_differs(self, end_s: float) -> bool:
-        """Whether the last gap does not continue the others."""
-        return self._by_launches or end_s > self.end_s
 
     def _gpu_limits(self, end_s: float, planned_s: float, launched_s: float) -> bool:
         """Whether the GPU sets the times of all following passes: the launch of the next one, which
@@ -335,6 +311,10 @@ def grown_shape(shape: StepShape, steps: int) -> StepShape:
         return StepShape(shape.decodes, cached)
     inside = shape.decode_inside + more * shape.growing
     return StepShape(shape.decodes, cached, decode_inside=inside, growing=shape.growing)
+
+
+def _growing(count: int, growth_s: float, last_s: float) -> Gaps:
+    return count, last_s - (count - 1) * growth_s, last_s
 
 
 def stretch_s(first_s: float, growth_s: float, steps: int) -> float:

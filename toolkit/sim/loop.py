@@ -17,7 +17,7 @@ from toolkit.errors import LlmctlError
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Pass, PassResult, Refusal, Request
 from toolkit.sim.arrivals import DueRequests
-from toolkit.sim.clock import BEGINS, ENDS, Clock
+from toolkit.sim.clock import ENDS, Clock
 from toolkit.sim.ledger import RequestOutcome
 
 # Wake-ups in a row that start nothing while nothing runs; no policy needs as many.
@@ -153,7 +153,6 @@ class SimulatedDriver(Clock):
         self._drain = drain
         self._ends_s = [math.inf] * len(workers)  # when the pass of each ends
         self._results: dict[int, PassResult] = {}  # of passes that run, where clients have seen it
-        self._ticks_s = math.inf  # when the scheduler ticks next
         self._idle_wakes = 0
         self.refused: list[Refusal] = []
 
@@ -166,10 +165,7 @@ class SimulatedDriver(Clock):
         self.refused += scheduler.take_refusals()
 
     def happen(self, rank: int, order: int, index: int) -> None:
-        if rank == BEGINS:
-            if self.now_s == self._ticks_s:
-                self._tick()
-        elif self.now_s == self._ends_s[index]:
+        if self.now_s == self._ends_s[index]:
             self._complete(index)
         elif self._clients is not None and self._ends_s[index] < math.inf:
             self._tell(index, self._clients)
@@ -182,16 +178,10 @@ class SimulatedDriver(Clock):
         if refusal is not None:
             self._refuse(refusal)
         self._idle_wakes = 0
-        self._tick_at(self.now_s)
+        self.ticks_s = self.now_s
 
-    def _tick_at(self, at_s: float) -> None:
-        if at_s < self._ticks_s:
-            self._ticks_s = at_s
-            self.add(at_s, BEGINS, 0, 0)
-
-    def _tick(self) -> None:
+    def tick(self) -> None:
         scheduler = self._scheduler
-        self._ticks_s = math.inf
         self._idle_wakes += 1
         for batch in scheduler.tick(self.now_s):
             end_s = self._workers[batch.worker].run(batch, self.now_s)
@@ -204,11 +194,11 @@ class SimulatedDriver(Clock):
                     self._end_at(index, end_s, -1)
         if not self._drain and not self.arrivals.left and not scheduler.waiting_jobs:
             self.events.clear()
+            self.ticks_s = math.inf
             return
         if self._idle_wakes > MAX_IDLE_WAKES:
             raise _stalled(scheduler, len(self._requests), self.now_s)
-        if scheduler.wake_at_s < math.inf:
-            self._tick_at(max(scheduler.wake_at_s, self.now_s))
+        self.ticks_s = max(scheduler.wake_at_s, self.now_s)
 
     def _end_at(self, index: int, end_s: float, order: int) -> None:
         """A worker's pass ends at `end_s`."""
@@ -237,7 +227,7 @@ class SimulatedDriver(Clock):
             for refusal in self._scheduler.take_refusals():
                 self._refuse(refusal)
         self._idle_wakes = 0
-        self._tick_at(self.now_s)
+        self.ticks_s = self.now_s
 
     def _refuse(self, refusal: Refusal) -> None:
         self.refused.append(refusal)

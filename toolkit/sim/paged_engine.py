@@ -24,7 +24,7 @@ import numpy as np
 from toolkit.errors import InputError
 from toolkit.files.fit import StepsFit
 from toolkit.files.recipe import AcceptanceSpec
-from toolkit.laws.passes import PassLaw, PassRange
+from toolkit.laws.passes import PassLaw
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Request
@@ -44,10 +44,9 @@ from toolkit.traces.types import Sessions, SharedBlocks
 class PagedEngine:
     """One engine: the law of its passes, its cache, and whether it plans `ahead`.
 
-    `blocks` excludes the one that vLLM keeps for itself. `valid` None: the law holds everywhere. A
-    client waits `front_s` for a token beyond the passes, and `front_row_s` for each running row.
-    `caches` are the groups of KV
-    caches that share the blocks; None: one of full attention, in blocks of `block_tokens`.
+    `blocks` excludes the one that vLLM keeps for itself. A client waits `front_s` for a token
+    beyond the passes, and `front_row_s` for each running row. `caches` are the groups of KV caches
+    that share the blocks; None: one of full attention, in blocks of `block_tokens`.
     `draft_tokens` of a row are in its passes, made by `draft_method`, and `drafts` says how many
     are accepted; `keeps_known`, `hash_lookahead` and `caps_alone`: see `VllmScheduler`. `others`
     are the same engine with other numbers of drafts.
@@ -57,7 +56,6 @@ class PagedEngine:
     blocks: int
     block_tokens: int
     ahead: bool = False
-    valid: PassRange | None = None
     front_s: float = 0.0
     front_row_s: float = 0.0
     caches: CacheSettings | None = None
@@ -83,7 +81,6 @@ class PagedEngine:
             blocks,
             fit.block_tokens,
             fit.async_scheduling,
-            fit.law.valid,
             fit.front_s,
             fit.front_row_s,
             caches=caches,
@@ -400,7 +397,7 @@ class PagedRun:
         if held > self._most_held:
             self._most_held = held
             ledger.peak_tokens = max(ledger.peak_tokens, held * self._tokens_per_block)
-        valid = self._engine.valid
+        valid = self._engine.steps.valid
         if valid is not None:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)
             if not valid.holds(last):
@@ -419,11 +416,12 @@ class PagedRun:
         first_s = end_s if steps == 1 else flight.first_s
         if decoding:
             gap_s = first_s - self._last_s
-            gaps.push(gap_s if steps == 1 else max(gap_s, flight.largest_gap_s(end_s)))
+            between = flight.gaps(end_s) if steps > 1 else []
+            gaps.push(max([gap_s, *[last_s for _, _, last_s in between]]) if between else gap_s)
             if ledger.token_gaps is not None:
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
-                if steps > 1:
-                    flight.add_gaps(ledger.token_gaps, decoding, end_s)
+                for count, least_s, last_s in between:
+                    ledger.token_gaps.add(decoding * count, least_s, last_s)
                 if tokens.accepted:
                     ledger.token_gaps.add(tokens.accepted, 0.0, 0.0)
         if tokens.joined:

@@ -47,6 +47,8 @@ FRUITLESS_MAX = 64
 NO_PASS = -1  # a row got no token since it was admitted
 NOTHING = StepShape(0, 0)
 SPARES_ALONE: Release = (0, 31)
+_order = attrgetter("order")  # of a row
+_order_of_part = attrgetter("row.order")
 
 
 def caps_alone(version: str) -> bool:
@@ -55,8 +57,6 @@ def caps_alone(version: str) -> bool:
     """
     release = release_of(version)
     return release is not None and release < SPARES_ALONE
-_order = attrgetter("order")  # of a row
-_order_of_part = attrgetter("row.order")
 
 
 class PagedRow(CachedRow):

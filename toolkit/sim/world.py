@@ -167,7 +167,7 @@ class World:
 
     def range_of(self, policy: str) -> Validity | PassRange | None:
         """Where the laws that apply under the policy of this name were measured."""
-        return self.paged.valid if self.paged and policy == VllmPolicy.name else self.valid
+        return self.paged.steps.valid if self.paged and policy == VllmPolicy.name else self.valid
 
     def scheduled(self) -> list[Worker]:
         """The workers as the scheduler knows them, numbered from 0."""

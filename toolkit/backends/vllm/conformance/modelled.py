@@ -10,9 +10,9 @@ import numpy as np
 from toolkit.backends.vllm.conformance.cases import Case, CaseArrivals, Pass
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.sched.policies.vllm import ROWS, TOKENS, VllmPolicy
-from toolkit.sim.cache_settings import CacheSettings, is_before
+from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.contents import contents
-from toolkit.sim.drafts import DrawnDrafts
+from toolkit.sim.drafts import DrawnDrafts, keeps_known_outputs
 from toolkit.sim.kv_cache import Node
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.vllm import PagedRow, VllmScheduler, caps_alone
@@ -92,7 +92,7 @@ def scheduler_of(case: Case) -> VllmScheduler:
             cache_groups(case),
             case["max_model_len"],
             case["retention"],
-            rehashes=is_before(case["version"], 0, 33),
+            rehashes=not keeps_known_outputs(case["version"]),
         )
     return VllmScheduler(
         flags,
