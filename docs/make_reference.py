@@ -36,8 +36,8 @@ from toolkit.files.recipe import SLA_KEYS, Recipe
 from toolkit.sched.catalogue import ABOUT
 from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES
 from toolkit.sched.policies.parameters import Parameter, declared, defaults
-from toolkit.serve.metrics import Gauges, WorkerGauges, engine_families
-from toolkit.serve.stats import Stats
+from toolkit.server.metrics import Gauges, WorkerGauges, engine_families, families_of_requests
+from toolkit.server.stats import Stats
 
 HERE = Path(__file__).parent
 NOTE = (
@@ -289,6 +289,7 @@ def families() -> Iterator[Metric]:
     worker = WorkerGauges(alive=True, load_s=0, rows=0, kv_tokens=0, kv_capacity=None)
     gauges = Gauges(0, 0, 0, 0, [worker], 0, {})
     yield from engine_families(Stats(), gauges, "model")
+    yield from families_of_requests(Stats(), {"model_name": "model"}, [])
 
 
 def metrics() -> str:

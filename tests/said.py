@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from toolkit.serve.log import TALKING
+from toolkit.server.log import TALKING
 
 
 def says(text: str, *values: str) -> bool:

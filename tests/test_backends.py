@@ -64,8 +64,8 @@ class ToyServer:
     def timed(self, recipe):
         raise NotImplementedError
 
-    def launch(self, order, on_ready):
-        on_ready(f"http://{order.host}:{order.port}/{order.plan.settings.policy}")
+    def launch(self, plan, options, on_ready):
+        on_ready(f"http://{options.host}:{options.port}/{plan.settings.policy}")
         return {"stop": 3}
 
     def check(self, recipe):

@@ -15,8 +15,8 @@ from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_li
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Pass, PassResult, Request, Worker
-from toolkit.serve.driver import WorkerRows
-from toolkit.serve.live import ActiveRequest, GenerationRequest
+from toolkit.server.driver import WorkerRows
+from toolkit.server.live import ActiveRequest, GenerationRequest
 from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run

@@ -17,7 +17,7 @@ from mutations import mutated
 from toolkit.catalogue.known import KNOWN
 from toolkit.cli.arguments import open_recipe
 from toolkit.errors import InputError
-from toolkit.serve.access import read_keys
+from toolkit.server.access import read_keys
 
 REPORT = "report plan.json --out page.html"
 READS = {  # a file, and the commands that read it

@@ -4,7 +4,6 @@ exact rule.
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orders
@@ -13,7 +12,7 @@ import yaml
 from operator_kinds import RULES, unknown_keys
 from prometheus_client.parser import text_string_to_metric_families
 from rendered import check_with_promtool, needs_promtool, objects_of
-from toy_server import HandWorkers, make_driver
+from toy_server import HandWorkers, app_of, make_driver
 from vllm_names import VLLM
 
 from toolkit.deploy import reckon
@@ -22,11 +21,15 @@ from toolkit.deploy.render import fill
 from toolkit.deploy.values import Values
 from toolkit.endpoints.upstream import Upstream
 from toolkit.files.recipe import SLA_KEYS
-from toolkit.gateway.front import Gateway
-from toolkit.gateway.replicas import LiveReplica
-from toolkit.serve.metrics import engine_families, text_of
-from toolkit.serve.stats import Stats
-from toolkit.serve.status import gauges
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.routers import make_router
+from toolkit.routing.types import ReplicaTraits
+from toolkit.server.application import Application
+from toolkit.server.metrics import text_of
+from toolkit.server.options import ServerOptions
+from toolkit.server.pool import PoolBackend
+from toolkit.server.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
+from toolkit.server.stats import Stats
 
 OWN = {
     "kubernetes": {"namespace": "default", "job": "default/llmctl-test"},
@@ -114,7 +117,7 @@ def test_every_target_has_a_rule_and_the_server_its_series(tmp_path: Path) -> No
     sla = limits()
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=sla)
-    exposed = samples_in(text_of(engine_families(driver.stats, gauges(driver), "toy")).decode())
+    exposed = samples_in(text_of(app_of(driver).families()).decode())
     order = order_of(tmp_path, sla=sla)
     found = {rule["alert"]: rule for rule in rules_in(rules(order))}
     for key, limit in sla.items():
@@ -153,17 +156,13 @@ def test_a_request_of_one_token_counts_in_no_histogram_of_gaps() -> None:
 
 def test_a_front_exposes_every_series_that_its_rules_read(tmp_path: Path) -> None:
     sla = limits()
-    gateway = SimpleNamespace(
-        stats=Stats(sla=sla),
-        pool=SimpleNamespace(up=[], losses=0, replicas=[
-            LiveReplica("http://a", Upstream("http://a", 1.0), 0)
-        ], background=SimpleNamespace(up=list, failures={})),
-        balancer=SimpleNamespace(
-            router=SimpleNamespace(name="x"), replicas=[SimpleNamespace(report=None)]
-        ),
-        served="toy", running=(), waiting=0, continued=0, keyring=SimpleNamespace(named=[]),
-    )  # fmt: skip
-    exposed = samples_in(text_of(Gateway.families(gateway)).decode())  # type: ignore[arg-type]
+    pool = ReplicaPool(
+        Balancer(make_router("round-robin", {}), []), ReplicaTraits(1), ReplicaNeeds(), hang_s=1.0
+    )
+    pool.replicas.append(LiveReplica("http://a", Upstream("http://a", 1.0), 0))
+    options = ServerOptions(model="toy")
+    app = Application(PoolBackend(pool, options, stats=Stats(sla=sla)), options)
+    exposed = samples_in(text_of(app.families()).decode())
     order = order_of(tmp_path, sla=sla)
     (group,) = rules(order, front=True)["groups"]
     assert {alert_of(key) for key in sla} <= {rule["alert"] for rule in group["rules"]}
@@ -383,8 +382,8 @@ def test_every_metric_of_a_rule_exists(tmp_path: Path) -> None:
     driver = make_driver(HandWorkers())
     driver.stats = Stats(sla=limits())
     driver.stats.ended["stop"] += 1
-    families = engine_families(driver.stats, gauges(driver), "toy")
-    exposed = {name for name, _ in samples_in(text_of(families).decode())} | VLLM.keys()
+    exposed = {name for name, _ in samples_in(text_of(app_of(driver).families()).decode())}
+    exposed |= VLLM.keys()
     fronts = {"llmctl_replica_up", "llmctl_replicas_up", "llmctl_replica_losses_total"}
     order = order_of(tmp_path, sla=limits())
     for rule in every_rule(order):

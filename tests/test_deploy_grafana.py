@@ -16,9 +16,9 @@ from vllm_names import VLLM
 import toolkit
 from toolkit.deploy.dashboard import dashboard
 from toolkit.deploy.render import TARGETS, render_target
-from toolkit.serve.access import Account
-from toolkit.serve.metrics import engine_families, text_of
-from toolkit.serve.status import gauges
+from toolkit.server.access import Account
+from toolkit.server.engine import gauges
+from toolkit.server.metrics import engine_families, families_of_requests, text_of
 
 SLA = {"ttft_p99_s": 2.0, "tpot_mean_s": 0.1}
 NAMES = ("llmctl", "vllm")
@@ -42,7 +42,10 @@ def exposed() -> dict[str, set[str]]:
     """
     driver = make_driver(HandWorkers())
     driver.stats.ended["failed"] += 1
-    made = engine_families(driver.stats, gauges(driver), "toy", [Account("team")])
+    made = (
+        *engine_families(driver.stats, gauges(driver), "toy"),
+        *families_of_requests(driver.stats, {"model_name": "toy"}, [Account("team")]),
+    )
     families = text_string_to_metric_families(text_of(made).decode())
     ours = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     return ours | VLLM

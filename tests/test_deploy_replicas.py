@@ -21,7 +21,6 @@ from rendered import (
     services,
 )
 
-from toolkit.backends import ServerOrder
 from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
 from toolkit.cli.basis import plan_from
@@ -34,7 +33,7 @@ from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Settings
-from toolkit.serve.server import Ending
+from toolkit.server.options import ServerOptions
 
 NAME = "llmctl-llama-3-1-8b-h200-1d7ac0"
 
@@ -195,8 +194,7 @@ def test_a_container_gets_the_flags_that_llmctl_serve_gives(
         shipped, recipe__engine__kv_cache_memory_mib=64, recipe__engine__tensor_parallel_size=2
     )
     monkeypatch.setattr("toolkit.backends.vllm.backend.saved_model", lambda model, _: model.source)
-    order = ServerOrder(plan, "m", "127.0.0.1", 8000, Ending(0, 30))
-    words = command_of(order, tmp_path).words("127.0.0.1", 8000)
+    words = command_of(plan, ServerOptions(model="m"), tmp_path).words("127.0.0.1", 8000)
     found = [word for flag, _ in VllmBackend().described(plan, "m").flags for word in flag]
     counted = ["--scheduler-cls", "toolkit.backends.vllm.iterations.counted_scheduler"]
     rest = [word for word in words[words.index("--served-model-name") :] if word not in counted]

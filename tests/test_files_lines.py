@@ -26,7 +26,7 @@ from toolkit.sched.eventlog import (
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, Worker
-from toolkit.serve.launch import EventLog
+from toolkit.server.log import EventLog
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLine, TraceLog
 

@@ -19,7 +19,6 @@ from said import logged_to, says
 from within import Test, within
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
-from toolkit.backends import ServerOrder
 from toolkit.bench.client import LoadSpec, replay
 from toolkit.bench.predict import check_server, counts
 from toolkit.endpoints.target import cache_counts, find_target
@@ -28,12 +27,6 @@ from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import Settings
-from toolkit.gateway import own_replicas as own_servers
-from toolkit.gateway import replicas as pools
-from toolkit.gateway.front import Gateway
-from toolkit.gateway.launch import traits_of_replicas
-from toolkit.gateway.own_replicas import OwnReplicas
-from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import CHAT, GenerationCall
 from toolkit.processes import supervisor
@@ -42,12 +35,19 @@ from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.routing.types import ReplicaTraits, RoutedRequest, RouterLaw
 from toolkit.sched.policies.parameters import defaults
-from toolkit.serve.access import ApiKey, Keyring
-from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import WireLimits
-from toolkit.serve.server import Ending, listen, url
-from toolkit.serve.status import Facts, StatusPage
+from toolkit.server import own_replicas as own_servers
+from toolkit.server import replicas as pools
+from toolkit.server.access import ApiKey
+from toolkit.server.application import Application
+from toolkit.server.http import HttpServer
+from toolkit.server.limits import WireLimits
+from toolkit.server.options import ServerOptions
+from toolkit.server.own_replicas import OwnReplicas
+from toolkit.server.pool import PoolBackend, traits_of_replicas
+from toolkit.server.process import listen, url
+from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
+from toolkit.server.status import Facts
+from toolkit.server.watched import WatchedFiles
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
@@ -57,12 +57,13 @@ Act = Callable[[], Awaitable[None]]
 
 
 class Front:
-    """A gateway under test."""
+    """A front before replicas under test."""
 
-    def __init__(self, http: httpx.AsyncClient, gateway: Gateway) -> None:
+    def __init__(self, http: httpx.AsyncClient, app: Application, backend: PoolBackend) -> None:
         self.http = http
-        self.gateway = gateway
-        self.pool = gateway.pool
+        self.app = app
+        self.backend = backend
+        self.pool = backend.pool
 
     async def stream(
         self, body: dict[str, Any], *, chat: bool = False, at: int = 0, act: Act | None = None
@@ -143,14 +144,18 @@ async def fronted(
         hang_s=hang_s,
         say=(said if said is not None else []).append,
     )
-    gateway = Gateway(pool, FrontSettings(**settings), Keyring(api_key, keys))
+    callers = WatchedFiles([], lambda: (api_key, tuple(keys)))
+    options = ServerOptions(keys=callers, **settings)
+    backend = PoolBackend(pool, options)
+    backend.facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, "vllm", "cpu", {}, {})
+    app = Application(backend, options)
     sweep = asyncio.create_task(pool.sweep())
     with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):
-        server = HttpServer(gateway, WireLimits(descriptors_each=2))
+        server = HttpServer(app, WireLimits(descriptors_each=2))
         await server.start(listener)
         pool.renew([each.url for each in servers] if starts is None else starts)
         async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:
-            front = Front(http, gateway)
+            front = Front(http, app, backend)
             if needs.model == MODEL and starts is None:
                 await front.until("up", sum(each.model == MODEL for each in servers))
             async with asyncio.timeout(30):
@@ -249,8 +254,8 @@ def test_a_stream_goes_on_elsewhere_without_a_token_twice(chat: bool, how: str, 
         assert told.usage["completion_tokens"] == 40
         assert told.usage["prompt_tokens"] == prompt
         assert len({each["id"] for each in told.events}) == 1
-        assert front.gateway.continued == 1
-        assert front.gateway.stats.ended == {"length": 1}
+        assert front.backend.continued == 1
+        assert front.backend.stats.ended == {"length": 1}
         if how == "ids":
             choices = [choice for each in told.events for choice in each["choices"]]
             ids = [one for choice in choices for one in choice.get("token_ids") or []]
@@ -273,8 +278,8 @@ def test_a_stream_that_cannot_go_on_ends_with_one_error(chat: bool, why: str, en
         assert answer_of(body, chat=chat).startswith(told.text)
         assert says(told.events[-1]["error"]["message"], "broke off")
         assert ["error" in each for each in told.events].count(True) == 1
-        assert (told.status, told.done, front.gateway.continued) == (200, True, 0)
-        assert front.gateway.stats.ended == {"failed": 1}
+        assert (told.status, told.done, front.backend.continued) == (200, True, 0)
+        assert front.backend.stats.ended == {"failed": 1}
         assert sum(each.served.total() for each in servers) == 1
 
     run(test, *(StandIn(token_s=0.002, speaks_ids=why != "no ids") for _ in range(2)))
@@ -520,7 +525,7 @@ async def test_reports_reach_the_balancer(
     for each in servers:
         each.metrics = text
     task = asyncio.create_task(front.pool.read_reports())
-    known = front.gateway.balancer.replicas
+    known = front.backend.balancer.replicas
     while any(each.report is None for each in known):
         await asyncio.sleep(0.005)
     assert {(each.waiting, each.kv_usage) for each in known} == {(2, 0.25)}
@@ -610,8 +615,8 @@ async def test_a_deadline_ends_a_stream_and_a_whole_answer(front: Front, servers
     assert told.done
     whole = await front.http.post("/v1/completions", json=asked(400))
     assert whole.status_code == 504
-    assert front.gateway.stats.ended == {"timeout": 2}
-    assert all(not each.requests for each in front.gateway.balancer.replicas)
+    assert front.backend.stats.ended == {"timeout": 2}
+    assert all(not each.requests for each in front.backend.balancer.replicas)
 
 
 @behind({"token_s": 0.002})
@@ -619,9 +624,9 @@ async def test_a_client_that_leaves_frees_its_replica(front: Front, servers: lis
     body = asked(4000) | {"stream": True}
     async with front.http.stream("POST", "/v1/completions", json=body) as response:
         await anext(response.aiter_lines())
-    while front.gateway.running:
+    while front.backend.left:
         await asyncio.sleep(0.002)
-    assert front.gateway.stats.ended == {"cancelled": 1}
+    assert front.backend.stats.ended == {"cancelled": 1}
     assert not any(each.attempts for each in front.pool.replicas)
 
 
@@ -643,13 +648,13 @@ async def test_a_replica_that_comes_back_gets_few_requests_at_first(
 
 @behind({"token_s": 0.002}, {"token_s": 0.002}, max_waiting=2)
 async def test_more_requests_than_may_wait_get_503(front: Front, servers: list[StandIn]):
-    for replica in front.gateway.balancer.replicas:
+    for replica in front.backend.balancer.replicas:
         replica.traits = ReplicaTraits(100_000, max_rows=1)
     bodies = [front.http.post("/v1/completions", json=asked(60)) for _ in range(12)]
     codes = [each.status_code for each in await asyncio.gather(*bodies)]
     assert codes.count(503) >= 6
     assert codes.count(200) >= 4
-    assert front.gateway.stats.refused == codes.count(503)
+    assert front.backend.stats.refused == codes.count(503)
 
 
 class SlowLaw:
@@ -668,7 +673,7 @@ async def test_what_would_miss_its_target_gets_503_and_when_to_come_back(
     front: Front, servers: list[StandIn]
 ):
     first = asyncio.create_task(front.stream(asked(200)))
-    while not front.gateway.running:
+    while not front.backend.left:
         await asyncio.sleep(0.001)
     refused = await front.http.post("/v1/completions", json=asked())
     assert refused.status_code == 503
@@ -705,14 +710,10 @@ def test_the_law_of_the_plans_fit_routes():
 @pytest.mark.slow
 def test_the_status_page_says_how_each_replica_is_without_its_address():
     async def test(front: Front, servers: list[StandIn]) -> None:
-        facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, "vllm", "cpu", {}, {})
-        gateway = front.gateway
-        status = StatusPage(facts, gateway.stats, lambda: gateway.uptime_s, gateway.status)
-        gateway.show(status)
         prompt = PROMPT * 40
         for _ in range(4):
             await front.http.post("/v1/completions", json=asked(prompt=prompt))
-        status.recent.sample()
+        front.app.page.recent.sample()
         page = await front.http.get("/")
         assert "text/html" in page.headers["content-type"]
         data = (await front.http.get("/status.json")).json()
@@ -730,7 +731,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
         data = (await front.http.get("/status.json")).json()
         assert [each["state"] for each in data["replicas"]] == ["up", "down"]
 
-    run(test, router="round-robin")
+    run(test, router="round-robin", status_page=True)
 
 
 class OwnStandIn:
@@ -757,16 +758,14 @@ class OwnStandIn:
 class OwnStandIns:
     """Starts one stand-in after the other; `check` sees each order, and may raise."""
 
-    def __init__(
-        self, count: int, check: Callable[[ServerOrder, int], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, count: int, check: Callable[[Plan, int], None] = lambda *_: None) -> None:
         self.standins = [StandIn() for _ in range(count)]
         self.made: list[OwnStandIn] = []
         self._left = iter(self.standins)
         self._check = check
 
-    def replica(self, order: ServerOrder, number: int, folder: Path) -> OwnStandIn:
-        self._check(order, number)
+    def replica(self, plan: Plan, options: ServerOptions, number: int, folder: Path) -> OwnStandIn:
+        self._check(plan, number)
         server = OwnStandIn(number, next(self._left))
         self.made.append(server)
         return server
@@ -785,8 +784,8 @@ async def own_replicas(
     """Replicas that `backend` starts for the front; what it is told goes to `said`."""
     for each in backend.standins:
         await each.start()
-    order = ServerOrder(plan, MODEL, "127.0.0.1", 0, Ending(0.0, 1.0, said.append))
-    own = OwnReplicas(backend, order, plan.workers, front.pool)
+    options = ServerOptions(model=MODEL, timeout_s=1.0, say=said.append)
+    own = OwnReplicas(backend, plan, options, front.pool)
     starting = asyncio.create_task(own.start())
     with logged_to(said):
         async with asyncio.timeout(20):

@@ -13,7 +13,7 @@ from benchmarks.common.dialects import (
     generate,
 )
 from benchmarks.serving.replica_ends import cases, tried
-from toolkit.gateway import relay
+from toolkit.server import relay
 
 
 @pytest.mark.slow

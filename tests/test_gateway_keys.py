@@ -7,7 +7,7 @@ from test_gateway import Front, asked, behind, chatted, run
 from test_gateway_responses import wanted
 
 from benchmarks.common.standin import StandIn
-from toolkit.serve.access import ApiKey
+from toolkit.server.access import ApiKey
 
 SHA = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
 HEADERS = {"authorization": "Bearer secret"}

@@ -82,7 +82,7 @@ async def test_a_stop_string_after_a_failure_ends_the_answer(
     told = await front.stream(body, chat=chat, at=12, act=kill)
     assert told.text == plain[: 28 if included else 24]
     assert (told.finish, told.done) == ("stop", True)
-    assert front.gateway.continued == 1
+    assert front.backend.continued == 1
 
 
 def test_a_stop_string_that_began_before_a_failure_is_found():
@@ -202,7 +202,7 @@ async def test_an_error_after_a_hung_replica_is_no_second_answer(
     hangs.hung = True
     fails.status = status
     front.pool.renew([hangs.url])
-    while front.gateway.budget.take():  # no answer may be asked for again because it was 500
+    while front.backend.budget.take():  # no answer may be asked for again because it was 500
         pass
     asking = asyncio.create_task(front.stream(asked()))
     while not hangs.served.total():

@@ -16,7 +16,7 @@ from said import says
 from test_gateway import PROMPT, USAGE, Front, Told, asked, behind, chatted, run
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
-from toolkit.gateway import replicas as pools
+from toolkit.server import replicas as pools
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -111,7 +111,7 @@ async def test_a_usage_that_cannot_be_reaches_no_other_request(
 
 @behind({}, max_body_bytes=1 << 20)
 async def test_a_prompt_of_spaces_changes_no_others_estimate(front: Front, servers: list[StandIn]):
-    gauge = front.gateway.gauge
+    gauge = front.backend.gauge
     prompt = [b"word " * 1000]
     before = gauge.tokens(prompt)
     servers[0].token_bytes = 400  # so long a token has this prompt
@@ -197,7 +197,7 @@ def test_odd_reports_stop_no_others(text: str, monkeypatch: pytest.MonkeyPatch):
 
     async def test(front: Front, servers: list[StandIn]) -> None:
         front.pool.background.start("reports of replicas", front.pool.read_reports)
-        known = front.gateway.balancer.replicas
+        known = front.backend.balancer.replicas
         while any(each.report is None for each in known[1:]):
             await asyncio.sleep(0.005)
         before = servers[0].asked["/metrics"]
@@ -234,7 +234,7 @@ async def test_a_fault_of_the_front_ends_one_connection_and_says_so(
     def fails(*_: object) -> bytes:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("toolkit.serve.routes.text_of", fails)
+    monkeypatch.setattr("toolkit.server.application.text_of", fails)
     answer = await front.http.get("/metrics")
     assert answer.status_code == 500
     assert answer.headers["connection"] == "close"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.gateway import sources
-from toolkit.gateway.sources import (
+from toolkit.server import sources
+from toolkit.server.sources import (
     follow_source,
     given_replicas,
     replica_source,

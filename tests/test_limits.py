@@ -13,7 +13,7 @@ from said import says
 from test_cli_render import RECIPE, tuning
 
 from benchmarks.common.serving import Server, fake_plan
-from toolkit.cli.serve_start import announce_plan
+from toolkit.cli.serve import Announcement
 from toolkit.deploy.plan import UNTUNED, make_plan
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.files.io import read_file, write_file
@@ -21,7 +21,8 @@ from toolkit.files.plan import Plan
 from toolkit.files.tuning import Limit, Outcome, Tuning, breaks, recipe_limits
 from toolkit.report.material import gather
 from toolkit.report.page import report
-from toolkit.serve.status import facts_of
+from toolkit.server.options import ServerOptions
+from toolkit.server.status import facts_of
 
 BROKEN = ("1 of 2", "ttft_p99_s", "31.7 s", "2 s")
 
@@ -144,7 +145,8 @@ def test_the_first_lines_round_what_a_search_chose(
     chosen = plan.settings.model_copy(
         update={"parameters": plan.settings.parameters | {"min_interval_s": 4.779730550735673}}
     )
-    announce_plan(False, plan.model_copy(update={"settings": chosen}), "toy", "http://h")
+    plan = plan.model_copy(update={"settings": chosen})
+    Announcement(plan, ServerOptions(model="toy"), as_json=False)("http://h")
     assert "min_interval_s=4.78" in " ".join(capsys.readouterr().out.split())
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.endpoints.load import Sample, StreamedAnswer
-from toolkit.gateway.recording import AnswerReader
 from toolkit.openai.answers import AnswerWriter, Usage, about_answer, error_event
 from toolkit.openai.bodies import parse_json
 from toolkit.openai.engine_requests import EngineChat, EngineCompletion, read_engine_request
@@ -17,6 +16,7 @@ from toolkit.openai.errors import ApiError, error_body, error_text
 from toolkit.openai.events import DONE, EventReader, data_of, lines_of
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import CHAT, COMPLETIONS, GenerationCall
+from toolkit.server.recorder import AnswerReader
 
 TEXTS = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6)
 

@@ -253,7 +253,7 @@ FOREIGN = ["evil.com", "evil.com:8000", "localhost.evil.com", "127.0.0.1.evil.co
 LOCAL = ["localhost:8000", "LOCALHOST.", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7", ""]
 
 
-@with_server(local_hosts_only=True)
+@with_server(host="127.0.0.1")
 async def test_a_keyless_local_server_refuses_foreign_host_names(http: httpx.AsyncClient):
     for host in (*FOREIGN, *LOCAL):
         headers = {"host": host}

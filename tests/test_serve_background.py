@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from within import in_a_loop
 
-from toolkit.serve import background
-from toolkit.serve.background import Background
+from toolkit.server import background
+from toolkit.server.background import Background
 
 
 def test_a_task_that_raises_starts_again_and_is_counted(monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
 from toolkit.openai.bodies import MAX_DEPTH, parse_json
 from toolkit.openai.errors import ApiError
-from toolkit.serve import bodies
+from toolkit.server import bodies
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -233,7 +233,7 @@ async def test_large_bodies_get_the_same_answers_from_a_thread(
 
 def test_long_prompts_at_once_do_not_exceed_the_queue(monkeypatch: pytest.MonkeyPatch):
     """All requests are accepted before the first body is read."""
-    monkeypatch.setattr("toolkit.serve.bodies.LARGE_BODY_BYTES", 1)
+    monkeypatch.setattr("toolkit.server.bodies.LARGE_BODY_BYTES", 1)
     read = threading.Event()
     encode = ByteTokenizer.encode
     monkeypatch.setattr(

@@ -9,7 +9,7 @@ from said import says
 
 import toolkit
 from benchmarks.common.serving import fake_plan
-from toolkit.cli.serve_start import plan_to_serve
+from toolkit.cli.serve import plan_to_serve
 from toolkit.files.io import write_file
 from toolkit.files.tuning import Outcome
 

@@ -9,9 +9,9 @@ from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.types import Job, Moves, Pass, PassResult, Request, Worker
-from toolkit.serve.driver import Driver
-from toolkit.serve.live import GenerationRequest, Reply, TextOutput
-from toolkit.serve.stats import Stats
+from toolkit.server.driver import Driver
+from toolkit.server.live import GenerationRequest, Reply, TextOutput
+from toolkit.server.stats import Stats
 
 
 def submit(driver: Driver, name: str, limit: int) -> None:

@@ -10,8 +10,8 @@ from within import in_a_loop, with_driver
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.sched.types import Job
-from toolkit.serve.driver import Driver
-from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
+from toolkit.server.driver import Driver
+from toolkit.server.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
 
 
 def ask(

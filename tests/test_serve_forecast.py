@@ -13,7 +13,7 @@ from toolkit.routing.admission import Delay, LatencyLimits, PredictedLatency
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request, Worker
-from toolkit.serve.forecast import Forecast
+from toolkit.server.forecast import Forecast
 
 POLICIES = {"slice": {"slice_tokens": 16}, "conservative": {}}
 

@@ -6,19 +6,20 @@ from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from toy_server import HandWorkers, make_driver, turns
+from toy_server import HandWorkers, app_of, make_driver, turns
 from within import with_server
 
 from toolkit.errors import EngineError
-from toolkit.serve.stats import Histogram
-from toolkit.serve.status import failure, gauges, problem, state
+from toolkit.server.engine import gauges
+from toolkit.server.stats import Histogram
 from toolkit.workers.protocol import WorkerLost
 
 
 def test_a_loading_server_is_healthy_and_not_ready():
     driver = make_driver(HandWorkers())
-    assert failure(driver) == problem(driver) == ""
-    assert state(driver) == "loading"
+    backend = app_of(driver).backend
+    assert backend.failure == backend.problem == ""
+    assert backend.state == "loading"
     assert not any(worker.alive for worker in gauges(driver).workers)
 
 
@@ -27,7 +28,7 @@ async def test_a_leaving_server_is_healthy_and_not_ready(http: httpx.AsyncClient
     for path in ("/health", "/ready"):
         assert (await http.get(path)).status_code == 200
         assert (await http.head(path)).status_code == 200
-    http.driver.leaving = True
+    http.app.leaving = True
     ready = await http.get("/ready")
     assert (ready.status_code, ready.json()) == (503, {"status": "leaving"})
     assert (await http.get("/health")).status_code == 200

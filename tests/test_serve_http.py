@@ -14,9 +14,9 @@ import uvloop
 from within import within
 
 from toolkit.openai.errors import ApiError
-from toolkit.serve.errors import error_response
-from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import SMALL_BYTES, WireLimits, excess
+from toolkit.server.errors import error_response
+from toolkit.server.http import HttpServer
+from toolkit.server.limits import SMALL_BYTES, WireLimits, excess
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"

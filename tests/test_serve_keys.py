@@ -13,7 +13,7 @@ from within import in_a_loop, with_server
 
 from benchmarks.common.serving import fake_plan
 from toolkit.errors import InputError
-from toolkit.serve.access import MAX_KEYS, ApiKey, read_callers, read_keys
+from toolkit.server.access import MAX_KEYS, ApiKey, read_callers, read_keys
 
 ANA = "sk-ana-canary"
 BEN = "sk-ben-canary"

@@ -13,8 +13,8 @@ from within import in_a_loop
 from toolkit.engines.tokenizer import VOCAB_SIZE, ByteTokenizer, FileTokenizer
 from toolkit.openai.bodies import MAX_LISTS, MAX_VALUES, parse_json
 from toolkit.openai.errors import ApiError
-from toolkit.serve import bodies
-from toolkit.serve.bodies import BodyReader, LargeBodies
+from toolkit.server import bodies
+from toolkit.server.bodies import BodyReader, LargeBodies
 
 READER = BodyReader(ByteTokenizer(), VOCAB_SIZE, 512)
 MANY = 200_000

@@ -8,8 +8,8 @@ import re
 import pytest
 from said import logged_to, says
 
-from toolkit.serve.log import REPEAT_EVERY_S, RefusalLog, logging_to_stderr
-from toolkit.serve.stats import LATE, QUEUE_FULL, Stats
+from toolkit.server.log import REPEAT_EVERY_S, RefusalLog, logging_to_stderr
+from toolkit.server.stats import LATE, QUEUE_FULL, Stats
 
 
 def test_the_first_refusal_is_told_at_once_and_then_the_count_once_a_minute() -> None:
@@ -40,7 +40,7 @@ def test_the_first_refusal_is_told_at_once_and_then_the_count_once_a_minute() ->
 
 def test_a_line_has_its_time_and_level(capfd: pytest.CaptureFixture[str]) -> None:
     pool = logging.getLogger("toolkit.processes.supervisor")
-    talks = logging.getLogger("toolkit.gateway.relay")
+    talks = logging.getLogger("toolkit.server.relay")
     with logging_to_stderr():
         pool.warning("worker %d is lost", 3)
         pool.info("worker %d is back", 3)

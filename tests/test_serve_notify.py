@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.serving import Server, fake_plan
-from toolkit.serve.launch import Manager
+from toolkit.server.process import Manager
 
 
 @pytest.fixture

@@ -34,9 +34,9 @@ from toolkit.sched.policies import ORACLES, POLICIES, make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
-from toolkit.serve.driver import Driver
-from toolkit.serve.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
-from toolkit.serve.metrics import Stats
+from toolkit.server.driver import Driver
+from toolkit.server.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
+from toolkit.server.metrics import Stats
 
 pytestmark = pytest.mark.slow
 

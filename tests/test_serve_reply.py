@@ -5,7 +5,7 @@ import asyncio
 from toy_server import turns
 from within import in_a_loop
 
-from toolkit.serve.live import Delta, Reply
+from toolkit.server.live import Delta, Reply
 
 
 @in_a_loop

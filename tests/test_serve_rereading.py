@@ -14,9 +14,9 @@ from within import with_server
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.errors import InputError
-from toolkit.serve import server as process
-from toolkit.serve.access import read_keys
-from toolkit.serve.server import WatchedFiles, follow
+from toolkit.server import watched
+from toolkit.server.access import read_keys
+from toolkit.server.watched import WatchedFiles, follow
 
 NEW = "sk-new-canary"
 
@@ -124,7 +124,7 @@ async def test_a_request_of_a_revoked_key_still_gets_its_answer(http: httpx.Asyn
 
 
 def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(process, "CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.001)
     file = tmp_path / "number"
     said = asyncio.Queue[str]()
     taken = []

@@ -6,23 +6,25 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
 from said import says
-from toy_server import HandWorkers, events, front_of, make_driver, text, turns
+from toy_server import OPTIONS, HandWorkers, app_of, events, make_driver, text, turns
 
 from toolkit.errors import EngineError, InputError
-from toolkit.serve.driver import Driver
-from toolkit.serve.launch import serve
-from toolkit.serve.server import Ending, Signals, check_exposure, is_loopback, listen, url
+from toolkit.server.driver import Driver
+from toolkit.server.process import Signals, check_exposure, is_loopback, listen
+from toolkit.server.server import Server
 from toolkit.workers.protocol import WorkersFailed
 
 BODY = {"prompt": "hello", "temperature": 0, "max_tokens": 6, "stream": True}
 Test = Callable[[httpx.AsyncClient, Driver, HandWorkers], Coroutine]
 
 
-def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = None) -> list[str]:  # noqa: B008
+def run(test: Test, workers: HandWorkers | None = None, **options: Any) -> list[str]:
     """Run `test` and a server until both have ended. Returns the announced URLs."""
     announced: list[str] = []
 
@@ -30,15 +32,9 @@ def run(test: Test, ending: Ending = Ending(), workers: HandWorkers | None = Non
         hands = workers or HandWorkers()
         driver = make_driver(hands)
         with listen("127.0.0.1", 0) as listener:
-            serving = asyncio.create_task(
-                serve(
-                    front_of(driver),
-                    listener,
-                    ending,
-                    lambda: announced.append(url(listener)),
-                )
-            )
-            async with httpx.AsyncClient(base_url=url(listener)) as http:
+            server = Server(app_of(driver, replace(OPTIONS, **options)), listener)
+            serving = asyncio.create_task(server.serve(announced.append))
+            async with httpx.AsyncClient(base_url=server.url) as http:
                 await test(http, driver, hands)
                 await serving
 
@@ -96,7 +92,7 @@ def test_requests_are_accepted_during_the_notice():
             await response.aread()
         interrupt()  # a second signal skips the rest of the notice
 
-    run(test, Ending(notice_s=3600.0))
+    run(test, notice_s=3600.0)
 
 
 @pytest.mark.slow
@@ -110,7 +106,7 @@ def test_late_requests_get_a_final_error():
         assert "shutting down" in error["error"]["message"]
         assert done == "[DONE]"
 
-    run(test, Ending(timeout_s=0.01))
+    run(test, timeout_s=0.01)
 
 
 @pytest.mark.slow
@@ -124,7 +120,7 @@ def test_a_second_signal_ends_it_at_once():
             assert "shutting down" in (await response.aread()).decode()
 
     said = []
-    run(test, Ending(timeout_s=3600.0, say=said.append))
+    run(test, timeout_s=3600.0, say=said.append)
     assert len(said) == 1
     assert says(said[0], "1 request", "3600 s")
 

@@ -8,28 +8,26 @@ from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from browser import CONTRAST, chromium, page_of
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_server import SETTINGS, HandWorkers, ToyWorkers, app_of, make_driver
+from toy_server import OPTIONS, HandWorkers, ToyWorkers, app_of, make_driver
 from within import in_a_loop, within
 
 from benchmarks.common.serving import fake_plan
 from toolkit.cli.main import run
 from toolkit.metrics import Served, meets_sla
-from toolkit.serve.access import Keyring
-from toolkit.serve.driver import Driver
-from toolkit.serve.server import Ending
-from toolkit.serve.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
-from toolkit.serve.status import (
+from toolkit.server.driver import Driver
+from toolkit.server.options import one_key
+from toolkit.server.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
+from toolkit.server.status import (
     SAMPLES,
     Facts,
     RecentMinute,
-    StatusPage,
-    driver_status,
     facts_of,
 )
 
@@ -42,10 +40,6 @@ FACTS = Facts("toy", "slice", {"slice_tokens": 8}, "fake", "cpu", SLA, {"ttft_p9
 KEY = "sk-canary-51c0"
 
 
-def status_of(driver: Driver, facts: Facts = FACTS) -> StatusPage:
-    return StatusPage(facts, driver.stats, lambda: driver.now_s, lambda: driver_status(driver))
-
-
 @asynccontextmanager
 async def client(
     workers: HandWorkers | None = None, *, page: bool = True, api_key: str = "", **settings
@@ -54,13 +48,13 @@ async def client(
     driver = make_driver(workers or ToyWorkers())
     driver.stats.sla = SLA
     await driver.start()
-    status = status_of(driver)
-    app = app_of(driver, replace(SETTINGS, **settings), Keyring(api_key), status if page else None)
+    options = replace(OPTIONS, keys=one_key(api_key), status_page=page, **settings)
+    app = app_of(driver, options, FACTS)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000"
     ) as http:
         http.driver = driver
-        http.status = status
+        http.status = app.page
         yield http
     await driver.stop()
 
@@ -246,19 +240,19 @@ def test_a_model_folder_is_shown_by_its_last_part(tmp_path: Path):
 def test_the_page_is_on_by_default_only_on_loopback(
     tmp_path: Path, monkeypatch, capsys, options, shown
 ):
-    orders = []
+    told = []
 
-    def launch(config, make, on_ready) -> dict[str, int]:
-        orders.append(config)
-        on_ready("http://h:1")
-        return {}
+    @contextmanager
+    def opened(options, backend) -> Iterator[SimpleNamespace]:
+        told.append(options)
+        yield SimpleNamespace(run=lambda on_ready: on_ready("http://h:1") or {})
 
-    monkeypatch.setattr("toolkit.serve.launch.launch", launch)
+    monkeypatch.setattr("toolkit.server.server.Server.open", opened)
     fake_plan(tmp_path)
     with pytest.raises(SystemExit):
         run(["serve", str(tmp_path / "plan.json"), *options])
-    assert orders[0].settings.status_page is shown
-    assert orders[0].ending == Ending()
+    assert told[0].status_page is shown
+    assert (told[0].notice_s, told[0].timeout_s) == (0.0, 30.0)
     printed = capsys.readouterr().out
     assert ("status page: http://h:1/" in printed) is shown
     assert KEY not in printed
@@ -275,8 +269,8 @@ class LiveServer:
 
     @contextmanager
     def running(self) -> Iterator[Driver]:
-        from toolkit.serve.http import HttpServer
-        from toolkit.serve.server import listen
+        from toolkit.server.http import HttpServer
+        from toolkit.server.process import listen
 
         started = threading.Event()
 
@@ -285,8 +279,9 @@ class LiveServer:
             driver.stats.sla = SLA
             await driver.start()
             self.driver = driver
-            self.status = status_of(driver, self.facts)
-            server = HttpServer(app_of(driver, status=self.status))
+            app = app_of(driver, replace(OPTIONS, status_page=True), self.facts)
+            self.status = app.page
+            server = HttpServer(app)
             self.ending = asyncio.Event()
             self.loop = asyncio.get_running_loop()
             with listen("127.0.0.1", self.port) as listener:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 from starlette.types import ASGIApp
-from toy_server import SETTINGS, HandWorkers, ToyWorkers, app_of, events, make_driver, text, turns
+from toy_server import OPTIONS, HandWorkers, ToyWorkers, app_of, events, make_driver, text, turns
 from within import within
 
-from toolkit.serve.driver import Driver
+from toolkit.server.driver import Driver
 
 
 class Client:
@@ -62,7 +62,7 @@ async def serving(
     hands = workers(1)
     driver = make_driver(hands)
     await driver.start()
-    yield app_of(driver, replace(SETTINGS, **settings)), driver, hands
+    yield app_of(driver, replace(OPTIONS, **settings)), driver, hands
     await driver.stop()
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.engines.tokenizer import ByteDetokenizer
-from toolkit.serve.live import Delta, StopFinder, TextOutput
+from toolkit.server.live import Delta, StopFinder, TextOutput
 
 PIECES = st.lists(st.text("ab", max_size=4), max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

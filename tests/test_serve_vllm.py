@@ -9,6 +9,7 @@ import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import fake_vllm_server
 import httpx
@@ -20,13 +21,12 @@ from orders import changed
 from said import says
 
 from benchmarks.common.serving import Server
-from toolkit.backends import ServerOrder
 from toolkit.backends.vllm import backend
 from toolkit.errors import EngineError, InputError
 from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.sched.policies import make_any, refuse_unservable
-from toolkit.serve.server import Ending
+from toolkit.server.options import ServerOptions
 
 pytestmark = pytest.mark.slow
 
@@ -132,9 +132,9 @@ def test_a_signal_before_vllm_starts_ends_in_order(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(backend, "command_of", interrupted)
     plan = read_file(Plan, plan_for(tmp_path))
-    order = ServerOrder(plan, "toy", "127.0.0.1", 0, Ending())
+    options = ServerOptions(model="toy")
     before = signal.getsignal(signal.SIGTERM)
-    assert backend.VllmBackend().launch(order, lambda url: pytest.fail(url)) == {}
+    assert backend.VllmBackend().launch(plan, options, lambda url: pytest.fail(url)) == {}
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -200,21 +200,29 @@ class Child:
         self.killed = True
 
 
-def order_for(hang_s: float, beats: list[int]) -> ServerOrder:
-    plan = SimpleNamespace(recipe=SimpleNamespace(serve=SimpleNamespace(hang_s=hang_s)))
-    ending = Ending(0.0, 0.0, print)
-    return ServerOrder(plan, "toy", "h", 1, ending, beat=lambda: beats.append(1))  # type: ignore[arg-type]
+class Beats:
+    """A service manager that counts the reports that it gets."""
+
+    count = 0
+
+    def beat(self) -> None:
+        self.count += 1
+
+
+def plan_that_hangs(hang_s: float) -> Any:
+    return SimpleNamespace(recipe=SimpleNamespace(serve=SimpleNamespace(hang_s=hang_s)))
 
 
 def test_a_server_that_answers_no_health_check_ends_llmctl_with_an_error(monkeypatch):
     monkeypatch.setattr(backend, "ASK_EVERY_S", 0.0)
     server = Child(healthy=2)
-    order = order_for(0.01, beats := [])
-    watch = backend.EngineWatch(order, "http://h")  # not started
+    plan = plan_that_hangs(0.01)
+    options = ServerOptions(model="toy", timeout_s=0.0, say=print, manager=(beats := Beats()))
+    watch = backend.EngineWatch(plan, options, "http://h")  # not started
     with pytest.raises(EngineError, match=r"/health.*0\.01"):
-        backend._serve(server, order, backend._Signals(), watch)  # type: ignore[arg-type]
+        backend._serve(server, plan, options, backend._Signals(), watch)  # type: ignore[arg-type]
     assert server.killed
-    assert len(beats) == server.asked > 3
+    assert beats.count == server.asked > 3
 
 
 @pytest.mark.parametrize(
@@ -230,7 +238,9 @@ def test_a_server_that_answers_no_health_check_ends_llmctl_with_an_error(monkeyp
 def test_an_engine_hangs_if_its_figures_stand_still_and_no_token_comes(
     monkeypatch: pytest.MonkeyPatch, pages: str, tokens: list[bool], asked: int, hangs: str
 ) -> None:
-    watch = backend.EngineWatch(order_for(1.5, []), "http://h")  # not started
+    watch = backend.EngineWatch(
+        plan_that_hangs(1.5), ServerOptions(model="toy"), "http://h"
+    )  # not started
     found = iter(pages.replace(" ", ""))
     given = iter(tokens)
 

@@ -23,7 +23,7 @@ from benchmarks.common.serving import Server, fake_plan
 from toolkit.endpoints.target import find_target
 from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
-from toolkit.serve import http
+from toolkit.server import http
 
 pytestmark = [pytest.mark.slow, needs_openssl]
 NOT_TRUSTED = "self-signed certificate"

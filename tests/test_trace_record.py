@@ -25,11 +25,13 @@ from sse_server import DONE, chunked, event, tokens_event, usage_event, whole
 from sse_server import sse_server as serving
 
 from toolkit.endpoints.upstream import Upstream
-from toolkit.gateway import recording
-from toolkit.gateway.recording import AnswerReader, TraceRecorder, record_on
 from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import COMPLETIONS, GenerationCall
-from toolkit.serve.server import listen
+from toolkit.server import recorder as recording
+from toolkit.server.application import Application
+from toolkit.server.options import ServerOptions
+from toolkit.server.recorder import AnswerReader, Recorder, recorder_of
+from toolkit.server.server import Server
 from toolkit.traces.read import read_trace
 from toolkit.traces.write import TraceLog
 
@@ -51,15 +53,18 @@ def answer(body: dict) -> bytes:
 @asynccontextmanager
 async def recorder(
     url: str, out: Path, block_tokens: int = 0
-) -> AsyncIterator[tuple[httpx.AsyncClient, TraceRecorder]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, Application]]:
     with TraceLog(out) as log:
         async with Upstream(url, 30.0) as upstream:
-            app = TraceRecorder(upstream, log, block_tokens=block_tokens)
+            options = ServerOptions(host="0.0.0.0")  # any Host may be named
+            backend = Recorder(upstream, options, block_tokens)
+            backend.log = log
+            app = Application(backend, options)
             async with httpx.AsyncClient(
                 transport=httpx.ASGITransport(app), base_url="http://proxy"
             ) as client:
                 yield client, app
-            await app.stop()
+            await backend.stop()
 
 
 def through(
@@ -97,7 +102,7 @@ def body(**more) -> dict:
 
 
 def test_a_stream_is_counted_by_a_hidden_usage(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         got = await client.post(
             "/v1/completions", json=body(stream=True), headers={"authorization": f"Bearer {SECRET}"}
         )
@@ -118,7 +123,7 @@ def test_a_client_that_asks_for_usage_gets_it(tmp_path: Path):
         b'1},"prompt2":1}'
     )
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         got = await client.post("/v1/completions", content=asked)
         assert got.content == tokens_event(TEXT) * 3 + usage_event(3) + DONE
 
@@ -129,7 +134,7 @@ def test_a_client_that_asks_for_usage_gets_it(tmp_path: Path):
 
 
 def test_whole_answers_are_counted_row_by_row(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         got = await client.post("/v1/completions", json=body(prompt=["a", "b"]))
         assert got.json()["choices"][0]["text"] == TEXT
 
@@ -150,7 +155,7 @@ def test_a_large_request_is_read_in_a_thread(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(recording, "GenerationCall", noting)
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         got = await client.post("/v1/completions", json=asked)
         assert got.content == tokens_event(TEXT) * 3 + DONE
 
@@ -161,7 +166,7 @@ def test_a_large_request_is_read_in_a_thread(tmp_path: Path, monkeypatch: pytest
 
 
 def test_neither_texts_nor_keys_are_in_the_file(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         for more in ({"stream": True}, {"stream": False}, {"stream": "?"}, {"user": SECRET}):
             await client.post("/v1/completions", json=body(**more), headers={"api-key": SECRET})
 
@@ -173,7 +178,7 @@ def test_neither_texts_nor_keys_are_in_the_file(tmp_path: Path):
 
 
 def test_other_routes_pass(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         assert (await client.get("/v1/models?x=1")).json() == sse_server.MODELS
         assert (
             await client.get("//elsewhere.example/x")
@@ -187,7 +192,7 @@ def test_other_routes_pass(tmp_path: Path):
 def test_errors_of_the_server_pass_and_are_said(tmp_path: Path):
     refusal = {"error": {"message": "slow down", "type": "rate", "param": None, "code": "rate"}}
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         got = await client.post("/v1/completions", json=body(stream=True))
         assert (got.status_code, got.json()) == (429, refusal)
 
@@ -201,7 +206,7 @@ def test_a_server_is_asked_again_without_stream_options(tmp_path: Path):
             whole({"error": "unknown field"}, 400) if "stream_options" in asked else answer(asked)
         )
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         for _ in range(2):
             got = await client.post("/v1/completions", json=body(stream=True))
             assert got.content == tokens_event(TEXT) * 3 + DONE
@@ -212,10 +217,10 @@ def test_a_server_is_asked_again_without_stream_options(tmp_path: Path):
 
 
 def test_a_bad_request_is_refused_by_the_server_in_its_own_words(tmp_path: Path):
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         got = await client.post("/v1/completions", json=body(stream=True, max_tokens=-1))
         assert got.status_code == 400
-        assert app._asks_usage, "the server may know stream_options all the same"
+        assert app.backend.asks_usage, "the server may know stream_options all the same"
 
     through(tmp_path / "log", use, lambda _: whole({"error": {"message": "max_tokens"}}, 400))
 
@@ -223,7 +228,7 @@ def test_a_bad_request_is_refused_by_the_server_in_its_own_words(tmp_path: Path)
 def test_a_status_that_is_none_is_a_502(tmp_path: Path):
     left = [0, 600, 999, 1000]
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         while left:
             assert (await client.post("/v1/completions", json=body())).status_code == 502
 
@@ -235,7 +240,7 @@ def test_no_server_is_a_502_that_names_no_address(tmp_path: Path):
         async with recorder("http://127.0.0.1:9", tmp_path / "log") as (client, app):
             got = await client.post("/v1/completions", json=body())
             assert got.status_code == 502
-            assert not app.running
+            assert not app.backend.left
 
     asyncio.run(use())
     assert [row["status"] for row in rows(tmp_path / "log")] == ["failed"]
@@ -245,7 +250,7 @@ def test_a_stream_that_breaks_off_breaks_off_for_the_client_too(tmp_path: Path):
     cut = chunked(tokens_event(), usage_event(1)).removesuffix(b"0\r\n\r\n")
     ends: list[bool] = []
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         sent = await ask(app, body(stream=True))
         ends.append(sent[-1].get("more_body", True))
 
@@ -254,7 +259,7 @@ def test_a_stream_that_breaks_off_breaks_off_for_the_client_too(tmp_path: Path):
     assert [row["status"] for row in rows(tmp_path / "log")] == ["failed"]
 
 
-async def ask(app: TraceRecorder, content: dict, leaves_after: int = 1 << 30) -> list[dict]:
+async def ask(app: Application, content: dict, leaves_after: int = 1 << 30) -> list[dict]:
     """Call the application as a server does; a client that leaves after so many messages."""
     gone = asyncio.Event()
     sent = []
@@ -296,7 +301,7 @@ def test_a_client_that_leaves_cancels_the_request_behind(tmp_path: Path):
         left.set()
         writer.close()
 
-    async def use(_: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(_: httpx.AsyncClient, app: Application) -> None:
         sent = await asyncio.wait_for(ask(app, body(stream=True), leaves_after=2), 30)
         assert sent[1]["body"] == tokens_event()
         await asyncio.wait_for(left.wait(), 30)
@@ -460,14 +465,9 @@ def talk(folder: Path, data: bytes) -> bytes:
             os.kill(os.getpid(), signal.SIGTERM)
 
         asking: list[asyncio.Task[None]] = []
-        with listen("127.0.0.1", 0) as listener, TraceLog(folder / "log") as log:
-            await record_on(
-                listener,
-                Upstream(upstream, 30.0),
-                log,
-                lambda at: asking.append(asyncio.create_task(ask(at))),
-                0,
-            )
+        options = ServerOptions(request_log=folder / "log")
+        with Server.open(options, recorder_of(upstream, options, 0)) as server:
+            await server.serve(lambda at: asking.append(asyncio.create_task(ask(at))))
         await asking[0]
         return said[0]
 
@@ -484,7 +484,7 @@ def recorded(tmp_path: Path, *bodies: dict, block_tokens: int = 4) -> list[dict]
         usage = {"prompt_tokens": count, "completion_tokens": 5}
         return whole({"choices": [{"index": 0, "text": TEXT}], "usage": usage})
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         for one in bodies:
             path = "/v1/chat/completions" if "messages" in one else "/v1/completions"
             assert (await client.post(path, json=one)).status_code == 200
@@ -559,7 +559,7 @@ def test_a_usage_that_cannot_be_is_no_work(stream: bool, tmp_path: Path):
             return whole({"choices": [{"index": 0, "text": "x"}], "usage": usage})
         return chunked(tokens_event("x"), event({"choices": [], "usage": usage}), DONE)
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         body = {"prompt": "some text", "stream": stream}
         while left:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
@@ -584,7 +584,7 @@ ODD_BODIES = [
 def test_an_odd_body_passes_as_it_is(tmp_path: Path):
     passed = []
 
-    async def use(client: httpx.AsyncClient, app: TraceRecorder) -> None:
+    async def use(client: httpx.AsyncClient, app: Application) -> None:
         headers = {"content-type": "application/json"}
         for body in ODD_BODIES:
             answer = await client.post("/v1/completions", content=body, headers=headers)

@@ -17,7 +17,7 @@ from toolkit.errors import EngineError
 from toolkit.files.io import write_file
 from toolkit.files.recipe import EngineSpec, Recipe
 from toolkit.files.tuning import Settings
-from toolkit.serve import engine_front
+from toolkit.server import engine as engine_module
 from toolkit.workers.pool import ProcessWorkers
 from toolkit.workers.process import (
     ALLOCATOR_VARIABLES,
@@ -175,7 +175,7 @@ def test_serve_checks_for_a_gpu_before_slow_work(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(engine_front, "load_tokenizer", never)
+    monkeypatch.setattr(engine_module, "load_tokenizer", never)
     monkeypatch.setattr(vllm_backend, "vllm_version", never)
     monkeypatch.setattr("toolkit.backends.vllm.backend.saved_model", never)
     changes = orders.GPU | {"workers": 1, "engine": {"name": engine}}

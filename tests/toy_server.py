@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import msgspec
 import samples
-from starlette.types import ASGIApp
 
 from toolkit.engines.protocol import EnginePass, FinishReason, PassOutput, Row, StepOutput
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE, ByteTokenizer
@@ -24,12 +23,14 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Worker
-from toolkit.serve.access import ApiKey, Keyring
-from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.driver import Driver
-from toolkit.serve.engine_front import EngineFront
-from toolkit.serve.stats import Stats
-from toolkit.serve.status import StatusPage
+from toolkit.server.access import ApiKey
+from toolkit.server.application import Application
+from toolkit.server.driver import Driver
+from toolkit.server.engine import EngineBackend
+from toolkit.server.options import ServerOptions
+from toolkit.server.stats import Stats
+from toolkit.server.status import Facts
+from toolkit.server.watched import WatchedFiles
 from toolkit.workers.protocol import (
     Cancel,
     Interrupt,
@@ -42,9 +43,9 @@ from toolkit.workers.protocol import (
 
 LAW = bilinear_law(p=(1e-4, 1e-3, 0.0, 0.01), d=(1e-6, 1e-4, 0.0, 0.01))
 FACTS = samples.fit().engine
-SETTINGS = FrontSettings(
-    model="toy", max_model_len=512, vocab_size=VOCAB_SIZE, max_new_tokens=256, max_waiting=64
-)
+# Of all addresses, so that any Host may be named.
+OPTIONS = ServerOptions(model="toy", host="0.0.0.0", max_new_tokens=256, max_waiting=64)
+MAX_MODEL_LEN = 512
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -203,39 +204,29 @@ def make_driver(
 
 
 def app_of(
-    driver: Driver,
-    settings: FrontSettings = SETTINGS,
-    keyring: Keyring | None = None,
-    status: StatusPage | None = None,
-) -> ASGIApp:
-    """The application of the toy model."""
-    return front_of(driver, settings, keyring, status)
-
-
-def front_of(
-    driver: Driver,
-    settings: FrontSettings = SETTINGS,
-    keyring: Keyring | None = None,
-    status: StatusPage | None = None,
-) -> EngineFront:
-    """The front of the toy model."""
-    front = EngineFront(driver, ByteTokenizer(), settings, keyring or Keyring())
-    if status:
-        front.show(status)
-    return front
+    driver: Driver, options: ServerOptions = OPTIONS, facts: Facts | None = None
+) -> Application:
+    """The application of the toy model; with `facts`, and the option, it has a status page."""
+    backend = EngineBackend(
+        driver,
+        ByteTokenizer(),
+        options,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB_SIZE,
+    )
+    backend.facts = facts
+    return Application(backend, options)
 
 
 class Client(httpx.AsyncClient):
     """A client of a server in this process, with access to its parts."""
 
-    def __init__(
-        self, driver: Driver, workers: HandWorkers, settings: FrontSettings, keyring: Keyring
-    ) -> None:
-        transport = httpx.ASGITransport(app_of(driver, settings, keyring))
-        super().__init__(transport=transport, base_url="http://test")
+    def __init__(self, driver: Driver, workers: HandWorkers, options: ServerOptions) -> None:
+        self.app = app_of(driver, options)
+        super().__init__(transport=httpx.ASGITransport(self.app), base_url="http://test")
         self.driver = driver
         self.workers = workers
-        self.keyring = keyring
+        self.keyring = self.app.keyring
 
 
 @asynccontextmanager
@@ -246,14 +237,14 @@ async def client(
     limits: LatencyLimits = UNLIMITED,
     api_key: str = "",
     keys: Sequence[ApiKey] = (),
-    **settings: Any,
+    **options: Any,
 ) -> AsyncIterator[Client]:
     """A server in this process, and its client."""
     workers = workers or ToyWorkers()
     driver = make_driver(workers, capacity=capacity, limits=limits)
     await driver.start()
-    keyring = Keyring(api_key, keys)
-    async with Client(driver, workers, replace(SETTINGS, **settings), keyring) as http:
+    callers = WatchedFiles([], lambda: (api_key, tuple(keys)))
+    async with Client(driver, workers, replace(OPTIONS, keys=callers, **options)) as http:
         yield http
     await driver.stop()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from toy_server import Client, HandWorkers, client, make_driver
 
-from toolkit.serve.driver import Driver
+from toolkit.server.driver import Driver
 
 Test = Callable[..., Coroutine[Any, Any, None]]
 

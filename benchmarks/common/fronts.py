@@ -6,27 +6,27 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from socket import socket
 
-from toolkit.gateway.front import Gateway
-from toolkit.gateway.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
 from toolkit.routing.types import ReplicaTraits
-from toolkit.serve.access import Keyring
-from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.http import HttpServer
-from toolkit.serve.limits import WireLimits
-from toolkit.serve.server import listen
+from toolkit.server.application import Application
+from toolkit.server.http import HttpServer
+from toolkit.server.limits import WireLimits
+from toolkit.server.options import ServerOptions
+from toolkit.server.pool import PoolBackend
+from toolkit.server.process import listen
+from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
 
 
 @asynccontextmanager
 async def front_on(
-    urls: Sequence[str], model: str, router: str, settings: FrontSettings, hang_s: float
+    urls: Sequence[str], model: str, router: str, options: ServerOptions, hang_s: float
 ) -> AsyncIterator[tuple[ReplicaPool, socket]]:
     """A front before the replicas at these URLs, without keys: its pool, and where it listens."""
     balancer = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
     pool = ReplicaPool(balancer, ReplicaTraits(100_000), ReplicaNeeds(model), hang_s=hang_s)
-    gateway = Gateway(pool, settings, Keyring())
-    server = HttpServer(gateway, WireLimits(descriptors_each=2))
+    app = Application(PoolBackend(pool, options), options)
+    server = HttpServer(app, WireLimits(descriptors_each=2))
     with listen("127.0.0.1", 0) as listener:
         await server.start(listener)
         pool.renew(list(urls))

@@ -38,9 +38,9 @@ from benchmarks.common.command import make_parser
 from benchmarks.common.fronts import front_on
 from benchmarks.common.raw_client import told
 from benchmarks.common.standin import MODEL, STREAM_HEAD, StandIn, answer_of
-from toolkit.gateway import replicas
-from toolkit.serve.assemble import FrontSettings
-from toolkit.serve.server import url
+from toolkit.server import replicas
+from toolkit.server.options import ServerOptions
+from toolkit.server.process import url
 
 HUGE = 10**400
 HEALTH_EVERY_S = 0.02
@@ -245,8 +245,8 @@ async def serve_front(
     """Serve a front before these replicas, until the parent closes its end."""
     if asks_often:
         replicas.PROBE_UP_S = replicas.IDENTIFY_EVERY_S = 0.02
-    settings = FrontSettings(wait_up_s=20.0, request_timeout_s=deadline_s)
-    async with front_on(urls, MODEL, "llm-d", settings, hang_s=2.0) as (pool, listener):
+    options = ServerOptions(wait_up_s=20.0, request_timeout_s=deadline_s)
+    async with front_on(urls, MODEL, "llm-d", options, hang_s=2.0) as (pool, listener):
         pool.background.start("silent replicas", pool.sweep)
         pool.background.start("reports of replicas", pool.read_reports)
         gc.collect()

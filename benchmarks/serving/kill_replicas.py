@@ -41,7 +41,7 @@ from benchmarks.common.raw_client import told
 from benchmarks.common.serving import Server, fake_plan, metric
 from benchmarks.common.standin import MODEL, StandIn, answer_of, prompt_of
 from toolkit.files.io import write_file
-from toolkit.gateway.relay import MAX_FAILURES
+from toolkit.server.relay import MAX_FAILURES
 
 Figures = dict[str, Any]
 CLIENTS = 48

@@ -27,7 +27,7 @@ from benchmarks.common.command import make_parser
 from benchmarks.common.dialects import DIALECTS, MODEL, Dialect, Replica
 from benchmarks.common.fronts import front_on
 from benchmarks.common.raw_client import Answer, told
-from toolkit.serve.assemble import FrontSettings
+from toolkit.server.options import ServerOptions
 
 STOPS = {"stop": ["de", "fgab"]}
 USAGE = {"stream_options": {"include_usage": True}}
@@ -92,7 +92,7 @@ async def front_before(*replicas: Replica) -> Any:
     for replica in replicas:
         await replica.server.start()
     urls = [replica.server.url for replica in replicas]
-    async with front_on(urls, MODEL, "round-robin", FrontSettings(), hang_s=30.0) as front:
+    async with front_on(urls, MODEL, "round-robin", ServerOptions(), hang_s=30.0) as front:
         pool, listener = front
         while len(pool.up) < len(replicas):
             await asyncio.sleep(0.01)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:  # for types only: code inside an engine's own process imports
     from pathlib import Path
 
     from toolkit.files.plan import Plan
-    from toolkit.files.profile import OnForeign
     from toolkit.files.recipe import Recipe
     from toolkit.profiling.process import ProfileBench
-    from toolkit.serve.server import Ending
+    from toolkit.server.options import ServerOptions
+    from toolkit.server.own_replicas import HostedServer
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,31 +40,6 @@ class Check:
     remedy: str = ""
 
 
-@dataclass(slots=True, frozen=True)
-class ServerOrder:
-    """A server to start: what it serves, where, and how it ends.
-
-    `event_log` is for llmctl's own policies, `pass_log` for engines that report their passes.
-    `on_foreign` is called if the engine's version or the
-    CPU differs from the fitted one; without it, such a plan is refused. `beat` is called every few
-    seconds while llmctl watches the server. With a `control_key` its settings can be changed while
-    it runs.
-    """
-
-    plan: Plan
-    served_model: str
-    host: str
-    port: int
-    ending: Ending
-    api_key: str = ""
-    insecure: bool = False
-    event_log: Path | None = None
-    on_foreign: OnForeign | None = None
-    beat: Callable[[], None] = lambda: None
-    pass_log: Path | None = None
-    control_key: str = ""
-
-
 class Backend(Protocol):
     """What the backend of every engine can do."""
 
@@ -77,33 +52,6 @@ class Backend(Protocol):
 
     def check(self, recipe: Recipe) -> list[Check]:
         """Return lines for `llmctl doctor`: whether the engine is on this machine."""
-        ...
-
-
-class HostedServer(Protocol):
-    """One of several servers that llmctl starts.
-
-    Attributes:
-        url: its address.
-    """
-
-    url: str
-
-    @property
-    def running(self) -> bool:
-        """Whether the process has not ended."""
-        ...
-
-    def ended_by(self) -> str:
-        """Why it has ended, in one line."""
-        ...
-
-    def wait_until_ready(self) -> None:
-        """Wait until it answers. Raises `EngineError` if it ends before."""
-        ...
-
-    def stop(self) -> None:
-        """End it, with every process of its own."""
         ...
 
 
@@ -140,8 +88,12 @@ class ServerCommand:
 class Serves(Protocol):
     """A backend that starts its engine's server. Clients send their requests to that server."""
 
-    def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
+    def launch(
+        self, plan: Plan, options: ServerOptions, on_ready: Callable[[str], None]
+    ) -> Mapping[str, int]:
         """Serve until a signal ends the server; `on_ready` gets the URL once it answers.
+        `options.manager` gets a beat every few seconds meanwhile. With `options.control_key` the
+        server's settings can be changed while it runs.
 
         Returns the number of ended requests by finish reason. Raises `InputError` for an address or
         a plan that cannot be served, and `EngineError` if the server cannot start or ends by
@@ -154,10 +106,10 @@ class Serves(Protocol):
 class StartsReplicas(Protocol):
     """A backend that starts servers of its engine as replicas behind llmctl's front."""
 
-    def replica(self, order: ServerOrder, number: int, folder: Path) -> HostedServer:
-        """Start server `number` of the plan's `workers`, on a free port of the order's host, with
-        its share of the machine's devices. `folder` is empty, and lasts as long as the server.
-        """
+    def replica(
+        self, plan: Plan, options: ServerOptions, number: int, folder: Path
+    ) -> HostedServer:
+        """See `toolkit.server.own_replicas.StartsServers`."""
         ...
 
     def described(self, plan: Plan, served_model: str) -> ServerCommand:

@@ -1,20 +1,24 @@
 """`llmctl serve`: start the server of a plan.
 
-That is our own server, that of an engine that is a server itself (vLLM), or a front before several
-of these. The steps in between are in `serve_start`.
+That is our own server, that of an engine that is a server itself (vLLM), or one before several of
+these. What a server needs to know is in one `ServerOptions`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import secrets
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from toolkit.cli import arguments, serve_start
+from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     CONTROL_KEY_VARIABLE,
     JsonOption,
@@ -23,21 +27,23 @@ from toolkit.cli.arguments import (
     limit_workers,
     option,
 )
-from toolkit.cli.basis import warn
-from toolkit.cli.output import note
+from toolkit.cli.basis import note_other_count, warn, warn_broken
+from toolkit.cli.output import emit, note, paragraph
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.io import check_writable
+from toolkit.files.io import check_writable, read_file
 from toolkit.files.plan import Plan
+from toolkit.files.shipped import is_recipe
+from toolkit.files.tuning import broken
 from toolkit.units import counted
 
 if TYPE_CHECKING:
-    from toolkit.backends import ServerOrder, StartsReplicas
-    from toolkit.cli.serve_start import FrontToStart, Prepared
-    from toolkit.gateway.sources import ReplicaSource
-    from toolkit.routing.routers import Router
-    from toolkit.serve.assemble import FrontSettings
-    from toolkit.serve.launch import FrontConfig
+    from toolkit.server.access import Callers
+    from toolkit.server.options import ServerOptions
+    from toolkit.server.sources import ReplicaSource
+    from toolkit.server.watched import WatchedFiles
+
+OWN_SERVER = ": it has a server of its own"
 
 _plan = partial(option, rich_help_panel="What runs")
 _replicas = partial(option, rich_help_panel="Replicas")
@@ -166,186 +172,190 @@ def command(args: ServeOptions) -> None:
     engine vllm and several workers it starts them.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
+    from toolkit.server.engine import engine_backend
+    from toolkit.server.pool import pool_backend
+    from toolkit.server.server import Server
 
-    given = serve_start.prepare(args)
-    engine = given.plan.recipe.engine.name
-    backend = backend_of(engine)
-    if args.ray and (args.replica or args.replicas or traits_of(engine).server):
+    # the workers inherit the environment, and run models' own code
+    forget_variable("LLMCTL_API_KEY")
+    forget_variable(CONTROL_KEY_VARIABLE)
+    plan = plan_to_serve(args.plan, args.workers)
+    engine = backend_of(plan.recipe.engine.name)
+    starts = engine if isinstance(engine, StartsReplicas) and plan.workers > 1 else None
+    has_replicas = bool(args.replica or args.replicas or starts)
+    _refuse_what_it_lacks(args, plan, has_replicas=has_replicas)
+    options = _options(args, plan, has_replicas=has_replicas)
+    with Announcement(plan, options, as_json=args.as_json) as ready:
+        ended: Mapping[str, int]
+        if has_replicas:
+            with Server.open(options, pool_backend(plan, options, starts)) as server:
+                ended = server.run(ready)
+        elif isinstance(engine, Serves):
+            _refuse_unservable(plan)
+            ended = engine.launch(plan, options, ready)
+        else:
+            with Server.open(options, engine_backend(plan, options)) as server:
+                ended = server.run(ready)
+    ready.say_how_it_ended(ended)
+
+
+def plan_to_serve(file: Path, workers: int | None) -> Plan:
+    """Return the plan of a file, with another number of workers if one is given. Print a warning
+    where it is predicted to break limits.
+
+    Raises InputError for a recipe.
+    """
+    from toolkit.deploy.plan import with_workers
+
+    if is_recipe(file):
+        raise InputError(f"{file} is no plan", f"make one with: llmctl render {file}")
+    plan = read_file(Plan, file)
+    if workers not in (None, plan.workers):
+        if workers != plan.fit.workers:
+            note_other_count("the fit was measured", plan.fit, workers)
+        made = with_workers(plan, workers)
+        if plan.outcome.metrics and not made.outcome.metrics:
+            note("note: the tuning's predictions are for another number of workers")
+        plan = made
+    warn_broken(plan, str(file))
+    return plan
+
+
+def find_keys(key: str, file: Path | None) -> WatchedFiles[Callers]:
+    """Return the API key, or the keys of a file, which may change while the server runs.
+
+    Raises InputError if both are given, and for a file without a key.
+    """
+    from toolkit.server.access import read_callers
+    from toolkit.server.options import one_key
+    from toolkit.server.watched import WatchedFiles
+
+    if file is None:
+        return one_key(key.strip())
+    if key:
+        raise InputError(
+            "the API key is given twice",
+            "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
+        )
+    return WatchedFiles([file], partial(read_callers, file))
+
+
+def forget_variable(name: str) -> None:
+    """Remove a variable from this process's environment, and from /proc/PID/environ on Linux.
+
+    The latter shows the memory that the process was started with, which unsetting a variable does
+    not touch.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.getenv.restype = ctypes.c_void_p
+        address = libc.getenv(os.fsencode(name))
+        size = len(os.fsencode(value))
+        if address and ctypes.string_at(address) == os.fsencode(value):
+            ctypes.memset(address, 0, size)
+    del os.environ[name]
+
+
+def _refuse_what_it_lacks(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> None:
+    """Raise InputError for options that this server does not have."""
+    name = plan.recipe.engine.name
+    is_server = traits_of(name).server
+    if args.ray and (has_replicas or is_server):
         raise InputError(
             f"--ray {args.ray}: a Ray cluster runs workers of llmctl's own engines, and no servers",
             "leave it out; for servers on several machines: llmctl render --target kubernetes",
         )
-    several = given.plan.workers > 1
-    own = backend if isinstance(backend, StartsReplicas) and several else None
-    if args.replica or args.replicas or own is not None:
-        _refuse_what_replicas_lack(args)
-        serve_start.start(_before_replicas(args, given, own), given)
-    elif isinstance(backend, Serves):
-        serve_start.start_server(backend, _server_order(args, given), args, given)
+    if has_replicas:
+        _refuse(args, "a front before replicas", "--allow-end-after", "--pass-log", "--event-log")
+        if args.live:
+            raise InputError(
+                "--live is about one server, and a front has several",
+                "start each of them with --live, and change it with: llmctl set --url URL",
+            )
+    elif is_server:
+        _refuse(args, f"engine {name}", "--ssl-certfile", "--ssl-keyfile", "--request-log",
+                "--allow-end-after", "--open-metrics", "--status-page", why=OWN_SERVER)  # fmt: skip
     else:
-        serve_start.start(_with_workers(args, given), given)
-
-
-def _config(args: ServeOptions, given: Prepared, settings: FrontSettings) -> FrontConfig:
-    """What all fronts have. `settings` are complete but for what the command line decides."""
-    from toolkit.serve.launch import FrontConfig
-    from toolkit.serve.server import Ending, is_loopback
-
-    host, port = _address(args, given.plan)
+        _refuse(args, f"engine {name}", "--pass-log", "--live")
     if args.ssl_certfile is None and args.ssl_keyfile is not None:
         raise InputError("--ssl-keyfile without a certificate", "give --ssl-certfile as well")
-    page = is_loopback(host) if args.status_page is None else args.status_page
-    return FrontConfig(
-        settings=replace(settings, open_metrics=args.open_metrics, status_page=page),
-        host=host,
-        port=port,
-        keys=given.keys,
-        insecure=args.insecure,
-        event_log=args.event_log,
-        request_log=args.request_log,
-        ending=Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        certificate=args.ssl_certfile,
-        certificate_key=args.ssl_keyfile,
-        manager=given.manager,
-    )
 
 
-def _with_workers(args: ServeOptions, given: Prepared) -> FrontToStart:
-    """A front over workers of our own. `InputError` for options that it does not have."""
-    from toolkit.serve.assemble import make_limits, make_settings
-    from toolkit.serve.engine_front import engine_front
-
-    plan = given.plan
-    _refuse(args, f"engine {plan.recipe.engine.name}", "--pass-log", "--live")
-    settings = make_settings(
-        plan,
-        model=args.served_model_name,
-        allow_end_after=args.allow_end_after,
-    )
-    config = _config(args, given, settings)
-    announce = partial(
-        serve_start.announce_plan,
-        args.as_json,
-        plan,
-        settings.model,
-        status_page=config.settings.status_page,
-    )
-    make = partial(
-        engine_front,
-        plan,
-        limits=make_limits(plan, args.admission, replays=args.allow_end_after),
-        on_foreign=warn if args.force else None,
-        ray=args.ray,
-    )
-    return serve_start.FrontToStart(config, make, announce)
+def _refuse(args: ServeOptions, what: str, *names: str, why: str = "") -> None:
+    """Raise InputError where one of these options is given."""
+    found = [name for name in names if getattr(args, name[2:].replace("-", "_"))]
+    if found:
+        raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")
 
 
-def _server_order(args: ServeOptions, given: Prepared) -> ServerOrder:
-    """The server of an engine that is one, with a log of its passes. `InputError` for options that
-    it does not have.
+def _refuse_unservable(plan: Plan) -> None:
+    """Raise InputError for a policy that the engine's own server cannot follow."""
+    from toolkit.sched.policies import make_any, refuse_unservable
+
+    engine = plan.recipe.engine.name
+    refuse_unservable(make_any(plan.settings.policy, plan.settings.parameters), engine)
+    note(f"starting {engine} for {plan.recipe.name}")
+
+
+def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOptions:
+    """Return what the server is told: the command line over the recipe's settings.
+
+    Raises InputError for keys, files or replicas that cannot be used.
     """
-    from toolkit.backends import ServerOrder
-    from toolkit.serve.assemble import model_name
-    from toolkit.serve.server import Ending
+    from toolkit.backends.openai import KEY_VARIABLE
+    from toolkit.server.assemble import model_name
+    from toolkit.server.options import ServerOptions
+    from toolkit.server.pool import name_of_replicas, planned_router
+    from toolkit.server.process import Manager, is_loopback
 
-    plan = given.plan
-    what = f"engine {plan.recipe.engine.name}"
-    why = ": it has a server of its own"
-    _refuse(args, what, "--ssl-certfile", "--ssl-keyfile", "--request-log", "--allow-end-after",
-            "--open-metrics", "--status-page", why=why)  # fmt: skip
-    key, keys = given.keys.value
-    if keys:
-        raise InputError(f"{what} has one key{why}", "name a file with one key in one line")
+    manager = Manager.take()
+    serve = plan.recipe.serve
+    host = args.host or serve.host
+    keys = find_keys(args.api_key, args.api_key_file)
+    engine = plan.recipe.engine.name
+    if keys.value[1] and traits_of(engine).server and not has_replicas:
+        text = f"engine {engine} has one key{OWN_SERVER}"
+        raise InputError(text, "name a file with one key in one line")
     if args.pass_log is not None:
         check_writable(args.pass_log)
-    return ServerOrder(
-        plan,
-        args.served_model_name or model_name(plan),
-        *_address(args, plan),
-        Ending(args.shutdown_notice, args.shutdown_timeout, note),
-        key,
-        args.insecure,
-        args.event_log,
-        warn if args.force else None,
-        pass_log=args.pass_log,
-        control_key=(args.control_key or secrets.token_urlsafe(24)) if args.live else "",
-    )
-
-
-def _refuse_what_replicas_lack(args: ServeOptions) -> None:
-    """`InputError` for options that a front before several servers does not have."""
-    _refuse(args, "a front before replicas", "--allow-end-after", "--pass-log", "--event-log")
-    if args.live:
-        raise InputError(
-            "--live is about one server, and a front has several",
-            "start each of them with --live, and change it with: llmctl set --url URL",
-        )
-
-
-def _before_replicas(
-    args: ServeOptions, given: Prepared, own: StartsReplicas | None
-) -> FrontToStart:
-    """A front before several servers."""
-    from toolkit.backends.openai import KEY_VARIABLE
-    from toolkit.gateway.launch import limits_of_replicas, replica_front, replicas_like
-    from toolkit.serve.assemble import FrontSettings
-
-    plan = given.plan
-    source = _replica_source(args)
-    needs = replicas_like(plan, args.served_model_name, any_version=args.force)
-    serve = plan.recipe.serve
-    settings = FrontSettings(
-        model=needs.model,
+    name = name_of_replicas(plan) if has_replicas else model_name(plan)
+    return ServerOptions(
+        model=args.served_model_name or name,
+        host=host,
+        port=serve.port if args.port is None else args.port,
+        keys=keys,
+        insecure=args.insecure,
+        certificate=args.ssl_certfile,
+        certificate_key=args.ssl_keyfile,
+        open_metrics=args.open_metrics,
+        status_page=is_loopback(host) if args.status_page is None else args.status_page,
         max_new_tokens=serve.max_new_tokens,
         max_waiting=serve.max_waiting,
         request_timeout_s=serve.request_timeout_s or math.inf,
-    )
-    config = _config(args, given, settings)
-    router = _router(args, plan)
-    limits = limits_of_replicas(plan, args.admission, note)
-    own = None if source is not None else own
-
-    def announce(url: str) -> None:
-        page = config.settings.status_page
-        serve_start.announce_replicas(args.as_json, needs.model, router.name, url, status_page=page)
-
-    if own is not None:
-        note(f"starting {counted(plan.workers, 'server')} of {plan.recipe.engine.name}")
-    make = partial(
-        replica_front,
-        plan,
-        router=router,
-        needs=needs,
-        limits=limits,
-        source=source,
-        own=own,
-        key=os.environ.get(KEY_VARIABLE, ""),
+        admission=args.admission or "",
+        allow_end_after=args.allow_end_after,
+        notice_s=args.shutdown_notice,
+        timeout_s=args.shutdown_timeout,
+        event_log=args.event_log,
+        pass_log=args.pass_log,
+        request_log=args.request_log,
+        control_key=(args.control_key or secrets.token_urlsafe(24)) if args.live else "",
+        ray=args.ray,
+        replicas=_replica_source(args),
+        replica_key=os.environ.get(KEY_VARIABLE, ""),
+        router=(args.router or planned_router(plan)) if has_replicas else "",
         on_foreign=warn if args.force else None,
-        ending=config.ending,
+        say=note,
+        manager=manager,
     )
-    return serve_start.FrontToStart(config, make, announce)
-
-
-def _router(args: ServeOptions, plan: Plan) -> Router:
-    """The router of --router with the plan's targets, else the plan's."""
-    from toolkit.routing.routers import (
-        RoundRobinRouter,
-        make_router,
-        refuse_unknown_router,
-        targets_of,
-    )
-
-    planned = plan.settings.replica_router
-    if planned is not None and args.router in ("", planned.name):
-        return make_router(planned.name, planned.parameters)
-    name = args.router or RoundRobinRouter.name
-    refuse_unknown_router(name)
-    return make_router(name, targets_of(name, plan.recipe.sla))
 
 
 def _replica_source(args: ServeOptions) -> ReplicaSource | None:
-    """The replicas that run already; None: none was named."""
-    from toolkit.gateway.sources import given_replicas, replica_source
+    """Return the replicas that run already; None: none was named."""
+    from toolkit.server.sources import given_replicas, replica_source
 
     if args.replica and args.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
@@ -354,14 +364,78 @@ def _replica_source(args: ServeOptions) -> ReplicaSource | None:
     return replica_source(args.replicas) if args.replicas else None
 
 
-def _refuse(args: ServeOptions, what: str, *names: str, why: str = "") -> None:
-    """`InputError` where one of these options is given."""
-    found = [name for name in names if getattr(args, name[2:].replace("-", "_"))]
-    if found:
-        raise InputError(f"{what} does not support {', '.join(found)}{why}", "leave it out")
+class Announcement:
+    """Prints that a server is ready, tells its service manager, and keeps the key of its settings
+    for `llmctl set` meanwhile.
+    """
 
+    def __init__(self, plan: Plan, options: ServerOptions, *, as_json: bool) -> None:
+        self._was_ready = False
+        self._as_json = as_json
+        self._plan = plan
+        self._options = options
+        self._kept = ExitStack()
 
-def _address(args: ServeOptions, plan: Plan) -> tuple[str, int]:
-    """The host and the port to listen on."""
-    serve = plan.recipe.serve
-    return args.host or serve.host, serve.port if args.port is None else args.port
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
+
+    def __call__(self, url: str) -> None:
+        """Say that the server at `url` is ready."""
+        from toolkit.cli.control_keys import kept_key
+
+        self._was_ready = True
+        options = self._options
+        if options.control_key:
+            try:
+                self._kept.enter_context(kept_key(url, options.control_key))
+            except OSError as error:
+                note(f"llmctl set will need --control-key: {error}")
+        options.manager.tell("READY=1")
+        page = f"{url}/" if options.status_page and self._has_page else None
+        facts = {"url": url, "model": options.model, **self._facts(), "status_page": page}
+        emit(self._as_json, facts, lambda: self._show(url, page))
+        sys.stdout.flush()
+
+    @property
+    def _has_page(self) -> bool:
+        return bool(self._options.router) or not traits_of(self._plan.recipe.engine.name).server
+
+    def _facts(self) -> dict[str, object]:
+        plan = self._plan
+        if self._options.router:
+            return {"router": self._options.router}
+        return {
+            "workers": plan.workers,
+            "policy": plan.settings.policy,
+            "parameters": plan.settings.parameters,
+            "broken_limits": broken(plan.limits),
+        }
+
+    def _show(self, url: str, page: str | None) -> None:
+        plan = self._plan
+        model = self._options.model
+        if router := self._options.router:
+            print(f"ready: {url} serves {model or 'the model of its replicas'}")
+            print(f"router: {router}; replicas: {url}/replicas")
+        else:
+            parameters = ", ".join(
+                f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+                for name, value in plan.settings.parameters.items()
+            )
+            print(f"ready: {url} serves {model} on {counted(plan.workers, 'worker')}")
+            paragraph(f"policy: {plan.settings.policy} ({parameters})")
+        if page:
+            print(f"status page: {page}")
+
+    def say_how_it_ended(self, ended: Mapping[str, int]) -> None:
+        """Print how the server's requests ended, by their number of each finish reason."""
+        if not self._was_ready:
+            note("stopped by a signal before it was ready")
+            return
+        counts = dict(ended)
+        finished = counts.pop("stop", 0) + counts.pop("length", 0)
+        others = "".join(f", {count} {reason}" for reason, count in counts.items() if count)
+        note(f"ended; requests finished: {finished}{others}")

@@ -66,13 +66,23 @@ def record(args: RecordOptions) -> None:
     client did not, and removes it from that client's answer. At 256 MiB OUT becomes OUT.1, in place
     of an older one. After SIGTERM or Ctrl-C, running requests have 30 s to end.
     """
-    from toolkit.gateway.recording import record as record_traffic
+    from toolkit.server.options import ServerOptions
+    from toolkit.server.process import is_loopback
+    from toolkit.server.recorder import RECORDED_BODY_BYTES, recorder_of
+    from toolkit.server.server import Server
 
-    host, _, port = args.listen.rpartition(":")
+    name, _, port = args.listen.rpartition(":")
+    host = name.removeprefix("[").removesuffix("]")
     if not (host and port.isdecimal() and int(port) < 1 << 16):
         raise InputError(
             f"--listen '{args.listen}': not an address",
             "for example 127.0.0.1:8100, or [::1]:8100",
+        )
+    if not (args.insecure or is_loopback(host)):
+        raise InputError(
+            f"host {host} can be reached from other machines, "
+            "and the recorder asks for no key of its own",
+            "listen on 127.0.0.1, or add --insecure if the upstream asks for its key",
         )
 
     def announce(url: str) -> None:
@@ -80,15 +90,15 @@ def record(args: RecordOptions) -> None:
         emit(args.as_json, facts, lambda: print(f"recording: {url} to {args.out}"))
         sys.stdout.flush()
 
-    ended = record_traffic(
-        args.upstream,
-        host.removeprefix("[").removesuffix("]"),
-        int(port),
-        args.out,
-        announce,
+    options = ServerOptions(
+        host=host,
+        port=int(port),
         insecure=args.insecure,
-        block_tokens=args.block_tokens,
+        request_log=args.out,
+        max_body_bytes=RECORDED_BODY_BYTES,
     )
+    with Server.open(options, recorder_of(args.upstream, options, args.block_tokens)) as server:
+        ended = server.run(announce)
     if not ended:
         note("no client requested tokens; nothing was recorded")
         return

@@ -20,7 +20,7 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.files.recipe import Recipe
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.serve.assemble import model_name
+from toolkit.server.assemble import model_name
 
 MIN_CHUNK = 256
 MAX_CHUNK = 65536  # prompt tokens of one pass

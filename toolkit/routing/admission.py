@@ -1,7 +1,7 @@
 """Admission by forecast: whether a request would keep its targets on any replica.
 
 `LatencyLimits` compares a forecast with the targets, and `Delay` learns by how much requests take
-longer than predicted; the front of one engine uses both, too (`toolkit.serve.forecast`).
+longer than predicted; the front of one engine uses both, too (`toolkit.server.forecast`).
 `Admission` forecasts a request behind a router, by the fitted law of a pass and from what the
 balancer knows: what each replica has, and what is probably cached there.
 """

@@ -21,14 +21,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 import toolkit
 from toolkit import interrupts
-from toolkit.backends import Check, ServerCommand, ServerOrder
+from toolkit.backends import Check, ServerCommand
 from toolkit.backends.vllm import alive
 from toolkit.backends.vllm.child import SHUTDOWN
 from toolkit.backends.vllm.command import (
@@ -75,7 +75,7 @@ from toolkit.profiling.process import ProfileBench
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import declared, parameters
 from toolkit.sched.policies.vllm import FLAGS, ROWS, TOKENS, VllmPolicy
-from toolkit.serve.server import check_exposure, end_signals, listen
+from toolkit.server.process import check_exposure, end_signals, listen
 from toolkit.sim.drafts import rates_of
 from toolkit.workers.process import (
     GPUS_VARIABLE,
@@ -83,6 +83,9 @@ from toolkit.workers.process import (
     share_gpus,
     visible_gpus,
 )
+
+if TYPE_CHECKING:
+    from toolkit.server.options import ServerOptions
 
 POLICY_SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 COUNTING_SCHEDULER = "toolkit.backends.vllm.iterations.counted_scheduler"
@@ -109,48 +112,50 @@ class VllmBackend:
 
         return vllm_bench(recipe)
 
-    def launch(self, order: ServerOrder, on_ready: Callable[[str], None]) -> Mapping[str, int]:
+    def launch(
+        self, plan: Plan, options: ServerOptions, on_ready: Callable[[str], None]
+    ) -> Mapping[str, int]:
         """See `Serves.launch`: vLLM's own server as a child process, with exactly the plan's flags.
 
         Raises `InputError` for an address that cannot be used, an untested version of vLLM, or a
         plan that was fitted on another CPU or version, and `EngineError` if vLLM is not installed,
         cannot load, or ends by itself.
         """
-        require_gpu(order.plan.recipe)
-        check_exposure(order.host, asks_key=bool(order.api_key), insecure=order.insecure)
-        _refuse_other(order)
+        require_gpu(plan.recipe)
+        check_exposure(options.host, asks_key=options.asks_key, insecure=options.insecure)
+        _refuse_other(plan, options)
         # Report a bad address before anything slow; vLLM takes the port later.
-        with listen(order.host, order.port) as probe:
+        with listen(options.host, options.port) as probe:
             port = probe.getsockname()[1]
         asked = 0
         with tempfile.TemporaryDirectory(prefix="llmctl-plan-") as folder:
             with contextlib.suppress(EndRequested), _Signals() as signals:
-                command = command_of(order, Path(folder))
-                with vllm_server(command, order.host, port, quiet=False) as server:
+                command = command_of(plan, options, Path(folder))
+                with vllm_server(command, options.host, port, quiet=False) as server:
                     signals.loading = False
                     if not signals.count:
-                        if order.control_key:
-                            order.ending.say(live_cost(order.plan, alive.blocks(server.url)))
+                        if options.control_key:
+                            options.say(live_cost(plan, alive.blocks(server.url)))
                         on_ready(server.url)
-                        with EngineWatch(order, server.url) as watch:
-                            _serve(server, order, signals, watch)
+                        with EngineWatch(plan, options, server.url) as watch:
+                            _serve(server, plan, options, signals, watch)
                         asked = watch.asked
             ended = _count_ended(Path(folder) / METRICS_FOLDER)
             if asked:
                 ended[AT_LIMIT] = max(ended.get(AT_LIMIT, 0) - asked, 0)
             return ended
 
-    def replica(self, order: ServerOrder, number: int, folder: Path) -> VllmServer:
-        """See `StartsReplicas.replica`. Raises `InputError` for a plan that was fitted on another
-        CPU or version of vLLM, and `EngineError` for too few GPUs or CPUs.
+    def replica(self, plan: Plan, options: ServerOptions, number: int, folder: Path) -> VllmServer:
+        """See `toolkit.server.own_replicas.StartsServers`. Raises `InputError` for a plan that was
+        fitted on another CPU or version of vLLM, and `EngineError` for too few GPUs or CPUs.
         """
-        require_gpu(order.plan.recipe)
-        _refuse_other(order)
+        require_gpu(plan.recipe)
+        _refuse_other(plan, options)
         for part in ("plan", "server"):
             (folder / part).mkdir()
-        command = _with_share(command_of(order, folder / "plan"), order.plan, number)
-        port = free_port(order.host)
-        return VllmServer(command, order.host, port, quiet=False, folder=folder / "server")
+        command = _with_share(command_of(plan, options, folder / "plan"), plan, number)
+        port = free_port(options.host)
+        return VllmServer(command, options.host, port, quiet=False, folder=folder / "server")
 
     def check(self, recipe: Recipe) -> list[Check]:
         """A recipe is data: a Python that it names is looked at and not run."""
@@ -262,22 +267,21 @@ class EndRequested(BaseException):
     """A signal came while the server loads. No `Exception`: imports of libraries would catch it."""
 
 
-def _refuse_other(order: ServerOrder) -> None:
+def _refuse_other(plan: Plan, options: ServerOptions) -> None:
     """Refuse a plan of what is not modelled, and of another engine or CPU, as far as all is known
     before loading.
     """
-    refuse_recipe(order.plan.recipe)
-    refuse_fit(order.plan.fit)
-    version = vllm_version(order.plan.recipe).partition("+")[0]  # vLLM omits a build's local one
+    refuse_recipe(plan.recipe)
+    refuse_fit(plan.fit)
+    version = vllm_version(plan.recipe).partition("+")[0]  # vLLM omits a build's local one
     identity = {"engine": f"vllm {version}"}
-    if order.plan.recipe.hardware.device == "cpu":
+    if plan.recipe.hardware.device == "cpu":
         identity["device"] = f"CPU {processor()}"
-    refuse_foreign(order.plan.fit.engine, [identity], order.on_foreign)
+    refuse_foreign(plan.fit.engine, [identity], options.on_foreign)
 
 
-def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
+def command_of(plan: Plan, options: ServerOptions, folder: Path) -> VllmCommand:
     """The command that starts vLLM. `folder` gets the plan, for our code inside, and metrics."""
-    plan = order.plan
     policy = plan.settings.policy
     path = folder / "plan.json"
     metrics = folder / METRICS_FOLDER
@@ -285,28 +289,28 @@ def command_of(order: ServerOrder, folder: Path) -> VllmCommand:
     write_file(plan, path)
     flags = scheduler_flags(plan, counted=plan.fit.steps is not None)
     variables = {PLAN_VARIABLE: str(path), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-    if order.api_key:
-        variables["VLLM_API_KEY"] = order.api_key
-    if order.control_key:
+    if options.api_key:
+        variables["VLLM_API_KEY"] = options.api_key
+    if options.control_key:
         if plan.fit.steps is None:
             raise InputError(
                 "--live: the fit has no law of passes, and only their scheduler takes new settings",
                 "profile engine vllm again; then: llmctl fit, render",
             )
-        variables[CONTROL_VARIABLE] = order.control_key
+        variables[CONTROL_VARIABLE] = options.control_key
         flags += [*wider(plan), "--middleware", MIDDLEWARE]
-    if policy != POLICY and order.event_log is not None:
-        variables[EVENT_LOG_VARIABLE] = str(order.event_log.absolute())
-    if order.pass_log is not None:
+    if policy != POLICY and options.event_log is not None:
+        variables[EVENT_LOG_VARIABLE] = str(options.event_log.absolute())
+    if options.pass_log is not None:
         if plan.fit.steps is None:
             raise InputError(
                 "--pass-log: the fit has no law of passes, which logs them",
                 "profile engine vllm again; then: llmctl fit, render",
             )
-        variables[ITERATIONS_VARIABLE] = str(order.pass_log.absolute())
-    flags += ["--shutdown-timeout", str(round(order.ending.timeout_s))]
+        variables[ITERATIONS_VARIABLE] = str(options.pass_log.absolute())
+    flags += ["--shutdown-timeout", str(round(options.timeout_s))]
     model = saved_model(plan.recipe.model, plan.recipe.hardware)
-    return VllmCommand(plan.recipe, model, order.served_model, flags, variables)
+    return VllmCommand(plan.recipe, model, options.model, flags, variables)
 
 
 def wide_values(plan: Plan) -> dict[str, int]:
@@ -426,11 +430,12 @@ class EngineWatch:
         hangs: why the server must end; '' while it is alive.
     """
 
-    def __init__(self, order: ServerOrder, url: str) -> None:
+    def __init__(self, plan: Plan, options: ServerOptions, url: str) -> None:
         self.asked = 0
         self.hangs = ""
         self._url = url
-        self._order = order
+        self._plan = plan
+        self._options = options
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -442,10 +447,10 @@ class EngineWatch:
         self._ended.set()  # it may still wait for a token: it ends with the process
 
     def _watch(self) -> None:
-        order = self._order
+        options = self._options
         url = self._url
         now_s = time.monotonic
-        limit_s = order.plan.recipe.serve.hang_s
+        limit_s = self._plan.recipe.serve.hang_s
         seen = ""
         since_s = now_s()
         while not self._ended.wait(min(ASK_EVERY_S, limit_s / 2)):
@@ -454,7 +459,7 @@ class EngineWatch:
                 seen = figures
                 since_s = now_s()
             elif now_s() - since_s > limit_s:
-                if alive.generates(url, order.served_model, limit_s, order.api_key):
+                if alive.generates(url, options.model, limit_s, options.api_key):
                     self.asked += 1
                 elif alive.figures(url) in ("", seen):
                     self.hangs = f"vLLM generated no token for {limit_s:g} s when asked"
@@ -463,14 +468,19 @@ class EngineWatch:
                 since_s = now_s()
 
 
-def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: EngineWatch) -> None:
-    """Wait for a signal, then for vLLM to finish running requests, within the order's notice and
+def _serve(
+    server: VllmServer,
+    plan: Plan,
+    options: ServerOptions,
+    signals: _Signals,
+    watch: EngineWatch,
+) -> None:
+    """Wait for a signal, then for vLLM to finish running requests, within the options' notice and
     timeout or until a second signal. Raises `EngineError` if vLLM ends, does not answer for
     `hang_s` seconds, or hangs: the service manager starts it again.
     """
     now_s = time.monotonic
-    hang_s = order.plan.recipe.serve.hang_s
-    ending = order.ending
+    hang_s = plan.recipe.serve.hang_s
     answered_s = now_s()
     asked_s = -math.inf
     while not signals.count:
@@ -478,7 +488,7 @@ def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: Eng
             raise server.died("while it served")
         why = watch.hangs
         if now_s() - asked_s >= ASK_EVERY_S:
-            order.beat()
+            options.manager.beat()
             if server.healthy():
                 answered_s = now_s()
             elif now_s() - answered_s > hang_s:
@@ -487,12 +497,12 @@ def _serve(server: VllmServer, order: ServerOrder, signals: _Signals, watch: Eng
         if why:
             server.kill()
             raise EngineError(f"{why} (serve.hang_s)", "its own output says more")
-    notice_end_s = now_s() + ending.notice_s
+    notice_end_s = now_s() + options.notice_s
     while signals.count < 2 and now_s() < notice_end_s:
-        time.sleep(min(POLL_EVERY_S, ending.notice_s))
+        time.sleep(min(POLL_EVERY_S, options.notice_s))
     server.terminate()
-    deadline_s = now_s() + ending.timeout_s
+    deadline_s = now_s() + options.timeout_s
     while signals.count < 2 and now_s() < deadline_s and server.wait(POLL_EVERY_S) is None:
         if now_s() - asked_s >= ASK_EVERY_S:
-            order.beat()
+            options.manager.beat()
             asked_s = now_s()

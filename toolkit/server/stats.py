@@ -1,6 +1,6 @@
 """What the server counts: plain numbers that are cheap to update at every progress report.
 
-`toolkit.serve.metrics` shows them to Prometheus.
+`toolkit.server.metrics` shows them to Prometheus.
 """
 
 from __future__ import annotations

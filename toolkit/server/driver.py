@@ -20,8 +20,8 @@ from toolkit.files.profile import EngineFacts
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Job, Moves, Pass, PassResult, Request
-from toolkit.serve.forecast import Forecast
-from toolkit.serve.live import (
+from toolkit.server.forecast import Forecast
+from toolkit.server.live import (
     ActiveRequest,
     ActiveRequests,
     GenerationRequest,
@@ -29,7 +29,7 @@ from toolkit.serve.live import (
     TextOutput,
     merge,
 )
-from toolkit.serve.stats import Stats
+from toolkit.server.stats import Stats
 from toolkit.workers.protocol import (
     Cancel,
     Interrupt,
@@ -80,15 +80,13 @@ class Driver:
         self.stats = stats
         self.forecast = Forecast(scheduler, limits)
         self.state: State = "loading"
-        # The end was announced: load balancers should stop sending, though requests still run.
-        self.leaving = False
         self.facts: dict[int, EngineFacts] = {}  # by worker
         # Set when the driver cannot go on; the owner then has to stop it.
         self.broke = asyncio.Event()
         self.bug: Exception | None = None  # an exception of the scheduler or the driver
         self.failed: EngineError | None = None  # no worker is left and none can be loaded
         self._workers = workers
-        self._on_end = on_end
+        self.on_end = on_end
         self._accept = accept
         self._active = ActiveRequests(stats, self.forecast, self._ended)
         self._activity = WorkerActivity(workers, self._active.by_id.__getitem__)
@@ -196,8 +194,8 @@ class Driver:
         if active.deadline:
             active.deadline.cancel()
             active.deadline = None
-        if self._on_end:
-            self._on_end(active, self._start_s)
+        if self.on_end:
+            self.on_end(active, self._start_s)
 
     def _tick_later(self) -> None:
         """Tick once for everything that happens in this turn of the event loop."""

@@ -1,4 +1,4 @@
-"""The replicas behind the gateway: which there are, which are up, and what they report.
+"""The replicas of a pool: which there are, which are up, and what they report.
 
 `ReplicaPool` follows a changing list of URLs. A replica gets requests once a probe finds it healthy
 and with the right model. Traffic (a refused connection, an answer that breaks off, silence) and
@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from toolkit.endpoints.upstream import HttpClient, Upstream, UpstreamError
-from toolkit.gateway.sources import once, spelled
 from toolkit.openai.answers import Models, Version
 from toolkit.openai.errors import error_text
 from toolkit.openai.foreign import decoded, plain
 from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.types import REPORT_EVERY_S, ReplicaReport, ReplicaTraits
-from toolkit.serve.background import Background
+from toolkit.server.background import Background
+from toolkit.server.sources import once, spelled
 
 if TYPE_CHECKING:
-    from toolkit.gateway.relay import RelayedRequest
+    from toolkit.server.relay import RelayedRequest
 
 State = Literal["joining", "up", "down", "hung", "left out", "gone"]
 

@@ -1,7 +1,7 @@
 """What clients may use of a front, and the middleware that holds requests to it.
 
 `Limited` bounds the time of a body, and over all requests the bytes of their bodies and large
-answers. Connections are bounded in `toolkit.serve.http`, the length of a body where it is read.
+answers. Connections are bounded in `toolkit.server.http`, the length of a body where it is read.
 What one client may use is bounded by a proxy in front (docs/how-to/expose.md).
 """
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.openai.errors import ApiError, overloaded
-from toolkit.serve.assemble import MAX_BODY_BYTES
-from toolkit.serve.errors import error_response
+from toolkit.server.errors import error_response
+from toolkit.server.options import MAX_BODY_BYTES
 
 SMALL_BYTES = 1 << 16  # a body or an answer up to this size is taken however much is held
 FRAMING = (b"content-length", b"transfer-encoding")  # of requests with a body

@@ -3,7 +3,7 @@
 That is the bytes and the time of a head, the time until a client reads on, the requests that wait
 behind another one, and the number of connections, of which those without a request give way. A
 request too many gets 503. Errors have OpenAI's format. Requests are bounded in
-`toolkit.serve.limits`.
+`toolkit.server.limits`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from toolkit.errors import InputError
 from toolkit.openai.errors import ApiError, error_body, overloaded
-from toolkit.serve.limits import (
+from toolkit.server.limits import (
     DEFAULT_LIMITS,
     Limited,
     WireLimits,
@@ -33,12 +33,12 @@ from toolkit.serve.limits import (
     head_too_large,
     possible_connections,
 )
+from toolkit.server.process import BACKLOG
 
 PEM_HINT = (
     "--ssl-certfile and --ssl-keyfile are PEM files; "
     "the certificate comes before those of its authorities"
 )
-BACKLOG = 2048  # connections that wait to be accepted
 POLL_S = 0.01
 HANDSHAKE_S = 5.0  # of TLS, and of its end
 MAX_PIPELINED = 64  # requests of a connection that wait behind the one that is answered

@@ -9,16 +9,56 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from toolkit.backends import HostedServer, ServerOrder, StartsReplicas
 from toolkit.errors import LlmctlError
-from toolkit.gateway.replicas import LiveReplica, ReplicaPool
+from toolkit.files.plan import Plan
 from toolkit.processes.supervisor import Supervisor
+from toolkit.server.options import ServerOptions
+from toolkit.server.replicas import LiveReplica, ReplicaPool
 
 POLL_EVERY_S = 0.2
 SETTLED_S = 60.0  # a replica that ran for so long and ends is started again at once
 Result = TypeVar("Result")
+
+
+class HostedServer(Protocol):
+    """One of several servers that llmctl starts.
+
+    Attributes:
+        url: its address.
+    """
+
+    url: str
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended."""
+        ...
+
+    def ended_by(self) -> str:
+        """Why it has ended, in one line."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until it answers. Raises `EngineError` if it ends before."""
+        ...
+
+    def stop(self) -> None:
+        """End it, with every process of its own."""
+        ...
+
+
+class StartsServers(Protocol):
+    """What starts servers of a plan."""
+
+    def replica(
+        self, plan: Plan, options: ServerOptions, number: int, folder: Path
+    ) -> HostedServer:
+        """Start server `number` of the plan's `workers`, on a free port of the options' host, with
+        its share of the machine's devices. `folder` is empty, and lasts as long as the server.
+        """
+        ...
 
 
 def new_folder() -> tempfile.TemporaryDirectory[str]:
@@ -32,14 +72,15 @@ class OwnReplicas(Supervisor):
     called = "replica"
 
     def __init__(
-        self, own: StartsReplicas, order: ServerOrder, count: int, pool: ReplicaPool
+        self, starts: StartsServers, plan: Plan, options: ServerOptions, pool: ReplicaPool
     ) -> None:
-        super().__init__(count)
-        self._own = own
+        super().__init__(plan.workers)
+        self._starts = starts
+        self._plan = plan
+        self._options = options
         self._pool = pool
-        self._order = order
         # One thread of a server may wait until it is ready, and another one stop it meanwhile.
-        self._threads = ThreadPoolExecutor(2 * count, "replica")
+        self._threads = ThreadPoolExecutor(2 * plan.workers, "replica")
 
     async def start(self) -> None:
         """Start all, and wait until they are up. Raises what the first one raised that could not be
@@ -60,7 +101,9 @@ class OwnReplicas(Supervisor):
     async def live(self, number: int) -> str:
         """See `Supervisor.live`: a server, from its start until it is over."""
         with new_folder() as name:
-            starting = self._in_thread(partial(self._own.replica, self._order, number, Path(name)))
+            starting = self._in_thread(
+                partial(self._starts.replica, self._plan, self._options, number, Path(name))
+            )
             try:
                 server = await asyncio.shield(starting)
                 await self._in_thread(server.wait_until_ready)
@@ -85,7 +128,7 @@ class OwnReplicas(Supervisor):
         Returns why.
         """
         now_s = asyncio.get_running_loop().time
-        limit_s = self._order.plan.recipe.serve.hang_s
+        limit_s = self._plan.recipe.serve.hang_s
         begin_s = answered_s = now_s()
         while True:
             if not server.running:

@@ -1,10 +1,8 @@
-"""Build what serves a plan: the scheduler, its counters, and the front's settings."""
+"""Build what serves a plan: the scheduler, its counters, and its limits."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -15,38 +13,8 @@ from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingSched
 from toolkit.sched.policies import make_policy, refuse_unservable
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Worker
-from toolkit.serve.stats import Stats
-
-MAX_BODY_BYTES = 8 << 20
-
-
-@dataclass(slots=True, frozen=True)
-class FrontSettings:
-    """A front's names and limits. Lengths are in tokens, times in seconds.
-
-    Attributes:
-        model: the name by which clients call it; '': before replicas, any.
-        max_new_tokens: that one request may ask for; before replicas, assumed for a request that
-            names no limit.
-        max_waiting: requests; with more, new ones get 503.
-        max_model_len, vocab_size: of workers of our own, prompt and output together.
-        wait_up_s: an accepted request waits this long for a replica to be up.
-    """
-
-    model: str = ""
-    max_new_tokens: int = 256
-    max_waiting: int = 4096
-    max_model_len: int = 0
-    vocab_size: int = 0
-    open_metrics: bool = False  # /metrics needs no key
-    allow_end_after: bool = False  # requests may set `llmctl_end_after`
-    status_page: bool = False
-    local_hosts_only: bool = False  # a Host header with a name other than localhost gets 403
-    max_body_bytes: int = MAX_BODY_BYTES
-    keepalive_s: float = 10.0  # an idle stream gets a comment after this long
-    # The deadline of requests that set none, and the longest that a request may set.
-    request_timeout_s: float = math.inf
-    wait_up_s: float = 60.0
+from toolkit.server.options import ServerOptions
+from toolkit.server.stats import Stats
 
 
 def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:
@@ -98,26 +66,10 @@ def model_name(plan: Plan) -> str:
     )
 
 
-def make_limits(plan: Plan, admission: str | None, *, replays: bool) -> LatencyLimits:
-    """The limits that admission compares the forecast with.
-
-    `admission` is "targets" or "queue"; None takes the recipe's choice. A server for `replays`
-    defaults to "queue", so that it refuses no request of a trace by a forecast.
+def make_limits(plan: Plan, options: ServerOptions) -> LatencyLimits:
+    """Return the targets with which admission compares the forecast. A server for replays refuses
+    no request of a trace by a forecast, unless it is told to.
     """
-    admission = admission or ("queue" if replays else plan.recipe.serve.admission)
+    default = "queue" if options.allow_end_after else plan.recipe.serve.admission
+    admission = options.admission or default
     return LatencyLimits.of(plan.recipe.sla) if admission == "targets" else UNLIMITED
-
-
-def make_settings(plan: Plan, *, model: str = "", **others: bool) -> FrontSettings:
-    """The front's settings: limits from the plan, `others` by the names of `FrontSettings`."""
-    serve = plan.recipe.serve
-    engine = plan.fit.engine
-    return FrontSettings(
-        model=model or model_name(plan),
-        max_model_len=engine.max_model_len,
-        vocab_size=engine.vocab_size,
-        max_new_tokens=serve.max_new_tokens,
-        max_waiting=serve.max_waiting,
-        request_timeout_s=serve.request_timeout_s or math.inf,
-        **others,
-    )

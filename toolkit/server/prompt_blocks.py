@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import Prompt
-from toolkit.serve.bodies import LargeBodies
+from toolkit.server.bodies import LargeBodies
 
 ID_BITS = 53
 # A server adds tokens to a prompt, of a template or a picture; beyond these its count is not one.

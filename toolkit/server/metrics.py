@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
 
-from toolkit.serve.access import Account
-from toolkit.serve.stats import Histogram, LawComparison, Stats
+from toolkit.server.access import Account
+from toolkit.server.stats import Histogram, LawComparison, Stats
 
 Labels = Mapping[str, str]
 FamilyKind = type[Gauge] | type[Counter]
@@ -46,10 +46,8 @@ class Gauges(NamedTuple):
     engine: Mapping[str, str]  # the identity of the workers' engine (`toolkit.files.profile`)
 
 
-def engine_families(
-    stats: Stats, now: Gauges, model: str, accounts: Sequence[Account] = ()
-) -> Iterator[Metric]:
-    """Yield what the server of an engine shows at a scrape."""
+def engine_families(stats: Stats, now: Gauges, model: str) -> Iterator[Metric]:
+    """Yield what our own workers show at a scrape."""
     labels = {"model_name": model}
     alive = sum(worker.alive for worker in now.workers)
     usage = "Share of KV cache that running batches may fill."
@@ -77,7 +75,6 @@ def engine_families(
         workers: Sequence[object] = compared if kind is Counter else now.workers
         values = {str(index): getattr(worker, attribute) for index, worker in enumerate(workers)}
         yield family_of(kind, f"llmctl_worker_{name}", text, labels, values, "worker")
-    yield from families_of_requests(stats, labels, accounts)
 
 
 # Of counters: attribute of `Stats` and help text. They are called llmctl_ATTRIBUTE, where `_s` is

@@ -1,9 +1,9 @@
-"""The status page, the JSON that it reads, and the state that health checks report.
+"""The status page, and the JSON that it reads.
 
 The page shows sums and settings: no text, key, address or path, and nothing of a single request. So
 it needs no key, but by default it is only on if the server listens on loopback. A web page from
 elsewhere cannot read it through a browser: nothing here allows other origins, and
-`toolkit.serve.access` refuses a Host that is a name other than `localhost`, which its owner may
+`toolkit.server.access` refuses a Host that is a name other than `localhost`, which its owner may
 have pointed to this machine ("DNS rebinding").
 
 /health is about the front alone, /ready about whether requests should be sent here. The server
@@ -29,13 +29,9 @@ from starlette.responses import Response
 
 import toolkit
 from toolkit.files.plan import Plan
-from toolkit.files.profile import identity
 from toolkit.files.shipped import shipped_templates
 from toolkit.files.tuning import ParameterValue
-from toolkit.sched.memory import footprint_of
-from toolkit.serve.driver import Driver
-from toolkit.serve.metrics import Gauges, WorkerGauges
-from toolkit.serve.stats import Histogram, Stats, quantile
+from toolkit.server.stats import Histogram, Stats, quantile
 
 PAGE = "/"
 DATA = "/status.json"
@@ -45,7 +41,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-NO_WORKER = "no worker is alive"
 
 SAMPLE_S = 2.0
 SAMPLES = 30  # one minute, for rates and percentiles
@@ -86,14 +81,13 @@ def facts_of(plan: Plan, model: str) -> Facts:
 
 
 class StatusPage:
-    """The routes of the page and of its data, for every front.
+    """The routes of the page and of its data.
 
     Args:
         facts: the settings that it shows; a new plan may bring others.
         stats: what the front counts.
         now_s: the seconds that it has served.
-        front: returns what this kind of front adds: its state, problem, uptime, workers or
-            replicas, and totals.
+        server: returns the rest: its state, problem, uptime, workers or replicas, and totals.
     """
 
     def __init__(
@@ -101,11 +95,11 @@ class StatusPage:
         facts: Facts,
         stats: Stats,
         now_s: Callable[[], float],
-        front: Callable[[], dict[str, Any]],
+        server: Callable[[], dict[str, Any]],
     ) -> None:
         self.facts = facts
         self.recent = RecentMinute(stats, now_s)
-        self._front = front
+        self._server = server
         self._page = (shipped_templates() / "status.html").read_text(encoding="utf-8")
         self._policy = content_policy(self._page)
 
@@ -148,60 +142,9 @@ class StatusPage:
                 name: [recent.statistic(f"{name}_{share}_s") for share in SHOWN]
                 for name in LATENCIES
             },
-        } | self._front()
+        } | self._server()
         content = msgspec.json.encode(shown)
         return Response(content, headers=HEADERS, media_type="application/json")
-
-
-def driver_status(driver: Driver) -> dict[str, Any]:
-    """What the page of the server of one engine adds."""
-    stats = driver.stats
-    predicted_s = stats.predicted_batch_s
-    return {
-        "state": state(driver),
-        "problem": problem(driver),
-        "uptime_s": round(driver.now_s, 1) if driver.state != "loading" else 0.0,
-        "running": driver.running,
-        "waiting": driver.waiting,
-        "workers": _workers(driver),
-        "totals": {
-            "ended": dict(stats.ended),
-            "input_tokens": stats.prompt_tokens,
-            "output_tokens": stats.generation_tokens,
-            "batches": stats.batches,
-            "extrapolated_batches": stats.extrapolated_batches,
-            "oom_events": stats.oom_events,
-            "preemptions": stats.preemptions,
-            "refused": stats.refused,
-            "restarts": stats.worker_restarts,
-            "batch_ratio": stats.batch_s / predicted_s if predicted_s else None,
-        },
-    }
-
-
-def _workers(driver: Driver) -> list[dict[str, Any]]:
-    workers = []
-    for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
-        now_state = "running" if worker.index in driver.flights else "idle"
-        if worker.index not in driver.facts:
-            now_state = "loading"
-        elif not worker.alive:
-            now_state = "lost"
-        compared = driver.stats.compared[worker.index]
-        ratio = compared.took_s / compared.predicted_s if compared.predicted_s else None
-        workers.append(
-            {
-                "state": now_state,
-                "rows": now.rows,
-                "kv_tokens": now.kv_tokens,
-                "kv_capacity": now.kv_capacity,
-                "batch_ratio": ratio,
-                "load_s": round(worker.load_s, 3),
-                "oom_events": worker.oom_events,
-                "restarts": driver.stats.restarts[worker.index],
-            }
-        )
-    return workers
 
 
 def content_policy(page: str) -> str:
@@ -294,65 +237,3 @@ class RecentMinute:
             {name: tuple(histogram.counts) for name, histogram in histograms.items()},
             {name: histogram.total for name, histogram in histograms.items()},
         )
-
-
-def failure(driver: Driver) -> str:
-    """Why the front cannot continue and must be restarted, or ''."""
-    if driver.bug:
-        return "the scheduler stopped at a bug"
-    return "no worker can be loaded" if driver.failed else ""
-
-
-def state(driver: Driver) -> str:
-    """The state in a few words: "ready" if requests are accepted and a worker is alive."""
-    if driver.leaving:
-        return "leaving"
-    if driver.state != "ready":
-        return driver.state
-    return "ready" if any(worker.alive for worker in driver.scheduler.workers) else NO_WORKER
-
-
-def problem(driver: Driver) -> str:
-    """Why the server makes no progress, or ''. Loading and draining are not problems."""
-    if failure(driver) or driver.state in ("loading", "stopped"):
-        return failure(driver)
-    return "" if any(worker.alive for worker in driver.scheduler.workers) else NO_WORKER
-
-
-def gauges(driver: Driver) -> Gauges:
-    """The values that metrics read at a scrape."""
-    workers = worker_gauges(driver)
-    capacity = sum(worker.kv_capacity or 0 for worker in workers)
-    used = sum(worker.kv_tokens for worker in workers)
-    return Gauges(
-        driver.running,
-        driver.waiting,
-        min(used / capacity, 1.0) if capacity else 0.0,
-        capacity,
-        workers,
-        driver.forecast.predict(driver.now_s).ttft_s,
-        identity(next(iter(driver.facts.values()))) if driver.facts else {},
-    )
-
-
-def worker_gauges(driver: Driver) -> list[WorkerGauges]:
-    """Each worker, as metrics and the status page show it."""
-    workers = []
-    for worker in driver.scheduler.workers:
-        # To the scheduler a worker is alive while it loads for the first time.
-        facts = driver.facts.get(worker.index)
-        tokens = footprint_of(worker).taken + worker.paused.tokens
-        batch = driver.flights.get(worker.index)
-        if batch and not batch.keep_cache:
-            # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
-            tokens = batch.size * (batch.input_length + batch.steps)
-        workers.append(
-            WorkerGauges(
-                worker.alive and facts is not None,
-                worker.load_s,
-                driver.running_on(worker.index),
-                tokens,
-                facts.capacity_tokens if facts else None,
-            )
-        )
-    return workers

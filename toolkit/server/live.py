@@ -17,8 +17,8 @@ from toolkit.engines.protocol import FinishReason, Row, SamplingParams, StepOutp
 from toolkit.engines.tokenizer import Detokenizer
 from toolkit.routing.admission import NO_PREDICTION, PredictedLatency
 from toolkit.sched.types import Pass
-from toolkit.serve.forecast import Forecast
-from toolkit.serve.stats import Stats
+from toolkit.server.forecast import Forecast
+from toolkit.server.stats import Stats
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from toolkit.endpoints.target import server_url
 from toolkit.endpoints.upstream import Upstream
 from toolkit.errors import InputError
-from toolkit.serve.server import WatchedFiles
+from toolkit.server.watched import WatchedFiles
 
 MAX_REPLICAS = 1024
 FILE_EVERY_S = 1.0

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Send
 
 from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
-from toolkit.gateway.replicas import NOT_SERVED, LiveReplica
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
 from toolkit.openai.events import in_parts
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import GenerationCall
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
-from toolkit.serve.errors import late
-from toolkit.serve.server import while_connected
-from toolkit.serve.stats import LATE
+from toolkit.server.errors import late
+from toolkit.server.exchange import send_whole
+from toolkit.server.process import while_connected
+from toolkit.server.replicas import NOT_SERVED, LiveReplica
+from toolkit.server.stats import LATE
 from toolkit.traces.write import TraceLine, ms_or_none
 
 if TYPE_CHECKING:
-    from toolkit.gateway.front import Gateway
+    from toolkit.server.pool import PoolBackend
 
 _logger = logging.getLogger(__name__)
 
@@ -86,9 +87,8 @@ class RelayedRequest:
 
     def __init__(
         self,
-        gateway: Gateway,
+        backend: PoolBackend,
         call: GenerationCall,
-        send: Send,
         arrival_s: float,
         headers: list[tuple[bytes, bytes]],
     ) -> None:
@@ -96,16 +96,15 @@ class RelayedRequest:
         self.streaming = False
         self.midway = False
         self.waiting = True
-        self.prompt_tokens = gateway.gauge.tokens(call.prompts)
-        limit = call.max_tokens if (call.max_tokens or 0) > 0 else gateway.settings.max_new_tokens
+        self.prompt_tokens = backend.gauge.tokens(call.prompts)
+        limit = call.max_tokens if (call.max_tokens or 0) > 0 else backend.options.max_new_tokens
         self.new_tokens = limit or 1
-        self._gateway = gateway
+        self._backend = backend
         self._call = call
-        self._send = send
         self._headers = headers
         self._merged = MergedAnswer(call, self.prompt_tokens)
-        self._id = f"r{next(gateway.numbers)}"
-        self._blocks = gateway.gauge.blocks(call.prompt)
+        self._id = f"r{next(backend.numbers)}"
+        self._blocks = backend.gauge.blocks(call.prompt)
         self._task: asyncio.Task[None] | None = None
         self._cut = ""
         self._first_s = self._last_s = math.nan
@@ -134,20 +133,21 @@ class RelayedRequest:
 
     def admit(self) -> None:
         """Choose its first replica. Raises ApiError if the forecast refuses the request."""
-        gateway = self._gateway
-        choice = gateway.balancer.offer(self._routed(), gateway.now_s(), gateway.pool.barred())
+        backend = self._backend
+        choice = backend.balancer.offer(self._routed(), backend.now_s(), backend.pool.barred())
         if isinstance(choice, Overload):
-            gateway.stats.refusals[LATE] += 1
+            backend.stats.refusals[LATE] += 1
             raise late(choice.predicted, choice.wait_s)
-        self._first = None if choice is None else gateway.pool.by_index[choice]
+        self._first = None if choice is None else backend.pool.by_index[choice]
 
-    async def run(self, receive: Receive) -> None:
+    async def answer(self, receive: Receive, send: Send) -> None:
         """Answer the client, or raise `ApiError` where nothing of an answer was sent."""
-        self._gateway.budget.request()
+        self._send = send
+        self._backend.budget.request()
         await while_connected(receive, self._within_time())
 
     async def _within_time(self) -> None:
-        limit_s = self._gateway.settings.request_timeout_s
+        limit_s = self._backend.options.request_timeout_s
         try:
             async with asyncio.timeout(None if math.isinf(limit_s) else limit_s):
                 await self._until_answered()
@@ -186,13 +186,13 @@ class RelayedRequest:
 
     async def _choose(self) -> LiveReplica | None:
         """The replica for the next attempt; None if the request has ended without one."""
-        gateway = self._gateway
+        backend = self._backend
         first = self._first
         self._first = None
         if first is not None:
             return first
         while True:
-            up = {each.index for each in gateway.pool.up if self._may_take(each)}
+            up = {each.index for each in backend.pool.up if self._may_take(each)}
             if up and up <= self._excluded:
                 if self._refusal is not None and not self._head_sent:
                     self._status = f"HTTP {self._refusal[0]}"
@@ -203,13 +203,13 @@ class RelayedRequest:
                 await asyncio.sleep(PAUSE_S)
             if up:
                 # Replicas that failed it, or are slow to start, get it only if need be.
-                unfit = self._excluded | ({replica.index for replica in gateway.pool.up} - up)
-                barred = unfit | set(gateway.pool.barred())
+                unfit = self._excluded | ({replica.index for replica in backend.pool.up} - up)
+                barred = unfit | set(backend.pool.barred())
                 barred = unfit if up <= barred else barred
-                index = gateway.balancer.route(self._routed(), gateway.now_s(), sorted(barred))
+                index = backend.balancer.route(self._routed(), backend.now_s(), sorted(barred))
                 if index is not None:
-                    return gateway.pool.by_index[index]
-            if not await gateway.pool.wait_up(gateway.settings.wait_up_s, self._may_take):
+                    return backend.pool.by_index[index]
+            if not await backend.pool.wait_up(backend.options.wait_up_s, self._may_take):
                 await self._give_up(NO_REPLICA)
                 return None
 
@@ -230,14 +230,14 @@ class RelayedRequest:
 
     async def _attempt(self, replica: LiveReplica) -> None:
         """Ask a replica. Raises `AttemptFailedError` where another replica may take the request."""
-        gateway = self._gateway
+        backend = self._backend
         self._cut = ""
-        self.heard_s = gateway.now_s()
+        self.heard_s = backend.now_s()
         self.waiting = True
         self.streaming = self.midway = False
         replica.requests += 1
         replica.attempts.add(self)
-        sent = gateway.balancer.replicas[replica.index].sent[self._id]
+        sent = backend.balancer.replicas[replica.index].sent[self._id]
         replica.prompt_tokens += sent.request.prompt_tokens
         replica.cached_tokens += sent.cached_tokens
         task = self._task = asyncio.create_task(self._ask(replica))
@@ -255,12 +255,12 @@ class RelayedRequest:
                 await asyncio.wait({task})
             self._task = None
             del task  # its exception knows this frame: a cycle, which only a collection would free
-            gateway.balancer.ended(self._id, generated)
-            gateway.pool.ended(replica, self)
+            backend.balancer.ended(self._id, generated)
+            backend.pool.ended(replica, self)
 
     async def _ask(self, replica: LiveReplica) -> None:
         """One attempt, which ends the request or raises `AttemptFailedError`."""
-        gateway = self._gateway
+        backend = self._backend
         call = self._call
         was_begun = self._merged.begun
         path, body = self._merged.request(
@@ -273,12 +273,12 @@ class RelayedRequest:
             answer = await replica.upstream.send("POST", path.encode(), self._headers, body)
             reached = True
             async with aclosing(answer):
-                self.heard_s = replica.heard_s = gateway.now_s()
-                gateway.pool.answered(replica, answer.status)
+                self.heard_s = replica.heard_s = backend.now_s()
+                backend.pool.answered(replica, answer.status)
                 if answer.status != 200:
                     await self._on_status(replica, answer)
                     return
-                gateway.continued += was_begun
+                backend.continued += was_begun
                 if call.stream:
                     await self._stream(replica, answer)
                 else:
@@ -291,18 +291,18 @@ class RelayedRequest:
             reached = reached or "lost" in str(error)
             unreached = str(error).replace("the server behind this one", "it")
             why = "the connection broke off" if reached else unreached
-            gateway.pool.failed(replica, why)
+            backend.pool.failed(replica, why)
             raise AttemptFailedError(why, counts=reached) from None
 
     async def _on_status(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """End the request with the error that a replica answered, or raise `AttemptFailedError`."""
         content = await self._whole(replica, answer)
-        gateway = self._gateway
+        backend = self._backend
         status = answer.status
         size = replica.max_model_len
         if size is not None and status in TOO_LONG and _OF_CONTEXT.search(content):
             # Of another replica, which may be away for now, the context may be longer.
-            listed = gateway.pool.replicas
+            listed = backend.pool.replicas
             if any(each.max_model_len and each.max_model_len > size for each in listed):
                 self._outgrown = max(self._outgrown, size)
                 raise AttemptFailedError("the request does not fit into its context", counts=False)
@@ -314,7 +314,7 @@ class RelayedRequest:
             await self._give_up(f"the answer broke off: a replica answered {status}")
             return
         refusal = status, kept_headers(answer), content
-        if is_elsewhere or (status >= 500 and gateway.budget.take()):
+        if is_elsewhere or (status >= 500 and backend.budget.take()):
             self._refusal = refusal
             self._excluded.add(replica.index)
             raise AttemptFailedError(why, counts=not is_elsewhere)
@@ -325,7 +325,7 @@ class RelayedRequest:
     async def _stream(self, replica: LiveReplica, answer: UpstreamAnswer) -> None:
         """Pass a stream. The head goes with its first bytes: before them all may begin anew."""
         merged = self._merged
-        now_s = self._gateway.now_s
+        now_s = self._backend.now_s
         async for piece in in_parts(answer.body()):
             out = merged.feed(piece)
             self.midway = merged.is_midway
@@ -350,15 +350,15 @@ class RelayedRequest:
 
     def _count_tokens(self, tokens: int, at_s: float) -> None:
         """Tokens came."""
-        gateway = self._gateway
+        backend = self._backend
         if math.isnan(self._first_s):
             self._first_s = at_s
         else:
             self._max_gap_s = max(self._max_gap_s, at_s - self._last_s)
         if not self.streaming:
             self.streaming = True
-            gateway.balancer.first_token(self._id, at_s)
-        gateway.stats.count_tokens(tokens, self.arrival_s, self._last_s, at_s)
+            backend.balancer.first_token(self._id, at_s)
+        backend.stats.count_tokens(tokens, self.arrival_s, self._last_s, at_s)
         self._seen_tokens += tokens
         self._last_s = at_s
 
@@ -381,7 +381,7 @@ class RelayedRequest:
         self._merged.whole(content)
         if self._merged.failure:
             raise AttemptFailedError(self._merged.failure)
-        self._last_s = self._gateway.now_s()
+        self._last_s = self._backend.now_s()
         self._status = _reason(self._merged.finish_reason)
         self._is_answered = True
         await send_whole(self._send, 200, kept_headers(answer), content)
@@ -390,7 +390,7 @@ class RelayedRequest:
         """The whole body of an answer; silence in the middle of it ends the attempt."""
 
         def heard() -> None:
-            self.heard_s = replica.heard_s = self._gateway.now_s()
+            self.heard_s = replica.heard_s = self._backend.now_s()
 
         self.midway = True
         body = await answer.read(MAX_WHOLE_BYTES, heard)
@@ -415,38 +415,30 @@ class RelayedRequest:
 
     def _record(self) -> None:
         """Count the request, and write it to the log."""
-        gateway = self._gateway
-        stats = self._gateway.stats
+        backend = self._backend
+        stats = self._backend.stats
         prompt = self._merged.prompt_tokens
         tokens = self.generated
         stats.prompt_tokens += prompt
         if self._merged.usage is not None and self._call.choices == 1:
-            gateway.gauge.count(self._call.prompt, prompt)
+            backend.gauge.count(self._call.prompt, prompt)
         if self._merged.usage is not None:  # without ids an event may have several tokens
             stats.generation_tokens += max(tokens - self._seen_tokens, 0)
         times = self.arrival_s, self._first_s, self._last_s
         stats.count_end(self._status, *times, tokens, self._max_gap_s)
-        if gateway.log is not None:
+        if backend.log is not None:
             arrival_s = self.arrival_s
             ok = self._status in ("stop", "length")
             first, last = (ms_or_none(at_s - arrival_s) for at_s in (self._first_s, self._last_s))
             most = self.new_tokens
-            at = gateway.log.timestamp(arrival_s)
+            at = backend.log.timestamp(arrival_s)
             status = "ok" if ok else self._status
-            gateway.log.add(TraceLine(at, prompt, tokens, most, first, last, status))
+            backend.log.add(TraceLine(at, prompt, tokens, most, first, last, status))
 
 
 def _reason(told: str) -> str:
     """How an answer ended, in words that are known: a replica's own would become labels."""
     return told if told in REASONS else "other" if told else "stop"
-
-
-async def send_whole(
-    send: Send, status: int, headers: list[tuple[bytes, bytes]], content: bytes
-) -> None:
-    headers = [*headers, (b"content-length", b"%d" % len(content))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content, "more_body": False})
 
 
 def kept_headers(answer: UpstreamAnswer) -> list[tuple[bytes, bytes]]:

@@ -1,0 +1,238 @@
+"""The ASGI application of every server: which keys and hosts are let in, the pages, and the backend
+behind them.
+
+FastAPI only routes. Routes read their bodies themselves: a body must be JSON on which no two
+parsers disagree, a large one must not pause other clients, and errors are in OpenAI's format.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+import toolkit
+from toolkit.openai.errors import ApiError
+from toolkit.server.access import (
+    ACCOUNT,
+    UNKEYED,
+    Account,
+    Keyring,
+    check_local_host,
+    refused_key,
+)
+from toolkit.server.backend import ServerBackend, unknown_model
+from toolkit.server.background import Work
+from toolkit.server.errors import error_response, on_api_error, on_bug, on_http_exception
+from toolkit.server.log import RefusalLog
+from toolkit.server.metrics import families_of_requests, text_of
+from toolkit.server.options import ServerOptions
+from toolkit.server.status import DATA, PAGE, StatusPage
+from toolkit.server.watched import follow
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Application:
+    """OpenAI's API over a backend, with the pages of every server: its health, its model, its
+    metrics and, with `status_page`, one for people.
+
+    Attributes:
+        leaving: the end is announced: load balancers should stop sending, though requests still
+            run.
+        page: the status page; None: there is none.
+        tasks: what runs beside the requests, by name.
+    """
+
+    def __init__(self, backend: ServerBackend, options: ServerOptions) -> None:
+        self.backend = backend
+        self.options = options
+        self.stats = backend.stats
+        self.keyring = Keyring(*options.keys.value)
+        self.leaving = False
+        self._start_s = time.monotonic()
+        self._created = int(time.time())
+        self._open_paths = {"/health", "/ready", *(["/metrics"] if options.open_metrics else [])}
+        self._local_paths: set[str] = set()
+        self.page: StatusPage | None = None
+        self.tasks: dict[str, Work] = {
+            "log of refusals": RefusalLog(self.stats).follow,
+            "keys": lambda: follow(options.keys, self.keyring.renew, options.say),
+            "health of the manager": lambda: options.manager.report_health(self._is_healthy),
+            **backend.tasks,
+        }
+        self._routes = FastAPI(openapi_url=None, redirect_slashes=False)
+        self._routes.add_exception_handler(ApiError, on_api_error)
+        self._routes.add_exception_handler(HTTPException, on_http_exception)
+        self._routes.add_exception_handler(Exception, on_bug)
+        if not backend.transparent:
+            self._add_pages()
+
+    def _add_pages(self) -> None:
+        self.add("/v1/models", self.models)
+        self.add("/v1/models/{name:path}", self.model)
+        self.add("/health", self.health)
+        self.add("/ready", self.ready)
+        self.add("/version", self.version)
+        self.add("/metrics", self.metrics)
+        self.backend.add_routes(self)
+        if self.options.status_page and self.backend.facts is not None:
+            self.page = StatusPage(
+                self.backend.facts, self.stats, lambda: self.uptime_s, self.status
+            )
+            self._local_paths |= {PAGE, DATA}
+            self.add(PAGE, self.page.page)
+            self.add(DATA, self.page.data)
+            self.tasks["status page"] = self.page.sampling
+
+    def add(self, path: str, endpoint: Callable[..., Awaitable[Any]], *methods: str) -> None:
+        """Add a route, by default for GET and HEAD."""
+        self._routes.add_api_route(
+            path, endpoint, methods=list(methods or ("GET", "HEAD")), response_model=None
+        )
+
+    def generates(self, path: str) -> None:
+        """Add a route that the backend answers."""
+
+        async def answer() -> Response:
+            return Written(self.backend.generate)
+
+        self.add(path, answer, "POST")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, with a request id, if its key and its Host may pass.
+
+        Without a key only open and local paths answer, and a client cannot learn which other routes
+        exist.
+
+        A Host that is a name other than `localhost` gets 403 from local paths, and with
+        `local_hosts_only` from all routes but open ones. This protects a server of this machine
+        without a key: a web page may point a name of its own to this machine ("DNS rebinding"), and
+        the browser then sends that name and lets the page read the answers.
+        """
+        backend = self.backend
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")  # only goes back in a header
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        send_answer = send if backend.transparent else send_with_id
+        try:
+            scope[ACCOUNT] = account = self._account(scope["path"], headers)
+            if account is not None:
+                account.requests += scope["method"] == "POST"
+            backend.check_head(headers)
+            answers = backend.generate if backend.transparent else self._routes
+            await answers(scope, receive, send_answer)
+        except ApiError as refusal:
+            await error_response(refusal)(scope, receive, send_answer)
+
+    def _account(self, path: str, headers: Headers) -> Account | None:
+        """Return the request's account; None on a path that needs no key. Raises ApiError if the
+        request may not pass.
+        """
+        is_local = path in self._local_paths
+        is_open = is_local or (path in self._open_paths and not self.backend.transparent)
+        if is_local or (self.options.local_hosts_only and not is_open):
+            what = "the status page" if is_local else UNKEYED
+            check_local_host(headers.get("host", ""), what)
+        account = self.keyring.find(headers)
+        if account is None and not is_open:
+            raise refused_key(headers)
+        return account
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    @property
+    def state(self) -> str:
+        """In a few words: "ready" if it accepts requests, and its backend can serve them."""
+        return "leaving" if self.leaving else self.backend.state
+
+    def _is_healthy(self) -> bool:
+        return not self.backend.failure
+
+    async def models(self) -> Response:
+        return json_page({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        if name != self.backend.model:
+            raise unknown_model(name)
+        return json_page(self._model())
+
+    async def health(self) -> Response:
+        """200 while the event loop runs. What is behind it counts in /ready alone."""
+        failure = self.backend.failure
+        return json_page({"status": failure or "ok"}, 503 if failure else 200)
+
+    async def ready(self) -> Response:
+        """200 from when requests can be served until the end is announced."""
+        word = self.state
+        return json_page({"status": word}, 200 if word == "ready" else 503)
+
+    async def version(self) -> Response:
+        return json_page({"version": toolkit.__version__})
+
+    async def metrics(self) -> Response:
+        return Response(text_of(self.families()), media_type=CONTENT_TYPE_LATEST)
+
+    def families(self) -> Iterator[Metric]:
+        """Yield all metrics at the moment of a scrape."""
+        yield from self.backend.families()
+        yield from families_of_requests(self.stats, self.backend.labels, self.keyring.named)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the status page shows besides what it knows by itself."""
+        backend = self.backend
+        stats = self.stats
+        shown = backend.shown()
+        totals = {
+            "ended": dict(stats.ended),
+            "input_tokens": stats.prompt_tokens,
+            "output_tokens": stats.generation_tokens,
+            "refused": stats.refused,
+        }
+        return {
+            "state": self.state,
+            "problem": backend.problem,
+            "uptime_s": round(self.uptime_s, 1),
+            "waiting": backend.waiting,
+            "workers": [],
+            **shown,
+            "totals": {**totals, **shown.get("totals", {})},
+        }
+
+    def _model(self) -> dict[str, object]:
+        about = {"id": self.backend.model, "object": "model", "created": self._created}
+        return {**about, "owned_by": "llmctl", **self.backend.about_model()}
+
+
+class Written(Response):
+    """A response that `write` sends by itself."""
+
+    def __init__(self, write: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        super().__init__()
+        self._write = write
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._write(scope, receive, send)
+
+
+def json_page(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

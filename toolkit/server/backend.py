@@ -1,0 +1,205 @@
+"""What answers the requests of an application: our own driver, a pool of replicas, or the server
+that is recorded.
+
+`Application` has what all servers share on HTTP: keys, hosts, pages. `ServerBackend` has what all
+share in the way of a request for tokens: it is read, admitted and answered, and a drain waits for
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from prometheus_client.core import Metric
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded, retry_after_s
+from toolkit.openai.requests import CHAT, COMPLETIONS
+from toolkit.server.access import check_priority
+from toolkit.server.background import Background, Work
+from toolkit.server.bodies import read_json_bytes
+from toolkit.server.limits import DEFAULT_LIMITS, WireLimits
+from toolkit.server.options import ServerOptions
+from toolkit.server.process import RunningRequests
+from toolkit.server.stats import QUEUE_FULL, Stats
+from toolkit.server.status import Facts
+from toolkit.traces.write import TraceLog
+
+if TYPE_CHECKING:
+    from toolkit.server.application import Application
+
+SendAnswer = Callable[[Receive, Send], Awaitable[None]]  # of one request
+
+
+class ServerBackend(ABC):
+    """Attributes:
+    stats: its counters.
+    background: starts its tasks.
+    tasks: what runs beside the requests, by name.
+    limits: what clients may use.
+    facts: what the status page shows; None: there is no page.
+    labels: of its metrics.
+    log: of its requests; None: there is none.
+    under_way: requests that have not ended.
+    draining: new requests are refused.
+    transparent: every path is its own, and its answers are passed on unchanged.
+    """
+
+    transparent: ClassVar[bool] = False
+
+    def __init__(
+        self, options: ServerOptions, stats: Stats, limits: WireLimits = DEFAULT_LIMITS
+    ) -> None:
+        self.options = options
+        self.stats = stats
+        self.limits = limits
+        self.background = Background(options.say)
+        self.tasks: dict[str, Work] = {}
+        self.facts: Facts | None = None
+        self.log: TraceLog | None = None
+        self.under_way = RunningRequests()
+        self.draining = False
+
+    # What it is
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """In a few words; "ready" if it can serve requests."""
+
+    @property
+    def problem(self) -> str:
+        """Why it makes no progress, or ''."""
+        return self.failure
+
+    @property
+    def failure(self) -> str:
+        """Why it cannot go on, and must be started again, or ''."""
+        return ""
+
+    @property
+    def model(self) -> str:
+        """The name by which clients call the model; '': any."""
+        return self.options.model
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"model_name": self.model}
+
+    @property
+    def left(self) -> int:
+        """Requests that have not ended."""
+        return len(self.under_way)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that nothing works on yet."""
+        return 0
+
+    def about_model(self) -> dict[str, object]:
+        """Return what the model's page has besides OpenAI's fields."""
+        return {}
+
+    def families(self) -> Iterable[Metric]:
+        """Return its metrics at the moment of a scrape, besides those of its requests."""
+        return ()
+
+    def shown(self) -> dict[str, Any]:
+        """Return what the status page shows of it."""
+        return {}
+
+    def add_routes(self, application: Application) -> None:
+        """Add the routes of requests for tokens, and those of its own pages."""
+        for path in (COMPLETIONS, CHAT):
+            application.generates(path)
+
+    def check_head(self, headers: Headers) -> None:
+        """Raise `ApiError` for a request that is refused by its head."""
+        return
+
+    # Its life
+
+    async def start(self) -> None:
+        """Return when it can serve. The server listens before, and answers that it cannot yet."""
+        return
+
+    async def broken(self) -> None:
+        """Raise when it cannot go on."""
+        await asyncio.Event().wait()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait at most `timeout_s` seconds for those that run."""
+        self.draining = True
+        await self.under_way.ended(timeout_s)
+
+    async def stop(self) -> None:
+        """End what it has started."""
+        return
+
+    # Its requests
+
+    async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request for tokens. Raises `ApiError` where nothing of an answer was sent."""
+        self.check_open()
+        arrival_s = time.monotonic()
+        request = Request(scope, receive)
+        with self.under_way:
+            body = await self.read(request)
+            answer = await self.take(request, body, arrival_s)
+            await answer(receive, send)
+
+    async def read(self, request: Request) -> bytes:
+        """Return the body of a request. Raises `ApiError` for one that is not JSON or too long."""
+        return await read_json_bytes(request, self.options.max_body_bytes)
+
+    @abstractmethod
+    async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
+        """Read and admit a request that came at `arrival_s` of `time.monotonic`. Raises `ApiError`
+        for one that is not to be served.
+        """
+
+    def admit(self, request: Request, model: str | None, priority: int, choices: int = 1) -> None:
+        """Raise `ApiError` for a request for another model, with a priority that its key may not
+        ask for, or beyond the queue.
+        """
+        if model is not None and self.model and model != self.model:
+            raise unknown_model(model)
+        check_priority(request.scope, priority)
+        self.check_room(choices)
+
+    def check_open(self) -> None:
+        """Raise `ApiError` while it takes no requests."""
+        if self.draining:
+            raise unavailable("draining", {"Connection": "close"})
+
+    def check_room(self, choices: int = 1) -> None:
+        """Raise `ApiError` if it does not accept `choices` more requests now."""
+        waiting = self.waiting
+        limit = self.options.max_waiting
+        if waiting + choices > limit:
+            self.stats.refusals[QUEUE_FULL] += 1
+            text = f"{waiting} requests wait; with {choices} more it would exceed {limit}"
+            raise overloaded(text, retry_after_s(self.expected_wait_s()))
+
+    def expected_wait_s(self) -> float:
+        """Return the seconds that a new request would wait."""
+        return RETRY_AFTER_S
+
+
+def unknown_model(name: str) -> ApiError:
+    text = f"there is no model {name[:80]!r} here; GET /v1/models lists the models"
+    return ApiError(text, status=404, param="model", code="model_not_found")
+
+
+def unavailable(state: str, headers: Mapping[str, str]) -> ApiError:
+    """Return the error of a server in this state."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(
+        f"the server is {state}", status=503, code="unavailable", headers={**retry, **headers}
+    )

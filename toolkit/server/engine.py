@@ -1,0 +1,436 @@
+"""The backend of our own workers: the driver, and behind it the scheduler and the workers.
+
+A request becomes one row per prompt and choice, all of them or none. What can be refused is refused
+before the work is done: a full queue before tokenizing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from prometheus_client.core import Metric
+from starlette.requests import Request
+
+from toolkit.engine_traits import traits_of
+from toolkit.engines.protocol import SamplingParams
+from toolkit.engines.tokenizer import Tokenizer, load_tokenizer
+from toolkit.files.plan import Plan
+from toolkit.files.profile import EngineFacts, identity, refuse_foreign
+from toolkit.openai.answers import AnswerWriter, about_answer
+from toolkit.openai.engine_requests import EngineChat, EngineRequest, read_engine_request
+from toolkit.openai.errors import ApiError
+from toolkit.openai.requests import CHAT, COMPLETION_TOKENS, RESPONSES
+from toolkit.sched.memory import footprint_of
+from toolkit.sched.types import Request as PooledRequest
+from toolkit.server.assemble import make_limits, make_scheduler, make_stats
+from toolkit.server.backend import SendAnswer, ServerBackend, unavailable
+from toolkit.server.bodies import BodyReader, LargeBodies, Prompts, check_room, is_large, short
+from toolkit.server.driver import Driver, RefusedError
+from toolkit.server.errors import late
+from toolkit.server.exchange import Exchange
+from toolkit.server.live import ActiveRequest, GenerationRequest, Reply, TextOutput
+from toolkit.server.log import EventLog
+from toolkit.server.metrics import Gauges, WorkerGauges, engine_families
+from toolkit.server.options import ServerOptions
+from toolkit.server.stats import LATE
+from toolkit.server.status import facts_of
+from toolkit.traces.write import TraceLine, ms_or_none
+from toolkit.workers.pool import Patience, ProcessWorkers
+from toolkit.workers.process import require_gpu
+from toolkit.workers.protocol import Workers
+
+if TYPE_CHECKING:
+    from toolkit.server.application import Application
+
+WARM_UP_REQUESTS = 8  # for each worker: one alone needs no kernel that batches several
+MAX_CHOICES = 1024  # of one request: all are submitted at once, at 20 us each
+MAX_SEED = (1 << 63) - 1
+NO_WORKER = "no worker is alive"
+
+
+class EngineBackend(ServerBackend):
+    """Our own workers, behind a driver that it starts and stops.
+
+    Args:
+        max_model_len: of a request, prompt and output together, in tokens.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        super().__init__(options, driver.stats)
+        self.driver = driver
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._reader = BodyReader(tokenizer, vocab_size, max_model_len)
+        self._large_bodies = LargeBodies()
+        driver.on_end = self._write
+
+    @property
+    def state(self) -> str:
+        driver = self.driver
+        return NO_WORKER if driver.state == "ready" and not self._lives else driver.state
+
+    @property
+    def _lives(self) -> bool:
+        return any(worker.alive for worker in self.driver.scheduler.workers)
+
+    @property
+    def failure(self) -> str:
+        if self.driver.bug:
+            return "the scheduler stopped at a bug"
+        return "no worker can be loaded" if self.driver.failed else ""
+
+    @property
+    def problem(self) -> str:
+        """Loading and draining are not problems."""
+        if self.failure or self._lives or self.driver.state in ("loading", "stopped"):
+            return self.failure
+        return NO_WORKER
+
+    @property
+    def left(self) -> int:
+        return self.driver.running + self.driver.waiting
+
+    @property
+    def waiting(self) -> int:
+        return self.driver.waiting
+
+    def about_model(self) -> dict[str, object]:
+        return {"max_model_len": self._max_model_len}
+
+    def families(self) -> Iterable[Metric]:
+        return engine_families(self.stats, gauges(self.driver), self.model)
+
+    def shown(self) -> dict[str, Any]:
+        stats = self.stats
+        predicted_s = stats.predicted_batch_s
+        return {
+            "running": self.driver.running,
+            "workers": shown_workers(self.driver),
+            "totals": {
+                "batches": stats.batches,
+                "extrapolated_batches": stats.extrapolated_batches,
+                "oom_events": stats.oom_events,
+                "preemptions": stats.preemptions,
+                "restarts": stats.worker_restarts,
+                "batch_ratio": stats.batch_s / predicted_s if predicted_s else None,
+            },
+        }
+
+    def add_routes(self, application: Application) -> None:
+        super().add_routes(application)
+        for path in (RESPONSES, f"{RESPONSES}/{{rest:path}}"):
+            application.add(path, responses, "GET", "POST", "DELETE")
+
+    async def start(self) -> None:
+        """Load the workers. Raises `EngineError` if one cannot load."""
+        await self.driver.start()
+
+    async def broken(self) -> None:
+        """Raises `EngineError` if no worker is left and none can be loaded again; also an exception
+        of the scheduler.
+        """
+        await self.driver.broke.wait()
+        if ended_by := self.driver.bug or self.driver.failed:
+            raise ended_by
+
+    async def drain(self, timeout_s: float) -> None:
+        await self.driver.drain(timeout_s)
+
+    async def stop(self) -> None:
+        await self.driver.stop()
+
+    async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
+        chat = request.url.path == CHAT
+        if is_large(body):
+            self.check_room()
+            read = partial(self._reader.read, chat=chat)
+            asked, prompts = await self._large_bodies.read(read, body)
+            self._admit(request, asked)
+        else:
+            asked = read_engine_request(body, chat=chat)
+            self._admit(request, asked)
+            prompts = self._reader.tokens(asked)
+        return self._submit(asked, prompts).answer
+
+    def check_open(self) -> None:
+        state = self.driver.state
+        if state != "ready":
+            raise unavailable(state, {"Connection": "close"} if state == "draining" else {})
+
+    def expected_wait_s(self) -> float:
+        return self.driver.forecast.predict(self.driver.now_s).ttft_s
+
+    def _admit(self, request: Request, asked: EngineRequest) -> None:
+        """Raise `ApiError` for a request that is refused, by what was asked and by the forecast."""
+        if asked.llmctl_end_after is not None and not self.options.allow_end_after:
+            text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
+            raise ApiError(text, param="llmctl_end_after")
+        choices = asked.prompt_count * asked.n
+        if choices > MAX_CHOICES:
+            text = f"{asked.prompt_count} prompts with n {asked.n} are {choices} choices"
+            raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
+        self.check_open()  # it may have begun to drain while the body was read
+        self.admit(request, asked.model, asked.priority, choices)
+        forecast = self.driver.forecast
+        predicted = forecast.predict(self.driver.now_s)
+        excess_s = forecast.limits.excess_s(predicted)
+        if excess_s:
+            self.stats.refusals[LATE] += 1
+            raise late(predicted, excess_s)
+
+    def _submit(self, asked: EngineRequest, prompts: Prompts) -> Exchange:
+        """Submit all choices of all prompts. Raises `ApiError` for a request that cannot be served,
+        and then submits nothing. It awaits nothing, so the counts that admitted a request hold.
+        """
+        is_chat = isinstance(asked, EngineChat)
+        default = self.options.max_new_tokens if is_chat else COMPLETION_TOKENS
+        limits = [self._limit(len(prompt), asked.limit, default) for prompt in prompts]
+        about = about_answer(self.model, chat=is_chat)
+        shows_usage = bool(asked.stream_options.include_usage)
+        writer = AnswerWriter(about, chat=is_chat, shows_usage=shows_usage)
+        n = asked.n
+        prompt_tokens = sum(map(len, prompts))
+        sampling = self._sampling(asked, min(limits))
+        reply = Reply(len(prompts) * n, patient=not asked.stream)
+        tokens = [tuple(prompt) for prompt in prompts]
+        choices: list[ActiveRequest] = []
+
+        def cancel() -> None:
+            for active in choices:
+                self.driver.cancel(active)
+
+        try:
+            for index in range(reply.choices):
+                own = sampling
+                if index % n and sampling.temperature:  # each choice of a prompt has its own seed
+                    seed = (sampling.seed + index % n) & MAX_SEED
+                    own = msgspec.structs.replace(sampling, seed=seed)
+                request = GenerationRequest(
+                    f"{writer.about['id']}-{index}",
+                    tokens[index // n],
+                    limits[index // n],
+                    own,
+                    asked.priority,
+                    asked.llmctl_end_after,
+                    min(asked.timeout or math.inf, self.options.request_timeout_s),
+                )
+                detokenizer = self._tokenizer.detokenizer()
+                output = TextOutput(detokenizer, asked.stops, own.min_tokens, index)
+                choices.append(self.driver.submit(request, output, reply))
+        except RefusedError as error:
+            cancel()
+            raise ApiError(str(error), code="context_length_exceeded") from None
+        keepalive_s = self.options.keepalive_s
+        return Exchange(reply, writer, prompt_tokens, cancel, asked.stream, keepalive_s)
+
+    def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
+        """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
+        longest = self.options.max_new_tokens
+        check_room(prompt_tokens, self._max_model_len)
+        room = self._max_model_len - prompt_tokens
+        if wanted is None:
+            return min(default, longest, room)
+        if wanted > longest:
+            text = f"max_tokens is {short(wanted)}; the limit is {longest}"
+            raise ApiError(text, param="max_tokens")
+        if wanted > room:
+            text = (
+                f"the prompt has {prompt_tokens} tokens and max_tokens is {wanted}, together "
+                f"{prompt_tokens + wanted}; the limit is {self._max_model_len}"
+            )
+            raise ApiError(text, param="max_tokens", code="context_length_exceeded")
+        return wanted
+
+    def _sampling(self, asked: EngineRequest, limit: int) -> SamplingParams:
+        """The request's sampling parameters, with OpenAI's defaults.
+
+        Sampling without a seed gets a random one here, so that a slice that runs again draws the
+        same tokens.
+        """
+        self._reader.check_tokens(asked.stop_token_ids, "stop_token_ids")
+        if asked.min_tokens > limit:
+            text = f"min_tokens is {short(asked.min_tokens)}; max_tokens is {limit}"
+            raise ApiError(text, param="min_tokens")
+        drawn = asked.seed is None and asked.temperature
+        seed = random.getrandbits(62) if drawn else asked.seed or 0
+        return SamplingParams(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=max(asked.top_k, 0),
+            min_p=asked.min_p,
+            repetition_penalty=asked.repetition_penalty,
+            seed=seed & MAX_SEED,
+            ignore_eos=asked.ignore_eos,
+            min_tokens=asked.min_tokens,
+            stop_token_ids=tuple(asked.stop_token_ids),
+        )
+
+    def _write(self, active: ActiveRequest, start_s: float) -> None:
+        """Write a request that has ended to the log."""
+        if self.log is not None:
+            timestamp = self.log.timestamp(start_s + active.arrival_s)
+            self.log.add(trace_line(active, timestamp))
+
+
+async def responses() -> None:
+    """Refuse the only route of OpenAI's for text that this engine lacks."""
+    text = "this engine has no /v1/responses; a recipe with engine 'vllm' serves it"
+    raise ApiError(text, status=404, code="unsupported_route")
+
+
+@contextmanager
+def engine_backend(plan: Plan, options: ServerOptions) -> Iterator[EngineBackend]:
+    """Make the backend of a plan's workers, not started.
+
+    Raises `ForeignError` when it starts, if the workers load another engine, model or device than
+    the laws are about; `InputError` for a plan that cannot be used, and `EngineError` if a recipe
+    needs a GPU or a library that is missing.
+    """
+    engine = plan.fit.engine
+    if not options.ray:
+        require_gpu(plan.recipe)
+        traits_of(plan.recipe.engine.name).require()
+    where = f" on Ray ({options.ray})" if options.ray else ""
+    options.say(f"loading {plan.workers} workers of {plan.recipe.name}{where}")
+
+    def accept(loaded: list[EngineFacts]) -> None:
+        refuse_foreign(engine, map(identity, loaded), options.on_foreign)
+
+    log = EventLog(options.event_log) if options.event_log else nullcontext()
+    with log as events, _workers(plan, options.ray) as workers:
+        tokenizer = load_tokenizer(plan.recipe.model)
+        warm_up(plan)
+        driver = Driver(
+            make_scheduler(plan, events.add if events else None),
+            workers,
+            make_stats(plan),
+            limits=make_limits(plan, options),
+            accept=accept,
+        )
+        backend = EngineBackend(
+            driver,
+            tokenizer,
+            options,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+        )
+        backend.facts = facts_of(plan, options.model)
+        if events is not None:
+            backend.tasks["event log"] = events.flushing
+        yield backend
+
+
+@contextmanager
+def _workers(plan: Plan, ray: str) -> Iterator[Workers]:
+    """The plan's workers, not started. With Ray, this process is in the cluster meanwhile."""
+    serve_spec = plan.recipe.serve
+    patience = Patience(grace_s=serve_spec.hang_s, load_s=serve_spec.load_timeout_s)
+    if not ray:
+        yield ProcessWorkers(plan.recipe, plan.workers, patience)
+        return
+    from toolkit.cluster.connect import joined
+    from toolkit.cluster.workers import RayWorkers, bundle_of
+
+    with joined(ray, bundle_of(plan.recipe)["CPU"] * plan.workers):
+        yield RayWorkers(plan.recipe, plan.workers, patience)
+
+
+def warm_up(plan: Plan) -> None:
+    """Load or compile the policy's kernels before the first request: it takes 0.3 s or more."""
+    scheduler = make_scheduler(plan)
+    for number in range(WARM_UP_REQUESTS * plan.workers):
+        scheduler.submit(PooledRequest(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
+    scheduler.tick(0.0)
+
+
+def trace_line(active: ActiveRequest, timestamp: float) -> TraceLine:
+    """The line of a trace for a request that has ended."""
+    return TraceLine(
+        timestamp=timestamp,
+        input_length=len(active.request.prompt),
+        output_length=active.output.tokens,
+        max_tokens=active.request.max_new_tokens,
+        priority=active.request.priority,
+        ttft_ms=ms_or_none(active.first_token_s - active.arrival_s),
+        e2e_ms=ms_or_none(active.last_token_s - active.arrival_s),
+        status="ok" if active.status in ("stop", "length") else active.status,
+    )
+
+
+def shown_workers(driver: Driver) -> list[dict[str, Any]]:
+    """Return each worker, as the status page shows it."""
+    workers = []
+    for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
+        now_state = "running" if worker.index in driver.flights else "idle"
+        if worker.index not in driver.facts:
+            now_state = "loading"
+        elif not worker.alive:
+            now_state = "lost"
+        compared = driver.stats.compared[worker.index]
+        ratio = compared.took_s / compared.predicted_s if compared.predicted_s else None
+        workers.append(
+            {
+                "state": now_state,
+                "rows": now.rows,
+                "kv_tokens": now.kv_tokens,
+                "kv_capacity": now.kv_capacity,
+                "batch_ratio": ratio,
+                "load_s": round(worker.load_s, 3),
+                "oom_events": worker.oom_events,
+                "restarts": driver.stats.restarts[worker.index],
+            }
+        )
+    return workers
+
+
+def gauges(driver: Driver) -> Gauges:
+    """The values that metrics read at a scrape."""
+    workers = worker_gauges(driver)
+    capacity = sum(worker.kv_capacity or 0 for worker in workers)
+    used = sum(worker.kv_tokens for worker in workers)
+    return Gauges(
+        driver.running,
+        driver.waiting,
+        min(used / capacity, 1.0) if capacity else 0.0,
+        capacity,
+        workers,
+        driver.forecast.predict(driver.now_s).ttft_s,
+        identity(next(iter(driver.facts.values()))) if driver.facts else {},
+    )
+
+
+def worker_gauges(driver: Driver) -> list[WorkerGauges]:
+    """Each worker, as metrics and the status page show it."""
+    workers = []
+    for worker in driver.scheduler.workers:
+        # To the scheduler a worker is alive while it loads for the first time.
+        facts = driver.facts.get(worker.index)
+        tokens = footprint_of(worker).taken + worker.paused.tokens
+        batch = driver.flights.get(worker.index)
+        if batch and not batch.keep_cache:
+            # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
+            tokens = batch.size * (batch.input_length + batch.steps)
+        workers.append(
+            WorkerGauges(
+                worker.alive and facts is not None,
+                worker.load_s,
+                driver.running_on(worker.index),
+                tokens,
+                facts.capacity_tokens if facts else None,
+            )
+        )
+    return workers

@@ -1,0 +1,101 @@
+"""What one server is told, in one object: the command line makes it, every part of the server reads
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.files.profile import OnForeign
+from toolkit.server.access import Callers
+from toolkit.server.process import Manager, is_loopback
+from toolkit.server.sources import ReplicaSource
+from toolkit.server.watched import WatchedFiles
+
+MAX_BODY_BYTES = 8 << 20
+
+
+def one_key(key: str = "") -> WatchedFiles[Callers]:
+    """Return the keys of a server with one key; '': it asks for none."""
+    return WatchedFiles([], lambda: (key, ()))
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ServerOptions:
+    """Lengths are in tokens, times in seconds.
+
+    Attributes:
+        model: the name by which clients call it; before replicas '' is any.
+        keys: without any key the server is open.
+        insecure: it may be open to other machines.
+        certificate: a PEM file; with it the server speaks TLS.
+        certificate_key: None: it is in the certificate's file.
+        open_metrics: /metrics needs no key.
+        max_new_tokens: that one request may ask for; before replicas, assumed for a request that
+            names no limit.
+        max_waiting: requests; with more, new ones get 503.
+        request_timeout_s: the deadline of requests that set none, and the longest that one may set.
+        admission: "targets" or "queue"; '': the recipe's.
+        allow_end_after: requests may set `llmctl_end_after`.
+        keepalive_s: an idle stream gets a comment after this long.
+        wait_up_s: an accepted request waits this long for a replica to be up.
+        notice_s: after the signal, requests are accepted for this long.
+        timeout_s: after that, running requests have this long to end.
+        pass_log, control_key: of an engine that is a server itself.
+        ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
+            this machine.
+        replicas: those that run already; None: what is served is started.
+        replica_key: is sent to these; '': none.
+        router: of replicas; '': there are none.
+        on_foreign: is called if the engine is not the fitted one; None: it is refused.
+        say: prints what an operator should read.
+        manager: gets reports of health.
+    """
+
+    model: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    keys: WatchedFiles[Callers] = field(default_factory=one_key, compare=False)
+    insecure: bool = False
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    open_metrics: bool = False
+    status_page: bool = False
+    max_new_tokens: int = 256
+    max_waiting: int = 4096
+    max_body_bytes: int = MAX_BODY_BYTES
+    request_timeout_s: float = math.inf
+    admission: str = ""
+    allow_end_after: bool = False
+    keepalive_s: float = 10.0
+    wait_up_s: float = 60.0
+    notice_s: float = 0.0
+    timeout_s: float = 30.0
+    event_log: Path | None = None
+    pass_log: Path | None = None
+    request_log: Path | None = None
+    control_key: str = ""
+    ray: str = ""
+    replicas: ReplicaSource | None = None
+    replica_key: str = ""
+    router: str = ""
+    on_foreign: OnForeign | None = None
+    say: Callable[[str], None] = field(default=lambda _: None, compare=False)
+    manager: Manager = field(default_factory=Manager)
+
+    @property
+    def api_key(self) -> str:
+        """The one key that all clients share; '': there is none, or a file names the clients."""
+        return self.keys.value[0]
+
+    @property
+    def asks_key(self) -> bool:
+        return any(self.keys.value)
+
+    @property
+    def local_hosts_only(self) -> bool:
+        """Whether a Host header with a name other than localhost gets 403."""
+        return is_loopback(self.host) and not self.asks_key

@@ -1,0 +1,472 @@
+"""The backend of replicas: requests in, attempts at replicas, one answer out.
+
+`PoolBackend` passes a request for tokens to the replica that the balancer names, and to another one
+when that fails, until the client has the whole answer (`toolkit.server.relay`). No accepted request
+is lost as long as a replica is up, or comes back within `ServerOptions.wait_up_s`.
+
+`PromptGauge` estimates a prompt's tokens and makes the block hashes for routers that look at
+prefixes, both from bytes: prompts are not tokenized here.
+
+Metrics of replicas are called `llmctl_replica_*`, with the replica's URL as a label. The status
+page shows no address: it numbers replicas in the order of /replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.samples import Sample
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from toolkit.endpoints.target import REPLICA_METRICS, families_in
+from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError
+from toolkit.files.plan import Plan
+from toolkit.openai.errors import ApiError, overloaded
+from toolkit.openai.requests import RESPONSES, GenerationCall, Prompt
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
+from toolkit.routing.balancer import Balancer
+from toolkit.routing.routers import (
+    LawRouter,
+    RoundRobinRouter,
+    Router,
+    make_router,
+    refuse_unknown_router,
+    targets_of,
+)
+from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
+from toolkit.sched.policies.parameters import parameters
+from toolkit.sched.policies.vllm import ROWS, TOKENS
+from toolkit.server.assemble import model_name
+from toolkit.server.backend import SendAnswer, ServerBackend
+from toolkit.server.limits import WireLimits, possible_connections
+from toolkit.server.metrics import family_of, text_of
+from toolkit.server.options import ServerOptions, one_key
+from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
+from toolkit.server.prompt_blocks import chained_ids, pieces_of
+from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
+from toolkit.server.replicas import COUNTERS, LOOP, ReplicaNeeds, ReplicaPool
+from toolkit.server.sources import ReplicaSource, follow_source
+from toolkit.server.stats import Stats
+from toolkit.server.status import facts_of
+from toolkit.units import counted
+
+if TYPE_CHECKING:
+    from toolkit.server.application import Application
+
+BYTES_PER_TOKEN = 4.0  # of text, before any was counted
+LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
+MOST_BYTES_PER_TOKEN = 8.0
+COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
+GAUGED_PROMPTS = 256  # the last, of which the mean is
+GAUGED_TOKENS = 1024  # that one prompt counts for at most
+FIRST_TOKENS = 8 * GAUGED_TOKENS  # that the first value counts for
+FIRST_PROBES_S = 15.0  # it can serve after this long even if no replica is up
+MERGE_EVERY_S = 1.0  # the metrics of replicas, for all readers
+MERGE_SHARE = 0.2  # of the time
+INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
+MAX_METRIC_BYTES = 1 << 12  # of a line of a replica's metrics
+
+
+class PromptGauge:
+    """Estimates of prompts from their bytes, with the mean bytes per token that servers counted.
+
+    One request moves the mean by little, whatever its prompt and its server's count are: what one
+    client sends must not change the limits of another.
+
+    A block is a piece of as many bytes as 64 tokens have in the first prompts; equal hashes stand
+    for equal bytes in it and in all before it. They are keyed by a secret of this process, so that
+    a log of them reveals no prompt.
+    """
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._gauged: deque[tuple[float, int]] = deque(maxlen=GAUGED_PROMPTS)  # bytes and tokens
+        self._counted = 0
+        self._block_bytes = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
+        self.bytes_per_token = BYTES_PER_TOKEN
+
+    def tokens(self, prompts: Sequence[Prompt]) -> int:
+        """About how many tokens prompts have together."""
+        counts = (
+            len(prompt) if isinstance(prompt, list) else round(len(prompt) / self.bytes_per_token)
+            for prompt in prompts
+        )
+        return max(sum(max(count, 1) for count in counts), 1)
+
+    def blocks(self, prompt: Prompt | None) -> tuple[int, ...]:
+        """Return the hashes of a prompt's full blocks."""
+        pieces = pieces_of(prompt or b"", BLOCK_TOKENS, self._block_bytes, whole=True)
+        return tuple(chained_ids(pieces, self._key))
+
+    def count(self, prompt: Prompt | None, tokens: int) -> None:
+        """A server counted a prompt's tokens."""
+        if not isinstance(prompt, bytes) or tokens < 1 or not prompt:
+            return
+        ratio = min(max(len(prompt) / tokens, LEAST_BYTES_PER_TOKEN), MOST_BYTES_PER_TOKEN)
+        weight = min(tokens, GAUGED_TOKENS)
+        self._gauged.append((ratio * weight, weight))
+        sums = [sum(each) for each in zip(*self._gauged, strict=True)]
+        self.bytes_per_token = (sums[0] + FIRST_TOKENS * BYTES_PER_TOKEN) / (sums[1] + FIRST_TOKENS)
+        self._counted += 1
+        if self._counted == COUNTED_PROMPTS:
+            self._block_bytes = max(round(BLOCK_TOKENS * self.bytes_per_token), 1)
+
+
+class PoolBackend(ServerBackend):
+    """The replicas, and what the requests to them share.
+
+    Args:
+        replicas: those that it starts, or where the list of those that run comes from; None: the
+            pool is filled by other code.
+
+    Attributes:
+        continued: answers that went on at another replica.
+    """
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        options: ServerOptions,
+        *,
+        stats: Stats | None = None,
+        replicas: OwnReplicas | ReplicaSource | None = None,
+    ) -> None:
+        super().__init__(options, stats or Stats(), WireLimits(descriptors_each=2))
+        self.background = pool.background
+        self.now_s = time.monotonic
+        self.pool = pool
+        self.balancer = pool.balancer
+        self.gauge = PromptGauge()
+        self.budget = RetryBudget()
+        self.continued = 0
+        self.numbers = count(1)  # of the requests
+        self._replicas = replicas
+        self._merging = asyncio.Lock()
+        self._merged = b""
+        self._merge_at_s = -math.inf
+        self.tasks["silent replicas"] = pool.sweep
+        if self.balancer.router.reads_reports:
+            self.tasks["reports of replicas"] = pool.read_reports
+
+    @property
+    def state(self) -> str:
+        return "ready" if self.pool.up else NO_REPLICA
+
+    @property
+    def problem(self) -> str:
+        return "" if self.pool.up else NO_REPLICA
+
+    @property
+    def model(self) -> str:
+        return self.options.model or self.pool.model
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"model_name": self.model, "router": self.balancer.router.name}
+
+    @property
+    def waiting(self) -> int:
+        """Requests beyond the rows that the replicas run at once."""
+        replicas = self.balancer.replicas
+        return sum(max(each.requests - each.traits.max_rows, 0) for each in replicas)
+
+    def about_model(self) -> dict[str, object]:
+        lengths = [each.max_model_len for each in self.pool.up if each.max_model_len]
+        return {"replicas": len(self.pool.up), "max_model_len": min(lengths, default=None)}
+
+    def add_routes(self, application: Application) -> None:
+        super().add_routes(application)
+        application.generates(RESPONSES)
+        application.add("/replicas", self._show_replicas)
+        application.add(REPLICA_METRICS, self._replica_metrics)
+
+    async def start(self) -> None:
+        """Start the replicas, and wait for all; or find those that run already, and wait until one
+        is up.
+        """
+        replicas = self._replicas
+        if isinstance(replicas, OwnReplicas):
+            await replicas.start()
+        elif replicas is not None:
+            await self._find(replicas)
+        if not self.pool.up:
+            self.options.say("no replica is up yet: requests get 503 until one is")
+
+    async def stop(self) -> None:
+        if isinstance(self._replicas, OwnReplicas):
+            await self._replicas.stop()
+        await self.pool.stop()
+
+    async def _find(self, source: ReplicaSource) -> None:
+        pool = self.pool
+        say = self.options.say
+        try:
+            say(pool.renew(await source.read()))
+        except InputError as error:
+            if not source.may_come:
+                raise
+            say(f"warning: {error.message}; it is asked again")
+        following = partial(follow_source, source, pool.renew, say, pool.listed)
+        pool.background.start("list of replicas", following)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_PROBES_S):
+                while not pool.up and not pool.all_asked:
+                    await asyncio.sleep(POLL_EVERY_S / 10)
+
+    async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
+        headers = request.headers
+        call = GenerationCall(request.url.path, body, headers.get("x-session-id", ""))
+        self.admit(request, call.model or None, call.priority)
+        via = self.pool.forwarded(headers.get("via", ""))
+        relayed = RelayedRequest(self, call, arrival_s, via)
+        relayed.admit()
+        return relayed.answer
+
+    def check_open(self) -> None:
+        super().check_open()
+        if not self.pool.up:
+            self.stats.refusals[NO_REPLICA] += 1
+            raise overloaded(NO_REPLICA)
+
+    def check_head(self, headers: Headers) -> None:
+        if self.pool.name in headers.get("via", ""):
+            raise ApiError("this request went through this front before", status=LOOP)
+
+    async def _replica_metrics(self) -> Response:
+        """The metrics of all replicas, each with its URL as a label."""
+        return Response(await self._merged_metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _show_replicas(self) -> Response:
+        """The router and the replicas: their states, problems and counts."""
+        router = self.balancer.router
+        replicas = [
+            {
+                "url": each.url,
+                "state": each.state,
+                "problem": each.problem,
+                "version": each.version,
+                "running": each.running,
+                "requests": each.requests,
+                "failures": each.failures,
+                "moved": each.moved,
+            }
+            for each in self.pool.replicas
+        ]
+        about = {"router": router.name, "parameters": parameters(router)}
+        return JSONResponse(about | {"state": self.state, "replicas": replicas})
+
+    async def _merged_metrics(self) -> bytes:
+        """The metrics of all replicas, read at most once a second, and for no more than a share of
+        the time: readers that come meanwhile get the same.
+        """
+        async with self._merging:
+            if self.now_s() >= self._merge_at_s:
+                pages = await self.pool.read_metrics()
+                start_s = self.now_s()
+                self._merged = await asyncio.to_thread(merged_metrics, pages)
+                took_s = self.now_s() - start_s
+                self._merge_at_s = self.now_s() + max(MERGE_EVERY_S, took_s / MERGE_SHARE)
+            return self._merged
+
+    def families(self) -> Iterator[Metric]:
+        labels = self.labels
+        beyond = "Requests beyond the rows that replicas run at once."
+        lost = "Replicas that were up and failed, each time."
+        for kind, name, text, value in (
+            (Gauge, "requests_running", "Requests that have not ended.", self.left),
+            (Gauge, "requests_waiting", beyond, self.waiting),
+            (Gauge, "replicas_up", "Replicas that may be sent requests.", len(self.pool.up)),
+            (Counter, "replica_losses", lost, self.pool.losses),
+            (Counter, "continued", "Answers that another replica continued.", self.continued),
+        ):
+            yield family_of(kind, f"llmctl_{name}", text, labels, value)
+        by_replica = {
+            "up": "1 while a replica may be sent requests.",
+            "running": "Requests that a replica has.",
+            "requests": "Attempts sent to a replica.",
+            "failures": "Attempts that failed there.",
+            "moved": "Answers that went on elsewhere.",
+        }
+        for name, text in by_replica.items():
+            kind = Counter if name in COUNTERS else Gauge
+            values = {one.url: float(getattr(one, name)) for one in self.pool.replicas}
+            yield family_of(kind, f"llmctl_replica_{name}", text, labels, values, "replica")
+        text = "Failures of tasks that run beside requests."
+        failures = self.pool.background.failures
+        yield family_of(Counter, "llmctl_background_task_failures", text, labels, failures, "task")
+
+    def shown(self) -> dict[str, Any]:
+        router = self.balancer.router
+        known = self.balancer.replicas
+        replicas = [
+            {
+                "state": one.state,
+                "running": max(one.running - known[one.index].waiting, 0),
+                "waiting": known[one.index].waiting,
+                "kv_share": known[one.index].kv_usage,
+                "cached_share": one.cached_share,
+                "requests": one.requests,
+                "failures": one.failures,
+                "moved": one.moved,
+            }
+            for one in self.pool.replicas
+        ]
+        return {
+            "running": self.left - self.waiting,
+            "router": router.name,
+            "knobs": parameters(router),
+            "replicas": replicas,
+            "totals": {"continued": self.continued, "retry_budget": self.budget.share},
+        }
+
+
+def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
+    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`. It
+    leaves out texts that are not in Prometheus' format, and lines that are too long.
+    """
+    merged: dict[str, Metric] = {}
+    for url, page in pages.items():
+        short = b"\n".join(line for line in page.split(b"\n") if len(line) <= MAX_METRIC_BYTES)
+        for family in families_in(short.decode(errors="replace")):
+            empty = Metric(family.name, family.documentation, family.type)
+            merged.setdefault(family.name, empty).samples += [
+                Sample(one.name, {"replica": url, **one.labels}, one.value)
+                for one in family.samples
+            ]
+    return text_of(merged.values())
+
+
+def traits_of_replicas(plan: Plan) -> ReplicaTraits:
+    """What a router knows of each replica of a plan before it serves."""
+    engine = plan.fit.engine
+    steps = plan.fit.steps
+    flags = plan.settings.parameters
+    default = ReplicaTraits(1)
+    return ReplicaTraits(
+        engine.capacity_tokens,
+        int(flags.get(TOKENS, default.pass_tokens)),
+        int(flags.get(ROWS, engine.max_rows or default.max_rows)),
+        None if steps is None else steps.law,
+    )
+
+
+def replicas_like(plan: Plan, options: ServerOptions) -> ReplicaNeeds:
+    """Return what the replicas of a plan must be like. The context is at least the recipe's. Where
+    the fit is of an engine's passes, the version is the fitted one, unless any is taken.
+    """
+    version = ""
+    if traits_of(plan.recipe.engine.name).timed_by_pass and options.on_foreign is None:
+        version = plan.fit.engine.engine_version or ""
+    return ReplicaNeeds(options.model, plan.recipe.model.max_model_len, version)
+
+
+def name_of_replicas(plan: Plan) -> str:
+    """Return the name by which replicas call the model: of a server that runs already the recipe's
+    `served_model`, or '' for any.
+    """
+    engine = plan.recipe.engine
+    return engine.served_model or (model_name(plan) if traits_of(engine.name).started else "")
+
+
+def planned_router(plan: Plan) -> str:
+    """Return the name of a plan's router."""
+    planned = plan.settings.replica_router
+    return RoundRobinRouter.name if planned is None else planned.name
+
+
+def router_of_replicas(plan: Plan, name: str) -> Router:
+    """Return the plan's router, or the one of another name with the plan's targets. Raises
+    `InputError` where there is no such router, or the plan has no law that it needs.
+    """
+    planned = plan.settings.replica_router
+    if planned is not None and name == planned.name:
+        router = make_router(name, planned.parameters)
+    else:
+        refuse_unknown_router(name)
+        router = make_router(name, targets_of(name, plan.recipe.sla))
+    if router.name == LawRouter.name and plan.fit.steps is None:
+        raise InputError(
+            "router 'by-law' needs the law of a pass of every replica",
+            "serve a plan with a fitted law of passes (engine vllm), or choose another --router",
+        )
+    return router
+
+
+def limits_of_replicas(plan: Plan, options: ServerOptions) -> LatencyLimits:
+    """Return the targets by which new requests are refused. Where the recipe's choice of admission
+    is not possible, that is said.
+
+    Raises `InputError` for the option "targets" without what it needs.
+    """
+    if (options.admission or plan.recipe.serve.admission) != "targets":
+        return UNLIMITED
+    limits = LatencyLimits.of(plan.recipe.sla)
+    if limits == UNLIMITED:
+        lacks = "the recipe has no target for TTFT or E2E"
+        hint = "set sla in the recipe"
+    elif plan.fit.steps is None:
+        lacks = f"the fit of engine {plan.fit.engine.engine} has no law of forward passes"
+        hint = "profile and fit engine vllm"
+    else:
+        return limits
+    if options.admission:
+        raise InputError(f"--admission targets: {lacks}", f"{hint}, or: --admission queue")
+    if limits != UNLIMITED:
+        options.say(f"admission by the queue alone: {lacks}")
+    return UNLIMITED
+
+
+@contextmanager
+def pool_backend(
+    plan: Plan, options: ServerOptions, starts: StartsServers | None = None
+) -> Iterator[PoolBackend]:
+    """Make the backend of a plan's replicas, not started: those of `options.replicas`, or else as
+    many as the plan's workers, which `starts` starts.
+
+    It can serve when all own replicas are loaded, or a given one is up, or none was in time. When
+    it starts, it raises `InputError` for a list that cannot be used, and `EngineError` if an own
+    replica never loads.
+    """
+    recipe = plan.recipe
+    pool = ReplicaPool(
+        Balancer(
+            router_of_replicas(plan, options.router),
+            [],
+            block_tokens=BLOCK_TOKENS,
+            limits=limits_of_replicas(plan, options),
+            index_limit=INDEX_LIMIT,
+        ),
+        traits_of_replicas(plan),
+        replicas_like(plan, options),
+        hang_s=recipe.serve.hang_s,
+        key=secrets.token_urlsafe(24) if options.replicas is None else options.replica_key,
+        say=options.say,
+    )
+    replicas: OwnReplicas | ReplicaSource | None = options.replicas
+    if replicas is None:
+        assert starts is not None
+        options.say(f"starting {counted(plan.workers, 'server')} of {recipe.engine.name}")
+        keys = one_key(pool.key)
+        each = replace(options, host="127.0.0.1", port=0, keys=keys, event_log=None)
+        replicas = OwnReplicas(starts, plan, each, pool)
+    backend = PoolBackend(pool, options, stats=Stats(sla=recipe.sla), replicas=replicas)
+    pool.http.most_kept = possible_connections(backend.limits) // 2
+    backend.facts = facts_of(plan, options.model or model_name(plan))
+    yield backend

@@ -1,0 +1,205 @@
+"""The process of a server: its address, the signals that end it, and what started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive
+
+from toolkit import interrupts
+from toolkit.errors import InputError
+
+BACKLOG = 2048  # connections that wait to be accepted
+
+
+def check_exposure(host: str, *, asks_key: bool, insecure: bool) -> None:
+    """Raise `InputError` for an address that other machines can reach, if there is no key."""
+    if asks_key or insecure or is_loopback(host):
+        return
+    raise InputError(
+        f"host {host} can be reached from other machines, and there is no API key",
+        "set LLMCTL_API_KEY, or give --api-key-file FILE, or serve on 127.0.0.1, or add --insecure",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises `InputError` if the address is taken or not of this machine.
+
+    It is called before anything slow, so that such an error is reported at once.
+    """
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Prefer IPv4: 'localhost' is both.
+        family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # the rest repeats the address
+        which = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise InputError(
+            f"cannot listen on {host} port {port}: {reason}", f"choose another {which}"
+        ) from None
+
+
+def url(listener: socket.socket, *, tls: bool = False) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end the server in order.
+
+    In a terminal SIGHUP is one of them, since it means that the terminal was closed. `nohup`
+    ignores it.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    if sys.stderr.isatty() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        return (*numbers, signal.SIGHUP)
+    return numbers
+
+
+class Signals:
+    """The signals that end the server, as events: the first ends it in order, the second at once.
+
+    Without a terminal SIGHUP means that files should be read again (`toolkit.server.watched`); if
+    there are no such files, it has no effect.
+    """
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            if number == signal.SIGINT:
+                interrupts.note()
+            (self.second if self.first.is_set() else self.first).set()
+
+        ending = end_signals()
+        if signal.SIGHUP not in ending:
+            self._loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        for number in ending:
+            self._loop.add_signal_handler(number, on_signal, number)
+
+    def close(self) -> None:
+        """Give the signals back. A closed loop of uvloop would keep them and do nothing."""
+        for number in {signal.SIGHUP, *end_signals()}:
+            self._loop.remove_signal_handler(number)
+
+
+@dataclass(slots=True, frozen=True)
+class Manager:
+    """The service manager that started this process, if any (sd_notify(3), sd_watchdog_enabled(3)).
+
+    It gets one datagram per report. If the server reports nothing for `watchdog_s` seconds, the
+    manager ends it and usually starts it again.
+    """
+
+    address: str = ""  # of its socket; '': there is no manager
+    watchdog_s: float | None = None  # None: there is no watchdog
+
+    @classmethod
+    def take(cls) -> Manager:
+        """Read the environment, and remove the variables, since workers inherit the environment."""
+        address, limit, process = (
+            os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+        )
+        watched = limit.isdecimal() and process in ("", str(os.getpid()))
+        return cls(address, int(limit) / 1e6 if watched else None)
+
+    def tell(self, state: str, *, flags: int = 0) -> None:
+        """Send a state such as READY=1; '@' begins a name in Linux's abstract namespace."""
+        if not self.address:
+            return
+        name = "\0" + self.address[1:] if self.address.startswith("@") else self.address
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.connect(name)
+            manager.send(state.encode(), flags)
+
+    async def report_health(self, healthy: Callable[[], bool]) -> None:
+        """Report health twice per `watchdog_s`, while there is any. A blocked loop reports none."""
+        while self.watchdog_s:
+            if healthy():
+                self.beat()
+            await asyncio.sleep(self.watchdog_s / 2)
+
+    def beat(self) -> None:
+        """Report once that the server is healthy, where there is a watchdog."""
+        if self.watchdog_s:
+            # The manager may be restarting, or too busy to read: the next report will arrive.
+            with contextlib.suppress(OSError):
+                self.tell("WATCHDOG=1", flags=socket.MSG_DONTWAIT)
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Return when one of `waits` is done. It cancels coroutines; tasks and futures continue."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()
+
+
+class RunningRequests:
+    """The requests that run, each within a `with` block."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Wait until none runs, at most `timeout_s` seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._none.wait(), timeout_s)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when a request's client is gone; its body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends; cancel it if the client is gone before. Raises what it raises."""
+    task = asyncio.create_task(work)
+    try:
+        await first_of(task, disconnected(receive))
+        if task.done():
+            task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        del task  # its exception knows this frame: a cycle, which only a collection would free
