@@ -142,6 +142,13 @@ def test_numbers_are_as_people_write_them(value: str, tokens: int) -> None:
     assert read(f"vllm serve a --max-model-len {value}").max_model_len == tokens
 
 
+def test_names_that_look_like_numbers_stay_texts() -> None:
+    found = read("vllm serve a --host 0.0.0.0 --revision 12345678 --served-model-name 7")
+    assert found.sections["serve"]["host"][0] == "0.0.0.0"
+    assert found.sections["model"]["revision"][0] == "12345678"
+    assert found.sections["serve"]["served_model_name"][0] == "7"
+
+
 def test_drafts_become_a_key_of_the_recipe() -> None:
     found = read("""vllm serve a -sc '{"method":"qwen3_next_mtp","num_speculative_tokens":2}' """)
     assert found.sections["vllm"]["drafts"][0] == {"method": "mtp"}

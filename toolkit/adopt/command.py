@@ -85,7 +85,7 @@ def commands_of(text: str) -> list[list[str]]:
     an end.
     """
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
+    joined = re.sub(r"\\[ \t]*(\n|$)", " ", "\n".join(lines))
     lexer = shlex.shlex(joined, posix=True, punctuation_chars=";&|\n")
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True

@@ -21,6 +21,7 @@ from toolkit.files.strict import load_documents
 from toolkit.units import MIB
 
 SHARE = 0.92  # vLLM's default of gpu_memory_utilization, 0.28 to 0.33
+TEXTS = ("--host", "--revision", "--served-model-name")  # which may look like numbers
 DTYPES = {"half": "float16", "float": "float32"}
 METHODS = {  # vLLM's kernels of a quantization, and the checkpoint's name of it
     "awq_marlin": "awq",
@@ -201,9 +202,10 @@ def _read_modelled(read: ReadServer, flag: GivenFlag) -> None:
         read.args += flag.words
     elif known_flags()[name].switch:
         read.set(section, key, not flag.negated, typed)
+    elif name in TEXTS:
+        read.set(section, key, value, typed)
     else:
-        number = re.fullmatch(r"\d[\d.]*[kKmMgGtT]?", value)
-        read.set(section, key, _number(flag) if number else value, typed)
+        read.set(section, key, _number(flag), typed)
 
 
 def _read_drafts(read: ReadServer) -> None:
@@ -299,7 +301,7 @@ def _tokens(flag: GivenFlag) -> int:
 
 
 def _number(flag: GivenFlag) -> int | float:
-    return float(flag.value) if "." in flag.value else _tokens(flag)
+    return _real(flag) if "." in flag.value else _tokens(flag)
 
 
 def _real(flag: GivenFlag) -> float:
