@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import samples
 import tiny
+from msgspec.msgpack import encode
 from said import says
 from slices import run_slice, tokens_of
 from test_tuning import trace
@@ -20,7 +21,6 @@ from toolkit.cluster.workers import RayWorkers, WorkerActor
 from toolkit.engines.protocol import Row, SamplingParams, make_engine, slice_of
 from toolkit.errors import EngineError, InputError
 from toolkit.files.recipe import ModelSpec
-from toolkit.processes.channel import FrameCutter, pack
 from toolkit.tuning.executor import ClusterRunner, InProcessRunner, collect
 from toolkit.workers.pool import PATIENCE
 from toolkit.workers.protocol import (
@@ -207,12 +207,8 @@ def test_trials_on_the_cluster_give_the_same_results(cluster) -> None:
     assert (caught.value.message, caught.value.hint) == (here.value.message, here.value.hint)
 
 
-def frames(data: bytes) -> list[FromWorker]:
-    return list(map(FROM_WORKER.decode, FrameCutter().feed(data)))
-
-
 def answers(actor: WorkerActor, number: int, frame: ToWorker) -> list[FromWorker]:
-    return [found for data in actor.call(number, pack(frame)) for found in frames(data)]
+    return [FROM_WORKER.decode(data) for data in actor.call(number, encode(frame))]
 
 
 def test_an_actor_handles_frames_in_order() -> None:
@@ -221,8 +217,8 @@ def test_an_actor_handles_frames_in_order() -> None:
     """
     actor = WorkerActor()
     start = Start(tiny.recipe(fake(), tiny.engine_spec("fake")).model_dump_json())
-    actor.send(3, pack(Stop()))
-    actor.send(1, pack(Interrupt(7)))
+    actor.send(3, encode(Stop()))
+    actor.send(1, encode(Interrupt(7)))
     with ThreadPoolExecutor() as threads:
         exit_code = threads.submit(actor.serve)
         *_, ready = answers(actor, 0, start)

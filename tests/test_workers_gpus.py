@@ -13,13 +13,7 @@ from toolkit.backends import LocalBackend
 from toolkit.backends.vllm import backend as vllm_backend
 from toolkit.backends.vllm.backend import VllmBackend
 from toolkit.cluster.workers import bundle_of
-from toolkit.errors import EngineError
-from toolkit.files.io import write_file
-from toolkit.files.recipe import EngineSpec, Recipe
-from toolkit.files.tuning import Settings
-from toolkit.server import engine as engine_module
-from toolkit.workers.pool import ProcessWorkers
-from toolkit.workers.process import (
+from toolkit.engines.resources import (
     ALLOCATOR_VARIABLES,
     GPUS_VARIABLE,
     GpuShare,
@@ -28,6 +22,12 @@ from toolkit.workers.process import (
     share_gpus,
     visible_gpus,
 )
+from toolkit.errors import EngineError
+from toolkit.files.io import write_file
+from toolkit.files.recipe import EngineSpec, Recipe
+from toolkit.files.tuning import Settings
+from toolkit.server import engine as engine_module
+from toolkit.workers.pool import ProcessWorkers
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_a_pool_refuses_to_share_gpus(
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a machine without GPUs: its `gpus` is the driver's folder, its `dev` /dev."""
     monkeypatch.delenv(GPUS_VARIABLE, raising=False)
-    monkeypatch.setattr("toolkit.workers.process.NVIDIA_GPUS", tmp_path / "gpus")
-    monkeypatch.setattr("toolkit.workers.process.DEVICES", tmp_path / "dev")
+    monkeypatch.setattr("toolkit.engines.resources.NVIDIA_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr("toolkit.engines.resources.DEVICES", tmp_path / "dev")
     (tmp_path / "dev").mkdir()
     return tmp_path
 

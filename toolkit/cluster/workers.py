@@ -15,16 +15,20 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.msgpack import encode
+
 from toolkit.engines.protocol import EnginePass
+from toolkit.engines.resources import engine_variables
 from toolkit.errors import EngineError
 from toolkit.files.recipe import Recipe
-from toolkit.processes.channel import Alive, Channel, FrameCutter, pack
+from toolkit.processes.channel import Alive, Channel
 from toolkit.processes.lifeline import LifeSigns
 from toolkit.workers.child import serve
 from toolkit.workers.pool import Body, Patience, WorkerPool
-from toolkit.workers.process import OnFrame, engine_variables
+from toolkit.workers.process import OnFrame
 from toolkit.workers.protocol import (
     FROM_WORKER,
+    TO_WORKER,
     OnEvent,
     PassProgress,
     Start,
@@ -108,15 +112,15 @@ def reason(message: str) -> str:
 class WorkerActor:
     """A worker's loop (`toolkit.workers.child`) as a Ray actor. Ray ends it when its front is gone.
 
-    Frames come and go as bytes, each preceded by its length. A pass is one call; its frames stream
-    back as the worker sends them, a few per second.
+    Frames come and go as bytes. A pass is one call; its frames stream back as the worker sends
+    them, a few per second.
     """
 
     def __init__(self) -> None:
         front, worker = socket.socketpair()
         self._front = Channel(front)
         self._worker = Channel(worker)
-        self._early: dict[int, bytes] = {}
+        self._early: dict[int, ToWorker] = {}
         self._next = 0
         self._lock = threading.Lock()
 
@@ -130,9 +134,9 @@ class WorkerActor:
         call methods in any order.
         """
         with self._lock:
-            self._early[number] = data
+            self._early[number] = TO_WORKER.decode(data)
             while self._next in self._early:
-                self._front.send_bytes(self._early.pop(self._next))
+                self._front.send(self._early.pop(self._next))
                 self._next += 1
 
     def call(self, number: int, data: bytes) -> Iterator[bytes]:
@@ -140,7 +144,7 @@ class WorkerActor:
         self.send(number, data)
         while True:
             frame = self._front.receive(FROM_WORKER)
-            yield pack(frame)
+            yield encode(frame)
             if not isinstance(frame, PassProgress | Alive):
                 return
 
@@ -214,12 +218,12 @@ class ActorBody:
         number = self._sent
         self._sent = self._sent + 1
         if isinstance(frame, Start | EnginePass):
-            answers = self._actor.call.remote(number, pack(frame))
+            answers = self._actor.call.remote(number, encode(frame))
             receiving = asyncio.create_task(self._receive(answers))
             self._receiving.add(receiving)
             receiving.add_done_callback(self._receiving.discard)
         else:
-            self._actor.send.options(num_returns=0).remote(number, pack(frame))
+            self._actor.send.options(num_returns=0).remote(number, encode(frame))
 
     def kill(self) -> None:
         """End its process, or its wait for a place in the cluster."""
@@ -246,8 +250,6 @@ class ActorBody:
         """Receive the frames that stream back from one call."""
         from ray.exceptions import RayError
 
-        cutter = FrameCutter()
         with contextlib.suppress(RayError):  # `gone` reports it
             async for answer in answers:
-                for body in cutter.feed(await answer):
-                    self._on_frame(FROM_WORKER.decode(body))
+                self._on_frame(FROM_WORKER.decode(await answer))

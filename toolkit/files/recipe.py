@@ -536,7 +536,7 @@ class ServeSpec(Strict):
         "default of a request's deadline, and its upper bound; None: no deadline"
     )
     load_timeout_s: PositiveFloat = Field(
-        3600.0, description="the first load of a worker takes at most this long, downloads included"
+        3600.0, description="a load of a worker takes at most this long, downloads included"
     )
     admission: Literal["targets", "queue"] = Field(
         "targets",

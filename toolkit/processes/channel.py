@@ -75,10 +75,7 @@ class Channel:
 
     def send(self, frame: msgspec.Struct) -> None:
         """Send a frame; this may block."""
-        self.send_bytes(pack(frame))
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send a frame that is packed."""
+        data = pack(frame)
         try:
             with self._lock:
                 self._socket.sendall(data)

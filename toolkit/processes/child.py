@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, ClassVar, Self
 
 # Of what a child prints, this much is kept: two long tracebacks may follow the line that matters.
 TAIL_LINES = 400
@@ -82,6 +82,13 @@ class Child:
         keep = (self._process.stdout, self._tail, shows)
         self._reader = threading.Thread(target=_keep_output, args=keep, daemon=True)
         self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it at once, if it runs."""
+        self.end()
 
     @property
     def pid(self) -> int:

@@ -32,7 +32,6 @@ class SupervisedChild:
         since_s: when that began.
         sign_s: its last sign of life.
         silence_s, total_s: how long it may be silent, and how long what it does may take.
-        started_s: when its present process was started.
         killed: why the supervisor killed its present process; '': it did not.
         is_ready: it has started, and can be used.
         ends: of its processes in a row, without a success between them.
@@ -46,7 +45,6 @@ class SupervisedChild:
     sign_s: float = 0.0
     silence_s: float = math.inf
     total_s: float = math.inf
-    started_s: float = 0.0
     killed: str = ""
     is_ready: bool = False
     ends: int = 0
@@ -133,19 +131,17 @@ class Supervisor(ABC):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def ready(self, number: int) -> float:
-        """A child has started and can be used. Returns how long its start took, in seconds."""
+    def ready(self, number: int) -> None:
+        """A child has started and can be used."""
         child = self.children[number]
-        now_s = time.monotonic()
         child.is_ready = True
         child.failed_starts = 0
         if not child.first.done():
             child.first.set_result(None)
         if child.lost_s is not None:
-            away_s = now_s - child.lost_s
+            away_s = time.monotonic() - child.lost_s
             _logger.info("%s %d is back: it was away for %.1f s", self.called, number, away_s)
             child.lost_s = None
-        return now_s - child.started_s
 
     def succeeded(self, number: int) -> None:
         """A child has done its work: its next end counts as the first one."""
@@ -163,9 +159,12 @@ class Supervisor(ABC):
         child.silence_s = silence_s
         child.total_s = total_s
 
-    def sign(self, number: int) -> None:
-        """A child gives a sign of life."""
-        self.children[number].sign_s = time.monotonic()
+    def sign(self, number: int, silence_s: float | None = None) -> None:
+        """A child gives a sign of life, and from now on, if given, one within `silence_s`."""
+        child = self.children[number]
+        child.sign_s = time.monotonic()
+        if silence_s is not None:
+            child.silence_s = silence_s
 
     def check(self) -> None:
         """Kill the children that take too long, and check again in `CHECK_EVERY_S`.
@@ -192,7 +191,6 @@ class Supervisor(ABC):
         """Run one process of a child after another."""
         child = self.children[number]
         while not self.ending.is_set():
-            child.started_s = time.monotonic()
             child.killed = ""
             error = await self._end_of(number)
             self.enter(number, "")

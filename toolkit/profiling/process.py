@@ -29,6 +29,7 @@ from toolkit.engines.protocol import (
     SamplingParams,
     slice_of,
 )
+from toolkit.engines.resources import engine_environment
 from toolkit.errors import EngineError, InputError
 from toolkit.files.profile import (
     EngineFacts,
@@ -42,7 +43,6 @@ from toolkit.files.strict import Strict
 from toolkit.processes.channel import Channel, ChannelClosedError
 from toolkit.processes.child import Child
 from toolkit.profiling.grid import GridPoint, SliceShape
-from toolkit.workers.process import engine_environment
 from toolkit.workers.protocol import Workers
 
 Clock = Literal["cpu", "wall"]

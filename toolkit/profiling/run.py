@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from toolkit.engine_traits import traits_of
+from toolkit.engines.resources import require_gpu, share_gpus, visible_gpus
 from toolkit.errors import EngineError
 from toolkit.files.io import EnvelopeFields, head
 from toolkit.files.profile import (
@@ -62,7 +63,6 @@ from toolkit.profiling.process import (
     engine_process,
 )
 from toolkit.profiling.worker_runs import Feed, RoundsStage, WholeSlice
-from toolkit.workers.process import require_gpu, share_gpus, visible_gpus
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,6 +19,7 @@ from starlette.requests import Request
 
 from toolkit.engine_traits import traits_of
 from toolkit.engines.protocol import SamplingParams
+from toolkit.engines.resources import require_gpu
 from toolkit.engines.tokenizer import Tokenizer, load_tokenizer
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, identity, refuse_foreign
@@ -42,7 +43,6 @@ from toolkit.server.stats import LATE
 from toolkit.server.status import facts_of
 from toolkit.traces.write import TraceLine, ms_or_none
 from toolkit.workers.pool import Patience, ProcessWorkers
-from toolkit.workers.process import require_gpu
 from toolkit.workers.protocol import Workers
 
 if TYPE_CHECKING:

@@ -17,19 +17,18 @@ from functools import partial
 from typing import Protocol
 
 from toolkit.engines.protocol import EnginePass
+from toolkit.engines.resources import (
+    GPUS_VARIABLE,
+    engine_environment,
+    share_gpus,
+    visible_gpus,
+)
 from toolkit.errors import EngineError, LlmctlError
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import Recipe
 from toolkit.processes.channel import Alive
 from toolkit.processes.supervisor import Supervisor
-from toolkit.workers.process import (
-    GPUS_VARIABLE,
-    OnFrame,
-    WorkerProcess,
-    engine_environment,
-    share_gpus,
-    visible_gpus,
-)
+from toolkit.workers.process import OnFrame, WorkerProcess
 from toolkit.workers.protocol import (
     Cancel,
     FromWorker,
@@ -53,16 +52,11 @@ START_S = 20.0  # until a process's first sign of life: its interpreter starts o
 SPAWN_S = 60.0  # for a process to start
 BATCH_TIMES = 10.0
 WAITING_TIMES = 4.0
-# A reload may take this many times the longest load so far, plus the grace. The grace is long: the
-# first load may have read the weights from the page cache, and a reload from a cold disk.
-LOAD_TIMES = 3.0
-LOAD_GRACE_S = 300.0
 # When every worker has failed to load this many times in a row, the pool gives up: a process
 # manager then restarts the server, perhaps on another machine, and reports it to operators.
 MAX_FAILED_LOADS = 5
 
 # What a worker does, as the reason of a kill says it.
-STARTS = "started"
 LOADS = "loaded"
 IDLE = "was idle"
 RUNS = "ran a batch"
@@ -70,13 +64,12 @@ RUNS = "ran a batch"
 
 @dataclass(slots=True, frozen=True)
 class Patience:
-    """How long a worker may be silent, and how long its first load may take, in seconds.
+    """How long a worker may be silent, and how long its load may take, in seconds.
 
     - In a batch: `BATCH_TIMES` its estimate plus `grace_s`.
     - While it loads or is idle, where it gives a sign of life every half second: `WAITING_TIMES`
       `grace_s`. No client waits for its tokens then, and disks may stall.
-    - The first load may take `load_s` in all. A later one may take three times the longest load so
-      far plus five minutes.
+    - A load may take `load_s` in all.
     """
 
     grace_s: float = 30.0
@@ -129,7 +122,7 @@ class WorkerPool(Supervisor):
     """`toolkit.workers.protocol.Workers` for any kind of body.
 
     Args:
-        patience: how long a worker may be silent, and how long its first load may take.
+        patience: how long a worker may be silent, and how long its load may take.
 
     Attributes:
         start_s: how long until a body's first sign of life; `math.inf` for bodies that wait for a
@@ -142,7 +135,6 @@ class WorkerPool(Supervisor):
     def __init__(self, size: int, patience: Patience = PATIENCE) -> None:
         super().__init__(size)
         self._patience = patience
-        self._longest_load_s = 0.0
         self._slots = [_Slot(index) for index in range(size)]
         self._emit: OnEvent = _ignore
 
@@ -209,7 +201,7 @@ class WorkerPool(Supervisor):
             slot.body.kill()
         if slot.facts is None:
             start_s = max(self.start_s, self._patience.waiting_s)
-            self.enter(number, STARTS, start_s, self._load_s(number))
+            self.enter(number, LOADS, start_s, self._patience.load_s)
         gone = asyncio.ensure_future(slot.body.gone())
         try:
             why = await asyncio.shield(gone)
@@ -240,29 +232,15 @@ class WorkerPool(Supervisor):
         self._emit(WorkersFailed(failed))
         return False
 
-    def _load_s(self, worker: int) -> float:
-        """Seconds that a load may take in all: the first may download the model, and a later one is
-        like those before it.
-        """
-        if not self.children[worker].first.done():
-            return self._patience.load_s
-        return LOAD_TIMES * self._longest_load_s + LOAD_GRACE_S
-
     def _receive(self, slot: _Slot, frame: FromWorker) -> None:
         index = slot.index
-        waiting_s = self._patience.waiting_s
-        does = self.children[index].does
         if isinstance(frame, Alive):
-            if slot.facts is None:
-                if does != LOADS:
-                    self.enter(index, LOADS, waiting_s, self._load_s(index))
-                self.sign(index)
-            elif does == IDLE:  # from its first sign of life on, it must give more
-                self.enter(index, IDLE, waiting_s)
+            if slot.pass_id is None:  # from its first sign of life on, it must give more
+                self.sign(index, self._patience.waiting_s)
         elif isinstance(frame, Ready):
             self.enter(index, IDLE)
             slot.facts = EngineFacts.model_validate_json(frame.facts)
-            self._longest_load_s = max(self._longest_load_s, self.ready(index))
+            self.ready(index)
             self._emit(WorkerReady(index, slot.facts))
         elif isinstance(frame, Refused):
             slot.refusal = frame

@@ -64,6 +64,12 @@ from toolkit.backends.vllm.touched import (
     read_vllm,
     refuse_missing,
 )
+from toolkit.engines.resources import (
+    GPUS_VARIABLE,
+    require_gpu,
+    share_gpus,
+    visible_gpus,
+)
 from toolkit.engines.saved import saved_model
 from toolkit.errors import EngineError, InputError, LlmctlError
 from toolkit.files.io import processor, write_file
@@ -77,12 +83,6 @@ from toolkit.sched.policies.parameters import declared, parameters
 from toolkit.sched.policies.vllm import FLAGS, ROWS, TOKENS, VllmPolicy
 from toolkit.server.process import check_exposure, end_signals, listen
 from toolkit.sim.drafts import rates_of
-from toolkit.workers.process import (
-    GPUS_VARIABLE,
-    require_gpu,
-    share_gpus,
-    visible_gpus,
-)
 
 if TYPE_CHECKING:
     from toolkit.server.options import ServerOptions

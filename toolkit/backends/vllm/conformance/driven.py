@@ -28,6 +28,7 @@ from toolkit.backends.vllm.conformance.cases import (
     outputs_of,
     tokens_of,
 )
+from toolkit.processes.lifeline import end_with_parent
 from toolkit.sched.policies.vllm import ROWS, TOKENS
 
 FILLER = 1  # a token behind a request's output, which vLLM drops
@@ -414,6 +415,7 @@ def _passes(model: str, case: Case) -> Any:
 
 def main(run: Callable[[str, Case], Any] = _passes) -> None:
     """Run each workload by `run(model, case)`."""
+    end_with_parent()
     given, found, model = sys.argv[1:]
     os.environ |= ENVIRONMENT
     as_cpu_build()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from toolkit.backends.vllm.setup import PYTHON_VARIABLE
 from toolkit.backends.vllm.touched import Installed, Sources, check, read_vllm
 from toolkit.catalogue.classes import DRAFTING, of_release
 from toolkit.errors import EngineError
+from toolkit.processes.child import Child
 from toolkit.sim.drafts import keeps_known_outputs
 
 CHILD = "toolkit.backends.vllm.conformance.driven"
@@ -167,15 +167,12 @@ def run_cases(python: str, cases: Sequence[Case], child: str = CHILD) -> Loaded:
         found = folder / "passes.json"
         given.write_text(json.dumps(list(cases)), encoding="utf-8")
         words = [python, "-m", child, str(given), str(found), model]
-        try:
-            done = subprocess.run(
-                words, capture_output=True, text=True, env=environment, timeout=LOAD_S
-            )
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"vLLM's schedulers took longer than {LOAD_S:g} s") from None
-        if done.returncode or not found.is_file():
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
-            raise EngineError(f"vLLM could not be loaded: {lines[-1].strip()[-300:]}")
+        with Child(words, environment) as driver:
+            code = driver.wait(LOAD_S)
+        if code is None:
+            raise EngineError(f"vLLM's schedulers took longer than {LOAD_S:g} s")
+        if code or not found.is_file():
+            raise EngineError(f"vLLM could not be loaded: {driver.last_words() or 'no output'}")
         content = json.loads(found.read_text(encoding="utf-8"))
     return Loaded(content["version"], Path(content["folder"]), content["results"])
 
