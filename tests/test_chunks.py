@@ -16,7 +16,7 @@ from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Pass, PassResult, Request, Worker
 from toolkit.server.driver import WorkerRows
-from toolkit.server.live import ActiveRequest, GenerationRequest
+from toolkit.server.live import LiveRequest
 from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.loop import run
@@ -74,9 +74,8 @@ class LawfulEngine(FakeEngine):
         return LAW.decode_s(batch_size, length - 1, 1)
 
 
-def active(name: str, prompt: int, output: int) -> ActiveRequest:
-    request = GenerationRequest(name, (7,) * prompt, output, SamplingParams())
-    return ActiveRequest(request, None, None, 0.0)  # type: ignore[arg-type]
+def active(name: str, prompt: int, output: int) -> LiveRequest:
+    return LiveRequest(name, (7,) * prompt, output, SamplingParams(), None, None)  # type: ignore[arg-type]
 
 
 class Both:
@@ -268,7 +267,7 @@ def test_a_worker_that_dies_amid_chunks_costs_no_token(
 
     def submit(some):
         for name in some:
-            scheduler.submit(Request(name, 0.0, len(lives[name].request.prompt), LIMIT), 0.0)
+            scheduler.submit(Request(name, 0.0, len(lives[name].prompt), LIMIT), 0.0)
 
     def receive(step):
         for number, token in zip(step.rows, step.tokens, strict=True):

@@ -10,13 +10,13 @@ from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.types import Job, Moves, Pass, PassResult, Request, Worker
 from toolkit.server.driver import Driver
-from toolkit.server.live import GenerationRequest, Reply, TextOutput
+from toolkit.server.live import LiveRequest, Reply, TextOutput
 from toolkit.server.stats import Stats
 
 
 def submit(driver: Driver, name: str, limit: int) -> None:
-    ask = GenerationRequest(name, tuple(b"hello"), limit, SamplingParams())
-    driver.submit(ask, TextOutput(ByteDetokenizer(), ()), Reply(1))
+    output = TextOutput(ByteDetokenizer(), ())
+    driver.submit(LiveRequest(name, tuple(b"hello"), limit, SamplingParams(), output, Reply(1)))
 
 
 @with_driver()

@@ -73,7 +73,7 @@ async def test_the_servers_deadline_is_the_default_and_the_longest(http: httpx.A
     waiting = http.driver._active.by_id.values()
     while len(waiting) < len(asking):
         await turns(1)
-    assert sorted(active.request.timeout_s for active in waiting) == [2, 60, 60]
+    assert sorted(active.timeout_s for active in waiting) == [2, 60, 60]
     await expire(http)
     assert [(await one).status_code for one in asking] == [504] * 3
 

@@ -11,20 +11,23 @@ from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.tokenizer import ByteDetokenizer
 from toolkit.sched.types import Job
 from toolkit.server.driver import Driver
-from toolkit.server.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
-
-
-def ask(
-    name: str = "a", prompt: str = "hello", limit: int = 20, end_after: int | None = None
-) -> GenerationRequest:
-    return GenerationRequest(name, tuple(prompt.encode()), limit, SamplingParams(), 0, end_after)
+from toolkit.server.live import Delta, LiveRequest, Reply, TextOutput
 
 
 def submit(
-    driver: Driver, what: GenerationRequest, stops: tuple[str, ...] = ()
-) -> tuple[ActiveRequest, Reply]:
+    driver: Driver,
+    name: str = "a",
+    prompt: str = "hello",
+    limit: int = 20,
+    end_after: int | None = None,
+    stops: tuple[str, ...] = (),
+) -> tuple[LiveRequest, Reply]:
     reply = Reply(1)
-    return driver.submit(what, TextOutput(ByteDetokenizer(), stops), reply), reply
+    output = TextOutput(ByteDetokenizer(), stops)
+    tokens = tuple(prompt.encode())
+    live = LiveRequest(name, tokens, limit, SamplingParams(), output, reply, end_after=end_after)
+    driver.submit(live)
+    return live, reply
 
 
 async def take(reply: Reply) -> Delta:
@@ -34,7 +37,7 @@ async def take(reply: Reply) -> Delta:
 
 @with_driver()
 async def test_tokens_reach_the_client_before_their_batch_ends(driver: Driver, hands: HandWorkers):
-    _, reply = submit(driver, ask())
+    _, reply = submit(driver)
     await turns()
     hands.progress(steps=3)
     delta = await take(reply)
@@ -44,7 +47,7 @@ async def test_tokens_reach_the_client_before_their_batch_ends(driver: Driver, h
 
 @with_driver()
 async def test_the_next_slice_continues_from_prompt_and_output(driver: Driver, hands: HandWorkers):
-    live, _ = submit(driver, ask(limit=20))
+    live, _ = submit(driver, limit=20)
     for _ in range(3):  # slices of 8: 8, 8, 4
         await turns()
         hands.finish()
@@ -62,7 +65,7 @@ async def test_requests_of_one_loop_turn_share_a_tick_and_a_batch(
     driver: Driver, hands: HandWorkers
 ):
     for name in "abc":
-        submit(driver, ask(name))
+        submit(driver, name)
     await turns()
     assert [[row.request_id for row in rows] for rows in hands.rows] == [["a", "b", "c"]]
 
@@ -71,8 +74,8 @@ async def test_requests_of_one_loop_turn_share_a_tick_and_a_batch(
 async def test_a_client_gets_the_end_of_its_row_before_the_batch_ends(
     driver: Driver, hands: HandWorkers
 ):
-    short, reply = submit(driver, ask("short", limit=2))
-    long, _ = submit(driver, ask("long", limit=50))
+    short, reply = submit(driver, "short", limit=2)
+    long, _ = submit(driver, "long", limit=50)
     await turns()
     hands.progress(steps=4)
     assert (await take(reply)).finish == "length"
@@ -82,7 +85,7 @@ async def test_a_client_gets_the_end_of_its_row_before_the_batch_ends(
 
 @with_driver(workers=2)
 async def test_a_killed_worker_loses_no_token_and_repeats_none(driver: Driver, hands: HandWorkers):
-    live, reply = submit(driver, ask(limit=20))
+    live, reply = submit(driver, limit=20)
     await turns()
     hands.progress(0, steps=5)
     hands.crash(0, steps=5)
@@ -98,7 +101,7 @@ async def test_a_killed_worker_loses_no_token_and_repeats_none(driver: Driver, h
 
 @with_driver()
 async def test_a_request_waits_until_its_only_worker_is_back(driver: Driver, hands: HandWorkers):
-    live, _ = submit(driver, ask(limit=8))
+    live, _ = submit(driver, limit=8)
     await turns()
     hands.crash(0, steps=3)
     await turns()
@@ -113,7 +116,7 @@ async def test_a_request_waits_until_its_only_worker_is_back(driver: Driver, han
 async def test_a_request_that_kills_its_worker_alone_twice_fails_alone(
     driver: Driver, hands: HandWorkers
 ):
-    poison, reply = submit(driver, ask("poison"))
+    poison, reply = submit(driver, "poison")
     await turns()
     for _ in range(2):
         hands.crash(0)
@@ -126,7 +129,7 @@ async def test_a_request_that_kills_its_worker_alone_twice_fails_alone(
 
 @with_driver()
 async def test_out_of_memory_costs_no_request(driver: Driver, hands: HandWorkers):
-    lives = [submit(driver, ask(name, limit=8))[0] for name in "abcd"]
+    lives = [submit(driver, name, limit=8)[0] for name in "abcd"]
     await turns()
     hands.finish(steps=3, failure="oom")
     while any(not live.status for live in lives):
@@ -139,9 +142,9 @@ async def test_out_of_memory_costs_no_request(driver: Driver, hands: HandWorkers
 
 @with_driver()
 async def test_a_cancelled_waiting_request_is_removed_at_once(driver: Driver, hands: HandWorkers):
-    submit(driver, ask("first", limit=100))
+    submit(driver, "first", limit=100)
     await turns()
-    live, _ = submit(driver, ask("second"))
+    live, _ = submit(driver, "second")
     assert driver.waiting == 1
     driver.cancel(live)
     driver.cancel(live)
@@ -151,7 +154,7 @@ async def test_a_cancelled_waiting_request_is_removed_at_once(driver: Driver, ha
 @with_driver()
 async def test_a_stop_string_ends_a_row_on_its_worker(driver: Driver, hands: HandWorkers):
     whole = bytes(generate("hello", 8)).decode()
-    live, reply = submit(driver, ask(limit=100), stops=(whole[3:5],))
+    live, reply = submit(driver, limit=100, stops=(whole[3:5],))
     await turns()
     hands.progress(steps=8)
     delta = await take(reply)
@@ -167,7 +170,7 @@ async def test_a_stop_string_ends_a_row_on_its_worker(driver: Driver, hands: Han
 @with_driver()
 async def test_a_stop_string_in_the_last_tokens_ends_a_request(driver: Driver, hands: HandWorkers):
     whole = bytes(generate("hello", 8)).decode()
-    live, _ = submit(driver, ask(limit=8), stops=(whole[3:5],))
+    live, _ = submit(driver, limit=8, stops=(whole[3:5],))
     await turns()
     hands.finish()
     assert (live.status, live.tokens) == ("stop", generate("hello", 5))
@@ -178,7 +181,7 @@ async def test_a_stop_string_in_the_last_tokens_ends_a_request(driver: Driver, h
 async def test_the_scheduler_never_sees_the_length_of_a_replayed_request(
     driver: Driver, hands: HandWorkers
 ):
-    live, reply = submit(driver, ask(limit=100, end_after=6))
+    live, reply = submit(driver, limit=100, end_after=6)
     await turns()
     (batch,) = [worker.batch for worker in driver.scheduler.workers]
     (job,) = batch.jobs
@@ -193,9 +196,9 @@ async def test_the_scheduler_never_sees_the_length_of_a_replayed_request(
 
 @with_driver(slice_tokens=8, eager=False, min_interval_s=0.02)
 async def test_the_timer_wakes_a_policy_that_asked_for_it(driver: Driver, hands: HandWorkers):
-    submit(driver, ask("first"))
+    submit(driver, "first")
     await turns()
-    submit(driver, ask("second"))
+    submit(driver, "second")
     hands.finish()
     while not hands.running:  # both wait for the interval now
         await asyncio.sleep(0.001)
@@ -209,7 +212,7 @@ async def test_an_exception_of_the_scheduler_reaches_the_owner_of_the_driver():
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     await driver.start()
     driver.scheduler.policy = None
-    submit(driver, ask())
+    submit(driver)
     await turns()
     assert isinstance(driver.bug, AttributeError)
     assert driver.broke.is_set()

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 import tiny
@@ -35,7 +36,7 @@ from toolkit.sched.policies.base import Policy
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Joining, Worker
 from toolkit.server.driver import Driver
-from toolkit.server.live import ActiveRequest, Delta, GenerationRequest, Reply, TextOutput
+from toolkit.server.live import Delta, LiveRequest, Reply, TextOutput
 from toolkit.server.metrics import Stats
 
 pytestmark = pytest.mark.slow
@@ -77,7 +78,7 @@ TROUBLES = 4  # times that memory is short
 class Said:
     """One request, and what its client got."""
 
-    live: ActiveRequest
+    live: LiveRequest
     reply: Reply
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -102,14 +103,24 @@ def planned(joining: Joining | None = None) -> list[Worker]:
     ]
 
 
-def asks() -> list[tuple[GenerationRequest, tuple[str, ...]]]:
+class Ask(NamedTuple):
+    """A request, before it is submitted."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+    priority: int = 0
+
+
+def asks() -> list[tuple[Ask, tuple[str, ...]]]:
     """Requests of various lengths, priorities and sampling. A stop string ends every third one."""
     rng = random.Random(0)
     found = []
     for number in range(14):
         prompt = f"request number {number}"[: 4 + number]
         sampling = SAMPLINGS[number % len(SAMPLINGS)]
-        ask = GenerationRequest(
+        ask = Ask(
             f"r{number}",
             tuple(prompt.encode()),
             rng.randint(2, 30),
@@ -129,14 +140,14 @@ def engine() -> TransformersEngine:
 
 
 @functools.cache
-def alone(ask: GenerationRequest) -> tuple[tuple[int, ...], str]:
+def alone(ask: Ask) -> tuple[tuple[int, ...], str]:
     """The output of a request on an otherwise idle server, and how it ends."""
     row = Row("alone", ask.prompt, 0, ask.max_new_tokens, ask.sampling)
     output = run_slice(engine(), [row], 100, lambda step: True)
     return output.tokens[0], output.finish[0]
 
 
-def expected(ask: GenerationRequest, stops: tuple[str, ...]) -> Delta:
+def expected(ask: Ask, stops: tuple[str, ...]) -> Delta:
     return TextOutput(ByteDetokenizer(), stops).feed(*alone(ask))
 
 
@@ -156,7 +167,10 @@ async def serve(
         while len(crowd) > 3 and not (crowd[-3].live.tokens or crowd[-3].live.status):
             await asyncio.sleep(0.001)
         reply = Reply(1, patient=False)
-        crowd.append(Said(driver.submit(ask, TextOutput(ByteDetokenizer(), stops), reply), reply))
+        output = TextOutput(ByteDetokenizer(), stops)
+        live = LiveRequest(*ask[:4], output, reply, ask.priority)
+        driver.submit(live)
+        crowd.append(Said(live, reply))
         if number == 4:
             driver.cancel(crowd[0].live)
         if number == 8:

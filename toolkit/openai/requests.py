@@ -8,8 +8,8 @@ greedy requests. It needs a server that gives and takes token ids (vLLM), one ch
 beside the tokens (tools, grammars, log probabilities), and of chats only fields that are known:
 others would be lost.
 
-A request to /v1/responses passes unchanged. Its answer is not read, so another replica can take it
-only before the first event.
+A request to another path, such as /v1/responses, passes unchanged. Its answer is not read, so
+another replica can take it only before the first event.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class GenerationCall:
 
     Attributes:
         chat: whether it is /v1/chat/completions.
-        is_read: whether the events of its answer are read; those of /v1/responses are not.
+        is_read: whether the events of its answer are read; of other paths than the two of
+            completions they are not.
         prompts: as token ids or bytes of text; of embeddings, nothing.
         choices: of the answer, of all prompts together.
         rows: that are generated; with `best_of` more than choices.
@@ -141,7 +142,7 @@ class GenerationCall:
     def __init__(self, path: str, body: bytes, session: str = "") -> None:
         self.path = path
         self.chat = path == CHAT
-        self.is_read = path != RESPONSES
+        self.is_read = path in (COMPLETIONS, CHAT)
         self.fields = read_object(body)
         self.choices = self.rows = 1
         self.wants_usage = self.wants_ids = self.greedy = self.has_large_events = False
@@ -175,10 +176,10 @@ class GenerationCall:
 
     def _read_response(self, body: bytes) -> ResponseFields:
         asked = _understood(body, ResponseFields)
-        for name, why in RESPONSE_REFUSED.items():
+        for name, why in RESPONSE_REFUSED.items() if self.path == RESPONSES else ():
             if getattr(asked, name) not in (None, False, "", NULL):
                 raise ApiError(f"'{name}' is not served here: {why}", param=name)
-        if asked.input is None:
+        if asked.input is None and self.path == RESPONSES:
             raise ApiError("'input' should be a text or a list of items", param="input")
         self.max_tokens = asked.max_output_tokens
         texts = (bytes(self.fields[name]) for name in RESPONSE_PROMPT if name in self.fields)

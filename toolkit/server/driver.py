@@ -22,11 +22,8 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Failure, Job, Moves, Pass, PassResult, Request
 from toolkit.server.forecast import Forecast
 from toolkit.server.live import (
-    ActiveRequest,
     ActiveRequests,
-    GenerationRequest,
-    Reply,
-    TextOutput,
+    LiveRequest,
     merge,
 )
 from toolkit.server.stats import Stats
@@ -69,7 +66,7 @@ class Driver:
         workers: Workers,
         stats: Stats,
         *,
-        on_end: Callable[[ActiveRequest, float], None] | None = None,
+        on_end: Callable[[LiveRequest, float], None] | None = None,
         limits: LatencyLimits = UNLIMITED,
         accept: Callable[[list[EngineFacts]], None] | None = None,
     ) -> None:
@@ -143,38 +140,34 @@ class Driver:
                 handle.cancel()
         await self._workers.stop()
 
-    def submit(self, request: GenerationRequest, output: TextOutput, reply: Reply) -> ActiveRequest:
+    def submit(self, active: LiveRequest) -> None:
         """Submit a request. Raises `RefusedError` if it can never fit."""
         if self.state != "ready":
             raise ValueError(f"submitted while the driver is {self.state}")
-        now_s = self.now_s
-        predicted = self.forecast.predict_by_laws(now_s)
-        prompt_tokens = len(request.prompt)
-        max_new_tokens = request.max_new_tokens
+        now_s = active.arrival_s = self.now_s
+        active.predicted = self.forecast.predict_by_laws(now_s)
         submitted = Request(
-            request.request_id, now_s, prompt_tokens, max_new_tokens, request.priority
+            active.request_id, now_s, len(active.prompt), active.max_new_tokens, active.priority
         )
         refusal = self.scheduler.submit(submitted, now_s)
         if refusal:
             raise RefusedError(refusal.reason)
-        active = ActiveRequest(request, output, reply, now_s, predicted)
         self._active.begin(active)
-        if request.timeout_s < math.inf:
+        if active.timeout_s < math.inf:
             loop = asyncio.get_running_loop()
-            active.deadline = loop.call_later(request.timeout_s, self._expire, active)
+            active.deadline = loop.call_later(active.timeout_s, self._expire, active)
         self._tick_later()
-        return active
 
-    def _expire(self, active: ActiveRequest) -> None:
+    def _expire(self, active: LiveRequest) -> None:
         """The deadline of a request has passed. The scheduler sees a cancellation."""
-        self._fail(active, f"{TIMED_OUT}, {active.request.timeout_s:g} s after it came")
+        self._fail(active, f"{TIMED_OUT}, {active.timeout_s:g} s after it came")
         self._tick_later()
 
-    def cancel(self, active: ActiveRequest) -> None:
+    def cancel(self, active: LiveRequest) -> None:
         """The client has disconnected. A running row ends with its pass, or earlier."""
         if active.status:
             return
-        self.scheduler.cancel(active.request.request_id, self.now_s)
+        self.scheduler.cancel(active.request_id, self.now_s)
         self._activity.cancel_row(active)
         self._active.end(active, "cancelled")
         self._tick_later()
@@ -185,12 +178,12 @@ class Driver:
             self._fail(active, SHUTTING_DOWN)
         return len(left)
 
-    def _fail(self, active: ActiveRequest, reason: str) -> None:
-        self.scheduler.cancel(active.request.request_id, self.now_s)
+    def _fail(self, active: LiveRequest, reason: str) -> None:
+        self.scheduler.cancel(active.request_id, self.now_s)
         self._activity.cancel_row(active)
         self._active.fail(active, reason)
 
-    def _ended(self, active: ActiveRequest) -> None:
+    def _ended(self, active: LiveRequest) -> None:
         if active.deadline:
             active.deadline.cancel()
             active.deadline = None
@@ -256,7 +249,7 @@ class Driver:
             if active.flight:  # the scheduler learns it from the pass's result
                 self._activity.cancel_row(active)
             else:
-                self.scheduler.end(active.request.request_id, len(active.tokens), now_s)
+                self.scheduler.end(active.request_id, len(active.tokens), now_s)
                 self._tick_later()
 
     def _pass_done(self, event: PassDone) -> None:
@@ -294,7 +287,7 @@ class Driver:
             raise
 
 
-RowOutput = tuple[ActiveRequest, list[int], FinishReason]  # new tokens, and how it ended, or ''
+RowOutput = tuple[LiveRequest, list[int], FinishReason]  # new tokens, and how it ended, or ''
 
 
 class WorkerActivity:
@@ -305,7 +298,7 @@ class WorkerActivity:
     `follows[worker]`: whether its pass was sent as soon as the last one had ended.
     """
 
-    def __init__(self, workers: Workers, find: Callable[[str], ActiveRequest]) -> None:
+    def __init__(self, workers: Workers, find: Callable[[str], LiveRequest]) -> None:
         self.flights: dict[int, Pass] = {}  # by worker
         self.follows = [False] * workers.size
         self._workers = workers
@@ -313,13 +306,13 @@ class WorkerActivity:
         self._rows = [WorkerRows() for _ in range(workers.size)]
         self._just_freed: set[int] = set()
 
-    def launch(self, batches: Iterable[Pass]) -> list[ActiveRequest]:
+    def launch(self, batches: Iterable[Pass]) -> list[LiveRequest]:
         """Send the passes of a tick, and return the requests that begin to run.
 
         A worker that gets no pass stays idle, so its next pass does not follow the last one at
         once.
         """
-        started: list[ActiveRequest] = []
+        started: list[LiveRequest] = []
         for batch in batches:
             worker = batch.worker
             requests = [self._find(job.request_id) for job in batch.jobs]
@@ -338,11 +331,11 @@ class WorkerActivity:
         """Ask the worker to end its pass at the next step where the pass may stop."""
         self._workers.tell(worker, Interrupt(self.flights[worker].pass_id))
 
-    def cancel_row(self, active: ActiveRequest) -> None:
+    def cancel_row(self, active: LiveRequest) -> None:
         """Tell the worker of a request's slice that the rest of its output is not needed."""
         batch = active.flight
         if batch:
-            number = self._rows[batch.worker].numbers[active.request.request_id]
+            number = self._rows[batch.worker].numbers[active.request_id]
             self._workers.tell(batch.worker, Cancel(batch.pass_id, (number,)))
 
     def progress(self, event: PassProgress) -> list[RowOutput]:
@@ -383,7 +376,7 @@ class WorkerRows:
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
-        self._requests: dict[int, ActiveRequest] = {}  # by row number
+        self._requests: dict[int, LiveRequest] = {}  # by row number
         self._next_number = 0
         self._prefilling: dict[int, None] = {}  # rows without a token since they entered
         self._prefilling_before: tuple[int, ...] = ()  # those of them when the pass began
@@ -391,7 +384,7 @@ class WorkerRows:
         self._ended: list[int] = []  # rows that ended in this pass
         self._steps = 0  # decode steps over all passes, by which possible stops count
 
-    def begin(self, batch: Pass, entering: Sequence[ActiveRequest]) -> EnginePass:
+    def begin(self, batch: Pass, entering: Sequence[LiveRequest]) -> EnginePass:
         """The pass for the engine; `entering` are the active requests of its jobs."""
         evicted = (*self._forget(batch.evict), *self._forget(batch.release))
         entered = tuple(range(self._next_number, self._next_number + len(entering)))
@@ -425,7 +418,7 @@ class WorkerRows:
             batch.pass_id,
         )
 
-    def receive(self, number: int, tokens: int, *, ended: bool) -> ActiveRequest:
+    def receive(self, number: int, tokens: int, *, ended: bool) -> LiveRequest:
         """Count `tokens` new tokens of a row, and return its request."""
         self._received[number] = self._received.get(number, 0) + tokens
         self._prefilling.pop(number, None)
@@ -484,7 +477,7 @@ class WorkerRows:
         if len(before) == len(self._prefilling_before) and not any(before.values()):
             return None
         requests = self._requests
-        return tuple([(requests[row].request.request_id, steps) for row, steps in before.items()])
+        return tuple([(requests[row].request_id, steps) for row, steps in before.items()])
 
     def _forget(self, jobs: Iterable[Job]) -> list[int]:
         """Remove the rows that jobs with dropped caches still have; return their numbers."""
@@ -496,7 +489,7 @@ class WorkerRows:
     def _remove(self, number: int) -> str:
         """Remove a row, and return the id of its request."""
         self._prefilling.pop(number, None)
-        request_id = self._requests.pop(number).request.request_id
+        request_id = self._requests.pop(number).request_id
         del self.numbers[request_id]
         return request_id
 

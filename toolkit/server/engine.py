@@ -35,7 +35,7 @@ from toolkit.server.bodies import BodyReader, LargeBodies, Prompts, check_room, 
 from toolkit.server.driver import Driver, RefusedError
 from toolkit.server.errors import late
 from toolkit.server.exchange import Exchange
-from toolkit.server.live import ActiveRequest, GenerationRequest, Reply, TextOutput
+from toolkit.server.live import LiveRequest, Reply, TextOutput
 from toolkit.server.log import EventLog
 from toolkit.server.metrics import Gauges, WorkerGauges, engine_families
 from toolkit.server.options import ServerOptions
@@ -207,35 +207,32 @@ class EngineBackend(ServerBackend):
         sampling = self._sampling(asked, min(limits))
         reply = Reply(len(prompts) * n, patient=not asked.stream)
         tokens = [tuple(prompt) for prompt in prompts]
-        choices: list[ActiveRequest] = []
-
-        def cancel() -> None:
-            for active in choices:
-                self.driver.cancel(active)
-
+        keepalive_s = self.options.keepalive_s
+        exchange = Exchange(self.driver, reply, writer, prompt_tokens, asked.stream, keepalive_s)
         try:
             for index in range(reply.choices):
                 own = sampling
                 if index % n and sampling.temperature:  # each choice of a prompt has its own seed
                     seed = (sampling.seed + index % n) & MAX_SEED
                     own = msgspec.structs.replace(sampling, seed=seed)
-                request = GenerationRequest(
+                detokenizer = self._tokenizer.detokenizer()
+                active = LiveRequest(
                     f"{writer.about['id']}-{index}",
                     tokens[index // n],
                     limits[index // n],
                     own,
+                    TextOutput(detokenizer, asked.stops, own.min_tokens, index),
+                    reply,
                     asked.priority,
                     asked.llmctl_end_after,
                     min(asked.timeout or math.inf, self.options.request_timeout_s),
                 )
-                detokenizer = self._tokenizer.detokenizer()
-                output = TextOutput(detokenizer, asked.stops, own.min_tokens, index)
-                choices.append(self.driver.submit(request, output, reply))
+                self.driver.submit(active)
+                exchange.choices.append(active)
         except RefusedError as error:
-            cancel()
+            exchange.cancel()
             raise ApiError(str(error), code="context_length_exceeded") from None
-        keepalive_s = self.options.keepalive_s
-        return Exchange(reply, writer, prompt_tokens, cancel, asked.stream, keepalive_s)
+        return exchange
 
     def _limit(self, prompt_tokens: int, wanted: int | None, default: int) -> int:
         """How many tokens may be generated. Raises `ApiError` if `wanted` exceeds a limit."""
@@ -279,7 +276,7 @@ class EngineBackend(ServerBackend):
             stop_token_ids=tuple(asked.stop_token_ids),
         )
 
-    def _write(self, active: ActiveRequest, start_s: float) -> None:
+    def _write(self, active: LiveRequest, start_s: float) -> None:
         """Write a request that has ended to the log."""
         if self.log is not None:
             timestamp = self.log.timestamp(start_s + active.arrival_s)
@@ -357,14 +354,14 @@ def warm_up(plan: Plan) -> None:
     scheduler.tick(0.0)
 
 
-def trace_line(active: ActiveRequest, timestamp: float) -> TraceLine:
+def trace_line(active: LiveRequest, timestamp: float) -> TraceLine:
     """The line of a trace for a request that has ended."""
     return TraceLine(
         timestamp=timestamp,
-        input_length=len(active.request.prompt),
+        input_length=len(active.prompt),
         output_length=active.output.tokens,
-        max_tokens=active.request.max_new_tokens,
-        priority=active.request.priority,
+        max_tokens=active.max_new_tokens,
+        priority=active.priority,
         ttft_ms=ms_or_none(active.first_token_s - active.arrival_s),
         e2e_ms=ms_or_none(active.last_token_s - active.arrival_s),
         status="ok" if active.status in ("stop", "length") else active.status,

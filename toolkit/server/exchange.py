@@ -6,16 +6,15 @@ events. `toolkit.server.http` disconnects a reader that stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Receive, Send
 
 from toolkit.openai.answers import AnswerWriter, Usage, error_event
 from toolkit.openai.errors import ApiError
 from toolkit.openai.events import DONE
-from toolkit.server.driver import SHUTTING_DOWN, TIMED_OUT
-from toolkit.server.live import Delta, Reply
+from toolkit.server.driver import SHUTTING_DOWN, TIMED_OUT, Driver
+from toolkit.server.live import Delta, LiveRequest, Reply
 from toolkit.server.process import while_connected
 
 STILL_WAITING = b": waiting\n\n"
@@ -37,21 +36,27 @@ def request_failed(reason: str) -> ApiError:
     return ApiError(f"the request failed: {reason}", status=status, code=code, headers=headers)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Exchange:
-    """A submitted request: the source of its text, the writer of its response, and its cancel.
+    """A submitted request: the source of its text, and the writer of its response.
 
     As events, the response is `data: ` lines of JSON, of which the last is `[DONE]`. A comment is
     sent after `keepalive_s` seconds without new output. If the client wants the usage, every event
     carries `usage: null`, and a last one without choices the usage.
     """
 
+    driver: Driver
     reply: Reply
     writer: AnswerWriter
     prompt_tokens: int
-    cancel: Callable[[], None]  # has no effect on choices that have ended
     streams: bool
     keepalive_s: float
+    choices: list[LiveRequest] = field(default_factory=list)
+
+    def cancel(self) -> None:
+        """Cancel all choices. It has no effect on those that have ended."""
+        for active in self.choices:
+            self.driver.cancel(active)
 
     async def answer(self, receive: Receive, send: Send) -> None:
         """Send the response; cancel the request if its client leaves. Raises ApiError if it fails

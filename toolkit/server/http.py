@@ -1,9 +1,8 @@
 """uvicorn serves HTTP/1.1; what it leaves without a bound on a connection is bounded here.
 
-That is the bytes and the time of a head, the time until a client reads on, the requests that wait
-behind another one, and the number of connections, of which those without a request give way. A
-request too many gets 503. Errors have OpenAI's format. Requests are bounded in
-`toolkit.server.limits`.
+That is the bytes and the time of a head, the time until a client reads on, and the number of
+connections, of which those without a request give way. Errors have OpenAI's format. Requests are
+bounded in `toolkit.server.limits`.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from toolkit.errors import InputError
-from toolkit.openai.errors import ApiError, error_body, overloaded
+from toolkit.openai.errors import ApiError, error_body
 from toolkit.server.limits import (
     DEFAULT_LIMITS,
+    LINGER_S,
     Limited,
     WireLimits,
     excess,
     head_too_large,
-    possible_connections,
 )
 from toolkit.server.process import BACKLOG
 
@@ -41,16 +40,10 @@ PEM_HINT = (
 )
 POLL_S = 0.01
 HANDSHAKE_S = 5.0  # of TLS, and of its end
-MAX_PIPELINED = 64  # requests of a connection that wait behind the one that is answered
-MAX_FRAMING_FACTOR = 8  # a body in chunks of one byte takes six bytes for each
 
 
 class HttpServer:
     """An ASGI application on a listening socket. It gets only scopes of type `http`.
-
-    Attributes:
-        waiting: connections without a request, the longest waiting first.
-        refused: connections of which nothing more is read, the longest refused first.
 
     Args:
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
@@ -71,10 +64,6 @@ class HttpServer:
         key: Path | None = None,
         on_status: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.limits = limits
-        self.waiting: dict[BoundedConnection, None] = {}
-        self.refused: dict[BoundedConnection, None] = {}
-        self._most_connections = possible_connections(limits)
         self.app = Limited(app, limits, on_status)
         self._config = uvicorn.Config(
             self.app,
@@ -96,34 +85,13 @@ class HttpServer:
         except OSError as error:  # OpenSSL's, which names no file, is one as well
             files = " and ".join(str(file) for file in (certificate, key) if file)
             raise InputError(f"{files}: {error.strerror or error}", PEM_HINT) from None
-        self._listening: asyncio.Server | None = None
         self._server = uvicorn.Server(self._config)
+        self._listening: asyncio.Server | None = None
         self._dating: asyncio.Task[None] | None = None  # keeps the Date
 
     @property
     def connections(self) -> set[BoundedConnection]:
         return cast(set[BoundedConnection], self._server.server_state.connections)
-
-    def enter(self, new: BoundedConnection) -> ApiError | None:
-        """Make room for a new connection: those that wait give way. An error if none does.
-
-        Some more are open than may have a request, so that those too many get an answer.
-        """
-        while len(self.connections) > self._most_connections + excess(self._most_connections):
-            if not (self.refused or self.waiting):
-                return self._full()
-            next(iter(self.refused or self.waiting)).abort()
-        self.waiting[new] = None
-        return None
-
-    def take(self) -> ApiError | None:
-        """The error for a request of a connection that waits, if no more may have one now."""
-        busy = len(self.connections) - len(self.waiting) - len(self.refused)
-        return self._full() if busy >= self._most_connections else None
-
-    def _full(self) -> ApiError:
-        text = f"the server has {self._most_connections} connections, as many as it takes"
-        return overloaded(f"{text}; try again later")
 
     async def start(self, listener: socket.socket) -> None:
         """Accept connections from a bound `listener`."""
@@ -135,7 +103,7 @@ class HttpServer:
             tls = {"ssl": self._config.ssl, "ssl_handshake_timeout": HANDSHAKE_S}
             tls["ssl_shutdown_timeout"] = HANDSHAKE_S
         self._listening = await asyncio.get_running_loop().create_server(
-            lambda: BoundedConnection(self, self._config, self._server.server_state),
+            lambda: BoundedConnection(self.app, self._config, self._server.server_state),
             sock=listener,
             backlog=BACKLOG,
             **tls,
@@ -167,35 +135,39 @@ class HttpServer:
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection, with bounds."""
 
-    def __init__(self, server: HttpServer, config: uvicorn.Config, state: ServerState) -> None:
+    def __init__(self, limited: Limited, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config, state, app_state={})
-        self._limits = server.limits
-        self._server = server
+        self._limits = limited.limits
+        self._idle = cast("dict[BoundedConnection, None]", limited.idle)
+        self._most_open = limited.most_requests + excess(limited.most_requests)
         self._in_head = False
+        self._is_refused = False
         self._received = 0  # bytes since the packet in which the request began
         self._running: RequestResponseCycle | None = None  # the last that the application got
         # "head": of a head, or of a body that nothing waits for; "read": of the client's reading.
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection that waits longest without a request gives way to one too many. Some more
+        are open than may have a request, so that those too many get an answer.
+        """
         super().connection_made(cast(asyncio.Transport, transport))
+        if len(self.connections) > self._most_open:
+            next(iter(self._idle), self).abort()
+        self._idle[self] = None
         self._start("head", self._limits.head_timeout_s, self._late)
-        if full := self._server.enter(self):
-            self._refuse(full)
-            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_requests()
         super().connection_lost(exc)
-        self._server.waiting.pop(self, None)
-        self._server.refused.pop(self, None)
+        self._idle.pop(self, None)
         self.cycle = self._running = None  # type: ignore[assignment]
         self._unset_keepalive_if_required()
         self._stop("head", "read")
 
     def data_received(self, data: bytes) -> None:
-        if self in self._server.refused:  # dropped, so that its answer arrives
-            return
+        if self._is_refused or self.transport.is_closing():
+            return  # what comes is dropped, so that the answer arrives
         self._unset_keepalive_if_required()
         self._received += len(data)
         try:
@@ -206,13 +178,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(refusal if isinstance(refusal, ApiError) else invalid)
             return
         limits = self._limits
-        if self.transport.is_closing() or self in self._server.refused:
-            return
         if self._in_head and self._received > limits.head_bytes:
             self._refuse(head_too_large(limits))
-        elif self._received > MAX_FRAMING_FACTOR * (limits.body_bytes + limits.head_bytes):
-            self._refuse(ApiError(f"the body is larger than {limits.body_bytes} bytes", status=413))
-        elif self in self._server.waiting and "head" not in self._timers:
+        elif self in self._idle and "head" not in self._timers:
             self._start("head", limits.head_timeout_s, self._late)
 
     def _parse(self, data: memoryview) -> None:
@@ -237,8 +205,6 @@ class BoundedConnection(HttpToolsProtocol):
             self.parser.feed_data(b"\r\n".join([first, *lines, b"", b""]))
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:
-            raise ApiError(f"more than {MAX_PIPELINED} requests wait on this connection")
         super().on_message_begin()
         self._in_head = True
         self._received = 0
@@ -252,12 +218,10 @@ class BoundedConnection(HttpToolsProtocol):
             if self.parser.get_method() == b"CONNECT":
                 raise ApiError("CONNECT is not served here", status=405)
             return  # the head comes again, to another parser
-        if self in self._server.waiting and (full := self._server.take()):
-            raise full
         self._in_head = False
         super().on_headers_complete()
         self._stop("head")
-        self._server.waiting.pop(self, None)
+        self._idle.pop(self, None)
 
     def on_message_complete(self) -> None:
         if not self._in_head:
@@ -266,7 +230,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not (self.transport.is_closing() or self.pipeline):
-            self._server.waiting[self] = None
+            self._idle[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -279,8 +243,7 @@ class BoundedConnection(HttpToolsProtocol):
     def abort(self) -> None:
         """Close at once. Unsent bytes are lost."""
         self.connections.discard(self)
-        self._server.waiting.pop(self, None)
-        self._server.refused.pop(self, None)
+        self._idle.pop(self, None)
         self.transport.abort()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -314,9 +277,9 @@ class BoundedConnection(HttpToolsProtocol):
             lines += [f"{name}: {value}" for name, value in headers.items()]
             self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         self._end_requests()
-        self._server.waiting.pop(self, None)
-        self._server.refused[self] = None
-        self._start("head", self._limits.linger_timeout_s, self.transport.close)
+        self._is_refused = True
+        self._idle[self] = None
+        self._start("head", LINGER_S, self.transport.close)
         if self.transport.can_write_eof() and not self.transport.is_closing():
             self.transport.write_eof()
         else:

@@ -179,47 +179,50 @@ class TextOutput:
 Status = Literal["", "stop", "length", "cancelled", "failed"]
 
 
-@dataclass(slots=True, frozen=True)
-class GenerationRequest:
-    """One choice of a client's request: prompt and limits in tokens."""
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One choice of a client's request, from its submission to its end. Lengths are in tokens,
+    times in seconds on the driver's clock, or NaN.
+
+    Attributes:
+        end_after: output length of a replayed trace; hidden from the scheduler.
+        timeout_s: from its arrival to its last token.
+        predicted: the forecast when it arrived.
+        tokens: generated so far.
+        max_gap_s: between two tokens; tokens that arrive together share their gap.
+        status: how it ended, or '' while it runs.
+        flight: the pass without kept caches that runs it.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams
-    priority: int = 0
-    end_after: int | None = None  # output length of a replayed trace; hidden from the scheduler
-    timeout_s: float = math.inf  # from its arrival to its last token
-
-
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
-    """A request that is being served. Times are in seconds on the driver's clock, or NaN."""
-
-    request: GenerationRequest
     output: TextOutput
     reply: Reply
-    arrival_s: float
-    predicted: PredictedLatency = NO_PREDICTION  # the forecast when it arrived
-    tokens: list[int] = field(default_factory=list)  # generated so far
+    priority: int = 0
+    end_after: int | None = None
+    timeout_s: float = math.inf
+    arrival_s: float = math.nan
+    predicted: PredictedLatency = NO_PREDICTION
+    tokens: list[int] = field(default_factory=list)
     started_s: float = math.nan
     first_token_s: float = math.nan
     last_token_s: float = math.nan
-    max_gap_s: float = 0.0  # between two tokens; tokens that arrive together share their gap
-    status: Status = ""  # how it ended, or '' while it runs
-    flight: Pass | None = None  # the pass without kept caches that runs it
+    max_gap_s: float = 0.0
+    status: Status = ""
+    flight: Pass | None = None
     deadline: asyncio.TimerHandle | None = None
 
     def row(self) -> Row:
         """The row that a worker needs to continue this request."""
-        request = self.request
         return Row(
-            request.request_id,
-            request.prompt + tuple(self.tokens),
+            self.request_id,
+            self.prompt + tuple(self.tokens),
             len(self.tokens),
-            request.max_new_tokens,
-            request.sampling,
-            request.end_after,
+            self.max_new_tokens,
+            self.sampling,
+            self.end_after,
         )
 
 
@@ -238,24 +241,24 @@ class ActiveRequests:
     """The requests that have not ended, by id. `on_end` is called with each that ends."""
 
     def __init__(
-        self, stats: Stats, forecast: Forecast, on_end: Callable[[ActiveRequest], None]
+        self, stats: Stats, forecast: Forecast, on_end: Callable[[LiveRequest], None]
     ) -> None:
         self.empty = asyncio.Event()  # set while there are no requests
         self.empty.set()
-        self.by_id: dict[str, ActiveRequest] = {}
+        self.by_id: dict[str, LiveRequest] = {}
         self._stats = stats
         self._forecast = forecast
         self._on_end = on_end
 
-    def begin(self, active: ActiveRequest) -> None:
+    def begin(self, active: LiveRequest) -> None:
         """The scheduler has accepted a request."""
-        self._forecast.submitted(len(active.request.prompt))
-        self.by_id[active.request.request_id] = active
+        self._forecast.submitted(len(active.prompt))
+        self.by_id[active.request_id] = active
         self.empty.clear()
-        self._stats.prompt_tokens += len(active.request.prompt)
+        self._stats.prompt_tokens += len(active.prompt)
 
     def deliver(
-        self, active: ActiveRequest, tokens: Sequence[int], finish: FinishReason, now_s: float
+        self, active: LiveRequest, tokens: Sequence[int], finish: FinishReason, now_s: float
     ) -> bool:
         """Pass new tokens to the client at once. A request that has ended gets no more.
 
@@ -285,15 +288,15 @@ class ActiveRequests:
         active.reply.put(delta)
         return stopped
 
-    def fail(self, active: ActiveRequest, reason: str) -> None:
+    def fail(self, active: LiveRequest, reason: str) -> None:
         """End a request without its output; its client gets `reason`."""
         self.end(active, "failed")
         active.reply.put(Delta(active.output.index, failure=reason))
 
-    def end(self, active: ActiveRequest, status: Status) -> None:
+    def end(self, active: LiveRequest, status: Status) -> None:
         """Remove a request that has ended, and count it."""
         active.status = status
-        del self.by_id[active.request.request_id]
+        del self.by_id[active.request_id]
         if not self.by_id:
             self.empty.set()
         self._stats.count_end(

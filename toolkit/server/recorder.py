@@ -69,8 +69,7 @@ class Recorder(ServerBackend):
     transparent = True
 
     def __init__(self, upstream: Upstream, options: ServerOptions, block_tokens: int = 0) -> None:
-        limits = WireLimits(body_bytes=options.max_body_bytes, descriptors_each=2)
-        super().__init__(options, Stats(), limits)
+        super().__init__(options, Stats(), WireLimits(descriptors_each=2))
         self.upstream = upstream
         self.asks_usage = True  # until the server turns out not to support it
         self._bodies = LargeBodies()
