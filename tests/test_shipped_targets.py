@@ -15,9 +15,8 @@ from toolkit.files.tuning import BEHIND, Tuning
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 pytestmark = pytest.mark.slow
 

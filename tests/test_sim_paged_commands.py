@@ -19,10 +19,9 @@ from toolkit.sim.api import simulate
 from toolkit.sim.world import make_world
 from toolkit.traces.types import Trace
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.spaces import search_space
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 
 def trace(n: int = 2000) -> Trace:

@@ -17,10 +17,9 @@ from toolkit.sched.policies.slice import SlicePolicy
 from toolkit.traces.types import Trace
 from toolkit.tuning.evaluate import share_of
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.spaces import search_space
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 # just what the recipe's own settings keep up with
 RATE = {"request_rate_rps": 36.386}

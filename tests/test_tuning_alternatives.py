@@ -13,9 +13,8 @@ from toolkit.report.verdict import verdict
 from toolkit.sched.policies import KNOWN, STARTED, engines_for, footnote, marked, refusal
 from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 TWO = {"windows": 2, "held_out_windows": 2}  # of a trace of seconds
 TUNE = {"trials": 2, "request_rate_rps": 60.0, "policies": ["own"], **TWO}

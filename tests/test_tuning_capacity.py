@@ -86,7 +86,9 @@ def test_no_tried_load_below_the_capacity_is_broken(guess, edge, holes):
 
 @pytest.mark.parametrize("guess", [9.7, 10.0, 10.3, 7.0, 20.0])
 def test_a_rough_search_ends_at_its_tolerance(guess):
-    found = search(lambda load: load <= 10.0, tolerance=2.1 * NEAR).rough(guess, NEAR)
+    found = search(lambda load: load <= 10.0, tolerance=2.1 * NEAR, below=(), above=()).found(
+        guess, NEAR
+    )
     assert found.load <= 10.0 < found.broken <= found.load * (1 + 2.1 * NEAR) * (1 + 1e-9)
     assert len(found.points) <= (2 if abs(guess - 10.0) <= 10.0 * NEAR else 12)
 

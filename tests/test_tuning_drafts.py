@@ -21,9 +21,9 @@ from toolkit.estimators.part_fits import fit_steps, shape_of
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import HardwareSpec, Recipe
 from toolkit.tuning.executor import InProcessRunner
-from toolkit.tuning.inputs import TuneInputs, search_settings
+from toolkit.tuning.search import search_settings
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 ACCEPTANCE = {"length": 2.5, "tokens": 3}
 

@@ -13,7 +13,7 @@ from test_tuning import trace
 from toolkit.errors import InputError
 from toolkit.files.tuning import Evaluation
 from toolkit.tuning.evaluate import Task, score
-from toolkit.tuning.executor import InProcessRunner, Pieces, Remembering, collect
+from toolkit.tuning.executor import InProcessRunner, Remembering, assembled, collect, pieces_of
 from toolkit.tuning.journal import EvaluationJournal
 
 
@@ -135,11 +135,6 @@ def test_another_file_of_that_name_is_refused_and_stays_as_it_is(
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]])
 def test_the_order_in_which_windows_are_done_changes_nothing(order: list[int]) -> None:
     task = samples.task(trace(40), trace(50), trace(60))
-    pieces = Pieces([task])
-    all_pieces = list(pieces)
-    found = [
-        each
-        for number in order
-        for each in pieces.add(all_pieces[number], all_pieces[number].task.simulate(0))
-    ]
-    assert found == [(0, task.run())]
+    pieces = list(pieces_of([task]))
+    results = [(pieces[number], pieces[number].task.simulate(0)) for number in order]
+    assert list(assembled([task], results)) == [(0, task.run())]

@@ -20,11 +20,10 @@ from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.windows import prepare, scale_rate
 from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import InProcessRunner, Runner, collect
-from toolkit.tuning.inputs import TuneInputs, search_settings
 from toolkit.tuning.judge import NEXT, JudgedCandidates, is_better, judge_candidates
-from toolkit.tuning.search import SearchSettings, search
+from toolkit.tuning.search import SearchSettings, search, search_settings
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 TTFT = "ttft_p99_s"
 WHOLE = "whole trace"

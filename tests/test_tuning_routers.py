@@ -19,9 +19,9 @@ from toolkit.routing.routers import ROUTERS
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
 from toolkit.traces.types import Trace
 from toolkit.tuning.executor import InProcessRunner, Runner
-from toolkit.tuning.inputs import TuneInputs, search_settings
+from toolkit.tuning.search import search_settings
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 SLA = {"ttft_p90_s": 0.3, "mtpot_p90_s": 1.0}
 TUNE = {"trials": 5, "windows": 1, "held_out_windows": 1, "request_rate_rps": 90.0}
@@ -61,12 +61,14 @@ def routed() -> Tuning:
 
 def test_each_router_is_a_space_with_its_own_parameters_and_the_recipe_s_targets() -> None:
     settings = search_settings(inputs().recipe, samples.paged_fit())
-    assert [space.router.name for space in settings.spaces if space.router] == list(ROUTERS)
+    routers = [space.start.replica_router for space in settings.spaces]
+    assert [router.name for router in routers if router] == list(ROUTERS)
     by_law = next(space for space in settings.spaces if space.key == "vllm behind by-law")
     assert "by-law.late" in by_law.distributions
     assert "max_num_seqs" in by_law.distributions
-    assert by_law.router is not None
-    assert (by_law.router.parameters["ttft_s"], by_law.router.parameters["gap_s"]) == (0.3, 1.0)
+    router = by_law.start.replica_router
+    assert router is not None
+    assert (router.parameters["ttft_s"], router.parameters["gap_s"]) == (0.3, 1.0)
     settings = by_law.settings({"max_num_seqs": 7, "by-law.late": 2.0})
     assert settings.parameters["max_num_seqs"] == 7
     router = settings.replica_router

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.tuning.alternatives import WORKERS_MAX, fewest
+from toolkit.tuning.deployments import WORKERS_MAX, fewest
 
 
 @given(st.integers(1, WORKERS_MAX))

@@ -14,7 +14,7 @@ SLICE = PolicySpec(name="slice", parameters={"slice_tokens": 128})
 
 
 def names(*policies: str) -> list[str]:
-    return [space.policy for space in make_spaces(SLICE, policies, {}, 2)]
+    return [space.start.policy for space in make_spaces(SLICE, policies, {}, 2)]
 
 
 def test_by_default_only_the_recipes_own_policy_is_searched():
@@ -76,11 +76,12 @@ def test_an_impossible_search_names_the_problem(policies, narrowed, named):
 
 
 def test_the_0_of_a_logarithmic_range_is_searched_as_its_upper_end():
-    space = PolicySpace("fcfs", {}, search_space("fcfs", {}, {"chunk_tokens": [16, 512]}))
+    narrowed = search_space("fcfs", {}, {"chunk_tokens": [16, 512]})
+    space = PolicySpace(samples.chosen("fcfs"), narrowed)
     assert (space.distributions["chunk_tokens"].low, space.first()["chunk_tokens"]) == (16, 512)
     assert (space.value_of("chunk_tokens", 512), space.value_of("chunk_tokens", 511)) == (0, 511)
     start = {"chunk_tokens": 64}
-    bounded = PolicySpace("fcfs", start, search_space("fcfs", start, {}))
+    bounded = PolicySpace(samples.chosen("fcfs", **start), search_space("fcfs", start, {}))
     assert bounded.first()["chunk_tokens"] == 64
     assert bounded.value_of("chunk_tokens", 16_384) == 16_384
 

@@ -24,6 +24,9 @@ class LlmctlError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.message, self.hint)
+
     @property
     def whole(self) -> str:
         """The message with its hint, for places that have room for one text."""

@@ -28,9 +28,8 @@ from toolkit.files.tuning import Evaluation
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace
 from toolkit.tuning.executor import ProcessPool, Runner, collect
-from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.tune import tune
-from toolkit.tuning.workload import cut_trace
+from toolkit.tuning.workload import TuneInputs, cut_trace
 
 SHARES = (0.7, 0.9, 1.0)  # of the capacity of the recipe's settings
 ROWS = (64, 128, 256, 512, 1024)

@@ -54,8 +54,8 @@ from toolkit.units import counted, number
 
 if TYPE_CHECKING:
     from toolkit.tuning.executor import Runner
-    from toolkit.tuning.inputs import TuneInputs
     from toolkit.tuning.journal import EvaluationJournal
+    from toolkit.tuning.workload import TuneInputs
 
 MAX_JOBS = 1024
 
@@ -181,8 +181,8 @@ def command(args: TuneOptions) -> None:
         return
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
-    from toolkit.tuning.inputs import TuneInputs, search_settings
-    from toolkit.tuning.workload import cut_trace
+    from toolkit.tuning.search import search_settings
+    from toolkit.tuning.workload import TuneInputs, cut_trace
 
     recipe = _with_settings(open_recipe(args.recipe), args)
     found = find_fit(args.recipe, recipe, args.fit, force=args.force)
@@ -264,11 +264,13 @@ def _searched(
 
 def _note_search(inputs: TuneInputs, simulations: int) -> None:
     """Print what is searched."""
-    settings = inputs.search_settings
+    from toolkit.tuning.search import search_settings
+
+    settings = search_settings(inputs.recipe, inputs.fit)
     count = len(settings.spaces)
     kind = "policies"
     policies = "the recipe's own policy"
-    if settings.spaces[0].router is not None:
+    if settings.spaces[0].start.replica_router is not None:
         kind = "routers"
         policies += f" behind {counted(count, 'router')}"
     elif count > 1:
@@ -278,7 +280,7 @@ def _note_search(inputs: TuneInputs, simulations: int) -> None:
     if settings.trials < count:
         left = ", ".join(space.key for space in settings.spaces[settings.trials :])
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
-    tried = [space.policy for space in settings.spaces]
+    tried = [space.start.policy for space in settings.spaces]
     note(*sharing_notes(inputs.cut.windows.trace, tried))
 
 

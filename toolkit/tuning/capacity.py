@@ -113,7 +113,7 @@ class LoadSearch:
         whole: loads are whole numbers.
         tolerance: of the load, as `TOLERANCE`.
         below: shares of the answer that must be kept.
-        above: shares that are tried too; the first must be broken.
+        above: shares that are tried too; the first must be broken. Empty: nothing is checked.
     """
 
     at: Callable[[float], Task]
@@ -140,11 +140,6 @@ class LoadSearch:
             self.points[load] = LoadPoint(load, evaluation, kept, usage)
         return [self.points[load] for load in loads]
 
-    def rough(self, guess: float, near: float = 0.0) -> Capacity | None:
-        """Return the capacity as `found` does, without checking shares of it."""
-        low, high = self._around(guess, near) if near else self._bracket(guess)
-        return None if low is None else self._answer(*self._narrowed(low, high))
-
     def found(self, guess: float, near: float = 0.0) -> Capacity | None:
         """The capacity, searched from `guess` on; None where no load was found that is kept.
 
@@ -165,7 +160,7 @@ class LoadSearch:
                     return None
                 low = max(kept)
                 continue
-            if high is None or ABOVE * low >= cap:
+            if high is None or not self.above or ABOVE * low >= cap:
                 break
             above = checked[len(self.below)]
             if not above.kept or above.load <= low:
@@ -365,16 +360,14 @@ def rate_capacity(
     The only window of `task` is the trace to be judged. `tried` gets every rate that was tried.
     Raises `InputError` where the trace has no rate.
     """
-    search = _rate_search(task, evaluate)
     part = busiest_part(task)
     if part is None:
+        search = _rate_search(task, evaluate)
         backlog_rps = backlog_rate_rps(task, evaluate)
         found = search.found(backlog_rps) if backlog_rps else None
     else:
+        search = _rate_search(task, evaluate, TOLERANCE_LONG, BELOW_LONG, (ABOVE,))
         guess_rps = _part_rate_rps(part, evaluate)
-        search.tolerance = TOLERANCE_LONG
-        search.below = BELOW_LONG
-        search.above = (ABOVE,)
         found = search.found(guess_rps, NEAR) if guess_rps else None
     if tried is not None:
         tried += search.points.values()
@@ -388,9 +381,8 @@ def rate_near(task: Task, evaluate: Evaluate, guess_rps: float) -> float | None:
     It is interpolated between a rate that is kept and one that is not, at most `TOLERANCE_LONG` of
     it higher.
     """
-    search = _rate_search(task, evaluate)
-    search.tolerance = TOLERANCE_LONG
-    found = search.rough(guess_rps, NEAR)
+    search = _rate_search(task, evaluate, TOLERANCE_LONG, (), ())
+    found = search.found(guess_rps, NEAR)
     if found is None or found.broken is None:
         return found.served_rps if found else None
     return found.served_rps * search.crossing(found.load, found.broken) / found.load
@@ -409,13 +401,19 @@ def busiest_part(task: Task) -> Task | None:
 
 def _part_rate_rps(part: Task, evaluate: Evaluate) -> float | None:
     """A rate near the capacity of a part of the trace; None where none was found."""
-    search = _rate_search(part, evaluate)
+    search = _rate_search(part, evaluate, TOLERANCE, (), ())
     backlog_rps = backlog_rate_rps(part, evaluate)
-    found = search.rough(backlog_rps) if backlog_rps else None
+    found = search.found(backlog_rps) if backlog_rps else None
     return found.load if found else None
 
 
-def _rate_search(task: Task, evaluate: Evaluate) -> LoadSearch:
+def _rate_search(
+    task: Task,
+    evaluate: Evaluate,
+    tolerance: float = TOLERANCE,
+    below: Sequence[float] = BELOW,
+    above: Sequence[float] = (ABOVE, BEYOND),
+) -> LoadSearch:
     """A search among rates. `InputError` where the trace has no rate that could be changed."""
     [workload] = task.windows
     if mean_rate(workload.trace) == 0.0:
@@ -423,4 +421,7 @@ def _rate_search(task: Task, evaluate: Evaluate) -> LoadSearch:
             f"{workload.trace.source}: its requests arrive at once, so there is no rate to change",
             "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
         )
-    return LoadSearch(partial(at_rate, task), evaluate, most_rate_rps(task))
+    most_rps = most_rate_rps(task)
+    return LoadSearch(
+        partial(at_rate, task), evaluate, most_rps, tolerance=tolerance, below=below, above=above
+    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from pydantic import JsonValue
 
@@ -28,7 +27,6 @@ from toolkit.sim.deployment import Deployment
 from toolkit.traces.sharing import reusable_tokens
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import check_rate
-from toolkit.tuning.alternatives import WORKERS_MAX
 from toolkit.tuning.capacity import (
     MOST_REPEATED,
     ROUNDS_AT_ONCE,
@@ -55,6 +53,7 @@ from toolkit.tuning.executor import Evaluate
 from toolkit.tuning.workload import whole_task
 
 ALL = "all"
+WORKERS_MAX = 256  # the greatest number of workers that is tried
 FIRST_CONCURRENCY = 64.0  # that is tried, of each worker
 
 
@@ -130,7 +129,9 @@ def variants_of(
     for name in _policies(recipe, fit, policies):
         if name != own.settings.policy:
             named = replace(own, settings=Settings(policy=name, parameters={}))
-            found.append(Variant(named.with_workers(_servers(named)), f"policy {name}"))
+            # a policy of ours inside a server has no router before it
+            workers = 1 if named.one_server else named.workers
+            found.append(Variant(named.with_workers(workers), f"policy {name}"))
     for name in _routers(recipe, routers):
         update = {"replica_router": router_of(recipe, name)}
         routed = replace(own, settings=own.settings.model_copy(update=update))
@@ -220,11 +221,6 @@ def with_lost(variants: Sequence[Variant], lost: int, *, sized: bool) -> list[Va
     return found
 
 
-def _servers(deployment: Deployment) -> int:
-    """How many workers it has: a policy of ours inside a server has no router before it."""
-    return 1 if deployment.one_server else deployment.workers
-
-
 def _policies(recipe: Recipe, fit: Fit, named: Sequence[str]) -> list[str]:
     engine = recipe.engine.name
     if ALL in named:
@@ -261,7 +257,7 @@ def capacity_of(
     it is repeated.
     """
     left = variant.left
-    task = _whole(left, trace)
+    task = whole_task(left, trace)
     tried: list[LoadPoint] = []
     rate = rate_capacity(task, evaluate, tried)
     at_once = None
@@ -270,17 +266,11 @@ def capacity_of(
     needed = None
     if rate_rps is not None:
         guess = rate_rps / rate.load * left.workers + variant.lost if rate else 1.0
-        known = {variant.deployment.workers: False} if _breaks(tried, rate_rps) else {}
-        needed = fewest_workers(variant, trace, rate_rps, guess, evaluate, known)
+        broken = [variant.deployment.workers] if _breaks(tried, rate_rps) else []
+        needed = fewest_workers(variant, trace, rate_rps, guess, evaluate, broken)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
     interval = _interval(left, trace, evaluate, rate) if rate else None
     return FoundCapacity(variant, rate, at_once, needed, lowest, interval)
-
-
-def _whole(deployment: Deployment, trace: Trace) -> Task:
-    """Where a deployment is judged: on the whole trace, with all workers."""
-    label = f"{deployment.recipe.name}, {deployment.workers} workers"
-    return whole_task(deployment, trace, label)
 
 
 def _interval(
@@ -293,11 +283,11 @@ def _interval(
     law = deployment.fit.law_range()
 
     def served_rps(factor: float) -> float | None:
-        whole = _whole(replace(deployment, slowdown=factor * deployment.slowdown), trace)
+        whole = whole_task(replace(deployment, slowdown=factor * deployment.slowdown), trace)
         return rate_near(busiest_part(whole) or whole, evaluate, rate.load / factor)
 
     low_rps, high_rps = served_rps(law.slow), served_rps(law.fast)
-    if busiest_part(_whole(deployment, trace)) is not None:
+    if busiest_part(whole_task(deployment, trace)) is not None:
         own_rps = served_rps(1.0)
         share = rate.served_rps / own_rps if own_rps else 1.0
         low_rps, high_rps = (end and share * end for end in (low_rps, high_rps))
@@ -370,21 +360,21 @@ def fewest_workers(
     rate_rps: float,
     guess: float,
     evaluate: Evaluate,
-    known: Mapping[int, bool] = MappingProxyType({}),
+    broken: Sequence[int] = (),
 ) -> Variant | None:
     """The deployment with the fewest workers of which those that are not lost keep every limit at
     this rate: one less does not. None where no number up to `WORKERS_MAX` does, or where it cannot
     have more workers.
 
-    `known`: numbers of workers of which it is known whether they keep the limits.
+    `broken`: numbers of workers of which it is known that they do not.
     """
     check_rate(rate_rps)
-    found = dict(known)
+    found = dict.fromkeys(broken, False)
 
     def judge(counts: Sequence[int]) -> None:
         new = [count for count in counts if count not in found]
         sized = [variant.with_workers(count).left for count in new]
-        done = evaluate([at_rate(_whole(one, trace), rate_rps) for one in sized])
+        done = evaluate([at_rate(whole_task(one, trace), rate_rps) for one in sized])
         found.update(zip(new, (one.outcome.kept for one in done), strict=True))
 
     def keeps(count: int) -> bool:
@@ -396,19 +386,31 @@ def fewest_workers(
     least = variant.lost + 1
     first = max(math.ceil(guess), least)
     judge([count for count in (first - 1, first) if least <= count <= WORKERS_MAX])  # two at a time
-    count = _fewest_from(keeps, first, least)
+    count = fewest(keeps, first, least)
     return None if count is None else variant.with_workers(count)
 
 
-def _fewest_from(keeps: Callable[[int], bool], guess: int, least: int) -> int | None:
-    """A number that `keeps` while the number below it does not, searched from `guess` on; or the
-    `least`.
+def fewest(keeps: Callable[[int], bool], guess: int = 1, least: int = 1) -> int | None:
+    """Return a number that `keeps` while the number below it does not, or the `least`; None where
+    none does up to `WORKERS_MAX`.
+
+    It goes up or down from the guess in steps that double, and then bisects. Where more workers are
+    not always better (a router may distribute badly), a smaller number may exist.
     """
-    count = min(guess, WORKERS_MAX)
-    while not keeps(count):
-        count += max(count // 8, 1)
-        if count > WORKERS_MAX:
+    low = least - 1
+    high = min(max(guess, least), WORKERS_MAX)
+    step = 1
+    while not keeps(high):
+        if high == WORKERS_MAX:
             return None
-    while count > least and keeps(count - 1):
-        count -= 1
-    return count
+        low = high
+        high = min(high + step, WORKERS_MAX)
+        step *= 2
+    while high - low > 1:
+        middle = max((low + high) // 2, high - step)
+        step *= 2
+        if keeps(middle):
+            high = middle
+        else:
+            low = middle
+    return high

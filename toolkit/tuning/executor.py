@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import signal
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from toolkit.errors import LlmctlError
 from toolkit.files.tuning import Evaluation
 from toolkit.interrupts import held
+from toolkit.processes.lifeline import end_with_parent
 from toolkit.tuning.evaluate import SimulatedWindow, Task
 
 if TYPE_CHECKING:  # processes that simulate do not import Optuna
@@ -41,7 +40,6 @@ class Runner(Protocol):
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         """Yield the index and the evaluation of each task when it is done."""
-        ...
 
 
 def collect(
@@ -71,27 +69,26 @@ class Piece:
     task: Task  # on this window only
 
 
-class Pieces:
-    """Tasks cut into pieces, and assembled from the results of the pieces in any order."""
+def pieces_of(tasks: Sequence[Task]) -> Iterator[Piece]:
+    """Yield the windows of the tasks, task by task."""
+    for index, task in enumerate(tasks):
+        for window in range(len(task.windows)):
+            yield Piece(index, window, task.on(window))
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = tasks
-        self._results: list[dict[int, SimulatedWindow]] = [{} for _ in tasks]
 
-    def __iter__(self) -> Iterator[Piece]:
-        """Yield the pieces, task by task."""
-        for index, task in enumerate(self._tasks):
-            for window in range(len(task.windows)):
-                yield Piece(index, window, task.on(window))
-
-    def add(self, piece: Piece, result: SimulatedWindow) -> Iterator[tuple[int, Evaluation]]:
-        """Yield the task's index and evaluation if this piece was its last one."""
-        task = self._tasks[piece.index]
-        results = self._results[piece.index]
-        results[piece.window] = result
-        if len(results) == len(task.windows):
-            yield piece.index, task.sum_up([results[window] for window in sorted(results)])
-            results.clear()
+def assembled(
+    tasks: Sequence[Task], results: Iterable[tuple[Piece, SimulatedWindow]]
+) -> Iterator[tuple[int, Evaluation]]:
+    """Yield the index and the evaluation of each task with the last result of its pieces, which
+    come in any order.
+    """
+    of_tasks: list[dict[int, SimulatedWindow]] = [{} for _ in tasks]
+    for piece, result in results:
+        own = of_tasks[piece.index]
+        own[piece.window] = result
+        if len(own) == len(tasks[piece.index].windows):
+            yield piece.index, tasks[piece.index].sum_up([own[k] for k in sorted(own)])
+            own.clear()
 
 
 class ProcessPool:
@@ -116,9 +113,11 @@ class ProcessPool:
         self._pool.shutdown(wait=error is None, cancel_futures=True)
 
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
-        pieces = Pieces(tasks)
-        waiting = iter(pieces)
-        running: dict[Future[SimulatedWindow | _Failure], Piece] = {}
+        return assembled(tasks, self._simulated(pieces_of(tasks)))
+
+    def _simulated(self, waiting: Iterator[Piece]) -> Iterator[tuple[Piece, SimulatedWindow]]:
+        """Yield the pieces with their results, as these come."""
+        running: dict[Future[SimulatedWindow], Piece] = {}
 
         def submit(most: int) -> None:
             for piece in islice(waiting, most):
@@ -134,9 +133,9 @@ class ProcessPool:
                 for future in _ended(running):
                     piece = running.pop(future)
                     with held():
-                        result = _unwrap(future.result())
+                        result = future.result()
                     submit(1)
-                    yield from pieces.add(piece, result)
+                    yield piece, result
         except BrokenProcessPool:
             raise LlmctlError(
                 "a process that simulates was killed",
@@ -172,14 +171,9 @@ def _no_interrupts() -> Iterator[None]:
 
 def _tie_to_parent() -> None:
     """In a child process: end at once where the parent ends."""
-
-    def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(parent.sentinel)
 
 
 class ClusterRunner:
@@ -194,34 +188,12 @@ class ClusterRunner:
     def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Evaluation]]:
         from toolkit.cluster.connect import spread
 
-        pieces = Pieces(tasks)
-        for piece, result in spread(_simulate, pieces, self.jobs):
-            yield from pieces.add(piece, _unwrap(result))
+        return assembled(tasks, spread(_simulate, pieces_of(tasks), self.jobs))
 
 
-class _Failure:
-    """A user's error, sent to the parent. Exceptions would lose their hint between processes."""
-
-    def __init__(self, error: LlmctlError) -> None:
-        self.kind = type(error)
-        self.message = error.message
-        self.hint = error.hint
-
-
-def _simulate(piece: Piece) -> SimulatedWindow | _Failure:
+def _simulate(piece: Piece) -> SimulatedWindow:
     """Simulate a piece, in a child process or on a machine of a cluster."""
-    try:
-        return piece.task.simulate(0)
-    except LlmctlError as error:
-        return _Failure(error)
-
-
-def _unwrap(result: object) -> SimulatedWindow:
-    """The result of a piece. Raises the user's error where it failed."""
-    if isinstance(result, _Failure):
-        raise result.kind(result.message, result.hint)
-    assert isinstance(result, SimulatedWindow)
-    return result
+    return piece.task.simulate(0)
 
 
 class Remembering:

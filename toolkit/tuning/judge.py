@@ -15,7 +15,7 @@ from toolkit.files.tuning import Evaluation, Settings
 from toolkit.tuning.evaluate import Task, rank
 from toolkit.tuning.executor import Evaluate
 from toolkit.tuning.search import BATCH, SearchSettings, best_of
-from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep
+from toolkit.tuning.spaces import PolicySpace, sweep
 
 NOTABLE_GAIN = 1.01  # ratio of goodput or of latency above which other settings are worth naming
 NEAR = 0.8  # used share of a limit up to which lower latency is worth coming nearer to it
@@ -110,7 +110,7 @@ def _other_tokens(own: Settings, search: SearchSettings) -> list[Settings]:
     """
     space = next(space for space in search.spaces if space.key == own.key)
     among = space.distributions.get(TOKENS)
-    values = sweep(among, SWEEP_POINTS) if among is not None else []
+    values = sweep(among) if among is not None else []
     parameters = [{**own.parameters, TOKENS: value} for value in values]
     return [own.model_copy(update={"parameters": one}) for one in parameters]
 

@@ -16,10 +16,25 @@ from itertools import cycle
 
 import optuna
 
+from toolkit.errors import InputError
+from toolkit.files.fit import Fit
+from toolkit.files.recipe import Recipe
 from toolkit.files.tuning import Evaluation, ParameterValue, Sensitivity, Settings
+from toolkit.routing.routers import router_of
+from toolkit.sched.policies import BUILT_IN, refusal
+from toolkit.sched.policies.parameters import Value
+from toolkit.sched.policies.vllm import FLAGS, VllmPolicy
+from toolkit.sim.api import usual_policies
 from toolkit.tuning.evaluate import SCREEN_SHARE, Screen, Task, make_screen, rank, score
 from toolkit.tuning.executor import Runner, collect
-from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep, sweeps
+from toolkit.tuning.spaces import (
+    PolicySpace,
+    make_spaces,
+    over_drafts,
+    router_spaces,
+    sweep,
+    values_of,
+)
 
 BATCH = 8  # trials that are suggested at once, and can run in parallel
 POLICY = "policy"
@@ -38,6 +53,46 @@ class SearchSettings:
     trials: int
     seed: int
     served: frozenset[str]
+
+
+def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
+    """The ranges of flags that not every release of vLLM has, if the measured one has them."""
+    if fit.engine.engine != VllmPolicy.engine:
+        return {}
+    return {
+        f"{VllmPolicy.name}.{name}": list(flag.search)
+        for name, flag in FLAGS.items()
+        if flag.search and flag.is_in(fit.engine.engine_version)
+    }
+
+
+def search_settings(recipe: Recipe, fit: Fit) -> SearchSettings:
+    """The recipe's settings of the search.
+
+    "All" policies are those that the laws of `fit` can simulate. Raises `InputError` for wrong
+    settings.
+    """
+    spec = recipe.tune
+    workers = recipe.workers
+    ranges = {**ranges_of_release(fit), **spec.space}
+    spaces = make_spaces(recipe.policy, spec.policies, ranges, workers, usual_policies(fit))
+    if fit.steps is not None:
+        numbers = [steps.draft_tokens for steps in (fit.steps, *fit.drafts)]
+        spaces = [over_drafts(space, numbers) for space in spaces]
+    if router_of(recipe) is not None:
+        if spaces[0].start.policy not in BUILT_IN:  # each replica has a scheduler of its own
+            raise InputError(
+                f"policy '{spaces[0].start.policy}' on {workers} replicas: only the policies of a "
+                f"server's own scheduler ({', '.join(BUILT_IN)}) are simulated behind a router",
+                "set policy.name to one of them, or workers to 1",
+            )
+        spaces = router_spaces(spaces[0], recipe)
+    engine = recipe.engine.name
+    served = frozenset(space.key for space in spaces if refusal(space.start.policy, engine) is None)
+    # Policies that the engine can serve come first, in case there are few trials.
+    own, *rest = spaces
+    rest.sort(key=lambda space: space.key not in served)
+    return SearchSettings([own, *rest], spec.trials, spec.seed, served)
 
 
 def best_of(trials: Iterable[Evaluation], keys: Collection[str]) -> Evaluation | None:
@@ -61,7 +116,7 @@ def search(
     study = optuna.create_study(direction="maximize", sampler=sampler)
     several = len(settings.spaces) > 1
     for space in settings.spaces:
-        start = {f"{space.policy}.{name}": value for name, value in space.first().items()}
+        start = {f"{space.start.policy}.{name}": value for name, value in space.first().items()}
         study.enqueue_trial(({POLICY: space.key} if several else {}) | start)
     evaluations: list[Evaluation] = []
     next_policies = _next_policies(settings, evaluations)
@@ -146,7 +201,7 @@ def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace]) -> Settings:
     values: dict[str, ParameterValue] = {}
     for key, among in space.distributions.items():
         drawn: ParameterValue
-        drawn_as = f"{space.policy}.{key}"
+        drawn_as = f"{space.start.policy}.{key}"
         if isinstance(among, optuna.distributions.CategoricalDistribution):
             drawn = trial.suggest_categorical(drawn_as, among.choices)
         elif isinstance(among, optuna.distributions.IntDistribution):
@@ -161,13 +216,17 @@ def sensitivity(
     task: Task, runner: Runner, space: PolicySpace, best: Evaluation, progress: Progress
 ) -> list[Sensitivity]:
     """Sweep each parameter over its range, the others as in `best`; greatest swing first."""
-    chosen = space.values(best.settings)
+    chosen = values_of(best.settings)
     best_rps = best.goodput_rps
-    tasks = [task.under(space.settings(candidate)) for candidate in sweeps(space, chosen)]
+    swept = {name: sweep(among) for name, among in space.distributions.items()}
+    tasks = [
+        task.under(space.settings({**chosen, name: value}))
+        for name, values in swept.items()
+        for value in values
+    ]
     evaluations = iter(collect(runner, tasks, lambda: progress(best_rps)))
     found = []
-    for name, distribution in space.distributions.items():
-        values = sweep(distribution, SWEEP_POINTS)
+    for name, values in swept.items():
         goodput = [next(evaluations).goodput_rps for _ in values]
         most = max(goodput)
         swing = 100.0 * (most - min(goodput)) / most if most else 0.0

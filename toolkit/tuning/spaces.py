@@ -37,28 +37,26 @@ Narrowed = Mapping[str, Sequence[Value]]  # `tune.space` of a recipe
 
 @dataclass(slots=True, frozen=True)
 class PolicySpace:
-    """A policy, its parameters at the start, and the distributions of the searched ones.
+    """The settings at the start of a search, and the distributions of the searched parameters.
 
     A logarithmic range cannot hold 0, which means no bound. Where a parameter starts at 0, the
-    upper end of its range stands for 0.
-
-    With a `router`, the policy runs on replicas behind it, and searched parameters of the router
-    have names like `router.parameter`.
+    upper end of its range stands for 0. Parameters of the router have names like
+    `router.parameter`.
     """
 
-    policy: str
-    start: Mapping[str, Value]
+    start: Settings
     distributions: Distributions
-    router: RouterSpec | None = None
 
     @property
     def key(self) -> str:
         """See `Settings.key`."""
-        return self.settings({}).key
+        return self.start.key
 
     def first(self) -> dict[str, Value]:
         """The searched parameters at the start, as they would be drawn."""
-        whole = parameters(make_any(self.policy, self.start)) | self._of_router()
+        whole = values_of(self.start) | parameters(
+            make_any(self.start.policy, self.start.parameters)
+        )
         return {name: self._unbounded(name) or whole[name] for name in self.distributions}
 
     def settings(self, values: Mapping[str, ParameterValue]) -> Settings:
@@ -67,27 +65,18 @@ class PolicySpace:
         for key, value in values.items():
             owner, _, name = key.rpartition(".")
             by_owner[owner][name] = value
-        router = self.router
-        own = {**self.start, **by_owner[""]}
+        router = self.start.replica_router
         if router is not None:
             changed = {"parameters": router.parameters | by_owner[router.name]}
             router = router.model_copy(update=changed)
-        return Settings(policy=self.policy, parameters=own, replica_router=router)
-
-    def values(self, settings: Settings) -> dict[str, ParameterValue]:
-        """All parameters of settings of this space, by the names that `settings` takes."""
-        router = settings.replica_router
-        named = _named(router.name, router.parameters) if router else {}
-        return {**settings.parameters, **named}
+        own = self.start.parameters | by_owner[""]
+        return Settings(policy=self.start.policy, parameters=own, replica_router=router)
 
     def in_turn(self) -> PolicySpace:
         """The space of the same policy on the same replicas, behind the round-robin router."""
-        routed = self._of_router()
-        own = {key: among for key, among in self.distributions.items() if key not in routed}
-        return replace(self, router=RouterSpec(), distributions=own)
-
-    def _of_router(self) -> dict[str, Value]:
-        return _named(self.router.name, self.router.parameters) if self.router else {}
+        start = self.start.model_copy(update={"replica_router": RouterSpec()})
+        own = {key: among for key, among in self.distributions.items() if "." not in key}
+        return PolicySpace(start, own)
 
     def value_of(self, name: str, drawn: Value) -> Value:
         """The value of a searched parameter that was drawn as `drawn`."""
@@ -98,8 +87,14 @@ class PolicySpace:
         among = self.distributions[name]
         if not isinstance(among, optuna.distributions.IntDistribution) or not among.log:
             return 0
-        known = defaults(KNOWN[self.policy]) | dict(self.start) | self._of_router()
+        known = defaults(KNOWN[self.start.policy]) | values_of(self.start)
         return 0 if known[name] else int(among.high)
+
+
+def values_of(settings: Settings) -> dict[str, ParameterValue]:
+    """All parameters of settings, by the names that `PolicySpace.settings` takes."""
+    router = settings.replica_router
+    return settings.parameters | (_named(router.name, router.parameters) if router else {})
 
 
 def _named(owner: str, given: Mapping[str, T]) -> dict[str, T]:
@@ -111,10 +106,10 @@ def over_drafts(space: PolicySpace, numbers: Sequence[int]) -> PolicySpace:
     """The space with the number of drafts of vLLM among `numbers`, those with known laws, and
     within the recipe's range, if it has one; as it is without a choice.
     """
-    if space.policy != VllmPolicy.name or len(numbers) < 2:
+    if space.start.policy != VllmPolicy.name or len(numbers) < 2:
         return space
     among = space.distributions.get(DRAFTS)
-    first = int(space.start.get(DRAFTS, 0))
+    first = int(space.start.parameters.get(DRAFTS, 0))
     known = sorted(numbers)
     if isinstance(among, optuna.distributions.IntDistribution):
         known = [number for number in known if among.low <= number <= among.high]
@@ -148,8 +143,8 @@ def router_spaces(space: PolicySpace, recipe: Recipe) -> list[PolicySpace]:
         searched = _distributions(
             f"router '{name}'", declared(ROUTERS[name]), router.parameters, narrowed
         )
-        distributions = space.distributions | _named(name, searched)
-        spaces.append(replace(space, router=router, distributions=distributions))
+        start = space.start.model_copy(update={"replica_router": router})
+        spaces.append(PolicySpace(start, space.distributions | _named(name, searched)))
     return spaces
 
 
@@ -195,12 +190,12 @@ def make_spaces(
                 nearest(policy, [*KNOWN, *ROUTERS]),
             )
         by_policy[policy or own.name][parameter] = values
-    starts = {own.name: own.parameters}
-    spaces = {  # of all policies, since all keys of `narrowed` are checked
-        name: search_space(name, starts.get(name, {}), values, workers)
-        for name, values in by_policy.items()
-    }
-    return [PolicySpace(name, starts.get(name, {}), spaces[name]) for name in names]
+    spaces = {}  # of all policies, since all keys of `narrowed` are checked
+    for name, ranges in by_policy.items():
+        start = Settings(policy=name, parameters=own.parameters if name == own.name else {})
+        searched = search_space(name, start.parameters, ranges, workers)
+        spaces[name] = PolicySpace(start, searched)
+    return [spaces[name] for name in names]
 
 
 def search_space(
@@ -290,23 +285,12 @@ def _word(value: Value) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def sweep(distribution: Distribution, points: int) -> list[Value]:
-    """`points` values from end to end of a range, spaced as in the search; or all choices."""
+def sweep(distribution: Distribution) -> list[Value]:
+    """`SWEEP_POINTS` values from end to end of a range, spaced as in the search; or all choices."""
     if isinstance(distribution, optuna.distributions.CategoricalDistribution):
         return list(distribution.choices)
     space = np.geomspace if distribution.log else np.linspace
-    values = space(distribution.low, distribution.high, points)
+    values = space(distribution.low, distribution.high, SWEEP_POINTS)
     if isinstance(distribution, optuna.distributions.IntDistribution):
         return sorted(set(np.round(values).astype(int).tolist()))
     return [float(value) for value in values]
-
-
-def sweeps(
-    space: PolicySpace, chosen: Mapping[str, ParameterValue]
-) -> list[dict[str, ParameterValue]]:
-    """The candidates of `sensitivity`: each parameter over its range, the rest `chosen`."""
-    return [
-        {**chosen, name: value}
-        for name, distribution in space.distributions.items()
-        for value in sweep(distribution, SWEEP_POINTS)
-    ]

@@ -15,6 +15,7 @@ from statistics import median
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.recipe import RouterSpec
 from toolkit.files.tuning import (
+    Alternatives,
     Evaluation,
     HeldOutGain,
     Interval,
@@ -30,36 +31,39 @@ from toolkit.files.tuning import (
 )
 from toolkit.sched.policies import engines_for, refusal
 from toolkit.traces.windows import TraceWindow, mean_rate
-from toolkit.tuning.alternatives import alternatives
 from toolkit.tuning.capacity import Capacity, rate_capacity
+from toolkit.tuning.deployments import fewest
 from toolkit.tuning.evaluate import rank
 from toolkit.tuning.executor import Evaluate, Runner, collect
-from toolkit.tuning.inputs import TuneInputs
 from toolkit.tuning.judge import NOTABLE_GAIN, is_better, is_quicker, judge_candidates
 from toolkit.tuning.search import (
     LATENCY,
     Progress,
     front,
     search,
+    search_settings,
     sensitivity,
 )
-from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweeps
-from toolkit.tuning.workload import CutTrace
+from toolkit.tuning.spaces import SWEEP_POINTS, PolicySpace, sweep
+from toolkit.tuning.workload import CutTrace, TuneInputs
 
 RATES = 20  # that a capacity takes, about
 
 
 def planned(inputs: TuneInputs) -> list[int]:
     """The requests of each evaluation that a tuning takes, in their order; about the most."""
-    settings = inputs.search_settings
+    settings = search_settings(inputs.recipe, inputs.fit)
     cut = inputs.cut.windows
     searched = sum(len(window.trace) for window in cut.search)
     whole = len(inputs.cut.trace)
-    sweep = max(len(sweeps(space, {})) for space in settings.spaces)
+    swept = max(
+        sum(len(sweep(among)) for among in space.distributions.values())
+        for space in settings.spaces
+    )
     return [
         *[searched] * settings.trials,
         *[whole] * (2 + len(settings.spaces) + 2 * SWEEP_POINTS + 2 * RATES),
-        *[searched] * sweep,
+        *[searched] * swept,
         *[len(window.trace) for window in cut.held_out for _ in range(2)],
     ]
 
@@ -74,7 +78,7 @@ def tune(inputs: TuneInputs, runner: Runner, head: EnvelopeFields, progress: Pro
         progress: called after each evaluation with the best goodput so far.
     """
     recipe = inputs.recipe
-    settings = inputs.search_settings
+    settings = search_settings(inputs.recipe, inputs.fit)
     task = inputs.on_windows("search", inputs.cut.windows.search)
     trials = search(task, runner, settings, progress)
     evaluate = partial(collect, runner, tick=partial(progress, 0.0))
@@ -97,7 +101,7 @@ def tune(inputs: TuneInputs, runner: Runner, head: EnvelopeFields, progress: Pro
     before = default.goodput_rps
     cut = inputs.cut.windows
     declined = judged.declined(recommended, served)
-    others = alternatives(inputs, evaluate, recommended, [*of_spaces.values()], declined)
+    others = _alternatives(inputs, evaluate, recommended, [*of_spaces.values()], declined)
     return Tuning.model_validate(
         {
             **head,
@@ -193,7 +197,7 @@ def _settle_router(
     (None without a router). Where the router gains nothing, the settings in turn are chosen.
     """
     space = next(space for space in spaces if space.key == chosen.settings.key)
-    if space.router is None:
+    if space.start.replica_router is None:
         return chosen, space, None
     settings = chosen.settings.model_copy(update={"replica_router": RouterSpec()})
     [in_turn] = evaluate([inputs.whole(settings)])
@@ -221,6 +225,44 @@ def _slow_end(inputs: TuneInputs, evaluate: Evaluate, recommended: Settings) -> 
     label = f"{whole.label}, times x {law.slow:.9g}"
     [done] = evaluate([replace(whole, deployment=deployment, label=label)])
     return SlowEnd(law=law, limits=judged_limits(inputs.recipe, done.outcome))
+
+
+def _alternatives(
+    inputs: TuneInputs,
+    evaluate: Evaluate,
+    chosen: Evaluation,
+    searched: Sequence[Evaluation],
+    declined: Evaluation | None,
+) -> Alternatives:
+    """Return what may be worth a change beside the `chosen` settings: nothing that was not searched
+    but a number of workers.
+
+    Args:
+        searched: the best evaluation of each searched policy on the whole trace.
+        declined: see `JudgedCandidates.declined`.
+    """
+    engine = inputs.recipe.engine.name
+    task = inputs.whole(chosen.settings)
+    kept = chosen.outcome.kept
+
+    def keeps(workers: int) -> bool:
+        recipe = inputs.recipe.model_copy(update={"workers": workers})
+        deployment = replace(task.deployment, recipe=recipe)
+        label = f"{task.label}, {workers} workers"
+        [done] = evaluate([replace(task, deployment=deployment, label=label)])
+        return done.outcome.kept
+
+    workers = None if kept or task.deployment.one_server else fewest(keeps)
+    # The best searched policy is worth naming where the engine cannot run it and it is better.
+    best = max(searched, key=rank)
+    better = best.goodput_rps > NOTABLE_GAIN * chosen.goodput_rps
+    better = better or (best.outcome.kept and not kept)
+    not_served = refusal(best.settings.policy, engine) is not None
+    return Alternatives(
+        best_of_all=best.settings.policy if not_served and better else None,
+        workers=workers,
+        declined=declined,
+    )
 
 
 def _result(trials: Sequence[Evaluation], best: Evaluation, inputs: TuneInputs) -> PolicyResult:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
-from toolkit.files.tuning import Evaluation
+from toolkit.files.tuning import Evaluation, Settings
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.deployment import Deployment, Workload
 from toolkit.traces.repeat import repeated
@@ -30,7 +30,6 @@ from toolkit.traces.windows import (
 )
 from toolkit.tuning.capacity import LASTING, longest_wait_s, rate_capacity
 from toolkit.tuning.evaluate import Task
-from toolkit.tuning.executor import InProcessRunner, collect
 
 # Requests that are judged at most: some ten seconds of simulation for most policies. It is a number
 # of requests and not of seconds, so that every machine gives the same verdict.
@@ -51,6 +50,31 @@ class CutTrace:
     def judged(self, policy: str) -> TraceWindow:
         """What the verdict on a policy is about: the whole trace, or its busiest part."""
         return busiest(self.trace, most_requests(policy))
+
+
+@dataclass(slots=True, frozen=True)
+class TuneInputs:
+    """What a tuning starts from, read and checked."""
+
+    recipe: Recipe
+    fit: Fit
+    cut: CutTrace
+
+    @property
+    def deployment(self) -> Deployment:
+        """The recipe's own settings."""
+        return Deployment.of(self.recipe, self.fit)
+
+    def on_windows(self, label: str, windows: Sequence[TraceWindow]) -> Task:
+        """The recipe's own settings on `windows`."""
+        at_once = self.recipe.tune.concurrency or 0
+        workloads = [Workload(window.trace, at_once) for window in windows]
+        return Task(self.deployment, workloads, f"{label}, {self.recipe.workers} workers")
+
+    def whole(self, settings: Settings) -> Task:
+        """Where settings are judged: on the whole trace."""
+        deployment = replace(self.deployment, settings=settings)
+        return whole_task(deployment, self.cut.trace)
 
 
 def cut_trace(recipe: Recipe, fit: Fit, trace: Trace) -> CutTrace:
@@ -108,12 +132,13 @@ def load_rate_rps(recipe: Recipe, fit: Fit, trace: Trace, load: float) -> float:
 
 def in_process(tasks: Sequence[Task]) -> list[Evaluation]:
     """Run tasks in this process."""
-    return collect(InProcessRunner(), tasks)
+    return [task.run() for task in tasks]
 
 
-def whole_task(deployment: Deployment, trace: Trace, label: str = "whole trace") -> Task:
+def whole_task(deployment: Deployment, trace: Trace) -> Task:
     """Where a deployment is judged: on the whole trace, or its busiest part."""
     part = busiest(trace, most_requests(deployment.settings.policy)).trace
+    label = f"whole trace, {deployment.workers} workers"
     own_rps = 0.0
     if len(part) < len(trace):
         label += f", its busiest {len(part)} requests"
