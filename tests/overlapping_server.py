@@ -33,7 +33,7 @@ def ends_of(law: PassLaw, run: Run, launches: list[float]) -> list[tuple[float, 
             scheduled.append(engine_s)
             begins_s = max(engine_s, worker_free_s) if law.apart else engine_s
             launched_s = begins_s + launches[k]
-            graph = law.graphs.launch_of(shape.decodes, shape.prefills, shape.prefill_tokens)
+            graph = law.graphs.launch_of(shape)
             work_from_s = launched_s if graph == GRAPH else begins_s
             done_s = max(max(gpu_free_s, work_from_s) + law.gpu_s(shape), launched_s)
             gpu_done.append(done_s)

@@ -44,7 +44,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     ]
     reach = {"tokens_max": 9216, "ranks_max": 8}
     content = {"all": reach, "groups": groups, "left_out": left_out}
-    monkeypatch.setattr(elsewhere, "_content", lambda: content)
+    monkeypatch.setattr(elsewhere, "read_json", lambda path: content)
 
 
 def recipe(source: str = "meta-llama/Llama-3.1-8B", tokens: int = 8192, ranks: int = 1) -> Recipe:
@@ -158,7 +158,7 @@ def test_the_range_of_a_measured_law_is_of_its_held_out_batches(name: str) -> No
 
 
 def test_what_ships_is_of_known_gpus_and_of_the_recorded_rows() -> None:
-    content = elsewhere._content()
+    content = elsewhere.read_json(elsewhere.FILE)
     groups = content["groups"]
     assert {one["gpu"] for one in groups} <= set(measured_gpus())
     assert len({(one["gpu"], one["experts"]) for one in groups}) == len(groups)

@@ -8,8 +8,7 @@ from said import says
 from synthetic_profiles import steps_profile
 
 from toolkit.errors import InputError
-from toolkit.estimators.front import fit_front
-from toolkit.estimators.part_fits import fit_steps, point_of
+from toolkit.estimators.part_fits import fit_front, fit_steps, point_of
 from toolkit.files.profile import FrontPoint, StepsProfile
 from toolkit.laws.features import StepShape
 from toolkit.laws.passes import PassLaw

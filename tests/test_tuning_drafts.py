@@ -17,7 +17,8 @@ from toolkit.endpoints.acceptance import acceptance_of
 from toolkit.endpoints.target import parsed_metrics
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import laws_of_drafts
-from toolkit.estimators.part_fits import fit_steps, shape_of
+from toolkit.estimators.part_fits import fit_steps
+from toolkit.estimators.pipeline_fit import shape_of
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import HardwareSpec, Recipe
 from toolkit.tuning.executor import InProcessRunner

@@ -7,24 +7,16 @@ that the server's model did not set (`left_out`). `all` has what the compared se
 
 from __future__ import annotations
 
-import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from toolkit.estimators.gpu_operators import read_json
 from toolkit.files.profile import AnalyticError, ErrorSpread
 from toolkit.files.recipe import Recipe
 
 FILE = Path(__file__).with_name("elsewhere.json")
 SUFFIXES = re.compile(r"(-(instruct|chat|it|hf|fp8|fp4|nvfp4|bf16|awq|gptq))+$")
-
-
-@cache
-def _content() -> dict[str, Any]:
-    with FILE.open(encoding="utf-8") as file:
-        found: dict[str, Any] = json.load(file)
-    return found
 
 
 def is_of_model(source: str, compared: str) -> bool:
@@ -46,7 +38,7 @@ def measured_elsewhere(gpu: str, recipe: Recipe, *, experts: bool) -> AnalyticEr
         gpu: the name in `measured_gpus`.
         experts: whether the model has experts.
     """
-    content = _content()
+    content = read_json(FILE)
     classes = {one["experts"]: one for one in content["left_out"]}
     groups = {(one["gpu"], one["experts"]): one for one in content["groups"]}
     group = groups.get((gpu, experts))

@@ -75,6 +75,7 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
         tuple(prefill.pieces), tuple(decode.pieces), profile.engine.prefill_emits_token
     )
     rounds, swap = fit_rounds(profile, law, seed)
+    passes = profile.steps
     return Fit(
         **made_from,
         recipe_name=profile.recipe_name,
@@ -82,19 +83,12 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
         engine=profile.engine,
         prefill=prefill,
         decode=decode,
-        overhead=forms.fit_overhead(profile.slices, law, seed),
+        overhead=forms.overhead_of_slices(profile.slices, law, seed),
         memory=fit_memory(profile.memory, profile.engine),
         rounds=rounds,
         swap=swap,
-        steps=_fit_passes(profile, seed),
+        steps=passes and fit_steps(passes, seed, computed=bool(profile.engine.analytic)),
     )
-
-
-def _fit_passes(profile: Profile, seed: int) -> StepsFit | None:
-    """Return the law of a profile's passes; None: it has none."""
-    if profile.steps is None:
-        return None
-    return fit_steps(profile.steps, seed, computed=bool(profile.engine.analytic))
 
 
 def fit_latency(

@@ -318,13 +318,11 @@ BATCH_S_MIN = 1e-6  # the solver stays slightly above its bounds; a smaller batc
 SOFT_RESIDUAL = 0.1
 
 
-def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> OverheadFit:
-    """What a slice costs beyond `law` when it goes through a worker process and all workers run,
-    and the held-out error of that.
+def overhead_of_slices(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> OverheadFit:
+    """What a slice costs beyond `law` when it goes through a worker process and all workers run.
 
-    seconds = batch_s + stretch * T_serve(N, L, S). The laws are measured in one process. `batch_s`
-    is dispatch and pipe; `stretch` is how much workers slow one another down, and the difference
-    between clocks where the laws are in CPU time.
+    The laws are measured in one process. `batch_s` is dispatch and pipe; `stretch` is how much
+    workers slow one another down, and the difference between clocks where the laws are in CPU time.
 
     Raises `InputError` if fewer than six slices were measured, or if one took no time.
     """
@@ -333,25 +331,37 @@ def fit_overhead(slices: Sequence[SlicePoint], law: SegmentedLaw, seed: int) -> 
             f"overhead: {len(slices)} slices measured, at least {SLICES_MIN} are needed",
             "set profile.slices in the recipe; then: llmctl profile RECIPE",
         )
-    served, seconds = slice_times(slices, law)
-    if seconds.min() <= 0.0:
+    least_s = min(point.seconds for point in slices)
+    if least_s <= 0.0:
         raise InputError(
-            f"overhead: a slice of {seconds.min()} s", "measure again with: llmctl profile RECIPE"
+            f"overhead: a slice of {least_s} s", "measure again with: llmctl profile RECIPE"
         )
+    served = [law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices]
+    times = [
+        np.array([[law_s], [point.seconds]]) for law_s, point in zip(served, slices, strict=True)
+    ]
+    return fit_overhead(times, fit_line, seed)
+
+
+def fit_overhead(
+    times: Sequence[Floats], line: Callable[[Floats, Floats], tuple[float, float]], seed: int
+) -> OverheadFit:
+    """The line batch_s + stretch * (seconds by the laws), and its held-out error.
+
+    Args:
+        times: of each slice, or each round of a sequence, the seconds by the laws and as measured:
+            [2, n]. Parts of the slices, or of the sequences, are held out.
+        line: fits it to seconds by the laws [n] and as measured [n].
+    """
 
     def predict(seen: Rows, rows: Rows) -> Floats:
-        batch_s, stretch = fit_line(served[seen], seconds[seen])
-        return batch_s + stretch * served[rows]
+        batch_s, stretch = line(*np.concatenate([times[k] for k in seen], axis=1))
+        return np.array([batch_s * times[k].shape[1] + stretch * times[k][0].sum() for k in rows])
 
-    error = percent_error(predict_held_out(len(slices), predict, seed), seconds)
-    batch_s, stretch = fit_line(served, seconds)
+    totals = np.array([seconds.sum() for _, seconds in times])
+    error = percent_error(predict_held_out(len(times), predict, seed), totals)
+    batch_s, stretch = line(*np.concatenate(times, axis=1))
     return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
-
-
-def slice_times(slices: Sequence[SlicePoint], law: SegmentedLaw) -> tuple[Floats, Floats]:
-    """T_serve of each slice by the law, and its measured seconds."""
-    served = [law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices]
-    return np.array(served), np.array([point.seconds for point in slices])
 
 
 def fit_line(served: Floats, seconds: Floats) -> tuple[float, float]:

@@ -480,20 +480,19 @@ def touched_experts(tokens: Floats, experts: float, per_token: float) -> Floats:
 
 
 @cache
-def _table() -> dict[str, Any]:
-    with TABLE.open(encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
-    return content
+def read_json(path: Path) -> Any:
+    """Return the content of a table that ships beside the code."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def measured_gpus() -> list[str]:
     """The GPUs with measured operators."""
-    return list(_table()["gpus"])
+    return list(read_json(TABLE)["gpus"])
 
 
 def measured_operators(name: str) -> GpuOperators:
     """The operators of a GPU of `measured_gpus`."""
-    one = _table()["gpus"][name]
+    one = read_json(TABLE)["gpus"][name]
     about = {
         "name": name,
         "engine": engine_constants(family_of(name)),
@@ -517,7 +516,7 @@ def family_of(gpu: str) -> str:
 
 def engine_constants(family: str) -> EngineConstants:
     """The constants of an engine on GPUs of this family (`family_of`)."""
-    return EngineConstants(**_table()["engine"]["constants"][family])
+    return EngineConstants(**read_json(TABLE)["engine"]["constants"][family])
 
 
 SAME = 0.05  # peaks of a data sheet differ by no more from those of the measured GPU
@@ -533,7 +532,7 @@ def operators_of(
     Raises `InputError` for a GPU that was not measured: another name, or another card of a family.
     """
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
-    for known, one in _table()["gpus"].items():
+    for known, one in read_json(TABLE)["gpus"].items():
         if any(word in plain for word in one["names"]):
             found = measured_operators(known)
             own = (found.bandwidth, found.flops, found.link)

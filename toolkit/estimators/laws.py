@@ -37,6 +37,10 @@ class BatchLaw:
 
     def prefill_s(self, batch_size: int, input_length: float) -> float:
         """T_prefill(N, L) in seconds, Eq. 3, with the constant cost of a batch."""
+        return self.pass_s(batch_size, 0.0, input_length)
+
+    def pass_s(self, batch_size: int, start: float, end: float) -> float:
+        """Seconds of a prefill pass over the tokens from `start` to `end` of N rows."""
         raise NotImplementedError
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
@@ -45,7 +49,17 @@ class BatchLaw:
 
     def leave_s(self, length: float) -> float:
         """Seconds until a row of about `length` tokens has left a running batch."""
-        raise NotImplementedError
+        return 0.0
+
+
+def steps_s(flat: float, before: float, slope: float, steps: int) -> float:
+    """Sum of max(flat, before + slope * i) over i = 1..steps, in closed form."""
+    if before + slope * steps <= flat:
+        return steps * flat
+    # Steps 1..under take the flat time. Where the slope is 0, all are over it.
+    under = max(math.ceil((flat - before) / slope) - 1, 0) if flat > before else 0
+    over = steps - under
+    return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
 
 
 def by_size(pieces: Sequence[PassLaw], sizes: NDArray[Any]) -> NDArray[np.float64]:
@@ -94,12 +108,12 @@ class SegmentedLaw(BatchLaw):
     batch_s: float = 0.0
     # By batch size, computed at its first use: the coefficients of 1, L and L^2 in T_prefill, and
     # of 1 and l in tau, with its flat part.
-    _fixed: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
-    _slope: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
-    _square: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
-    _step_fixed: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
-    _step_slope: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
-    _step_flat: list[float] = field(init=False, repr=False, compare=False, default_factory=list)
+    _prefills: list[tuple[float, float, float]] = field(
+        init=False, repr=False, compare=False, default_factory=list
+    )
+    _steps: list[tuple[float, float, float]] = field(
+        init=False, repr=False, compare=False, default_factory=list
+    )
     _has_flat: bool = field(init=False, repr=False, compare=False, default=False)
     # `serve_table`s by (max_batch_size, steps)
     _tables: dict[tuple[int, int], NDArray[np.float64]] = field(
@@ -121,42 +135,25 @@ class SegmentedLaw(BatchLaw):
             raise InputError("prefill: flat_s is not 0, and T_prefill has no flat part (Eq. 3)")
         object.__setattr__(self, "_has_flat", any(piece.flat_s for piece in self.decode))
 
-    def prefill_s(self, batch_size: int, input_length: float) -> float:
-        if batch_size >= len(self._fixed):
-            self._extend(batch_size)
-        seconds = self._fixed[batch_size] + input_length * (
-            self._slope[batch_size] + input_length * self._square[batch_size]
-        )
-        return self.batch_s + seconds
-
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over the columns from `start` to `end` of N rows.
 
         T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0): each pass pays the part that does
         not depend on L, but only the first one the constant cost of the batch.
         """
-        if batch_size >= len(self._fixed):
+        if batch_size >= len(self._steps):
             self._extend(batch_size)
-        slope = self._slope[batch_size]
-        square = self._square[batch_size]
-        seconds = self._fixed[batch_size] + (end - start) * (slope + (end + start) * square)
+        fixed, slope, square = self._prefills[batch_size]
+        seconds = fixed + (end - start) * (slope + (end + start) * square)
         return seconds if start else self.batch_s + seconds
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        if batch_size >= len(self._fixed):
+        if batch_size >= len(self._steps):
             self._extend(batch_size)
-        slope = self._step_slope[batch_size]
-        fixed = self._step_fixed[batch_size]
+        fixed, slope, flat = self._steps[batch_size]
         if not self._has_flat:
             return steps * (fixed + slope * (input_length + (steps + 1) * 0.5))
-        flat = self._step_flat[batch_size]
-        before = fixed + slope * input_length
-        if before + slope * steps <= flat:
-            return steps * flat
-        # Steps 1..under take the flat time. Where the slope is 0, all are over it.
-        under = max(math.ceil((flat - before) / slope) - 1, 0) if flat > before else 0
-        over = steps - under
-        return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
+        return steps_s(flat, fixed + slope * input_length, slope, steps)
 
     def leave_s(self, length: float) -> float:
         return self.leaving[0] + self.leaving[1] * length
@@ -184,13 +181,9 @@ class SegmentedLaw(BatchLaw):
     def _extend(self, batch_size: int) -> None:
         sizes = np.arange(max(2 * batch_size, LEAST_SIZES))
         fixed, slope, square, _ = by_size(self.prefill, sizes).tolist()
-        step_fixed, step_slope, _, step_flat = by_size(self.decode, sizes).tolist()
-        self._fixed[:] = fixed
-        self._slope[:] = slope
-        self._square[:] = square
-        self._step_fixed[:] = step_fixed
-        self._step_slope[:] = step_slope
-        self._step_flat[:] = step_flat
+        self._prefills[:] = zip(fixed, slope, square, strict=True)
+        fixed, slope, _, flat = by_size(self.decode, sizes).tolist()
+        self._steps[:] = zip(fixed, slope, flat, strict=True)
 
     def iterations(self, tokens: int) -> int:
         """Decode iterations after the prefill until a row has `tokens` tokens."""
@@ -213,17 +206,14 @@ class SegmentedLaw(BatchLaw):
         if key not in self._tables:
             iterations = self.iterations(steps)
             sizes = np.arange(max_batch_size + 1)
-            prefill = by_size(self.prefill, sizes)
-            decode = by_size(self.decode, sizes)
-            table = np.empty((3, max_batch_size + 1))
-            prefill[0] += self.batch_s
-            table[0] = prefill[0] + iterations * (decode[0] + decode[1] * (iterations + 1) * 0.5)
-            table[1] = prefill[1] + iterations * decode[1]
-            table[2] = prefill[2]
+            fixed, slope, square, _ = by_size(self.prefill, sizes)
+            step_fixed, step_slope, _, step_flat = by_size(self.decode, sizes)
+            fixed += self.batch_s
+            rising = fixed + iterations * (step_fixed + step_slope * (iterations + 1) * 0.5)
+            rows = [rising, slope + iterations * step_slope, square]
             if self._has_flat:
-                flat = prefill[:2].copy()
-                flat[0] += iterations * decode[3]
-                table = np.concatenate([table, flat])
+                rows += [fixed + iterations * step_flat, slope]
+            table = np.array(rows)
             if len(self._tables) >= TABLES_KEPT:
                 self._tables.clear()
             table.flags.writeable = False
@@ -300,10 +290,6 @@ class OverlappingRounds(BatchLaw):
     padded: bool = False
     round_s: float = 0.0
 
-    def prefill_s(self, batch_size: int, input_length: float) -> float:
-        """Seconds that prompts of `input_length` tokens take, [batch_size] at once."""
-        return self.pass_s(batch_size, 0.0, input_length)
-
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of chunks from `start` to `end` tokens, [batch_size] at once."""
         new = end - start
@@ -319,23 +305,10 @@ class OverlappingRounds(BatchLaw):
         """Seconds of `steps` decode steps of rows that have `input_length` tokens before them."""
         if steps <= 0:
             return 0.0
-        cached = batch_size * (input_length + 1)
-        first = StepShape(batch_size, round(cached))
-        first_s = self.law.gpu_s(first)
+        first = StepShape(batch_size, round(batch_size * (input_length + 1)))
         growth_s = self.law.growth_s(first)  # of each step over the one before
-        launch_s = self.law.launch_s(first)
-        by_launch = 0  # steps that take as long as their launch
-        if first_s < launch_s:
-            by_launch = steps
-            if growth_s > 0.0:
-                by_launch = min(math.ceil((launch_s - first_s) / growth_s), steps)
-        by_gpu = steps - by_launch
-        gpu_s = first_s + growth_s * (by_launch + 0.5 * (by_gpu - 1))
-        return by_launch * launch_s + by_gpu * gpu_s
-
-    def leave_s(self, length: float) -> float:
-        """0: a row that leaves costs nothing."""
-        return 0.0
+        before_s = self.law.gpu_s(first) - growth_s
+        return steps_s(self.law.launch_s(first), before_s, growth_s, steps)
 
     def times(self, factor: float) -> OverlappingRounds:
         """Return the law of passes that take `factor` times as long."""

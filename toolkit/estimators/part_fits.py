@@ -1,4 +1,4 @@
-"""Fits of memory, of rounds, of the link to host memory, and of a paged engine's passes.
+"""Fits of memory, of rounds, of the link to host memory, and of a paged engine's passes and front.
 
 In this order:
 
@@ -9,7 +9,8 @@ In this order:
   activations, which take memory in proportion to N * L.
 - `fit_rounds` and `fit_swap`: measured rounds to the law of their parts, the overhead of dispatch
   and of other busy workers, the memory usable in rounds, and the link to host memory.
-- `fit_steps`: measured forward passes to the law of a pass.
+- `fit_steps`: measured forward passes to the law of a pass; `fit_front`: requests to the delay of
+  the engine's front.
 
 Forms of a law compete on held-out error, the fewest terms first: a term that the data do not show
 is left out.
@@ -18,7 +19,8 @@ is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -33,7 +35,6 @@ from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.errors import InputError
 from toolkit.estimators import forms, pipeline_fit
 from toolkit.estimators.forms import Floats, Rows
-from toolkit.estimators.front import fit_front
 from toolkit.estimators.laws import SegmentedLaw, law_of_parts
 from toolkit.files.fit import (
     BatchRule,
@@ -46,12 +47,14 @@ from toolkit.files.fit import (
 )
 from toolkit.files.profile import (
     EngineFacts,
+    FrontPoint,
     MemoryPoint,
     Profile,
     RoundPoint,
     RoundsProfile,
     StepPoint,
     StepsProfile,
+    TrafficFront,
 )
 from toolkit.laws.features import StepShape
 from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
@@ -227,15 +230,7 @@ def _fit_round_overhead(measured: RoundsProfile, law: SegmentedLaw, seed: int) -
         )
     if min(pair.min() for pair in times) <= 0.0:
         raise InputError("rounds: a round took no time", MEASURE_AGAIN)
-
-    def predict(seen: Rows, rows: Rows) -> Floats:
-        batch_s, stretch = _line([times[k] for k in seen])
-        return np.array([batch_s * times[k].shape[1] + stretch * times[k][0].sum() for k in rows])
-
-    totals = np.array([seconds.sum() for _, seconds in times])
-    error = forms.percent_error(forms.predict_held_out(len(times), predict, seed), totals)
-    batch_s, stretch = _line(times)
-    return OverheadFit(batch_s=batch_s, stretch=stretch, error=error)
+    return forms.fit_overhead(times, _raised_line, seed)
 
 
 def _times_by_sequence(measured: RoundsProfile, law: SegmentedLaw) -> list[Floats]:
@@ -257,11 +252,10 @@ def _times_by_sequence(measured: RoundsProfile, law: SegmentedLaw) -> list[Float
     ]
 
 
-def _line(times: Sequence[Floats]) -> tuple[float, float]:
+def _raised_line(expected: Floats, seconds: Floats) -> tuple[float, float]:
     """batch_s and stretch: the line through typical rounds, raised to the mean (as in `typical`),
     which is what serving pays.
     """
-    expected, seconds = np.concatenate(times, axis=1)
     batch_s, stretch = forms.fit_line(expected, seconds)
     line = batch_s + stretch * expected
     raised = float(np.minimum(seconds, forms.TYPICAL_MAX * line).sum() / line.sum())
@@ -283,20 +277,17 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PassLaw:
     if seconds.min() <= PART_SECONDS_MIN:
         return PassLaw({}, error=NO_ERROR)
     tokens = "token" if name == "join" else "cached"
+    tried = [
+        PassLaw(dict.fromkeys(terms.replace("tokens", tokens).split(), 0.0)) for terms in PARTS
+    ]
     shapes = []
     for point in points:
         # A move of the cache affects all rows. A join or a leave affects only its own rows.
         rows = point.rows + (point.others if name == "grow" else 0)
         both = rows, rows * point.length
         shapes.append(StepShape(0, 0, *both) if name == "join" else StepShape(*both))
-    tried = [
-        PassLaw(dict.fromkeys(terms.replace("tokens", tokens).split(), 0.0)) for terms in PARTS
-    ]
-    columns = [np.array(law.columns(shapes)) for law in tried]
-    predicted = [_held_out(one, seconds, None, seed) for one in columns]
-    kept = forms.choose(predicted, seconds)
-    law = tried[kept].with_values(forms.solve_relative(columns[kept], seconds).tolist())
-    return replace(law, error=forms.percent_error(predicted[kept], seconds))
+    law, _ = best_law(tried, StepPasses(shapes, seconds), seed, forms.solve_relative)
+    return law
 
 
 def fit_swap(
@@ -313,33 +304,23 @@ def fit_swap(
     seconds = np.array([forms.typical(point.seconds) for point in points])
     if seconds.min() <= 0.0:
         return None
-    rows = np.array([float(point.rows) for point in points])
-    sizes = np.array([float(point.rows * point.length * bytes_per_token) for point in points])
-    out = np.array([point.part == "swap_out" for point in points])
-    columns = np.stack([rows, sizes * out, sizes * ~out], axis=1)
-    error = forms.percent_error(_held_out(columns, seconds, None, seed), seconds)
-    latency_s, out_s, in_s = forms.solve_relative(columns, seconds).tolist()
+    shapes = [  # out: cached tokens of decodes; in: cached tokens before chunks
+        StepShape(point.rows, point.rows * point.length)
+        if point.part == "swap_out"
+        else StepShape(0, 0, point.rows, prefill_cached=point.rows * point.length)
+        for point in points
+    ]
+    form = PassLaw({"row": 0.0, "cached": 0.0, "behind": 0.0})
+    law, _ = best_law([form], StepPasses(shapes, seconds), seed, forms.solve_relative)
+    out_s, in_s = (law.terms[name] / bytes_per_token for name in ("cached", "behind"))
     return SwapFit(
-        latency_s=latency_s,
+        latency_s=law.terms["row"],
         out_bytes_per_s=1.0 / max(out_s, 1.0 / BYTES_PER_S_MAX),
         in_bytes_per_s=1.0 / max(in_s, 1.0 / BYTES_PER_S_MAX),
         host_bytes=measured.host_bytes,
         overlaps=overlaps,
-        error=error,
+        error=law.error,
     )
-
-
-def _held_out(columns: Floats, seconds: Floats, root_weight: Floats | None, seed: int) -> Floats:
-    """Held-out predictions [n] of `solve_relative`, or of `solve_passes` with `root_weight`."""
-
-    def predict(seen: Rows, rows: Rows) -> Floats:
-        if root_weight is None:
-            coefficients = forms.solve_relative(columns[seen], seconds[seen])
-        else:
-            coefficients = forms.solve_passes(columns[seen], seconds[seen], root_weight[seen])
-        return np.asarray(columns[rows] @ coefficients, dtype=np.float64)
-
-    return forms.predict_held_out(len(seconds), predict, seed)
 
 
 PASSES_MIN = 40
@@ -358,18 +339,49 @@ READS_APART = ("cached_alone", "cached_beside")
 
 @dataclass(frozen=True, slots=True)
 class StepPasses:
-    """Measured points of passes, [n]: compositions, typical seconds, and roots of weights."""
+    """Measured points of passes, [n]: compositions, typical seconds, and roots of weights; None:
+    all weigh the same.
+    """
 
     shapes: Sequence[StepShape]
     seconds: Floats
-    root_weight: Floats
+    root_weight: Floats | None = None
 
     @classmethod
     def of(cls, points: Sequence[StepPoint]) -> StepPasses:
         """Return the points, each with the weight of its samples that count."""
         counted = np.array([min(len(one.seconds), forms.SAMPLES_COUNTED_MAX) for one in points])
         seconds = np.array([forms.typical(point.seconds) for point in points])
-        return cls([shape_of(point) for point in points], seconds, np.sqrt(counted))
+        return cls([pipeline_fit.shape_of(point) for point in points], seconds, np.sqrt(counted))
+
+
+Solve = Callable[[Floats, Floats, Floats], Floats]  # such as `forms.solve_passes`
+
+
+def best_law(
+    tried: Sequence[PassLaw], passes: StepPasses, seed: int, solve: Solve = forms.solve_passes
+) -> tuple[PassLaw, list[Candidate]]:
+    """Return the form with the least held-out error, the simplest first, fitted to all passes; and
+    all forms that were tried.
+    """
+    seconds = passes.seconds
+    root = np.ones(len(seconds)) if passes.root_weight is None else passes.root_weight
+    columns = [np.array(form.columns(passes.shapes)) for form in tried]
+
+    def held_out_s(counted: Floats) -> Floats:
+        def predict(seen: Rows, rows: Rows) -> Floats:
+            return counted[rows] @ solve(counted[seen], seconds[seen], root[seen])
+
+        return forms.predict_held_out(len(seconds), predict, seed)
+
+    predicted = [held_out_s(one) for one in columns]
+    candidates = [
+        Candidate(form=form.form, error=forms.percent_error(prediction, seconds))
+        for form, prediction in zip(tried, predicted, strict=True)
+    ]
+    kept = forms.choose(predicted, seconds)
+    law = tried[kept].with_values(solve(columns[kept], seconds, root).tolist())
+    return replace(law, error=candidates[kept].error), candidates
 
 
 def form_of(measured: StepsProfile, knots: tuple[int, ...], reads: tuple[str, ...]) -> PassLaw:
@@ -498,24 +510,14 @@ def fit_single(
         for count in range(KNOTS_MAX + 1)
         for knots in combinations(places, count)
     ]
-    columns = [np.array(form.columns(passes.shapes)) for form in tried]
-    given = passes.seconds, passes.root_weight, seed
-    predicted = [_held_out(one, *given) for one in columns]
-    best = forms.choose(predicted, passes.seconds)
-    tried.append(form_of(measured, tried[best].knots, READS_APART))
-    columns.append(np.array(tried[-1].columns(passes.shapes)))
-    predicted.append(_held_out(columns[-1], *given))
-    if forms.choose([predicted[best], predicted[-1]], passes.seconds):
-        best = len(tried) - 1
-    candidates = [
-        Candidate(form=form.form, error=forms.percent_error(prediction, passes.seconds))
-        for form, prediction in zip(tried, predicted, strict=True)
-    ]
-    values = forms.solve_passes(columns[best], passes.seconds, passes.root_weight)
-    law = tried[best].with_values(values.tolist())
-    std = forms.standard_deviations(columns[best], passes.seconds, columns[best] @ values)
+    best, candidates = best_law(tried, passes, seed)
+    apart = form_of(measured, best.knots, READS_APART)
+    law, both = best_law([form_of(measured, best.knots, READS), apart], passes, seed)
+    columns = np.array(law.columns(passes.shapes))
+    values = np.array([*law.terms.values(), *law.token_s])
+    std = forms.standard_deviations(columns, passes.seconds, columns @ values)
     known = {name: s for name, s in zip(law.names, std.tolist(), strict=True) if s < math.inf}
-    return replace(law, error=candidates[best].error, std=known), candidates
+    return replace(law, std=known), [*candidates, both[-1]]
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:
@@ -530,21 +532,6 @@ def _check_passes(points: Sequence[StepPoint]) -> None:
         )
     if any(not point.seconds or min(point.seconds) <= 0.0 for point in points):
         raise InputError("steps: a pass took no time", MEASURE_AGAIN)
-
-
-def shape_of(point: StepPoint) -> StepShape:
-    """The composition of a measured pass."""
-    return StepShape(
-        point.decodes,
-        round(point.decode_cached),
-        point.prefills,
-        point.prefill_tokens,
-        point.prefill_attended,
-        point.prefill_cached,
-        round(point.decode_inside),
-        point.prefill_inside,
-        draft_tokens=point.draft_tokens,
-    )
 
 
 def point_of(shape: StepShape, seconds: float) -> StepPoint:
@@ -563,3 +550,60 @@ def _fit_host(points: Sequence[StepPoint], longest: float) -> tuple[float, float
     rows = np.array([float(point.decodes + point.prefills) for point in points])
     gaps_s = [forms.typical(point.host_s) for point in points]
     return forms.line_in_rows(rows, np.minimum(gaps_s, longest * np.median(gaps_s)))
+
+
+# How much a longer time counts: so many times the median of the times of as many rows, or the line.
+OUTLIER = 3.0
+FRONT_ROUNDS = 8  # of fitting and clipping
+LEAST_ERROR_S = 1e-3  # of a request's time in the front: scheduling of the machine's processes
+TRAFFIC_MIN = 20  # requests; fewer show nothing of a mean
+
+
+def fit_front(measured: StepsProfile) -> tuple[float, float]:
+    """The seconds that the front (HTTP, tokenizing, streams of tokens to clients) adds to a request
+    alone, and for each row that runs: the tokens of a pass reach the one process of the front
+    together, and it passes them on one by one.
+
+    Where passes overlap it is of requests in traffic, at loads that the engine keeps up with, and
+    of requests alone. Traffic of other engines goes up to what they can serve and beyond, where
+    requests wait for reasons of overload: there the constant is of requests alone, and the slope of
+    the way back of several at once.
+    """
+    alone = [point.seconds for point in measured.front if point.rows == 1]
+    if measured.async_scheduling and len(measured.front_in_traffic) >= TRAFFIC_MIN:
+        return _in_traffic(measured.front_in_traffic, alone)
+    several = [point for point in measured.front if point.rows > 1]
+    constant_s = forms.typical(alone) if alone else 0.0
+    row_s = _slope(several) if alone and several else 0.0
+    return constant_s, row_s
+
+
+def _in_traffic(points: Sequence[TrafficFront], alone: Sequence[float]) -> tuple[float, float]:
+    """The line through all requests, those alone as rows of one.
+
+    A time on the way in is uncertain by the time between two schedules, evenly within half of it on
+    either side, and weighs accordingly.
+    """
+    rows = np.array([*(float(point.rows) for point in points), *np.ones(len(alone))])
+    seconds = np.array([*(point.in_s + point.out_s for point in points), *alone])
+    uncertain_s = np.array([*(point.scheduled_s for point in points), *np.zeros(len(alone))])
+    weight = 1.0 / np.sqrt(LEAST_ERROR_S**2 + uncertain_s**2 / 12)
+    counted = seconds
+    for _ in range(FRONT_ROUNDS):
+        constant_s, row_s = forms.line_in_rows(rows, counted, weight)
+        line = constant_s + row_s * rows
+        counted = np.minimum(seconds, OUTLIER * line + uncertain_s / 2)
+    return constant_s, row_s
+
+
+def _slope(points: Sequence[FrontPoint]) -> float:
+    """Seconds per row of several requests at once. Another program may have used the machine, so a
+    time counts at most three times the median of the times of as many rows.
+    """
+    of_rows: defaultdict[int, list[float]] = defaultdict(list)
+    for point in points:
+        of_rows[point.rows].append(point.seconds)
+    rows = np.repeat(list(of_rows), [len(times) for times in of_rows.values()])
+    times_s = [np.minimum(times, OUTLIER * np.median(times)) for times in of_rows.values()]
+    _, row_s = forms.line_in_rows(rows.astype(float), np.concatenate(times_s))
+    return row_s

@@ -25,13 +25,20 @@ from toolkit.files.profile import StepPoint, StepsProfile
 from toolkit.laws.features import (
     ALONE,
     ARITHMETIC,
+    CACHED,
+    CHUNKS,
     EAGER,
+    EXPERTS,
     FEATURES,
     GRAPH,
     LEAST,
     MIXED,
     NUMBERS,
     PIECEWISE,
+    ROWS,
+    TOKENS,
+    StepShape,
+    number_of,
     touched_experts,
 )
 from toolkit.laws.passes import GraphSettings, PassLaw
@@ -71,13 +78,28 @@ FIRST_GUESS = {
 EXPERTS_GUESS = {"expert_alone": 0.0, "expert_least": 0.0}
 
 
+def shape_of(point: StepPoint) -> StepShape:
+    """The composition of a measured pass."""
+    return StepShape(
+        point.decodes,
+        round(point.decode_cached),
+        point.prefills,
+        point.prefill_tokens,
+        point.prefill_attended,
+        point.prefill_cached,
+        round(point.decode_inside),
+        point.prefill_inside,
+        draft_tokens=point.draft_tokens,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PassColumns:
     """The passes of a profile in order, as columns [n].
 
     Attributes:
-        numbers: of each pass, by name as in `NUMBERS`; tokens are padded where a graph computes
-            them.
+        numbers: of each pass, [k, n] in the order of `NUMBERS`; tokens are padded where a graph
+            computes them.
         seconds: from the end of the pass before (from idle: from scheduling) to the pass's tokens.
         launches: seconds of its launch; 0: not known.
         launch: GRAPH, PIECEWISE or EAGER.
@@ -88,7 +110,7 @@ class PassColumns:
     """
 
     graphs: GraphSettings
-    numbers: dict[str, Floats]
+    numbers: Floats
     seconds: Floats
     launches: Floats
     launch: NDArray[np.int_]
@@ -105,48 +127,33 @@ class PassColumns:
         counts = np.array([len(point.seconds) for point in points])
         number = np.repeat(np.arange(len(points)), counts)
         place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-        rows = []
-        launch_of = []
-        seconds = []
-        launches = []
-        for point in points:
-            count = len(point.seconds)
-            verified = point.decodes + point.draft_tokens
-            launch = graphs.launch_of(verified, point.prefills, point.prefill_tokens)
-            tokens = verified + point.prefill_tokens
-            touched = touched_experts(tokens, *experts) if experts[0] else 0.0
-            if launch != EAGER:
-                tokens = graphs.padded(tokens)
-            weight = min(count, forms.SAMPLES_COUNTED_MAX) / count
-            read = point.decode_cached, point.prefill_attended
-            rows.append((point.decodes, point.prefills, tokens, touched, *read, weight**0.5))
-            launch_of.append(launch)
-            seconds += point.seconds
-            launches += point.launch_s or [0.0] * count
-        columns = np.array(rows, dtype=float)[number].T
+        launch = []
+        of_points = []
+        for shape in map(shape_of, points):
+            how = graphs.launch_of(shape)
+            tokens = shape.tokens if how == EAGER else graphs.padded(shape.tokens)
+            touched = touched_experts(shape.tokens, *experts) if experts[0] else 0.0
+            launch.append(how)
+            of_points.append([number_of(k, shape, tokens, touched) for k in range(len(NUMBERS))])
+        numbers = np.array(of_points)[number].T
         # A point of decodes has the mean of its passes.
-        from_mean = np.where(columns[1] > 0, 0.0, place - (counts[number] - 1) / 2)
+        from_mean = np.where(numbers[CHUNKS] > 0, 0.0, place - (counts[number] - 1) / 2)
+        cached = np.array([point.decode_cached for point in points])[number]
+        numbers[CACHED] = cached + from_mean * (numbers[ROWS] - numbers[CHUNKS])
         idle = (place == 0) & np.array([point.idle for point in points])[number]
         idle[0] = True
-        decodes, chunks, padded, of_experts, cached, attended, root_weight = columns
-        numbers = {
-            "one": np.ones(len(number)),
-            "rows": decodes + chunks,
-            "chunks": chunks,
-            "tokens": padded,
-            "experts": of_experts,
-            "cached": cached + from_mean * decodes,
-            "attended": attended,
-        }
+        weights = [min(count, forms.SAMPLES_COUNTED_MAX) / count for count in counts.tolist()]
+        unknown = [[0.0] * count for count in counts.tolist()]
+        known = [one.launch_s or none for one, none in zip(points, unknown, strict=True)]
         return cls(
             graphs=graphs,
             numbers=numbers,
-            seconds=np.array(seconds),
-            launches=np.array(launches),
-            launch=np.array(launch_of)[number],
+            seconds=np.concatenate([point.seconds for point in points]),
+            launches=np.concatenate(known),
+            launch=np.array(launch)[number],
             idle=idle,
             point=number,
-            root_weight=root_weight,
+            root_weight=np.array([weight**0.5 for weight in weights])[number],
             experts=experts,
         )
 
@@ -155,7 +162,7 @@ class PassColumns:
 
     def columns(self, terms: Sequence[str]) -> Floats:
         """Return what each of the terms counts in each pass [n, k]."""
-        return np.stack([self.numbers[NUMBERS[FEATURES[term].number]] for term in terms], axis=1)
+        return np.stack([self.numbers[FEATURES[term].number] for term in terms], axis=1)
 
     def part_s(self, law: PassLaw, part: int) -> Floats:
         """Return the seconds of the terms of one part [n], as if it applied to all passes."""
@@ -167,7 +174,7 @@ class PassColumns:
         """Return the seconds of each pass on the GPU."""
         mixed = np.maximum(self.part_s(law, LEAST), self.part_s(law, ARITHMETIC))
         mixed = mixed + self.part_s(law, MIXED)
-        return np.where(self.numbers["chunks"] > 0, mixed, self.part_s(law, ALONE))
+        return np.where(self.numbers[CHUNKS] > 0, mixed, self.part_s(law, ALONE))
 
     def launch_s(self, law: PassLaw) -> Floats:
         """Return the seconds of each launch by the law."""
@@ -242,11 +249,6 @@ def timeline(passes: PassColumns, law: PassLaw, *, measured: bool) -> PassTimeli
     return PassTimeline(took_s, for_launch, gpu_s)
 
 
-def predicted_s(passes: PassColumns, law: PassLaw) -> Floats:
-    """Seconds of each pass [n] by the law alone."""
-    return timeline(passes, law, measured=False).took_s
-
-
 def fit_law(passes: PassColumns, seen: Flags | None = None) -> PassLaw:
     """Return the law that the passes show, of which the fit may use those that are `seen` [n].
 
@@ -294,8 +296,8 @@ def _with_work(law: PassLaw, passes: PassColumns, found: PassTimeline, seen: Fla
     """The law with the GPU's times from passes that did not wait for a launch."""
     shows = ~found.for_launch & ~passes.idle & seen & (found.gpu_s > GPU_MIN_S)
     root_weight = passes.root_weight
-    mixed = passes.numbers["chunks"] > 0
-    short = mixed & (passes.numbers["tokens"] <= SHORT_TOKENS)
+    mixed = passes.numbers[CHUNKS] > 0
+    short = mixed & (passes.numbers[TOKENS] <= SHORT_TOKENS)
     terms = ["pass_alone", "token_alone", "cached_alone"]
     if passes.experts[0]:
         terms.append("expert_alone")
@@ -309,7 +311,7 @@ def _with_work(law: PassLaw, passes: PassColumns, found: PassTimeline, seen: Fla
         # Launches hide the least time of short passes; it reads the weights, as decodes do.
         return law.with_terms({"pass_least": law.terms["pass_alone"], "token_least": 0.0})
     least_s = passes.part_s(law, LEAST)
-    experts_s = law.terms.get("expert_least", 0.0) * passes.numbers["experts"]
+    experts_s = law.terms.get("expert_least", 0.0) * passes.numbers[EXPERTS]
     rest_s = found.gpu_s - passes.part_s(law, MIXED) - experts_s
     its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= passes.part_s(law, ARITHMETIC))
     terms = ["pass_least", "token_least"]
@@ -361,7 +363,8 @@ def held_out_s(passes: PassColumns, seed: int) -> Floats:
     part = np.random.default_rng(seed).permutation(passes.point[-1] + 1) % forms.HELD_OUT_PARTS
     for number in range(forms.HELD_OUT_PARTS):
         unseen = part[passes.point] == number
-        predicted[unseen] = predicted_s(passes, fit_law(passes, ~unseen))[unseen]
+        by_law = timeline(passes, fit_law(passes, ~unseen), measured=False)
+        predicted[unseen] = by_law.took_s[unseen]
     return np.bincount(passes.point, predicted) / np.bincount(passes.point)
 
 

@@ -78,8 +78,16 @@ LAUNCHES: Final[dict[str, tuple[int, int]]] = {
 UNLIMITED: Final = 1 << 53
 
 
+class Stored:
+    """A law or a part of one, which files hold as a mapping of its fields."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return stored_schema(cls, handler, FIELD_TYPES)
+
+
 @dataclass(frozen=True)
-class HeldOutError:
+class HeldOutError(Stored):
     """Absolute percentage errors on points that the fit did not see."""
 
     median_percent: float
@@ -87,13 +95,9 @@ class HeldOutError:
     worst_percent: float
     points: int
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return stored_schema(HeldOutError, handler, {})
-
 
 @dataclass(frozen=True)
-class PassRange:
+class PassRange(Stored):
     """Where a law was measured; use outside is extrapolation. What is not given has no bound.
 
     Attributes:
@@ -139,13 +143,9 @@ class PassRange:
         given = [f"{most:,} {what}" for most, what in bounds if most < UNLIMITED]
         return f"up to {', '.join(given)}" if given else "anywhere"
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return stored_schema(PassRange, handler, {})
-
 
 @dataclass(frozen=True)
-class GraphSettings:
+class GraphSettings(Stored):
     """What a server says of its CUDA graphs.
 
     Attributes:
@@ -165,24 +165,18 @@ class GraphSettings:
         if list(self.sizes) != sorted(set(self.sizes)):
             raise InputError(f"the sizes of CUDA graphs {list(self.sizes)} must ascend")
 
-    def launch_of(self, verified: int, chunks: int, chunk_tokens: int) -> int:
-        """GRAPH, PIECEWISE or EAGER: how a pass with so many tokens of decodes, their drafts among
-        these, and such chunks is launched.
-        """
-        tokens = verified + chunk_tokens
+    def launch_of(self, shape: StepShape) -> int:
+        """GRAPH, PIECEWISE or EAGER: how a pass is launched."""
+        tokens = shape.decodes + shape.draft_tokens + shape.prefill_tokens
         if not self.sizes or tokens > self.sizes[-1]:
             return EAGER
         alone, mixed = LAUNCHES[self.mode]
-        return mixed if chunks else alone
+        return mixed if shape.prefills else alone
 
     def padded(self, tokens: int) -> int:
         """The tokens of the smallest graph for so many tokens; without one, as many."""
         place = bisect_left(self.sizes, tokens)
         return self.sizes[place] if place < len(self.sizes) else tokens
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return stored_schema(GraphSettings, handler, {"sizes": tuple[int, ...]})
 
 
 class Term:
@@ -236,7 +230,7 @@ class TermSum:
 
 
 @dataclass(frozen=True)
-class PassLaw:
+class PassLaw(Stored):
     """Seconds of a forward pass by its shape: as it is fitted, stored in fit.json, and evaluated.
 
     Attributes:
@@ -408,8 +402,7 @@ class PassLaw:
         """Return how the pass is launched: GRAPH, PIECEWISE or EAGER."""
         graphs = self.graphs
         assert graphs is not None
-        verified = shape.decodes + shape.draft_tokens
-        return graphs.launch_of(verified, shape.prefills, shape.prefill_tokens)
+        return graphs.launch_of(shape)
 
     def launch_s(self, shape: StepShape) -> float:
         """Return the seconds on the CPU from scheduling the pass to its last kernel launched, on
@@ -536,16 +529,16 @@ class PassLaw:
         terms = dict(zip(self.terms, values[:count], strict=True))
         return replace(self, terms=terms, token_s=tuple(values[count:]))
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        types: dict[str, Any] = {
-            "terms": dict[str, float],
-            "token_s": tuple[float, ...],
-            "knots": tuple[int, ...],
-            "graphs": GraphSettings,
-            "spread": tuple[float, ...],
-            "valid": PassRange,
-            "error": HeldOutError,
-            "std": dict[str, float],
-        }
-        return stored_schema(PassLaw, handler, types)
+
+# of fields of what files hold, by their names, where they are no plain numbers or text
+FIELD_TYPES: dict[str, Any] = {
+    "terms": dict[str, float],
+    "token_s": tuple[float, ...],
+    "knots": tuple[int, ...],
+    "graphs": GraphSettings,
+    "sizes": tuple[int, ...],
+    "spread": tuple[float, ...],
+    "valid": PassRange,
+    "error": HeldOutError,
+    "std": dict[str, float],
+}

@@ -35,8 +35,8 @@ from toolkit.estimators.part_fits import (
     fit_single,
     fit_steps,
     form_of,
-    shape_of,
 )
+from toolkit.estimators.pipeline_fit import shape_of
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
