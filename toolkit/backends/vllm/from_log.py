@@ -36,7 +36,6 @@ from toolkit.estimators.part_fits import (
     fit_steps,
     form_of,
 )
-from toolkit.estimators.pipeline_fit import shape_of
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
@@ -132,12 +131,12 @@ def steps_of_log(recipe: Recipe, history: PassHistory) -> StepsProfile:
 
 def coverage(law: PassLaw, steps: StepsProfile, passes: int, seed: int = 0) -> Coverage:
     """Which terms the points identify: those of a single pass, also where `law` overlaps them."""
-    single = law if law.graphs is None else fit_single(steps, StepPasses.of(steps.points), seed)[0]
+    passed = StepPasses.of(steps.points)
+    single = law if law.graphs is None else fit_single(steps, passed, seed)[0]
     form = form_of(steps, single.knots, READS_APART)
-    shapes = [shape_of(point) for point in steps.points]
-    columns = np.array(form.columns(shapes))
+    columns = np.array(form.columns(passed.shapes))
     seconds = np.array([float(np.mean(point.seconds)) for point in steps.points])
-    predicted = np.array([law.forward_s(shape) for shape in shapes])
+    predicted = np.array([law.forward_s(shape) for shape in passed.shapes])
     std = forms.standard_deviations(columns, seconds, predicted)
     unsure = []
     absent = []
