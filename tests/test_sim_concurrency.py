@@ -19,7 +19,6 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
-from toolkit.sim.worker import FrontDelay
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -90,7 +89,7 @@ def test_without_a_router_engines_get_requests_in_turn() -> None:
 def test_the_next_starts_when_the_client_has_seen_the_last_token(
     policy: str, front_s: float
 ) -> None:
-    there = replace(world(2), front=FrontDelay(front_s, 2 * front_s))
+    there = replace(world(2), front_s=2 * front_s)
     result = simulate(some(limit=30), make_policy(policy, {}), at_once(there, 5))
     check(result, 5, delay_s=2 * front_s)
 

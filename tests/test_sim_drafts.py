@@ -107,7 +107,6 @@ def test_draws_have_the_rates_of_the_positions() -> None:
     drawn = [drafts.accepted(0, k) for k in range(DRAWS // 10)]
     for position, rate in enumerate(drafts.rates):
         assert sum(one > position for one in drawn) / len(drawn) == pytest.approx(rate, abs=0.01)
-    assert drafts.length == pytest.approx(2.4)
 
 
 def test_a_length_of_other_drafts_gives_each_draft_the_same_probability() -> None:

@@ -3,13 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import samples
 
-from toolkit.errors import InputError
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import simulate
-from toolkit.sim.worker import FrontDelay
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Trace
 
@@ -20,14 +17,8 @@ def test_the_front_s_delay_changes_no_decision():
     world = world_from_fit(samples.fit(), workers=1, max_new_tokens=64)
     policy = make_policy("past-future", {})
     bare, behind = (
-        simulate(trace, policy, replace(world, front=delay))
-        for delay in (FrontDelay(), FrontDelay(0.25, 0.5))
+        simulate(trace, policy, replace(world, front_s=delay_s)) for delay_s in (0.0, 0.25)
     )
     assert behind.served.first_token_s.tolist() == (bare.served.first_token_s + 0.25).tolist()
-    assert behind.served.finish_s.tolist() == (bare.served.finish_s + 0.5).tolist()
+    assert behind.served.finish_s.tolist() == (bare.served.finish_s + 0.25).tolist()
     assert behind.counters == bare.counters
-
-
-def test_an_impossible_delay_is_refused():
-    with pytest.raises(InputError, match=r"-0\.001.*0\.0"):
-        FrontDelay(first_s=-0.001)

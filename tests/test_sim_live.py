@@ -6,15 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from paged import FLAT
+from paged import FLAT, trace_of, world
 
 from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.types import Request
-from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged_engine import PagedEngine, Reuse
-from toolkit.sim.replicas import serve
+from toolkit.sim.api import simulate
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.vllm import PagedRow, VllmScheduler
 
 DATA = Path(__file__).parent / "data" / "vllm-0.32.0-live.json"
@@ -93,9 +91,9 @@ def test_rows_that_miss_a_pass_get_their_tokens_later_and_their_gaps_are_longer(
     blocks = draw.choice([40, 200])
     expected = token_times(flags, rows, blocks)
     assert [len(times) for times in expected] == [output for _, output in rows]
-    requests = [Request(str(k), 0.0, prompt, output) for k, (prompt, output) in enumerate(rows)]
-    ledger = Ledger([0.0] * len(rows), [output for _, output in rows], 1)
-    serve(requests, flags, PagedEngine(FLAT, blocks, 4), ledger, Reuse())
-    found = [(one.first_token_s, one.last_token_s, one.max_gap_s) for one in ledger.outcomes]
+    trace = trace_of([(0.0, prompt, output) for prompt, output in rows])
+    served = simulate(trace, flags, world(PagedEngine(FLAT, blocks, 4))).served
+    times = (served.first_token_s, served.finish_s, served.max_gap_s)
+    found = list(zip(*(column.tolist() for column in times), strict=True))
     gaps = [max((b - a for a, b in pairwise(times)), default=0) for times in expected]
     assert found == [(times[0], times[-1], gap) for times, gap in zip(expected, gaps, strict=True)]

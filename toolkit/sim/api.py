@@ -23,19 +23,17 @@ from toolkit.metrics import (
     sla_ratios,
     summarize,
 )
-from toolkit.routing.routers import RoundRobinRouter
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
-from toolkit.sim.arrivals import DueRequests
+from toolkit.sim.arrivals import arrivals_of
 from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
-from toolkit.sim.paged_engine import Reuse
-from toolkit.sim.replicas import Routing, serve
+from toolkit.sim.replicas import serve
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import SliceWorker
 from toolkit.sim.world import World, caches_of
@@ -106,7 +104,8 @@ def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
 
 def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     if isinstance(policy, VllmPolicy):
-        usable = world.engine_of(policy).capacity_tokens
+        engine = world.engine_of(policy)
+        usable = engine.capacity_tokens
     else:
         world = world.under(policy)
         usable = world.memory.usable_tokens
@@ -119,41 +118,15 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     check()
     gaps = TokenGaps() if world.token_gaps else None
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers, token_gaps=gaps)
+    front_s = world.front_s
     if isinstance(policy, VllmPolicy):
-        return _served_by_engines(requests, policy, world, ledger, trace)
-    assert not isinstance(policy, BuiltIn)
-    if world.routing is not None:
-        router = f"replica_router is '{world.routing.router.name}'"
-        what = "admission is 'targets'" if world.refuses else router
-        raise InputError(
-            f"{what}, and policy '{policy.name}' gives requests to workers itself",
-            f"leave it out, or simulate the policy '{VllmPolicy.name}'",
-        )
-    arrivals = _reuse(trace, world).arrivals(range(len(requests)), ledger.arrival_s)
-    refusals = _run(requests, policy, world, ledger, arrivals)
+        refusals = serve(requests, policy, engine, ledger, trace, world)
+        front_s = engine.seen_after_s(ledger.row_steps / max(ledger.decoding_steps, 1))
+    else:
+        assert not isinstance(policy, BuiltIn)
+        refusals = _run(requests, policy, world, ledger, trace)
     counts = counters(ledger, len(refusals), usable)
-    served = world.front.seen(ledger.served())
-    return SimResult(served, counts, refusals, front_s=world.front.first_s)
-
-
-def _reuse(trace: Trace, world: World) -> Reuse:
-    return Reuse(trace.shared, trace.sessions, world.closed_loop, world.concurrency)
-
-
-def _served_by_engines(
-    requests: Sequence[Request], policy: VllmPolicy, world: World, ledger: Ledger, trace: Trace
-) -> SimResult:
-    """Serve on engines with schedulers of their own: in turn, or behind a router."""
-    engine = world.engine_of(policy)
-    reuse = _reuse(trace, world)
-    routing = world.routing
-    # At a fixed concurrency several engines share one line of requests, so these are not dealt.
-    if routing is None and world.concurrency and world.workers > 1:
-        routing = Routing.of_front(RoundRobinRouter())
-    refusals = serve(requests, policy, engine, ledger, reuse, routing=routing, drain=world.drain)
-    usual = engine.front(ledger.row_steps / max(ledger.decoding_steps, 1))
-    counts = counters(ledger, len(refusals), engine.capacity_tokens)
-    return SimResult(usual.seen(ledger.served()), counts, refusals, front_s=usual.first_s)
+    return SimResult(ledger.served(front_s), counts, refusals, front_s=front_s)
 
 
 def _run(
@@ -161,16 +134,26 @@ def _run(
     policy: Policy,
     world: World,
     ledger: Ledger,
-    arrivals: DueRequests,
+    trace: Trace,
 ) -> list[Refusal]:
     """Serve under a policy of this project's scheduler; return the refused requests."""
+    if world.routing is not None:
+        router = f"replica_router is '{world.routing.router.name}'"
+        what = "admission is 'targets'" if world.refuses else router
+        raise InputError(
+            f"{what}, and policy '{policy.name}' gives requests to workers itself",
+            f"leave it out, or simulate the policy '{VllmPolicy.name}'",
+        )
+    arrivals = arrivals_of(
+        range(len(requests)), ledger.arrival_s, world.turns(trace), world.concurrency
+    )
     if policy.knows_lengths:
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
     clients = None
     if arrivals.follow:
-        clients = Clients(arrivals, requests, ledger.outcomes, world.front.last_s)
+        clients = Clients(arrivals, requests, ledger.outcomes, world.front_s)
     workers = virtual_workers(policy, world, ledger, requests)
     return run(scheduler, requests, workers, drain=world.drain, clients=clients)
 

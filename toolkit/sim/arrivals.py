@@ -1,7 +1,7 @@
 """When requests come: at the times of the trace, or in a closed loop after others have ended.
 
-All drivers of a simulation (`toolkit.sim.loop`, `toolkit.sim.paged_engine`, `toolkit.sim.replicas`)
-take requests from a `DueRequests`, and tell it of each end that a client will see. In a closed loop
+The clocks of a simulation (`toolkit.sim.loop`, `toolkit.sim.replicas`) take requests from a
+`DueRequests`, and tell it of each end that a client will see. In a closed loop
 of sessions, a turn comes when the turn before has ended and its client has thought about it. With
 `FixedConcurrency` the next request of the trace comes when any one ends, as in
 `vllm bench serve --max-concurrency`.
@@ -10,8 +10,10 @@ of sessions, a turn comes when the turn before has ended and its client has thou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from heapq import heappop, heappush
+
+from toolkit.traces.types import Sessions
 
 Later = tuple[int, float]  # a request's number, and its think time in seconds
 
@@ -37,11 +39,9 @@ class DueRequests:
         turns: Mapping[int, Sequence[Later]],
     ) -> None:
         self._arrival_s = arrival_s
-        self._first = sorted(first, key=lambda number: arrival_s[number])
+        self._first = sorted(first, key=lambda number: (arrival_s[number], number), reverse=True)
         self._turns = turns
-        self._taken = 0  # of `first`
         self._later: list[tuple[float, int]] = []  # a heap
-        self._later_is_next = False
         self.follow = bool(turns)
         self.left = len(first) + sum([len(after) for after in turns.values()])
         self.next_s = math.inf
@@ -49,12 +49,12 @@ class DueRequests:
 
     def take(self) -> int:
         """The number of the request that comes at `next_s`."""
-        if self._later_is_next:
+        first = self._first
+        if self._later and (not first or self._later[0] < (self._arrival_s[first[-1]], first[-1])):
             at_s, number = heappop(self._later)
             self._arrival_s[number] = at_s
         else:
-            number = self._first[self._taken]
-            self._taken += 1
+            number = first.pop()
         self.left -= 1
         self._look()
         return number
@@ -72,19 +72,10 @@ class DueRequests:
         self._look()
 
     def _look(self) -> None:
-        """Set what is next."""
-        number = -1
-        next_s = math.inf
-        if self._taken < len(self._first):
-            number = self._first[self._taken]
-            next_s = self._arrival_s[number]
-        self._later_is_next = False
-        if self._later:
-            later_s, later = self._later[0]
-            if later_s < next_s or (later_s == next_s and later < number):
-                self._later_is_next = True
-                next_s = later_s
-        self.next_s = next_s
+        """Set when the next request comes."""
+        self.next_s = self._arrival_s[self._first[-1]] if self._first else math.inf
+        if self._later and self._later[0][0] < self.next_s:
+            self.next_s = self._later[0][0]
 
 
 class FixedConcurrency(DueRequests):
@@ -127,3 +118,36 @@ class FixedConcurrency(DueRequests):
 
     def _look(self) -> None:
         self.next_s = self._places[0] if self.left and self._places else math.inf
+
+
+def arrivals_of(
+    numbers: Sequence[int],
+    arrival_s: list[float],
+    turns: Sessions | None,
+    concurrency: int,
+    refused: Container[int] = (),
+) -> DueRequests:
+    """Return when each of `numbers` comes; `arrival_s` has and gets the times of all requests.
+
+    Args:
+        turns: the sessions of a closed loop.
+        concurrency: requests at once; 0: not fixed. If it is, `numbers` are all requests.
+        refused: requests that do not come, except where others follow them.
+    """
+    if concurrency:
+        return FixedConcurrency(arrival_s, concurrency)
+    later: dict[int, list[Later]] = {}
+    follow: set[int] = set()
+    if turns is not None:
+        previous = turns.previous.tolist()
+        think_s = turns.think_s.tolist()
+        for number in numbers:
+            if previous[number] >= 0:
+                later.setdefault(previous[number], []).append((number, think_s[number]))
+                follow.add(number)
+    first = [
+        number
+        for number in numbers
+        if number not in follow and (number not in refused or number in later)
+    ]
+    return DueRequests(arrival_s, first, later)

@@ -14,7 +14,7 @@ as many evaluations as it has chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from toolkit.sched.prefills import PrefillChunk, PrefillChunks, PrefillGroup
 from toolkit.sched.types import NO_LIMIT, Failure, Job, Moves, Pass, PassResult
@@ -23,6 +23,9 @@ from toolkit.sim.ledger import Ledger, Outside
 
 if TYPE_CHECKING:
     from toolkit.sim.world import World
+
+
+NO_CHUNKS: Final[tuple[tuple[int, float], ...]] = ()
 
 
 class Stretch:
@@ -38,7 +41,7 @@ class Stretch:
 
     def __init__(
         self,
-        chunks: list[tuple[int, float]],
+        chunks: tuple[tuple[int, float], ...],
         begin_s: float,
         steps: int,
         end_s: float,
@@ -95,8 +98,9 @@ class ContinuousWorker(Decoding):
             if batch.moves is not None:
                 begun_s = self._move(batch.moves, begun_s)
         self._begun_s = self._prefilled_s = begun_s
-        self._in_chunks = bool((batch.chunk_tokens and jobs) or self._newcomers)
-        if self._in_chunks:
+        self._in_chunks = False
+        if (batch.chunk_tokens and jobs) or self._newcomers:
+            self._in_chunks = True
             self._begin_chunks(batch)
         elif jobs:
             self._prefilled_s += self._prefill(batch)
@@ -108,13 +112,31 @@ class ContinuousWorker(Decoding):
             self._ends.clear()
         elif len(self._ends) > len(self._resident):
             self._drop_stale_ends()
-        self._stretches = self._lay_out(batch, self._prefilled_s)
+        if self._in_chunks:
+            self._stretches = self._lay_out(batch, self._prefilled_s)
+        else:
+            self._stretches = [self._steps_of(batch)]
         self._end()
         return self._done_s
 
+    def _steps_of(self, batch: Pass) -> Stretch:
+        """Return the steps of a pass without chunks. Compiled, laying it out would take longer."""
+        rows = len(self._resident)
+        length = self._length()
+        due = self._ends[0].end - self._steps
+        ran = due if due < batch.steps else batch.steps
+        end_s = self._prefilled_s
+        if ran:
+            end_s += self._times.decode_s(rows, length, ran)
+            if ran == due:
+                end_s += self._times.leave_s(length + ran)
+        return Stretch(NO_CHUNKS, self._prefilled_s, ran, end_s, rows, length)
+
     def _end(self) -> None:
         """Note what the stretches say of the pass's end."""
-        self._ran = sum([stretch.steps for stretch in self._stretches])
+        self._ran = 0
+        for stretch in self._stretches:
+            self._ran += stretch.steps
         self.known_s = self._stretches[-1].end_s
         self._done_s = max(self.known_s, self._moved_s)
 
@@ -195,10 +217,10 @@ class ContinuousWorker(Decoding):
                 self._run_out_of_memory(newcomers.all_keys())
 
     def _lay_out(self, batch: Pass, now_s: float) -> list[Stretch]:
-        """The stretches of a pass that begins at `now_s`. While a row decodes, `chunk_tokens`
-        bounds a chunk; at 0 all chunks come before the first step.
+        """The stretches of a pass with chunks, which begins at `now_s`. While a row decodes,
+        `chunk_tokens` bounds a chunk; at 0 all chunks come before the first step.
         """
-        newcomers = self._newcomers.copy() if self._in_chunks else self._newcomers
+        newcomers = self._newcomers.copy()
         times = self._times
         chunk_tokens = batch.chunk_tokens
         # of the rows that will decode: how many, their keys, and the step at which the first ends
@@ -211,14 +233,14 @@ class ContinuousWorker(Decoding):
         last = steps + batch.steps
         stretches: list[Stretch] = []
         while True:
-            chunks: list[tuple[int, float]] = []
+            chunks = NO_CHUNKS
             while newcomers and not (step_is_due and rows):
                 if chunk_tokens and first_end <= steps:
                     break
                 bound = chunk_tokens if rows else 0
                 made = newcomers.next(bound)
                 now_s += self._chunk_s(made)
-                chunks.append((bound, now_s))
+                chunks += ((bound, now_s),)
                 newcomers.made(made)
                 if made.completes:
                     for job in made.group.keys:
@@ -229,7 +251,9 @@ class ContinuousWorker(Decoding):
                         first_end = min(first_end, steps + self._left(job) - self._emits)
                 step_is_due = bound > 0
             due = first_end - steps
-            ran = min(due, last - steps, 1 if newcomers else due)
+            ran = min(due, last - steps)
+            if newcomers:
+                ran = min(ran, 1)
             length = steps + (float(longest) if self._padded else keys / rows)
             begin_s = now_s
             now_s += times.decode_s(rows, length, ran) if ran else 0.0
@@ -300,8 +324,7 @@ class ContinuousWorker(Decoding):
                     beside += self._taken_by(group)
                 self._take_steps(stretch.begin_s, stretch.steps, stretch.end_s, beside)
                 self._step_is_due = False
-        self._stretches = []
-        return tuple(joined)
+        return tuple(joined) if joined else ()
 
     def _chunk_s(self, made: PrefillChunk[Job]) -> float:
         """Seconds of a chunk; in a paged engine by the mean length of its rows."""
@@ -369,10 +392,10 @@ class ContinuousWorker(Decoding):
     def _drop(self, job: Job) -> bool:
         """Drop the job's cache; False if it was cancelled before and has none."""
         row = self._resident.get(job)
-        if row is None:
-            if job in self._newcomers:
-                self._newcomers.remove(job)
-                return True
-            return self._swap_store.drop(job)
-        self._leave(row)
-        return True
+        if row is not None:
+            self._leave(row)
+            return True
+        if job in self._newcomers:
+            self._newcomers.remove(job)
+            return True
+        return self._swap_store.drop(job)

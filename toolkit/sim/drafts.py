@@ -71,11 +71,6 @@ class DrawnDrafts:
         """Whether drafting uses the model's states, as EAGLE and MTP do."""
         return DRAFTING[self.method]
 
-    @property
-    def length(self) -> float:
-        """The mean number of tokens that a row gets from a pass."""
-        return 1.0 + self.proposed * math.fsum(self.rates)
-
     def offered(self, number: int, turn: int) -> int:
         """How many drafts are proposed for a request, when that is asked for time `turn`."""
         if self._proposals and not self._proposals[(number * APART + turn) % DRAWS]:

@@ -165,13 +165,15 @@ class Ledger:
         self.busy_s = [0.0] * self.workers
         self.completed_s = [0.0] * self.workers
 
-    def served(self) -> Served:
-        """The requests as arrays for `toolkit.metrics`."""
+    def served(self, front_s: float) -> Served:
+        """Return the requests as their clients see them: each token `front_s` after it exists. All
+        arrivals shift alike by the front, and nothing else changes.
+        """
         outcomes = self.outcomes
         return Served(
             arrival_s=np.array(self.arrival_s),
-            first_token_s=np.array([outcome.first_token_s for outcome in outcomes]),
-            finish_s=np.array([outcome.last_token_s for outcome in outcomes]),
+            first_token_s=np.array([outcome.first_token_s for outcome in outcomes]) + front_s,
+            finish_s=np.array([outcome.last_token_s for outcome in outcomes]) + front_s,
             output_tokens=np.array(self.output_tokens, dtype=np.int64),
             max_gap_s=np.array([outcome.max_gap_s for outcome in outcomes]),
             ok=np.array([outcome.ok for outcome in outcomes], dtype=bool),

@@ -216,14 +216,14 @@ class SimulatedDriver(Clock):
 
     def _complete(self, index: int) -> None:
         self._ends_s[index] = math.inf
-        result = self._results.pop(index, None)
-        told = result is not None
-        if result is None:
+        if index in self._results:
+            result = self._results.pop(index)
+        else:
             result = self._workers[index].finish()
+            if self._clients is not None:
+                self._clients.ended(result, self.now_s)
         self._scheduler.complete(result, self.now_s)
         if self._clients is not None:
-            if not told:
-                self._clients.ended(result, self.now_s)
             for refusal in self._scheduler.take_refusals():
                 self._refuse(refusal)
         self._idle_wakes = 0

@@ -7,7 +7,6 @@ before its limit computes one token too many. The host's time is hidden behind t
 law knows launches (`PassLaw.graphs`). Passes of decodes alone are computed in one leap, up to the
 next arrival that could change anything, the first end, or the first missing block.
 
-Requests arrive when the trace says so, or in a closed loop after others (`Reuse.arrivals`).
 
 `PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.vllm` plans its passes, and
 `toolkit.sim.flight` times them. `toolkit.sim.replicas` gives it requests.
@@ -16,10 +15,7 @@ Requests arrive when the trace says so, or in a closed loop after others (`Reuse
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.files.fit import StepsFit
@@ -27,17 +23,11 @@ from toolkit.files.recipe import AcceptanceSpec
 from toolkit.laws.passes import PassLaw
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sched.types import Request
-from toolkit.sim.arrivals import DueRequests, FixedConcurrency, Later
 from toolkit.sim.cache_settings import CacheSettings
-from toolkit.sim.contents import contents
 from toolkit.sim.drafts import DrawnDrafts, drafts_of
 from toolkit.sim.flight import flight_of, grown_shape
-from toolkit.sim.kv_cache import Node
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.vllm import PagedRow, PlannedPass, Tokens, VllmScheduler
-from toolkit.sim.worker import FrontDelay
-from toolkit.traces.types import Sessions, SharedBlocks
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,86 +133,16 @@ class PagedEngine:
             caps_alone=self.caps_alone,
         )
 
-    def front(self, rows: float) -> FrontDelay:
-        """What clients wait beyond passes of so many rows. A single delay covers the way in and
-        the way out, so that the first and the last token are late by the same time.
+    def seen_after_s(self, rows: float) -> float:
+        """Return what clients wait beyond passes of so many rows. A single delay covers the way in
+        and the way out, so that the first and the last token are late by the same time.
         """
-        delay_s = self.front_s + self.front_row_s * rows
-        return FrontDelay(delay_s, delay_s)
+        return self.front_s + self.front_row_s * rows
 
     def slowed(self, factor: float) -> PagedEngine:
         """Return the same engine with every pass `factor` times as long."""
         others = tuple(engine.slowed(factor) for engine in self.others)
         return replace(self, steps=self.steps.times(factor), others=others)
-
-
-@dataclass(slots=True, frozen=True)
-class Reuse:
-    """What the requests of a trace share, and whether they are a closed loop: of sessions, or of
-    `concurrency` requests at once (0: not fixed).
-    """
-
-    shared: SharedBlocks | None = None
-    sessions: Sessions | None = None
-    closed: bool = True
-    concurrency: int = 0
-
-    def __bool__(self) -> bool:
-        return self.shared is not None or self.sessions is not None
-
-    def dealt(self, requests: int, engines: int) -> list[list[int]]:
-        """The requests of each engine: dealt in turn, and in a closed loop session by session."""
-        place = np.arange(requests)
-        if self.sessions is not None and self.closed:
-            first = self.sessions.first
-            place = (np.cumsum(first == place) - 1)[first]
-        return [np.flatnonzero(place % engines == engine).tolist() for engine in range(engines)]
-
-    def contents(
-        self,
-        numbers: Sequence[int],
-        requests: Sequence[Request],
-        outputs: Sequence[int],
-        lookahead: int,
-    ) -> tuple[list[Node], list[bool]]:
-        """Content and `watched` of the requests `numbers`; see `PagedRow`. `lookahead`: tokens
-        behind a block that its hash covers.
-        """
-        rows = np.array(numbers, dtype=np.int64)
-        sessions = None if self.sessions is None else self.sessions.take(rows)
-        leaves, continued = contents(
-            [requests[number].prompt_tokens for number in numbers],
-            [outputs[number] for number in numbers],
-            None if self.shared is None else self.shared.take(rows),
-            None if sessions is None else sessions.previous.tolist(),
-            lookahead,
-        )
-        return leaves, [False] * len(leaves) if self.closed else continued
-
-    def arrivals(
-        self, numbers: Sequence[int], arrival_s: list[float], refused: Container[int] = ()
-    ) -> DueRequests:
-        """When each of `numbers` comes; `arrival_s` has and gets the times of all requests.
-
-        One that is `refused` does not come, except where others follow it. At a fixed concurrency
-        `numbers` are all requests.
-        """
-        if self.concurrency:
-            return FixedConcurrency(arrival_s, self.concurrency)
-        turns: dict[int, list[Later]] = {}
-        if self.sessions is not None and self.closed:
-            previous = self.sessions.previous.tolist()
-            think_s = self.sessions.think_s.tolist()
-            for number in numbers:
-                if previous[number] >= 0:
-                    turns.setdefault(previous[number], []).append((number, think_s[number]))
-        later = {number for after in turns.values() for number, _ in after}
-        first = [
-            number
-            for number in numbers
-            if number not in later and (number not in refused or number in turns)
-        ]
-        return DueRequests(arrival_s, first, turns)
 
 
 class PagedRun:
@@ -417,7 +337,11 @@ class PagedRun:
         if decoding:
             gap_s = first_s - self._last_s
             between = flight.gaps(end_s) if steps > 1 else []
-            gaps.push(max([gap_s, *[last_s for _, _, last_s in between]]) if between else gap_s)
+            longest_s = gap_s
+            for _, _, last_s in between:
+                if last_s > longest_s:
+                    longest_s = last_s
+            gaps.push(longest_s)
             if ledger.token_gaps is not None:
                 ledger.token_gaps.add(decoding, gap_s, gap_s)
                 for count, least_s, last_s in between:

@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
@@ -23,12 +26,17 @@ from toolkit.routing.types import (
 )
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
+from toolkit.sim.arrivals import arrivals_of
 from toolkit.sim.clock import BEGINS, ENDS, Clock
-from toolkit.sim.contents import copy_of
+from toolkit.sim.contents import contents, copy_of
 from toolkit.sim.kv_cache import Node
 from toolkit.sim.ledger import Ledger
-from toolkit.sim.paged_engine import PagedEngine, PagedRun, Reuse
+from toolkit.sim.paged_engine import PagedEngine, PagedRun
 from toolkit.sim.vllm import PagedRow
+from toolkit.traces.types import Sessions, Trace
+
+if TYPE_CHECKING:
+    from toolkit.sim.world import World
 
 
 @dataclass(frozen=True)
@@ -68,30 +76,38 @@ class EngineClock(Clock):
         flags: VllmPolicy,
         engine: PagedEngine,
         ledger: Ledger,
-        reuse: Reuse,
+        trace: Trace,
+        world: World,
         refused: Container[int],
         indices: Sequence[int],
         *,
-        drain: bool,
         tells: bool = False,
     ) -> None:
-        super().__init__(reuse.arrivals(numbers, ledger.arrival_s, refused))
+        super().__init__(
+            arrivals_of(numbers, ledger.arrival_s, world.turns(trace), world.concurrency, refused)
+        )
         self._requests = requests
         self._outputs = ledger.output_tokens
         self._engine = engine
         self._refused = refused
-        self._drain = drain
+        self._drain: bool = world.drain
         self.refusals: list[Refusal] = []  # by a front
         tells = tells or self.arrivals.follow
         self._runs = [PagedRun(index, engine, flags, ledger, tells=tells) for index in indices]
         self._leaves: dict[int, Node] = {}
         self._watched: dict[int, bool] = {}
-        if reuse and flags.prefix_caching:
-            leaves, watched = reuse.contents(
-                numbers, requests, self._outputs, engine.hash_lookahead
+        if ledger.shares and flags.prefix_caching:
+            rows = np.array(numbers, dtype=np.int64)
+            leaves, continued = contents(
+                [requests[number].prompt_tokens for number in numbers],
+                [self._outputs[number] for number in numbers],
+                None if trace.shared is None else trace.shared.take(rows),
+                None if trace.sessions is None else trace.sessions.take(rows).previous.tolist(),
+                engine.hash_lookahead,
             )
             self._leaves = dict(zip(numbers, leaves, strict=True))
-            self._watched = dict(zip(numbers, watched, strict=True))
+            if not world.closed_loop:
+                self._watched = dict(zip(numbers, continued, strict=True))
         self._copies: list[dict[Node, Node]] = [{} for _ in indices]
 
     def happen(self, rank: int, order: int, index: int) -> None:
@@ -111,7 +127,7 @@ class EngineClock(Clock):
                     self.add(run.next_s, BEGINS, index, index)
                 return
             self.refusals.append(index)
-        self.arrivals.ended([number], came_s, self._engine.front(0).last_s)
+        self.arrivals.ended([number], came_s, self._engine.seen_after_s(0))
 
     def _work(self, run: PagedRun, index: int) -> None:
         """Let an engine finish passes and plan the next ones; plan what follows from that."""
@@ -128,7 +144,7 @@ class EngineClock(Clock):
             if run.ends:
                 end_s, _, rows = run.ends[0]  # they ended with one pass
                 numbers = [number for _, number, _ in run.ends]
-                arrivals.ended(numbers, end_s, self._engine.front(rows).last_s)
+                arrivals.ended(numbers, end_s, self._engine.seen_after_s(rows))
                 run.ends.clear()
             run.first_tokens.clear()
 
@@ -153,7 +169,7 @@ class EngineClock(Clock):
             self._outputs[number],
             limit=request.max_new_tokens,
             content=content,
-            watched=content is not None and self._watched[number],
+            watched=self._watched.get(number, False),
         )
 
 
@@ -168,11 +184,10 @@ class RouterClock(EngineClock):
         flags: VllmPolicy,
         engine: PagedEngine,
         ledger: Ledger,
-        reuse: Reuse,
+        trace: Trace,
+        world: World,
         refused: Container[int],
         routing: Routing,
-        *,
-        drain: bool,
     ) -> None:
         numbers = range(len(requests))
         engines = range(ledger.workers)
@@ -182,15 +197,15 @@ class RouterClock(EngineClock):
             flags,
             engine,
             ledger,
-            reuse,
+            trace,
+            world,
             refused,
             engines,
-            drain=drain,
             tells=True,
         )
-        self._shared = reuse.shared
-        self._sessions = reuse.sessions.first.tolist() if reuse.sessions else None
-        size = reuse.shared.block_tokens if reuse.shared else engine.block_tokens
+        self._shared = trace.shared
+        self._sessions = trace.sessions.first.tolist() if trace.sessions is not None else None
+        size = trace.shared.block_tokens if trace.shared is not None else engine.block_tokens
         self._merged = max(routing.block_tokens // size, 1)  # blocks that the router sees as one
         self._router_block_tokens = self._merged * size
         traits = ReplicaTraits(
@@ -245,9 +260,9 @@ class RouterClock(EngineClock):
 
     def _learn(self, run: PagedRun) -> None:
         for first_s, number in run.first_tokens:
-            self.add(first_s + self._engine.front(0).first_s, ENDS, 2 * number, 0)
+            self.add(first_s + self._engine.seen_after_s(0), ENDS, 2 * number, 0)
         for end_s, number, rows in run.ends:
-            self.add(end_s + self._engine.front(rows).last_s, ENDS, 2 * number + 1, 0)
+            self.add(end_s + self._engine.seen_after_s(rows), ENDS, 2 * number + 1, 0)
 
     def _routed(self, number: int, request: Request) -> RoutedRequest:
         """Return the request as the router sees it: the hashes of its full blocks, and its session.
@@ -276,17 +291,12 @@ def serve(
     flags: VllmPolicy,
     engine: PagedEngine,
     ledger: Ledger,
-    reuse: Reuse,
-    *,
-    routing: Routing | None = None,
-    drain: bool = True,
+    trace: Trace,
+    world: World,
 ) -> list[Refusal]:
-    """Serve requests on as many engines as the ledger has workers. Returns the refusals.
-
-    Args:
-        flags: of each engine's scheduler.
-        routing: None: requests are dealt in turn (see `Reuse.dealt`).
-        drain: False: an engine stops when the last request has come and none waits there.
+    """Serve the requests of a trace on as many engines as the ledger has workers. Returns the
+    refusals. Without a router requests are dealt in turn; at a fixed concurrency several engines
+    share one line of requests.
     """
     outputs = ledger.output_tokens
     refused: dict[int, Refusal] = {}
@@ -294,16 +304,25 @@ def serve(
         never = refusal(request, outputs[number], flags, engine)
         if never is not None:
             refused[number] = never
-    ledger.shares = bool(reuse)
+    ledger.shares = trace.shared is not None or trace.sessions is not None
+    routing = world.routing
+    if routing is None and world.concurrency and ledger.workers > 1:
+        routing = Routing.of_front(RoundRobinRouter())
     if routing is not None:
-        routed = RouterClock(requests, flags, engine, ledger, reuse, refused, routing, drain=drain)
+        routed = RouterClock(requests, flags, engine, ledger, trace, world, refused, routing)
         routed.run()
         return [*refused.values(), *routed.refusals]
-    for index, numbers in enumerate(reuse.dealt(len(requests), ledger.workers)):
-        EngineClock(
-            numbers, requests, flags, engine, ledger, reuse, refused, [index], drain=drain
-        ).run()
+    for index, numbers in enumerate(dealt(len(requests), ledger.workers, world.turns(trace))):
+        EngineClock(numbers, requests, flags, engine, ledger, trace, world, refused, [index]).run()
     return list(refused.values())
+
+
+def dealt(requests: int, engines: int, turns: Sessions | None) -> list[list[int]]:
+    """Return the requests of each engine, dealt in turn; sessions with `turns` stay together."""
+    place = np.arange(requests)
+    if turns is not None:
+        place = (np.cumsum(turns.first == place) - 1)[turns.first]
+    return [np.flatnonzero(place % engines == engine).tolist() for engine in range(engines)]
 
 
 def refusal(

@@ -3,8 +3,6 @@ steps of a slice at once by the fitted laws.
 
 A slice costs one evaluation of the laws and a few additions per job, and nothing per token.
 
-- `FrontDelay`: what HTTP, parsing and tokenizing on the way in and the stream on the way out add to
-  latencies;
 - `SimulatedWorker`: what all simulated workers have;
 - `SliceWorker`: the worker of passes that drop their caches. `toolkit.sim.continuous` has the
   worker of passes that keep them.
@@ -14,46 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from toolkit.errors import InputError
-from toolkit.metrics import Served
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.types import Pass, PassResult
 from toolkit.sim.ledger import Ledger, Outside, RequestOutcome, RunsOut, TokenGaps
 
 if TYPE_CHECKING:
     from toolkit.sim.world import World
-
-
-@dataclass(slots=True, frozen=True)
-class FrontDelay:
-    """Seconds by which a client sees a request's first and last token later than the scheduler.
-
-    The scheduler's clock starts when a request is submitted and stops when its tokens reach the
-    driver. The delay is assumed to be the same for every request, so all arrivals shift alike and
-    nothing else changes. Not modelled: the delay grows when the front is short of CPU.
-    """
-
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.first_s >= 0.0 and self.last_s >= 0.0):
-            raise InputError(
-                f"front: delays of {self.first_s} and {self.last_s} s are not possible; "
-                "both are >= 0"
-            )
-
-    def seen(self, served: Served) -> Served:
-        """The requests as their clients see them."""
-        first_s = served.first_token_s + self.first_s
-        finish_s = served.finish_s + self.last_s
-        return replace(served, first_token_s=first_s, finish_s=finish_s)
-
-
-NO_DELAY = FrontDelay()
 
 
 class SimulatedWorker:

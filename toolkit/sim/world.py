@@ -36,8 +36,7 @@ from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import Routing
 from toolkit.sim.vllm import caps_alone
-from toolkit.sim.worker import NO_DELAY, FrontDelay
-from toolkit.traces.types import Trace
+from toolkit.traces.types import Sessions, Trace
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,12 +72,12 @@ def extrapolation_warning(percent: float, valid: object) -> str:
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """The laws of a worker of rounds. `believed` and `front`: as in `World`."""
+    """The laws of a worker of rounds. `believed` and `front_s`: as in `World`."""
 
     latency: LatencyLaw
     memory: MemoryLaw
     believed: LatencyLaw | None = None
-    front: FrontDelay = NO_DELAY
+    front_s: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,7 +111,9 @@ class World:
     rounds: RoundLaws | None = None  # the laws under continuous policies, if they differ
     # output lengths of requests that ended before the first arrival, for policies that look back
     finished: tuple[int, ...] = ()
-    front: FrontDelay = NO_DELAY  # what HTTP, tokenizing and the stream add for clients
+    # What HTTP, tokenizing and the stream add for clients, to the first token as to the last. Not
+    # modelled: it grows when the front is short of CPU.
+    front_s: float = 0.0
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     routing: Routing | None = None  # to replicas of that engine; None: to each in turn
@@ -127,6 +128,12 @@ class World:
     def refuses(self) -> bool:
         """Whether a front refuses requests by its forecast."""
         return self.routing is not None and self.routing.limits != UNLIMITED
+
+    def turns(self, trace: Trace) -> Sessions | None:
+        """Return a trace's sessions if each turn follows the end of the turn before; None: all
+        requests come at their own times.
+        """
+        return trace.sessions if self.closed_loop else None
 
     def under(self, policy: AnyPolicy) -> World:
         """The same world with the laws for what `policy` runs: static batches or rounds.
@@ -143,13 +150,12 @@ class World:
         laws = self.rounds if policy.continuous else None
         if laws is None:
             return self
-        front = self.front if laws.front == NO_DELAY else laws.front
         return replace(
             self,
             latency=laws.latency,
             memory=laws.memory,
             believed=laws.believed,
-            front=front,
+            front_s=laws.front_s or self.front_s,
             rounds=None,
         )
 
@@ -218,8 +224,7 @@ def world_from_fit(
     laws = laws_from_fit(fit)
     rounds = None
     if laws.rounds is not laws.latency:
-        front = FrontDelay(laws.front_s, laws.front_s)
-        rounds = RoundLaws(laws.rounds, laws.round_memory, front=front)
+        rounds = RoundLaws(laws.rounds, laws.round_memory, front_s=laws.front_s)
     world = World(
         laws.latency,
         laws.memory,
