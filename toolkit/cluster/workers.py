@@ -1,7 +1,7 @@
 """Workers as Ray actors: the pool of `toolkit.workers`, with actors as bodies.
 
 The actor runs on a machine of the cluster, and the pool (`RayWorkers`) in the front. One placement
-group (`Room`) holds a bundle for each worker, spread over the machines. When a machine is lost, Ray
+group holds a bundle for each worker, spread over the machines. When a machine is lost, Ray
 moves its bundles as soon as the cluster has room for them, and the pool starts their workers there.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import math
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.msgpack import encode
@@ -37,69 +37,12 @@ from toolkit.workers.protocol import (
 
 # Threads of an actor: the loop, a pass's call, the end of the call before it, and other frames.
 THREADS = 4
-Resources = Mapping[str, float]  # of a machine or a worker, as Ray names them
 
 
 def bundle_of(recipe: Recipe) -> dict[str, float]:
     """What a worker takes of a machine: the threads of its engine, and the GPU if it needs one."""
     gpu = {"GPU": 1.0} if recipe.hardware.device == "cuda" else {}
     return {"CPU": float(recipe.engine.threads or 1)} | gpu
-
-
-def no_room(bundle: Resources, workers: int, machines: Sequence[Resources]) -> str:
-    """Why a cluster of these machines has no room: what the workers need, and what it has."""
-    share = " and ".join(f"{count:g} {what}" for what, count in bundle.items())
-    total = " and ".join(
-        f"{sum(machine.get(what, 0.0) for machine in machines):g} {what}" for what in bundle
-    )
-    return (
-        f"the cluster has no room for {workers} worker{'s' * (workers > 1)} of {share} each: "
-        f"{total} in all on {len(machines)} machines, of which some may be in use"
-    )
-
-
-class Room:
-    """The room of some workers in the cluster that this process has joined.
-
-    `ready` is Ray's object that exists once the cluster has room for all of them.
-    """
-
-    def __init__(self, bundle: Resources, workers: int) -> None:
-        from ray.util import placement_group
-
-        self._bundle = bundle
-        self._workers = workers
-        self.group: Any = placement_group([dict(bundle)] * workers, strategy="SPREAD")
-        self.ready: Any = self.group.ready()
-
-    def options(self, index: int) -> dict[str, Any]:
-        """The options of an actor that takes the whole bundle of worker `index`."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        return {
-            "num_cpus": self._bundle["CPU"],
-            "num_gpus": self._bundle.get("GPU", 0.0),
-            "max_restarts": 0,  # llmctl starts another one
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=index
-            ),
-        }
-
-    def missing(self, waited_s: float) -> EngineError:
-        """The error that says what the workers need and what the cluster has."""
-        import ray
-
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return EngineError(
-            f"{no_room(self._bundle, self._workers, machines)} (waited {waited_s:g} s)",
-            "add machines, or serve with fewer workers",
-        )
-
-    def free(self) -> None:
-        """Give the room back. Actors in it end."""
-        from ray.util import remove_placement_group
-
-        remove_placement_group(self.group)
 
 
 def reason(message: str) -> str:
@@ -167,40 +110,67 @@ class RayWorkers(WorkerPool):
     def __init__(self, recipe: Recipe, workers: int, patience: Patience) -> None:
         super().__init__(workers, patience)
         self._recipe = recipe
-        self._room: Room | None = None
+        self._room: Any = None  # a placement group of Ray, with a bundle for each worker
 
     async def start(self, on_event: OnEvent) -> None:
         """See `WorkerPool.start`. Raises `EngineError` also if the cluster lacks room for them."""
-        room = self._room = Room(bundle_of(self._recipe), self.size)
+        from ray.util import placement_group
+
+        bundles = [bundle_of(self._recipe)] * self.size
+        self._room = placement_group(bundles, strategy="SPREAD")
         try:
-            await asyncio.wait_for(room.ready, self.room_s)
+            await asyncio.wait_for(self._room.ready(), self.room_s)
         except TimeoutError:
             await self.stop()
-            raise room.missing(self.room_s) from None
+            raise self._no_room() from None
         await super().start(on_event)
 
     async def stop(self) -> None:
         """See `WorkerPool.stop`. It also frees the workers' room in the cluster."""
+        from ray.util import remove_placement_group
+
         await super().stop()
         if self._room is not None:
-            self._room.free()
+            remove_placement_group(self._room)
             self._room = None
 
     async def spawn(self, worker: int, on_frame: OnFrame) -> Body:
         """Start an actor, which may wait for its place in the cluster."""
         import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        assert self._room is not None
         recipe = self._recipe
+        bundle = bundle_of(recipe)
+        place = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=worker)
         variables = engine_variables(recipe.engine.threads, recipe.hardware.device)
         actor = ray.remote(WorkerActor).options(
-            **self._room.options(worker),
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0.0),
+            max_restarts=0,  # llmctl starts another one
+            scheduling_strategy=place,
             max_concurrency=THREADS,
             runtime_env={"env_vars": variables},
         )
         body = ActorBody(actor.remote(), on_frame)
         body.send(Start(recipe.model_dump_json()))
         return body
+
+    def _no_room(self) -> EngineError:
+        """Return the error that says what the workers need and what the cluster has."""
+        import ray
+
+        bundle = bundle_of(self._recipe)
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        share = " and ".join(f"{count:g} {what}" for what, count in bundle.items())
+        total = " and ".join(
+            f"{sum(machine.get(what, 0.0) for machine in machines):g} {what}" for what in bundle
+        )
+        return EngineError(
+            f"the cluster has no room for {self.size} worker{'s' * (self.size > 1)} of {share} "
+            f"each: {total} in all on {len(machines)} machines, of which some may be in use "
+            f"(waited {self.room_s:g} s)",
+            "add machines, or serve with fewer workers",
+        )
 
 
 class ActorBody:

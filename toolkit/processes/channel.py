@@ -1,18 +1,18 @@
 """Frames between two processes: msgspec structs in msgpack, each preceded by its length.
 
 Nothing is unpickled, and whatever is no frame of the expected types is an error. A child has a
-`Channel` over the socket that its parent gave it; the parent has one too, or an `AsyncChannel`.
+`Channel` over the socket that its parent gave it. The parent has one, too, or on an event loop a
+protocol of asyncio with a `FrameCutter`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
@@ -109,48 +109,3 @@ class Channel:
         if not data:
             raise ChannelClosedError
         self._waiting.extend(self._cutter.feed(data))
-
-
-class AsyncChannel(asyncio.Protocol, Generic[Frame]):
-    """One end of a socket on an asyncio loop: `on_frame` gets each frame when it comes.
-
-    Attributes:
-        closed: done when the other end is closed.
-    """
-
-    def __init__(
-        self, decoder: msgspec.msgpack.Decoder[Frame], on_frame: Callable[[Frame], None]
-    ) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._decoder = decoder
-        self._on_frame = on_frame
-        self._cutter = FrameCutter()
-        self._transport: asyncio.Transport | None = None
-
-    async def open(self, sock: socket.socket) -> None:
-        """Take a socket over."""
-        sock.setblocking(False)
-        await asyncio.get_running_loop().create_connection(lambda: self, sock=sock)
-
-    def send(self, frame: msgspec.Struct) -> None:
-        """Queue a frame. It is lost if the other end is closed."""
-        if self._transport is not None:
-            self._transport.write(pack(frame))
-
-    def close(self) -> None:
-        """Close this end."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport has the same methods but is not a subclass.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._cutter.feed(data):
-            self._on_frame(self._decoder.decode(body))
-
-    def connection_lost(self, exc: Any) -> None:
-        self._transport = None
-        if not self.closed.done():
-            self.closed.set_result(None)

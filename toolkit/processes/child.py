@@ -22,7 +22,7 @@ TAIL_LINES = 400
 LINE_BYTES = 4096  # the parts of a longer line count as lines
 WORDS_CHARACTERS = 300
 DRAIN_S = 1.0  # a process that left the group may hold the output open without end
-POLL_REST_S = 0.02
+POLL_GROUP_S = 0.02
 
 # These threads never end: when the thread that started a child ends, Linux regards the child's
 # parent as ended.
@@ -122,7 +122,7 @@ class Child:
             self._process.kill()
             self._process.wait()
         if rest_s:
-            self._end_rest(rest_s)
+            end_group(self.pid, rest_s)
         self.kill()
         self._reader.join(DRAIN_S)
         if self._process.stdin is not None:
@@ -151,16 +151,18 @@ class Child:
         ]
         return ((errors or lines)[-1:] or [""])[0].strip()[-WORDS_CHARACTERS:]
 
-    def _end_rest(self, seconds: float) -> None:
-        """Send SIGTERM to what is left of its group, and wait for the end of that."""
-        deadline_s = time.monotonic() + seconds
-        with suppress(ProcessLookupError, PermissionError):  # no process is left
-            os.killpg(self.pid, signal.SIGTERM)
-            while time.monotonic() < deadline_s:
-                time.sleep(POLL_REST_S)
-                with suppress(ChildProcessError):
-                    os.waitpid(-self.pid, os.WNOHANG)  # process 1 of a container inherits orphans
-                os.killpg(self.pid, 0)
+
+def end_group(group: int, patience_s: float) -> None:
+    """Send SIGTERM to a process group, and SIGKILL to what is left of it after `patience_s`."""
+    deadline_s = time.monotonic() + patience_s
+    with suppress(ProcessLookupError, PermissionError):  # no process is left
+        os.killpg(group, signal.SIGTERM)
+        while time.monotonic() < deadline_s:
+            time.sleep(POLL_GROUP_S)
+            with suppress(ChildProcessError):
+                os.waitpid(-group, os.WNOHANG)  # process 1 of a container inherits orphans
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _keep_output(stream: IO[bytes], tail: deque[str], shows: bool) -> None:

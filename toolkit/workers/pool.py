@@ -306,4 +306,4 @@ class ProcessWorkers(WorkerPool):
     def pid(self, worker: int) -> int | None:
         """The process id of a worker; None between two processes."""
         body = self._slots[worker].body
-        return body.pid if isinstance(body, WorkerProcess) else None
+        return body.child.pid if isinstance(body, WorkerProcess) and body.child else None

@@ -1,25 +1,23 @@
 """vLLM's own server as a child: `python -m toolkit.backends.vllm.child MODEL FLAGS` runs `vllm
 serve MODEL FLAGS`.
 
-It runs in vLLM's Python and imports nothing of llmctl. It ends when its standard input ends, so it
-does not outlive the process that started it, however that process died. It also ends the rest of
-its session, vLLM's engine included: while an API server loads, it ignores signals until its engine
-is there, which may be never.
+It runs in vLLM's Python and imports one file of llmctl, without libraries. It ends when its
+standard input ends, so it does not outlive the process that started it, however that process died.
+It also ends the rest of its process group, vLLM's engine included: while an API server loads, it
+ignores signals until its engine is there, which may be never.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import select
-import signal
 import sys
-import time
+
+from toolkit.processes.child import end_group
 
 SHUTDOWN = "--shutdown-timeout"  # vLLM's flag: seconds for running requests
 END_S = 10.0  # from the end of that timeout to SIGKILL
-POLL_S = 0.1
 
 
 def main() -> None:
@@ -70,20 +68,9 @@ def _start_watcher() -> None:
         patience_s = END_S
         if ended == 0 and SHUTDOWN in sys.argv:
             patience_s += float(sys.argv[sys.argv.index(SHUTDOWN) + 1])
-        _end_group(group, patience_s)
+        end_group(group, patience_s)
     finally:
         os._exit(0)
-
-
-def _end_group(group: int, patience_s: float) -> None:
-    """Send SIGTERM to a process group, and SIGKILL to what is left of it after `patience_s`."""
-    with contextlib.suppress(ProcessLookupError):  # no process is left
-        os.killpg(group, signal.SIGTERM)
-        end_s = time.monotonic() + patience_s
-        while time.monotonic() < end_s:
-            time.sleep(POLL_S)
-            os.killpg(group, 0)
-        os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":  # vLLM's own children import this file again
