@@ -47,7 +47,7 @@ from toolkit.server.pool import PoolBackend, traits_of_replicas
 from toolkit.server.process import listen, url
 from toolkit.server.replicas import ReplicaNeeds, ReplicaPool
 from toolkit.server.status import Facts
-from toolkit.server.watched import WatchedFiles
+from toolkit.server.watched import Watched
 from toolkit.traces.types import Sessions, Trace
 
 PROMPT = "Once upon a time"
@@ -144,7 +144,7 @@ async def fronted(
         hang_s=hang_s,
         say=(said if said is not None else []).append,
     )
-    callers = WatchedFiles([], lambda: (api_key, tuple(keys)))
+    callers = Watched((api_key, tuple(keys)))
     options = ServerOptions(keys=callers, **settings)
     backend = PoolBackend(pool, options)
     backend.facts = Facts(MODEL, "vllm", {"max_num_seqs": 8}, "vllm", "cpu", {}, {})

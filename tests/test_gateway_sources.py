@@ -9,27 +9,27 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import InputError
-from toolkit.server import sources
 from toolkit.server.sources import (
-    follow_source,
     given_replicas,
-    replica_source,
+    listed_replicas,
 )
+from toolkit.server.watched import Watched, WatchedFile, follow
 
 
 @asynccontextmanager
 async def following(
-    source: sources.ReplicaSource, apply: Callable[[list[str]], str], say: Callable[[str], object]
+    source: Watched[list[str]], apply: Callable[[list[str]], str], say: Callable[[str], object]
 ) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(follow_source(source, apply, say))
+    task = asyncio.create_task(follow(source, apply, say))
     async with asyncio.timeout(20):
         yield task
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-def read(source: sources.ReplicaSource) -> list[str]:
-    return asyncio.run(source.read())
+def read(source: Watched[list[str]]) -> list[str]:
+    source.changed()
+    return source.value
 
 
 def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
@@ -37,8 +37,8 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
 ):
     file = tmp_path / "replicas.txt"
     file.write_text("http://a:1/\n\n# none\nhttp://b:2 # two\nhttp://a:1\n")
-    monkeypatch.setattr(sources, "FILE_EVERY_S", 0.002)
-    source = replica_source(str(file))
+    monkeypatch.setattr(WatchedFile, "every_s", 0.002)
+    source = listed_replicas(str(file))
     assert read(source) == ["http://a:1", "http://b:2"]
     applied: list[list[str]] = []
     said: list[str] = []
@@ -47,7 +47,7 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
         applied.append(urls)
         return "changed"
 
-    async def follow() -> None:
+    async def change() -> None:
         async with following(source, apply, said.append):
             await asyncio.sleep(0)
             file.write_text("ftp://c:3\n")
@@ -57,22 +57,22 @@ def test_a_file_is_read_again_and_a_bad_one_changes_nothing(
             while not applied:
                 await asyncio.sleep(0.001)
 
-    asyncio.run(follow())
+    asyncio.run(change())
     assert applied == [["http://c:3"]]
     assert "'ftp://c:3'" in said[0]
     assert said[-1] == "changed"
 
 
 def test_all_addresses_of_a_name():
-    assert "http://127.0.0.1:8000" in read(replica_source("dns://localhost:8000"))
+    assert "http://127.0.0.1:8000" in read(listed_replicas("dns://localhost:8000"))
     with pytest.raises(InputError, match=r"no-such-name\.invalid"):
-        read(replica_source("dns://no-such-name.invalid:8000"))
+        read(listed_replicas("dns://no-such-name.invalid:8000"))
 
 
 @pytest.mark.parametrize("text", ["dns://a", "dns://a:0", "s3://x", "dns://a/b:1"])
 def test_other_sources_are_refused(text: str):
     with pytest.raises(InputError):
-        replica_source(text)
+        listed_replicas(text)
 
 
 def test_given_urls_are_checked_and_kept_once():
@@ -93,13 +93,13 @@ def test_a_file_that_lists_no_replicas_is_refused(kind: str, tmp_path: Path):
             contents = {"empty": b"", "comments": b"# none\n", "binary": b"\xff\xfe"}
             file.write_bytes(contents.get(kind, b"http://a:1\n" * 200_000))
     with pytest.raises(InputError, match=r"replicas\.txt"):
-        read(replica_source(str(file)))
+        read(listed_replicas(str(file)))
 
 
 @pytest.mark.parametrize("name", ["a..b", f"{'a' * 70}.b"])
 def test_what_is_no_name_is_one_line(name: str):
     with pytest.raises(InputError, match=name):
-        read(replica_source(f"dns://{name}:80"))
+        read(listed_replicas(f"dns://{name}:80"))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ SPELLINGS = ("http://127.0.0.1:8001", "http://localhost:8001/", "HTTP://127.0.0.
 def test_three_spellings_are_one_replica(tmp_path: Path):
     file = tmp_path / "replicas.txt"
     file.write_text("\n".join(SPELLINGS))
-    for source in (given_replicas(SPELLINGS), replica_source(str(file))):
+    for source in (given_replicas(SPELLINGS), listed_replicas(str(file))):
         assert read(source) == [SPELLINGS[0]]
     assert read(given_replicas(SPELLINGS[::-1])) == [SPELLINGS[0]]
     assert read(given_replicas(["http://A.example:80/v1/", "http://a.EXAMPLE"])) == [

@@ -14,9 +14,8 @@ from within import with_server
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.errors import InputError
-from toolkit.server import watched
 from toolkit.server.access import read_keys
-from toolkit.server.watched import WatchedFiles, follow
+from toolkit.server.watched import WatchedFile, follow
 
 NEW = "sk-new-canary"
 
@@ -64,7 +63,7 @@ def test_a_change_is_seen_once_however_it_is_made(
     (tmp_path / "..data").symlink_to("..old")
     file = tmp_path / "keys"
     file.symlink_to("..data/keys")
-    source = WatchedFiles([file], file.read_text)
+    source = WatchedFile(file, Path.read_text)
     assert (source.value, source.changed()) == ("one", None)
     write(file, "two")
     assert (source.changed(), source.changed()) == ("two", None)
@@ -88,7 +87,7 @@ def test_a_bad_version_is_reported_once_and_the_next_good_one_applies(
 ):
     file = tmp_path / "keys.yaml"
     file.write_text(keys_text(ana=ANA))
-    source = WatchedFiles([file], lambda: read_keys(file))
+    source = WatchedFile(file, read_keys)
     spoil(file)
     with pytest.raises(InputError, match=said):
         source.changed()
@@ -124,12 +123,12 @@ async def test_a_request_of_a_revoked_key_still_gets_its_answer(http: httpx.Asyn
 
 
 def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.001)
+    monkeypatch.setattr(WatchedFile, "every_s", 0.001)
     file = tmp_path / "number"
     said = asyncio.Queue[str]()
     taken = []
 
-    def number() -> int:
+    def number(file: Path) -> int:
         if not file.read_text().isdecimal():
             raise InputError(f"{file.name}: no number")
         return int(file.read_text())
@@ -140,7 +139,8 @@ def test_changes_are_applied_and_errors_reported(tmp_path: Path, monkeypatch: py
 
     async def test() -> None:
         file.write_text("1")
-        following = asyncio.create_task(follow(WatchedFiles([file], number), take, said.put_nowait))
+        source = WatchedFile(file, number)
+        following = asyncio.create_task(follow(source, take, said.put_nowait, at_hangup=True))
         lines = []
         for text in ("2", "x", "3"):
             by_a_new_file(file, text)

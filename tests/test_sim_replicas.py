@@ -10,7 +10,8 @@ from paged import LAW, trace_of, world
 
 from toolkit.errors import InputError
 from toolkit.routing.admission import LatencyLimits
-from toolkit.routing.routers import ROUTERS, Router, make_router
+from toolkit.routing.base import Router
+from toolkit.routing.routers import ROUTERS, make_router
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate

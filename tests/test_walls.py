@@ -286,7 +286,7 @@ CEILINGS = {
     "sim": 4240, "backends": 3720, "sched": 3420, "cli": 3360, "engines": 2840, "server": 4360,
     "files": 2520, "traces": 1830, "tuning": 1700, "estimators": 1530,
     "catalogue": 1620, "profiling": 1480, "deploy": 1490, "report": 1140, "openai": 980,
-    "endpoints": 940, "adopt": 650, "workers": 450, "routing": 800, "bench": 660, "laws": 430,
+    "endpoints": 940, "adopt": 650, "workers": 450, "routing": 840, "bench": 660, "laws": 430,
     "live": 330, "cluster": 290, "processes": 430,
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ from toolkit.server.engine import EngineBackend
 from toolkit.server.options import ServerOptions
 from toolkit.server.stats import Stats
 from toolkit.server.status import Facts
-from toolkit.server.watched import WatchedFiles
+from toolkit.server.watched import Watched
 from toolkit.workers.protocol import (
     Cancel,
     Interrupt,
@@ -243,7 +243,7 @@ async def client(
     workers = workers or ToyWorkers()
     driver = make_driver(workers, capacity=capacity, limits=limits)
     await driver.start()
-    callers = WatchedFiles([], lambda: (api_key, tuple(keys)))
+    callers = Watched((api_key, tuple(keys)))
     async with Client(driver, workers, replace(OPTIONS, keys=callers, **options)) as http:
         yield http
     await driver.stop()

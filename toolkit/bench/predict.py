@@ -27,7 +27,9 @@ from toolkit.files.plan import Plan
 from toolkit.files.profile import Identity, OnForeign, refuse_foreign
 from toolkit.files.tuning import Outcome
 from toolkit.routing.admission import LatencyLimits
-from toolkit.routing.routers import RoundRobinRouter, Router, make_router
+from toolkit.routing.base import Router
+from toolkit.routing.routers import make_router
+from toolkit.routing.simple import RoundRobinRouter
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.deployment import Deployment, Workload

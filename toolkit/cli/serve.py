@@ -40,8 +40,7 @@ from toolkit.units import counted
 if TYPE_CHECKING:
     from toolkit.server.access import Callers
     from toolkit.server.options import ServerOptions
-    from toolkit.server.sources import ReplicaSource
-    from toolkit.server.watched import WatchedFiles
+    from toolkit.server.watched import Watched
 
 OWN_SERVER = ": it has a server of its own"
 
@@ -172,8 +171,6 @@ def command(args: ServeOptions) -> None:
     engine vllm and several workers it starts them.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
-    from toolkit.server.engine import engine_backend
-    from toolkit.server.pool import pool_backend
     from toolkit.server.server import Server
 
     # the workers inherit the environment, and run models' own code
@@ -188,12 +185,16 @@ def command(args: ServeOptions) -> None:
     with Announcement(plan, options, as_json=args.as_json) as ready:
         ended: Mapping[str, int]
         if has_replicas:
+            from toolkit.server.pool import pool_backend
+
             with Server.open(options, pool_backend(plan, options, starts)) as server:
                 ended = server.run(ready)
         elif isinstance(engine, Serves):
             _refuse_unservable(plan)
             ended = engine.launch(plan, options, ready)
         else:
+            from toolkit.server.engine import engine_backend
+
             with Server.open(options, engine_backend(plan, options)) as server:
                 ended = server.run(ready)
     ready.say_how_it_ended(ended)
@@ -221,14 +222,14 @@ def plan_to_serve(file: Path, workers: int | None) -> Plan:
     return plan
 
 
-def find_keys(key: str, file: Path | None) -> WatchedFiles[Callers]:
+def find_keys(key: str, file: Path | None) -> Watched[Callers]:
     """Return the API key, or the keys of a file, which may change while the server runs.
 
     Raises InputError if both are given, and for a file without a key.
     """
     from toolkit.server.access import read_callers
     from toolkit.server.options import one_key
-    from toolkit.server.watched import WatchedFiles
+    from toolkit.server.watched import WatchedFile
 
     if file is None:
         return one_key(key.strip())
@@ -237,7 +238,7 @@ def find_keys(key: str, file: Path | None) -> WatchedFiles[Callers]:
             "the API key is given twice",
             "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
         )
-    return WatchedFiles([file], partial(read_callers, file))
+    return WatchedFile(file, read_callers)
 
 
 def forget_variable(name: str) -> None:
@@ -308,7 +309,6 @@ def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOpt
     from toolkit.backends.openai import KEY_VARIABLE
     from toolkit.server.assemble import model_name
     from toolkit.server.options import ServerOptions
-    from toolkit.server.pool import name_of_replicas, planned_router
     from toolkit.server.process import Manager, is_loopback
 
     manager = Manager.take()
@@ -321,7 +321,13 @@ def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOpt
         raise InputError(text, "name a file with one key in one line")
     if args.pass_log is not None:
         check_writable(args.pass_log)
-    name = name_of_replicas(plan) if has_replicas else model_name(plan)
+    name = model_name(plan)
+    router = ""
+    if has_replicas:
+        from toolkit.server.pool import name_of_replicas, planned_router
+
+        name = name_of_replicas(plan)
+        router = args.router or planned_router(plan)
     return ServerOptions(
         model=args.served_model_name or name,
         host=host,
@@ -346,22 +352,24 @@ def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOpt
         ray=args.ray,
         replicas=_replica_source(args),
         replica_key=os.environ.get(KEY_VARIABLE, ""),
-        router=(args.router or planned_router(plan)) if has_replicas else "",
+        router=router,
         on_foreign=warn if args.force else None,
         say=note,
         manager=manager,
     )
 
 
-def _replica_source(args: ServeOptions) -> ReplicaSource | None:
+def _replica_source(args: ServeOptions) -> Watched[list[str]] | None:
     """Return the replicas that run already; None: none was named."""
-    from toolkit.server.sources import given_replicas, replica_source
+    if not (args.replica or args.replicas):
+        return None
+    from toolkit.server.sources import given_replicas, listed_replicas
 
     if args.replica and args.replicas:
         raise InputError("both --replica and --replicas are given", "keep one of them")
     if args.replica:
         return given_replicas(args.replica)
-    return replica_source(args.replicas) if args.replicas else None
+    return listed_replicas(args.replicas or "")
 
 
 class Announcement:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from toolkit.routing.base import Router
+from toolkit.routing.by_law import LawRouter
 from toolkit.routing.replicas import Replica, RequestOutlook, RouterView, Sent
-from toolkit.routing.routers import LawRouter, Router
 from toolkit.routing.types import RoutedRequest, strictest
 
 TARGET_SHARE_MAX = 0.9  # refuse a request that is predicted to take more than this of a target

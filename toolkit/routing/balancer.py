@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from toolkit.routing.admission import UNLIMITED, Admission, LatencyLimits, Overload
+from toolkit.routing.base import Router
 from toolkit.routing.replicas import PrefixIndex, Replica, RouterView, Sent
-from toolkit.routing.routers import Router
 from toolkit.routing.types import ReplicaReport, ReplicaTraits, RoutedRequest
 
 HISTORY = 1000  # outputs that the mean length is of

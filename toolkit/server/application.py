@@ -68,7 +68,7 @@ class Application:
         self.page: StatusPage | None = None
         self.tasks: dict[str, Work] = {
             "log of refusals": RefusalLog(self.stats).follow,
-            "keys": lambda: follow(options.keys, self.keyring.renew, options.say),
+            "keys": self._follow_keys,
             "health of the manager": lambda: options.manager.report_health(self._is_healthy),
             **backend.tasks,
         }
@@ -95,6 +95,10 @@ class Application:
             self.add(PAGE, self.page.page)
             self.add(DATA, self.page.data)
             self.tasks["status page"] = self.page.sampling
+
+    async def _follow_keys(self) -> None:
+        options = self.options
+        await follow(options.keys, self.keyring.renew, options.say, at_hangup=True)
 
     def add(self, path: str, endpoint: Callable[..., Awaitable[Any]], *methods: str) -> None:
         """Add a route, by default for GET and HEAD."""

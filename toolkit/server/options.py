@@ -12,15 +12,14 @@ from pathlib import Path
 from toolkit.files.profile import OnForeign
 from toolkit.server.access import Callers
 from toolkit.server.process import Manager, is_loopback
-from toolkit.server.sources import ReplicaSource
-from toolkit.server.watched import WatchedFiles
+from toolkit.server.watched import Watched
 
 MAX_BODY_BYTES = 8 << 20
 
 
-def one_key(key: str = "") -> WatchedFiles[Callers]:
+def one_key(key: str = "") -> Watched[Callers]:
     """Return the keys of a server with one key; '': it asks for none."""
-    return WatchedFiles([], lambda: (key, ()))
+    return Watched((key, ()))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class ServerOptions:
         pass_log, control_key: of an engine that is a server itself.
         ray: the Ray cluster of the workers (`toolkit.cluster.connect.joined` lists the values); '':
             this machine.
-        replicas: those that run already; None: what is served is started.
+        replicas: the URLs of those that run already; None: what is served is started.
         replica_key: is sent to these; '': none.
         router: of replicas; '': there are none.
         on_foreign: is called if the engine is not the fitted one; None: it is refused.
@@ -58,7 +57,7 @@ class ServerOptions:
     model: str = ""
     host: str = "127.0.0.1"
     port: int = 0
-    keys: WatchedFiles[Callers] = field(default_factory=one_key, compare=False)
+    keys: Watched[Callers] = field(default_factory=one_key, compare=False)
     insecure: bool = False
     certificate: Path | None = None
     certificate_key: Path | None = None
@@ -79,7 +78,7 @@ class ServerOptions:
     request_log: Path | None = None
     control_key: str = ""
     ray: str = ""
-    replicas: ReplicaSource | None = None
+    replicas: Watched[list[str]] | None = None
     replica_key: str = ""
     router: str = ""
     on_foreign: OnForeign | None = None

@@ -42,14 +42,10 @@ from toolkit.openai.errors import ApiError, overloaded
 from toolkit.openai.requests import RESPONSES, GenerationCall, Prompt
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.balancer import Balancer
-from toolkit.routing.routers import (
-    LawRouter,
-    RoundRobinRouter,
-    Router,
-    make_router,
-    refuse_unknown_router,
-    targets_of,
-)
+from toolkit.routing.base import Router
+from toolkit.routing.by_law import LawRouter
+from toolkit.routing.routers import make_router, refuse_unknown_router, targets_of
+from toolkit.routing.simple import RoundRobinRouter
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import ROWS, TOKENS
@@ -62,9 +58,9 @@ from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
 from toolkit.server.prompt_blocks import chained_ids, pieces_of
 from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
 from toolkit.server.replicas import COUNTERS, LOOP, ReplicaNeeds, ReplicaPool
-from toolkit.server.sources import ReplicaSource, follow_source
 from toolkit.server.stats import Stats
 from toolkit.server.status import facts_of
+from toolkit.server.watched import Watched, follow
 from toolkit.units import counted
 
 if TYPE_CHECKING:
@@ -146,7 +142,7 @@ class PoolBackend(ServerBackend):
         options: ServerOptions,
         *,
         stats: Stats | None = None,
-        replicas: OwnReplicas | ReplicaSource | None = None,
+        replicas: OwnReplicas | Watched[list[str]] | None = None,
     ) -> None:
         super().__init__(options, stats or Stats(), WireLimits(descriptors_each=2))
         self.background = pool.background
@@ -214,17 +210,16 @@ class PoolBackend(ServerBackend):
             await self._replicas.stop()
         await self.pool.stop()
 
-    async def _find(self, source: ReplicaSource) -> None:
+    async def _find(self, listed: Watched[list[str]]) -> None:
         pool = self.pool
         say = self.options.say
         try:
-            say(pool.renew(await source.read()))
+            await asyncio.to_thread(listed.changed)
         except InputError as error:
-            if not source.may_come:
-                raise
             say(f"warning: {error.message}; it is asked again")
-        following = partial(follow_source, source, pool.renew, say, pool.listed)
-        pool.background.start("list of replicas", following)
+        if listed.value:
+            say(pool.renew(listed.value))
+        pool.background.start("list of replicas", partial(follow, listed, pool.renew, say))
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PROBES_S):
                 while not pool.up and not pool.all_asked:
@@ -459,7 +454,7 @@ def pool_backend(
         key=secrets.token_urlsafe(24) if options.replicas is None else options.replica_key,
         say=options.say,
     )
-    replicas: OwnReplicas | ReplicaSource | None = options.replicas
+    replicas: OwnReplicas | Watched[list[str]] | None = options.replicas
     if replicas is None:
         assert starts is not None
         options.say(f"starting {counted(plan.workers, 'server')} of {recipe.engine.name}")

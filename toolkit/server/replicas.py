@@ -199,7 +199,6 @@ class ReplicaPool:
         self._free: list[int] = []  # indexes of the balancer: their replicas are gone
         self.background = Background(say)
         self.losses = 0  # of replicas that were up, each time
-        self.listed: list[str] = []  # as `renew` was given them last
         self.http = HttpClient()
         self._gone: dict[str, LiveReplica] = {}  # by URL
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
@@ -232,7 +231,6 @@ class ReplicaPool:
             self.remove(replica)
         for url, upstream in upstreams.items():
             self.add(url, upstream)
-        self.listed = list(listed)
         parts = [f"{len(wanted)} replica{'s' * (len(wanted) != 1)}"]
         parts += [f"new: {', '.join(new)}"] if new else []
         parts += [f"gone: {', '.join(replica.url for replica in gone)}"] if gone else []

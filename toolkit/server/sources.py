@@ -1,65 +1,50 @@
 """Where the list of replicas comes from: the command line, a file, or DNS.
 
-A source is read again every few seconds. While it cannot be read, the list stays as it was.
+`toolkit.server.watched` looks at it again every few seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from toolkit.endpoints.target import server_url
 from toolkit.endpoints.upstream import Upstream
 from toolkit.errors import InputError
-from toolkit.server.watched import WatchedFiles
+from toolkit.server.watched import Watched, WatchedFile
 
 MAX_REPLICAS = 1024
-FILE_EVERY_S = 1.0
 DNS_EVERY_S = 3.0
 ANSWER_S = 10.0
 MAX_FILE_BYTES = 1 << 20
 HINT = "--replicas takes FILE or dns://NAME:PORT"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSource:
-    """A list of the URLs of replicas.
-
-    Attributes:
-        read: returns the replicas now. Raises `InputError` if they cannot be known.
-        every_s: how often it is read again; None: it never changes.
-        may_come: it may be known only once the first replica is there.
+class WatchedName(Watched[list[str]]):
+    """The URLs of all addresses of a name, as of a headless Service of Kubernetes or round-robin
+    DNS. There is none before the first look: the name may be known only once a replica is there.
     """
 
-    read: Callable[[], Awaitable[list[str]]]
-    every_s: float | None = None
-    may_come: bool = False
+    every_s = DNS_EVERY_S
+
+    def __init__(self, name: str, port: int) -> None:
+        super().__init__([])
+        self._name = name
+        self._port = port
+
+    def changed(self, *, always: bool = False) -> list[str] | None:
+        urls = _addresses(self._name, self._port)
+        if urls == self.value and not always:
+            return None
+        self.value = urls
+        return urls
 
 
-def given_replicas(urls: Sequence[str]) -> ReplicaSource:
+def given_replicas(urls: Sequence[str]) -> Watched[list[str]]:
     """URLs of the command line. Raises `InputError` for one that cannot be used."""
-    checked = once(map(_checked, urls))
-
-    async def read() -> list[str]:
-        return checked
-
-    return ReplicaSource(read)
-
-
-def _listed_replicas(path: Path) -> ReplicaSource:
-    """A file with one URL a line; `#` begins a comment."""
-    files = WatchedFiles([path], partial(_read_list, path))
-
-    async def read() -> list[str]:
-        files.changed()
-        return files.value
-
-    return ReplicaSource(read, FILE_EVERY_S)
+    return Watched(once(map(_checked, urls)))
 
 
 def _read_list(path: Path) -> list[str]:
@@ -82,11 +67,9 @@ def _read_list(path: Path) -> list[str]:
     return urls
 
 
-async def _addresses(name: str, port: int) -> list[str]:
-    """All addresses of a name, as a headless Service of Kubernetes or round-robin DNS has them."""
-    loop = asyncio.get_running_loop()
+def _addresses(name: str, port: int) -> list[str]:
     try:
-        addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a name"
         why = f"{name}: cannot be resolved: {reason}"
@@ -96,47 +79,22 @@ async def _addresses(name: str, port: int) -> list[str]:
     return urls[:MAX_REPLICAS]
 
 
-def replica_source(text: str) -> ReplicaSource:
-    """The source that `--replicas` names. Raises `InputError` for one that cannot be used."""
+def listed_replicas(text: str) -> Watched[list[str]]:
+    """The list that `--replicas` names: a file with a URL a line, or a name. Raises InputError for
+    one that cannot be used.
+    """
     scheme, has_scheme, rest = text.partition("://")
     if not has_scheme:
-        return _listed_replicas(Path(text))
+        return WatchedFile(Path(text), _read_list)
     name = r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?"
     if scheme == "dns" and (found := re.fullmatch(rf"({name}):(\d{{1,5}})", rest)):
         port = int(found[3])
         if not 0 < port < 65536:
             raise InputError(f"--replicas {text}: {port} is not a port", "1 to 65535")
-        return ReplicaSource(partial(_addresses, found[1], port), DNS_EVERY_S, may_come=True)
+        return WatchedName(found[1], port)
     if scheme in ("http", "https"):
         raise InputError(f"--replicas {text}: this is one replica", f"give it as --replica; {HINT}")
     raise InputError(f"--replicas {text}: not a list of replicas", HINT)
-
-
-async def follow_source(
-    source: ReplicaSource,
-    apply: Callable[[list[str]], str],
-    say: Callable[[str], None],
-    applied: Sequence[str] | None = None,
-) -> None:
-    """Read a source again and again, and apply each change, until cancelled; return where it never
-    changes.
-
-    `applied` is what is in force; None: what the source says first.
-    """
-    applied = await source.read() if applied is None else list(applied)
-    problem = ""
-    while source.every_s is not None:
-        await asyncio.sleep(source.every_s)
-        try:
-            urls = await source.read()
-            if urls != applied:
-                say(apply(urls))
-            applied = urls
-            problem = ""
-        except InputError as error:
-            if error.message != problem:
-                say(f"warning: {error.message}; the replicas stay as they are")
-            problem = error.message
 
 
 def _checked(text: str) -> str:

@@ -1,9 +1,8 @@
-"""Files that a server reads again when they change: those of keys and of replicas.
+"""What a server looks at again while it runs: files of keys and of replicas, and names in DNS.
 
 `follow` checks files once a second through stat(2). That detects a link that Kubernetes swaps, a
-new file that an editor puts under the old name, and `cp` into the existing file. If a file cannot
-be read, the last good version stays in force and one warning is printed per bad version. SIGHUP
-triggers a check at once, and reads the files even if they seem unchanged.
+new file that an editor puts under the old name, and `cp` into the existing file. If something
+cannot be read, the last good version stays in force and one warning is printed per bad version.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,26 +21,46 @@ CHECK_EVERY_S = 1.0
 ValueT = TypeVar("ValueT")
 
 
-class WatchedFiles(Generic[ValueT]):
-    """The value that `read` makes of some files. `read` raises `InputError` if it cannot."""
+class Watched(Generic[ValueT]):
+    """A value that never changes; those of the subclasses may.
 
-    def __init__(self, files: Sequence[Path], read: Callable[[], ValueT]) -> None:
-        self.files = tuple(files)
-        self._read = read
-        # Taken before reading: a file that changes meanwhile is read once more.
-        self._fingerprints = [_fingerprint(file) for file in self.files]
-        self.value = read()
+    Attributes:
+        value: as it was read last.
+        every_s: how often it may be looked at; None: it never changes.
+    """
+
+    every_s: float | None = None
+
+    def __init__(self, value: ValueT) -> None:
+        self.value = value
 
     def changed(self, *, always: bool = False) -> ValueT | None:
-        """The new value if the files have changed, or with `always`; otherwise None.
-
-        Raises `InputError` once for each bad version.
+        """Look, which may take a while. Return the value if it changed, or with `always`; else
+        None. Raises `InputError` if it cannot be read.
         """
-        fingerprints = [_fingerprint(file) for file in self.files]
-        if fingerprints == self._fingerprints and not always:
+        return None
+
+
+class WatchedFile(Watched[ValueT]):
+    """The value that `read` makes of a file, and again when the file changes. `read` raises
+    `InputError` if it cannot; for each bad version that is raised once.
+    """
+
+    every_s = CHECK_EVERY_S
+
+    def __init__(self, file: Path, read: Callable[[Path], ValueT]) -> None:
+        self._file = file
+        self._read = read
+        # Taken before reading: a file that changes meanwhile is read once more.
+        self._fingerprint = _fingerprint(file)
+        super().__init__(read(file))
+
+    def changed(self, *, always: bool = False) -> ValueT | None:
+        fingerprint = _fingerprint(self._file)
+        if fingerprint == self._fingerprint and not always:
             return None
-        self._fingerprints = fingerprints
-        self.value = self._read()
+        self._fingerprint = fingerprint
+        self.value = self._read(self._file)
         return self.value
 
 
@@ -59,36 +78,44 @@ def _fingerprint(file: Path) -> tuple[int, ...]:
 
 
 async def follow(
-    files: WatchedFiles[ValueT], take: Callable[[ValueT], str], say: Callable[[str], None]
+    watched: Watched[ValueT],
+    take: Callable[[ValueT], str],
+    say: Callable[[str], None],
+    *,
+    at_hangup: bool = False,
 ) -> None:
-    """Check the files again and again, and at once at SIGHUP; `take` gets each new value, and
-    returns a message about the change. Returns only if there are none.
+    """Look again and again; `take` gets each new value, and returns a message about the change.
+    Returns only if the value never changes.
 
-    In a terminal SIGHUP ends the server (`toolkit.server.process.end_signals`), and checks nothing.
+    With `at_hangup` SIGHUP makes it look at once, and take the value even if it seems unchanged. In
+    a terminal SIGHUP ends the server instead (`toolkit.server.process.end_signals`).
     """
-    if not files.files:
+    if watched.every_s is None:
         return
     loop = asyncio.get_running_loop()
     hangup = asyncio.Event()
-    rereads_at_hangup = not sys.stderr.isatty()
-    if rereads_at_hangup:
+    looks_at_hangup = at_hangup and not sys.stderr.isatty()
+    if looks_at_hangup:
         loop.add_signal_handler(signal.SIGHUP, hangup.set)
+    problem = ""
     try:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(hangup.wait(), CHECK_EVERY_S)
+                await asyncio.wait_for(hangup.wait(), watched.every_s)
             always = hangup.is_set()
             hangup.clear()
+            before = problem
+            problem = message = ""
             try:
                 # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would
                 # pause all streams.
-                value = await asyncio.to_thread(files.changed, always=always)
+                value = await asyncio.to_thread(watched.changed, always=always)
                 message = "" if value is None else take(value)
             except LlmctlError as error:
-                message = f"warning: {error.message}; the version read before stays in force"
-            if message:
+                problem = f"warning: {error.message}; the version read before stays in force"
+            if told := message or (problem if problem != before else ""):
                 with suppress(OSError):  # stderr is closed at the other end
-                    say(message)
+                    say(told)
     finally:
-        if rereads_at_hangup:
+        if looks_at_hangup:
             loop.remove_signal_handler(signal.SIGHUP)

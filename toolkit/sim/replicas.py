@@ -17,7 +17,8 @@ import numpy as np
 
 from toolkit.routing.admission import UNLIMITED, LatencyLimits, Overload
 from toolkit.routing.balancer import Balancer
-from toolkit.routing.routers import RoundRobinRouter, Router
+from toolkit.routing.base import Router
+from toolkit.routing.simple import RoundRobinRouter
 from toolkit.routing.types import (
     BLOCK_TOKENS,
     REPORT_EVERY_S,

@@ -24,7 +24,8 @@ from toolkit.files.fit import Fit
 from toolkit.files.recipe import AcceptanceSpec, Recipe, ServeSpec
 from toolkit.laws.passes import PassRange
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
-from toolkit.routing.routers import ROUTERS, RoundRobinRouter, make_router, targets_of
+from toolkit.routing.routers import ROUTERS, make_router, targets_of
+from toolkit.routing.simple import RoundRobinRouter
 from toolkit.sched.policies import make_any
 from toolkit.sched.policies.parameters import Value, choice, declared, parameter, validate
 from toolkit.sched.policies.vllm import VllmPolicy

@@ -1,0 +1,61 @@
+"""The router `session`: what belongs together goes to one replica."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+
+from toolkit.routing.base import Router
+from toolkit.routing.replicas import RouterView
+from toolkit.routing.simple import fewest_requests
+from toolkit.routing.types import RoutedRequest
+from toolkit.sched.policies.parameters import parameter, policy
+
+RING_POINTS = 160  # of each replica on the ring
+
+
+@policy("session")
+class SessionRouter(Router):
+    """Consistent hashing of the session, or of the prompt's first block where there is none; to the
+    replica with the fewest requests where there is neither.
+
+    With `load_factor` a replica takes at most that many times the mean number of requests, and the
+    next one on the ring takes the rest (consistent hashing with bounded loads, arXiv:1608.01350).
+    """
+
+    load_factor: float = parameter(
+        0.0, high=100, search=(1.05, 3.0), doc="a replica's share of the mean load; 0: no bound"
+    )
+
+    def choose(self, request: RoutedRequest, view: RouterView) -> int:
+        key = request.session or (str(request.blocks[0]) if request.blocks else "")
+        if not key:
+            return fewest_requests(view)
+        points, owners = _ring(view)
+        at = bisect_left(points, _point(key))
+        if not self.load_factor:
+            return owners[at % len(owners)]
+        requests = 0
+        for replica in view.replicas:
+            requests += len(replica.sent)
+        most = self.load_factor * (requests + 1) / len(view.replicas)
+        for step in range(len(owners)):
+            owner = owners[(at + step) % len(owners)]
+            if len(view.every[owner].sent) + 1 <= most:
+                return owner
+        return fewest_requests(view)
+
+
+def _ring(view: RouterView) -> tuple[list[int], list[int]]:
+    """Points of the replicas that are up on a ring, ascending, and the replica of each."""
+    up = tuple([replica.index for replica in view.replicas])
+    if up not in view.rings:
+        pairs = sorted(
+            [(_point(f"{index}:{k}"), index) for index in up for k in range(RING_POINTS)]
+        )
+        view.rings[up] = [point for point, _ in pairs], [index for _, index in pairs]
+    return view.rings[up]
+
+
+def _point(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
