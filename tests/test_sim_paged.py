@@ -114,6 +114,22 @@ def test_planning_ahead_admits_one_pass_later() -> None:
     assert ahead.finish_s[0] == 6.0
 
 
+def test_a_limit_that_no_client_gives_is_lowered_to_what_is_left_behind_the_prompt() -> None:
+    """As vLLM does; an output that does not fit is refused as before, and no limit of a client is
+    changed.
+    """
+    engine = PagedEngine(FLAT, 8, 4)  # 32 tokens
+    roomy = world(engine)  # 100 tokens where no limit is given
+
+    def refusals(output: int, limit: int) -> int:
+        trace = replace(trace_of([(0, 24, output)]), max_tokens=np.array([limit]))
+        return len(simulate(trace, VllmPolicy(), roomy).refusals)
+
+    assert refusals(output=4, limit=0) == 0
+    assert refusals(output=20, limit=0) == 1
+    assert refusals(output=4, limit=100) == 1
+
+
 @pytest.mark.parametrize(("version", "first_s"), [("0.30.0", 3.0), ("0.31.0", 1.0), ("", 1.0)])
 def test_before_0_31_a_request_that_is_alone_is_held_to_the_threshold(version, first_s) -> None:
     engine = PagedEngine(FLAT, 50, 4, caps_alone=caps_alone(version))

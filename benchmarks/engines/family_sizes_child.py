@@ -48,7 +48,7 @@ def without_kernels() -> None:
     of_cpu = CpuPlatform.get_attn_backend_cls.__func__
     chosen = unquantized.select_unquantized_moe_backend
 
-    def backend(cls: Any, selected_backend: Any, attn_selector_config: Any, **more: Any) -> str:
+    def backend(cls: Any, selected_backend: Any, attn_selector_config: Any, /, **more: Any) -> Any:
         if attn_selector_config.use_sparse:
             return SPARSE
         return of_cpu(cls, selected_backend, attn_selector_config, **more)
@@ -67,20 +67,22 @@ def without_kernels() -> None:
         def is_cuda_alike(self) -> bool:
             return True
 
-    CpuPlatform.get_attn_backend_cls = classmethod(backend)
+    replaced: Any = CpuPlatform
+    replaced.get_attn_backend_cls = classmethod(backend)
     config.current_platform = Platform()
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method  # noqa: F401
 
     for module in list(sys.modules.values()):
         if getattr(module, "select_unquantized_moe_backend", None) is chosen:
-            module.select_unquantized_moe_backend = experts
+            setattr(module, "select_unquantized_moe_backend", experts)  # noqa: B010
     for module in (fp8, modelopt):
         for name in [one for one in dir(module) if one.startswith("init_")]:
             setattr(module, name, Kernel)
         module.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.TRITON, None)
     modelopt.select_nvfp4_moe_backend = lambda *_, **__: (next(iter(NvFp4MoeBackend)), None)
     mxfp4.select_mxfp4_moe_backend = lambda *_, **__: (Mxfp4MoeBackend.TRITON, None)
-    torch.cuda.Event = torch.cuda.Stream = torch.Event = Kernel
+    for owner, name in ((torch.cuda, "Event"), (torch.cuda, "Stream"), (torch, "Event")):
+        setattr(owner, name, Kernel)
     torch.accelerator.empty_cache = lambda: None
     init_workspace_manager(torch.device("cpu"))
 
@@ -98,7 +100,7 @@ def register(kind: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    class Config(PretrainedConfig):
+    class Config(PretrainedConfig):  # type: ignore[misc]
         model_type = kind
         max_position_embeddings = 131072
 

@@ -69,13 +69,23 @@ class SimResult:
 
 
 def requests_of(
-    trace: Trace, max_new_tokens: int, *, limits_hold: bool = True
+    trace: Trace, max_new_tokens: int, *, limits_hold: bool = True, longest: int = 0
 ) -> tuple[list[Request], list[int]]:
-    """The requests of a trace as a scheduler sees them, and the output lengths, hidden from it."""
+    """Return the requests of a trace as a scheduler sees them, and the output lengths, hidden from
+    it.
+
+    Args:
+        max_new_tokens: the limit of an output for which the trace gives none.
+        longest: prompt and output that fit in the engine: vLLM lowers a limit that is not given to
+            what is left behind the prompt; 0: no limit is lowered.
+    """
     requests = []
     outputs = []
     for k, (arrival_s, prompt, output, limit, priority) in enumerate(trace.rows()):
-        limit = limit or max_new_tokens
+        if not limit:
+            limit = max_new_tokens
+            if longest:
+                limit = min(limit, max(longest - prompt, output, 1))
         requests.append(Request(str(k), arrival_s, prompt, limit, priority))
         outputs.append(min(output, limit) if limits_hold else output)
     return requests, outputs
@@ -114,7 +124,10 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
             "the fitted memory has no room: 0 tokens of KV cache are usable",
             "profile where the cache is larger, or give --set capacity_tokens=N",
         )
-    requests, outputs = requests_of(trace, world.max_new_tokens, limits_hold=world.limits_hold)
+    longest = engine.longest if isinstance(policy, VllmPolicy) else 0
+    requests, outputs = requests_of(
+        trace, world.max_new_tokens, limits_hold=world.limits_hold, longest=longest
+    )
     check()
     gaps = TokenGaps() if world.token_gaps else None
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers, token_gaps=gaps)
