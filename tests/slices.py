@@ -1,4 +1,4 @@
-"""Runs slices on an engine, and keeps the tokens of each row. No torch."""
+"""Runs slices on an engine, keeps the tokens of each row, and counts the bytes of a slice. No torch."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -48,3 +48,9 @@ def run_slice(engine: Engine, rows: Sequence[Row], steps: int, on_step: OnStep) 
     if output.is_short:
         raise OutOfMemory(f"rows {output.dropped} do not fit")
     return found
+
+
+def slice_bytes(engine: Engine, rows: int, length: int, steps: int) -> int:
+    """Return the peak bytes of a slice of equal rows, without an arena: the slab and the prefill."""
+    slab = rows * (length + steps) * engine.facts.kv_bytes_per_token
+    return slab + engine._shape.prefill_bytes(rows, length)

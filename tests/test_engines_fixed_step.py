@@ -21,7 +21,7 @@ from rounds import (
     rebatch_engine,
     replayed,
 )
-from slices import run_slice
+from slices import run_slice, slice_bytes
 
 from toolkit.engines import fixed_step
 from toolkit.engines.fixed_step import FixedShape, FixedSteps, shape_for
@@ -91,7 +91,7 @@ def test_new_slabs_end_the_graphs_of_the_old_ones(graphs: list[Replay]) -> None:
 def test_slabs_stay_until_their_room_is_needed(
     graphs: list[Replay],
 ) -> None:
-    needed = fixed_engine().slice_bytes(5, 40, 8)
+    needed = slice_bytes(fixed_engine(), 5, 40, 8)
     engine = capturing(fixed_engine(budget_mib=(needed + 1000) / 2**20))
     driver = RoundDriver(engine, [free_row(3, 12), free_row(3, 12)])
     driver.run(20, enter=(0,))

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 from rounds import alone, free_row, go_on
-from slices import run_slice
+from slices import run_slice, slice_bytes
 from transformers.cache_utils import DynamicCache
 
 from toolkit.engines.devices import choose_attention_kernels
@@ -73,7 +73,7 @@ def test_the_ledger_s_peak_stays_below_the_budget() -> None:
     with pytest.raises(OutOfMemory, match=r"do not fit"):
         run_slice(engine, [free_row(64, 16)] * (ok + 1), 16, go_on)
     assert engine.ledger.used_bytes == 0
-    assert engine.ledger.peak_bytes == engine.slice_bytes(ok, 64, 16) <= facts.kv_budget_bytes
+    assert engine.ledger.peak_bytes == slice_bytes(engine, ok, 64, 16) <= facts.kv_budget_bytes
     assert (
         0.1 < ok * (64 + 16) / facts.capacity_tokens < 1.0
     )  # zeta of SCLS Eq. 9: the prefill's workspace takes its share
@@ -81,7 +81,7 @@ def test_the_ledger_s_peak_stays_below_the_budget() -> None:
 
 def largest_batch(engine: TransformersEngine, length: int, steps: int) -> int:
     budget = engine.facts.kv_budget_bytes
-    return max(size for size in range(1, 200) if engine.slice_bytes(size, length, steps) <= budget)
+    return max(size for size in range(1, 200) if slice_bytes(engine, size, length, steps) <= budget)
 
 
 @pytest.mark.parametrize(

@@ -221,13 +221,6 @@ class TransformersEngine:
                 tokens.tolist()
             return (clock() - start) / steps
 
-    def slice_bytes(self, batch_size: int, input_length: int, steps: int) -> int:
-        """Peak bytes of N rows padded to L and run for S steps, without an arena: the slab and the
-        prefill.
-        """
-        slab = batch_size * (input_length + steps) * self._kv_bytes_per_token
-        return slab + self._shape.prefill_bytes(batch_size, input_length)
-
     def _check_rows(self, rows: Sequence[Row]) -> None:
         """Raise `ValueError` for a row that the caller should have refused: beyond the last
         position, the model would repeat that position silently.
