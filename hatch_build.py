@@ -55,7 +55,6 @@ MODULES = (
     "toolkit.sched.policies.slice_continuous",
     "toolkit.sched.policies.srpt",
     "toolkit.sched.queues",
-    "toolkit.sched.ranked",
     "toolkit.sched.prefills",
     "toolkit.sched.scheduler",
     "toolkit.sched.types",

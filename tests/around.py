@@ -11,6 +11,7 @@ class Around(Policy):
         self.name = policy.name
         self.continuous = policy.continuous
         self.knows_lengths = policy.knows_lengths
+        self.output_tokens = policy.output_tokens
         self.first_history = policy.first_history
         self.ranking = policy.ranking
 

@@ -68,7 +68,7 @@ class ThreadWorkers(HandWorkers):
         if plan.keep_cache:
             assert self.scheduler is not None
             kept = self.scheduler.workers[worker]
-            rows = len(kept.running) + len(kept.paused)
+            rows = len(kept.running.jobs) + len(kept.paused.jobs)
         with Trouble(self, worker, rows):
             output = await asyncio.to_thread(self.engines[worker].run, plan, on_step)
         await asyncio.sleep(0)  # the last steps were told to the loop before this

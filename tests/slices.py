@@ -1,4 +1,4 @@
-"""Runs slices on an engine, keeps the tokens of each row, and counts the bytes of a slice. No torch."""
+"""Runs slices on an engine, keeps the tokens of each row, and counts a slice's bytes. No torch."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -51,6 +51,6 @@ def run_slice(engine: Engine, rows: Sequence[Row], steps: int, on_step: OnStep) 
 
 
 def slice_bytes(engine: Engine, rows: int, length: int, steps: int) -> int:
-    """Return the peak bytes of a slice of equal rows, without an arena: the slab and the prefill."""
+    """Return the peak bytes of a slice of equal rows, without an arena: slab and prefill."""
     slab = rows * (length + steps) * engine.facts.kv_bytes_per_token
     return slab + engine._shape.prefill_bytes(rows, length)

@@ -35,7 +35,7 @@ def batch(estimated_s: float) -> Pass:
 def test_fig_11_is_split_15_and_1():
     pool = [job(10, k) for k in range(15)] + [job(1024, 15)]
     batches = SlicePolicy(slice_tokens=128).batch(pool, worker())
-    assert sorted(b.size for b in batches) == [1, 15]
+    assert sorted(len(b.jobs) for b in batches) == [1, 15]
     assert sum(b.estimated_s for b in batches) == pytest.approx(7.6, abs=0.05)
 
 
@@ -106,8 +106,11 @@ def test_batches_hold_every_job_once_within_memory(lengths, reserve, cap):
     assert sorted(j.ticket for b in batches for j in b.jobs) == list(range(len(pool)))
     for b in batches:
         assert b.input_length == max(j.length for j in b.jobs)
-        assert b.size == 1 or b.size * (b.input_length + 32) <= (1 - reserve) * 0.9 * 4000 + 1e-6
-        assert not cap or b.size <= cap
+        assert (
+            len(b.jobs) == 1
+            or len(b.jobs) * (b.input_length + 32) <= (1 - reserve) * 0.9 * 4000 + 1e-6
+        )
+        assert not cap or len(b.jobs) <= cap
 
 
 def test_offloading_gives_the_longest_to_the_least_loaded():

@@ -32,7 +32,7 @@ def drive(scheduler: Scheduler, change) -> list[int]:
             ended = tuple(job.request_id for job in running)[: number % 3 == 2]
             result = PassResult(batch.pass_id, 0, min(batch.steps, 4), ended)
             scheduler.complete(result, now_s)
-        rows.append(len(scheduler.workers[0].running))
+        rows.append(len(scheduler.workers[0].running.jobs))
     return rows
 
 

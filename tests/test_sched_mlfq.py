@@ -135,7 +135,7 @@ def test_a_cache_that_memory_has_no_room_for_goes_to_the_host():
 def test_a_cache_that_the_host_has_no_room_for_is_computed_again():
     scheduler, batch = preempted("reactive", host=100)
     assert (ids(batch.jobs), ids(batch.evict), batch.moves) == (["short"], ["long"], None)
-    assert scheduler.workers[0].waiting[0].generated == 2
+    assert scheduler.workers[0].waiting.jobs[0].generated == 2
 
 
 def test_proactive_swapping_runs_beside_a_round_and_waits_if_there_is_nothing_to_compute():

@@ -95,7 +95,7 @@ class Bench:
         return {
             place: "".join(job.request_id for job in jobs.jobs)
             for place, jobs in places.items()
-            if len(jobs)
+            if jobs.jobs
         }
 
 
@@ -186,7 +186,7 @@ def test_a_job_that_memory_has_no_room_for_waits_and_the_other_moves_still_happe
     batch, ends_s = bench.start(swap_in="c", swap_out="d", overlap=True)
     bench.scheduler.complete(PassResult(batch.pass_id, 0, 0, (), (), "oom", dropped=("b",)), ends_s)
     assert bench.where() == {"on": "a", "held": "c", "host": "d"}
-    assert [(job.request_id, job.generated) for job in bench.worker.waiting] == [("b", 2)]
+    assert [(job.request_id, job.generated) for job in bench.worker.waiting.jobs] == [("b", 2)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -196,7 +196,7 @@ def test_a_job_that_did_not_reach_host_memory_before_memory_ran_out_waits(overla
     batch, ends_s = bench.start(swap_out="bc", overlap=overlap)
     bench.scheduler.complete(PassResult(batch.pass_id, 0, 0, (), (), "oom", dropped=("c",)), ends_s)
     assert bench.where() == {"on": "a", "host": "b"}
-    assert [(job.request_id, job.generated) for job in bench.worker.waiting] == [("c", 2)]
+    assert [(job.request_id, job.generated) for job in bench.worker.waiting.jobs] == [("c", 2)]
 
 
 def test_a_lost_worker_takes_its_host_memory_with_it():
@@ -205,7 +205,7 @@ def test_a_lost_worker_takes_its_host_memory_with_it():
     bench.round(swap_out="b", pause="c")
     bench.scheduler.worker_lost(0, 9.0)
     bench.scheduler.tick(9.0)
-    inbox = bench.scheduler.workers[1].waiting
+    inbox = bench.scheduler.workers[1].waiting.jobs
     assert (bench.where(), [job.request_id for job in inbox]) == ({}, ["a", "c", "b"])
     assert [job.waiting_since_s for job in inbox] == [9.0, 1.0, 1.0]
 

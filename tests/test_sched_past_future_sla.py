@@ -109,13 +109,13 @@ def test_deferred_jobs_come_forward_in_groups_in_order_of_arrival():
         inbox.append(job)
     for job in reversed(jobs[:-1]):
         inbox.defer(job)
-    assert (list(inbox), inbox.count, inbox.tokens) == (
+    assert (list(inbox.jobs), inbox.count, inbox.tokens) == (
         jobs[-1:],
         RECALL_COUNT + 2,
         RECALL_COUNT + 2,
     )
     assert inbox.popleft() is jobs[-1]
-    assert list(inbox) == jobs[:RECALL_COUNT]
+    assert list(inbox.jobs) == jobs[:RECALL_COUNT]
     assert list(inbox.behind) == jobs[RECALL_COUNT:-1]
     inbox.remove(jobs[RECALL_COUNT])
     assert (inbox.count, inbox.tokens) == (RECALL_COUNT, RECALL_COUNT)

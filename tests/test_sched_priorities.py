@@ -67,7 +67,7 @@ def test_the_least_urgent_and_last_admitted_row_is_evicted_for_a_more_urgent_job
     assert (ids(second.evict)[:1], ids(second.jobs)) == (["c"], ["urgent"])
     residents = scheduler.workers[0].running
     assert ids(residents.jobs)[0] == "a"
-    assert residents.used + len(residents) <= 3 * 41
+    assert residents.used + len(residents.jobs) <= 3 * 41
 
 
 @pytest.mark.parametrize("policy", CONTINUOUS)

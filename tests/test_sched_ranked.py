@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
-from toolkit.sched.ranked import RankedJobs, Ranking
 from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Job, PassResult, Request, Worker
+from toolkit.sched.waiting import RankedJobs, Ranking
 
 NOW_S = 10.0
 PATIENCE_S = 4.0
@@ -104,8 +104,8 @@ def test_it_counts_the_jobs_that_are_served_before_a_job_while_jobs_come_and_go(
         if left:
             job = left.pop(0)
             inbox.remove(job)
-            assert job not in inbox
-            assert all(other in inbox for other in left)
+            assert job not in inbox.jobs
+            assert all(other in inbox.jobs for other in left)
 
 
 def test_no_job_enters_before_a_starving_job_without_room():

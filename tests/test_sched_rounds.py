@@ -222,5 +222,5 @@ def test_a_job_that_an_engine_dropped_waits_before_all_others_with_its_tokens():
         PassResult(batch.pass_id, 0, 5, missed=(("c", 1), ("b", 2)), dropped=("c", "b")), 5.0
     )
     worker = scheduler.workers[0]
-    assert (ids(worker.running.jobs), ids(worker.waiting)) == (["a"], ["b", "c"])
-    assert [job.generated for job in worker.waiting] == [3, 4]
+    assert (ids(worker.running.jobs), ids(worker.waiting.jobs)) == (["a"], ["b", "c"])
+    assert [job.generated for job in worker.waiting.jobs] == [3, 4]

@@ -108,7 +108,7 @@ def test_a_job_makes_way_if_no_worker_has_more_room():
     (batch,) = scheduler.tick(20.0)
     assert residents(scheduler) == [["a", "c"]]
     assert [job.request_id for job in batch.release] == ["b"]
-    assert [job.request_id for job in scheduler.workers[0].waiting] == ["b"]
+    assert [job.request_id for job in scheduler.workers[0].waiting.jobs] == ["b"]
 
 
 @pytest.mark.parametrize(("margin", "moved"), [(0.95, "a"), (0.96, "b")])

@@ -32,8 +32,8 @@ from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.ranked import Ranking
 from toolkit.sched.view import Decision, View
+from toolkit.sched.waiting import Ranking
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.generate import Arrivals, Lengths, generate
@@ -104,7 +104,7 @@ class Waits(Policy):
         if worker.batch is None:
             if self._started_s >= 0.0:
                 self.round_s = max(self.round_s, now_s - self._started_s)
-            for job in (*worker.waiting, *worker.paused.jobs, *worker.swapped.jobs):
+            for job in (*worker.waiting.jobs, *worker.paused.jobs, *worker.swapped.jobs):
                 self.longest_s = max(self.longest_s, now_s - job.waiting_since_s)
         decision = self._policy.plan(view, now_s)
         if decision.batches:

@@ -388,4 +388,4 @@ def _start_at_once(trace: Trace, policy: AnyPolicy, world: World) -> int:
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed)
     for request in requests_of(trace, world.max_new_tokens)[0]:
         scheduler.submit(request, 0.0)
-    return sum(batch.size for batch in scheduler.tick(0.0))
+    return sum(len(batch.jobs) for batch in scheduler.tick(0.0))

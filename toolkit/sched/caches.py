@@ -27,35 +27,25 @@ class RunningJobs:
 
     `steps` counts the worker's decode steps so far. `base` is the sum of length - joined over the
     jobs, and `committed` the sum of prompt + max_new_tokens. `prefilling` has the jobs that may
-    take more than one pass to prefill: until then they do not grow, and the token that
-    prefill gives counts as owed to them.
+    take more than one pass to prefill: until then they do not grow, and the tokens that a prefill
+    gives (`emits`: 1 or 0) count as owed to them.
     """
 
-    __slots__ = (
-        "_emits", "_longest", "_longest_promise", "_slots", "base", "committed", "jobs",
-        "prefilling", "steps",
-    )  # fmt: skip
+    __slots__ = ("_emits", "_slots", "base", "committed", "jobs", "prefilling", "steps")
 
-    def __init__(self) -> None:
+    def __init__(self, emits: int) -> None:
         self.jobs: dict[Job, None] = {}
         self.steps = 0
         self.committed = 0
         self.prefilling = NO_PREFILLS
-        self._emits = False  # whether prefills give a token
+        self._emits = emits
         self.base = 0
         self._slots: list[Job] = []  # a job that leaves gives its place to the last
-        # The largest length - joined and the largest promise of a job. They are asked for before
-        # every pass, and change only as jobs come, change and go: None after the largest did.
-        self._longest: int | None = None
-        self._longest_promise: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.jobs)
 
     @property
     def used(self) -> int:
         """Tokens of KV cache that the jobs hold or are owed by an unfinished prefill."""
-        return self.base + len(self.jobs) * self.steps + len(self.prefilling) * int(self._emits)
+        return self.base + len(self.jobs) * self.steps + len(self.prefilling) * self._emits
 
     @property
     def prefill_tokens(self) -> int:
@@ -65,24 +55,7 @@ class RunningJobs:
     @property
     def longest(self) -> int:
         """Tokens that the longest job holds; 0 if there is none."""
-        if not self.jobs:
-            return 0
-        longest = self._longest
-        if longest is None:
-            longest = max([job.length - job.joined for job in self.jobs])
-            self._longest = longest
-        return longest + self.steps
-
-    @property
-    def longest_promise(self) -> int:
-        """The largest prompt + max_new_tokens of a job; 0 if there is none."""
-        if not self.jobs:
-            return 0
-        longest = self._longest_promise
-        if longest is None:
-            longest = max([job.limit_tokens for job in self.jobs])
-            self._longest_promise = longest
-        return longest
+        return max([job.length + self.steps - job.joined for job in self.jobs], default=0)
 
     def join(self, job: Job) -> None:
         """The job decodes from now on, once its input is prefilled or its cache is back."""
@@ -91,13 +64,8 @@ class RunningJobs:
         job.slot = len(self._slots)
         self._slots.append(job)
         self.jobs[job] = None
-        held = job.length - steps
-        self.base += held
+        self.base += job.length - steps
         self.committed += job.limit_tokens
-        if self._longest is not None:
-            self._longest = max(self._longest, held)
-        if self._longest_promise is not None:
-            self._longest_promise = max(self._longest_promise, job.limit_tokens)
 
     def emitted(self, jobs: Iterable[Job]) -> None:
         """Prefill gave each of these jobs its next token."""
@@ -105,17 +73,14 @@ class RunningJobs:
             job.length += 1
             job.generated += 1
             self.base += 1
-            if self._longest is not None:
-                self._longest = max(self._longest, job.length - job.joined)
 
-    def prefill_on(self, jobs: Iterable[Job], *, emits: bool) -> None:
-        """Exactly these jobs are being prefilled. `emits`: whether prefill gives a token."""
+    def prefill_on(self, jobs: Iterable[Job]) -> None:
+        """Exactly these jobs are being prefilled."""
         self.prefilling = dict.fromkeys(jobs)
-        self._emits = emits
 
     def holds(self, job: Job) -> int:
         """Tokens of KV cache that a job holds or is owed."""
-        return job.length + self.steps - job.joined + int(self._emits and job in self.prefilling)
+        return job.length + self.steps - job.joined + (self._emits if job in self.prefilling else 0)
 
     def leave(self, job: Job) -> None:
         """The job ended or its cache is dropped. Updates the job's own counters."""
@@ -123,13 +88,8 @@ class RunningJobs:
         if self.prefilling:
             self.prefilling.pop(job, None)
         decoded = self.steps - job.joined
-        held = job.length - job.joined
-        self.base -= held
+        self.base -= job.length - job.joined
         self.committed -= job.limit_tokens
-        if held == self._longest:
-            self._longest = None
-        if job.limit_tokens == self._longest_promise:
-            self._longest_promise = None
         job.length += decoded
         job.generated += decoded
         last = self._slots.pop()
@@ -139,8 +99,6 @@ class RunningJobs:
 
     def miss(self, job: Job, steps: int) -> None:
         """The job had no part in `steps` decode steps of this pass, counted already or not yet."""
-        if job.length - job.joined == self._longest:
-            self._longest = None
         job.joined += steps
         self.base -= steps
 
@@ -169,9 +127,6 @@ class ParkedCaches:
     def __init__(self) -> None:
         self.jobs: dict[Job, None] = {}
         self.tokens = 0
-
-    def __len__(self) -> int:
-        return len(self.jobs)
 
     def put(self, job: Job) -> None:
         """The job's cache is here from now on; its length stays the same."""
@@ -250,7 +205,7 @@ class WorkerPasses:
         for job in jobs:
             running.join(job)
         if batch.chunk_tokens and jobs:
-            running.prefill_on((*running.prefilling, *batch.jobs), emits=worker.emits > 0)
+            running.prefill_on((*running.prefilling, *batch.jobs))
         if self._cancelled and worker.index in self._cancelled:
             batch.evict += tuple(self._cancelled.pop(worker.index))
         if self._released and worker.index in self._released:
@@ -318,21 +273,20 @@ class WorkerPasses:
         dropped = [
             job for request_id in result.dropped if (job := jobs.get(request_id)) is not None
         ]
-        stay = len(worker.running)
+        stay = len(worker.running.jobs)
         worker.row_limit = max(stay + len(dropped) // 2, 1)
-        return dropped[0] if len(dropped) == 1 and not (stay or worker.paused) else None
+        return dropped[0] if len(dropped) == 1 and not (stay or worker.paused.jobs) else None
 
     def _finish_prefills(self, worker: Worker, batch: Pass, result: PassResult) -> None:
         """Jobs that joined get the prefill's token and the steps since; the others get neither."""
         running = worker.running
-        emits = worker.emits > 0
         waited = dict.fromkeys((*running.prefilling, *batch.jobs))
         joined = result.joined
         after = dict(joined) if joined is not None else {job.request_id: 0 for job in waited}
         for job in waited:
             running.miss(job, after.get(job.request_id, result.steps))
-        running.prefill_on([job for job in waited if job.request_id not in after], emits=emits)
-        if emits:
+        running.prefill_on([job for job in waited if job.request_id not in after])
+        if worker.emits:
             running.emitted([job for job in waited if job.request_id in after])
 
     def crash(self, worker: Worker, now_s: float) -> Job | None:
@@ -340,7 +294,7 @@ class WorkerPasses:
 
         The jobs keep their order. `lose`, which is called next, drops caches in host memory.
         """
-        rows = len(worker.running)
+        rows = len(worker.running.jobs)
         jobs = [*worker.running.jobs, *worker.paused.jobs]
         for job in reversed(jobs):
             self.evict(worker, job, now_s)

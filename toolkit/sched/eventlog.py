@@ -101,8 +101,9 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     slots: int = 0
 
 
-Call = Submit | Tick | Complete | End | CancelCall | WorkerChange | Resize | Configure
-Event = EventLogHeader | Call
+Event = (
+    EventLogHeader | Submit | Tick | Complete | End | CancelCall | WorkerChange | Resize | Configure
+)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Event).decode
 

@@ -5,24 +5,15 @@ first use, and keeps what it compiled beside this file, or in NUMBA_CACHE_DIR.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import ParamSpec, TypeVar
-
-    P = ParamSpec("P")
-    R = TypeVar("R")
-
-    def njit(function: Callable[P, R]) -> Callable[P, R]: ...
-
-else:
-    from numba import njit as numba_njit
-
-    njit = numba_njit(cache=True, nogil=True)
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+njit: Callable[[Compiled], Compiled] = numba.njit(cache=True, nogil=True)
 
 
 @njit
@@ -69,7 +60,9 @@ def split_by_serving_time(
 
 
 @njit
-def future_peak(keys: NDArray[np.int64], n: int, padded: bool) -> int:
+def future_peak(
+    keys: NDArray[np.int64], n: int, padded: bool, before: int = 0, held: int = 0
+) -> int:
     """M*: the most tokens that rows will ever take together (Past-Future, Eq. 2-4); 0 of no rows.
 
     A row leaves when it has generated its remaining tokens, so the peak is at one of these moments:
@@ -81,18 +74,20 @@ def future_peak(keys: NDArray[np.int64], n: int, padded: bool) -> int:
         keys: [>= n], remaining << 32 | used of each row, descending.
         n: how many rows there are.
         padded: whether the rows are one slab.
+        before: how many other rows end after all of these.
+        held: what they take together, or the longest of them in a slab.
     """
-    held = 0
     peak = 0
     for i in range(n):
         used = keys[i] & 0xFFFFFFFF
         remaining = keys[i] >> 32
+        rows = before + i + 1
         if padded:
             held = max(held, used)
-            peak = max(peak, (i + 1) * (held + remaining))
+            peak = max(peak, rows * (held + remaining))
         else:
             held += used
-            peak = max(peak, held + (i + 1) * remaining)
+            peak = max(peak, held + rows * remaining)
     return peak
 
 
@@ -130,11 +125,17 @@ def peaks_to_come(rows: Sequence[int], running: int, padded: bool) -> list[int]:
     return peaks
 
 
-def peak_to_come(used: Sequence[int], remaining: Sequence[int], padded: bool) -> int:
+def peak_to_come(
+    used: Sequence[int],
+    remaining: Sequence[int],
+    padded: bool,
+    before: int = 0,
+    held: int = 0,
+) -> int:
     """`future_peak` of rows that hold `used` tokens each and will generate `remaining` more."""
     keys = (np.array(remaining, dtype=np.int64) << 32) + np.array(used, dtype=np.int64)
     keys.sort()
-    return int(future_peak(keys[::-1].copy(), len(keys), padded))
+    return int(future_peak(keys[::-1].copy(), len(keys), padded, before, held))
 
 
 @njit

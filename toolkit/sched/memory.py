@@ -10,15 +10,12 @@ rows in both. What rows will take when they end is `toolkit.sched.kernels.future
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from toolkit.sched.protocols import MemoryLaw
-    from toolkit.sched.types import Job, Worker
-
-LONGEST = 1 << 40  # tokens of a request at most, whatever the memory law says
+from toolkit.sched.protocols import MemoryLaw
+from toolkit.sched.types import NO_LIMIT, Job, Worker
 
 
 class Footprint:
@@ -107,12 +104,6 @@ class Footprint:
         used = self.used + self.fresh
         return Footprint(self._worker, self.capacity, self.rows, used, 0, self.promised)
 
-    def without(self, job: Job) -> Footprint:
-        """The rows without a running job. Ask for it before any job joins."""
-        used = self.used - self._worker.running.holds(job)
-        promised = self.promised - job.limit_tokens
-        return Footprint(self._worker, self.capacity, self.rows - 1, used, self.fresh, promised)
-
 
 class SlabFootprint(Footprint):
     """The memory of rows on a padded worker: the number of rows x the longest.
@@ -128,10 +119,9 @@ class SlabFootprint(Footprint):
         longest: tokens of the longest row that has a cache.
         newcomers: how many rows will be prefilled.
         entering: the longest of their inputs.
-        gone: the running jobs that `without` took out.
     """
 
-    __slots__ = ("entering", "gone", "longest", "newcomers")
+    __slots__ = ("entering", "longest", "newcomers")
 
     def __init__(
         self,
@@ -142,19 +132,17 @@ class SlabFootprint(Footprint):
         longest: int = 0,
         newcomers: int = 0,
         entering: int = 0,
-        gone: tuple[Job, ...] = (),
     ) -> None:
         super().__init__(worker, capacity, rows, 0, 0, promised)
         self.longest = longest
         self.newcomers = newcomers
         self.entering = entering
-        self.gone = gone
 
     def _with(
         self, rows: int, promised: int, longest: int, newcomers: int, entering: int
     ) -> SlabFootprint:
         return SlabFootprint(
-            self._worker, self.capacity, rows, promised, longest, newcomers, entering, self.gone
+            self._worker, self.capacity, rows, promised, longest, newcomers, entering
         )
 
     @property
@@ -206,22 +194,6 @@ class SlabFootprint(Footprint):
         longest = self._width(self.rows, self.newcomers, self.longest, self.entering)
         return self._with(self.rows, self.promised, longest, 0, 0)
 
-    def without(self, job: Job) -> SlabFootprint:
-        running = self._worker.running
-        gone = (*self.gone, job)
-        stay = [other for other in running.jobs if other not in gone]
-        prefilling = [other.length for other in running.prefilling if other not in gone]
-        return SlabFootprint(
-            self._worker,
-            self.capacity,
-            self.rows - 1,
-            max([other.limit_tokens for other in stay], default=0),
-            max([other.length + running.steps - other.joined for other in stay], default=0),
-            len(prefilling),
-            max(prefilling, default=0),
-            gone,
-        )
-
     def _shapes(self, rows: int, newcomers: int) -> bool:
         """Whether newcomers are prefilled within a step of other rows, if there are others."""
         return self._worker.joining == "shape" and rows > newcomers
@@ -243,23 +215,28 @@ class SlabFootprint(Footprint):
         return rows * (width + steps), rows * width + shaped
 
 
-def footprint_of(worker: Worker) -> Footprint:
-    """The footprint of the jobs that run on the worker."""
+def footprint_of(worker: Worker, gone: Collection[Job] = ()) -> Footprint:
+    """The footprint of the jobs that run on the worker, without those that are `gone`."""
     running = worker.running
-    rows = len(running.jobs)
     capacity = worker.capacity_tokens
     if worker.joining is None:
-        return Footprint(worker, capacity, rows, running.used, 0, running.committed)
-    prefilling = running.prefilling
-    return SlabFootprint(
-        worker,
-        capacity,
-        rows,
-        running.longest_promise,
-        running.longest,
-        len(prefilling),
-        max([job.length for job in prefilling]) if prefilling else 0,
-    )
+        used = running.used
+        promised = running.committed
+        for job in gone:
+            used -= running.holds(job)
+            promised -= job.limit_tokens
+        return Footprint(worker, capacity, len(running.jobs) - len(gone), used, 0, promised)
+    slab = SlabFootprint(worker, capacity, len(running.jobs) - len(gone), 0)
+    # by hand: compiled, it is several times as fast
+    for job in running.jobs:
+        if gone and job in gone:
+            continue
+        slab.promised = max(slab.promised, job.limit_tokens)
+        slab.longest = max(slab.longest, job.length + running.steps - job.joined)
+        if running.prefilling and job in running.prefilling:
+            slab.newcomers += 1
+            slab.entering = max(slab.entering, job.length)
+    return slab
 
 
 def no_rows(worker: Worker) -> Footprint:
@@ -284,7 +261,7 @@ def longest(memory: MemoryLaw, continuous: bool) -> int:
     """
     if continuous:
         return memory.usable_tokens
-    lengths = range(1, LONGEST + 1)
+    lengths = range(1, NO_LIMIT + 1)
     return bisect_left(
         lengths, True, key=lambda n: bool(memory.max_batch(np.array([n]), 0, 0.0)[0] < 1)
     )

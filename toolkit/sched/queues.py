@@ -93,7 +93,7 @@ class PassQueues:
         half = (len(jobs) + 1) // 2
         for part in (jobs[half:], jobs[:half]):  # the first half ends up at the front
             if part:
-                self.put(_retry(batch, part, where), first=True)
+                self.put(static_pass(where, part, batch.steps), first=True)
 
     def leave(self, lost: Worker) -> None:
         """Move the queue of a lost worker to other workers."""
@@ -112,9 +112,12 @@ class PassQueues:
         )
 
 
-def _retry(batch: Pass, jobs: Sequence[Job], worker: Worker) -> Pass:
-    """A part of a failed batch as a new batch, with an estimate by the worker's law."""
+def static_pass(worker: Worker, jobs: Sequence[Job], steps: int) -> Pass:
+    """Return a pass of these jobs that keeps no caches, with an estimate by the worker's law.
+
+    It has at most `steps` steps, and none after the longest job.
+    """
     length = max(job.length for job in jobs)
-    steps = min(batch.steps, max(job.remaining_limit for job in jobs))
+    steps = min(steps, max(job.remaining_limit for job in jobs))
     estimate = serving_s(worker.latency, len(jobs), length, steps)
     return Pass(worker.index, tuple(jobs), steps, length, estimate)

@@ -22,7 +22,6 @@ from toolkit.sched.memory import longest
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import Parameter, Value, declared
 from toolkit.sched.queues import PassQueues
-from toolkit.sched.ranked import RankedJobs
 from toolkit.sched.types import (
     Job,
     Pass,
@@ -32,7 +31,7 @@ from toolkit.sched.types import (
     Worker,
 )
 from toolkit.sched.view import Decision, View
-from toolkit.sched.waiting import WaitingPool
+from toolkit.sched.waiting import RankedJobs, WaitingPool
 
 # A job that ran alone is given up at its second failure without a token in between, which is what
 # a request that breaks its worker does. One that makes progress goes on, but not for ever.
@@ -48,7 +47,7 @@ class Scheduler:
 
     `workers` has one `Worker` per engine instance, numbered from 0; all have equal laws.
     `seed` is that of the policy's random draws. `finished` are output lengths of earlier requests,
-    with which the history starts.
+    with which the history starts. Raises `InputError` for an oracle that was not told the lengths.
     """
 
     def __init__(
@@ -59,6 +58,11 @@ class Scheduler:
         seed: int = 0,
         finished: Iterable[int] = (),
     ) -> None:
+        if policy.knows_lengths and not policy.output_tokens:
+            raise InputError(
+                f"policy '{policy.name}' needs the true output lengths",
+                "it runs in simulations only",
+            )
         self.policy = policy
         self.workers = list(workers)
         self._finished = policy.first_history()
@@ -91,7 +95,7 @@ class Scheduler:
         if view.due:
             view.sort_due()
             if self._reorders:
-                self._reorder(now_s)
+                self._pool.reorder(*self.policy.reorder(view, now_s))
         decision = self.policy.plan(view, now_s)
         self._accept(decision)
         return self._start_due(now_s)
@@ -102,8 +106,7 @@ class Scheduler:
         for job in released:
             self._view.changed(job.home)
             self._passes.release(self.workers[job.home], job, now_s)
-        if released:
-            self._pool.add(released)
+        self._pool.add(released)
 
     def _route(self, now_s: float) -> None:
         """Pooled jobs go to the workers that the policy gives them."""
@@ -118,12 +121,6 @@ class Scheduler:
             view.arrived[home] = view.arrived.get(home, 0) + 1
             view.make_due(self.workers[home])
             view.changed(home)
-
-    def _reorder(self, now_s: float) -> None:
-        """Jobs that wait at a worker change places, if the policy says so."""
-        behind, first = self.policy.reorder(self._view, now_s)
-        if behind or first:
-            self._pool.reorder(behind, first)
 
     def _accept(self, decision: Decision) -> None:
         """Queue the passes of a decision at their workers, and interrupt passes."""
@@ -169,13 +166,15 @@ class Scheduler:
     @property
     def running_jobs(self) -> int:
         """Requests in batches that run now."""
-        return sum(len(worker.running) for worker in self.workers if worker.batch)
+        return sum(len(worker.running.jobs) for worker in self.workers if worker.batch)
 
     @property
     def waiting_jobs(self) -> int:
         """Requests that wait to run: in the pool, at a worker, preempted, or in a queued batch."""
-        queued = sum(batch.size for worker in self.workers for batch in worker.queue)
-        preempted = sum(len(worker.paused) + len(worker.swapped) for worker in self.workers)
+        queued = sum(len(batch.jobs) for worker in self.workers for batch in worker.queue)
+        preempted = sum(
+            len(worker.paused.jobs) + len(worker.swapped.jobs) for worker in self.workers
+        )
         return self._pool.count + queued + preempted
 
     def submit(self, request: Request, now_s: float, number: int = -1) -> Refusal | None:

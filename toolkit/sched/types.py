@@ -219,11 +219,6 @@ class Pass:
         self.moves = moves
         self.chunk_tokens = chunk_tokens
 
-    @property
-    def size(self) -> int:
-        """The number of jobs."""
-        return len(self.jobs)
-
 
 class Worker:
     """One engine instance: its laws, what it runs and what waits for it.
@@ -280,13 +275,13 @@ class Worker:
         self.is_due = False
         self.batch: Pass | None = None
         self.waiting = WaitingJobs()
-        self.running = RunningJobs()
+        self.emits = int(latency.prefill_emits_token)
+        self.running = RunningJobs(self.emits)
         self.assigned = 0
         self.stepped_s = 0.0
         self.slots = slots
         self.row_limit = slots
         self.capacity_tokens: int = memory.usable_tokens
-        self.emits = int(latency.prefill_emits_token)
 
     @property
     def padded(self) -> bool:

@@ -148,19 +148,15 @@ class View:
         self.arrived: dict[int, int] = {}  # workers that jobs were routed to since, and how many
         self.due: list[Worker] = []
         self.figures: dict[Hashable, WorkerFigure] = {}
-        self._alive: list[Worker] = []
+        self.alive: list[Worker] = []  # the workers that are, by index
         self.workers_changed()
         for worker in self.free:
             self.make_due(worker)
 
-    def alive(self) -> list[Worker]:
-        """The workers that are alive, by index."""
-        return self._alive
-
     @property
     def free(self) -> list[Worker]:
         """Workers that are alive and run nothing, by index: a plan may start batches on these."""
-        return [worker for worker in self._alive if worker.batch is None]
+        return [worker for worker in self.alive if worker.batch is None]
 
     def make_due(self, worker: Worker) -> None:
         """For the scheduler: something happened to `worker`. Has no effect while it cannot run."""
@@ -175,7 +171,7 @@ class View:
 
     def workers_changed(self) -> None:
         """For the scheduler: a worker was lost or came back."""
-        self._alive = [worker for worker in self.workers if worker.alive]
+        self.alive = [worker for worker in self.workers if worker.alive]
         for worker in self.due:
             worker.is_due = worker.alive
         self.due = [worker for worker in self.due if worker.alive]

@@ -420,7 +420,7 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
         batch = driver.flights.get(worker.index)
         if batch and not batch.keep_cache:
             # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
-            tokens = batch.size * (batch.input_length + batch.steps)
+            tokens = len(batch.jobs) * (batch.input_length + batch.steps)
         workers.append(
             WorkerGauges(
                 worker.alive and facts is not None,

@@ -71,7 +71,7 @@ class Forecast:
         predictor = self._predict_rounds
         if not self._continuous:
             predictor = self._predict_slices
-            queued = sum(batch.size for worker in workers for batch in worker.queue)
+            queued = sum(len(batch.jobs) for worker in workers for batch in worker.queue)
             waiting = max(waiting - queued, 0)
         predicted = predictor(workers, now_s, waiting)
         return PredictedLatency(*(self.pace.value * seconds for seconds in predicted))
@@ -131,7 +131,7 @@ class Forecast:
             """How long a row stays among `rows`, each of which is prefilled once meanwhile."""
             return output * law.decode_s(rows, length, 1) + rows * prefill_s
 
-        resident = [len(worker.running) for worker in workers]
+        resident = [len(worker.running.jobs) for worker in workers]
         places = []  # rows that each worker has at most, if each grows to mean lengths
         for worker, rows in zip(workers, resident, strict=True):
             fitting = int(worker.capacity_tokens // (prompt + output))

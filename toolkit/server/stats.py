@@ -221,9 +221,8 @@ class Stats:
         scheduler updates the worker's running jobs.
         """
         running = worker.running
-        rows = len(running)
-        longest = running.longest
-        length = longest + (result.steps if batch.keep_cache else batch.steps)
+        rows = len(running.jobs)
+        length = running.longest + (result.steps if batch.keep_cache else batch.steps)
         self.batches += 1
         self.oom_events += result.failure == "oom"
         self.extrapolated_batches += not self.valid.holds_batch(rows, length)
@@ -241,7 +240,7 @@ def _expected_s(batch: Pass, result: PassResult, worker: Worker) -> float:
     """Seconds that a pass takes by the worker's laws; 0: they do not say."""
     law = worker.latency
     running = worker.running
-    rows = len(running)
+    rows = len(running.jobs)
     steps = result.steps
     if not batch.keep_cache:
         if not steps:

@@ -8,6 +8,7 @@ saw, and a log of the calls replays exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from mypy_extensions import mypyc_attr
@@ -15,9 +16,9 @@ from mypy_extensions import mypyc_attr
 from toolkit.sched.policies.parameters import choice, parameter, validate
 from toolkit.sched.policies.routers import ROUTERS
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.ranked import Ranking
 from toolkit.sched.types import NO_LIMIT, Job, Moves, Pass, Worker
 from toolkit.sched.view import NOTHING, Decision, LengthHistory, View
+from toolkit.sched.waiting import Ranking
 
 # Output lengths that are kept for a policy that does not set the size of the history itself.
 DEFAULT_HISTORY = 1000
@@ -37,6 +38,7 @@ class Policy:
     continuous: ClassVar[bool] = True  # whether its passes keep their caches
     knows_lengths: ClassVar[bool] = False  # whether it needs the true output lengths: an oracle
     at_start: ClassVar[tuple[str, ...]] = ()  # parameters that only a new scheduler reads
+    output_tokens: Mapping[str, int] = {}  # of an oracle: the true output length of each request id
     router: str = "round-robin"
     chunk_tokens: int = 0
     max_batch_size: int = NO_LIMIT
@@ -46,7 +48,7 @@ class Policy:
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
         """The index of each pooled job's worker; None: jobs stay in the pool until batched."""
-        return ROUTERS[self.router](view) if view.alive() else None
+        return ROUTERS[self.router](view) if view.alive else None
 
     def plan(self, view: View, now_s: float) -> Decision:
         """What to run next. Called at every tick; an empty `Decision` starts nothing."""
@@ -96,8 +98,8 @@ class Policy:
         return (), ()
 
     def with_lengths(self, output_tokens: Mapping[str, int]) -> Policy:
-        """The same policy, with the true output length of each request id, if it is an oracle."""
-        return self
+        """Return the same oracle with the true output length of each request id."""
+        return replace(self, output_tokens=output_tokens)  # type: ignore[type-var]
 
     def make_pass(
         self,

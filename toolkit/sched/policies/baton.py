@@ -110,8 +110,8 @@ class BatonPolicy(Policy):
         leave: list[Job] = []
         if footprint.rows > 1 and self._room(footprint) < 1:
             for job in eviction_order(worker):
-                footprint = footprint.without(job)
                 leave.append(job)
+                footprint = footprint_of(worker, leave)
                 if footprint.rows == 1 or self._room(footprint) >= 1:
                     break
         return footprint, leave

@@ -114,7 +114,7 @@ class ContinuousPolicy(Policy):
             order = eviction_order(worker) if view.prioritised else reversed(running.jobs)
             for job in order:
                 evicted.append(job)
-                footprint = footprint.without(job)
+                footprint = footprint_of(worker, evicted)
                 if footprint.needs <= capacity:
                     break
         elif waiting.jobs and (not footprint.rows or running.steps % interval == 0):
@@ -165,13 +165,12 @@ class ContinuousPolicy(Policy):
 
         The list is empty if even evicting all of them is not enough.
         """
-        footprint = footprint_of(worker)
         leaving: list[Job] = []
         for other in eviction_order(worker):
             if other.priority <= job.priority:
                 break
             leaving.append(other)
-            footprint = footprint.without(other)
+            footprint = footprint_of(worker, leaving)
             if footprint.fits(job.length, footprint.capacity) and self.may_enter(
                 worker, job, footprint
             ):

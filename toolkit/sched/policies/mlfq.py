@@ -28,8 +28,8 @@ from toolkit.sched.policies.preemptive import (
     ranked,
 )
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.ranked import NEVER, Ranking
 from toolkit.sched.types import Job, Worker
+from toolkit.sched.waiting import NEVER, Ranking
 
 LONGEST_QUANTUM_TOKENS = 1 << 24  # a quantum that lasts longer counts as never used up
 JOBS_KEPT = 1 << 16  # entries of a cache of jobs
@@ -56,7 +56,8 @@ class FeedbackQueues(Ranking):
         self._law = law
         self._skip_join = skip_join
         self._emits = int(law.prefill_emits_token)
-        self._known: dict[tuple[int, int], Path] = {}  # by prompt and promotion
+        # The path of a job with this prompt, from where it was last promoted.
+        self._path = lru_cache(maxsize=JOBS_KEPT)(self._find_path)
 
     def rank(self, job: Job, generated: int) -> float:
         """The rank of a job: its queue. Each priority has its own queues."""
@@ -84,17 +85,6 @@ class FeedbackQueues(Ranking):
                 return queue, tokens
             queue += 1
         return queue, NEVER
-
-    def _path(self, prompt_tokens: int, promoted_at: int) -> Path:
-        """The path of a job through the queues, from where it was last promoted."""
-        key = prompt_tokens, promoted_at
-        path = self._known.get(key)
-        if path is None:
-            if len(self._known) >= JOBS_KEPT:
-                self._known.clear()
-            path = self._find_path(prompt_tokens, promoted_at)
-            self._known[key] = path
-        return path
 
     def _find_path(self, prompt_tokens: int, promoted_at: int) -> Path:
         queue = 0

@@ -17,13 +17,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from itertools import repeat
 from typing import ClassVar
 
 import numpy as np
 
-from toolkit.errors import InputError
 from toolkit.sched.kernels import admit_past_future, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
@@ -103,17 +102,10 @@ class PastFutureOracle(ContinuousPolicy):
 
     output_tokens: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
 
-    def with_lengths(self, output_tokens: Mapping[str, int]) -> PastFutureOracle:
-        return replace(self, output_tokens=output_tokens)
-
     def admissible(self, worker: Worker, job: Job, footprint: Footprint) -> bool:
         return footprint.taken_with(job.length) < worker.capacity_tokens
 
     def admit(self, view: View, worker: Worker, candidates: Sequence[Job]) -> int:
-        if not self.output_tokens:
-            raise InputError(
-                f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
-            )
         running = worker.running
         rows: list[int] = []
         for job in running.jobs:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 
 from toolkit.sched.kernels import peaks_to_come
 from toolkit.sched.memory import Footprint
@@ -60,16 +61,12 @@ class PastFutureSlaPolicy(PastFuturePolicy):
                     first.append(waiting.behind[0])
                 continue
             late: list[Job] = []
-            evicted = True  # evicted jobs wait first, and have their first token
             for job in jobs:
-                if evicted and job.generated > 0:
-                    continue
-                evicted = False
+                if job.generated and not late:
+                    continue  # evicted jobs wait first, and have their first token
                 if not self._is_late(worker, job, now_s):
                     break
                 late.append(job)
-            if not late:
-                continue
             in_order = not waiting.behind or waiting.behind[0].ticket > jobs[-1].ticket
             if len(late) < len(jobs) or len(late) > RECALL_COUNT or not in_order:
                 behind += late
@@ -95,25 +92,23 @@ class PastFutureSlaPolicy(PastFuturePolicy):
         expected = view.finished.mean()
         running = worker.running
         used: list[int] = []  # of running rows, then also of those that enter
-        ends: list[int] = []  # the same of their lengths at the end
         ahead: list[int] = []  # tokens used and remaining, in turn, of running rows and candidates
         for job in running.jobs:
             decoded = running.steps - job.joined
             remaining = _remaining(job, job.generated + decoded, expected)
             used.append(job.length + decoded)
-            ends.append(job.length + decoded + remaining)
             ahead += (job.length + decoded, remaining)
         for job in candidates:
             ahead += (job.length, _remaining(job, job.generated, expected))
         rows = len(used)
-        peaks = peaks_to_come(ahead, rows, False)
+        # What a lone row needs is never asked for.
+        peaks = peaks_to_come(ahead, rows, False) if rows + fitting > 1 else []
         excused = self._in_turn(worker) and self._is_late(worker, candidates[0], now_s)
         deadline_s = math.inf
         for count in range(1, fitting + 1):
             job = candidates[count - 1]
             n = rows + count
             used.append(job.length)
-            ends.append(job.length + _remaining(job, job.generated, expected))
             entering = used[rows:]
             step_s = law.decode_s(n, _law_length(used, padded), 1)
             prefill_s = law.prefill_s(count, _law_length(entering, padded))
@@ -131,11 +126,13 @@ class PastFutureSlaPolicy(PastFuturePolicy):
                     return count - 1
                 if n > 1:
                     # A step of all rows at the predicted peak of memory.
+                    ends = map(add, used, ahead[1::2])  # asked for where rows are padded
                     length = float(max(ends)) if padded else peaks[count - 1] / n
                     if law.decode_s(n, length, 1) > self.mtpot_s:
                         return count - 1
-            if not job.generated and not self._is_late(worker, job, now_s):
-                deadline_s = min(deadline_s, job.arrival_s + self.ttft_s)
+            due_s = job.arrival_s + self.ttft_s
+            if due_s < deadline_s and not job.generated and not self._is_late(worker, job, now_s):
+                deadline_s = due_s
             first_s = prefilled_s + (0.0 if worker.emits else step_s)
             if count > 1 and first_s > deadline_s:
                 return count - 1

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -40,9 +40,9 @@ from toolkit.sched.policies.base import (
 from toolkit.sched.policies.parameters import choice, parameter, policy
 from toolkit.sched.protocols import LatencyLaw
 from toolkit.sched.queues import transfers_s
-from toolkit.sched.ranked import Aged, Ranked, RankedJobs, Ranking
 from toolkit.sched.types import Job, Moves, Pass, Worker
 from toolkit.sched.view import View
+from toolkit.sched.waiting import RankedJobs, Ranking
 
 # (rank of the policy, negative waiting time or 0, ticket): the least is served first.
 Rank = tuple[float, float, int]
@@ -98,9 +98,8 @@ class Newcomers:
         self._waiting = ranked(worker)
         self._now_s = now_s
         self._grows = 1 + worker.emits
-        self._patience_s = patience_s
-        self._starving: Iterator[Aged] | None = None  # made when they are first asked for
-        self._others: Iterator[Ranked] | None = None
+        self._starving = self._waiting.starving(now_s, patience_s)
+        self._others = self._waiting.others(now_s, patience_s)
         self._open = True
 
     def next(self, free: float, cache_room: float) -> RankedRow | None:
@@ -112,8 +111,6 @@ class Newcomers:
         waiting = self._waiting
         if not self.possible(cache_room) or waiting.shortest + self._grows > free:
             return None
-        if self._starving is None:
-            self._starving = waiting.starving(self._now_s, self._patience_s)
         for since_s, _, _, job in self._starving:
             needs = job.length + self._grows
             if needs > cache_room:
@@ -122,8 +119,6 @@ class Newcomers:
             if needs <= free:
                 waits_s = self._now_s - since_s
                 return self._row(job, waits_s, (STARVES, -waits_s, job.ticket))
-        if self._others is None:
-            self._others = waiting.others(self._now_s, self._patience_s)
         room = min(free, cache_room)
         for rank, _, job in self._others:
             if job.length + self._grows <= room:
@@ -134,7 +129,7 @@ class Newcomers:
         """Whether the cache of a waiting job might fit `cache_room` tokens, as far as is known."""
         return (
             self._open
-            and bool(self._waiting)
+            and bool(self._waiting.jobs)
             and self._waiting.shortest + self._grows <= cache_room
         )
 
@@ -298,9 +293,9 @@ class PreemptivePolicy(Policy):
                 generated = job.generated + running.steps - job.joined
                 if best < (ranking.rank(job, generated), job.ticket):
                     return True
-        if len(running) >= self._rows_of(worker):
+        if len(running.jobs) >= self._rows_of(worker):
             return False
-        return footprint_of(worker).fits(waiting[-1].length, worker.capacity_tokens)
+        return footprint_of(worker).fits(waiting.jobs[-1].length, worker.capacity_tokens)
 
     def _unchanged(self, worker: Worker) -> int:
         """Steps of a pass in which just the running jobs go on; 0 if their ranks must decide.
@@ -318,7 +313,7 @@ class PreemptivePolicy(Policy):
             return 0
         steps = max(footprint.room(capacity), 1)
         waiting = ranked(worker)
-        if waiting:
+        if waiting.jobs:
             free = capacity - footprint.taken + worker.host_tokens
             free -= spare_tokens(worker, 1, self.interval_steps)
             return 0 if waiting.shortest + 1 + worker.emits <= free else steps
@@ -540,7 +535,7 @@ class PreemptivePolicy(Policy):
         """
         law = worker.latency
         run = placed.run
-        left = len(worker.waiting) - len(entering)
+        left = len(worker.waiting.jobs) - len(entering)
         steps = max(placed.room(worker), 1)
         if placed.closed and not idle and left > 0:
             return steps  # no job can enter before a row ends, whatever the ranks
@@ -577,13 +572,10 @@ class PreemptivePolicy(Policy):
     ) -> float:
         """Seconds until the next waiting job starves; infinity if none will."""
         patience_s = self.patience_s
-        if patience_s == math.inf:
-            return math.inf
         waits_s = [max(row.waits_s, 0.0) for row in idle if row.waits_s < patience_s]
-        longest_s = ranked(worker).next_wait_s(now_s, patience_s, {row.job for row in entering})
-        if longest_s >= 0.0:
-            waits_s.append(longest_s)
-        return patience_s - max(waits_s) if waits_s else math.inf
+        entering_jobs = {row.job for row in entering}
+        longest_s = max([ranked(worker).next_wait_s(now_s, patience_s, entering_jobs), *waits_s])
+        return patience_s - longest_s if longest_s >= 0.0 else math.inf
 
 
 def spare_tokens(worker: Worker, rows: int, steps: int) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
+from toolkit.sched.kernels import peak_to_come
 from toolkit.sched.types import Job, Worker
 from toolkit.sched.view import View, WorkerFigure
 
@@ -20,20 +19,18 @@ Router = Callable[[View], Sequence[int]]
 
 def round_robin(view: View) -> Sequence[int]:
     """In turn by order of arrival."""
-    alive = view.alive()
+    alive = view.alive
     return [alive[job.ticket % len(alive)].index for job in view.pool]
 
 
 def least_loaded(view: View) -> Sequence[int]:
     """To the worker with the fewest outstanding tokens: held by its jobs and expected of them."""
-    return _to_least(view, view.pool)
+    return _by_load(view, longest_first=False)
 
 
 def max_min(view: View) -> Sequence[int]:
     """Like least-loaded, the longest request that came at once first (SCLS 4.5, Eq. 11)."""
-    order = sorted(range(len(view.pool)), key=lambda k: -view.pool[k].length)
-    homes = dict(zip(order, _to_least(view, [view.pool[k] for k in order]), strict=True))
-    return [homes[k] for k in range(len(order))]
+    return _by_load(view, longest_first=True)
 
 
 def future_memory(view: View) -> Sequence[int]:
@@ -55,14 +52,28 @@ def future_memory(view: View) -> Sequence[int]:
     return homes
 
 
-def _to_least(view: View, jobs: Sequence[Job]) -> list[int]:
+def _by_load(view: View, *, longest_first: bool) -> list[int]:
     expected = view.finished.mean()
     figure = view.figure("outstanding", _outstanding)
-    homes = []
-    for job in jobs:
-        index = figure.least(view.alive(), expected)
-        figure.add(index, job.length + max(expected - job.generated, 1))
-        homes.append(index)
+    tokens = [job.length + max(expected - job.generated, 1) for job in view.pool]
+    return to_least(view, figure, expected, tokens, longest_first=longest_first)
+
+
+def to_least(
+    view: View, figure: WorkerFigure, expected: int, tokens: Sequence[int], *, longest_first: bool
+) -> list[int]:
+    """Give each pooled job to the worker with the least figure, which grows by the job's `tokens`.
+
+    Jobs are given in order of arrival, or with `longest_first` in order of their inputs' lengths.
+    """
+    pool = view.pool
+    order = list(range(len(pool)))
+    if longest_first:
+        order.sort(key=lambda k: -pool[k].length)
+    homes = [-1] * len(pool)
+    for k in order:
+        homes[k] = figure.least(view.alive, expected)
+        figure.add(homes[k], tokens[k])
     return homes
 
 
@@ -92,14 +103,14 @@ def _lowest_peak(
     if not job.generated and not view.workers[0].padded:
         # A new job has the most remaining tokens, so it comes first in the order of Eq. 2-4: it
         # raises the peak by its input.
-        return figure.least(view.alive(), expected)
+        return figure.least(view.alive, expected)
 
     def exact(worker: Worker) -> int:
         return _peak(worker, [*added.get(worker.index, ()), job], expected)
 
     if job.generated:
-        return min(view.alive(), key=exact).index
-    return figure.least_by(view.alive(), expected, exact)
+        return min(view.alive, key=exact).index
+    return figure.least_by(view.alive, expected, exact)
 
 
 def _future_memory(worker: Worker, expected: int, newcomers: Sequence[Job] = ()) -> int:
@@ -127,24 +138,23 @@ def _peak(worker: Worker, newcomers: Sequence[Job], expected: int, *, empty: int
     ]
     count = waiting.count - len(returned) + len(new) + empty
     held = waiting.tokens - sum([job.length for job in returned]) + sum(new)
-    table = running.table()
-    used = np.append(table[:, 0], [job.length for job in jobs])
-    generated = np.append(table[:, 1], [job.generated for job in jobs])
-    if not len(used) and not worker.padded:
-        return held + count * fresh
-    remaining = np.maximum(expected - generated, 1)
-    order = np.argsort(-remaining, kind="stable")
-    used = used[order]
-    remaining = remaining[order]
-    rows = np.arange(count + 1, count + 1 + len(used))
+    used: list[int] = []
+    remaining: list[int] = []
+    for job in running.jobs:
+        decoded = running.steps - job.joined
+        used.append(job.length + decoded)
+        remaining.append(max(expected - job.generated - decoded, 1))
+    for job in jobs:
+        used.append(job.length)
+        remaining.append(max(expected - job.generated, 1))
     if worker.padded:
-        longest = max([waiting.longest_new if waiting.count else 0, *new])
-        first = count * (longest + fresh) if count else 0
-        peaks = rows * (np.maximum(np.maximum.accumulate(used), longest) + remaining)
+        held = max([waiting.longest_new, *new])
+        first = count * (held + fresh)
     else:
         first = held + count * fresh
-        peaks = held + np.cumsum(used) + rows * remaining
-    return max(first, int(peaks.max())) if len(peaks) else first
+    if not used:
+        return first
+    return max(first, peak_to_come(used, remaining, worker.padded, count, held))
 
 
 ROUTERS: dict[str, Router] = {

@@ -19,8 +19,8 @@ import numpy as np
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.parameters import parameter, policy
-from toolkit.sched.queues import serving_s
-from toolkit.sched.types import Job, Pass, Worker
+from toolkit.sched.queues import static_pass
+from toolkit.sched.types import NO_LIMIT, Job, Pass, Worker
 from toolkit.sched.view import Decision, View
 
 
@@ -60,7 +60,7 @@ class SlicePolicy(Policy):
     def plan(self, view: View, now_s: float) -> Decision:
         if not view.pool:
             return Decision()
-        alive = view.alive()
+        alive = view.alive
         waiting = now_s < view.due_s and not (
             self.eager and any(not worker.queue for worker in view.free)
         )
@@ -157,10 +157,5 @@ class SequencePolicy(Policy):
     )
 
     def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
-        jobs = tuple(islice(worker.waiting, self.batch_size))
-        length = max(job.length for job in jobs)
-        longest = max(job.remaining_limit for job in jobs)
-        steps = min(self.slice_tokens or longest, longest)
-        return Pass(
-            worker.index, jobs, steps, length, serving_s(worker.latency, len(jobs), length, steps)
-        )
+        jobs = tuple(islice(worker.waiting.jobs, self.batch_size))
+        return static_pass(worker, jobs, self.slice_tokens or NO_LIMIT)

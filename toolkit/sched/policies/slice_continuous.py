@@ -24,7 +24,7 @@ from toolkit.sched.kernels import peak_to_come, peaks_to_come
 from toolkit.sched.memory import Footprint
 from toolkit.sched.policies.continuous import ContinuousPolicy
 from toolkit.sched.policies.parameters import choice, parameter, policy
-from toolkit.sched.policies.routers import ROUTERS
+from toolkit.sched.policies.routers import ROUTERS, to_least
 from toolkit.sched.types import NO_LIMIT, Job, Worker
 from toolkit.sched.view import View, WorkerFigure
 
@@ -63,10 +63,6 @@ class Slices:
         """Tokens that a running job can add until its slice ends."""
         generated = job.generated + self._steps - job.joined
         return min(self.left(job), job.max_new_tokens - generated)
-
-
-def _longest_first(entry: tuple[int, Job]) -> int:
-    return -entry[1].length
 
 
 @policy("slice-continuous")
@@ -139,18 +135,22 @@ class SliceContinuousPolicy(ContinuousPolicy):
             if over:
                 if not free:
                     free = self._free(view)
-                leaving += self._leaving(view, worker, over, free)
+                leaving += self._leaving(view, worker, slices, over, free)
         return leaving
 
     def _leaving(
-        self, view: View, worker: Worker, over: Sequence[Job], free: list[int]
+        self,
+        view: View,
+        worker: Worker,
+        slices: Slices,
+        over: Sequence[Job],
+        free: list[int],
     ) -> list[Job]:
         """The jobs of `over` that leave, in order of admission; what moves is taken off `free`."""
-        slices = self._slices(worker)
         steps = worker.running.steps
         source = worker.index
         target = source
-        if len(view.alive()) > 1:
+        if len(view.alive) > 1:
             others = list(free)
             others[source] = NO_FREE_TOKENS
             target = others.index(max(others))
@@ -183,14 +183,10 @@ class SliceContinuousPolicy(ContinuousPolicy):
         return leaving
 
     def route(self, view: View, now_s: float) -> Sequence[int] | None:
-        if self.router != SLICES or not view.alive():
+        if self.router != SLICES or not view.alive:
             return ContinuousPolicy.route(self, view, now_s)
-        promised = self._promises(view)
-        homes = [-1] * len(view.pool)
-        for k, job in sorted(enumerate(view.pool), key=_longest_first):
-            homes[k] = promised.least(view.alive(), 0)
-            promised.add(homes[k], job.length + self.period)
-        return homes
+        tokens = [job.length + self.period for job in view.pool]
+        return to_least(view, self._promises(view), 0, tokens, longest_first=True)
 
     def _promises(self, view: View) -> WorkerFigure:
         """What each worker promised."""
@@ -214,7 +210,7 @@ class SliceContinuousPolicy(ContinuousPolicy):
         """Each worker's capacity less what it promised [n]; `NO_FREE_TOKENS` for lost workers."""
         promised = self._promises(view)
         free = [NO_FREE_TOKENS] * len(view.workers)
-        for worker in view.alive():
+        for worker in view.alive:
             free[worker.index] = worker.capacity_tokens - promised.of(worker, 0)
         return free
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field
 
-from toolkit.errors import InputError
 from toolkit.sched.policies.parameters import policy
 from toolkit.sched.policies.preemptive import PreemptivePolicy
 from toolkit.sched.protocols import LatencyLaw
-from toolkit.sched.ranked import Ranking
 from toolkit.sched.types import Job
+from toolkit.sched.waiting import Ranking
 
 
 class RemainingTime(Ranking):
@@ -34,12 +33,5 @@ class SrptOracle(PreemptivePolicy):
 
     output_tokens: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
 
-    def with_lengths(self, output_tokens: Mapping[str, int]) -> SrptOracle:
-        return replace(self, output_tokens=output_tokens)
-
     def ranking(self, law: LatencyLaw) -> Ranking:
-        if not self.output_tokens:
-            raise InputError(
-                f"policy '{self.name}' needs the true output lengths", "it runs in simulations only"
-            )
         return RemainingTime(law, self.output_tokens)
