@@ -201,6 +201,7 @@ def test_what_no_flag_sets_is_vllm_s_own_default(capsys) -> None:
     recipe = json.loads(capsys.readouterr().out)["recipe"]
     assert recipe["model"]["max_model_len"] == 131_072  # the model's own limit
     assert recipe["engine"]["gpu_memory_utilization"] == 0.92
+    assert recipe["serve"]["max_new_tokens"] == 131_071
     assert recipe["policy"]["parameters"]["max_num_batched_tokens"] == 16_384
     assert gpu_of("h200").usual_limits == (1024, 8192)
     assert gpu_of("a100-80gb").usual_limits == (256, 2048)

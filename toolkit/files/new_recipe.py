@@ -509,9 +509,12 @@ def _longest_words(traffic: TraceLengths, longest: int) -> str:
 def _traffic_lines(wish: Wish, longest: int) -> list[str]:
     """The limit of outputs, and the trace to tune for."""
     traffic = wish.traffic
-    own = _pairs(wish.server.serve, 2) if wish.server else []
+    if wish.server is not None:
+        tune = ["", "tune:", f"  trace: {_quoted(traffic.name)}"] if traffic else []
+        bound = _line(f"  max_new_tokens: {longest - 1}", "vLLM bounds them by max_model_len")
+        return [*tune, "", "serve:", *_pairs(wish.server.serve, 2), *bound]
     if traffic is None:
-        return ["", "serve:", *own, f"  max_new_tokens: {min(OUTPUT, max(longest // 2, 1))}"]
+        return ["", "serve:", f"  max_new_tokens: {min(OUTPUT, max(longest // 2, 1))}"]
     output = min(traffic.longest_output, max(longest - 1, 1))
     reason = f"the longest output of {traffic.file}"
     if output < traffic.longest_output:
@@ -522,7 +525,6 @@ def _traffic_lines(wish: Wish, longest: int) -> list[str]:
         f"  trace: {_quoted(traffic.name)}",
         "",
         "serve:",
-        *own,
         *_line(f"  max_new_tokens: {output}", reason),
     ]
 
