@@ -77,6 +77,7 @@ class Child:
 
         with gives or nullcontext():
             self._process = _SPAWNERS.submit(start).result()
+        self._is_over = False  # another group may have its number then
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         assert self._process.stdout is not None
         keep = (self._process.stdout, self._tail, shows)
@@ -110,21 +111,21 @@ class Child:
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once, with every process of its group."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """End it at once, with every process of its group; nothing happens after `end`."""
+        if not self._is_over:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, patience_s: float = 0.0, rest_s: float = 0.0) -> str:
-        """Wait `patience_s` for its end, then kill it. What it leaves of its group is killed, too;
-        with `rest_s`, after SIGTERM and so many seconds. Returns how it ended.
+        """Wait `patience_s` for its end, then kill it. What it leaves of its group gets SIGTERM,
+        and SIGKILL after `rest_s`. Returns how it ended.
         """
         if self.wait(patience_s) is None:
             self._process.kill()
             self._process.wait()
-        if rest_s:
+        if not self._is_over:
             end_group(self.pid, rest_s)
-        self.kill()
-        self._reader.join(DRAIN_S)
+            self._is_over = True
         if self._process.stdin is not None:
             self._process.stdin.close()
         return self.ended_by()
