@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, ClassVar, Self
+from typing import IO, ClassVar
 
 # Of what a child prints, this much is kept: two long tracebacks may follow the line that matters.
 TAIL_LINES = 400
@@ -84,7 +84,7 @@ class Child:
         self._reader = threading.Thread(target=_keep_output, args=keep, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *_: object) -> None:
