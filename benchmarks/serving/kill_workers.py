@@ -123,7 +123,7 @@ ROUND_TIMEOUT_S = 180.0
 async def inject_fault(fault: str, server: Server, rng: random.Random, load: Load) -> int:
     """Inject the fault; the number of workers that it costs."""
     if fault == "engine":
-        # More tokens than it gets: each try gives one, and one beside other requests does not count.
+        # More tokens than it gets: each try gives one, and tries beside others do not count.
         body = {"prompt": [rng.randrange(97, 123), HANG], "max_tokens": 64, "ignore_eos": True}
         load.hangs.append(asyncio.create_task(load.http.post("/v1/completions", json=body)))
         return 2  # a request that costs two workers fails
