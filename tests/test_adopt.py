@@ -16,7 +16,11 @@ from toolkit.catalogue.classes import CLASSES
 from toolkit.catalogue.flags import known_flags, read_flags, short_names
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.known import known_model
+from toolkit.cli.basis import plan_from
+from toolkit.deploy.order import Options, Order
+from toolkit.deploy.render import render_target
 from toolkit.errors import InputError
+from toolkit.files.io import file_text, shipped_fit
 from toolkit.files.recipe import VllmSpec
 from toolkit.files.shipped import load_recipe
 
@@ -357,3 +361,23 @@ def test_pools_that_prefill_apart_are_refused(capsys, tmp_path: Path) -> None:
 def test_a_recipe_holds_no_secret_and_no_odd_name(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         VllmSpec(env={name: "x"})
+
+
+@pytest.mark.parametrize("target", ["compose", "kubernetes", "vllm"])
+def test_every_rendered_server_of_vllm_has_the_environment(target: str) -> None:
+    """Other targets run `llmctl serve`, which takes it from the plan."""
+    name = "llama-3.1-8b-h200"
+    plan = plan_from(name, shipped_fit(name), None)[0]
+    assert plan.recipe.engine.vllm is None or not plan.recipe.engine.vllm.env
+    vllm = (plan.recipe.engine.vllm or VllmSpec()).model_copy(
+        update={"env": {"VLLM_USE_DEEP_GEMM": "0 1"}}
+    )
+    engine = plan.recipe.engine.model_copy(update={"vllm": vllm})
+    recipe = plan.recipe.model_copy(update={"engine": engine})
+    plan = plan.model_copy(update={"recipe": recipe})
+    options = Options(folder="/srv/llmctl", replicas=2)
+    files = render_target(target, Order(plan, file_text(plan), options))
+    lines = [
+        line for one, text in files.items() if one != "plan.json" for line in text.splitlines()
+    ]
+    assert any("VLLM_USE_DEEP_GEMM" in line and "0 1" in line for line in lines)

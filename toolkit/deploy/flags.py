@@ -36,8 +36,8 @@ class Flag:
 
 
 def vllm_start(order: Order) -> dict[str, object]:
-    """Return what the template of serve.sh reads: flags, remarks, and whether llmctl schedules
-    inside vLLM. Raises `InputError` if vLLM cannot load the model.
+    """Return what the template of serve.sh reads: flags, variables of the environment, remarks, and
+    whether llmctl schedules inside vLLM. Raises `InputError` if vLLM cannot load the model.
     """
     plan = order.plan
     recipe = plan.recipe
@@ -67,7 +67,13 @@ def vllm_start(order: Order) -> dict[str, object]:
     install = "Needs vLLM with --max-num-queued-tokens (0.32 has it)."
     if inside:
         install = f"Needs {REQUIREMENT} and llmctl in one environment (pip install --no-deps)."
-    return {"flags": flags, "remarks": [*remarks, install], "inside": inside}
+    variables = recipe.engine.vllm.env if recipe.engine.vllm else {}
+    return {
+        "flags": flags,
+        "variables": variables,
+        "remarks": [*remarks, install],
+        "inside": inside,
+    }
 
 
 def check_servable_elsewhere(recipe: Recipe, engine: str) -> None:
