@@ -1,6 +1,7 @@
-"""The live server: OpenAI's API, the scheduler, and the workers, on one asyncio loop.
+"""The server: OpenAI's API on one asyncio loop, whatever answers behind it.
 
-`driver` runs the scheduler on the real clock, as the simulator does on a virtual one. `api` and
-`generation` speak HTTP and do not know the scheduler. The driver writes each answer into a `Reply`
-(`live`), from which a response reads. `launch` starts and stops all of it.
+`Server` (`server`) has the life of the process, `Application` what is the same on HTTP, and
+`ServerBackend` (`backend`) what is the same in the way of a request. Our own workers answer through
+`engine` and `driver`, which runs the scheduler on the real clock as the simulator does on a virtual
+one; replicas through `pool` and `relay`; and `recorder` passes all to one server.
 """

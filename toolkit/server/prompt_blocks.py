@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice, repeat
-from typing import NamedTuple
 
 from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import Prompt
@@ -30,13 +29,6 @@ ID_BITS = 53
 MAX_ADDED_TOKENS = 1 << 16
 LEAST_BYTES_PER_TOKEN = 1
 MOST_BYTES_PER_TOKEN = 16  # of the blocks of texts
-
-
-class BlockedPrompt(NamedTuple):
-    """The ids of a prompt, and the bytes of a block of text; 0 for a prompt of token ids."""
-
-    ids: list[int]
-    block_bytes: int
 
 
 def chained_ids(pieces: Iterable[bytes], key: bytes) -> Iterator[int]:
@@ -63,25 +55,13 @@ def pieces_of(
 
 
 def blocks_of_prompt(
-    content: Prompt, key: bytes, prompt_tokens: int, block_tokens: int, block_bytes: int
-) -> BlockedPrompt | None:
-    """Return the ids of a prompt, one for every `block_tokens` of its `prompt_tokens`.
-
-    `block_bytes` are the bytes of a block of text; 0: as many as in this one. None where the prompt
-    cannot have so many tokens.
+    content: Prompt, key: bytes, count: int, block_tokens: int, block_bytes: int
+) -> list[int]:
+    """Return `count` ids of a prompt. A server may add tokens: behind what a client sent the chain
+    goes on, and so a longer prompt has other ids there.
     """
-    if not content or not 1 <= prompt_tokens <= len(content) + MAX_ADDED_TOKENS:
-        return None
-    if isinstance(content, bytes):
-        per_token = max(len(content) / prompt_tokens, LEAST_BYTES_PER_TOKEN)
-        block_bytes = block_bytes or round(block_tokens * min(per_token, MOST_BYTES_PER_TOKEN))
-    else:
-        block_bytes = 0
-    # A server may add tokens. Only what the client sent is known; behind it the chain goes on: a
-    # longer prompt has other ids there.
     pieces = chain(pieces_of(content, block_tokens, block_bytes), repeat(b""))
-    count = math.ceil(prompt_tokens / block_tokens)
-    return BlockedPrompt(list(islice(chained_ids(pieces, key), count)), block_bytes)
+    return list(islice(chained_ids(pieces, key), count))
 
 
 class PromptBlocks:
@@ -94,23 +74,22 @@ class PromptBlocks:
         self._block_bytes = 0  # of text; 0: no text was counted yet
 
     async def ids(self, content: Prompt | None, prompt_tokens: int) -> list[int] | None:
-        """Return the ids of a request's only prompt; None where they cannot be known."""
-        while content is not None:
-            cut = partial(
-                blocks_of_prompt,
-                key=self._key,
-                prompt_tokens=prompt_tokens,
-                block_tokens=self._block_tokens,
-                block_bytes=self._block_bytes,
-            )
-            try:
-                prompt = await self._bodies.read(cut, content)
-            except ApiError:  # too many bodies wait to be read
-                return None
-            if prompt is None:
-                return None
-            self._block_bytes = self._block_bytes or prompt.block_bytes
-            if prompt.block_bytes in (0, self._block_bytes):
-                return prompt.ids
-            # Another request was the first to be counted meanwhile: cut this one like it.
-        return None
+        """Return the ids of a request's only prompt; None where they cannot be known, and where the
+        prompt cannot have as many tokens.
+        """
+        if not content or not 1 <= prompt_tokens <= len(content) + MAX_ADDED_TOKENS:
+            return None
+        if isinstance(content, bytes) and not self._block_bytes:
+            per_token = max(len(content) / prompt_tokens, LEAST_BYTES_PER_TOKEN)
+            self._block_bytes = round(self._block_tokens * min(per_token, MOST_BYTES_PER_TOKEN))
+        cut = partial(
+            blocks_of_prompt,
+            key=self._key,
+            count=math.ceil(prompt_tokens / self._block_tokens),
+            block_tokens=self._block_tokens,
+            block_bytes=self._block_bytes,
+        )
+        try:
+            return await self._bodies.read(cut, content)
+        except ApiError:  # too many bodies wait to be read
+            return None
