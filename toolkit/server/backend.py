@@ -12,6 +12,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client.core import Metric
@@ -26,7 +27,6 @@ from toolkit.server.background import Background, Work
 from toolkit.server.bodies import read_json_bytes
 from toolkit.server.limits import DEFAULT_LIMITS, WireLimits
 from toolkit.server.options import ServerOptions
-from toolkit.server.process import RunningRequests
 from toolkit.server.stats import QUEUE_FULL, Stats
 from toolkit.server.status import Facts
 from toolkit.traces.write import TraceLog
@@ -203,3 +203,29 @@ def unavailable(state: str, headers: Mapping[str, str]) -> ApiError:
     return ApiError(
         f"the server is {state}", status=503, code="unavailable", headers={**retry, **headers}
     )
+
+
+class RunningRequests:
+    """The requests that run, each within a `with` block."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Wait until none runs, at most `timeout_s` seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._none.wait(), timeout_s)

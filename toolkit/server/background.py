@@ -1,4 +1,5 @@
-"""Tasks that run beside the requests for as long as the server does: probes, lists, logs.
+"""Tasks that run beside the requests for as long as the server does (probes, lists, logs), and
+work that ends with its client.
 
 No code waits for them, so an exception in one would go unseen, and its work would never be done
 again. `Background` is the one place that starts them: a task that raises is logged, counted and
@@ -10,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
+
+from starlette.types import Receive
 
 PAUSE_S = 0.5
 PAUSE_MAX_S = 30.0  # before a task that failed is started again
@@ -85,3 +88,34 @@ def _words(error: Exception) -> str:
         trace = trace.tb_next
     where = f" ({trace.tb_frame.f_code.co_qualname}, line {trace.tb_lineno})" if trace else ""
     return f"{type(error).__name__}: {str(error)[:200]}{where}"
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Return when one of `waits` is done. It cancels coroutines; tasks and futures continue."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when a request's client is gone; its body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends; cancel it if the client is gone before. Raises what it raises."""
+    task = asyncio.create_task(work)
+    try:
+        await first_of(task, disconnected(receive))
+        if task.done():
+            task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        del task  # its exception knows this frame: a cycle, which only a collection would free

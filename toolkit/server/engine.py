@@ -154,7 +154,7 @@ class EngineBackend(ServerBackend):
         await self.driver.stop()
 
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
-        chat = request.url.path == CHAT
+        chat = request.scope["path"] == CHAT
         if is_large(body):
             self.check_room()
             read = partial(self._reader.read, chat=chat)

@@ -13,9 +13,9 @@ from starlette.types import Receive, Send
 from toolkit.openai.answers import AnswerWriter, Usage, error_event
 from toolkit.openai.errors import ApiError
 from toolkit.openai.events import DONE
+from toolkit.server.background import while_connected
 from toolkit.server.driver import SHUTTING_DOWN, TIMED_OUT, Driver
 from toolkit.server.live import Delta, LiveRequest, Reply
-from toolkit.server.process import while_connected
 
 STILL_WAITING = b": waiting\n\n"
 JSON_HEADERS = [(b"content-type", b"application/json")]

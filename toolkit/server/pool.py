@@ -227,7 +227,7 @@ class PoolBackend(ServerBackend):
 
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
         headers = request.headers
-        call = GenerationCall(request.url.path, body, headers.get("x-session-id", ""))
+        call = GenerationCall(request.scope["path"], body, headers.get("x-session-id", ""))
         self.admit(request, call.model or None, call.priority)
         via = self.pool.forwarded(headers.get("via", ""))
         relayed = RelayedRequest(self, call, arrival_s, via)

@@ -10,12 +10,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from starlette.types import Receive
 
 from toolkit import interrupts
 from toolkit.errors import InputError
@@ -146,60 +142,3 @@ class Manager:
             # The manager may be restarting, or too busy to read: the next report will arrive.
             with contextlib.suppress(OSError):
                 self.tell("WATCHDOG=1", flags=socket.MSG_DONTWAIT)
-
-
-async def first_of(*waits: Awaitable[object]) -> None:
-    """Return when one of `waits` is done. It cancels coroutines; tasks and futures continue."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task, wait in zip(tasks, waits, strict=True):
-            if task is not wait:
-                task.cancel()
-
-
-class RunningRequests:
-    """The requests that run, each within a `with` block."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._none = asyncio.Event()
-        self._none.set()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __enter__(self) -> None:
-        self._count += 1
-        self._none.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-        if not self._count:
-            self._none.set()
-
-    async def ended(self, timeout_s: float) -> None:
-        """Wait until none runs, at most `timeout_s` seconds."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._none.wait(), timeout_s)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Return when a request's client is gone; its body was read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends; cancel it if the client is gone before. Raises what it raises."""
-    task = asyncio.create_task(work)
-    try:
-        await first_of(task, disconnected(receive))
-        if task.done():
-            task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        del task  # its exception knows this frame: a cycle, which only a collection would free

@@ -26,10 +26,11 @@ from toolkit.openai.events import EventReader, data_of, in_parts, lines_of
 from toolkit.openai.foreign import decoded, is_null
 from toolkit.openai.requests import CHAT, COMPLETIONS, GenerationCall
 from toolkit.server.backend import SendAnswer, ServerBackend
+from toolkit.server.background import while_connected
 from toolkit.server.bodies import LargeBodies, read_body
 from toolkit.server.limits import WireLimits
 from toolkit.server.options import ServerOptions
-from toolkit.server.process import is_loopback, while_connected
+from toolkit.server.process import is_loopback
 from toolkit.server.prompt_blocks import PromptBlocks
 from toolkit.server.stats import Stats
 from toolkit.traces.types import MOONCAKE_BLOCK

@@ -18,9 +18,9 @@ from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import GenerationCall
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
+from toolkit.server.background import while_connected
 from toolkit.server.errors import late
 from toolkit.server.exchange import send_whole
-from toolkit.server.process import while_connected
 from toolkit.server.replicas import NOT_SERVED, LiveReplica
 from toolkit.server.stats import LATE
 from toolkit.traces.write import TraceLine, ms_or_none

@@ -20,10 +20,11 @@ import uvloop
 
 from toolkit.server.application import Application
 from toolkit.server.backend import ServerBackend
+from toolkit.server.background import first_of
 from toolkit.server.http import HttpServer
 from toolkit.server.log import logging_to_stderr
 from toolkit.server.options import ServerOptions
-from toolkit.server.process import Signals, check_exposure, first_of, listen, url
+from toolkit.server.process import Signals, check_exposure, listen, url
 from toolkit.traces.write import TraceLog
 
 ACCEPT_LAST_S = 0.02  # to accept pending connections before the listener closes
