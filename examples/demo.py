@@ -129,7 +129,7 @@ def main() -> None:
     shared = out / "shared.jsonl"
     made = ["--rate", 10, "--duration", 60, "--system-tokens", 1000, "--templates", 20]
     llmctl("trace", "generate", "--out", shared, *made)
-    words = ["simulate", "--trace", shared, "--fit", "llama-3.1-8b-h200", "--policy", "vllm"]
+    words = ["simulate", "--trace", shared, "--fit", "llama-3.1-8b-h200", "--policies", "vllm"]
     cached = llmctl(*words, ask=True)
     whole = llmctl(*words, "--set", "prefix_caching=false", ask=True)
     llmctl("report", plan, "--out", out / "report.html")

@@ -16,13 +16,14 @@ from toolkit.catalogue.classes import CLASSES
 from toolkit.catalogue.flags import known_flags, read_flags, short_names
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.known import known_model
-from toolkit.cli.basis import plan_from
+from toolkit.cli.arguments import ScenarioOptions
+from toolkit.cli.scenario import Scenario
 from toolkit.deploy.order import Options, Order
 from toolkit.deploy.render import render_target
 from toolkit.errors import InputError
-from toolkit.files.io import file_text, shipped_fit
+from toolkit.files.io import file_text
 from toolkit.files.recipe import VllmSpec
-from toolkit.files.shipped import load_recipe
+from toolkit.files.shipped import load_recipe, recipe_path
 
 QWEN = "Qwen/Qwen3-32B"
 
@@ -367,7 +368,7 @@ def test_a_recipe_holds_no_secret_and_no_odd_name(name: str) -> None:
 def test_every_rendered_server_of_vllm_has_the_environment(target: str) -> None:
     """Other targets run `llmctl serve`, which takes it from the plan."""
     name = "llama-3.1-8b-h200"
-    plan = plan_from(name, shipped_fit(name), None)[0]
+    plan = Scenario.open(ScenarioOptions(recipe=recipe_path(name), fit=name)).make_plan()
     assert plan.recipe.engine.vllm is None or not plan.recipe.engine.vllm.env
     vllm = (plan.recipe.engine.vllm or VllmSpec()).model_copy(
         update={"env": {"VLLM_USE_DEEP_GEMM": "0 1"}}

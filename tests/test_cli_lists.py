@@ -10,7 +10,8 @@ from commands import printed, ran
 from test_cli_main import HEAVY
 
 from toolkit.cli import arguments
-from toolkit.cli.stage import StageOptions, open_stage
+from toolkit.cli.scenario import Scenario
+from toolkit.cli.simulate import SimulateOptions
 from toolkit.deploy.render import TARGETS
 from toolkit.files.io import shipped_fits
 from toolkit.files.shipped import load_recipe, shipped_names
@@ -94,5 +95,5 @@ def test_completion_offers_exactly_the_existing_names(complete, known, tmp_path,
 
 
 def test_completion_offers_the_clock_of_steps_to_simulations():
-    assert open_stage(StageOptions(trace="bursty-small", fit=arguments.UNIT_STEP)).fit is None
+    assert Scenario.open(SimulateOptions(fit=arguments.UNIT_STEP)).fit is None
     assert arguments.UNIT_STEP == UNIT_STEP

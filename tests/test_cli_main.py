@@ -189,7 +189,7 @@ run({words})
     [
         "tune --help",
         "trace inspect chat-small",
-        "simulate --fit unit-step --trace bursty-small --policy fcfs,conservative",
+        "simulate --fit unit-step --trace bursty-small --policies fcfs,conservative",
     ],
 )
 def test_every_text_is_printed_where_stdout_is_no_utf_8(words, monkeypatch):

@@ -96,15 +96,15 @@ def test_options_replace_each_of_the_recipe_s_settings(replicas, capsys):
 
 def test_another_policy_has_its_defaults_and_the_recipe_s_targets(replicas, capsys):
     """It gives requests to workers itself, so the recipe's router is left out."""
-    found = printed(capsys, f"simulate {ONE} --policy fcfs")
+    found = printed(capsys, f"simulate {ONE} --policies fcfs")
     assert found["parameters"] == parameters(make_any("fcfs", {}))
     assert (found["sla"], found["workers"], found["seed"]) == (TARGETS, 2, 5)
-    said = refused(capsys, f"simulate {ONE} --policy fcfs --set by-law.late=1")
+    said = refused(capsys, f"simulate {ONE} --policies fcfs --set by-law.late=1")
     assert says(said[0], "replica_router", "'by-law'")
 
 
 def test_beside_others_the_recipe_s_policy_has_its_parameters(replicas, capsys):
-    found = printed(capsys, f"simulate {ONE} --rate 60 --policy fcfs,vllm")
+    found = printed(capsys, f"simulate {ONE} --rate 60 --policies fcfs,vllm")
     runs = {one["policy"]: one for one in found["runs"]}
     wanted = judged("one.yaml", 60.0)
     assert {key: runs["vllm"]["metrics"][key] for key in wanted} == wanted
@@ -121,9 +121,9 @@ def test_one_line_says_what_is_the_recipe_s(replicas, capsys):
     [line] = said("")
     for word in ("policy vllm", "max_num_seqs 32", "router by-law", "ttft_p99_s 0.5", "seed 5"):
         assert word in line
-    [line] = said("--policy fcfs --seed 1")
+    [line] = said("--policies fcfs --seed 1")
     assert all(word not in line for word in ("policy", "router", "seed"))
-    assert said("--policy fcfs --seed 1 --workers 1 --sla ttft_p99_s=1") == []
+    assert said("--policies fcfs --seed 1 --workers 1 --sla ttft_p99_s=1") == []
 
 
 def test_without_a_recipe_the_engine_s_own_policy_runs(replicas, capsys):

@@ -34,7 +34,7 @@ def stage(tmp_path, monkeypatch) -> str:
 
 @pytest.mark.slow
 def test_a_run_is_what_simulate_gives(stage, capsys):
-    words = "--policy slice,past-future --sla ttft_p99_s=1 --set past-future.reserve=0.2"
+    words = "--policies slice,past-future --sla ttft_p99_s=1 --set past-future.reserve=0.2"
     runs = printed(capsys, f"simulate {stage} {words}")["runs"]
     found = {run["policy"]: run for run in runs}
     assert found["past-future"]["parameters"]["reserve"] == 0.2
@@ -48,13 +48,13 @@ def test_a_run_is_what_simulate_gives(stage, capsys):
 
 @pytest.mark.slow
 def test_all_are_all_but_the_oracles(stage, capsys):
-    runs = printed(capsys, f"simulate {stage} --policy all")["runs"]
+    runs = printed(capsys, f"simulate {stage} --policies all")["runs"]
     assert {run["policy"] for run in runs} == POLICIES.keys() - ORACLES
     assert all(run["servable"] for run in runs)
 
 
 def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
-    out, err = ran(capsys, f"simulate {stage} --policy fcfs,past-future-oracle")
+    out, err = ran(capsys, f"simulate {stage} --policies fcfs,past-future-oracle")
     assert max(map(len, out.splitlines())) <= 80
     assert "past-future-oracle *" in out
     said = " ".join(out.split())
@@ -65,7 +65,7 @@ def test_the_table_fits_and_an_oracle_is_marked(stage, capsys):
 
 
 def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
-    words = "--policy sequence,past-future,slice --rate 40,10 --rate 160 --sla e2e_p99_s=1"
+    words = "--policies sequence,past-future,slice --rate 40,10 --rate 160 --sla e2e_p99_s=1"
     runs = printed(capsys, f"simulate {stage} {words}")["runs"]
     assert [round(run["rate_rps"]) for run in runs] == [10] * 3 + [40] * 3 + [160] * 3
     keys = [
@@ -78,32 +78,33 @@ def test_rows_are_sorted_by_rate_then_goodput(stage, capsys):
 @pytest.mark.parametrize(
     ("words", "named", "remedy"),
     [
-        ("--policy slic", "'slic'", "'slice'"),
+        ("--policies slic", "'slic'", "'slice'"),
         ("--set fcfs.x=1", "--set fcfs.x", "slice"),
         ("--set slice.x=1", "'x'", "slice_tokens"),
         ("--rate fast", "--rate fast", "5,10,20"),
         ("--rate -1", "-1", "1e-06"),
-        ("--policy ,", "--policy ','", ""),
+        ("--policies ,", "--policies ','", ""),
         ("--rate ,", "--rate ','", ""),
-        ("--router ,", "--router ','", ""),
-        ("--router round-robin", "--router round-robin", "'vllm'"),
+        ("--routers ,", "--routers ','", ""),
+        ("--routers round-robin", "--routers round-robin", "'vllm'"),
     ],
 )
 def test_bad_input_is_one_line_and_a_hint(words, named, remedy, stage, capsys):
-    error, hint = refused(capsys, f"simulate {stage} --policy slice {words}")
+    error, hint = refused(capsys, f"simulate {stage} --policies slice {words}")
     assert says(error, named)
     assert says(hint, remedy)
 
 
 def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
-    real = command._all_runs
+    real = command._run
 
-    def interrupted(*args):
-        yield next(real(*args))
-        raise KeyboardInterrupt
+    def interrupted(scenario, trace, contender):
+        if contender.policy.name == "fcfs":
+            raise KeyboardInterrupt
+        return real(scenario, trace, contender)
 
-    monkeypatch.setattr(command, "_all_runs", interrupted)
-    out, err = ran(capsys, f"simulate {stage} --policy slice,fcfs --json", code=130)
+    monkeypatch.setattr(command, "_run", interrupted)
+    out, err = ran(capsys, f"simulate {stage} --policies slice,fcfs --json", code=130)
     found = json.loads(out)
     assert found["interrupted"]
     assert [run["policy"] for run in found["runs"]] == ["slice"]
@@ -112,14 +113,14 @@ def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
 
 def test_unservable_policies_are_marked_as_in_tune(stage, capsys):
     write_file(samples.fit(engine="transformers"), Path("fit.json"))
-    out = ran(capsys, f"simulate {stage} --policy slice,past-future,baton").out
+    out = ran(capsys, f"simulate {stage} --policies slice,past-future,baton").out
     assert "past-future *" in out
     assert "baton *" in out
     assert "slice *" not in out
     said = " ".join(out.split())
     assert footnote(["slice", "past-future", "baton"], "transformers") in said
     assert says(said, "vllm", "rebatch", "past-future")
-    found = printed(capsys, f"simulate {stage} --policy slice,past-future")["runs"]
+    found = printed(capsys, f"simulate {stage} --policies slice,past-future")["runs"]
     runs = {run["policy"]: run for run in found}
     assert runs["slice"]["refusal"] is None
     assert (runs["past-future"]["servable"], runs["slice"]["servable"]) == (False, True)
@@ -131,11 +132,11 @@ REPLICAS = "--fit llama-3.1-8b-h200 --trace bursty-small --workers 3"
 
 @pytest.mark.slow
 def test_routers_stand_side_by_side(capsys):
-    words = f"simulate {REPLICAS} --router round-robin,least-requests"
+    words = f"simulate {REPLICAS} --routers round-robin,least-requests"
     runs = printed(capsys, words)["runs"]
     assert {run["router"] for run in runs} == {"round-robin", "least-requests"}
     assert {run["policy"] for run in runs} == {"vllm"}
-    alone = printed(capsys, f"simulate {REPLICAS} --router least-requests")
+    alone = printed(capsys, f"simulate {REPLICAS} --routers least-requests")
     [same] = [run for run in runs if run["router"] == "least-requests"]
     assert (alone["router"], alone["e2e_mean_s"]) == (
         "least-requests",
@@ -144,10 +145,10 @@ def test_routers_stand_side_by_side(capsys):
     out = ran(capsys, words).out
     assert " least-requests " in out
     assert max(map(len, out.splitlines())) <= 80
-    every = printed(capsys, f"simulate {REPLICAS} --router all --policy vllm,slice")["runs"]
+    every = printed(capsys, f"simulate {REPLICAS} --routers all --policies vllm,slice")["runs"]
     assert [run["policy"] for run in every].count("slice") == 1
     assert {run["router"] for run in every if run["policy"] == "vllm"} == set(ROUTERS)
 
 
 def test_an_unknown_router_is_refused(capsys):
-    assert says(refused(capsys, f"simulate {REPLICAS} --router nearest")[0], "nearest")
+    assert says(refused(capsys, f"simulate {REPLICAS} --routers nearest")[0], "nearest")

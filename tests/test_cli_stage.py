@@ -14,8 +14,8 @@ from toolkit.files.io import fit_path, read_file
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning
 
-SIMULATE = "simulate --policy slice --trace trace.jsonl"
-SEVERAL = "simulate --policy slice,sequence --trace trace.jsonl"
+SIMULATE = "simulate --policies slice --trace trace.jsonl"
+SEVERAL = "simulate --policies slice,sequence --trace trace.jsonl"
 
 
 @pytest.fixture

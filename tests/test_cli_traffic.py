@@ -41,7 +41,7 @@ def test_options_that_contradict_each_other(words, capsys):
 
 
 def simulated(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, float]:
-    return printed(capsys, f"simulate {FIT} --policy slice {words}")
+    return printed(capsys, f"simulate {FIT} --policies slice {words}")
 
 
 def test_a_higher_concurrency_gives_more_throughput_and_longer_latencies(capsys, lengths):

@@ -84,7 +84,7 @@ def test_options_replace_what_was_tuned(tuned, capsys):
     [
         ("--fit unit-step", "--tuning tuning.json"),
         ("--fit few.fit.json --tuning few.fit.json", "few.fit.json"),
-        ("--fit few.fit.json --policy slice", "policy 'vllm'"),
+        ("--fit few.fit.json --policies slice", "policy 'vllm'"),
     ],
 )
 def test_a_tuning_that_does_not_belong_is_refused(tuned, words, said, capsys):
@@ -106,5 +106,5 @@ def test_a_recipe_is_simulated_as_it_was_tuned(folder, capsys):  # noqa: F811
     for name in ("goodput_rps", "throughput_rps", "e2e_mean_s", *made.sla):
         assert again[name] == made.recommended.metrics[name], name
     assert simulated(capsys, f"{words} --workers 3")["workers"] == 3
-    runs = printed(capsys, f"simulate {words} --policy fcfs,{best.policy}")["runs"]
+    runs = printed(capsys, f"simulate {words} --policies fcfs,{best.policy}")["runs"]
     assert {run["policy"]: run["parameters"] for run in runs}[best.policy] == best.parameters

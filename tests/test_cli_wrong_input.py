@@ -107,6 +107,6 @@ def test_without_a_fit_those_that_ship_are_named(tmp_path, monkeypatch, capsys):
     [("sequence", "batch_size"), ("slice", "slice_tokens"), ("fcfs", "capacity_tokens")],
 )
 def test_an_enormous_whole_number_is_refused(policy, setting, capsys):
-    line = f"simulate --fit unit-step --trace bursty-small --policy {policy}"
+    line = f"simulate --fit unit-step --trace bursty-small --policies {policy}"
     said = refused(capsys, line, "--set", f"{setting}={10**21}")
     assert says(said[0], setting, str(10**21), "9.0072e+15")

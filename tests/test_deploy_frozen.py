@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.cli.basis import plan_from
+from toolkit.cli.arguments import ScenarioOptions
+from toolkit.cli.scenario import Scenario
 from toolkit.deploy.order import Options, Order
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
-from toolkit.files.io import file_text, shipped_fit
+from toolkit.files.io import file_text
+from toolkit.files.shipped import recipe_path
 
 FROZEN = Path(__file__).parent / "data" / "frozen" / "deploy"
 CASES = {
@@ -37,7 +39,7 @@ def content(name: str, text: str) -> Any:
 
 def rendered(case: str, target: str) -> Any:
     recipe, replicas = CASES[case]
-    plan = plan_from(recipe, shipped_fit(recipe), None)[0]
+    plan = Scenario.open(ScenarioOptions(recipe=recipe_path(recipe), fit=recipe)).make_plan()
     text = file_text(plan)
     options = Options(folder="/srv/llmctl", replicas=replicas)
     try:

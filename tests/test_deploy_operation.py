@@ -13,12 +13,12 @@ import pytest
 from orders import changed
 from rendered import objects_of
 
-from toolkit.cli.basis import plan_from
+from toolkit.cli.arguments import ScenarioOptions
+from toolkit.cli.scenario import Scenario
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import drain_s, e2e_p99_s, startup_s
 from toolkit.deploy.render import render_target
 from toolkit.files.bench import BenchReport
-from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import recipe_path
 
@@ -88,7 +88,7 @@ def test_few_replicas_are_told_how_to_roll_out(replicas: int, needed: int | None
 def replicated(**options: object) -> Order:
     """A plan of vLLM's own servers."""
     name = "llama-3.1-8b-h200"
-    made = plan_from(recipe_path(name), shipped_fit(name), None)[0]
+    made = Scenario.open(ScenarioOptions(recipe=recipe_path(name), fit=name)).make_plan()
     return orders.order(changed(made, outcome__metrics={"e2e_p99_s": 41.5}), **options)
 
 

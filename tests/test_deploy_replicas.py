@@ -23,13 +23,13 @@ from rendered import (
 
 from toolkit.backends.vllm.backend import VllmBackend, command_of
 from toolkit.cli import serve
-from toolkit.cli.basis import plan_from
+from toolkit.cli.arguments import ScenarioOptions
+from toolkit.cli.scenario import Scenario
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import drain_s, startup_s, waiting_threshold
 from toolkit.deploy.render import render_target
 from toolkit.deploy.values import Values
 from toolkit.errors import InputError
-from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Settings
@@ -41,7 +41,8 @@ NAME = "llmctl-llama-3-1-8b-h200-1d7ac0"
 @pytest.fixture(scope="module")
 def shipped() -> Plan:
     """A shipped recipe of engine vllm, with its shipped fit."""
-    return plan_from(recipe_path("llama-3.1-8b-h200"), shipped_fit("llama-3.1-8b-h200"), None)[0]
+    name = "llama-3.1-8b-h200"
+    return Scenario.open(ScenarioOptions(recipe=recipe_path(name), fit=name)).make_plan()
 
 
 @pytest.fixture

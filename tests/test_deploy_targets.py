@@ -24,14 +24,15 @@ from rendered import (
 )
 from said import says
 
-from toolkit.cli.basis import plan_from
+from toolkit.cli.arguments import ScenarioOptions
+from toolkit.cli.scenario import Scenario
 from toolkit.deploy import reckon
 from toolkit.deploy.order import Order
 from toolkit.deploy.reckon import MAX_BACKLOG, largest, waiting_threshold
 from toolkit.deploy.render import TARGETS, render_target
 from toolkit.errors import InputError
-from toolkit.files.io import shipped_fit
 from toolkit.files.plan import Plan
+from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Settings
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import trace_path
@@ -282,7 +283,7 @@ def test_the_threshold_is_the_largest_backlog_within_ttft() -> None:
 @pytest.mark.parametrize("recipe", ["llama-3.1-8b-h200", "tiny-llama-cpu"])
 def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> None:
     """One that is 1 would have an alert fire for ever."""
-    plan = plan_from(recipe, shipped_fit(recipe), None)[0]
+    plan = Scenario.open(ScenarioOptions(recipe=recipe_path(recipe), fit=recipe)).make_plan()
     shipped = read_trace(trace_path(plan.recipe.tune.trace))[0]
     found = waiting_threshold(plan, None)
     assert found.value == waiting_threshold(plan, shipped).value

@@ -71,7 +71,7 @@ def test_an_analytic_profile_can_be_fitted_and_stays_marked(
     profile = tmp_path / "profile.json"
     fit = tmp_path / "fit.json"
     write_file(recipe(), source)
-    traffic = ["--policy", "slice", "--trace", "chat-small"]
+    traffic = ["--policies", "slice", "--trace", "chat-small"]
     for words in (
         ["profile", source, "--analytic", "--out", profile],
         ["fit", profile, "--out", fit],

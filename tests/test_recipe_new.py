@@ -80,7 +80,7 @@ def test_the_smallest_group_that_holds_the_model(
             "--gpus 1",
         ),
         (["llama-3.1-8b", "--gpu", "h100-sxm", "--max-model-len", "200000"], "131,072"),
-        (["llama-3.1-8b", "--gpu", "h100-sxm", "--target", "ttft_p99=2"], "ttft_p99_s"),
+        (["llama-3.1-8b", "--gpu", "h100-sxm", "--sla", "ttft_p99=2"], "ttft_p99_s"),
     ],
 )
 def test_refused_in_one_line_with_the_remedy(
@@ -100,7 +100,7 @@ def test_a_config_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[
     config = folder / "config.json"
     config.write_text(json.dumps({**KNOWN["qwen3-8b"].config, "architectures": ["Any"]}))
     for given in (config, folder):
-        words = [given, "--gpu", "l40s", "--target", "ttft_p99_s=2"]
+        words = [given, "--gpu", "l40s", "--sla", "ttft_p99_s=2"]
         assert llmctl("recipe", "new", *words) == 0
         captured = capsys.readouterr()
         file = tmp_path / "recipe.yaml"

@@ -7,7 +7,8 @@ import pytest
 from commands import llmctl
 from said import says
 
-from toolkit.cli.stage import StageOptions, open_stage
+from toolkit.cli.scenario import Scenario
+from toolkit.cli.simulate import SimulateOptions, contenders, own_policy
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, head, read_file, shipped_fit
@@ -87,21 +88,18 @@ def test_shipped_traces_have_windows_at_any_rate(name: str, trace: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_simulate_and_compare_have_what_tune_has(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_has_what_tune_has(name: str) -> None:
     recipe = load_recipe(recipe_path(name))
-    stage = open_stage(StageOptions(trace="bursty-small", fit=name))
+    scenario = Scenario.open(SimulateOptions(trace="bursty-small", fit=name))
+    trace = scenario.fitted_trace()
     tuned = prepare(read_trace(trace_path("bursty-small"))[0], recipe)
-    assert list(stage.trace.rows()) == list(tuned.rows())
-    assert stage.trace.scaling == tuned.scaling
+    assert list(trace.rows()) == list(tuned.rows())
+    assert trace.scaling == tuned.scaling
     assert tuned.scaling is not None
-    [own] = stage.contenders([stage.own_policy])
+    [own] = contenders(scenario, trace, [own_policy(scenario)])
     assert own.policy == make_any(recipe.policy.name, recipe.policy.parameters)
     assert own.world.max_new_tokens == recipe.serve.max_new_tokens
-    assert (own.world.workers, stage.targets) == (recipe.workers, recipe.sla)
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first.removeprefix("warning: ") == f"trace: {tuned.scaling.summary()}"
+    assert (own.world.workers, scenario.targets) == (recipe.workers, recipe.sla)
 
 
 def test_a_fit_is_a_path_or_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +130,7 @@ def test_without_a_fit_here_the_shipped_one_is_taken(
 def test_commands_take_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert llmctl("render", "tiny-llama-cpu", "--fit", "tiny-llama-cpu") == 0
-    words = "--fit tiny-llama-cpu --trace chat-small --policy slice"
+    words = "--fit tiny-llama-cpu --trace chat-small --policies slice"
     assert llmctl("simulate", *words.split()) == 0
     assert (tmp_path / "plan.json").exists()
 

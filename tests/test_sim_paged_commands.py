@@ -45,7 +45,7 @@ def test_simulate_has_its_flags_as_parameters(
     paged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        f"simulate --trace chat-small --fit {paged} --max-new-tokens 256 --policy vllm --rate 40"
+        f"simulate --trace chat-small --fit {paged} --max-new-tokens 256 --policies vllm --rate 40"
     )
     assert llmctl(*words.split(), "--set", "max_num_seqs=4", "--json") == 0
     few = json.loads(capsys.readouterr().out)
@@ -62,10 +62,8 @@ def test_all_policies_have_it_on_its_own_engine_s_fit_only(
     write_file(samples.fit(), tmp_path / "other.json")
     found = []
     for fit, names in ((paged, "vllm,fcfs"), (tmp_path / "other.json", "all")):
-        words = (
-            f"simulate --trace chat-small --fit {fit} --max-new-tokens 256 --policy {names} --json"
-        )
-        assert llmctl(*words.split()) == 0
+        words = f"--trace chat-small --fit {fit} --max-new-tokens 256 --policies {names} --json"
+        assert llmctl(f"simulate {words}") == 0
         found.append({run["policy"] for run in json.loads(capsys.readouterr().out)["runs"]})
     assert found[0] == {"vllm", "fcfs"}
     assert "vllm" not in found[1]
@@ -76,7 +74,7 @@ def test_a_fit_of_another_engine_is_refused(
 ) -> None:
     write_file(samples.fit(), tmp_path / "fit.json")
     fit = tmp_path / "fit.json"
-    words = f"simulate --trace chat-small --fit {fit} --max-new-tokens 256 --policy vllm"
+    words = f"simulate --trace chat-small --fit {fit} --max-new-tokens 256 --policies vllm"
     assert llmctl(*words.split()) == 2
     assert says(capsys.readouterr().err, "'vllm'")
 

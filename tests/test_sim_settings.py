@@ -12,7 +12,7 @@ import samples
 from commands import llmctl
 from said import says
 
-from toolkit.cli.stage import result_notes
+from toolkit.cli.simulate import result_notes
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.laws.passes import PassRange
@@ -109,7 +109,7 @@ def test_simulate_alone_gives_a_row_of_table_1(
     generate = f"trace generate --out {trace} --backlog 300 {lengths}"
     assert llmctl(*generate.split()) == 0
     capsys.readouterr()
-    setting = "--set capacity_tokens=120000 --policy past-future --set reserve=0.1"
+    setting = "--set capacity_tokens=120000 --policies past-future --set reserve=0.1"
     words = f"simulate --trace {trace} --fit unit-step {setting} --json"
     assert llmctl(*words.split()) == 0
     found = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ import samples
 from test_sim_paged_commands import trace
 from test_tuning_drafts import fit_with, recipe_with
 
-from toolkit.cli.basis import computed_fit
+from toolkit.cli.scenario import computed_fit
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe

@@ -123,7 +123,7 @@ def overloaded(work: Work, fit: str, contenders: Settings, given: argparse.Names
     """The same requests under each policy, at an overload of the first one."""
     words = ["--recipe", str(work.recipe), "--fit", fit, "--trace", TRACE]
     first, settings = next(iter(contenders.items()))
-    words += ["--policy", first, *settings, "--rate", "1000", "--json"]
+    words += ["--policies", first, *settings, "--rate", "1000", "--json"]
     most_rps = json.loads(work.llmctl("simulate", *words))["throughput_rps"]
     for policy, settings in contenders.items():
         words = ["--fit", fit, "--policy", policy, *settings]

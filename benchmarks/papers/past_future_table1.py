@@ -11,7 +11,7 @@ a command. The first trace and row of D3:
     llmctl trace generate --out D3.jsonl --backlog 3000 --prompt uniform:2048:4096 \\
         --output uniform:32:4096 --seed 0
     llmctl simulate --trace D3.jsonl --fit unit-step --set capacity_tokens=120000 \\
-        --policy past-future-oracle --seed 0
+        --policies past-future-oracle --seed 0
 
 3,000 requests wait from the start; their lengths are uniform between the bounds below.
 `conservative` assumes everywhere that outputs end at 4,096 tokens. Outputs of D2 end at 5,000

@@ -15,6 +15,7 @@ from toolkit.catalogue.classes import HINT, TEXT_ONLY, senses_of
 from toolkit.catalogue.gpus import GPUS, Gpu, gpu_of
 from toolkit.cli.arguments import (
     JsonOption,
+    ScenarioOptions,
     argument,
     command_of,
     completing,
@@ -22,8 +23,8 @@ from toolkit.cli.arguments import (
     parse_sla,
     traces,
 )
+from toolkit.cli.basis import lengths_of
 from toolkit.cli.output import emit, note
-from toolkit.cli.traffic import lengths_of
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import NewRecipe, Wish, new_recipe
@@ -32,7 +33,7 @@ from toolkit.files.shipped import load_recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdoptOptions:
+class AdoptOptions(ScenarioOptions):
     gpu: str = option(
         "",
         "The GPU, a name from `llmctl recipe gpus` or the one that nvidia-smi prints; default: "
@@ -48,12 +49,6 @@ class AdoptOptions:
     trace: str | None = option(
         None, "The traffic to tune for, a file or a shipped one.", autocompletion=traces
     )
-    target: list[str] | None = option(
-        None,
-        "Set a latency target, like ttft_p99_s=2; repeatable.",
-        "--target",
-        metavar="KEY=SECONDS",
-    )
     as_json: JsonOption = False
 
 
@@ -68,7 +63,7 @@ class FileOptions(AdoptOptions):
     name: str | None = option(None, "The server, where the file has several.")
 
 
-@command_of(CommandOptions)
+@command_of(CommandOptions, "sla")
 def from_command(args: CommandOptions) -> None:
     """Print a recipe of the server that a command starts: `vllm serve`, or `docker run` of it.
 
@@ -81,7 +76,7 @@ def from_command(args: CommandOptions) -> None:
     _show(args, read_command(text), "a command")
 
 
-@command_of(FileOptions)
+@command_of(FileOptions, "sla")
 def from_values(args: FileOptions) -> None:
     """Print a recipe of a server in the values of vLLM's production-stack, or of llm-d's chart.
 
@@ -90,7 +85,7 @@ def from_values(args: FileOptions) -> None:
     _show(args, chosen(servers_in(args.file, "values"), args.name, args.file), str(args.file))
 
 
-@command_of(FileOptions)
+@command_of(FileOptions, "sla")
 def from_compose(args: FileOptions) -> None:
     """Print a recipe of a server in a compose file.
 
@@ -99,7 +94,7 @@ def from_compose(args: FileOptions) -> None:
     _show(args, chosen(servers_in(args.file, "compose"), args.name, args.file), str(args.file))
 
 
-@command_of(FileOptions)
+@command_of(FileOptions, "sla")
 def from_manifest(args: FileOptions) -> None:
     """Print a recipe of a server in a Kubernetes manifest: a Deployment, a StatefulSet, a Pod, a
     LeaderWorkerSet, an InferenceService, or production-stack's VLLMRuntime.
@@ -152,7 +147,7 @@ def recipe_of(args: AdoptOptions, read: ReadServer, origin: str) -> tuple[NewRec
         tensor_parallel=tensor_parallel,
         quantization=read.quantization,
         max_model_len=read.max_model_len,
-        targets=parse_sla(args.target, "--target"),
+        targets=parse_sla(args.sla),
         traffic=lengths_of(args.trace),
         server=read.settings(origin),
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -15,7 +16,7 @@ import typer
 
 import toolkit
 from toolkit.errors import InputError
-from toolkit.files.io import fit_path, overwriting, shipped_fit, shipped_fits
+from toolkit.files.io import overwriting, shipped_fit, shipped_fits
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_names, shipped_recipes
 from toolkit.sched.catalogue import ABOUT
@@ -25,6 +26,10 @@ TRACES = Path(toolkit.__file__).parent / "traces" / "data"  # the shipped ones
 RENDERED = ("local", "systemd", "compose", "kubernetes", "vllm")
 SLA_EXAMPLE = "ttft_p99_s=2"
 CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
+CONTROL_KEY_HELP = (
+    "The key of the control of a running server; default: the one of the server's record on this "
+    "machine. The environment variable hides it better."
+)
 OUTPUTS = (
     "out",
     "plan_out",
@@ -90,19 +95,32 @@ def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
     return field(default=default, metadata={"typer": typer.Argument(help=help, **settings)})
 
 
-def command_of(options: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a command of a function that takes a dataclass: its fields are the options."""
+def command_of(
+    options: type[T], *shared: str
+) -> Callable[[Callable[[T], None]], Callable[..., None]]:
+    """Make a command of a function that takes a dataclass: its fields are the options.
+
+    Args:
+        shared: of a dataclass of `ScenarioOptions`, the fields of these that the command has, which
+            come first. The function gets the defaults of the others.
+    """
     hints = get_type_hints(options, include_extras=True)
+    known = {one.name: one for one in fields(options)}  # type: ignore[arg-type]  # it is a dataclass
+    common = {one.name: one for one in fields(ScenarioOptions)}
+    own = [
+        name for name, one in known.items() if name not in shared and one is not common.get(name)
+    ]
     parameters = []
-    for one in fields(options):  # type: ignore[arg-type]  # it is a dataclass
-        annotation = hints[one.name]
+    for name in (*shared, *own):
+        one = known[name]
+        annotation = hints[name]
         if setting := one.metadata.get("typer"):
             if one.default is False and not setting.param_decls:
-                setting.param_decls = (f"--{one.name.replace('_', '-')}",)
+                setting.param_decls = (f"--{name.replace('_', '-')}",)
             annotation = Annotated[annotation, setting]
         default = inspect.Parameter.empty if one.default is MISSING else one.default
         kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(one.name, kind, default=default, annotation=annotation))
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
 
     def decorate(function: Callable[[T], None]) -> Callable[..., None]:
         def command(**values: Any) -> None:
@@ -156,11 +174,6 @@ def resolve_recipe(recipe: Path | None) -> Path | None:
     return None if recipe is None else recipe_path(recipe)
 
 
-def resolve_fit(fit: Path | None) -> Path | None:
-    """The file of a fit, from its path or its recipe's name."""
-    return None if fit is None else fit_path(fit)
-
-
 def as_typed(file: Path) -> str:
     """A recipe or a fit as a person would type it: a shipped one by its name."""
     if file.parent == shipped_recipes():
@@ -185,11 +198,93 @@ RecipeArgument = Annotated[
     ),
 ]
 RECIPE: dict[str, Any] = {"callback": resolve_recipe, "autocompletion": recipes}  # of an option
-FIT: dict[str, Any] = {"callback": resolve_fit, "autocompletion": fits}  # of an option for a fit
-FIT_HELP = "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit."
+FIT_HELP = (
+    "fit.json, from `llmctl fit`, or the name of a recipe that ships. Default: fit.json in this "
+    "folder, else the shipped one, else for vLLM on a GPU laws that are computed from measured "
+    "operators."
+)
+FORCE_HELP = (
+    "Go on although the fit or the plan is for another recipe, device, engine, version or model."
+)
+WORKERS: dict[str, Any] = {"min": 1, "callback": limit_workers}
+WORKERS_HELP = "The number of workers; default: the plan's or the tuning's, else the recipe's."
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")
 ]
+
+
+_traffic = partial(option, rich_help_panel="Requests and workers")
+_access = partial(option, rich_help_panel="Access to the server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioOptions:
+    """What several commands ask for, by one name, help and default. A command has those that it
+    names to `command_of`.
+    """
+
+    recipe: Path | None = option(
+        None,
+        "The recipe of the fit: lengths, policy, targets, workers, router and seed, which options "
+        "replace; default: the one beside the fit, in the current folder, or shipped.",
+        **RECIPE,
+    )
+    fit: str | None = option(None, FIT_HELP, autocompletion=fits)
+    plan: Path | None = option(
+        None, "The server's plan: lengths are scaled to its model, metrics predicted from it."
+    )
+    tuning: Path | None = option(
+        None,
+        "tuning.json, from `llmctl tune`: take the settings that it recommends, its workers, "
+        "targets and seed.",
+    )
+    trace: str | None = option(
+        None,
+        "A trace file, or the name of a shipped trace; default: the recipe's, or chat-small.",
+        autocompletion=traces,
+    )
+    sla: list[str] | None = option(
+        None,
+        "Set a latency target, like ttft_p99_s=2; repeatable.",
+        metavar="KEY=SECONDS",
+    )
+    rate: float | None = _traffic(
+        None, "Scale arrivals to this many requests per second; default: the trace's own rate."
+    )
+    load: float | None = _traffic(
+        None,
+        "Instead of a rate: this multiple of the highest rate at which the recipe's settings keep "
+        "all limits.",
+        min=0.01,
+        max=100.0,
+    )
+    concurrency: int | None = _traffic(
+        None,
+        "Instead of a rate: serve so many requests at once; the next one of the trace starts when "
+        "any one ends.",
+        min=1,
+    )
+    workers: int | None = _traffic(None, WORKERS_HELP, **WORKERS)
+    seed: int | None = _traffic(
+        None,
+        "Draw from this seed; default: the tuning's or the recipe's. The same seed gives the same "
+        "figures.",
+        min=0,
+    )
+    max_new_tokens: int | None = _traffic(
+        None,
+        "The limit of requests without one in the trace; default: the recipe's, or 4096 in "
+        "unit-step.",
+        min=1,
+    )
+    settings: list[str] | None = option(
+        None,
+        "Set a parameter of the policy, like slice_tokens=64; repeatable.",
+        "--set",
+        metavar="KEY=VALUE",
+    )
+    api_key: str = _access("", "The API key of the server.", envvar="LLMCTL_API_KEY")
+    force: bool = option(False, FORCE_HELP)
 
 
 def open_recipe(path: Path) -> Recipe:
@@ -202,35 +297,6 @@ def open_recipe(path: Path) -> Recipe:
     except InputError as error:
         raise InputError(f"{path.name}: policy: {error.message}", error.hint) from None
     return recipe
-
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set a parameter of the policy, like slice_tokens=64; repeatable.",
-    ),
-]
-SlaOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--sla", metavar="KEY=SECONDS", help="Set a latency target, like ttft_p99_s=2; repeatable."
-    ),
-]
-TraceOption = Annotated[
-    str, typer.Option(autocompletion=traces, help="A trace file, or the name of a shipped trace.")
-]
-RecipeTraceOption = Annotated[
-    str | None,
-    typer.Option(
-        autocompletion=traces,
-        help="A trace file, or the name of a shipped trace; default: the recipe's.",
-    ),
-]
-ApiKeyOption = Annotated[
-    str, typer.Option(envvar="LLMCTL_API_KEY", help="The API key of the server.")
-]
 
 
 def names_in(listed: str | None) -> list[str] | None:
@@ -261,8 +327,8 @@ def parse_settings(settings: list[str] | None) -> dict[str, bool | int | float |
     return from_words(settings or [])
 
 
-def parse_sla(targets: list[str] | None, name: str = "--sla") -> dict[str, float]:
-    """Parse `key=seconds` words of the option `name`. `InputError` for a key that is not a target,
+def parse_sla(targets: list[str] | None) -> dict[str, float]:
+    """Parse the `key=seconds` words of --sla. `InputError` for a key that is not a target,
     and for a value that is not a positive number.
     """
     from toolkit.sched.policies.parameters import split, value
@@ -275,6 +341,6 @@ def parse_sla(targets: list[str] | None, name: str = "--sla") -> dict[str, float
         else:
             problem = sla_problem(key, limit)
         if problem:
-            raise InputError(f"{name} {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")
+            raise InputError(f"--sla {key}={text}: {problem}", f"for example {SLA_EXAMPLE}")
         sla[key] = float(limit)
     return sla

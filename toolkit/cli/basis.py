@@ -1,35 +1,26 @@
-"""What predictions rest on: fits, benches and traces, read and printed."""
+"""What predictions rest on, for people: fits, benches and traces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.catalogue.classes import of_resolved
-from toolkit.cli.arguments import open_recipe
 from toolkit.cli.output import note
 from toolkit.engine_traits import traits_of
-from toolkit.errors import InputError, StaleError
+from toolkit.errors import InputError
 from toolkit.files.bench import BENCH, BenchReport
 from toolkit.files.capacity import Requests
 from toolkit.files.fit import Fit
-from toolkit.files.io import digest, head, read_file, shipped_fit
-from toolkit.files.modelled import refuse_recipe
+from toolkit.files.io import digest, read_file
+from toolkit.files.new_recipe import TraceLengths
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts
-from toolkit.files.recipe import Recipe
-from toolkit.files.shipped import recipe_path
-from toolkit.files.tuning import Settings, Tuning, breaks, broken
+from toolkit.files.tuning import Tuning, breaks, broken
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
-
-FIT_USUAL = (
-    "Default: fit.json in this folder, else the shipped one, else for vLLM on a GPU laws that are "
-    "computed from measured operators."
-)
 
 
 def warn(text: str) -> None:
@@ -43,96 +34,17 @@ def warn_broken(plan: Plan, file: str) -> None:
         warn(f"{file}: its settings are predicted to {breaks(plan.limits)}")
 
 
-def read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
-    """The fit of `recipe`. `StaleError` for a fit of another recipe, or of sections that changed;
-    with `force` a warning.
+def note_basis(*found: tuple[Fit, Path | None]) -> None:
+    """Print what predictions from these fits rest on, each fact once. A fit has its file beside it;
+    None: it was computed for this command, and nowhere written.
     """
-    ships = ""
-    if shipped_fit(recipe.stem) not in (None, path):
-        ships = f", or take the one that ships: --fit {recipe.stem}"
-        if not path.exists():
-            hint = f"make it with `llmctl profile` and `llmctl fit`{ships}"
-            raise InputError(f"{path}: no such file", hint)
-    try:
-        return read_file(Fit, path, {"recipe": recipe})
-    except StaleError as error:
-        if not force:
-            raise StaleError(error.message, f"{error.hint}{ships}") from None
-        warn(error.message)
-        return read_file(Fit, path)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFit:
-    """A recipe's fit, and its file; None: it was computed for this command, and nowhere written."""
-
-    fit: Fit
-    file: Path | None
-
-    def inputs(self, recipe: Path) -> dict[str, Path]:
-        """Role to file, for an envelope's inputs."""
-        return {"recipe": recipe} | ({"fit": self.file} if self.file else {})
-
-
-def note_found(found: Iterable[FoundFit]) -> None:
-    """Print what predictions from these fits rest on: each fact once."""
     lines = []
-    for one in found:
-        lines += [*analytic_notes(one.fit.engine), *agreement_notes(one.fit)]
-        if one.file is not None:
-            bench = find_bench(one.file, digest(one.file).sha256)
+    for fit, file in found:
+        lines += [*analytic_notes(fit.engine), *agreement_notes(fit)]
+        if file is not None:
+            bench = find_bench(file, digest(file).sha256)
             lines += [bench.summary()] if bench else []
     note(*dict.fromkeys(lines))
-
-
-def find_fit(file: Path, recipe: Recipe, given: Path | None, *, force: bool = False) -> FoundFit:
-    """The fit of the recipe in `file`: the one that is `given`, fit.json of this folder, the
-    shipped one, or computed.
-
-    Raises `InputError` where none of these is possible, for what is not modelled, and as
-    `read_fit`.
-    """
-    refuse_recipe(recipe)
-    path = given or _fit_here(recipe) or shipped_fit(file.stem)
-    if path is not None:
-        return FoundFit(read_fit(path, file, force=force), path)
-    from toolkit.profiling.analytic import by_operators
-
-    if not by_operators(recipe):
-        raise InputError(
-            f"recipe '{recipe.name}' has no shipped fit, and there is no fit.json of it here",
-            "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
-        )
-    found = FoundFit(computed_fit(file, recipe), None)
-    note(f"{recipe.name}: there is no fit of it, so its laws are computed; nothing is measured")
-    return found
-
-
-def _fit_here(recipe: Recipe) -> Path | None:
-    """fit.json in the current folder, if it is a fit of this recipe."""
-    here = Path("fit.json")
-    if not here.is_file():
-        return None
-    other = read_file(Fit, here).recipe_name
-    if other != recipe.name:
-        note(f"fit.json of this folder is of recipe '{other}', and is not used")
-        return None
-    return here
-
-
-def computed_fit(file: Path, recipe: Recipe) -> Fit:
-    """The analytic fit of a recipe, which may differ from its file. `InputError` as
-    `analytic_fit`.
-    """
-    from toolkit.profiling.analytic import analytic_fit
-
-    made_from = head(inputs={"recipe": file}, device=recipe.hardware.name)
-    return analytic_fit(recipe.measured, made_from)
-
-
-def read_tuning(path: Path | None, made_from: Mapping[str, Path] | None = None) -> Tuning | None:
-    """The tuning, if a file is given. `StaleError` where it was made from other files."""
-    return read_file(Tuning, path, made_from) if path else None
 
 
 def note_other_count(measured: str, fit: Fit, workers: int) -> None:
@@ -140,33 +52,6 @@ def note_other_count(measured: str, fit: Fit, workers: int) -> None:
     note(
         f"note: {measured} with {fit.workers} workers at once; with {workers} the times may differ"
     )
-
-
-def plan_from(
-    source: str | Path,
-    fit: Path | None,
-    tuning: Path | None,
-    settings: Settings | None = None,
-) -> tuple[Plan, Path]:
-    """Make the plan of a recipe and its fit; with a tuning or settings, if given. Returns the plan
-    and the file beside which its bench may lie: its fit, or the recipe where the laws are computed.
-
-    A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws, these.
-    Raises the errors of `find_fit` and `make_plan`.
-    """
-    from toolkit.deploy.plan import make_plan
-
-    file = recipe_path(source)  # a missing recipe is reported first
-    recipe = open_recipe(file)
-    tuned = read_tuning(tuning, {"recipe": file})
-    if tuned and "fit" not in tuned.inputs and fit is None:
-        found = FoundFit(computed_fit(file, recipe), None)
-    else:
-        found = find_fit(file, recipe, fit)
-        inputs = found.inputs(file)
-        tuned = read_tuning(tuning, inputs)
-    made_from = found.inputs(file) | ({"tuning": tuning} if tuning else {})
-    return make_plan(recipe, found.fit, tuned, made_from, settings), found.file or file
 
 
 def plan_address(plan: Plan) -> str:
@@ -244,6 +129,31 @@ def note_rest(trace: Trace) -> None:
     for line in trace.notes:
         if line != lengths:
             note(f"trace: {line}")
+
+
+def sharing_notes(trace: Trace, policies: Sequence[str]) -> list[str]:
+    """A line on the policies that ignore what the trace says that prompts share; else none."""
+    from toolkit.sched.policies import BUILT_IN
+
+    if trace.shared is None and trace.sessions is None:
+        return []
+    without = [name for name in policies if name not in BUILT_IN]
+    which = f"{len(without)} of the policies reuse"
+    if len(without) == 1:
+        which = f"policy '{without[0]}' reuses"
+    return [f"{which} no prompts: simulated as if they shared nothing"] if without else []
+
+
+def lengths_of(name: str | None) -> TraceLengths | None:
+    """The lengths of the trace of --trace."""
+    from toolkit.traces.read import read_trace
+    from toolkit.traces.types import trace_path
+
+    if name is None:
+        return None
+    trace, _ = read_trace(trace_path(name))
+    totals = sorted((trace.prompt_tokens + trace.output_tokens).tolist())
+    return TraceLengths(name, totals, int(trace.output_tokens.max()))
 
 
 def plain(trace: Trace) -> Requests:

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from toolkit.cli.arguments import (
-    ApiKeyOption,
     JsonOption,
-    SlaOption,
+    ScenarioOptions,
     command_of,
     option,
-    parse_sla,
     refuse_useless,
 )
-from toolkit.cli.basis import note_trace, plan_address, read_tuning, warn
+from toolkit.cli.basis import note_trace, plan_address, warn
 from toolkit.cli.output import emit, note, progress, table
-from toolkit.cli.traffic import TrafficOptions, read_traffic
+from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.bench import BENCH, NOT_SERVERS, SAME_RATE, BenchReport, took_text
 from toolkit.files.io import check_writable, read_file, write_file
@@ -40,40 +38,19 @@ LOCAL = "http://127.0.0.1:8000"
 alone = partial(progress, alone=True)
 
 
+_replay = partial(option, rich_help_panel="How it is replayed")
+_server = partial(option, rich_help_panel="Access to the server")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions(TrafficOptions):
+class BenchOptions(ScenarioOptions):
     url: str | None = option(
         None, "URL of the server; default: the plan's, or http://127.0.0.1:8000."
-    )
-    plan: Path | None = option(
-        None, "The server's plan: lengths are scaled to its model, metrics predicted from it."
-    )
-    rate: float | None = option(None, "Scale arrivals to this many requests per second.")
-    load: float | None = option(
-        None,
-        "Replay at this multiple of the rate at which the plan keeps its targets as fast as the "
-        "machine is now, which warm-ups show; at the asked or tuned rate where that is no more, "
-        "and at least half of what the plan keeps.",
-        min=0.01,
     )
     tuning: Path | None = option(
         None,
         "Replay the first window that the search of this tuning.json did not see, at the tuned "
         "rate; with --rate the same requests at another one.",
-    )
-    duration: float | None = option(
-        None,
-        "Replay this many seconds at most; default: to the end of the trace, or of the window.",
-        min=0.0,
-    )
-    warmup: float = option(
-        20.0,
-        "Seconds of other requests before the replay, at its rate, which tell the prediction how "
-        "fast the machine is; 0: no warm-up. Only with --plan.",
-        min=0.0,
-    )
-    max_error: float | None = option(
-        None, "Exit with 4 where throughput or a mean latency differs by more percent.", min=0.0
     )
     out: Path | None = option(
         None, "Write the report to this file; default: bench.json beside the plan, if there is one."
@@ -81,33 +58,49 @@ class BenchOptions(TrafficOptions):
     save_requests: Path | None = option(
         None, "Write the times of every request to this file, as a canonical trace."
     )
-    sla: SlaOption = None
-    lengths: Literal["hidden", "given"] | None = option(
+    max_error: float | None = option(
+        None, "Exit with 4 where throughput or a mean latency differs by more percent.", min=0.0
+    )
+    load: float | None = _replay(
+        None,
+        "Replay at this multiple of the rate at which the plan keeps its targets as fast as the "
+        "machine is now, which warm-ups show; at the asked or tuned rate where that is no more, "
+        "and at least half of what the plan keeps.",
+        min=0.01,
+    )
+    duration: float | None = _replay(
+        None,
+        "Replay this many seconds at most; default: to the end of the trace, or of the window.",
+        min=0.0,
+    )
+    warmup: float = _replay(
+        20.0,
+        "Seconds of other requests before the replay, at its rate, which tell the prediction how "
+        "fast the machine is; 0: no warm-up. Only with --plan.",
+        min=0.0,
+    )
+    lengths: Literal["hidden", "given"] | None = _replay(
         None,
         "Whether the server's scheduler knows the output lengths: 'given' sends each as "
         "max_tokens. Default: 'hidden' if the server allows it (llmctl serve --allow-end-after), "
         "else 'given'.",
     )
-    model: str | None = option(None, "The model's name; default: the first that the server lists.")
-    api_key: ApiKeyOption = ""
-    seed: int | None = option(
+    seed: int | None = _replay(
         None,
         "Draw the prompts from this seed; default: other prompts in each run, so that a prefix "
         "cache holds none of them.",
         min=0,
     )
-    loop: Literal["open", "closed"] | None = option(
+    loop: Literal["open", "closed"] | None = _replay(
         None,
         "Send a session's later turns at the trace's times (open), or when the turn before has "
         "ended and been thought about (closed). Default: closed, if the trace has sessions.",
     )
-    force: bool = option(
-        False, "Continue although the plan is for another device, engine, version or model."
-    )
+    model: str | None = _server(None, "The model's name; default: the first that the server lists.")
     as_json: JsonOption = False
 
 
-@command_of(BenchOptions)
+@command_of(BenchOptions, "plan", "trace", "sla", "force", "rate", "concurrency", "api_key")
 def bench(args: BenchOptions) -> None:
     """Replay a trace against a running server, and print measured values beside the plan's
     predictions: as fitted, and at the speed that a warm-up shows.
@@ -128,22 +121,23 @@ def bench(args: BenchOptions) -> None:
     written = args.out or (args.plan.with_name(BENCH) if args.plan else None)
     for file in filter(None, (written, args.save_requests)):
         check_writable(file)
-    planned = read_file(Plan, args.plan) if args.plan else None
-    targets = parse_sla(args.sla) or (planned.recipe.sla if planned else {})
-    traffic = read_traffic(args, args.rate)
-    tuned = read_tuning(args.tuning, {"trace": traffic.path})
+    scenario = Scenario.of_plan(args)
+    planned = scenario.plan
+    trace = scenario.read_trace()
+    tuned = None
+    if args.tuning:
+        tuned = read_file(Tuning, args.tuning, {"trace": scenario.trace_file})
     rate = tuned.request_rate_rps if tuned and args.rate is None else args.rate
-    if traffic.concurrency:
-        useless = {"--loop": args.loop, "--load": args.load}
-        refuse_useless(useless, "--concurrency is a closed loop of its own")
+    if scenario.concurrency:
+        refuse_useless({"--loop": args.loop}, "--concurrency is a closed loop of its own")
     settings = RequestSettings(
         rate,
         args.lengths,
         unused_seed() if args.seed is None else args.seed,
         args.loop,
-        concurrency=traffic.concurrency,
+        concurrency=scenario.concurrency,
     )
-    setup = _prepare_replay(args, traffic.trace, planned, settings)
+    setup = _prepare_replay(args, trace, planned, settings)
     note(*setup.notes)
     try:
         if args.load is not None:
@@ -155,14 +149,14 @@ def bench(args: BenchOptions) -> None:
             duration_s = lasts_s if duration_s is None else min(duration_s, lasts_s)
         part = excerpt(setup.trace, start_s, duration_s)
         note_trace(part)
-        if not traffic.concurrency:
+        if not scenario.concurrency:
             note(*_rate_notes(planned, setup.trace))
-        measurement = Measurement(setup, part, planned, targets, note, alone)
+        measurement = Measurement(setup, part, planned, dict(scenario.targets), note, alone)
         measurement.warm_up(args.warmup, start_s + float(part.arrival_s[-1]))
     except InterruptedReplayError:
         note("interrupted during the warm-up: nothing was measured")
         raise typer.Exit(EXIT_CODE) from None
-    made_from = {"trace": traffic.path} | ({"plan": args.plan} if args.plan else {})
+    made_from = {"trace": scenario.trace_file} | ({"plan": args.plan} if args.plan else {})
     with held():  # what was measured is written and shown
         counted = measurement.replay()
         result = measurement.report(counted, made_from)

@@ -12,37 +12,26 @@ from typing import TYPE_CHECKING
 from toolkit.catalogue.gpus import gpu_words
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
+    FIT_HELP,
     JsonOption,
-    RecipeTraceOption,
-    SlaOption,
+    ScenarioOptions,
     argument,
     command_of,
-    limit_workers,
     names_in,
     open_recipe,
     option,
-    parse_sla,
 )
-from toolkit.cli.basis import (
-    FIT_USUAL,
-    FoundFit,
-    computed_fit,
-    find_fit,
-    note_found,
-    note_other_count,
-    note_trace,
-    plain,
-    read_tuning,
-)
+from toolkit.cli.basis import note_basis, note_other_count, note_trace, plain
 from toolkit.cli.output import emit, note, paragraph, progress, table
+from toolkit.cli.scenario import Scenario, computed_fit
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
 from toolkit.files.capacity import Capacities, CapacityOf, CapacityPoint, Needed
 from toolkit.files.fit import Fit
-from toolkit.files.io import check_writable, read_file, usable_cpus, write_text
+from toolkit.files.io import FIT, check_writable, fit_path, read_file, usable_cpus, write_text
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
-from toolkit.files.tuning import changes_in_words
+from toolkit.files.tuning import Tuning, changes_in_words
 from toolkit.report.rows import share_used
 from toolkit.units import bracketed, number
 
@@ -55,86 +44,69 @@ SIMULATIONS = 24  # of each capacity, about
 LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
 
 
+_beside = partial(option, rich_help_panel="What stands beside the recipe's settings")
+_answers = partial(option, rich_help_panel="What is found besides")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityOptions:
+class CapacityOptions(ScenarioOptions):
     recipes: list[str] = argument(
         "Recipes: files, or names of shipped ones. Several are shown side by side.",
         metavar="RECIPE...",
         autocompletion=arguments.recipes,
     )
-    trace: RecipeTraceOption = None
-    fit: list[Path] | None = option(
-        None,
-        f"The fit of a recipe; repeatable. {FIT_USUAL}",
-        callback=lambda fits: [arguments.resolve_fit(fit) for fit in fits or []],
-        autocompletion=arguments.fits,
-    )
-    rate: float | None = option(
-        None, "Also find how many workers, and so GPUs, this many requests per second take."
-    )
-    tuning: Path | None = option(
-        None, "Also the settings that this tuning.json recommends, for its recipe."
-    )
-    policies: str | None = option(
-        None,
-        "Also these policies at their defaults; 'all' means all that the engine can run.",
-        metavar="NAME,...",
-        autocompletion=arguments.policies,
-    )
-    routers: str | None = option(
-        None, "Also these routers before several replicas; 'all' means all.", metavar="NAME,..."
-    )
-    also: list[str] | None = option(
-        None,
-        "Also the recipe with these keys changed, by their paths or as parameters of its policy; "
-        "repeatable.",
-        metavar="KEY=VALUE,...",
-    )
-    workers: int | None = option(
-        None, "The number of workers; default: the recipe's.", min=1, callback=limit_workers
-    )
-    lost: int | None = option(
-        None,
-        "Also when so many of the workers are lost; with --rate also the fewest workers of which "
-        "so many may be lost.",
-        min=1,
-    )
-    tp: str | None = option(
-        None,
-        "GPUs of a worker, such as 1,2. Analytic laws of vLLM are computed for each, with as many "
-        "workers as the same GPUs make; of measured recipes only those measured so.",
-        metavar="N,...",
-    )
-    at_once: bool = option(False, "Also find the most requests at once that keep the limits.")
-    sla: SlaOption = None
-    price: list[str] | None = option(
-        None,
-        "USD an hour of one GPU of this name, such as H200=3.60; repeatable; default: recipes'.",
-        metavar="GPU=USD",
+    fits: list[str] | None = option(
+        None, f"{FIT_HELP} Repeatable.", "--fit", autocompletion=arguments.fits
     )
     bench: list[Path] | None = option(
         None,
         "By the speed that this bench.json found on a server of the recipe; repeatable: by their "
         "mean. Default: the fit's.",
     )
-    force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
-    seed: int | None = option(
-        None, "Draw memory limits and the policies' samples from this seed.", min=0
+    rate: float | None = _answers(
+        None, "Also find how many workers, and so GPUs, this many requests per second take."
+    )
+    lost: int | None = _answers(
+        None,
+        "Also when so many of the workers are lost; with --rate also the fewest workers of which "
+        "so many may be lost.",
+        min=1,
+    )
+    at_once: bool = _answers(False, "Also find the most requests at once that keep the limits.")
+    price: list[str] | None = _answers(
+        None,
+        "USD an hour of one GPU of this name, such as H200=3.60; repeatable; default: recipes'.",
+        metavar="GPU=USD",
+    )
+    tuning: Path | None = _beside(
+        None, "Also the settings that this tuning.json recommends, for its recipe."
+    )
+    policies: str | None = _beside(
+        None,
+        "Also these policies at their defaults; 'all' means all that the engine can run.",
+        metavar="NAME,...",
+        autocompletion=arguments.policies,
+    )
+    routers: str | None = _beside(
+        None, "Also these routers before several replicas; 'all' means all.", metavar="NAME,..."
+    )
+    also: list[str] | None = _beside(
+        None,
+        "Also the recipe with these keys changed, by their paths or as parameters of its policy; "
+        "repeatable.",
+        metavar="KEY=VALUE,...",
+    )
+    tp: str | None = _beside(
+        None,
+        "GPUs of a worker, such as 1,2. Analytic laws of vLLM are computed for each, with as many "
+        "workers as the same GPUs make; of measured recipes only those measured so.",
+        metavar="N,...",
     )
     html: Path | None = option(None, "Write a page with the curves to this file.")
     as_json: JsonOption = False
 
 
-@dataclass(frozen=True, slots=True)
-class Rated:
-    """A recipe, its file, and its fit."""
-
-    file: Path
-    recipe: Recipe
-    found: FoundFit
-
-
-@command_of(CapacityOptions)
+@command_of(CapacityOptions, "trace", "sla", "workers", "seed", "force")
 def command(args: CapacityOptions) -> None:
     """Find the highest rate at which a recipe keeps all targets on a whole trace; for several
     recipes, policies and routers side by side.
@@ -154,19 +126,18 @@ def command(args: CapacityOptions) -> None:
 
     if args.html:
         check_writable(args.html)
-    targets = parse_sla(args.sla)
-    rated = _recipes(args)
-    _refuse_other_prices(args.price or [], [one.recipe for one in rated])
-    tuning = read_tuning(args.tuning)
-    seen = _seen(args, rated)
+    scenarios = _scenarios(args)
+    _refuse_other_prices(args.price or [], [one.deployment.recipe for one in scenarios])
+    tuning = read_file(Tuning, args.tuning) if args.tuning else None
+    seen = _seen(args, scenarios)
     variants: list[Variant] = []
-    for one in rated:
-        changed = _changed(one.recipe, args, targets)
-        own = tuning if tuning and tuning.recipe_name == one.recipe.name else None
+    for one in scenarios:
+        changed = _priced(one.deployment.recipe, args.price or [])
+        fit = one.deployment.fit
         variants += variants_of(
             changed,
-            one.found.fit,
-            tuning=own,
+            fit,
+            tuning=tuning if tuning and tuning.recipe_name == changed.name else None,
             policies=names_in(args.policies) or (),
             routers=names_in(args.routers) or (),
             slowdown=seen,
@@ -198,8 +169,8 @@ def command(args: CapacityOptions) -> None:
         capacities=[_plain(one, trace) for one, trace in zip(found, traces, strict=True)],
     )
     emit(args.as_json, result, lambda: _show(result))
-    computed = [FoundFit(one.deployment.fit, None) for one in variants if one.changed]
-    note_found([*(one.found for one in rated), *computed])
+    fits = [(one.deployment.fit, one.fit_file) for one in scenarios]
+    note_basis(*fits, *((one.deployment.fit, None) for one in variants if one.changed))
     _note_counts(found)
     if args.html:
         from toolkit.report.capacity import capacity_page
@@ -224,17 +195,18 @@ def _note_counts(found: Sequence[FoundCapacity]) -> None:
                 note_other_count(f"{name} was measured", deployment.fit, count)
 
 
-def _also(args: CapacityOptions, one: Rated, recipe: Recipe, seen: float) -> list[Variant]:
-    """The recipe with each change of --also. `InputError` as `RecipeChange.parsed` and
+def _also(args: CapacityOptions, scenario: Scenario, recipe: Recipe, seen: float) -> list[Variant]:
+    """Return the recipe with each change of --also. Raises InputError as `RecipeChange.parsed` and
     `changed_variant`.
     """
     from toolkit.tuning.changes import RecipeChange
     from toolkit.tuning.deployments import changed_variant
 
-    analytic = one.found.fit.engine.analytic
-    compute = partial(computed_fit, one.file) if analytic else None
+    fit = scenario.deployment.fit
+    assert scenario.recipe_file is not None
+    compute = partial(computed_fit, scenario.recipe_file) if fit.engine.analytic else None
     changes = [RecipeChange.parsed(words, recipe) for words in args.also or []]
-    return [changed_variant(recipe, one.found.fit, change, compute, seen) for change in changes]
+    return [changed_variant(recipe, fit, change, compute, seen) for change in changes]
 
 
 def _seen(args: CapacityOptions, recipes: Sequence[object]) -> float:
@@ -255,56 +227,57 @@ def _seen(args: CapacityOptions, recipes: Sequence[object]) -> float:
     return slowdown
 
 
-def _recipes(args: CapacityOptions) -> list[Rated]:
-    """Each recipe with its file and its fit.
+def _scenarios(args: CapacityOptions) -> list[Scenario]:
+    """Return what each recipe is about, of the wanted tensor parallelism.
 
     A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Others as
-    `find_fit`, with its errors.
+    `find_fit`. Raises InputError as `Scenario.open`, and for a recipe without targets.
     """
-    given = list(args.fit or [])
+    given = args.fits or []
     files = [recipe_path(name) for name in args.recipes]
-    by_name = {read_file(Fit, path).recipe_name: path for path in given}
+    by_name = {read_file(Fit, fit_path(fit)).recipe_name: fit for fit in given}
     if len(given) > len(files):
         raise InputError(
             f"--fit: {len(given)} fits for {len(files)} recipes", "give one fit for each recipe"
         )
     found = []
     for file in files:
-        recipe = open_recipe(file)
-        path = by_name.get(recipe.name)
-        if path is None and len(files) == 1 and given:
-            path = given[0]
-        fit = find_fit(file, recipe, path, force=args.force)
-        if path is None and fit.file == Path("fit.json"):
-            note(f"{recipe.name}: by fit.json of this folder")
-        found.append(Rated(file, recipe, fit))
-    return _of_parallelism(found, names_in(args.tp), args.workers)
+        name = open_recipe(file).name
+        fit = by_name.get(name) or (given[0] if len(files) == 1 and given else None)
+        # the tuning is one of its variants
+        scenario = Scenario.open(replace(args, recipe=file, fit=fit, tuning=None))
+        if fit is None and scenario.fit_file == Path(FIT):
+            note(f"{name}: by {FIT} of this folder")
+        if not scenario.targets:
+            raise InputError(
+                f"recipe '{name}' has no targets, so no rate breaks one",
+                "give some with --sla ttft_p99_s=2, or in the recipe's sla",
+            )
+        found.append(scenario)
+    return _of_parallelism(found, names_in(args.tp))
 
 
-def _of_parallelism(
-    recipes: list[Rated], wanted: Sequence[str] | None, workers: int | None
-) -> list[Rated]:
-    """The recipes with a wanted tensor parallelism; all without a wish.
+def _of_parallelism(scenarios: list[Scenario], wanted: Sequence[str] | None) -> list[Scenario]:
+    """Return those with a wanted tensor parallelism; all without a wish.
 
     An analytic recipe of vLLM has each of the wanted sizes: its laws are computed for them, and it
-    has as many workers as the same GPUs make. `InputError` for a size that no recipe has: measured
-    laws do not tell another size's.
+    has as many workers as the same GPUs make. Raises InputError for a size that no recipe has:
+    measured laws do not tell another size's.
     """
     if not wanted:
-        return recipes
+        return scenarios
     sizes = [_parallel_size(word) for word in wanted]
-    found: list[Rated] = []
-    for one in recipes:
-        own = one.recipe.engine.tensor_parallel_size
-        if one.found.fit.engine.analytic:
-            gpus = max((workers or one.recipe.workers) * own, *sizes)
-            found += [_computed(one, size, gpus) for size in sizes]
-        elif own in sizes:
-            sized = one.recipe.model_copy(update={"workers": workers or one.recipe.workers})
-            found.append(replace(one, recipe=sized))
-    known = {one.recipe.engine.tensor_parallel_size for one in found}
+    found: list[Scenario] = []
+    for one in scenarios:
+        own = one.deployment
+        if own.fit.engine.analytic:
+            found += [_computed(one, size, max(own.gpus, *sizes)) for size in sizes]
+        elif own.recipe.engine.tensor_parallel_size in sizes:
+            found.append(one)
+    known = {one.deployment.recipe.engine.tensor_parallel_size for one in found}
     if missing := [size for size in sizes if size not in known]:
-        measured = ", ".join(str(one.recipe.engine.tensor_parallel_size) for one in recipes)
+        own_sizes = (one.deployment.recipe.engine.tensor_parallel_size for one in scenarios)
+        measured = ", ".join(map(str, own_sizes))
         raise InputError(
             f"--tp {missing[0]}: the recipes were measured with {measured}, and measured laws do "
             "not tell another size's",
@@ -320,39 +293,30 @@ def _parallel_size(word: str) -> int:
     return int(word)
 
 
-def _computed(one: Rated, size: int, gpus: int) -> Rated:
-    """The recipe on `gpus` GPUs in workers of `size` GPUs each, and its analytic fit."""
+def _computed(scenario: Scenario, size: int, gpus: int) -> Scenario:
+    """Return the recipe on `gpus` GPUs in workers of `size` GPUs each, with its analytic fit."""
     from toolkit.tuning.changes import on_gpus
 
+    file = scenario.recipe_file
+    assert scenario.recipe is not None
+    assert file is not None
     try:
-        sized = on_gpus(one.recipe, size, gpus)
-        sized = sized.model_copy(update={"name": f"{one.recipe.name}-tp{size}"[-64:]})
-        return Rated(one.file, sized, FoundFit(computed_fit(one.file, sized), None))
+        sized = on_gpus(scenario.recipe, size, gpus)
+        sized = sized.model_copy(update={"name": f"{sized.name}-tp{size}"[-64:]})
+        fit = computed_fit(file, sized)
     except InputError as error:
         raise InputError(f"--tp {size}: {error.message}", error.hint) from None
+    options = replace(scenario.options, workers=None)  # the sized recipe says how many
+    return replace(scenario, options=options, recipe=sized, fit=fit, fit_file=None)
 
 
-def _changed(recipe: Recipe, args: CapacityOptions, targets: dict[str, float]) -> Recipe:
-    """The recipe with the command line's targets, workers, seed and price.
-
-    Raises `InputError` where there are no targets, or a price is of no recipe's GPU.
-    """
-    changes: dict[str, object] = {}
-    if targets:
-        changes["sla"] = targets
-    if args.workers and not args.tp:
-        changes["workers"] = args.workers
-    if args.seed is not None:
-        changes["tune"] = recipe.tune.model_copy(update={"seed": args.seed})
-    usd = _price(recipe, args.price or [])
-    if usd is not None:
-        changes["hardware"] = recipe.hardware.model_copy(update={"usd_per_hour": usd})
-    if not (targets or recipe.sla):
-        raise InputError(
-            f"recipe '{recipe.name}' has no targets, so no rate breaks one",
-            "give some with --sla ttft_p99_s=2, or in the recipe's sla",
-        )
-    return recipe.model_copy(update=changes)
+def _priced(recipe: Recipe, prices: Sequence[str]) -> Recipe:
+    """Return the recipe with the price of its GPU, if one is given."""
+    usd = _price(recipe, prices)
+    if usd is None:
+        return recipe
+    hardware = recipe.hardware.model_copy(update={"usd_per_hour": usd})
+    return recipe.model_copy(update={"hardware": hardware})
 
 
 def _price(recipe: Recipe, prices: Sequence[str]) -> float | None:

@@ -17,6 +17,7 @@ from toolkit.catalogue.models import facts_of
 from toolkit.cli.adopt import from_command, from_compose, from_manifest, from_values
 from toolkit.cli.arguments import (
     JsonOption,
+    ScenarioOptions,
     argument,
     command_of,
     completing,
@@ -24,8 +25,8 @@ from toolkit.cli.arguments import (
     parse_sla,
     traces,
 )
+from toolkit.cli.basis import lengths_of
 from toolkit.cli.output import emit, note, table
-from toolkit.cli.traffic import lengths_of
 from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
@@ -41,8 +42,8 @@ app = typer.Typer(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NewOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewOptions(ScenarioOptions):
     model: str = argument(
         "A folder, a config.json, a name from `llmctl recipe models`, or a hub id.",
         metavar="MODEL",
@@ -80,12 +81,6 @@ class NewOptions:
         "Set the limits of lengths by this trace, a file or a shipped one, and tune for it.",
         autocompletion=traces,
     )
-    target: list[str] | None = option(
-        None,
-        "Set a latency target, like ttft_p99_s=2; repeatable.",
-        "--target",
-        metavar="KEY=SECONDS",
-    )
     as_json: JsonOption = False
 
 
@@ -96,7 +91,7 @@ app.command("from-manifest")(from_manifest)
 
 
 @app.command("new")
-@command_of(NewOptions)
+@command_of(NewOptions, "sla")
 def new(args: NewOptions) -> None:
     """Print a recipe for a model on a GPU; every figure in it has its reason.
 
@@ -113,7 +108,7 @@ def new(args: NewOptions) -> None:
         tensor_parallel=args.tensor_parallel_size,
         quantization=args.quantization,
         max_model_len=args.max_model_len,
-        targets=parse_sla(args.target, "--target"),
+        targets=parse_sla(args.sla),
         traffic=lengths_of(args.trace),
         expert_parallel=args.expert_parallel,
     )

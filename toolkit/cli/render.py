@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
-    FIT,
-    FIT_HELP,
     JsonOption,
-    SetOption,
+    ScenarioOptions,
     argument,
     command_of,
     keep_inputs,
@@ -22,20 +20,13 @@ from toolkit.cli.arguments import (
     parse_settings,
     refuse_useless,
 )
-from toolkit.cli.basis import (
-    FIT_USUAL,
-    FoundFit,
-    analytic_notes,
-    find_bench,
-    note_found,
-    plan_from,
-    warn_broken,
-)
+from toolkit.cli.basis import analytic_notes, find_bench, note_basis, warn_broken
 from toolkit.cli.output import emit, note, table
+from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.io import file_text, read_file, write_file
 from toolkit.files.plan import PREDICTED, Plan
-from toolkit.files.shipped import is_recipe
+from toolkit.files.shipped import is_recipe, recipe_path
 from toolkit.files.tuning import Settings, breaks, broken
 
 if TYPE_CHECKING:
@@ -46,21 +37,18 @@ HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_
 _cluster = partial(option, rich_help_panel="Files of a target")
 
 
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderOptions(ScenarioOptions):
     source: Path = argument(
         "A recipe, or a plan with --target.",
         metavar="RECIPE|PLAN.json",
         autocompletion=arguments.recipes_and_plans,
     )
-    fit: Path | None = option(None, f"The fit of a recipe: {FIT_HELP} {FIT_USUAL}", **FIT)
-    tuning: Path | None = option(None, "tuning.json; without it the plan has the recipe's policy.")
     policy: str | None = option(
         None,
         "Without a tuning: use this policy instead of the recipe's, with the parameters of --set.",
         autocompletion=arguments.policy,
     )
-    settings: SetOption = None
     target: str | None = option(
         None,
         "Write files for local, systemd, compose, kubernetes or vllm; see docs/how-to/deploy.md.",
@@ -78,10 +66,12 @@ class RenderOptions:
         "Make a plan although its settings are predicted to break limits; with --target, "
         "overwrite files that were changed by hand.",
     )
-    trace: str | None = option(
+    lengths: str | None = option(
         None,
         "Take lengths for the autoscaling threshold from this trace; default: the tuning's, found "
         "by its digest here, beside the fit or the tuning, or as the recipe names it.",
+        "--trace",
+        autocompletion=arguments.traces,
     )
     image: str = _cluster("", "Container image, pinned by tag or digest.")
     namespace: str = _cluster("default", "Kubernetes namespace.")
@@ -111,7 +101,7 @@ class RenderOptions:
     as_json: JsonOption = False
 
 
-@command_of(RenderOptions)
+@command_of(RenderOptions, "fit", "tuning", "settings")
 def command(args: RenderOptions) -> None:
     """Write the plan that `llmctl serve` starts, and print the source of every value.
 
@@ -143,7 +133,7 @@ def command(args: RenderOptions) -> None:
     ]
     title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
     emit(args.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
-    note_found([FoundFit(plan.fit, near if "fit" in plan.inputs else None)])
+    note_basis((plan.fit, near if "fit" in plan.inputs else None))
     note(f"wrote {out}; start it with: llmctl serve {out}")
 
 
@@ -157,9 +147,11 @@ def _check(changes: Mapping[str, str], place: Path, *, as_json: bool) -> None:
 
 
 def _plan(args: RenderOptions) -> tuple[Plan, Path]:
-    """The plan, read or made, and the file beside which its bench may lie: the plan's own, or
-    as `plan_from`. `InputError` for arguments that contradict each other, and without --force for a
-    new plan that is predicted to break limits.
+    """Return the plan, read or made, and the file beside which its bench may lie: the plan's own,
+    the fit's, or the recipe's where the laws are computed.
+
+    Raises InputError for arguments that contradict each other, and without --force for a new plan
+    that is predicted to break limits; further errors as `Scenario.open` and `make_plan`.
     """
     source = args.source
     settings = None
@@ -174,7 +166,8 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
                 "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
             )
         return read_file(Plan, source), source
-    plan, near = plan_from(source, args.fit, args.tuning, settings)
+    scenario = Scenario.open(replace(args, recipe=recipe_path(source), settings=None))
+    plan, near = scenario.make_plan(settings), scenario.fit_file or source
     if broken(plan.limits) and not args.force:
         raise InputError(
             f"{args.tuning or source}: its settings are predicted to {breaks(plan.limits)}",
@@ -195,7 +188,7 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     if args.check:
         _check(changes(files, folder), folder, as_json=args.as_json)
         return
-    inputs = {"source": args.source, "fit": args.fit, "tuning": args.tuning, "trace": args.trace}
+    inputs = {"source": args.source, "fit": args.fit, "tuning": args.tuning, "trace": args.lengths}
     for name, content in files.items():
         if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
             keep_inputs(inputs | {"out": folder / name})
@@ -250,6 +243,6 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         replica_image=args.replica_image,
     )
     folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
-    path = trace_path(args.trace) if args.trace else tuned_trace(plan, folders)
+    path = trace_path(args.lengths) if args.lengths else tuned_trace(plan, folders)
     trace = read_trace(path)[0] if path else None
     return Order(plan, text, options, bench, trace)

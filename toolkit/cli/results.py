@@ -15,6 +15,8 @@ from toolkit.files.capacity import Requests
 from toolkit.files.strict import Strict
 from toolkit.files.tuning import ParameterValue
 
+Verdict = Literal["kept", "broken", "overloaded"] | None
+
 
 class Simulation(BaseModel):
     """One run: these keys, and every metric as a number with its unit in its name."""
@@ -33,7 +35,7 @@ class Simulation(BaseModel):
     sla: dict[str, float] = Field(
         description="targets in seconds, of --sla, or of the tuning or the recipe"
     )
-    verdict: Literal["kept", "broken", "overloaded"] | None = Field(
+    verdict: Verdict = Field(
         default=None,
         description="all targets are kept; one is not; or the queue grows with the trace; null "
         "without targets",
@@ -56,9 +58,7 @@ class ComparedRun(Strict):
     servable: bool = Field(description="false: the fit's engine cannot run the policy")
     refusal: str | None = Field(description="why the engine cannot run it; null where it can")
     problem: str = Field(description="why there are no metrics; empty where there are")
-    verdict: Literal["kept", "broken", "overloaded"] | None = Field(
-        description="as of one run; null without targets or metrics"
-    )
+    verdict: Verdict = Field(description="as of one run; null without targets or metrics")
     metrics: dict[str, float] = Field(description="every metric, with its unit in its name")
 
 

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Literal, Self
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     CONTROL_KEY_VARIABLE,
+    FORCE_HELP,
+    WORKERS,
+    WORKERS_HELP,
     JsonOption,
     argument,
     command_of,
-    limit_workers,
     option,
 )
 from toolkit.cli.basis import note_other_count, warn, warn_broken
@@ -59,18 +61,14 @@ class ServeOptions:
         metavar="PLAN.json",
         autocompletion=arguments.plans,
     )
-    workers: int | None = _plan(
-        None, "Start this number of workers instead of the plan's.", min=1, callback=limit_workers
-    )
+    workers: int | None = _plan(None, WORKERS_HELP, **WORKERS)
     ray: str = _plan(
         "",
         "Run the workers on a Ray cluster: a new one on this machine (local), the one that runs on "
         "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
-    force: bool = _plan(
-        False, "Serve although the fit is for another device, engine, version or model."
-    )
+    force: bool = _plan(False, FORCE_HELP)
     replica: list[str] | None = _replicas(
         None,
         "Serve through this server, which runs already; again for each further one.",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import (
+    CONTROL_KEY_HELP,
     CONTROL_KEY_VARIABLE,
     JsonOption,
     argument,
@@ -30,12 +31,7 @@ class SetOptions:
     url: str | None = option(
         None, "The server; default: the one of `serve --live` on this machine, else port 8000."
     )
-    control_key: str = option(
-        "",
-        "The key of its control; default: that of the server's record on this machine. The "
-        "environment variable hides it better.",
-        envvar=CONTROL_KEY_VARIABLE,
-    )
+    control_key: str = option("", CONTROL_KEY_HELP, envvar=CONTROL_KEY_VARIABLE)
     as_json: JsonOption = False
 
 

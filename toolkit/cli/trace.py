@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
@@ -282,6 +283,9 @@ PROMPT = "lognormal:400:1"
 OUTPUT = "lognormal:120:0.75"
 
 
+_shared = partial(option, rich_help_panel="What prompts share")
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
     out: Annotated[Path, typer.Option(help="Write the trace to this file, canonical JSONL.")]
@@ -309,13 +313,13 @@ class GenerateOptions:
         "--backlog",
         min=1,
     )
-    system_tokens: int | None = option(
+    system_tokens: int | None = _shared(
         None, "Begin every prompt with the same so many tokens.", min=1
     )
-    templates: int | None = option(
+    templates: int | None = _shared(
         None, "Begin prompts with one of so many templates, the k-th with a weight of 1/k.", min=1
     )
-    template_tokens: str | None = option(
+    template_tokens: str | None = _shared(
         None, "Lengths of the templates, as --prompt; default: fixed:512."
     )
     seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)

@@ -14,31 +14,19 @@ import typer
 
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
-    FIT,
-    FIT_HELP,
-    ApiKeyOption,
     JsonOption,
     RecipeArgument,
-    RecipeTraceOption,
-    SlaOption,
+    ScenarioOptions,
     as_typed,
     command_of,
     keep_inputs,
-    limit_workers,
     names_in,
-    open_recipe,
     option,
-    parse_sla,
     refuse_useless,
 )
-from toolkit.cli.basis import (
-    FIT_USUAL,
-    find_fit,
-    note_found,
-    note_trace,
-)
+from toolkit.cli.basis import note_trace, sharing_notes
 from toolkit.cli.output import emit, note, progress
-from toolkit.cli.stage import sharing_notes
+from toolkit.cli.scenario import Scenario
 from toolkit.cli.tune_output import show
 from toolkit.errors import InputError, LimitsBrokenError, nearest
 from toolkit.files.io import (
@@ -74,18 +62,14 @@ def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
 
 
 _search = partial(option, rich_help_panel="What is searched")
-_traffic = partial(option, rich_help_panel="Traffic and workers")
 _computing = partial(option, rich_help_panel="Where it is computed")
 _running = partial(option, rich_help_panel="On a running server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
+class TuneOptions(ScenarioOptions):
     recipe: RecipeArgument
-    trace: RecipeTraceOption = None
-    fit: Path | None = option(None, f"{FIT_HELP} {FIT_USUAL}", **FIT)
     out: Path = option(Path("tuning.json"), "Write the result to this file.")
-    force: bool = option(False, "Accept a fit of another recipe, or of a recipe that has changed.")
     policies: str | None = _search(
         None,
         "Search these policies and the recipe's. 'all' (default) means all policies except the "
@@ -101,30 +85,6 @@ class TuneOptions:
     )
     trials: int | None = _search(
         None, "Try this number of settings; default: the recipe's.", min=1, callback=_limited
-    )
-    seed: int | None = _search(
-        None,
-        "Draw from this seed; default: the recipe's. The same seed gives the same bytes.",
-        min=0,
-    )
-    rate: float | None = _traffic(
-        None, "Scale arrivals to this many requests per second; default: the trace's own rate."
-    )
-    load: float | None = _traffic(
-        None,
-        "Instead of a rate: this multiple of the highest rate at which the recipe's settings keep "
-        "all limits.",
-        min=0.01,
-        max=100.0,
-    )
-    concurrency: int | None = _traffic(
-        None,
-        "Instead of a rate: so many requests at once; the next one starts when any one ends.",
-        min=1,
-    )
-    sla: SlaOption = None
-    workers: int | None = _traffic(
-        None, "The number of workers; default: the recipe's.", min=1, callback=limit_workers
     )
     jobs: int | None = _computing(
         None,
@@ -150,15 +110,15 @@ class TuneOptions:
         Path("live-plan.json"), "Write the plan that starts with the best settings to this file."
     )
     control_key: str = _running(
-        "",
-        "The key of its control; default: that of the server's record on this machine.",
-        envvar=arguments.CONTROL_KEY_VARIABLE,
+        "", arguments.CONTROL_KEY_HELP, envvar=arguments.CONTROL_KEY_VARIABLE
     )
-    api_key: ApiKeyOption = ""
     as_json: JsonOption = False
 
 
-@command_of(TuneOptions)
+@command_of(
+    TuneOptions, "recipe", "trace", "fit", "sla", "force", "rate", "load", "concurrency",
+    "workers", "seed", "api_key",
+)  # fmt: skip
 def command(args: TuneOptions) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on
     the whole trace.
@@ -179,35 +139,32 @@ def command(args: TuneOptions) -> None:
 
         tune_live(args)
         return
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
     from toolkit.tuning.search import search_settings
     from toolkit.tuning.workload import TuneInputs, cut_trace
 
-    recipe = _with_settings(open_recipe(args.recipe), args)
-    found = find_fit(args.recipe, recipe, args.fit, force=args.force)
-    fit = found.fit
-    files = found.inputs(args.recipe)
-    keep_inputs({**files, "out": args.out})  # also a fit that was found here
-    file = trace_path(args.trace or recipe.tune.trace)
-    trace, _ = read_trace(file)
+    scenario = Scenario.open(args)
+    deployment = scenario.deployment
+    recipe = _with_search(deployment.recipe, args)
+    fit = deployment.fit
+    keep_inputs({**scenario.inputs, "out": args.out})  # also a fit that was found here
     # a load is a share of what the recipe's own number of workers serves
-    traced = cut_trace(recipe, fit, trace)
-    workers = args.workers or recipe.workers
-    inputs = TuneInputs(recipe.model_copy(update={"workers": workers}), fit, traced)
+    assert scenario.recipe is not None
+    own = recipe.model_copy(update={"workers": scenario.recipe.workers})
+    traced = cut_trace(own, fit, scenario.read_trace())
+    inputs = TuneInputs(recipe, fit, traced)
     search_settings(inputs.recipe, fit)  # refuses what cannot be searched
     note_trace(traced.windows.trace)
     check_writable(args.out)
-    made_from = head(files | {"trace": file})
+    made_from = head(scenario.inputs | {"trace": scenario.trace_file})
     journal = _journal(args.out, inputs, made_from)
     result = _searched(args, inputs, made_from, journal)
     write_file(result, args.out)
     journal.forget()
     emit(args.as_json, result, lambda: show(result))
-    note_found([found])
+    scenario.note_basis()
     note(f"wrote {args.out}")
     if result.keeps_limits:
-        given = f" --fit {as_typed(found.file)}" if found.file else ""
+        given = f" --fit {as_typed(scenario.fit_file)}" if scenario.fit_file else ""
         note(f"next: llmctl render {as_typed(args.recipe)}{given} --tuning {args.out}")
     else:
         unbeaten = "the recipe's settings, which nothing beat,"
@@ -216,13 +173,14 @@ def command(args: TuneOptions) -> None:
         raise LimitsBrokenError(f"{which} {breaks(result.limits)}", hint)
 
 
-def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
-    """The recipe with the search of the command line. `InputError` for contradictions."""
+def _with_search(recipe: Recipe, args: TuneOptions) -> Recipe:
+    """Return the recipe with the search of the command line. Raises InputError for --load beside
+    --rate.
+    """
     settings: dict[str, object] = {
         "policies": names_in(args.policies),
         "routers": names_in(args.routers),
         "trials": args.trials,
-        "seed": args.seed,
         "request_rate_rps": args.rate,
         "load": args.load,
         "concurrency": args.concurrency,
@@ -232,11 +190,8 @@ def _with_settings(recipe: Recipe, args: TuneOptions) -> Recipe:
         refuse_useless({"--rate": args.rate}, "--load gives the rate")
         changed["request_rate_rps"] = None
     if args.concurrency is not None:
-        why = "--concurrency starts a request when another ends"
-        refuse_useless({"--rate": args.rate, "--load": args.load}, why)
         changed |= {"request_rate_rps": None, "load": None}
-    tune = recipe.tune.model_copy(update=changed)
-    return recipe.model_copy(update={"tune": tune, "sla": parse_sla(args.sla) or recipe.sla})
+    return recipe.model_copy(update={"tune": recipe.tune.model_copy(update=changed)})
 
 
 def _searched(

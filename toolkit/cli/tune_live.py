@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,10 @@ import typer
 from toolkit.cli.arguments import keep_inputs, refuse_useless
 from toolkit.cli.basis import note_trace, warn
 from toolkit.cli.output import emit, note, progress, table
+from toolkit.cli.scenario import Scenario
 from toolkit.cli.settings import control_of
 from toolkit.errors import InputError
-from toolkit.files.io import check_writable, head, read_file, write_file
+from toolkit.files.io import check_writable, head, write_file
 from toolkit.files.live import LiveTuning
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import NO_OUTCOME
@@ -43,8 +45,6 @@ def tune_live(args: TuneOptions) -> None:
     from toolkit.live.search import Bursts, LiveSearch
     from toolkit.sched.policies.vllm import VllmPolicy
     from toolkit.sim.deployment import Deployment, Workload
-    from toolkit.traces.read import read_trace
-    from toolkit.traces.types import trace_path
     from toolkit.traces.windows import fit_windows
 
     why = "--live tries the flags of one running vLLM"
@@ -59,7 +59,9 @@ def tune_live(args: TuneOptions) -> None:
     out = LIVE_OUT if args.out == OUT else args.out
     for file in (out, args.plan_out):
         check_writable(file)
-    plan = read_file(Plan, args.recipe)
+    scenario = Scenario.of_plan(replace(args, plan=args.recipe))
+    plan = scenario.plan
+    assert plan is not None
     inputs = {"plan": args.recipe}
     keep_inputs({**inputs, "out": out, "plan_out": args.plan_out})
     if plan.settings.policy != VllmPolicy.name or plan.workers != 1:
@@ -69,9 +71,8 @@ def tune_live(args: TuneOptions) -> None:
             "tune it offline: llmctl tune RECIPE",
         )
     recipe = plan.recipe
-    path = trace_path(args.trace or recipe.tune.trace)
-    trace, _ = read_trace(path)
-    inputs |= {"trace": path}
+    trace = scenario.read_trace()
+    inputs |= {"trace": scenario.trace_file}
     owner = f"llmctl tune --live (process {os.getpid()} on {platform.node()})"
     control = control_of(None if args.live == HERE else args.live, args.control_key, owner)
     control.hold(FIRST_LEASE_S)  # a server without a control, or with another tuner, is named first
@@ -93,7 +94,7 @@ def tune_live(args: TuneOptions) -> None:
             planned=plan.settings.parameters,
             world=world,
             budget_s=budget_s,
-            seed=recipe.tune.seed if args.seed is None else args.seed,
+            seed=scenario.seed,
             note=note,
             advanced=lambda text: advance(text=text),
         )

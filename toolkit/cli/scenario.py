@@ -1,0 +1,336 @@
+"""What a command is about: a recipe or a plan, its fit, a tuning of them, targets, and a trace.
+
+`Scenario.open` finds and checks all of it for `tune`, `simulate`, `capacity` and `render`,
+`Scenario.of_plan` for `bench` and `tune --live`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.cli.arguments import (
+    UNIT_STEP,
+    ScenarioOptions,
+    open_recipe,
+    parse_sla,
+    refuse_useless,
+)
+from toolkit.cli.basis import note_basis, warn
+from toolkit.cli.output import note
+from toolkit.errors import InputError, StaleError
+from toolkit.files.fit import Fit
+from toolkit.files.io import (
+    FIT,
+    find_recipe,
+    fit_path,
+    head,
+    read_file,
+    shipped_fit,
+    shipped_fits,
+)
+from toolkit.files.modelled import refuse_recipe
+from toolkit.files.plan import Plan
+from toolkit.files.recipe import Recipe, TuneSpec
+from toolkit.files.shipped import recipe_path, shipped_names
+from toolkit.files.tuning import REFUSED, Settings, Tuning
+
+if TYPE_CHECKING:
+    from toolkit.sim.deployment import Deployment
+    from toolkit.traces.types import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What the options of a command name, read and checked.
+
+    Attributes:
+        options: the command line, over the tuning, over the recipe.
+        recipe: as in its file or plan; None: a fit without its recipe, the token-step world, or a
+            server without a plan.
+        recipe_file: None for a recipe that was found by its fit, or is in a plan.
+        fit: None: the token-step world, or a server without a plan.
+        fit_file: None: the fit was computed for this command, or is in a plan.
+        targets: in seconds.
+    """
+
+    options: ScenarioOptions
+    recipe: Recipe | None = None
+    recipe_file: Path | None = None
+    fit: Fit | None = None
+    fit_file: Path | None = None
+    plan: Plan | None = None
+    tuning: Tuning | None = None
+    targets: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, options: ScenarioOptions) -> Scenario:
+        """Find the recipe, its fit and its tuning.
+
+        A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws,
+        these. Raises InputError for options that contradict each other, for files that are missing
+        or of another form, and for what is not modelled; StaleError for a fit or a tuning that was
+        made from other files.
+        """
+        _refuse_two_loads(options)
+        targets = parse_sla(options.sla)
+        found = cls(options)
+        if options.fit == UNIT_STEP and not Path(UNIT_STEP).exists():
+            refuse_useless({"--recipe": options.recipe}, f"--fit {UNIT_STEP} has none")
+            why = f"--fit {UNIT_STEP} has no settings to tune"
+            refuse_useless({"--tuning": options.tuning}, why)
+            return replace(found, targets=targets)
+        file, given = options.recipe, options.fit
+        by_name = file is None and given in shipped_names() and not Path(given).exists()
+        if given and by_name and not shipped_fit(given):
+            file, given = recipe_path(given), None
+        if file is None:
+            path = _existing_fit(given or FIT)
+            lone = read_file(Fit, path)
+            its_recipe = _recipe_of(lone, path, needed=options.max_new_tokens is None)
+            found = cls(options, its_recipe, fit=lone, fit_file=path)
+        else:
+            recipe = open_recipe(file)
+            fit, fit_file = _fit_of(file, recipe, given, options)
+            found = cls(options, recipe, file, fit, fit_file)
+        if options.tuning is not None:
+            found = replace(found, tuning=read_file(Tuning, options.tuning, found.inputs))
+        own = found.tuning or found.recipe
+        return replace(found, targets=targets or (own.sla if own else {}))
+
+    @classmethod
+    def of_plan(cls, options: ScenarioOptions) -> Scenario:
+        """Read the plan; without one, nothing is known of the server. Raises as `open`."""
+        _refuse_two_loads(options)
+        targets = parse_sla(options.sla)
+        if options.plan is None:
+            return cls(options, targets=targets)
+        plan = read_file(Plan, options.plan)
+        targets = targets or plan.recipe.sla
+        return cls(options, recipe=plan.recipe, fit=plan.fit, plan=plan, targets=targets)
+
+    @property
+    def inputs(self) -> dict[str, Path]:
+        """The files by role, for an envelope."""
+        files = {"recipe": self.recipe_file, "fit": self.fit_file}
+        return {role: path for role, path in files.items() if path is not None}
+
+    @property
+    def workers(self) -> int:
+        """The number of workers; 0: neither an option nor a file says it."""
+        own = self.tuning or self.recipe
+        return self.options.workers or (own.workers if own else 0)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the draws."""
+        if self.options.seed is not None:
+            return self.options.seed
+        if self.tuning:
+            return self.tuning.seed
+        return self.recipe.tune.seed if self.recipe else 0
+
+    @property
+    def concurrency(self) -> int:
+        """Requests at once; 0: they come at their times."""
+        tuned = self.tuning.concurrency if self.tuning and self.options.rate is None else None
+        return self.options.concurrency or tuned or 0
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The limit of requests without one in the trace; 0: the token-step world's."""
+        return self.options.max_new_tokens or (
+            self.recipe.serve.max_new_tokens if self.recipe else 0
+        )
+
+    @property
+    def deployment(self) -> Deployment:
+        """The recipe with these targets, workers and seed, on its fit."""
+        from toolkit.sim.deployment import Deployment
+
+        recipe, fit = self._measured
+        tune = recipe.tune.model_copy(update={"seed": self.seed})
+        changes = {"sla": dict(self.targets), "workers": self.workers, "tune": tune}
+        return Deployment.of(recipe.model_copy(update=changes), fit)
+
+    @property
+    def _measured(self) -> tuple[Recipe, Fit]:
+        """The recipe and its fit, of a command that always has both."""
+        assert self.recipe is not None
+        assert self.fit is not None
+        return self.recipe, self.fit
+
+    def make_plan(self, settings: Settings | None = None) -> Plan:
+        """Return the plan of the recipe: with `settings`, those of the tuning, or its own. Raises
+        InputError as `toolkit.deploy.plan.make_plan`.
+        """
+        from toolkit.deploy.plan import make_plan
+
+        tuning = self.options.tuning
+        made_from = self.inputs | ({"tuning": tuning} if tuning else {})
+        return make_plan(*self._measured, self.tuning, made_from, settings)
+
+    @property
+    def own_settings(self) -> Settings | None:
+        """The settings of the tuning, else of the recipe; None: there is neither."""
+        if self.tuning:
+            return self.tuning.recommended.settings
+        return self.deployment.settings if self.recipe and self.fit else None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the front of own replicas refuses what would miss a target."""
+        if self.tuning:
+            return REFUSED in self.tuning.recommended.metrics
+        return bool(self.recipe and self.fit) and self.deployment.refuses
+
+    @property
+    def trace_file(self) -> Path:
+        """The file of --trace, or of the recipe's. Raises InputError where there is none."""
+        from toolkit.traces.types import trace_path
+
+        spec = self.recipe.tune if self.recipe else TuneSpec()
+        return trace_path(self.options.trace or spec.trace)
+
+    def read_trace(self) -> Trace:
+        """Read the requests, with their own lengths. A fixed concurrency keeps no sessions."""
+        from toolkit.traces.read import read_trace
+
+        trace, _ = read_trace(self.trace_file)
+        if not self.options.concurrency or trace.sessions is None:
+            return trace
+        later = int((trace.sessions.previous >= 0).sum())
+        text = (
+            f"a fixed concurrency keeps no sessions: {later:,} later turns start when a place is "
+            "free"
+        )
+        return replace(trace, sessions=None, notes=(*trace.notes, text))
+
+    def fitted_trace(self) -> Trace:
+        """Read the requests, with the lengths that the recipe or the fit takes, as in `tune`."""
+        from toolkit.traces.windows import fit_lengths, prepare
+
+        trace = self.read_trace()
+        limit = self.max_new_tokens
+        if self.recipe is not None:
+            return prepare(trace, self.recipe, max_new_tokens=limit)
+        if self.fit is None:
+            return trace
+        engine = self.fit.engine
+        return fit_lengths(trace, engine.engine, engine.max_model_len, limit)
+
+    def note_basis(self) -> None:
+        """Print what predictions rest on."""
+        if self.fit is not None:
+            note_basis((self.fit, self.fit_file))
+
+
+def _refuse_two_loads(options: ScenarioOptions) -> None:
+    """Raise InputError for a rate or a load beside a fixed concurrency."""
+    if options.concurrency is not None:
+        why = f"--concurrency {options.concurrency} starts a request when another ends"
+        refuse_useless({"--rate": options.rate, "--load": options.load}, why)
+
+
+def _fit_of(
+    file: Path, recipe: Recipe, given: str | None, options: ScenarioOptions
+) -> tuple[Fit, Path | None]:
+    """Return the fit as `find_fit`; computed laws where the tuning is by such."""
+    if options.tuning is not None and given is None:
+        tuned = read_file(Tuning, options.tuning, {"recipe": file})
+        if "fit" not in tuned.inputs:
+            return computed_fit(file, recipe), None
+    path = None if given is None else fit_path(given)
+    return find_fit(file, recipe, path, force=options.force)
+
+
+def find_fit(
+    file: Path, recipe: Recipe, given: Path | None, *, force: bool = False
+) -> tuple[Fit, Path | None]:
+    """Return the fit of the recipe in `file`, and its own file: the one that is `given`, fit.json
+    of this folder, the shipped one, or computed, without a file.
+
+    Raises InputError where none of these is possible, and for what is not modelled; StaleError for
+    a fit of another recipe, or of sections that changed. With `force` that is a warning.
+    """
+    refuse_recipe(recipe)
+    path = given or _fit_here(recipe) or shipped_fit(file.stem)
+    if path is not None:
+        return _read_fit(path, file, force=force), path
+    from toolkit.profiling.analytic import by_operators
+
+    if not by_operators(recipe):
+        raise InputError(
+            f"recipe '{recipe.name}' has no shipped fit, and there is no fit.json of it here",
+            "llmctl profile RECIPE and llmctl fit profile.json give one, for --fit fit.json",
+        )
+    found = computed_fit(file, recipe)
+    note(f"{recipe.name}: there is no fit of it, so its laws are computed; nothing is measured")
+    return found, None
+
+
+def _read_fit(path: Path, recipe: Path, *, force: bool) -> Fit:
+    """See `find_fit`."""
+    ships = ""
+    if shipped_fit(recipe.stem) not in (None, path):
+        ships = f", or take the one that ships: --fit {recipe.stem}"
+        if not path.exists():
+            hint = f"make it with `llmctl profile` and `llmctl fit`{ships}"
+            raise InputError(f"{path}: no such file", hint)
+    try:
+        return read_file(Fit, path, {"recipe": recipe})
+    except StaleError as error:
+        if not force:
+            raise StaleError(error.message, f"{error.hint}{ships}") from None
+        warn(error.message)
+        return read_file(Fit, path)
+
+
+def _fit_here(recipe: Recipe) -> Path | None:
+    """Return fit.json in the current folder, if it is a fit of this recipe."""
+    here = Path(FIT)
+    if not here.is_file():
+        return None
+    other = read_file(Fit, here).recipe_name
+    if other != recipe.name:
+        note(f"fit.json of this folder is of recipe '{other}', and is not used")
+        return None
+    return here
+
+
+def computed_fit(file: Path, recipe: Recipe) -> Fit:
+    """Return the analytic fit of a recipe, which may differ from its file. Raises InputError as
+    `analytic_fit`.
+    """
+    from toolkit.profiling.analytic import analytic_fit
+
+    made_from = head(inputs={"recipe": file}, device=recipe.hardware.name)
+    return analytic_fit(recipe.measured, made_from)
+
+
+def _existing_fit(fit: str) -> Path:
+    """Return the file of --fit where no recipe is given. Raises InputError where there is none."""
+    path = fit_path(fit)
+    if not path.exists():
+        made = "make it with: llmctl fit PROFILE; or name a recipe (--recipe), or a shipped fit"
+        names = ", ".join([UNIT_STEP, *shipped_fits()])
+        raise InputError(f"{path}: no such file", f"{made} with --fit: {names}")
+    return path
+
+
+def _recipe_of(fit: Fit, path: Path, *, needed: bool) -> Recipe | None:
+    """Return the recipe that `fit` was made from, from the usual places. Raises InputError where it
+    is `needed` and not found, and for what is not modelled.
+    """
+    found = find_recipe(fit, path)
+    if found is not None:
+        refuse_recipe(found)
+    elif needed:
+        raise InputError(
+            f"{path}: its recipe '{fit.recipe_name}', which limits the outputs"
+            " (serve.max_new_tokens), is not found or has changed since",
+            "name the recipe with --recipe, or give the limit with --max-new-tokens",
+        )
+    return found
