@@ -8,7 +8,7 @@ from lean import without_capacity
 from orders import changed
 from said import says
 
-from toolkit.cli.tune_output import show
+from toolkit.cli.tune import show_tuning
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import digest, head
@@ -137,7 +137,7 @@ def test_the_search_finds_the_router_that_knows_what_is_cached(
     assert f"router '{best.replica_router.name}' over requests in turn" in "\n".join(
         verdict(routed)
     )
-    show(routed)
+    show_tuning(routed)
     shown = capsys.readouterr().out
     assert "each router's best settings" in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -199,9 +199,9 @@ RecipeArgument = Annotated[
 ]
 RECIPE: dict[str, Any] = {"callback": resolve_recipe, "autocompletion": recipes}  # of an option
 FIT_HELP = (
-    "fit.json, from `llmctl fit`, or the name of a recipe that ships. Default: fit.json in this "
-    "folder, else the shipped one, else for vLLM on a GPU laws that are computed from measured "
-    "operators."
+    "fit.json, from `llmctl fit`, or the name of a recipe that has a shipped fit. Default: "
+    "fit.json in this folder, else the shipped one, else for vLLM on a GPU laws that are computed "
+    "from measured operators."
 )
 FORCE_HELP = (
     "Go on although the fit or the plan is for another recipe, device, engine, version or model."

@@ -18,15 +18,16 @@ from toolkit.cli.arguments import (
     refuse_useless,
 )
 from toolkit.cli.basis import note_trace, plan_address, warn
-from toolkit.cli.output import emit, note, progress, table
+from toolkit.cli.output import emit, note, progress, show
 from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError, LlmctlError
 from toolkit.files.bench import BENCH, NOT_SERVERS, SAME_RATE, BenchReport, took_text
 from toolkit.files.io import check_writable, read_file, write_file
 from toolkit.files.plan import Plan
-from toolkit.files.tuning import Outcome, Tuning
+from toolkit.files.tuning import Tuning
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
-from toolkit.report.rows import compared_rows
+from toolkit.report.parts import Sheet
+from toolkit.report.rows import bench_tables
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
@@ -316,36 +317,11 @@ def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
 
 def _show(result: BenchReport) -> None:
     """Print the metrics, and the targets where there are any; first whether they count."""
-
-    def attained(outcome: Outcome) -> str | None:
-        share = outcome.metrics.get("sla_attainment_percent")
-        return None if share is None else f"{share:.1f} %"
-
-    def target(outcome: Outcome, name: str) -> tuple[float | None, str | None]:
-        """The value in seconds, and whether it is within the limit."""
-        share = outcome.used.get(name)
-        if share is None:
-            return None, None
-        return share * result.sla[name], "yes" if share <= 1.0 else "NO"
-
-    predicted = bool(result.predicted.metrics)
-    warm = predicted and result.warmup is not None
-    columns = ["metric", ">measured", ">predicted", ">its error", ">as fitted", ">its error"]
     heading = f"{result.answered:,} requests"
     if result.late:
         heading = f"{NOT_SERVERS}: the client was late"
-    title = f"{heading}{bracketed(result.changes)}"
-    table(columns[: 2 + 2 * predicted + 2 * warm], compared_rows(result), title)
-    if not result.measured.used:
-        return
-    rows: list[list[object]] = [
-        [name, limit_s, *target(result.measured, name), *target(result.predicted, name)]
-        for name, limit_s in result.sla.items()
-    ]
-    shares = attained(result.measured), attained(result.predicted)
-    rows.append(["requests within all", None, shares[0], None, shares[1], None])
-    columns = ["target", ">limit", ">measured", "kept", ">predicted", "kept"]
-    table(columns[: 4 + 2 * predicted], rows)
+    caption = f"{heading}{bracketed(result.changes)}"
+    show(Sheet("bench", "", tables=bench_tables(result, caption)))
 
 
 def _print_notes(result: BenchReport) -> None:

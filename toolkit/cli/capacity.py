@@ -22,7 +22,7 @@ from toolkit.cli.arguments import (
     option,
 )
 from toolkit.cli.basis import note_basis, note_other_count, note_trace, plain
-from toolkit.cli.output import emit, note, paragraph, progress, table
+from toolkit.cli.output import emit, note, paragraph, progress, show
 from toolkit.cli.scenario import Scenario, computed_fit
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
@@ -33,7 +33,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import recipe_path
 from toolkit.files.tuning import Tuning, changes_in_words
 from toolkit.report.rows import share_used
-from toolkit.units import bracketed, number
+from toolkit.units import number
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
@@ -450,59 +450,9 @@ def _none_keeps(found: FoundCapacity) -> LimitsBrokenError:
 
 
 def _show(result: Capacities) -> None:
-    from toolkit.report.capacity import conclusion, shared_changes
+    from toolkit.report.capacity import capacity_sheet, conclusion
 
-    several = len(result.capacities) > 1
-    recipes = {one.recipe for one in result.capacities}
-    rows: list[list[object]] = []
-    for one in result.capacities:
-        name = one.name if several else one.recipe
-        if one.changed and len(recipes) == 1:
-            name = f"with {one.settings}"
-        rate = "none" if one.capacity_rps is None else number(one.capacity_rps)
-        if one.at_least:
-            rate = f">= {rate}"
-        interval = one.interval and one.interval.text
-        rows.append([name, one.gpus, rate, interval, one.binding, one.concurrency])
-    columns = ["", ">GPUs", ">requests/s", ">by the law's error", "then breaks"]
-    if any(one.concurrency for one in result.capacities):
-        columns.append(">at once")
-    about = bracketed(shared_changes(result))
-    title = f"capacity of {result.trace.source}{about}: all targets hold up to"
-    table(columns, rows, title)
-    _show_costs(result)
-    _show_needed(result)
+    show(capacity_sheet(result))
     print()
     for line in conclusion(result):
         paragraph(line)
-
-
-def _show_costs(result: Capacities) -> None:
-    from toolkit.report.capacity import shared_changes
-
-    rows: list[list[object]] = []
-    for one in result.capacities:
-        cost = one.cost
-        if cost is not None:
-            usd_of_tokens = (cost.usd_per_million_in, cost.usd_per_million_out)
-            usd = (cost.usd_per_hour, cost.usd_per_million_requests, *usd_of_tokens)
-            rows.append([one.name, *usd])
-    if rows:
-        columns = ["", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
-        table(columns, rows, f"USD, at capacity{bracketed(shared_changes(result))}")
-
-
-def _show_needed(result: Capacities) -> None:
-    if result.wanted_rps is None:
-        return
-    rows: list[list[object]] = []
-    for one in result.capacities:
-        needed = one.needed
-        if needed is None:
-            rows.append([one.name, "none keeps", None, None])
-        else:
-            rows.append([one.name, needed.workers, needed.gpus, needed.usd_per_hour])
-    fitted = {changes_in_words(one.scaling) for one in result.capacities}
-    about = bracketed(fitted.pop()) if len(fitted) == 1 else ""
-    title = f"the fewest that keep all targets at {number(result.wanted_rps)} requests/s{about}"
-    table(["", ">workers", ">GPUs", ">USD an hour"], rows, title)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from toolkit.report.parts import Sheet
+
 
 WIDTH = 80
 TEXT_ROOM = 24  # width that a column of text needs to be readable; longer text wraps
@@ -164,6 +166,17 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str =
         _print_groups(console, columns, rows)
     write = getattr(sys.stdout, "write_styled", sys.stdout.write)
     write(captured.get())
+
+
+def show(sheet: Sheet) -> None:
+    """Print the tables of a sheet, each with its remark, and its lines."""
+    for one in sheet.tables:
+        table(one.columns, one.rows, one.caption)
+        if one.remark:
+            paragraph(one.remark)
+            print()
+    for line in sheet.lines:
+        paragraph(line)
 
 
 def _print_groups(

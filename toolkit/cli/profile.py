@@ -23,14 +23,15 @@ from toolkit.cli.arguments import (
     refuse_useless,
 )
 from toolkit.cli.basis import analytic_notes
-from toolkit.cli.output import emit, note, progress, table
+from toolkit.cli.output import emit, note, progress, show, table
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, TargetMissedError
-from toolkit.files.fit import Fit, LatencyFit, OverheadFit
+from toolkit.files.fit import Fit, LatencyFit
 from toolkit.files.io import check_writable, head, read_file, write_file
 from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
-from toolkit.report.rows import error_cells
+from toolkit.report.parts import Sheet
+from toolkit.report.rows import fit_table
 from toolkit.units import counted, number, percent, seconds, size
 
 if TYPE_CHECKING:
@@ -287,16 +288,7 @@ def show_profile(measured: Profile) -> None:
 
 def show_fit(fit: Fit) -> None:
     """Print the laws of a fit with their errors, and the edge of memory."""
-    laws = (("prefill", fit.prefill), ("decode", fit.decode))
-    rows: list[tuple[object, ...]] = []
-    for name, law in laws:
-        reach = f"N {law.valid.rows_max}, L {law.valid.length_max}"
-        rows.append((name, law.form, *error_cells(law.error), reach))
-    rows.append(_overhead("slice", fit.overhead, fit.workers))
-    rows += _other_laws(fit)
-    points = "computed points" if fit.engine.analytic else "points"
-    title = f"{fit.recipe_name}: absolute error on held-out {points}"
-    table(["law", "form", ">median", ">p95", ">worst", "measured up to"], rows, title)
+    show(Sheet("fit", "", tables=[fit_table(fit)]))
     memory = fit.memory
     if memory.form == "zeta":
         length = f"L * {1 + memory.workspace:.3g}" if memory.workspace else "L"
@@ -310,10 +302,6 @@ def show_fit(fit: Fit) -> None:
         usable = number(int(fit.rounds.usable_share * memory.capacity_tokens))
         of_capacity = f"{fit.rounds.usable_share:.3f} of the capacity"
         print(f"in rounds: rows x longest <= {usable} tokens, {of_capacity}")
-
-
-# What is printed for the terms of the parts of rounds.
-PART_TERMS = {"pass": "", "row": " N", "token": " N*L", "cached": " N*L"}
 
 
 def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
@@ -343,38 +331,4 @@ def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
             f"{name}: samples of one point spread by only {law.spread_percent:.0f} %, so the law's "
             "form does not suit these points"
         )
-    return lines
-
-
-def _overhead(name: str, fit: OverheadFit, workers: int) -> tuple[object, ...]:
-    """The line of what serving adds to the laws of an engine."""
-    form = f"{seconds(fit.batch_s)} + {number(fit.stretch)} x laws"
-    return name, form, *error_cells(fit.error), f"{counted(workers, 'worker')} busy"
-
-
-def _other_laws(fit: Fit) -> list[tuple[object, ...]]:
-    """The lines of rounds, swaps, and the passes of a paged engine."""
-    lines: list[tuple[object, ...]] = []
-    rounds = fit.rounds
-    swap = fit.swap
-    steps = fit.steps
-    if rounds:
-        lines.append(_overhead("round", rounds.overhead, fit.workers))
-        parts = {"join": rounds.join, "leave": rounds.leave, "grow": rounds.grow}
-        for name, part in parts.items():
-            named = ((value, PART_TERMS[term]) for term, value in part.terms.items())
-            terms = " + ".join(f"{number(value * 1e6)}{name}" for value, name in named if value)
-            form = f"{terms} us" if terms else "takes no time"
-            assert part.error is not None
-            lines.append((name, form, *error_cells(part.error), f"{part.error.points} points"))
-    if swap and swap.error:
-        out, back = (f"{rate / 1e9:.2g}" for rate in (swap.out_bytes_per_s, swap.in_bytes_per_s))
-        form = f"{seconds(swap.latency_s)} + {out}, {back} GB/s"
-        lines.append(("swap", form, *error_cells(swap.error), f"{swap.error.points} points"))
-    if steps:
-        form = steps.law.form
-        if steps.launches:
-            form = f"overlapping, launches {steps.launches}"
-        reach = f"{steps.law.valid.tokens_max:,} new tokens" if steps.law.valid else ""
-        lines.append(("pass", form, *error_cells(steps.error), reach))
     return lines

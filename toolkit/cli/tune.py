@@ -25,9 +25,8 @@ from toolkit.cli.arguments import (
     refuse_useless,
 )
 from toolkit.cli.basis import note_trace, sharing_notes
-from toolkit.cli.output import emit, note, progress
+from toolkit.cli.output import emit, note, paragraph, progress, show
 from toolkit.cli.scenario import Scenario
-from toolkit.cli.tune_output import show
 from toolkit.errors import InputError, LimitsBrokenError, nearest
 from toolkit.files.io import (
     EnvelopeFields,
@@ -46,6 +45,21 @@ if TYPE_CHECKING:
     from toolkit.tuning.workload import TuneInputs
 
 MAX_JOBS = 1024
+METRICS = (  # that are printed, of those in the result
+    "goodput_rps",
+    "throughput_rps",
+    "sla_attainment_percent",
+    "sla_attainment_lower_percent",
+    "ttft_mean_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "e2e_mean_s",
+    "e2e_p95_s",
+    "batch_size_mean",
+    "oom_percent",
+    "evicted_percent",
+    "hit_percent",
+)
 
 
 def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
@@ -160,7 +174,7 @@ def command(args: TuneOptions) -> None:
     result = _searched(args, inputs, made_from, journal)
     write_file(result, args.out)
     journal.forget()
-    emit(args.as_json, result, lambda: show(result))
+    emit(args.as_json, result, lambda: show_tuning(result))
     scenario.note_basis()
     note(f"wrote {args.out}")
     if result.keeps_limits:
@@ -171,6 +185,16 @@ def command(args: TuneOptions) -> None:
         which = unbeaten if result.keep_defaults else "the best settings"
         hint = "`llmctl render` makes a plan of it only with --force"
         raise LimitsBrokenError(f"{which} {breaks(result.limits)}", hint)
+
+
+def show_tuning(result: Tuning) -> None:
+    """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
+    from toolkit.report.sections import tuning_sheet
+    from toolkit.report.verdict import verdict
+
+    show(tuning_sheet(result, METRICS))
+    for line in verdict(result):
+        paragraph(line)
 
 
 def _with_search(recipe: Recipe, args: TuneOptions) -> Recipe:

@@ -11,7 +11,8 @@ from toolkit.report.parts import (
     ChartPoint,
     ChartSeries,
     Figure,
-    Section,
+    MetricKey,
+    Sheet,
     Table,
     chart,
     metric_name,
@@ -134,39 +135,78 @@ def capacity_page(result: Capacities) -> str:
     return render_page(title, f"For {traffic}.", [_answer(result), _curves(result)])
 
 
-def _answer(result: Capacities) -> Section:
+def capacity_sheet(result: Capacities) -> Sheet:
+    """Return the answer: the highest rates, what they cost, and the fewest workers for a wanted
+    one.
+    """
     kept = any(one.capacity_rps is not None for one in result.capacities)
     lines = [line.strip() for line in conclusion(result)]
-    badge = Badge("kept" if kept else "broken", f"{'; '.join(lines)}.")
-    section = Section("verdict", "", badge=badge)
+    badge = Badge("kept", f"{'; '.join(lines)}.")
     if not kept:
-        section.badge = Badge("broken", "No rate that was tried keeps every target.")
+        badge = Badge("broken", "No rate that was tried keeps every target.")
+    sheet = Sheet("verdict", "", badge=badge, tables=[_highest_rates(result)])
+    costs: list[list[Cell]] = []
+    for one in result.capacities:
+        cost = one.cost
+        if cost is not None:
+            usd = (cost.usd_per_hour, cost.usd_per_million_requests)
+            costs.append([one.name, *usd, cost.usd_per_million_in, cost.usd_per_million_out])
+    if costs:
+        columns = ["", ">an hour", ">M requests", ">M tokens in", ">M tokens out"]
+        title = f"USD, at capacity{bracketed(shared_changes(result))}"
+        sheet.tables.append(Table(title, columns, costs, folded=False))
+    if result.wanted_rps is not None:
+        sheet.tables.append(_fewest_workers(result, result.wanted_rps))
+    return sheet
+
+
+def _highest_rates(result: Capacities) -> Table:
+    several = len(result.capacities) > 1
+    recipes = {one.recipe for one in result.capacities}
     rows: list[list[Cell]] = []
     for one in result.capacities:
-        rate = None if one.capacity_rps is None else number(one.capacity_rps)
-        breaks = metric_name(one.binding) if one.binding else None
-        needed = None if one.needed is None else one.needed.gpus
-        cost = one.cost
-        million = None if cost is None else cost.usd_per_million_requests
-        tokens = None if cost is None else cost.usd_per_million_out
-        error = one.interval.text if one.interval else None
-        served: list[Cell] = [one.name, one.gpus, rate, error, breaks, one.concurrency]
-        rows.append([*served, million, tokens, needed])
-    columns = ["", "GPUs", "requests/s", "by the law's error", "then breaks", "requests at once"]
-    columns += ["USD per M requests", "USD per M tokens out"]
-    if result.wanted_rps is not None:
-        columns.append(f"GPUs for {number(result.wanted_rps)} requests/s")
-    section.tables.append(Table("All targets hold up to", columns, rows, folded=False))
+        name = one.name if several else one.recipe
+        if one.changed and len(recipes) == 1:
+            name = f"with {one.settings}"
+        rate = "none" if one.capacity_rps is None else number(one.capacity_rps)
+        if one.at_least:
+            rate = f">= {rate}"
+        interval = one.interval.text if one.interval else None
+        breaks = one.binding and MetricKey(one.binding)
+        rows.append([name, one.gpus, rate, interval, breaks, one.concurrency])
+    columns = ["", ">GPUs", ">requests/s", ">by the law's error", "then breaks"]
+    if any(one.concurrency for one in result.capacities):
+        columns.append(">at once")
+    about = bracketed(shared_changes(result))
+    title = f"capacity of {result.trace.source}{about}: all targets hold up to"
+    return Table(title, columns, rows, folded=False)
+
+
+def _fewest_workers(result: Capacities, wanted_rps: float) -> Table:
+    rows: list[list[Cell]] = []
+    for one in result.capacities:
+        needed = one.needed
+        found = (needed.workers, needed.gpus, needed.usd_per_hour) if needed else None
+        rows.append([one.name, *(found or ("none keeps", None, None))])
+    fitted = {changes_in_words(one.scaling) for one in result.capacities}
+    about = bracketed(fitted.pop()) if len(fitted) == 1 else ""
+    title = f"the fewest that keep all targets at {number(wanted_rps)} requests/s{about}"
+    return Table(title, ["", ">workers", ">GPUs", ">USD an hour"], rows, folded=False)
+
+
+def _answer(result: Capacities) -> Sheet:
+    """Return the answer with what it rests on."""
+    sheet = capacity_sheet(result)
     analytic = {one.recipe: one.analytic for one in result.capacities if one.analytic}
-    section.lines = [
+    sheet.lines = [
         f"{name} is analytic, nothing was measured: {analytic[name]}." for name in analytic
     ]
-    section.lines += [f"The trace: {note}." for note in result.trace.notes]
-    return section
+    sheet.lines += [f"The trace: {note}." for note in result.trace.notes]
+    return sheet
 
 
-def _curves(result: Capacities) -> Section:
-    section = Section("capacity", "Every rate was simulated on the whole trace.")
+def _curves(result: Capacities) -> Sheet:
+    section = Sheet("capacity", "Every rate was simulated on the whole trace.")
     for one in result.capacities:
         points = [p for p in one.curve if max(p.usage.values(), default=0.0) <= CURVE_RATIO]
         series = []

@@ -23,7 +23,7 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
-from toolkit.report.parts import Cell, Section, Table
+from toolkit.report.parts import Cell, Sheet, Table
 from toolkit.units import counted
 
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
@@ -211,9 +211,9 @@ def _source(role: str, path: Path) -> SourceFile:
     return SourceFile(role, source.name, source.sha256, day.isoformat())
 
 
-def environment_section(files: Material) -> Section:
+def environment_section(files: Material) -> Sheet:
     """Where the numbers come from: files with their digests."""
-    section = Section("origin", "Made from these files; another digest is another file.")
+    section = Sheet("origin", "Made from these files; another digest is another file.")
     rows: list[tuple[Cell, ...]] = [
         (file.role, file.name, file.date, file.sha256) for file in files.sources
     ]

@@ -22,7 +22,7 @@ from toolkit.report.parts import (
     Cell,
     Figure,
     Judged,
-    Section,
+    Sheet,
     Table,
     bars,
     metric_name,
@@ -62,7 +62,7 @@ class Promise:
     measured: MeasuredTargets | None
 
 
-def summary_section(files: Material) -> Section:
+def summary_section(files: Material) -> Sheet:
     """The verdict on the files, and the next command."""
     plan = files.plan
     tuning = files.tuning
@@ -83,7 +83,7 @@ def summary_section(files: Material) -> Section:
         command = ("Measure it", f"llmctl profile {name}; llmctl fit profile.json")
     if promise is not None and not promise.metrics:
         promise = None
-    section = Section("verdict", "", badge=_badge(files, promise))
+    section = Sheet("verdict", "", badge=_badge(files, promise))
     section.commands = [command]
     section.facts = _what_to_run(files)
     if promise:
@@ -302,7 +302,7 @@ def report(files: Material) -> str:
     return render_page(files.recipe.name, files.recipe.description, sections, files.made)
 
 
-def render_page(title: str, description: str, sections: list[Section], made: str = "") -> str:
+def render_page(title: str, description: str, sections: list[Sheet], made: str = "") -> str:
     """A page of these sections as HTML; `made` says when and on which machine."""
     page = {
         "title": title,

@@ -1,4 +1,4 @@
-"""The parts of a section: tables, facts, badges, words for metrics, and small SVG charts.
+"""A sheet and its parts: tables, facts, badges, words for metrics, and small SVG charts.
 
 Text is plain text, which the template escapes; only charts are markup. They are built from XML
 elements, so no text can become markup. They draw points and lines on two axes, and bars, without
@@ -26,9 +26,18 @@ class Judged:
     text: str
     kept: bool
 
+    def __str__(self) -> str:
+        return self.text
+
     @property
     def word(self) -> str:
         return "kept" if self.kept else "broken"
+
+
+class MetricKey(str):
+    """A metric or a limit by its key; the page shows its name for reading."""
+
+    __slots__ = ()
 
 
 Cell = str | int | float | bool | Judged | None
@@ -44,14 +53,23 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Numbers are rounded and right-aligned; cells beyond the columns are left out. A
-    folded table shows only its caption.
+    """A table of the terminal and of the page. Cells beyond the columns are left out.
+
+    A column's name may begin with '<' or '>' for its alignment in the terminal; otherwise columns
+    of numbers are right-aligned. `remark` stands below. The page folds a table to its caption
+    unless told otherwise.
     """
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     folded: bool = True
+    remark: str = ""
+
+    @property
+    def heads(self) -> list[str]:
+        """The names of the columns."""
+        return [name.lstrip("<>") for name in self.columns]
 
     @property
     def right(self) -> list[bool]:
@@ -69,6 +87,8 @@ class Table:
         def shown(cell: Cell) -> str | Judged:
             if isinstance(cell, bool) or cell is None:
                 return {True: "yes", False: "no", None: "–"}[cell]
+            if isinstance(cell, MetricKey):
+                return metric_name(cell)
             return number(cell) if isinstance(cell, int | float) else cell
 
         return [[shown(cell) for cell in row[: len(self.columns)]] for row in self.rows]
@@ -93,8 +113,9 @@ TITLES = {  # of the sections, by their keys, in their order on the page
 
 
 @dataclass(slots=True)
-class Section:
-    """A section of the page; `command` makes its content where that is missing.
+class Sheet:
+    """What a command found, for the terminal and as a section of the page. The terminal shows the
+    tables and the lines. `command` makes the content where that is missing.
 
     `facts` are pairs of a name and a text, `commands` pairs of a name and a command. The page omits
     figures without a chart.

@@ -6,7 +6,7 @@ that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from toolkit.backends.vllm.conformance.results import agreement
@@ -17,33 +17,25 @@ from toolkit.report.parts import (
     ChartPoint,
     ChartSeries,
     Figure,
-    Section,
-    Table,
+    Sheet,
     bars,
     chart,
     quantity,
 )
-from toolkit.report.rows import (
-    change_rows,
-    compared_rows,
-    error_cells,
-    policy_rows,
-    settings_of,
-)
-from toolkit.sched.policies import footnote
-from toolkit.units import counted, number, word, words
+from toolkit.report.rows import bench_tables, fit_table, tuning_tables
+from toolkit.units import counted, number, words
 
 LARGE_PERCENT = 15.0  # a larger error of a prediction is red: the aim for latencies
 LARGE = f"red beyond {LARGE_PERCENT:g} %"
 
 
-def _missing(files: Material, key: str, lead: str, command: str) -> Section:
+def _missing(files: Material, key: str, lead: str, command: str) -> Sheet:
     """A section without content, the command that makes it, and why its file was left out."""
     why = files.why.get(key)
-    return Section(key, lead, lines=[why] if why else [], command=command)
+    return Sheet(key, lead, lines=[why] if why else [], command=command)
 
 
-def bench_section(files: Material) -> Section:
+def bench_section(files: Material) -> Sheet:
     """The replays against running servers (`llmctl bench --out`), measured and predicted."""
     left_out = [why for name, why in files.why.items() if name.endswith(".json")]
     if not files.benches:
@@ -58,10 +50,9 @@ def bench_section(files: Material) -> Section:
     requests = sum(bench.content.answered for bench in files.benches)
     replays = counted(len(files.benches), "replay")
     lead = f"{replays} against a running server, {requests:,} requests: measured, not simulated."
-    section = Section("bench", lead)
+    section = Sheet("bench", lead)
     for bench in files.benches:
         section.lines.append(_bench_line(bench, files.rate_rps))
-        warm = bench.content.warmup is not None
         errors = {
             row.metric: row.error_percent
             for row in bench.content.compared
@@ -70,9 +61,7 @@ def bench_section(files: Material) -> Section:
         svg = bars(errors, " %", large=LARGE_PERCENT)
         caption = f"{_title(bench)}: the prediction's error; {LARGE}"
         section.figures.append(Figure(svg, caption))
-        columns = ["metric", "measured", "predicted", "its error", "as fitted", "its error"]
-        shown = columns if warm else columns[:4]
-        section.tables.append(Table(_title(bench), shown, compared_rows(bench.content)))
+        section.tables += bench_tables(bench.content, _title(bench))
     section.lines += [f"Left out: {why}." for why in left_out]
     return section
 
@@ -110,19 +99,19 @@ def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     return "; ".join(parts) + "."
 
 
-def fit_section(files: Material) -> Section:
+def fit_section(files: Material) -> Sheet:
     """The laws of `fit.json` and their errors."""
     fit = files.fit
     tuning = files.tuning
     if fit is None and tuning is not None and tuning.analytic:
-        section = Section("fit", "The laws were computed for the tuning; no file has them.")
+        section = Sheet("fit", "The laws were computed for the tuning; no file has them.")
         section.lines.append(f"Nothing here was measured: {tuning.analytic}")
         return section
     if fit is None:
         command = f"llmctl profile {files.recipe.name}; llmctl fit profile.json"
         return _missing(files, "fit", "Nothing was fitted yet.", command)
     where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
-    section = Section("fit", f"Laws of time and memory for {where}.")
+    section = Sheet("fit", f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
     if fit.steps and fit.steps.resolved:
@@ -131,46 +120,31 @@ def fit_section(files: Material) -> Section:
         classes = {one.name for one in of_resolved(fit.steps.resolved)}
         agrees = agreement(fit.engine.engine_version, classes)
         section.lines.append(f"Measured was {version} with {served}; {agrees}.")
-    errors = {
-        "prefill": fit.prefill.error,
-        "decode": fit.decode.error,
-        "whole slices": fit.overhead.error,
-    }
-    if fit.rounds:
-        errors["rounds"] = fit.rounds.overhead.error
-    if fit.steps:
-        errors["passes"] = fit.steps.error
-    rows = [(name, *error_cells(error), error.points) for name, error in errors.items()]
-    columns = ["law", "median error", "p95", "worst", "points"]
-    section.tables.append(Table("Errors on points that the fit did not see", columns, rows))
+    section.tables.append(fit_table(fit))
     return section
 
 
-def tuning_section(files: Material) -> Section:
+def tuning_section(files: Material) -> Sheet:
     """The trials of `tuning.json`, their front, the gain on the whole trace, and what matters."""
     tuning = files.tuning
     if tuning is None:
         command = f"llmctl tune {files.recipe.name} --fit fit.json --trace TRACE"
         return _missing(files, "tuning", "The settings were not tuned yet.", command)
+    return tuning_sheet(tuning, tuning.defaults.metrics)
+
+
+def tuning_sheet(tuning: Tuning, metrics: Iterable[str]) -> Sheet:
+    """Return a tuning with these metrics: its trials and their front, the gain on the whole trace,
+    and what matters.
+    """
     rate = f"{tuning.load} on {tuning.workers} workers"
     others = " and others" if len(tuning.policies) > 1 else ""
     policies = f"policy '{tuning.best.settings.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
-    section = Section("tuning", lead)
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     swept = "how far goodput moves when one parameter of the best is swept over its range"
-    section.figures += [_front(tuning), Figure(bars(swings, " %"), swept)]
-    section.tables += _on_trace(tuning)
-    if tuning.policies:
-        names = [result.best.settings.policy for result in tuning.policies]
-        remark = footnote(names, tuning.engine)
-        caption = "Each policy's best settings on the whole trace" + (
-            f" ({remark})" if remark else ""
-        )
-        what = "router" if tuning.best.settings.replica_router else "policy"
-        columns = [what, "trials", "goodput_rps", tuning.latency_metric, "keeps all limits"]
-        section.tables.append(Table(caption, columns, policy_rows(tuning)))
-    return section
+    figures = [_front(tuning), Figure(bars(swings, " %"), swept)]
+    return Sheet("tuning", lead, tables=tuning_tables(tuning, metrics), figures=figures)
 
 
 def _front(tuning: Tuning) -> Figure:
@@ -217,21 +191,3 @@ def _series(
         label = f"{which}: {values}, {limits}; {words(trial.settings.parameters)}"
         points.append((latency_s, goodput_rps, label))
     return ChartSeries(name, points, kind)
-
-
-def _on_trace(tuning: Tuning) -> list[Table]:
-    """The defaults and the best: their metrics on the whole trace, and their settings."""
-    before = tuning.defaults.settings
-    after = tuning.best.settings
-    changes = change_rows(tuning, tuning.defaults.metrics)
-    caption = f"The defaults and the best on {tuning.judged.requests:,} requests of the trace"
-    known = settings_of(before) if before.policy == after.policy else {}
-    settings = [
-        (name, word(known[name]) if name in known else "–", word(value))
-        for name, value in settings_of(after).items()
-    ]
-    named = f"Settings of policy '{after.policy}'"
-    return [
-        Table(caption, ["metric", "defaults", "best", "change"], changes),
-        Table(named, ["parameter", "default", "best"], settings),
-    ]
