@@ -431,7 +431,7 @@ def _of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
         caches = f"{len(groups)} group{many}: {', '.join(kinds)}"
     refuses = [one.what for one in refused(of_recipe(config, [TEXT_ONLY], facts.context))]
     sees = ", as text" if senses_of(config) else ""
-    missing = not_computed(config, facts.context, "") or refuses
+    missing = not_computed(config, facts.context, facts.scheme) or refuses
     small = f"a small {code(facts.model_type)}"
     return (
         row["name"] if "/" in row["name"] else small,

@@ -9,6 +9,7 @@ from toolkit.catalogue.classes import of_config
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.known import KNOWN, known_model
 from toolkit.catalogue.models import cache_parts, facts_of, not_computed, special_of
+from toolkit.catalogue.quantization import scheme_of
 from toolkit.errors import InputError
 
 # Published: the parameters in the models' safetensors on the hub, and per token in their reports.
@@ -242,8 +243,28 @@ def test_a_window_that_no_request_passes_is_none(
 def test_the_cache_of_mla_is_whole_on_every_gpu() -> None:
     config = KNOWN["deepseek-v3"].config
     assert cache_parts(config, 8) == 1
-    assert len(not_computed(config, 8192, "int4")) == 2
-    assert not_computed(TINY, 8192, "fp8") == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "reasons"),
+    [
+        (["lm_head"], ["quantized weights (int4)"]),
+        (["re:.*self_attn.*", "re:.*shared_experts.*"], []),  # experts alone, as in Kimi K2.5
+    ],
+)
+def test_int4_is_known_of_experts_alone(kept: list[str], reasons: list[str]) -> None:
+    weights = {"num_bits": 4, "type": "int", "group_size": 32}
+    given = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+    config = {**KNOWN["deepseek-v3"].config, "quantization_config": {**given, "ignore": kept}}
+    assert not_computed(config, 8192, scheme_of(config)) == reasons
+
+
+def test_latent_attention_of_other_sizes_than_were_measured_is_named() -> None:
+    config = KNOWN["deepseek-v3"].config
+    assert not_computed(config, 8192, None) == []
+    [reason] = not_computed({**config, "v_head_dim": 256}, 8192, None)
+    assert "MLA" in reason
+    assert "v_head_dim 256" in reason
 
 
 def test_kv_heads_are_repeated_on_more_gpus_than_there_are_heads() -> None:

@@ -84,11 +84,20 @@ def test_the_bytes_of_a_token_are_those_of_vllms_specs(
         ("deepseek-ai/DeepSeek-V4-Flash", "compressed"),
         ("nvidia/Nemotron-H-56B-Base-8K", "Mamba"),
         ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "several sizes"),
-        ("moonshotai/Kimi-K2.5", "MLA"),
+        ("zai-org/GLM-5", "sparse"),
+        ("nvidia/MiniMax-M3-NVFP4", "sparse"),
     ],
 )
 def test_laws_are_refused_by_name_where_operators_are_missing(name: str, what: str) -> None:
-    assert what in ", ".join(not_computed(MODELS[name]["config"], 8192, ""))
+    assert what in ", ".join(not_computed(MODELS[name]["config"], 8192, None))
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5"]
+)
+def test_laws_of_latent_attention_are_computed(name: str) -> None:
+    config = MODELS[name]["config"]
+    assert not_computed(config, 8192, facts_of(config).scheme) == []
 
 
 def test_a_key_that_decides_a_size_is_asked_for() -> None:

@@ -14,6 +14,8 @@ from toolkit.estimators.gpu_operators import (
     EngineConstants,
     Experts,
     Gemm,
+    LatentAttention,
+    LatentShapes,
     ModelShapes,
     measured_gpus,
     measured_operators,
@@ -29,6 +31,7 @@ DENSE = ModelShapes(
 SPARSE = replace(
     DENSE, intermediate=0, experts=128, experts_per_token=8, expert_intermediate=768, qk_norm=True
 )
+LATENT = replace(DENSE, heads=128, latent=LatentShapes(512, 64, 128, 128, query_rank=1536))
 DECODE = StepShape(1, 1024)
 PROMPT = StepShape(0, 0, 1, 2048, 2048 * 1024.0)
 
@@ -93,6 +96,53 @@ def test_decodes_beside_a_chunk_read_their_caches_more_slowly() -> None:
     shapes = [StepShape(8, 8 * 4096, *chunk), StepShape(8, 8 * 65536, *chunk)]
     beside = np.diff(gpu.pass_seconds(DENSE, shapes))[0]
     assert beside / alone == pytest.approx(gpu.decode.beside, rel=0.02)
+
+
+def test_latent_attention_by_hand() -> None:
+    sizes = LatentShapes(rank=3, rope=1, plain=2, value=1)
+    chunk = ChunkAttention(start_s=1.0, flops_per_s=16.0, bytes_per_s=16.0)
+    law = LatentAttention(1.0, 0.5, 0.25, 0.125, 8.0, ((2, 1.0), (4, 3.0)), chunk)
+    read = 10 * (3 + 1) * 2 / 8.0
+    found = law.decode_s(2 * ONE, 10 * ONE, 2, sizes, 2)[0]
+    assert found == pytest.approx(1.0 + 0.5 * 2 + 2 * (0.25 + 0.125 * 2) + read)
+    slower = law.decode_s(2 * ONE, 10 * ONE, 3, sizes, 2)[0]
+    assert slower == pytest.approx(1.0 + 0.5 * 3 + 2 * (0.25 + 0.125 * 3) + 2 * read)
+    assert law.decode_s(0 * ONE, 0 * ONE, 2, sizes, 2)[0] == 0.0
+    # 5 tokens, 2 heads: scores over 3 numbers of a key, outputs over 1 of a value; 16 bits moved
+    computed = 2 * 2 * (3 + 1) * 40 / 16.0
+    moved = 5 * 2 * 2 * (3 + 1 + 3 + 1) / 16.0
+    found = law.chunk.seconds(5 * ONE, 40 * ONE, 2, 2, sizes.head_dim)[0]
+    assert found == pytest.approx(1.0 + computed + moved)
+
+
+def test_a_pass_of_latent_attention_is_the_sum_of_its_operators() -> None:
+    """With operators that only start, it counts them: chunks also make keys and values, and a pass
+    with both runs both kernels.
+    """
+    chunk = ChunkAttention(100.0, 1e30, 1e30)
+    gpu = replace(
+        measured_operators("b200_sxm"),
+        gemm={"bfloat16": Gemm(1.0, 1e30, 1e30, 2.0)},
+        latent={"bfloat16": LatentAttention(10.0, 0.0, 0.0, 0.0, 1e30, ((1, 1.0),), chunk)},
+        engine=EngineConstants(),
+    )
+    both = StepShape(1, 1024, 1, 2048, 2048 * 1024.0)
+    decode, prompt, mixed = gpu.pass_seconds(LATENT, [DECODE, PROMPT, both])
+    assert decode == pytest.approx(32 * (3 + 2 + 10) + 1)
+    assert prompt == pytest.approx(32 * (4 + 2 + 100) + 1)
+    assert mixed == pytest.approx(32 * (4 + 2 + 110) + 1)
+
+
+@pytest.mark.parametrize("name", ["h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"])
+@pytest.mark.parametrize("cache_bytes", [1, 2])
+def test_each_gpu_has_the_whole_latent_cache(name: str, cache_bytes: int) -> None:
+    """A token is read by 16 heads in as much time as by 64, no faster than the memory is."""
+    gpu = replace(measured_operators(name), engine=EngineConstants())
+    model = replace(LATENT, heads=64, cache_bytes=cache_bytes)
+    shapes = [StepShape(8, 8 * 1024), StepShape(8, 8 * 65536)]
+    alone, shared = (np.diff(gpu.pass_seconds(model, shapes, ranks))[0] for ranks in (1, 4))
+    assert alone / shared == pytest.approx(1.0, rel=0.25)
+    assert shared > 32 * 8 * 64512 * 576 * cache_bytes / gpu.bandwidth
 
 
 def test_layers_with_windows_read_what_is_inside() -> None:
@@ -176,3 +226,8 @@ def test_what_was_not_measured_is_refused_by_name() -> None:
         a100.pass_seconds(DENSE, [DECODE], 3)
     with pytest.raises(InputError, match=r"experts.*nvfp4"):
         a100.pass_seconds(replace(SPARSE, expert_weights="nvfp4"), [DECODE])
+    with pytest.raises(InputError, match=r"MLA.*bfloat16.*a100_sxm"):
+        a100.pass_seconds(LATENT, [DECODE])
+    pro = measured_operators("rtx_pro_6000_server")
+    with pytest.raises(InputError, match=r"MLA.*fp8.*rtx_pro"):
+        pro.pass_seconds(replace(LATENT, cache_bytes=1), [DECODE])

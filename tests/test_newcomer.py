@@ -1,4 +1,4 @@
-"""Six models and GPUs of a newcomer: from one command to an answer, or to a refusal by name, with
+"""Models and GPUs of a newcomer: from one command to an answer, or to a refusal by name, with
 no line that is written by hand.
 """
 
@@ -15,7 +15,9 @@ CASES = [
     ("llama-3.3-70b --gpu h100-sxm --gpus 4", 4),
     ("qwen3-30b-a3b --gpu h100-sxm", 1),
     ("gpt-oss-20b --gpu h100-sxm", 1),
-    ("deepseek-v3 --gpu h200 --gpus 8", "MLA"),
+    ("deepseek-v3 --gpu h200 --gpus 8", 8),
+    ("deepseek-v3 --gpu b200 --gpus 8", 8),
+    ("deepseek-v3 --gpu a100-80gb --gpus 16", "a100_sxm"),
     ("llama-3.1-8b --gpu rtx-4090 --gpus 1", "rtx-4090"),
 ]
 

@@ -152,10 +152,21 @@ def test_the_error_beside_measured_servers_counts_for_max_error(
     assert llmctl("fit", "profile.json", "--max-error", str(beside + 1)) == 0
 
 
+LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "MLA"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "MLA.*v_head_dim 0"),
+        ({**LATENT, "index_topk": 2048}, "sparse attention"),
+        (LATENT, r"MLA.*a100"),
         ({"sliding_window": 1024, "layer_types": ["sliding_attention", "other"] * 16}, "other"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "int4"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"GEMMs in fp8.*a100"),

@@ -79,7 +79,7 @@ def test_a_row_is_read_once_and_other_engines_are_left_out(tmp_path: Path) -> No
     ("change", "reason"),
     [
         ({}, ""),
-        ({"model_path": "moonshotai/Kimi-K2.5"}, "latent"),
+        ({"model_path": "moonshotai/Kimi-K2.5", "precision": "int4"}, ""),
         ({"attention_dp_size": "4", "moe_ep_size": "16"}, ""),
         ({"attention_dp_size": "4", "moe_ep_size": "16", "id": "one_cfg707"}, "wait"),
         ({"model_path": "openai/gpt-oss-120b", "precision": "fp4"}, ""),

@@ -25,9 +25,17 @@ from typing import Any
 import yaml
 
 from benchmarks.public.operators import CORE, GPUS
-from benchmarks.public.servers import IN_MXFP4, MODELS, Protocol, Row, protocol_of, trace_of
+from benchmarks.public.servers import (
+    IN_MXFP4,
+    IN_NVFP4,
+    MODELS,
+    Protocol,
+    Row,
+    protocol_of,
+    trace_of,
+)
 from toolkit.catalogue.gpus import gpu_of
-from toolkit.catalogue.layers import experts_of
+from toolkit.catalogue.layers import experts_of, text_config
 from toolkit.catalogue.models import kv_bytes_per_token
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import EngineConstants
@@ -62,8 +70,11 @@ class Checkpoint:
 
 def checkpoint_of(data: Path, row: Row) -> Checkpoint:
     """Return the checkpoint of a row's model in its precision; `data`: of aiconfigurator."""
-    path = data / CORE / "model_configs" / f"{MODELS[row.model]}_config.json"
+    narrow = IN_NVFP4.get(row.model) if row.precision == "fp4" else None
+    path = data / CORE / "model_configs" / f"{narrow or MODELS[row.model]}_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
+    if narrow:
+        return Checkpoint(config)
     if row.precision == "fp4" and row.model not in IN_MXFP4:
         kept = KEPT["num_local_experts" in config]
         return Checkpoint(config | {"quantization_config": {**NVFP4, "exclude_modules": kept}})
@@ -99,7 +110,7 @@ class Question:
     @property
     def has_experts(self) -> bool:
         """Whether its model is a mixture of experts."""
-        return experts_of(self._checkpoint.config)[0] > 0
+        return experts_of(text_config(self._checkpoint.config))[0] > 0
 
     @property
     def whole_experts(self) -> bool:

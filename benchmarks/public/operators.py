@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from benchmarks.common.command import make_parser
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
+    CACHES,
     SHORT_HEAD,
     TABLE,
     WEIGHT_BYTES,
@@ -38,6 +40,8 @@ from toolkit.estimators.gpu_operators import (
     Experts,
     Gemm,
     GpuOperators,
+    LatentAttention,
+    LatentShapes,
 )
 
 CORE = "aic-core/src/aiconfigurator_core"
@@ -80,6 +84,18 @@ BESIDE = {"h200_sxm": 1.6, "h100_sxm": 1.6}
 BESIDE_ELSE = 1.9
 ROUTING = "power_law_1.01"  # the distribution of tokens over experts in the data
 LEAST_BYTES = 1 << 15  # of all-reduces; smaller ones take their start
+# The modules of latent attention are DeepSeek V3's, with the heads of one GPU of several.
+LATENT = LatentShapes(rank=512, rope=64, plain=128, value=128, query_rank=1536)
+HIDDEN = 7168
+LATENT_HEADS = (4, 8, 16, 32, 64, 128)
+# Modules of latent attention that were measured as an engine runs them. The others were measured
+# with norms and rotary embeddings kernel by kernel, as PyTorch has them, which no engine runs
+# (collection_meta.yaml of the B200 says so). The B200 was measured both ways, which tells what to
+# leave out elsewhere.
+AS_SERVED = "b200_sxm"
+PLAIN_VERSION = "0.22.0"  # of vLLM: modules of the B200 kernel by kernel
+LEAST_START_S = 1e-6
+LATENT_OFF = 10.0  # percent: of held-out modules in the median; a law that is further off is none
 TILE_KERNELS = 50  # fewer tell no factor of an m
 
 
@@ -261,6 +277,152 @@ def fit_prompts(
     return solve("chunks", make, predict, seconds, guesses)
 
 
+def fit_latent(data: Path, gpu: str, cache: str, gemm: Gemm) -> list[Fitted]:
+    """Latent attention of decodes and of prompts with such a cache: what modules take beside their
+    GEMMs in bf16. Errors are of batches that a fit to every second batch did not see. Empty: not
+    measured with all numbers of heads, too far off, or nothing is left of the start.
+    """
+    try:
+        table = read_table(newest(data, gpu, "mla", "mla_generation_module"))
+    except SystemExit:
+        return []
+    rows = (table["kv_cache_dtype"] == cache) & (table["gemm_type"] == "bfloat16")
+    rows = rows & (table["num_heads"] >= LATENT_HEADS[0]) & (table["step"] >= 60)
+    if set(table["num_heads"][rows].tolist()) != set(LATENT_HEADS):
+        return []
+    prompts = fit_latent_chunk(data, gpu, cache, gemm)
+    names = ("num_heads", "batch_size", "step")
+    heads, batch, step, seconds = chosen(table, rows, names)
+    cache_bytes = next(size for size, name in CACHES.items() if name == cache)
+    gemms = latent_gemms_s(gemm, batch, heads)
+    if gpu != AS_SERVED:
+        gemms = gemms + fit_plain(data).value.seconds(batch, heads)
+
+    def make(
+        start_s: float,
+        head_s: float,
+        row_s: float,
+        row_head_s: float,
+        bytes_per_s: float,
+        *factors: float,
+    ) -> LatentAttention:
+        by_heads = tuple(zip(LATENT_HEADS, (1.0, *factors), strict=True))
+        return LatentAttention(
+            start_s, head_s, row_s, row_head_s, bytes_per_s, by_heads, prompts.value
+        )
+
+    def modules(law: LatentAttention) -> Floats:
+        sizes: Any = (heads, LATENT, cache_bytes)
+        return gemms + law.decode_s(batch, batch * step, *sizes)
+
+    guesses = [2e-5, 1e-7, 5e-8, 3e-9, 0.7 * peaks_of(gpu)[0], *[1.0] * (len(LATENT_HEADS) - 1)]
+    fitted = solve_unseen(f"latent decodes, {cache}", make, modules, seconds, guesses, batch)
+    off = max(fitted.median, prompts.median)
+    return [fitted, prompts] if off < LATENT_OFF and fitted.value.start_s > LEAST_START_S else []
+
+
+def fit_latent_chunk(data: Path, gpu: str, cache: str, gemm: Gemm) -> Fitted:
+    """Latent attention of prompts, by modules with the kernel that vLLM takes for them."""
+    table = read_table(newest(data, gpu, "mla", "mla_context_module"))
+    rows = (table["kv_cache_dtype"] == cache) & (table["gemm_type"] == "bfloat16")
+    rows = rows & (table["kernel_source"] == "FLASH_ATTN") & (table["num_heads"] >= LATENT_HEADS[0])
+    rows = rows & (table["isl"] >= 16) & (table["isl"] * table["batch_size"] <= 32768)
+    heads, batch, length, seconds = chosen(table, rows, ("num_heads", "batch_size", "isl"))
+    tokens = batch * length
+    wide: Any = heads * (LATENT.plain + LATENT.value)
+    gemms = latent_gemms_s(gemm, tokens, heads) + gemm.seconds(tokens, wide, LATENT.rank, 2.0)
+    if gpu != AS_SERVED:
+        gemms = gemms + fit_plain(data).value.seconds(tokens, heads)
+
+    def predict(law: ChunkAttention) -> Floats:
+        sizes: Any = (heads, heads, LATENT.head_dim)
+        return gemms + law.seconds(tokens, tokens * length / 2, *sizes)
+
+    guesses = [3e-5, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
+    name = f"latent chunks, {cache}"
+    return solve_unseen(name, ChunkAttention, predict, seconds, guesses, batch)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Coefficients of what plain norms and rotary embeddings take longer than those of an engine:
+    kernels that start, each a little later with more tokens, and what they move. They mostly move
+    it in the caches of a GPU, so memory's bandwidth does not change it.
+    """
+
+    start_s: float
+    power: float
+    token_s: float
+    head_s: float
+
+    def seconds(self, tokens: Floats, heads: Floats) -> Floats:
+        """Return the seconds [n] of so many tokens [n] and heads [n]."""
+        starting = self.start_s * np.minimum(tokens, PLAIN_FEW) ** self.power
+        return np.asarray(starting + tokens * (self.token_s + self.head_s * heads))
+
+
+PLAIN_FEW = 64  # tokens, from which on only what is moved counts
+
+
+@cache
+def fit_plain(data: Path) -> Fitted:
+    """Return the difference of the B200's modules, measured both ways. Errors are of modules that
+    the other way and the difference tell.
+    """
+    folder = data / CORE / "systems" / "data" / AS_SERVED / "mla" / "vllm"
+    found = []
+    for name in ("mla_generation_module", "mla_context_module"):
+        served = modules_of(newest(data, AS_SERVED, "mla", name))
+        plain = modules_of(folder / PLAIN_VERSION / f"{name}_perf.parquet")
+        found += [(*key, served[key], plain[key]) for key in served.keys() & plain.keys()]
+    heads, batch, new, _cached, served_s, plain_s = np.array(sorted(found)).T
+
+    def predict(law: Plain) -> Floats:
+        return np.asarray(served_s + law.seconds(batch * new, heads))
+
+    guesses = [5e-5, 0.1, 1e-8, 1e-9]
+    return solve("latent modules, kernel by kernel", Plain, predict, plain_s, guesses)
+
+
+def modules_of(path: Path) -> dict[tuple[float, ...], float]:
+    """Return the seconds of modules in bf16, by heads, rows, new and cached tokens."""
+    table = read_table(path)
+    rows = (table["gemm_type"] == "bfloat16") & (table["kv_cache_dtype"] == "bfloat16")
+    rows = rows & (table["num_heads"] >= LATENT_HEADS[0])
+    rows = rows & np.isin(table["kernel_source"], ("default", "FLASH_ATTN", "FLASHINFER_MLA"))
+    names = ("num_heads", "batch_size", "isl", "step")
+    *keys, seconds = chosen(table, rows, names)
+    places = zip(*(key.tolist() for key in keys), strict=True)
+    return dict(zip(places, seconds.tolist(), strict=True))
+
+
+def solve_unseen(
+    kernel: str,
+    make: Callable[..., Any],
+    predict: Callable[[Any], Floats],
+    seconds: Floats,
+    guesses: Sequence[float],
+    batch: Floats,
+) -> Fitted:
+    """Return the coefficients of `solve`, with the errors of others: of every second batch, by
+    coefficients that the other batches set.
+    """
+    seen = np.log2(batch).astype(int) % 2 == 0
+    half = solve(kernel, make, lambda law: predict(law)[seen], seconds[seen], guesses)
+    error = 100.0 * np.abs(predict(half.value) / seconds - 1.0)[~seen]
+    median, p90 = np.percentile(error, [50, 90])
+    found = solve(kernel, make, predict, seconds, guesses)
+    return replace(found, median=float(median), p90=float(p90))
+
+
+def latent_gemms_s(gemm: Any, tokens: Floats, heads: Floats) -> Floats:
+    """Seconds of the GEMMs of DeepSeek V3's attention that all passes have, with so many heads."""
+    queries = heads * (LATENT.plain + LATENT.rope)
+    found = gemm.seconds(tokens, LATENT.query_rank + LATENT.rank + LATENT.rope, HIDDEN, 2.0)
+    found = found + gemm.seconds(tokens, queries, LATENT.query_rank, 2.0)
+    return np.asarray(found + gemm.seconds(tokens, HIDDEN, heads * LATENT.value, 2.0))
+
+
 def fit_experts(data: Path, gpu: str, precision: str) -> Fitted | None:
     """A layer's experts on one GPU, or cut over up to 8."""
     table = read_table(newest(data, gpu, "moe", "moe"))
@@ -323,6 +485,11 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
     decode = fit_decode(data, gpu)
     chunk = fit_chunk(data, gpu)
     reduce = fit_all_reduce(data, gpu)
+    latent = {
+        one: both
+        for one in CACHES.values()
+        if (both := fit_latent(data, gpu, one, gemm["bfloat16"].value))
+    }
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
     bandwidth, flops, link = peaks_of(gpu)
     operators = GpuOperators(
@@ -335,10 +502,12 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
         chunk=chunk.value,
         experts={one: fitted.value for one, fitted in experts.items()},
         all_reduce={ranks: fitted.value for ranks, fitted in reduce.items()},
+        latent={one: both[0].value for one, both in latent.items()},
         engine=EngineConstants(),
         source=f"vLLM {version}, ai-dynamo/aiconfigurator {COMMIT[:8]} (Apache-2.0)",
     )
-    return operators, [*gemm.values(), decode, chunk, *experts.values(), *reduce.values()]
+    attention = [decode, chunk, *(one for both in latent.values() for one in both)]
+    return operators, [*gemm.values(), *attention, *experts.values(), *reduce.values()]
 
 
 def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
@@ -362,6 +531,7 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
                 "gemm": {key: asdict(law) for key, law in one.gemm.items()},
                 "decode": asdict(one.decode),
                 "chunk": asdict(one.chunk),
+                "latent": {key: asdict(law) for key, law in one.latent.items()},
                 "experts": {key: asdict(law) for key, law in one.experts.items()},
                 "all_reduce": {str(key): asdict(law) for key, law in one.all_reduce.items()},
             }
@@ -388,6 +558,8 @@ def main() -> None:
     print("| GPU | kernel | points | median, % | p90, % |\n|---|---|---:|---:|---:|")
     for gpu in GPUS:
         gpus[gpu], fitted = fit_gpu(options.data, gpu)
+        if gpu == AS_SERVED:
+            fitted.append(fit_plain(options.data))
         for one in fitted:
             print(f"| {gpu} | {one.kernel} | {one.points:,} | {one.median:.1f} | {one.p90:.0f} |")
     if options.write:

@@ -34,7 +34,7 @@ from benchmarks.common.results_file import keep, markdown
 from benchmarks.engines.gpu_windows import FIT, NAME, SPEED, errors_of
 from benchmarks.public import llmservingsim
 from benchmarks.public.asking import Checkpoint, Fits, Question, Times, checkpoint_of
-from benchmarks.public.servers import MS, Row, split_rows
+from benchmarks.public.servers import MS, SET_NONE, Row, split_rows
 from docs.make_pictures import picture
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import TABLE, EngineConstants, family_of
@@ -112,6 +112,8 @@ def answer(row: Row, checkpoint: Checkpoint, without: EngineConstants | None) ->
         tpot_percent=percent(found.tpot_s, row.tpot_s),
         ttft_percent=percent(found.ttft_s, row.ttft_s),
     )
+    if row.model in SET_NONE:
+        return replace(own, tpot_left_percent=own.tpot_percent, ttft_left_percent=own.ttft_percent)
     if without is None:
         return own
     left = question.predict(_FITS, without)

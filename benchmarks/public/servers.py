@@ -139,8 +139,6 @@ def not_modelled(row: Row) -> str:
     """Why a row is not predicted; "": it is."""
     if row.gpu not in GPUS:
         return f"no operators of {row.gpu}"
-    if row.model in ("Kimi-K2.5",):
-        return "multi-head latent attention"
     if not row.concurrency:
         return "concurrency not said"
     if row.model in IN_MXFP4 and row.gpu == "h100_sxm" and row.day[:7] == "2025-12":
@@ -179,11 +177,13 @@ class Split:
 
 
 def split_rows(data: Path) -> Split:
-    """Read all rows; no row that sets constants is judged, nor is a repeat of one."""
+    """Read all rows; no row that sets constants is judged, nor is a repeat of one. Rows of
+    `SET_NONE` set no constant.
+    """
     rows = read_rows(data)
     reasons = Counter(reason for row in rows if (reason := not_modelled(row)))
     known = [row for row in rows if not not_modelled(row)]
-    drawn = tenth_of([row for row in known if not row.misread])
+    drawn = tenth_of([row for row in known if not row.misread and row.model not in SET_NONE])
     tenth = [row for row in known if row.setting in drawn]
     return Split(rows, reasons, tenth, [row for row in known if row.setting not in drawn])
 
@@ -197,8 +197,11 @@ MODELS = {
     "MiniMax-M2.5": "MiniMaxAI--MiniMax-M2.5",
     "Qwen3-235B-A22B-FP8": "Qwen--Qwen3-235B-A22B-FP8",
     "gpt-oss-120b": "openai--gpt-oss-120b",
+    "Kimi-K2.5": "moonshotai--Kimi-K2.5",
 }
+IN_NVFP4 = {"Kimi-K2.5": "nvidia--Kimi-K2.5-NVFP4"}  # checkpoints of rows in fp4
 IN_MXFP4 = ("gpt-oss-120b",)
+SET_NONE = ("Kimi-K2.5",)  # all judged: latent attention came after the constants had been set
 
 # ---- protocols ----
 
@@ -247,7 +250,8 @@ def protocol_of(row: Row) -> Protocol:
 
     InferenceX: benchmarks/70b_*_slurm.sh and 70b_*_docker.sh at ac1998a (October 2025), and
     minimaxm2.5_{fp8,fp4}_GPU.sh at a363463, 0f78cf4, f342df1, bddbf40, 79bd988, 340d785, 22d0f12,
-    gptoss_fp4_GPU*.sh at ac1998a, 25506e8, d2c2acb, cec542a.
+    gptoss_fp4_GPU*.sh at ac1998a, 25506e8, d2c2acb, cec542a; kimik2.5_fp4_b200.sh at 04107b3,
+    kimik2.5_int4_b200.sh at 2b7b694, kimik2.5_int4_h200.sh at 34bc7c4.
     """
     if row.model in UNEXPLAINED:  # set on the tenth of these: longer runs, of lengths that differ
         return Protocol(requests=40, ratio=0.8)
@@ -261,6 +265,12 @@ def protocol_of(row: Row) -> Protocol:
         # hold as many bytes as one of 16 bits has.
         return replace(common, cache_bytes=2 if row.gpu == "h100_sxm" else 1, rows=rows)
     apart = row.expert_ranks > 1
+    if row.model in IN_NVFP4:
+        if row.precision == "fp4":  # the checkpoint asks for a cache of 8 bits
+            return replace(common, rows=row.concurrency, cache_bytes=1, whole_experts=apart)
+        if hopper:
+            return replace(common, rows=row.concurrency, share=0.95)
+        return replace(common, share=0.97)
     if row.model in IN_MXFP4:
         longest = max_model_len_of(row)
         if hopper:

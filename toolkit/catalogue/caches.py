@@ -101,9 +101,13 @@ def groups_of_config(
     """
     config = text_config(config)
     special = special_of(config, longest)
-    if special.latent or special.sparse or config.get("compress_ratios"):
+    if special.sparse or config.get("compress_ratios"):
         return None
     layers = [layer for layer in layers_of(config) if layer.mixer]
+    if special.latent:  # one vector, which is whole on each GPU
+        if any(layer.mixer != "full" for layer in layers):
+            return None
+        layers = [replace(one, kv_heads=1, key_dim=special.latent, value_dim=0) for one in layers]
     states = {layer.mixer for layer in layers if layer.mixer in STATES}
     state = max((_state_bytes(config, mixer, dtype, gpus) for mixer in states), default=0)
     token_bytes = [

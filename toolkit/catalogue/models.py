@@ -175,6 +175,13 @@ def special_of(config: Config, longest: int = 0) -> Special:
     )
 
 
+LATENT = {  # of the modules of multi-head latent attention that were measured: DeepSeek V3's
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+ATTENTION_OUT = "model.layers.0.self_attn.o_proj"
 KNOWN_PARTS = ("", "dense", "experts", "both")
 
 
@@ -200,23 +207,27 @@ def cache_parts(config: Config, gpus: int) -> int:
     return min(gpus, fewest or gpus)
 
 
-def not_computed(config: Config, longest: int, scheme: str) -> list[str]:
-    """Return what an analytic profile for vLLM does not know about a model, in words.
+def not_computed(config: Config, longest: int, scheme: Scheme | None) -> list[str]:
+    """Return what an analytic profile for vLLM does not know about a model on any GPU, in words.
 
     Args:
         longest: see `special_of`.
-        scheme: of its weights, such as 'fp8'; '': 16 or 32 bits.
+        scheme: of its weights; None: 16 or 32 bits.
     """
     special = special_of(config, longest)
+    text = text_config(config)
     reasons = []
-    if special.latent:
-        reasons.append("MLA (multi-head latent attention)")
+    if special.latent and any(integer_at(text, key) != size for key, size in LATENT.items()):
+        sizes = ", ".join(f"{key} {integer_at(text, key)}" for key in LATENT)
+        reasons.append(f"MLA (multi-head latent attention) with {sizes}")
     reasons += [one for one in (special.sparse, special.states, special.unknown) if one]
-    family = FAMILIES.get(str(text_config(config).get("model_type")))
+    family = FAMILIES.get(str(text.get("model_type")))
     if family and family.laws:
         reasons.append(family.laws)
-    if scheme.startswith("int") or scheme == "mixed":
-        reasons.append(f"quantized weights ({scheme})")
+    # Of integers, those of experts alone were measured (Kimi K2.5).
+    of_experts = special.experts > 0 and scheme is not None and scheme.keeps(ATTENTION_OUT)
+    if scheme and (scheme.name in ("int8", "mixed") or (scheme.name == "int4" and not of_experts)):
+        reasons.append(f"quantized weights ({scheme.name})")
     return reasons
 
 

@@ -4,6 +4,8 @@
                            moving = bytes / bandwidth, computing = 2 m n k / (FLOP/s)
     attention of decodes   start + the hypotenuse of row * rows * KV heads and cache / bandwidth
     attention of chunks    start + 4 * heads * head_dim * attended / (FLOP/s) + bytes / bandwidth
+    latent decodes         start + head * heads + row * rows + row_head * rows * heads
+                           + cache / bandwidth * a factor for the heads
     experts                start + expert * touched + bytes / bandwidth + FLOPs / (FLOP/s)
     all-reduce             (start + bytes / bandwidth) * a factor for its size, by number of GPUs
 
@@ -23,7 +25,13 @@ per kernel; this constant and the others of `EngineConstants` were set by whole 
 
 In layers with sliding windows, attention reads what is inside them (`StepShape.decode_inside`).
 
-Nothing here knows launches by the CPU, latent attention, or adapters.
+Multi-head latent attention (MLA) caches one latent vector per token, which all heads read. A decode
+multiplies its queries into the latent space and its output back (absorbed weights), and attends
+there. Chunks of prompts make keys and values of each head from the latent vectors of all tokens
+that they attend to, and attend as usual. vLLM runs both kernels one after the other where a pass
+has both. GPUs divide the heads, and each has the whole cache.
+
+Nothing here knows launches by the CPU, or adapters.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,6 +64,7 @@ WEIGHT_BYTES = {
     "mxfp4_mxfp8": 0.53125,  # activations of 8 bits
     "nvfp4": 0.5625,
 }
+CACHES = {2: "bfloat16", 1: "fp8"}  # of latent attention, by the bytes of a number
 # Precisions with GEMMs, and with experts, that are taken to be as fast as those of another.
 GEMMS_LIKE = {"float16": "bfloat16", "fp8_block": "fp8"}
 EXPERTS_LIKE = {"float16": "bfloat16"}
@@ -71,8 +80,31 @@ QUANTIZED_APART = ("fp8_block", "nvfp4")  # activations by a kernel before each 
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShapes:
+    """The sizes of multi-head latent attention.
+
+    Attributes:
+        rank: latent numbers of a token in the cache, of which keys and values are made.
+        rope: numbers of a key with a position, which all heads share; cached, too.
+        plain, value: of a head: numbers of a key without a position, and of a value.
+        query_rank: latent numbers of the queries; 0: they are made of the hidden state.
+    """
+
+    rank: int
+    rope: int
+    plain: int
+    value: int
+    query_rank: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head with keys and values of one size that computes and moves as much."""
+        return (self.plain + self.rope + self.value) // 2
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """The sizes of a decoder with grouped attention, and gated MLPs or experts.
+    """The sizes of a decoder with grouped or latent attention, and gated MLPs or experts.
 
     Attributes:
         intermediate: of a dense layer's MLP; of a shared expert in a layer with experts, or 0.
@@ -80,6 +112,7 @@ class ModelShapes:
         dense_layers: the first layers, which are dense though others have experts.
         dense_intermediate: of those.
         weights: precision of the linear layers, a key of `WEIGHT_BYTES`.
+        mlp_weights: precision of dense MLPs and shared experts; "": as `weights`.
         expert_weights: precision of the experts; "": as `weights`.
         qk_norm: whether queries and keys are normalized.
         norm_reduces: all-reduces of one number per token that a layer's norms need on several GPUs,
@@ -88,6 +121,8 @@ class ModelShapes:
         whole_experts: whether each of several GPUs has whole experts (expert parallelism), not a
             part of each.
         window, window_layers: tokens of sliding windows, and how many of the layers have them.
+        latent: sizes of latent attention, which all layers have, and in which `kv_heads` and
+            `head_dim` count for nothing; None: none has.
     """
 
     layers: int
@@ -103,6 +138,7 @@ class ModelShapes:
     dense_layers: int = 0
     dense_intermediate: int = 0
     weights: str = "bfloat16"
+    mlp_weights: str = ""
     expert_weights: str = ""
     qk_norm: bool = False
     norm_reduces: int = 0
@@ -110,6 +146,7 @@ class ModelShapes:
     whole_experts: bool = False
     window: int = 0
     window_layers: int = 0
+    latent: LatentShapes | None = None
 
     def kv_heads_of(self, ranks: int) -> int:
         """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
@@ -203,6 +240,38 @@ class ChunkAttention:
         moved = 2 * (heads + kv_heads) * head_dim * ACTIVATION_BYTES * tokens
         busy = self.start_s + computing + moved / (speed * self.bytes_per_s)
         return np.asarray(np.where(tokens > 0, busy, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Coefficients of latent attention with one dtype of the cache: all of a layer's attention
+    besides GEMMs, so norms, the rotary embedding, cache writes and absorbed weights, too.
+
+    Attributes:
+        head_s, row_s, row_head_s: per head, per row, and per head of a row, of decodes.
+        bytes_per_s: of the cache, by decodes.
+        heads: heads on a GPU, and the factor of reading there; linear between two. Kernels are made
+            for tiles of heads, and many heads compute longer than the cache is read.
+        chunk: of prompts, as of attention with a KV head for each head of `LatentShapes.head_dim`.
+    """
+
+    start_s: float
+    head_s: float
+    row_s: float
+    row_head_s: float
+    bytes_per_s: float
+    heads: tuple[tuple[int, float], ...]
+    chunk: ChunkAttention
+
+    def decode_s(
+        self, rows: Floats, cached: Floats, heads: float, latent: LatentShapes, cache_bytes: int
+    ) -> Floats:
+        """Seconds of one layer, for rows that have `cached` tokens together."""
+        known, factors = zip(*self.heads, strict=True)
+        slower = np.interp(heads, known, factors)
+        reading = cached * (latent.rank + latent.rope) * cache_bytes / self.bytes_per_s
+        busy = self.start_s + self.head_s * heads + rows * (self.row_s + self.row_head_s * heads)
+        return np.asarray(np.where(rows > 0, busy + slower * reading, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +375,7 @@ class GpuOperators:
         flops: FLOP/s in bf16, by the data sheet.
         link: bytes/s to another GPU of the machine, in one direction, by the data sheet.
         gemm, experts: by precision; all_reduce: by number of GPUs.
+        latent: by dtype of the cache, as `CACHES` names it by its bytes; empty: not measured.
         engine: what no kernel tells.
         source: where the coefficients come from, for readers.
     """
@@ -321,6 +391,7 @@ class GpuOperators:
     all_reduce: Mapping[int, AllReduce]
     engine: EngineConstants
     source: str
+    latent: Mapping[str, LatentAttention] = field(default_factory=dict)
 
     def kernels_of(self, model: ModelShapes) -> ModelShapes:
         """Return the model with the kernels that servers run on this GPU: experts in mxfp4 take
@@ -339,12 +410,7 @@ class GpuOperators:
         """
         tokens = np.array([shape.tokens for shape in shapes], dtype=float)
         rows = np.array([shape.rows for shape in shapes], dtype=float)
-        width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
-        layer = self._gemm_s(model, tokens, width, model.hidden)
-        layer = layer + self._gemm_s(
-            model, tokens, model.hidden, model.head_dim * model.heads / ranks
-        )
-        layer = layer + self._rest_s(model, tokens, ranks)
+        layer = self._projections_s(model, shapes, ranks) + self._rest_s(model, tokens, ranks)
         if ranks > 1:
             layer = layer + 2 * self._reduce_s(ranks, tokens * model.hidden * ACTIVATION_BYTES)
             layer = layer + model.norm_reduces * self._reduce_s(ranks, tokens * NORM_BYTES)
@@ -369,6 +435,34 @@ class GpuOperators:
         least = np.where(with_chunks, model.layers * self.engine.launch_s, 0.0)
         return np.maximum(seconds, least)
 
+    def _latent_of(self, model: ModelShapes) -> LatentAttention:
+        name = CACHES[model.cache_bytes]
+        what = f"modules of MLA (multi-head latent attention) with a cache in {name} on {self.name}"
+        found: LatentAttention = _known(self.latent, name, what)
+        return found
+
+    def _projections_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
+        """GEMMs that make queries, keys and values, and the output of one layer's attention."""
+        tokens = np.array([shape.tokens for shape in shapes], dtype=float)
+        heads = model.heads / ranks
+        latent = model.latent
+        if latent is None:
+            width = model.head_dim * (heads + 2 * model.kv_heads_of(ranks))
+            made = self._gemm_s(model, tokens, width, model.hidden)
+            return made + self._gemm_s(model, tokens, model.hidden, model.head_dim * heads)
+        # One GEMM makes the latent vectors, which are whole on each GPU.
+        together = latent.query_rank + latent.rank + latent.rope
+        queries = heads * (latent.plain + latent.rope)
+        seconds = self._gemm_s(model, tokens, together, model.hidden)
+        seconds = seconds + self._gemm_s(model, tokens, queries, latent.query_rank or model.hidden)
+        seconds = seconds + self._gemm_s(model, tokens, model.hidden, latent.value * heads)
+        # Keys and values of each head, for chunks and what was cached before them.
+        before = [shape.prefill_tokens + shape.prefill_cached for shape in shapes]
+        vectors = np.array(before, dtype=float)
+        wide = heads * (latent.plain + latent.value)
+        keys = self._gemm_s(model, np.maximum(vectors, 1.0), wide, latent.rank)
+        return np.asarray(seconds + np.where(vectors > 0, keys, 0.0))
+
     def _attention_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
         heads = model.heads // ranks
         kv_heads = model.kv_heads_of(ranks)
@@ -378,6 +472,10 @@ class GpuOperators:
         attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
         before = np.array([shape.prefill_cached for shape in shapes], dtype=float)
         size = model.cache_bytes
+        if (latent := model.latent) is not None:
+            law = self._latent_of(model)
+            decoding = law.decode_s(decodes, cached, heads, latent, size)
+            return decoding + law.chunk.seconds(chunks, attended, heads, heads, latent.head_dim)
         alone = self.decode.seconds(decodes, cached, kv_heads, model.head_dim, size)
         # One kernel computes chunks and decodes; it reads the caches of both.
         read = self.decode.beside * cached + before
@@ -385,9 +483,13 @@ class GpuOperators:
         mixed = mixed + self.decode.reading_s(read, kv_heads, model.head_dim, size)
         return np.asarray(np.where(chunks > 0, mixed, alone))
 
-    def _gemm_s(self, model: ModelShapes, m: Floats, n: float, k: float) -> Floats:
-        precision = GEMMS_LIKE.get(model.weights, model.weights)
-        law = _known(self.gemm, precision, f"GEMMs in {model.weights} on {self.name}")
+    def _gemm_s(
+        self, model: ModelShapes, m: Floats, n: float, k: float, weights: str = ""
+    ) -> Floats:
+        """Return the seconds of [m, k] x [k, n]; `weights`: their precision; "": the model's."""
+        weights = weights or model.weights
+        precision = GEMMS_LIKE.get(weights, weights)
+        law = _known(self.gemm, precision, f"GEMMs in {weights} on {self.name}")
         # An engine quantizes activations in the kernels before a GEMM, where they are at hand.
         fused = replace(
             law,
@@ -395,12 +497,12 @@ class GpuOperators:
             flops_per_s=law.flops_per_s * self.engine.sustained,
             quantize_s=0.0,
         )
-        return np.asarray(fused.seconds(m, n, k, WEIGHT_BYTES[model.weights]))
+        return np.asarray(fused.seconds(m, n, k, WEIGHT_BYTES[weights]))
 
     def _mlp_s(self, model: ModelShapes, tokens: Floats, intermediate: int, ranks: int) -> Floats:
         wide = intermediate / ranks
-        both = self._gemm_s(model, tokens, 2 * wide, model.hidden)
-        down = self._gemm_s(model, tokens, model.hidden, wide)
+        both = self._gemm_s(model, tokens, 2 * wide, model.hidden, model.mlp_weights)
+        down = self._gemm_s(model, tokens, model.hidden, wide, model.mlp_weights)
         moved = GATE_TENSORS * wide * ACTIVATION_BYTES * tokens
         return both + down + moved / self.gemm["bfloat16"].bytes_per_s
 
@@ -408,7 +510,9 @@ class GpuOperators:
         name = model.expert_weights or model.weights
         precision = EXPERTS_LIKE.get(name, name)
         measured = _known(self.experts, precision, f"experts in {name} on {self.name}")
-        law = replace(measured, flops_per_s=measured.flops_per_s * self.engine.routed)
+        # Servers run the kernel that was measured (Marlin), so power alone limits it.
+        reached = self.engine.sustained if name == "int4" else self.engine.routed
+        law = replace(measured, flops_per_s=measured.flops_per_s * reached)
         if "mxfp4" in name:
             speed = self.engine.speed_mxfp4
             law = Experts(
@@ -431,7 +535,9 @@ class GpuOperators:
         return np.asarray(seconds + router)
 
     def _rest_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
-        width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
+        width = 0.0
+        if model.latent is None:
+            width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
         moved = (NORM_TENSORS * model.hidden + ROTARY_TENSORS * width) * ACTIVATION_BYTES
         moving = tokens * moved / self.gemm["bfloat16"].bytes_per_s
         return self.engine.kernel_s * rest_kernels(model) + moving
@@ -459,12 +565,14 @@ def rest_kernels(model: ModelShapes) -> int:
     """Kernels of a layer besides GEMMs, attention, experts and all-reduces: two norms, the rotary
     embedding, the cache write and the activation; norms of queries and keys; in place of the
     activation the choice of the experts (softmax, top k) and the sum of their outputs; and the
-    quantization of what GEMMs read, where no other kernel does it.
+    quantization of what GEMMs read, where no other kernel does it. Latent attention was measured
+    with its rotary embedding and cache write, and reads one tensor more.
     """
+    latent = model.latent is not None
     quantized = 0
     if model.weights in QUANTIZED_APART:
-        quantized = 2 if model.experts else 4
-    return 5 + 2 * model.qk_norm + 2 * (model.experts > 0) + quantized
+        quantized = (2 if model.experts else 4) + latent
+    return 5 - 2 * latent + 2 * model.qk_norm + 2 * (model.experts > 0) + quantized
 
 
 def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:

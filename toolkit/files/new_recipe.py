@@ -392,7 +392,7 @@ def _notes(
         notes.append(f"{wish.gpus - workers * room.gpus} of {wish.gpus} GPUs are left over")
     if scheme and scheme.name == "fp8" and "fp8" not in gpu.tflops:
         notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
-    if reasons := not_computed(facts.config, longest, scheme.name if scheme else ""):
+    if reasons := not_computed(facts.config, longest, scheme):
         notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
     elif not gpu.measured:
         notes.append(f"measure it (llmctl profile): operators of {gpu.name} were not measured")

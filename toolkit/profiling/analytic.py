@@ -25,7 +25,7 @@ from toolkit.catalogue.caches import (
     logged_tokens,
 )
 from toolkit.catalogue.gpus import gpu_of
-from toolkit.catalogue.layers import experts_of
+from toolkit.catalogue.layers import experts_of, text_config
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, not_computed
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.catalogue.resolved import Resolved
@@ -162,7 +162,8 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
         return
     read = operators.decode
     # Faster than the memory: what was measured was not read from there.
-    if read.narrow == 1.0 or read.narrow * read.bytes_per_s > operators.bandwidth:
+    unknown = read.narrow == 1.0 or read.narrow * read.bytes_per_s > operators.bandwidth
+    if unknown and model.latent is None:
         _refuse([f"a KV cache in {dtype} on {operators.name}"], MEASURE)
     found = kv_bytes_per_token(recipe.model.config, dtype)
     claimed = recipe.model.kv_bytes_per_token
@@ -268,7 +269,8 @@ def refuse_not_computed(recipe: Recipe) -> None:
     model = recipe.model
     vllm = recipe.engine.vllm
     refuse_recipe(recipe)
-    reasons = not_computed(model.config, model.max_model_len, _scheme(recipe))
+    scheme = scheme_of(text_config(model.config), model.quantization or "")
+    reasons = not_computed(model.config, model.max_model_len, scheme)
     for flag in vllm.args if vllm else ():
         reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
     cache = vllm.kv_cache_dtype if vllm else None
@@ -283,11 +285,6 @@ def refuse_not_computed(recipe: Recipe) -> None:
 def _refuse(reasons: list[str], hint: str) -> None:
     if reasons:
         raise InputError(f"an analytic profile does not know {', '.join(reasons)}", hint)
-
-
-def _scheme(recipe: Recipe) -> str:
-    scheme = scheme_of(recipe.model.config, recipe.model.quantization or "")
-    return scheme.name if scheme else ""
 
 
 def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:

@@ -9,16 +9,17 @@ from toolkit.catalogue.families import FAMILIES, Family
 from toolkit.catalogue.general import RULE
 from toolkit.catalogue.layers import experts_of, heads_of, integer_at, layers_of, text_config
 from toolkit.catalogue.models import CACHE_BYTES, special_of
-from toolkit.catalogue.quantization import Scheme, scheme_of
+from toolkit.catalogue.quantization import Config, Scheme, scheme_of
 from toolkit.catalogue.weights import condition_holds, shared_inner
 from toolkit.errors import InputError
-from toolkit.estimators.gpu_operators import ACTIVATION_BYTES, ModelShapes
+from toolkit.estimators.gpu_operators import ACTIVATION_BYTES, LatentShapes, ModelShapes
 from toolkit.files.new_recipe import EXPERT_PARALLEL
 from toolkit.files.recipe import ModelSpec, Recipe
 
 NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 ATTENTION = ("q_proj", "o_proj")
-MLP = ("gate_proj",)
+LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+MLP = "gate_proj"
 NORM_REDUCES = 2  # of norms over all heads of several GPUs: of queries, of keys
 
 
@@ -48,7 +49,7 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
     vllm = recipe.engine.vllm
     cache = vllm.kv_cache_dtype if vllm else None
     ranks = recipe.engine.tensor_parallel_size
-    weights, expert_weights, wanted = precisions(model, family)
+    weights, mlp_weights, expert_weights, wanted = precisions(model, family)
     if wanted and cache is None:
         problem = f"the checkpoint asks for a KV cache in {wanted}, and the recipe names none"
         raise InputError(problem, f"set engine.vllm.kv_cache_dtype: {wanted}")
@@ -64,12 +65,14 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
         head_dim=head_dim,
         vocab=integer_at(config, "vocab_size"),
         weights=weights,
+        mlp_weights=mlp_weights,
         expert_weights=expert_weights,
         qk_norm=bool(normed),
         norm_reduces=NORM_REDUCES if normed == "all" else 0,
         cache_bytes=CACHE_BYTES.get(cache or "", ACTIVATION_BYTES),
         window=window,
         window_layers=window_layers,
+        latent=latent_of(config),
     )
     if not experts:
         return shapes
@@ -85,24 +88,55 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
     )
 
 
-def precisions(model: ModelSpec, family: Family = RULE) -> tuple[str, str, str]:
-    """Return the precisions of linear layers and of experts, as `ModelShapes` names them, and the
-    dtype of the KV cache that the checkpoint asks for; '': the model's.
+def latent_of(config: Config) -> LatentShapes | None:
+    """Return the sizes of a model's latent attention; None: it has none."""
+    rank = integer_at(config, "kv_lora_rank")
+    if not rank:
+        return None
+    return LatentShapes(
+        rank=rank,
+        rope=integer_at(config, "qk_rope_head_dim"),
+        plain=integer_at(config, "qk_nope_head_dim"),
+        value=integer_at(config, "v_head_dim"),
+        query_rank=integer_at(config, "q_lora_rank"),
+    )
+
+
+def precisions(model: ModelSpec, family: Family = RULE) -> tuple[str, str, str, str]:
+    """Return the precisions of attention, of dense MLPs and shared experts, and of experts, as
+    `ModelShapes` names them, and the dtype of the KV cache that the checkpoint asks for; '': the
+    model's.
     """
-    scheme = scheme_of(text_config(model.config), model.quantization or "")
+    config = text_config(model.config)
+    scheme = scheme_of(config, model.quantization or "")
     if scheme is None:
-        return model.dtype, model.dtype, ""
+        return model.dtype, model.dtype, model.dtype, ""
     name = "fp8_block" if scheme.name == "fp8" and scheme.block else scheme.name
-    has_experts = special_of(model.config).experts > 0
-    experts = kept(scheme, [f"{family.part('experts')}.experts.0.{family.expert_names[0]}"])
-    names = [f"{family.part('attention')}.{one}" for one in ATTENTION]
-    names += [] if has_experts else [f"{family.part('mlp')}.{one}" for one in MLP]
-    linear = kept(scheme, names)
-    if len(linear) not in (0, len(names)):
-        problem = f"an analytic profile does not know {name} weights beside {', '.join(linear)}"
-        raise InputError(f"{problem} in 16 bits", "measure it: llmctl profile RECIPE")
-    weights = model.dtype if linear else name
-    return weights, model.dtype if experts and has_experts else name, scheme.cache
+    special = special_of(config)
+    place = family.part("attention")
+    attention = [f"{place}.{one}" for one in (LATENT if special.latent else ATTENTION)]
+    experts = family.part("experts")
+    mlps = []
+    if any(layer.feed == "dense" for layer in layers_of(config)):
+        mlps.append(f"{family.part('mlp')}.{MLP}")
+    if shared_inner(config, family):
+        mlps.append(f"{experts}.{family.shared_name}.{MLP}")
+
+    def precision(modules: Sequence[str]) -> str:
+        """The precision that all the modules have."""
+        in_16_bits = kept(scheme, modules)
+        if len(in_16_bits) not in (0, len(modules)):
+            words = f"{name} weights beside {', '.join(in_16_bits)} in 16 bits"
+            problem = f"an analytic profile does not know {words}"
+            raise InputError(problem, "measure it: llmctl profile RECIPE")
+        return model.dtype if in_16_bits else name
+
+    if not special.experts:
+        weights = precision([*attention, *mlps])
+        return weights, weights, weights, scheme.cache
+    weights = precision(attention)
+    each = precision([f"{experts}.experts.0.{family.expert_names[0]}"])
+    return weights, precision(mlps) if mlps else weights, each, scheme.cache
 
 
 def kept(scheme: Scheme, names: Sequence[str]) -> list[str]:
