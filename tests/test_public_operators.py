@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.public.operators import as_json, solve
+from benchmarks.public.operators import Plain, as_json, solve, solve_unseen
 from toolkit.estimators.gpu_operators import AllReduce, measured_operators
 
 
@@ -19,3 +19,22 @@ def test_coefficients_are_found_again_and_written() -> None:
     written = json.loads(as_json({"h200_sxm": measured_operators("h200_sxm")}, kept))
     assert written["gpus"]["h200_sxm"]["all_reduce"]["2"]["bytes_per_s"] > 1e11
     assert written["engine"] == kept["engine"]
+    assert written["gpus"]["h200_sxm"]["latent"]["fp8"]["heads"][0] == [4, 1.0]
+
+
+def test_errors_are_of_batches_that_the_fit_did_not_see() -> None:
+    batch = np.repeat([1.0, 2.0, 4.0, 8.0], 2)
+    sizes = batch * 1e6
+    seconds = AllReduce(5e-6, 2e11).seconds(sizes)
+    seconds[batch == 2] *= 2.0
+    seconds[batch == 8] *= 2.0  # the others are seen
+    found = solve_unseen(
+        "x", AllReduce, lambda one: one.seconds(sizes), seconds, [1e-6, 1e11], batch
+    )
+    assert (found.median, found.p90) == pytest.approx((50.0, 50.0), abs=0.1)
+
+
+def test_plain_kernels_start_later_with_more_tokens_up_to_some() -> None:
+    law = Plain(start_s=1.0, power=0.5, token_s=0.25, head_s=0.125)
+    tokens = np.array([4.0, 64.0, 256.0])
+    assert law.seconds(tokens, 2 * np.ones(3)) == pytest.approx([2.0 + 2, 8.0 + 32, 8.0 + 128])
