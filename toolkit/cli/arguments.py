@@ -299,11 +299,17 @@ def open_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def names_in(listed: str | None) -> list[str] | None:
-    """The names of a list with commas; None: the option is not given."""
+def names_in(option: str, listed: str | None) -> list[str] | None:
+    """Return the different names of a list with commas; None: the option is not given. Raises
+    InputError for a list without names.
+    """
     if listed is None:
         return None
-    return [name.strip() for name in listed.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in listed.split(",") if name.strip()))
+    if not names:
+        hint = "leave the option out for the default"
+        raise InputError(f"{option} '{listed}': the list is empty", hint)
+    return names
 
 
 def refuse_useless(

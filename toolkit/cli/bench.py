@@ -269,12 +269,12 @@ def _at_load(load: float, plan: Plan | None, setup: ReplaySetup, about_s: float)
 def _kept_rate(plan: Plan, trace: Trace, slowdown: float) -> float | None:
     """Return the highest rate at which a plan keeps all targets at a speed; None: at none."""
     from toolkit.sim.deployment import Deployment
-    from toolkit.tuning.deployments import Variant, capacity_of
-    from toolkit.tuning.workload import in_process
+    from toolkit.tuning.capacity import rate_capacity
+    from toolkit.tuning.workload import in_process, whole_task
 
     deployment = replace(Deployment.of_plan(plan), slowdown=slowdown)
-    found = capacity_of(Variant(deployment, "plan"), trace, in_process, concurrency=False)
-    return found.rate.load if found.rate else None
+    found = rate_capacity(whole_task(deployment, trace), in_process)
+    return found.load if found else None
 
 
 def held_out_window(tuning: Tuning, trace: Trace) -> tuple[float, float]:

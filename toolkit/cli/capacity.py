@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -138,15 +138,15 @@ def command(args: CapacityOptions) -> None:
             changed,
             fit,
             tuning=tuning if tuning and tuning.recipe_name == changed.name else None,
-            policies=names_in(args.policies) or (),
-            routers=names_in(args.routers) or (),
+            policies=names_in("--policies", args.policies) or (),
+            routers=names_in("--routers", args.routers) or (),
             slowdown=seen,
         )
         variants += _also(args, one, changed, seen)
     if args.lost:
         sized = args.rate is not None and args.workers is None
         variants = with_lost(variants, args.lost, sized=sized)
-    traces = [_trace(args, one.deployment.recipe) for one in variants]
+    traces = _traces(args, variants)
     for variant, trace in zip(variants, traces, strict=True):
         check_sharing(variant, trace)
     note_trace(traces[0])
@@ -254,7 +254,7 @@ def _scenarios(args: CapacityOptions) -> list[Scenario]:
                 "give some with --sla ttft_p99_s=2, or in the recipe's sla",
             )
         found.append(scenario)
-    return _of_parallelism(found, names_in(args.tp))
+    return _of_parallelism(found, names_in("--tp", args.tp))
 
 
 def _of_parallelism(scenarios: list[Scenario], wanted: Sequence[str] | None) -> list[Scenario]:
@@ -359,14 +359,15 @@ def _refuse_other_prices(prices: Sequence[str], recipes: Sequence[Recipe]) -> No
             )
 
 
-def _trace(args: CapacityOptions, recipe: Recipe) -> Trace:
-    """Read the requests, with the lengths that the recipe takes."""
+def _traces(args: CapacityOptions, variants: Sequence[Variant]) -> list[Trace]:
+    """Read the requests of each variant, with the lengths that its recipe takes; a file once."""
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
     from toolkit.traces.windows import prepare
 
-    trace, _ = read_trace(trace_path(args.trace or recipe.tune.trace))
-    return prepare(trace, recipe)
+    read = cache(lambda path: read_trace(path)[0])
+    recipes = [one.deployment.recipe for one in variants]
+    return [prepare(read(trace_path(args.trace or one.tune.trace)), one) for one in recipes]
 
 
 def _plain(found: FoundCapacity, trace: Trace) -> CapacityOf:

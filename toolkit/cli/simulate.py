@@ -104,8 +104,8 @@ def command(args: SimulateOptions) -> None:
     """
     from toolkit.traces.windows import scale_rate
 
-    named = _listed("--policies", args.policies)
-    routers = _listed("--routers", args.routers)
+    named = names_in("--policies", args.policies) or []
+    routers = names_in("--routers", args.routers) or []
     rates = _rates(args.rates)
     scenario = Scenario.open(replace(args, rate=rates[0] if rates else None))
     trace = scenario.fitted_trace()
@@ -308,18 +308,9 @@ def _note_recipe(
         note(f"from recipe {recipe.name}: {'; '.join(said)}")
 
 
-def _listed(name: str, text: str | None) -> list[str]:
-    """Return the different words between the commas. Raises InputError where there are none."""
-    listed = list(dict.fromkeys(names_in(text) or ()))
-    if text is not None and not listed:
-        hint = "leave the option out for the default"
-        raise InputError(f"{name} '{text}': the list is empty", hint)
-    return listed
-
-
 def _rates(given: Sequence[str] | None) -> list[float]:
     rates = []
-    for word in _listed("--rate", ",".join(given)) if given else []:
+    for word in names_in("--rate", ",".join(given) if given else None) or []:
         try:
             rates.append(float(word))
         except ValueError:

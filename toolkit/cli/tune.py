@@ -202,8 +202,8 @@ def _with_search(recipe: Recipe, args: TuneOptions) -> Recipe:
     --rate.
     """
     settings: dict[str, object] = {
-        "policies": names_in(args.policies),
-        "routers": names_in(args.routers),
+        "policies": names_in("--policies", args.policies),
+        "routers": names_in("--routers", args.routers),
         "trials": args.trials,
         "request_rate_rps": args.rate,
         "load": args.load,
