@@ -32,8 +32,9 @@ def named(page: Path, known: dict[str, set[str]]) -> Iterator[tuple[str, str]]:
     longest_first = sorted(known, key=len, reverse=True)
     for words in re.findall(r"llmctl ([^`#|\n]+)", page.read_text(encoding="utf-8")):
         command = next((name for name in longest_first if f"{words} ".startswith(f"{name} ")), "")
+        own = re.sub(r'"[^"]*"', "", words)  # what is quoted is another program's
         yield from (
-            (command, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", words) if command
+            (command, option) for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", own) if command
         )
 
 

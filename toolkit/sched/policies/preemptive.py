@@ -501,17 +501,17 @@ class PreemptivePolicy(Policy):
                 return None
             else:
                 placed.awaited = True
-        kept: list[RankedRow] = []
-        for row in sorted(placed.kept, key=_rank):
-            with_row = rows.beside(-row.tokens)
-            if len(placed.run) < most and with_row.fits(
-                row.tokens, with_row.capacity, enters=False
-            ):
-                placed.run.append(row)
-                rows = with_row.joined(row.tokens)
-            else:
-                kept.append(row)
-        placed.kept = [row for row in placed.kept if row in kept]
+        if len(placed.run) < most:
+            joined: set[int] = set()  # of thousands of kept rows, few join
+            for row in sorted(placed.kept, key=_rank):
+                with_row = rows.beside(-row.tokens)
+                if with_row.fits(row.tokens, with_row.capacity, enters=False):
+                    placed.run.append(row)
+                    rows = with_row.joined(row.tokens)
+                    joined.add(id(row))
+                    if len(placed.run) == most:
+                        break
+            placed.kept = [row for row in placed.kept if id(row) not in joined]
         if rows.needs > rows.capacity or not placed.run:
             return None
         placed.footprint = rows
