@@ -115,7 +115,8 @@ def test_an_unknown_flag_has_the_nearest() -> None:
 
 def test_nothing_is_dropped_unsaid() -> None:
     command = (
-        f"HF_TOKEN=secret VLLM_USE_DEEP_GEMM=1 HF_HOME=/x vllm serve {QWEN} --max-num-seqs 7 "
+        "HF_TOKEN=secret VLLM_USE_V1=0 VLLM_USE_DEEP_GEMM=1 HF_HOME=/x "
+        f"vllm serve {QWEN} --max-num-seqs 7 "
         "--attention-backend FLASH_ATTN --reasoning-parser qwen3 --api-key k --lora-modules a=b "
         """--kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_both"}' """
         "--data-parallel-size 1"
@@ -128,6 +129,7 @@ def test_nothing_is_dropped_unsaid() -> None:
         "--lora-modules a=b": "refused",
         '--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_both"}': "ignored",
         "--data-parallel-size 1": "ignored",
+        "VLLM_USE_V1=0": "left out",
         "VLLM_USE_DEEP_GEMM=1": "measured",
         "HF_HOME=/x": "ignored",
         "HF_TOKEN": "left out",
@@ -216,7 +218,6 @@ def test_what_no_flag_sets_is_vllm_s_own_default(capsys) -> None:
     ("line", "named"),
     [
         (f"vllm serve {QWEN} --enable-lora", "LoRA"),
-        (f"VLLM_USE_V1=0 vllm serve {QWEN}", "VLLM_USE_V1=0"),
         (f"vllm serve {QWEN} --scheduler-cls a.B", "--scheduler-cls"),
         (f"vllm serve {QWEN} -tp 1 --max-model-len 40960 --quantization awq", "awq"),
     ],

@@ -40,7 +40,7 @@ QUIET_VARIABLES = re.compile(
     r"|SERVER_DEV_MODE|PLUGINS|USE_MODELSCOPE|NIXL_SIDE|WORKER_MULTIPROC|INFERENCE_PORT"
     r"|METRICS_PORT|MODEL_REDIRECT))"
 )
-REFUSED_VARIABLES = {"VLLM_USE_V1": ("0", "the scheduler of vLLM before V1 is not modelled")}
+GONE_VARIABLES = {"VLLM_USE_V1"}  # of releases before 0.28
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +239,8 @@ def _read_variable(read: ReadServer, name: str, value: str) -> None:
         why = "a secret" if is_secret(name) else "the cluster gives its value"
         read.verdicts.append(Verdict(name, "left out", f"{why}: set it where the server starts"))
         return
-    bad, why = REFUSED_VARIABLES.get(name, (None, ""))
-    if value == bad:
-        read.refused.append(ClassFound("other scheduler", shown))
-        read.verdicts.append(Verdict(shown, "refused", why))
+    if name in GONE_VARIABLES:
+        read.verdicts.append(Verdict(shown, "left out", "vLLM 0.28 and newer do not read it"))
     elif QUIET_VARIABLES.match(name):
         why = "no pass, cache or order depends on it"
         read.verdicts.append(Verdict(shown, "ignored", why))
