@@ -57,8 +57,8 @@ RATES = ("1e-06", "1,000,000")
 @pytest.mark.parametrize(
     ("words", "named", "limits"),
     [
-        (f"--trials {10**9}", ("--trials 1000000000", "100,000"), ()),
-        ("--jobs 1000000", ("--jobs 1000000", "1,024"), ()),
+        (f"--trials {10**9}", ("--trials", "100000"), ()),
+        ("--jobs 1000000", ("--jobs", "1024"), ()),
         ("--rate 1e-300", ("1e-300",), RATES),
         ("--rate 1e12", ("1e+12",), RATES),
         ("--rate nan", ("nan",), RATES),

@@ -283,7 +283,7 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # Statements (`ast.stmt`) of each room, at most. A new capability finds its place in a shape that
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
-    "sim": 4250, "backends": 3720, "sched": 3310, "cli": 3190, "engines": 2840, "server": 4335,
+    "sim": 4250, "backends": 3720, "sched": 3310, "cli": 3170, "engines": 2840, "server": 4335,
     "files": 2520, "traces": 1830, "tuning": 1700, "estimators": 1591,
     "catalogue": 1620, "profiling": 1492, "deploy": 1490, "report": 1235, "openai": 980,
     "endpoints": 940, "adopt": 650, "workers": 450, "routing": 840, "bench": 660, "laws": 430,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -127,12 +127,12 @@ def command(args: CapacityOptions) -> None:
     if args.html:
         check_writable(args.html)
     scenarios = _scenarios(args)
-    _refuse_other_prices(args.price or [], [one.deployment.recipe for one in scenarios])
+    prices = _prices(args.price or [], [one.deployment.recipe for one in scenarios])
     tuning = read_file(Tuning, args.tuning) if args.tuning else None
     seen = _seen(args, scenarios)
     variants: list[Variant] = []
     for one in scenarios:
-        changed = _priced(one.deployment.recipe, args.price or [])
+        changed = _priced(one.deployment.recipe, prices)
         fit = one.deployment.fit
         variants += variants_of(
             changed,
@@ -310,53 +310,43 @@ def _computed(scenario: Scenario, size: int, gpus: int) -> Scenario:
     return replace(scenario, options=options, recipe=sized, fit=fit, fit_file=None)
 
 
-def _priced(recipe: Recipe, prices: Sequence[str]) -> Recipe:
-    """Return the recipe with the price of its GPU, if one is given."""
-    usd = _price(recipe, prices)
-    if usd is None:
-        return recipe
-    hardware = recipe.hardware.model_copy(update={"usd_per_hour": usd})
-    return recipe.model_copy(update={"hardware": hardware})
-
-
-def _price(recipe: Recipe, prices: Sequence[str]) -> float | None:
-    """USD an hour of one worker, by the first price of its GPU."""
-    for word in prices:
-        usd = _usd(word)
-        if _is_of(word, recipe):
-            return usd * recipe.engine.tensor_parallel_size
-    return None
-
-
-def _usd(word: str) -> float:
-    """The USD of GPU=USD. `InputError` for other words."""
-    _, sign, text = word.partition("=")
-    try:
-        usd = float(text)
-    except ValueError:
-        usd = 0.0
-    if not sign or not 0.0 < usd < float("inf"):
-        raise InputError(f"--price {word}: it is GPU=USD an hour", "for example H200=3.60")
-    return usd
-
-
-def _is_of(word: str, recipe: Recipe) -> bool:
-    """Whether the words of a price's GPU are among those of the recipe's hardware and name."""
-    words = gpu_words(word.partition("=")[0])
-    hardware = recipe.hardware
-    return bool(words) and words <= gpu_words(f"{hardware.name} {hardware.gpu} {recipe.name}")
-
-
-def _refuse_other_prices(prices: Sequence[str], recipes: Sequence[Recipe]) -> None:
-    """`InputError` for a price of a GPU that no recipe is for."""
-    for word in prices:
-        _usd(word)
-        if not any(_is_of(word, recipe) for recipe in recipes):
+def _prices(words: Sequence[str], recipes: Sequence[Recipe]) -> dict[str, float]:
+    """Return USD an hour by the GPUs of GPU=USD words. Raises InputError for other words, and for a
+    GPU that no recipe is for.
+    """
+    prices = {}
+    for word in words:
+        gpu, _, text = word.partition("=")
+        try:
+            prices[gpu] = float(text)
+        except ValueError:
+            prices[gpu] = 0.0
+        if not 0.0 < prices[gpu] < float("inf"):
+            raise InputError(f"--price {word}: it is GPU=USD an hour", "for example H200=3.60")
+        if not any(_is_of(gpu, recipe) for recipe in recipes):
             names = dict.fromkeys(recipe.hardware.name for recipe in recipes)
             raise InputError(
                 f"--price {word}: no recipe here is for a GPU of that name",
                 f"they are for {', '.join(names)}",
             )
+    return prices
+
+
+def _is_of(gpu: str, recipe: Recipe) -> bool:
+    """Whether the words of a price's GPU are among those of the recipe's hardware and name."""
+    words = gpu_words(gpu)
+    hardware = recipe.hardware
+    return bool(words) and words <= gpu_words(f"{hardware.name} {hardware.gpu} {recipe.name}")
+
+
+def _priced(recipe: Recipe, prices: Mapping[str, float]) -> Recipe:
+    """Return the recipe with the first price of its GPU, if there is one."""
+    for gpu, usd in prices.items():
+        if _is_of(gpu, recipe):
+            of_worker = {"usd_per_hour": usd * recipe.engine.tensor_parallel_size}
+            hardware = recipe.hardware.model_copy(update=of_worker)
+            return recipe.model_copy(update={"hardware": hardware})
+    return recipe
 
 
 def _traces(args: CapacityOptions, variants: Sequence[Variant]) -> list[Trace]:

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     JsonOption,
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from toolkit.tuning.journal import EvaluationJournal
     from toolkit.tuning.workload import TuneInputs
 
-MAX_JOBS = 1024
+MAX_JOBS = 1024  # each is a process
 METRICS = (  # that are printed, of those in the result
     "goodput_rps",
     "throughput_rps",
@@ -60,19 +58,6 @@ METRICS = (  # that are printed, of those in the result
     "evicted_percent",
     "hit_percent",
 )
-
-
-def _limited(param: typer.CallbackParam, value: int | None) -> int | None:
-    """Return the value of --trials or --jobs. Raises `InputError` above its limit."""
-    limit = {"trials": MAX_TRIALS, "jobs": MAX_JOBS}[param.name or ""]
-    if value is None or value <= limit:
-        return value
-    why = ""
-    hint = "the default is the recipe's"
-    if param.name == "jobs":
-        why = ", since each is a process"
-        hint = "leave it out for as many as there are cores"
-    raise InputError(f"--{param.name} {value}: the limit is {limit:,}{why}", hint)
 
 
 _search = partial(option, rich_help_panel="What is searched")
@@ -98,13 +83,13 @@ class TuneOptions(ScenarioOptions):
         metavar="NAME,...",
     )
     trials: int | None = _search(
-        None, "Try this number of settings; default: the recipe's.", min=1, callback=_limited
+        None, "Try this number of settings; default: the recipe's.", min=1, max=MAX_TRIALS
     )
     jobs: int | None = _computing(
         None,
         "Simulate in this many processes; default: as many as there are cores.",
         min=1,
-        callback=_limited,
+        max=MAX_JOBS,
     )
     executor: str = _computing(
         "local",
