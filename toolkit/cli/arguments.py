@@ -203,11 +203,6 @@ FIT_HELP = (
     "fit.json in this folder, else the shipped one, else for vLLM on a GPU laws that are computed "
     "from measured operators."
 )
-FORCE_HELP = (
-    "Go on although the fit or the plan is for another recipe, device, engine, version or model."
-)
-WORKERS: dict[str, Any] = {"min": 1, "callback": limit_workers}
-WORKERS_HELP = "The number of workers; default: the plan's or the tuning's, else the recipe's."
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout; notes go to stderr.")
 ]
@@ -264,7 +259,12 @@ class ScenarioOptions:
         "any one ends.",
         min=1,
     )
-    workers: int | None = _traffic(None, WORKERS_HELP, **WORKERS)
+    workers: int | None = _traffic(
+        None,
+        "The number of workers; default: the plan's or the tuning's, else the recipe's.",
+        min=1,
+        callback=limit_workers,
+    )
     seed: int | None = _traffic(
         None,
         "Draw from this seed; default: the tuning's or the recipe's. The same seed gives the same "
@@ -284,7 +284,11 @@ class ScenarioOptions:
         metavar="KEY=VALUE",
     )
     api_key: str = _access("", "The API key of the server.", envvar="LLMCTL_API_KEY")
-    force: bool = option(False, FORCE_HELP)
+    force: bool = option(
+        False,
+        "Go on although the fit or the plan is for another recipe, device, engine, version or "
+        "model.",
+    )
 
 
 def open_recipe(path: Path) -> Recipe:

@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Literal, Self
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     CONTROL_KEY_VARIABLE,
-    FORCE_HELP,
-    WORKERS,
-    WORKERS_HELP,
     JsonOption,
+    ScenarioOptions,
     argument,
     command_of,
     option,
@@ -54,21 +52,19 @@ _watch = partial(option, rich_help_panel="Logs, metrics and checks")
 _live = partial(option, rich_help_panel="Live settings")
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(ScenarioOptions):
     plan: Path = argument(
         "The plan to serve, from `llmctl render`.",
         metavar="PLAN.json",
         autocompletion=arguments.plans,
     )
-    workers: int | None = _plan(None, WORKERS_HELP, **WORKERS)
     ray: str = _plan(
         "",
         "Run the workers on a Ray cluster: a new one on this machine (local), the one that runs on "
         "it (auto), or the one of a head node.",
         metavar="local|auto|HOST:PORT",
     )
-    force: bool = _plan(False, FORCE_HELP)
     replica: list[str] | None = _replicas(
         None,
         "Serve through this server, which runs already; again for each further one.",
@@ -156,7 +152,7 @@ class ServeOptions:
     as_json: JsonOption = False
 
 
-@command_of(ServeOptions)
+@command_of(ServeOptions, "workers", "force")
 def command(args: ServeOptions) -> None:
     """Start the server of a plan: `llmctl serve plan.json`.
 
