@@ -25,6 +25,7 @@ print(json.dumps({key: value for key, value in parsed.items() if isinstance(valu
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "VLLM_PYTHON" not in os.environ, reason="needs VLLM_PYTHON, a Python that has vLLM 0.32"
 )
