@@ -32,10 +32,10 @@ async def test_an_endpoint_of_one_line_is_relayed_as_the_others_are(
     assert await metric(front, 'llmctl_requests_total{finish_reason="stop"') == 1
 
 
-@behind({"script": embeds}, {"script": embeds}, router="round-robin")
+@behind({"script": embeds}, {"script": embeds}, hang_s=0.3, router="round-robin")
 async def test_it_goes_on_at_another_replica(front: Front, servers: list[StandIn]):
     front.app.generates(EMBEDDINGS)
-    servers[0].script = lambda path, body: b""  # breaks off
+    servers[0].script = lambda path, body: b""  # it says nothing
     for _ in range(4):
         assert (await front.http.post(EMBEDDINGS, json=ASKED)).json() == ANSWER
     assert sum(each.moved + each.failures for each in front.pool.replicas) > 0

@@ -382,6 +382,7 @@ async def test_a_request_needs_exactly_one_host(wire: Wire, head: bytes, status:
         "early answer",
     ],
 )
+@pytest.mark.slow
 @wired(head_timeout_s=0.05, body_timeout_s=0.05, idle_timeout_s=0.1)
 async def test_each_phase_ends_with_its_timer(wire: Wire, sent: bytes, status: list[int]):
     assert statuses(await wire.say(sent)) == status
@@ -435,6 +436,7 @@ async def test_a_head_has_a_bound(wire: Wire, sent: bytes, status: int):
     assert statuses(await wire.say(sent)) == [status]
 
 
+@pytest.mark.slow
 @wired(head_bytes=1000, body_timeout_s=0.1, head_timeout_s=0.1)
 async def test_heads_framing_and_trailers_without_end_are_cut(wire: Wire):
     head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
