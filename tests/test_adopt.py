@@ -218,6 +218,8 @@ def test_what_no_flag_sets_is_vllm_s_own_default(capsys) -> None:
     ("line", "named"),
     [
         (f"vllm serve {QWEN} --enable-lora", "LoRA"),
+        (f"vllm serve {QWEN} -tp 2 --max-num-seqs 0", "max_num_seqs"),
+        (f"vllm serve {QWEN} --gpu-memory-utilization 95", "--gpu-memory-utilization 95"),
         (f"vllm serve {QWEN} --scheduler-cls a.B", "--scheduler-cls"),
         (f"vllm serve {QWEN} -tp 1 --max-model-len 40960 --quantization awq", "awq"),
     ],

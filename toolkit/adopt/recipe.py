@@ -177,6 +177,8 @@ def _read_modelled(read: ReadServer, flag: GivenFlag) -> None:
             read.max_model_len = _tokens(flag)
     elif name == "--gpu-memory-utilization":
         read.share = _real(flag)
+        if not 0.0 < read.share <= 1.0:
+            raise InputError(f"{typed}: it is above 0 and at most 1", "vLLM's default is 0.92")
     elif name == "--kv-cache-memory-bytes":
         read.set(section, key, round(_tokens(flag) / MIB, 3), typed)
     elif name == "--dtype":

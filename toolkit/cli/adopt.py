@@ -30,6 +30,7 @@ from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import NewRecipe, Wish, new_recipe
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
+from toolkit.sched.policies import make_any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,9 @@ def recipe_of(args: AdoptOptions, read: ReadServer, origin: str) -> tuple[NewRec
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(made.text, encoding="utf-8")
-        return made, load_recipe(file)
+        recipe = load_recipe(file)
+    make_any(recipe.policy.name, recipe.policy.parameters)  # refuses what vLLM would
+    return made, recipe
 
 
 def _gpu(given: str, found: str) -> Gpu:
