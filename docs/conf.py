@@ -71,6 +71,7 @@ NAVIGATION = {
         "recipe-keys",
         "policies",
         "engines",
+        "models",
         "vllm-versions",
         "traces",
         "api",
