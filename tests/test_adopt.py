@@ -152,7 +152,7 @@ def test_numbers_are_as_people_write_them(value: str, tokens: int) -> None:
 def test_names_that_look_like_numbers_stay_texts() -> None:
     found = read("vllm serve a --host 0.0.0.0 --revision 12345678 --served-model-name 7")
     assert found.sections["serve"]["host"][0] == "0.0.0.0"
-    assert found.sections["model"]["revision"][0] == "12345678"
+    assert found.revision == "12345678"
     assert found.sections["serve"]["served_model_name"][0] == "7"
 
 
@@ -198,6 +198,39 @@ def test_a_recipe_repeats_the_command(capsys, tmp_path: Path) -> None:
     }
     environment = VllmCommand(recipe, QWEN, "x").environment(tmp_path)
     assert environment["VLLM_USE_DEEP_GEMM"] == "1"
+
+
+def test_a_revision_of_the_command_takes_the_place_of_the_known_one(capsys) -> None:
+    line = f"vllm serve {QWEN} -tp 2 --revision main --served-model-name 'a\nb'"
+    assert llmctl("recipe from-command", line, "--gpu", "h100-sxm", "--json") == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    assert recipe["model"]["revision"] == "main"
+    assert recipe["serve"]["served_model_name"] == "a\nb"
+
+
+def test_a_cache_that_the_checkpoint_asks_for_is_in_the_recipe(capsys, tmp_path: Path) -> None:
+    known = known_model("qwen3-8b")
+    assert known is not None
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**known.config, "quantization_config": quantization}))
+    line = ("vllm serve a/b", "--gpu", "h100-sxm", "--model", file, "--json")
+    assert llmctl("recipe from-command", *line) == 0
+    recipe = json.loads(capsys.readouterr().out)["recipe"]
+    assert recipe["engine"]["vllm"]["kv_cache_dtype"] == "fp8"
+    assert recipe["model"]["source"] == "a/b"
+
+
+def test_a_server_s_own_devices_and_files_are_left_out() -> None:
+    found = read(
+        "docker run --network vllm-net --env-file x -e CUDA_VISIBLE_DEVICES=3 vllm/vllm-openai a"
+    )
+    assert found.server.model == "a"
+    assert found.variables == {}
+    assert {one.subject: one.what for one in found.verdicts} == {
+        "CUDA_VISIBLE_DEVICES=3": "left out",
+        "--env-file": "left out",
+    }
 
 
 def test_what_no_flag_sets_is_vllm_s_own_default(capsys) -> None:

@@ -29,7 +29,7 @@ import yaml
 from benchmarks.common.command import make_parser
 from toolkit.adopt.command import FoundServer, read_command
 from toolkit.adopt.documents import servers_in
-from toolkit.adopt.recipe import Verdict, read_server
+from toolkit.adopt.recipe import Verdict, merged, read_server
 from toolkit.catalogue.classes import TEXT_ONLY, of_config, refused
 from toolkit.errors import InputError
 
@@ -271,17 +271,6 @@ def scenario_server(values: Mapping[str, Any]) -> FoundServer:
         apart = read_command("vllm serve a --kv-transfer-config '{}'").flags
         server = replace(server, flags=[*server.flags, *apart])
     return replace(server, model=model["name"] if name.startswith("/") else name)
-
-
-def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with the values of another, mappings in it merged."""
-    found = dict(old)
-    for key, value in new.items():
-        before = found.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            value = merged(before, value)
-        found[key] = value
-    return found
 
 
 def judged(sources: Path, configs: Mapping[str, Any]) -> list[Judged]:

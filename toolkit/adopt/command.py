@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.catalogue.flags import GivenFlag, read_flags
 from toolkit.errors import InputError
@@ -21,6 +21,11 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 # $NAME, ${NAME}, ${NAME:-default}, and Kubernetes' $(NAME)
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|\((\w+)\)|(\w+))")
 OPERATORS = re.compile(r"[;&|\n]+")
+# Options of `docker run` with a value that may look like the image.
+NAMED = (
+    *("-v", "--volume", "--mount", "--name", "--network", "--net", "--hostname", "-h", "-w"),
+    *("--workdir", "-l", "--label", "--env-file", "--entrypoint", "--runtime"),
+)
 CONTAINER_PROGRAMS = ("docker", "podman", "nerdctl")
 SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
 
@@ -72,7 +77,8 @@ def read_command(text: str) -> FoundServer:
             continue
         rest, inside = _inside_container(rest)
         if (server := server_of(rest, own | inside)) is not None:
-            found.append(server)
+            has_file = any(word.startswith("--env-file") for word in words)
+            found.append(replace(server, beside=[("--env-file", "is not read")] * has_file))
     if len(found) != 1:
         what = "starts no vLLM server" if not found else f"starts {len(found)} vLLM servers"
         hint = "give one `vllm serve MODEL ...`, or `docker run ... IMAGE MODEL ...`"
@@ -154,7 +160,7 @@ def _inside_container(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             at += 1
         elif words[at].startswith("--env="):
             variables |= dict(_assignments([words[at].removeprefix("--env=")]))
-        elif words[at] in ("-v", "--volume", "--name", "--mount") and at + 1 < len(words):
+        elif words[at] in NAMED and at + 1 < len(words):
             at += 1
         at += 1
     return in_image(words[at + 1 :]), variables

@@ -21,7 +21,7 @@ from toolkit.files.strict import load_documents
 from toolkit.units import MIB
 
 SHARE = 0.92  # vLLM's default of gpu_memory_utilization, 0.28 to 0.33
-TEXTS = ("--host", "--revision", "--served-model-name")  # which may look like numbers
+TEXTS = ("--host", "--served-model-name")  # which may look like numbers
 DTYPES = {"half": "float16", "float": "float32"}
 METHODS = {  # vLLM's kernels of a quantization, and the checkpoint's name of it
     "awq_marlin": "awq",
@@ -37,10 +37,13 @@ QUIET_VARIABLES = re.compile(
     r"|POD_|NODE_|HOST|DP_SIZE|TP_SIZE|MODEL_|USER$|DO_NOT_TRACK|OTEL_|PROMETHEUS_|LMCACHE_|UCX_"
     r"|VLLM_(LOGGING|LOG_|NO_USAGE|DO_NOT_TRACK|USAGE|CACHE_ROOT|CONFIG_ROOT|ASSETS_CACHE|PORT$"
     r"|HOST_IP|RPC_|ENGINE_READY|ENGINE_ITERATION|HTTP_TIMEOUT|ALLOW_RUNTIME_LORA|ALLOW_LONG"
-    r"|SERVER_DEV_MODE|PLUGINS|USE_MODELSCOPE|NIXL_SIDE|WORKER_MULTIPROC|INFERENCE_PORT"
+    r"|SERVER_DEV_MODE|USE_MODELSCOPE|NIXL_SIDE|WORKER_MULTIPROC|INFERENCE_PORT"
     r"|METRICS_PORT|MODEL_REDIRECT))"
 )
-GONE_VARIABLES = {"VLLM_USE_V1"}  # of releases before 0.28
+LEFT_OUT_VARIABLES = {
+    "VLLM_USE_V1": "vLLM 0.28 and newer do not read it",
+    "CUDA_VISIBLE_DEVICES": "llmctl gives each server its own devices",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,14 @@ class ReadServer:
         verdicts: of each flag and variable, in order.
         tensor_parallel: GPUs that share one copy of the model.
         max_model_len: tokens; None: the model's own limit.
-        quantization: '': as the checkpoint is.
+        quantization, dtype, cache_dtype, revision: '': as the checkpoint is.
+        share: `gpu_memory_utilization`.
         config: changes of the model's config.json.
-        settings: what else the recipe repeats.
+        drafts: the keys of speculative decoding, as vLLM names them.
+        sections: values of the recipe's sections (`SECTIONS`), each with the flag that sets it.
+        args: further flags, in words.
+        variables: of the environment.
+        refused: classes that are not modelled.
     """
 
     server: FoundServer
@@ -78,6 +86,7 @@ class ReadServer:
     quantization: str = ""
     dtype: str = ""
     cache_dtype: str = ""
+    revision: str = ""
     share: float = SHARE
     config: dict[str, Any] = field(default_factory=dict)
     drafts: dict[str, Any] = field(default_factory=dict)
@@ -107,11 +116,12 @@ class ReadServer:
         self.sections.setdefault(SECTIONS[section], {})[key] = (value, flag)
 
     def found_model(self, model: FoundModel) -> FoundModel:
-        """Return the model with the changes that flags make to its config."""
+        """Return the model with its revision and config as flags change them."""
         changes = dict(self.config)
         if self.dtype:
             changes |= {"dtype": self.dtype, "torch_dtype": self.dtype}
-        return replace(model, config=_merged(model.config, changes)) if changes else model
+        revision = self.revision or model.revision
+        return replace(model, config=merged(model.config, changes), revision=revision)
 
 
 SECTIONS = {  # the sections of a recipe that repeat values of a server, and their names here
@@ -141,6 +151,9 @@ def read_server(server: FoundServer) -> ReadServer:
         _read_drafts(read)
     for name, value in read.server.variables.items():
         _read_variable(read, name, value)
+    if server.gpus > read.tensor_parallel:
+        used = f"the command uses {read.tensor_parallel} of them"
+        read.verdicts.append(Verdict(f"{server.gpus} GPUs", "ignored", used))
     for what, why in read.server.beside:
         read.verdicts.append(Verdict(what, "left out", why))
     return read
@@ -190,10 +203,10 @@ def _read_modelled(read: ReadServer, flag: GivenFlag) -> None:
             read.cache_dtype = value
             read.set(section, key, value, typed)
     elif name == "--hf-overrides":
-        read.config = _merged(read.config, _json_of(flag))
+        read.config = merged(read.config, _json_of(flag))
         read.args += flag.words
     elif name == "--speculative-config":
-        read.drafts = _merged(read.drafts, _json_of(flag))
+        read.drafts = merged(read.drafts, _json_of(flag))
     elif name.startswith("--spec-"):
         names = {"method": "method", "model": "model", "tokens": "num_speculative_tokens"}
         given = _tokens(flag) if name == "--spec-tokens" else value
@@ -202,6 +215,8 @@ def _read_modelled(read: ReadServer, flag: GivenFlag) -> None:
         return  # its flags were read before
     elif name == "--language-model-only":
         read.args += flag.words
+    elif name == "--revision":
+        read.revision = value
     elif known_flags()[name].switch:
         read.set(section, key, not flag.negated, typed)
     elif name in TEXTS:
@@ -241,8 +256,8 @@ def _read_variable(read: ReadServer, name: str, value: str) -> None:
         why = "a secret" if is_secret(name) else "the cluster gives its value"
         read.verdicts.append(Verdict(name, "left out", f"{why}: set it where the server starts"))
         return
-    if name in GONE_VARIABLES:
-        read.verdicts.append(Verdict(shown, "left out", "vLLM 0.28 and newer do not read it"))
+    if name in LEFT_OUT_VARIABLES:
+        read.verdicts.append(Verdict(shown, "left out", LEFT_OUT_VARIABLES[name]))
     elif QUIET_VARIABLES.match(name):
         why = "no pass, cache or order depends on it"
         read.verdicts.append(Verdict(shown, "ignored", why))
@@ -253,7 +268,8 @@ def _read_variable(read: ReadServer, name: str, value: str) -> None:
         why = "it may choose kernels, and only a measurement knows that: engine.vllm.env"
         read.verdicts.append(Verdict(shown, "measured", why))
     else:
-        read.verdicts.append(Verdict(shown, "ignored", "vLLM does not read it"))
+        why = "llmctl knows no part of vLLM that reads it"
+        read.verdicts.append(Verdict(shown, "ignored", why))
 
 
 def _with_config_file(server: FoundServer) -> FoundServer:
@@ -330,12 +346,12 @@ def _json_of(flag: GivenFlag) -> dict[str, Any]:
     return content
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping with the values of another, mappings in it merged."""
-    merged = dict(old)
+    found = dict(old)
     for key, value in new.items():
-        before = merged.get(key)
+        before = found.get(key)
         if isinstance(before, Mapping) and isinstance(value, Mapping):
-            value = _merged(before, value)
-        merged[key] = value
-    return merged
+            value = merged(before, value)
+        found[key] = value
+    return found

@@ -4,7 +4,6 @@ vLLM server that exists.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import NewRecipe, Wish, new_recipe
 from toolkit.files.recipe import Recipe
-from toolkit.files.shipped import load_recipe
 from toolkit.sched.policies import make_any
 
 
@@ -132,9 +130,10 @@ def recipe_of(args: AdoptOptions, read: ReadServer, origin: str) -> tuple[NewRec
     server = read.server
     if not (args.model or server.model):
         raise InputError("the command names no model", "add it, or give --model")
-    model = read.found_model(find_model(args.model or server.model))
-    if server.model:
-        model = replace(model, source=server.model, weights=True)
+    model = find_model(args.model or server.model)
+    if args.model and server.model:  # the sizes alone are of --model
+        model = replace(model, source=server.model, revision="", weights=True)
+    model = read.found_model(model)
     takes = senses_of(model.config)
     if takes and TEXT_ONLY not in read.args:
         raise InputError(
@@ -153,10 +152,7 @@ def recipe_of(args: AdoptOptions, read: ReadServer, origin: str) -> tuple[NewRec
         server=read.settings(origin),
     )
     made = new_recipe(model, wish)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(made.text, encoding="utf-8")
-        recipe = load_recipe(file)
+    recipe = made.recipe()
     make_any(recipe.policy.name, recipe.policy.parameters)  # refuses what vLLM would
     return made, recipe
 

@@ -4,9 +4,7 @@ both.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import typer
 
@@ -31,7 +29,6 @@ from toolkit.deploy.doctor import check_sizes
 from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import MOST_GPUS, Wish, new_recipe
-from toolkit.files.shipped import load_recipe
 from toolkit.units import GIB, size
 
 app = typer.Typer(
@@ -113,10 +110,7 @@ def new(args: NewOptions) -> None:
         expert_parallel=args.expert_parallel,
     )
     made = new_recipe(found, wish)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(made.text, encoding="utf-8")
-        recipe = load_recipe(file)
+    recipe = made.recipe()
     note(*made.notes)
     for check in check_sizes(recipe):
         if check.status != "ok":

@@ -10,6 +10,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import wrap
 from typing import cast
 
@@ -30,6 +32,8 @@ from toolkit.catalogue.models import (
 from toolkit.catalogue.quantization import ONLINE, Config
 from toolkit.errors import InputError
 from toolkit.files.find_model import FoundModel
+from toolkit.files.recipe import Recipe
+from toolkit.files.shipped import load_recipe
 from toolkit.units import GIB, size
 
 SHARE = 0.9  # of a GPU's memory; vLLM's own default is larger, 0.92 in 0.28 to 0.33
@@ -202,6 +206,13 @@ class NewRecipe:
     room: GroupMemory
     workers: int
     notes: list[str]
+
+    def recipe(self) -> Recipe:
+        """Return the recipe that the text is. Raises `InputError` where it is none."""
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "recipe.yaml"
+            file.write_text(self.text, encoding="utf-8")
+            return load_recipe(file)
 
 
 def room_on(
@@ -451,7 +462,7 @@ def _text(
 
 def _line(pair: str, reason: str) -> list[str]:
     """A key and its value with the reason behind them, or above them where that is too long."""
-    if len(pair) + len(reason) + 4 <= COLUMNS:
+    if reason.isprintable() and len(pair) + len(reason) + 4 <= COLUMNS:
         return [f"{pair}  # {reason}"]
     indent = len(pair) - len(pair.lstrip())
     return [*_comment(reason, indent), pair]
@@ -573,16 +584,14 @@ def _engine_lines(found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupM
     left = f"leaves at most {room.tokens:,} tokens of KV cache beside the weights"
     lines += _line(f"  gpu_memory_utilization: {wish.share:g}", left)
     if wish.server is not None:
-        return [*lines, *_server_lines(wish.server)]
+        return [*lines, *_server_lines(wish.server, facts)]
     args = []
     if wish.expert_parallel:
         args.append((EXPERT_PARALLEL, "each GPU holds whole experts"))
     if senses := senses_of(found.config):
         reason = f"text alone: inputs of {' and '.join(senses)} are not modelled, and vLLM leaves "
         args.append((TEXT_ONLY, f"{reason}their weights out"))
-    own = []
-    if facts.cache_dtype != facts.dtype:
-        own += _line(f"    kv_cache_dtype: {facts.cache_dtype}", "the checkpoint asks for it")
+    own = _cache_lines(facts)
     for _, reason in args:
         own += _comment(reason, 4)
     if args:
@@ -590,15 +599,27 @@ def _engine_lines(found: FoundModel, facts: ModelFacts, wish: Wish, room: GroupM
     return [*lines, "  vllm:", *own] if own else lines
 
 
-def _server_lines(server: ServerSettings) -> list[str]:
+def _server_lines(server: ServerSettings, facts: ModelFacts) -> list[str]:
     """The rest of the section `engine` of a server that exists."""
     lines = _pairs(server.engine, 2)
     own = _pairs(server.vllm, 4)
+    if not server.cache_dtype:
+        own += _cache_lines(facts)
     if server.args:
         own.append(f"    args: {_flow(list(server.args))}")
     if server.variables:
-        own += ["    env:", *(f"      {k}: {json.dumps(v)}" for k, v in server.variables.items())]
+        own += [
+            "    env:",
+            *(f"      {json.dumps(k)}: {json.dumps(v)}" for k, v in server.variables.items()),
+        ]
     return [*lines, "  vllm:", *own] if own else lines
+
+
+def _cache_lines(facts: ModelFacts) -> list[str]:
+    """The dtype of a KV cache, where it is not the model's."""
+    if facts.cache_dtype == facts.dtype:
+        return []
+    return _line(f"    kv_cache_dtype: {facts.cache_dtype}", "the checkpoint asks for it")
 
 
 def _pairs(values: Mapping[str, tuple[object, str]], indent: int) -> list[str]:
