@@ -254,7 +254,8 @@ def scenario_server(values: Mapping[str, Any]) -> FoundServer:
         words = [f"vllm serve {model['name']} --block-size $VLLM_BLOCK_SIZE"]
         words.append("--max-model-len $VLLM_MAX_MODEL_LEN")
         words.append("--tensor-parallel-size $VLLM_TENSOR_PARALLELISM")
-        words.append("--gpu-memory-utilization $VLLM_ACCELERATOR_MEM_UTIL")
+        if float(model.get("gpuMemoryUtilization", 0.95)):
+            words.append("--gpu-memory-utilization $VLLM_ACCELERATOR_MEM_UTIL")
         words += ["--enforce-eager"] if flags.get("enforceEager") else []
         words += ["--no-enable-prefix-caching"] if flags.get("noPrefixCaching") else []
         words += ["--enable-prefix-caching"] if flags.get("enablePrefixCaching") else []

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.adopt.command import FoundServer
 from toolkit.adopt.documents import NOT_GIVEN
 from toolkit.catalogue.classes import MODELLED, ClassFound, of_flag, refusal
-from toolkit.catalogue.flags import GivenFlag, What, known_flags, read_flags
+from toolkit.catalogue.flags import GivenFlag, What, known_flags, of_variable, read_flags
 from toolkit.errors import InputError
 from toolkit.files.find_model import FoundModel
 from toolkit.files.new_recipe import ServerSettings
@@ -31,19 +31,6 @@ METHODS = {  # vLLM's kernels of a quantization, and the checkpoint's name of it
     "mxfp4": "mxfp4",
 }
 MTP = re.compile(r"(mtp|.*_mtp)")
-# Variables that no pass, cache or order depends on.
-QUIET_VARIABLES = re.compile(
-    r"(HF_|HUGGING|TRANSFORMERS_|XDG_|HOME$|PATH$|LD_LIBRARY|LIBRARY_PATH|PYTHON|TMPDIR|LANG|LC_|TZ$"
-    r"|POD_|NODE_|HOST|DP_SIZE|TP_SIZE|MODEL_|USER$|DO_NOT_TRACK|OTEL_|PROMETHEUS_|LMCACHE_|UCX_"
-    r"|VLLM_(LOGGING|LOG_|NO_USAGE|DO_NOT_TRACK|USAGE|CACHE_ROOT|CONFIG_ROOT|ASSETS_CACHE|PORT$"
-    r"|HOST_IP|RPC_|ENGINE_READY|ENGINE_ITERATION|HTTP_TIMEOUT|ALLOW_RUNTIME_LORA|ALLOW_LONG"
-    r"|SERVER_DEV_MODE|USE_MODELSCOPE|NIXL_SIDE|WORKER_MULTIPROC|INFERENCE_PORT"
-    r"|METRICS_PORT|MODEL_REDIRECT))"
-)
-LEFT_OUT_VARIABLES = {
-    "VLLM_USE_V1": "vLLM 0.28 and newer do not read it",
-    "CUDA_VISIBLE_DEVICES": "llmctl gives each server its own devices",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,25 +238,14 @@ def _read_drafts(read: ReadServer) -> None:
 
 
 def _read_variable(read: ReadServer, name: str, value: str) -> None:
-    shown = f"{name}={value}"
     if is_secret(name) or value == NOT_GIVEN:
         why = "a secret" if is_secret(name) else "the cluster gives its value"
         read.verdicts.append(Verdict(name, "left out", f"{why}: set it where the server starts"))
         return
-    if name in LEFT_OUT_VARIABLES:
-        read.verdicts.append(Verdict(shown, "left out", LEFT_OUT_VARIABLES[name]))
-    elif QUIET_VARIABLES.match(name):
-        why = "no pass, cache or order depends on it"
-        read.verdicts.append(Verdict(shown, "ignored", why))
-    elif re.match(
-        r"(VLLM|NCCL|CUDA|FLASHINFER|TORCH|PYTORCH|TRITON|OMP|GLOO|SGL|DG|TILELANG)_", name
-    ):
+    what, why = of_variable(name)
+    if what == "measured":
         read.variables[name] = value
-        why = "it may choose kernels, and only a measurement knows that: engine.vllm.env"
-        read.verdicts.append(Verdict(shown, "measured", why))
-    else:
-        why = "llmctl knows no part of vLLM that reads it"
-        read.verdicts.append(Verdict(shown, "ignored", why))
+    read.verdicts.append(Verdict(f"{name}={value}", what, why))
 
 
 def _with_config_file(server: FoundServer) -> FoundServer:

@@ -1,14 +1,17 @@
-"""The flags of `vllm serve`: how a command line is read, and what llmctl makes of each flag.
+"""The flags of `vllm serve`: how a command line is read, and what llmctl makes of each flag and of
+each variable of the environment.
 
-data/vllm_flags.yaml has one row for each flag of releases 0.28 to 0.33. A new flag is one row.
+data/vllm_flags.yaml has one row for each flag of releases 0.28 to 0.33, and vllm_variables.yaml
+patterns of names. A new flag is one row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.catalogue.tables import read_table
 from toolkit.errors import InputError, nearest
@@ -112,6 +115,20 @@ def short_names() -> dict[str, str]:
     """Return the flags of other spellings, such as -tp."""
     (row,) = (row for row in read_table("vllm_flags") if row["what"] == "short names")
     return dict(row["flags"])
+
+
+def of_variable(name: str) -> tuple[What, str]:
+    """Return what llmctl makes of a variable of vLLM's environment, and why."""
+    return next(
+        (row["what"], row["why"])
+        for row in _variables()
+        if any(fnmatchcase(name, pattern) for pattern in row["names"])
+    )
+
+
+@cache
+def _variables() -> list[dict[str, Any]]:
+    return read_table("vllm_variables")
 
 
 def read_flags(words: Sequence[str], *, strict: bool = False) -> tuple[list[GivenFlag], list[str]]:
