@@ -27,7 +27,7 @@ RENDERED = ("local", "systemd", "compose", "kubernetes", "vllm")
 SLA_EXAMPLE = "ttft_p99_s=2"
 CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
 CONTROL_KEY_HELP = (
-    "The key of the control of a running server; default: the one of the server's record on this "
+    "The control key of a running server; default: the key in the server's record on this "
     "machine. The environment variable hides it better."
 )
 OUTPUTS = (
@@ -255,8 +255,8 @@ class ScenarioOptions:
     )
     concurrency: int | None = _traffic(
         None,
-        "Instead of a rate: serve so many requests at once; the next one of the trace starts when "
-        "any one ends.",
+        "A closed loop in place of a rate: this number of requests runs at once; when one ends, "
+        "the next one of the trace starts.",
         min=1,
     )
     workers: int | None = _traffic(

@@ -68,8 +68,8 @@ class CapacityOptions(ScenarioOptions):
     )
     lost: int | None = _answers(
         None,
-        "Also when so many of the workers are lost; with --rate also the fewest workers of which "
-        "so many may be lost.",
+        "Also with this number of workers lost; with --rate also the fewest workers that keep the "
+        "targets then.",
         min=1,
     )
     at_once: bool = _answers(False, "Also find the most requests at once that keep the limits.")

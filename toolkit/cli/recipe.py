@@ -53,8 +53,8 @@ class NewOptions(ScenarioOptions):
     )
     gpus: int | None = option(
         None,
-        "So many GPUs are at hand; more than one group of them makes replicas. Default: as many as "
-        f"the model needs, {MOST_GPUS} at most.",
+        "The GPUs at hand; more than one group of them makes replicas. Default: as many as the "
+        f"model needs, {MOST_GPUS} at most.",
         min=1,
         max=1024,
     )

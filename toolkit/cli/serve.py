@@ -72,8 +72,8 @@ class ServeOptions(ScenarioOptions):
     )
     replicas: str | None = _replicas(
         None,
-        "As --replica, with a list that may change: a URL a line in a file, or all addresses of a "
-        "name.",
+        "Serve through the servers of a list that may change: a file with a URL on each line, or "
+        "all addresses of a DNS name.",
         metavar="FILE|dns://NAME:PORT",
     )
     router: str = _replicas(

@@ -51,7 +51,7 @@ class RecordOptions:
     insecure: bool = option(False, "Accept other machines.")
     block_tokens: int = option(
         16,
-        "Note what prompts share in blocks of so many tokens, as keyed hashes; 0: do not.",
+        "Note what prompts share, as keyed hashes of blocks of this number of tokens; 0: do not.",
         min=0,
     )
     as_json: JsonOption = False
@@ -314,10 +314,12 @@ class GenerateOptions:
         min=1,
     )
     system_tokens: int | None = _shared(
-        None, "Begin every prompt with the same so many tokens.", min=1
+        None, "Begin every prompt with this number of tokens, the same for all.", min=1
     )
     templates: int | None = _shared(
-        None, "Begin prompts with one of so many templates, the k-th with a weight of 1/k.", min=1
+        None,
+        "Begin prompts with one of this many templates; the k-th has a weight of 1/k.",
+        min=1,
     )
     template_tokens: str | None = _shared(
         None, "Lengths of the templates, as --prompt; default: fixed:512."
