@@ -28,7 +28,6 @@ from toolkit.errors import InputError
 from toolkit.files.find_model import find_model
 from toolkit.files.new_recipe import NewRecipe, Wish, new_recipe
 from toolkit.files.recipe import Recipe
-from toolkit.sched.policies import make_any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +124,8 @@ def recipe_of(args: AdoptOptions, read: ReadServer, origin: str) -> tuple[NewRec
     """Return the recipe of a server. Raises `InputError` for what is not modelled, with all of it,
     and for what the command does not say and no option gives.
     """
+    from toolkit.sched.policies import make_any  # it loads numba, which help does not need
+
     if read.refusal:
         raise InputError(f"the server asks for what llmctl does not model: {read.refusal}", HINT)
     server = read.server
