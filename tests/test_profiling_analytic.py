@@ -180,7 +180,12 @@ def test_what_is_not_modelled_is_refused_by_name(config: dict[str, object], what
 
 
 @pytest.mark.parametrize(
-    ("flag", "named"), [("--enable-lora", "LoRA"), ("--kv-cache-dtype=fp8", "KV cache")]
+    ("flag", "named"),
+    [
+        ("--enable-lora", "LoRA"),
+        ("--kv-cache-dtype=fp8", "KV cache"),
+        ("--disable-sliding-window", "caches"),
+    ],
 )
 def test_flags_that_change_the_laws_are_refused(flag: str, named: str):
     with pytest.raises(InputError, match=named):

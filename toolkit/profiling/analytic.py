@@ -24,6 +24,7 @@ from toolkit.catalogue.caches import (
     is_plain,
     logged_tokens,
 )
+from toolkit.catalogue.flags import known_flags, read_flags
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.layers import experts_of, text_config
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, not_computed
@@ -66,7 +67,7 @@ from toolkit.units import GIB, MIB
 
 Number = TypeVar("Number", int, float)
 BLOCK_TOKENS = 16  # tokens of a KV block, vLLM's default on a GPU
-NOT_COMPUTED_FLAGS = {  # how flags in `engine.vllm.args` begin, and what they turn on
+NOT_COMPUTED_FLAGS = {  # flags in `engine.vllm.args`, and what they turn on
     "--kv-cache-dtype": "a KV cache of another dtype",
     "--quantization": "quantized weights",
     "--tensor-parallel-size": "tensor parallelism",
@@ -271,8 +272,12 @@ def refuse_not_computed(recipe: Recipe) -> None:
     refuse_recipe(recipe)
     scheme = scheme_of(text_config(model.config), model.quantization or "")
     reasons = not_computed(model.config, model.max_model_len, scheme)
-    for flag in vllm.args if vllm else ():
-        reasons += [what for start, what in NOT_COMPUTED_FLAGS.items() if flag.startswith(start)]
+    for flag in read_flags(vllm.args if vllm else ())[0]:
+        if flag.name in NOT_COMPUTED_FLAGS:
+            reasons.append(NOT_COMPUTED_FLAGS[flag.name])
+        known = known_flags().get(flag.name)
+        if known is not None and known.caches and not flag.negated:
+            reasons.append(f"what {flag.name} does to the caches")
     cache = vllm.kv_cache_dtype if vllm else None
     if cache not in (None, model.dtype, *NARROW_CACHES):
         reasons.append(f"a KV cache in {cache}")
