@@ -79,7 +79,7 @@ def test_a_name_that_nobody_knows_is_a_failure_of_each_request(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     target = Target("http://server.invalid:8000", "", "tiny", None, own=True)
     result = run(target, THREE, HIDDEN, lambda: None)
-    assert {one.failure.partition(":")[0] for one in result.samples} == {"cannot connect"}
+    assert {one.failure.partition(":")[0] for one in result.samples} == {"it cannot be reached"}
 
 
 def test_a_loop_that_stands_still_misses_every_beat_meanwhile(monkeypatch):
@@ -243,7 +243,7 @@ def test_failures_have_reasons_and_do_not_stop_the_others():
     reasons = ["HTTP 503: busy", "error in the stream: worker died", ""]
     assert [one.failure for one in result.samples] == reasons
     gone = run(target, THREE, HIDDEN, lambda: None)
-    assert {one.failure.partition(":")[0] for one in gone.samples} == {"cannot connect"}
+    assert {one.failure.partition(":")[0] for one in gone.samples} == {"it cannot be reached"}
     assert all(math.isnan(one.sent_s) for one in gone.samples)
 
 

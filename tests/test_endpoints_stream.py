@@ -107,7 +107,7 @@ def test_any_cut_of_the_bytes_gives_the_same_result(cuts):
         (chunked(tokens_event(), usage_event(1))[:120], "the connection was lost"),
         (head() + tokens_event(), "the stream ended without tokens or their usage"),
         (b"", "the connection was lost"),
-        (b"SSH-2.0-OpenSSH\r\n", "the answer is not HTTP"),
+        (b"SSH-2.0-OpenSSH\r\n", "its answer is not HTTP"),
     ],
 )
 def test_any_other_answer_is_a_failure_with_a_reason(data, failure):

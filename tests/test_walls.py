@@ -53,12 +53,11 @@ ONLY_IN = {
     "numba": "sched/kernels.py",
     "fastapi": "server/", "starlette": "server/", "uvicorn": "server/",
     "prometheus_client": ("server/", "endpoints/", "backends/vllm/"),
-    "httpx": ("endpoints/", "backends/"), "aiohttp": "endpoints/", "yarl": "endpoints/",
-    "httptools": ("endpoints/", "server/"),
+    "aiohttp": "endpoints/", "yarl": "endpoints/", "httptools": "server/",
     "yaml": ("files/", "catalogue/tables.py"),
     "typer": "cli/",
 }  # fmt: skip
-NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+NOWHERE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "httpx"}
 NOT_IN_SCHED = {
     "time",
     "asyncio",

@@ -13,20 +13,18 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
 from typing import NamedTuple, Self
 
-import aiohttp
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from toolkit.endpoints.ask import PLAIN
 from toolkit.endpoints.target import Target
-from toolkit.endpoints.upstream import bounded_connector
+from toolkit.endpoints.upstream import HttpClient, RawHeaders, Upstream, UpstreamError
 from toolkit.openai.answers import read_answer
 from toolkit.openai.errors import error_text
 from toolkit.openai.events import MAX_STREAM_BYTES, NOT_OPENAI, EventReader, data_of, lines_of
@@ -121,9 +119,6 @@ class StreamedAnswer:
 
 
 INTERRUPTED = "interrupted"
-LOST = "the connection was lost"
-
-
 BEAT_S = 0.01
 
 
@@ -163,8 +158,7 @@ def heartbeat() -> Iterator[list[float]]:
 class LoadRequest(NamedTuple):
     """One request for completions. Making it before the clock starts costs nothing later."""
 
-    url: URL
-    headers: dict[str, str]
+    headers: RawHeaders
     body: bytes
 
 
@@ -182,8 +176,8 @@ def make_request(
         headers["x-session-id"] = session
     if name:
         headers["x-request-id"] = name
-    url = URL(target.url + COMPLETIONS, encoded=True).with_user(None)
-    return LoadRequest(url, headers, msgspec.json.encode(fields))
+    raw = [(key.encode(), value.encode()) for key, value in headers.items()]
+    return LoadRequest(raw, msgspec.json.encode(fields))
 
 
 REACH_S = 1.0  # an address of several that does not answer within this time is not used
@@ -235,26 +229,15 @@ class LoadClient:
     """
 
     def __init__(self, target: Target) -> None:
-        url = URL(target.url)
-        self._resolver = _KnownAddresses(addresses_of(url.raw_host or "", url.port or 0))
+        url = URL(target.url).with_user(None)
+        resolver = _KnownAddresses(addresses_of(url.raw_host or "", url.port or 0))
+        self._server = Upstream(str(url), math.inf, HttpClient(most_kept=0, resolver=resolver))
 
     async def __aenter__(self) -> Self:
-        tracing = aiohttp.TraceConfig()
-        tracing.on_connection_create_end.append(_note_connected)
-        self._session = aiohttp.ClientSession(
-            connector=bounded_connector(
-                limit=0, force_close=True, resolver=self._resolver, use_dns_cache=False
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("accept-encoding", "user-agent"),
-            timeout=aiohttp.ClientTimeout(total=None),
-            auto_decompress=False,  # a few KiB of it may stand for gigabytes
-            trace_configs=[tracing],
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        await self._server.close()
 
     async def send(
         self, request: LoadRequest, sample: Sample, clock: Callable[[], float], timeout_s: float
@@ -266,16 +249,10 @@ class LoadClient:
                 sample.failure = await self._answered(request, sample, clock)
         except TimeoutError:
             sample.failure = f"no end within {timeout_s:g} s"
-        except aiohttp.ClientConnectorCertificateError as error:
-            sample.sent_s = math.nan
-            sample.failure = f"cannot connect: {error.certificate_error}"
-        except aiohttp.ClientConnectorError as error:
-            sample.sent_s = math.nan
-            sample.failure = f"cannot connect: {error.strerror or error}"
-        except aiohttp.ClientResponseError:
-            sample.failure = "the answer is not HTTP"
-        except (aiohttp.ClientError, OSError):
-            sample.failure = LOST
+        except UpstreamError as error:
+            if math.isnan(sample.connected_s):
+                sample.sent_s = math.nan
+            sample.failure = error.untrusted or str(error)
         except asyncio.CancelledError:
             sample.failure = INTERRUPTED
 
@@ -283,47 +260,26 @@ class LoadClient:
         self, request: LoadRequest, sample: Sample, clock: Callable[[], float]
     ) -> str:
         """Read the answer to its end; what is wrong with it, or ''."""
-        answer = StreamedAnswer(sample)
-        ended = "the stream ended without tokens or their usage"
-        async with self._session.post(
-            request.url,
-            data=request.body,
-            headers=request.headers,
-            allow_redirects=False,
-            trace_request_ctx=(sample, clock),
-        ) as response:
-            if response.status != 200:
-                sample.refused = response.status in OVERLOADED
-                return f"HTTP {response.status}: {error_text(await _begin_of(response))}"
-            encoding = response.headers.get("content-encoding", "").strip().lower()
+
+        def connected() -> None:
+            sample.connected_s = clock()
+
+        read = StreamedAnswer(sample)
+        target = COMPLETIONS.encode()
+        sent = self._server.send("POST", target, request.headers, request.body, connected)
+        async with aclosing(await sent) as answer:
+            if answer.status != 200:
+                sample.refused = answer.status in OVERLOADED
+                return f"HTTP {answer.status}: {error_text(await answer.read(MAX_ERROR_BYTES))}"
+            encoding = answer.header("content-encoding").strip().lower()
             if encoding not in PLAIN:
                 return f"its answer is compressed ({plain(encoding, 40)})"
             try:
-                async for piece in response.content.iter_any():
-                    answer.feed(piece, clock())
-                    if answer.failure:
-                        response.close()
-                        return answer.failure
-            except (aiohttp.ClientError, OSError):
-                ended = LOST
-        return "" if answer.complete else ended
-
-
-async def _note_connected(
-    _: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    __: aiohttp.TraceConnectionCreateEndParams,
-) -> None:
-    sample, clock = context.trace_request_ctx
-    sample.connected_s = clock()
-
-
-async def _begin_of(response: aiohttp.ClientResponse) -> bytes:
-    """What comes of an error's body, up to a bound."""
-    body = b""
-    with suppress(aiohttp.ClientError, OSError):
-        async for piece in response.content.iter_any():
-            body += piece
-            if len(body) >= MAX_ERROR_BYTES:
-                break
-    return body[:MAX_ERROR_BYTES]
+                async for piece in answer.body():
+                    read.feed(piece, clock())
+                    if read.failure:
+                        return read.failure
+            except UpstreamError:
+                if not read.complete:
+                    raise
+        return "" if read.complete else "the stream ended without tokens or their usage"

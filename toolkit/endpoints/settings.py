@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import httpx
 import msgspec
 
 from toolkit.endpoints.ask import ask
-from toolkit.endpoints.target import base_url, verify
+from toolkit.endpoints.target import base_url
+from toolkit.endpoints.upstream import UpstreamError
 from toolkit.errors import InputError
 from toolkit.openai.errors import error_text
 from toolkit.openai.foreign import UNREADABLE
@@ -104,12 +104,9 @@ class SettingsClient:
     def _ask(self, fields: Mapping[str, object] | None) -> LiveState:
         where = self.url + ROUTE
         try:
-            answer = ask(
-                where, fields, key=self._key, timeout_s=TIMEOUT_S, trusted=verify(self.url)
-            )
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            text = str(error) or type(error).__name__
-            raise InputError(f"{where}: no answer: {text}", "is the server running?") from None
+            answer = ask(where, fields, key=self._key, timeout_s=TIMEOUT_S)
+        except UpstreamError as error:
+            raise InputError(f"{where}: no answer: {error}", "is the server running?") from None
         if answer.status == 200:
             try:
                 return msgspec.json.decode(answer.body, type=LiveState)

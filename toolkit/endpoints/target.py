@@ -1,32 +1,26 @@
-"""A server as a target: how to trust it, find it, talk to it, and read its metrics.
-
-Nothing here turns certificate verification off. The system's authorities are OpenSSL's:
-SSL_CERT_FILE and SSL_CERT_DIR name others.
-"""
+"""A server as a target: how to find it, talk to it, and read its metrics."""
 
 from __future__ import annotations
 
-import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-import httpx
 import msgspec
 import numpy as np
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.endpoints.ask import PlainAnswer, ask
+from toolkit.endpoints.upstream import TRUST_HINT, UpstreamError, server_url
 from toolkit.errors import InputError
 from toolkit.openai.answers import Answer, Model, Models, Version
 from toolkit.openai.errors import error_text
 from toolkit.openai.foreign import UNREADABLE, decoded, plain
 from toolkit.openai.requests import COMPLETIONS
 
-TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
 OK = 200
 NOT_READY = 503
 KEY_REFUSED = (401, 403)
@@ -36,22 +30,6 @@ REPLICA_METRICS = "/replicas/metrics"  # of all replicas of a front, with their 
 # A first answer may take this long. A server that loads its model refuses connections meanwhile.
 ANSWER_TIMEOUT_S = 60.0
 MAX_METRIC_LINES = 250_000  # of a page of metrics: some six seconds; a server of vLLM has 1,000
-
-
-def verify(url: str) -> ssl.SSLContext | bool:
-    """httpx's argument `verify`."""
-    # Without TLS there is nothing to verify, and reading the authorities takes time.
-    return ssl.create_default_context() if url.startswith("https:") else False
-
-
-def distrusted(error: BaseException) -> str:
-    """Why a certificate is not trusted; '' if the error has another cause."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"its certificate is not trusted: {cause.verify_message.rstrip('.')}"
-        cause = cause.__cause__ or cause.__context__
-    return ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,29 +115,9 @@ def version(target: Target) -> str:
     return "" if found is None else found.version
 
 
-def server_url(url: str) -> httpx.URL:
-    """The URL of a server, parsed. Raises `InputError` for any other text."""
-    example = "for example http://127.0.0.1:8000"
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise InputError(f"'{url}' is not a URL: {error}", example) from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InputError(f"'{url}' is not the URL of a server", example)
-    if parsed.port is not None and not 0 < parsed.port < 65536:
-        raise InputError(f"'{url[:200]}' is not the URL of a server: no such port", example)
-    try:
-        parsed.host.encode("idna")  # as the resolver does
-    except UnicodeError:
-        raise InputError(
-            f"'{url[:200]}' is not the URL of a server: no such host", example
-        ) from None
-    return parsed
-
-
 def base_url(url: str) -> str:
     """The address without query, trailing slash and /v1. Raises `InputError` for an invalid URL."""
-    return str(server_url(url).copy_with(query=None, fragment=None)).rstrip("/").removesuffix("/v1")
+    return str(server_url(url).with_query(None)).rstrip("/").removesuffix("/v1")
 
 
 def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:
@@ -192,19 +150,12 @@ def _answer(
     """The answer to a POST of `fields`, or to a GET without any."""
     url = target.url + path
     try:
-        return ask(
-            url,
-            fields,
-            key=target.api_key,
-            timeout_s=ANSWER_TIMEOUT_S,
-            trusted=verify(url),
-        )
-    except httpx.HTTPError as error:
-        if untrusted := distrusted(error):
-            raise InputError(f"{target.url}: {untrusted}", TRUST_HINT) from None
-        reason = str(error) or type(error).__name__
+        return ask(url, fields, key=target.api_key, timeout_s=ANSWER_TIMEOUT_S)
+    except UpstreamError as error:
+        if error.untrusted:
+            raise InputError(f"{target.url}: {error.untrusted}", TRUST_HINT) from None
         raise InputError(
-            f"{url} does not answer: {reason}", "is the server running? start one: llmctl serve"
+            f"{url} does not answer: {error}", "is the server running? start one: llmctl serve"
         ) from error
 
 

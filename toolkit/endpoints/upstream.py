@@ -1,8 +1,12 @@
-"""Requests that are passed on to another server, by aiohttp, for fronts and the recorder.
+"""Requests to another server, by aiohttp: of fronts and the recorder, of the load generator
+(`toolkit.endpoints.load`), and of commands that read a server's pages (`toolkit.endpoints.ask`).
 
 The answer comes back byte for byte, in pieces as they arrive. Nothing is decoded or followed:
 compression and redirects are between the client and the server. While pieces are unread, reading
 from the server pauses.
+
+Nothing here turns certificate verification off. The system's authorities are OpenSSL's:
+SSL_CERT_FILE and SSL_CERT_DIR name others.
 """
 
 from __future__ import annotations
@@ -22,14 +26,15 @@ from functools import partial
 from typing import Any, Self
 
 import aiohttp
+from aiohttp.abc import AbstractResolver
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import RawResponseMessage
 from aiohttp.http_exceptions import BadHttpMessage
 from yarl import URL
 
-from toolkit.endpoints.target import TRUST_HINT, distrusted, server_url
 from toolkit.errors import InputError
 
+TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
 MAX_HELD_BYTES = 1 << 18
 MAX_LINE_BYTES = 1 << 16  # of a head
 MAX_ANSWERS = 33  # to a request: interim ones, such as 100 Continue, and the last
@@ -44,7 +49,8 @@ NOT_ADDED = ("accept", "accept-encoding", "content-type", "user-agent")  # by ai
 SET_BY_PROXY = (b"host", b"content-length", b"expect")
 # What a kept connection that the server closes at the moment of its reuse ends with.
 STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
-LOST = "the connection to the server behind this one was lost"
+LOST = "the connection was lost"
+NOT_HTTP = "its answer is not HTTP"
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 # RFC 9110, 7.6.1: these headers are about one connection, not about the message.
@@ -56,12 +62,35 @@ HOP_BY_HOP = frozenset(
 )
 
 
+def server_url(url: str) -> URL:
+    """Return the URL of a server, parsed. Raises `InputError` for any other text."""
+    example = "for example http://127.0.0.1:8000"
+    try:
+        parsed = URL(url)
+        (parsed.host or "").encode("idna")  # as the resolver does
+    except ValueError as error:
+        raise InputError(f"'{url[:200]}' is not a URL: {error}", example) from error
+    if parsed.scheme not in ("http", "https") or not parsed.host or not parsed.port:
+        raise InputError(f"'{url[:200]}' is not the URL of a server", example)
+    return parsed
+
+
+def distrusted(error: BaseException) -> str:
+    """Return why a certificate is not trusted; '' if the error has another cause."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {cause.verify_message.rstrip('.')}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
 class UpstreamError(Exception):
     """The answer did not arrive, or not completely. `timed_out`: the server was silent too long.
     `here`: this process lacks what a connection needs, and the server is not at fault. `untrusted`:
     why its certificate is not trusted.
 
-    The message may be shown to a proxy's client: it names no address of the server.
+    The message calls the server "it". It may be shown to a proxy's client: it names no address.
     """
 
     def __init__(
@@ -76,15 +105,20 @@ class UpstreamError(Exception):
 @dataclass
 class UsedConnection:
     """The connection of one request. `closes`: no request gets it afterwards; `kept`: one before
-    had it, too.
+    had it, too. `on_connect` is called when it is a new one, with TLS after its handshake.
     """
 
     closes: bool
+    on_connect: Callable[[], None]
     kept: bool = False
 
 
 async def _note_kept(_session: aiohttp.ClientSession, trace: Any, _params: object) -> None:
     trace.trace_request_ctx.kept = True
+
+
+async def _note_connected(_session: aiohttp.ClientSession, trace: Any, _params: object) -> None:
+    trace.trace_request_ctx.on_connect()
 
 
 class UpstreamConnection(ResponseHandler):
@@ -123,23 +157,16 @@ class UpstreamConnection(ResponseHandler):
             super().feed_data(data, size)
 
 
-def bounded_connector(**options: Any) -> aiohttp.TCPConnector:
-    """A connector of `UpstreamConnection`, with aiohttp's options."""
-    connector = aiohttp.TCPConnector(**options)
-    factory = partial(UpstreamConnection, loop=asyncio.get_running_loop())
-    connector._factory = factory  # type: ignore[assignment]  # aiohttp has no option for it
-    return connector
-
-
 class HttpClient:
     """The connections to other servers, opened in the event loop of the first request.
 
     At most `most_kept` of them are kept for a next request, those in use included: an idle one has
-    a file descriptor, which a client may need.
+    a file descriptor, which a client may need. A `resolver` looks names up in place of aiohttp's.
     """
 
-    def __init__(self) -> None:
-        self.most_kept = 1 << 30
+    def __init__(self, most_kept: int = 1 << 30, resolver: AbstractResolver | None = None) -> None:
+        self.most_kept = most_kept
+        self._resolver = resolver
         self.in_use = 0
         self.answers: set[UpstreamAnswer] = set()  # that are not released
         self._idle_since_s: deque[float] = deque()
@@ -166,9 +193,15 @@ class HttpClient:
         if self._session is None:
             trace = aiohttp.TraceConfig()
             trace.on_connection_reuseconn.append(_note_kept)
+            trace.on_connection_create_end.append(_note_connected)
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=IDLE_S, resolver=self._resolver
+            )
+            factory = partial(UpstreamConnection, loop=asyncio.get_running_loop())
+            connector._factory = factory  # type: ignore[assignment]  # aiohttp has no option
             self._session = aiohttp.ClientSession(
                 trace_configs=[trace],
-                connector=bounded_connector(limit=0, keepalive_timeout=IDLE_S),
+                connector=connector,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=NOT_ADDED,
@@ -253,7 +286,7 @@ class Upstream:
 
     def __init__(self, url: str, silence_s: float, http: HttpClient | None = None) -> None:
         self._url = server_url(url)
-        if self._url.userinfo or self._url.query or self._url.fragment:
+        if self._url.user is not None or self._url.query_string or self._url.fragment:
             text = "the URL of the server holds more than its address and a path"
             raise InputError(text, "leave the rest out")
         self._base = str(self._url).rstrip("/").removesuffix("/v1")
@@ -267,7 +300,7 @@ class Upstream:
 
     @property
     def address(self) -> tuple[str, int]:
-        return self._url.host, self._url.port or (443 if self._url.scheme == "https" else 80)
+        return self._url.host or "", self._url.port or 0
 
     @property
     def shown(self) -> str:
@@ -275,20 +308,26 @@ class Upstream:
         return str(self._url)
 
     async def send(
-        self, method: str, target: bytes, headers: RawHeaders, body: bytes = b""
+        self,
+        method: str,
+        target: bytes,
+        headers: RawHeaders,
+        body: bytes = b"",
+        on_connect: Callable[[], None] = lambda: None,
     ) -> UpstreamAnswer:
-        """Pass a request on; `target` is its path and query as the client sent them.
+        """Pass a request on; `target` is its path and query as the client sent them. `on_connect`
+        is called when it has a new connection.
 
         Raises `UpstreamError` if there is no answer. The server may close a kept connection at the
         moment of its reuse: if it ends without an answer, the request is sent once more, as curl
         does.
         """
         if not target.startswith(b"/") or BAD_TARGET.search(target):  # it would change the host
-            raise UpstreamError("the server behind this one does not accept this path")
+            raise UpstreamError("it does not accept this path")
         kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
         passed = [(name.decode("latin-1"), _text(value)) for name, value in kept]
         http = self._http
-        connection = UsedConnection(closes=not http.keeps)
+        connection = UsedConnection(not http.keeps, on_connect)
         if connection.closes:
             passed.append(("connection", "close"))
         url = URL(self._base + target.decode("ascii"), encoded=True)
@@ -355,18 +394,20 @@ class Upstream:
 
 
 def _lost(error: Exception) -> UpstreamError:
-    """What an error of aiohttp means for a proxy's client."""
+    """What an error of aiohttp means."""
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in NO_ROOM_HERE:
         return UpstreamError("this server has no room for a connection", here=True)
     if untrusted := distrusted(getattr(error, "certificate_error", error)):
-        text = "the server behind this one shows a certificate that is not trusted"
+        text = "it shows a certificate that is not trusted"
         return UpstreamError(text, untrusted=untrusted)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         number = getattr(error, "errno", None)
         why = f": {os.strerror(number).lower()}" if number and number > 0 else ""
-        return UpstreamError(f"the server behind this one cannot be reached{why}")
+        return UpstreamError(f"it cannot be reached{why}")
     if isinstance(error, TimeoutError):
-        return UpstreamError("the server behind this one was silent for too long", timed_out=True)
+        return UpstreamError("it was silent for too long", timed_out=True)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return UpstreamError(NOT_HTTP)
     return UpstreamError(LOST)
 
 

@@ -171,7 +171,8 @@ class RecordedRequest:
             if answer is not None:
                 return  # the response had begun: the server closes the incomplete connection
             status = 504 if error.timed_out else 502
-            raise ApiError(str(error), status=status, code="upstream") from error
+            text = f"the server behind this one: {error}"
+            raise ApiError(text, status=status, code="upstream") from error
         finally:
             if answer is not None:
                 await answer.aclose()

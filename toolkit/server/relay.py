@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Send
 
-from toolkit.endpoints.upstream import UpstreamAnswer, UpstreamError
+from toolkit.endpoints.upstream import LOST, NOT_HTTP, UpstreamAnswer, UpstreamError
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded
 from toolkit.openai.events import in_parts
 from toolkit.openai.merge import MergedAnswer
@@ -288,9 +288,8 @@ class RelayedRequest:
                 raise overloaded(str(error)) from None
             if error.here:
                 raise AttemptFailedError(str(error)) from None
-            reached = reached or "lost" in str(error)
-            unreached = str(error).replace("the server behind this one", "it")
-            why = "the connection broke off" if reached else unreached
+            reached = reached or str(error) in (LOST, NOT_HTTP)
+            why = "the connection broke off" if reached else str(error)
             backend.pool.failed(replica, why)
             raise AttemptFailedError(why, counts=reached) from None
 

@@ -453,8 +453,7 @@ class ReplicaPool:
         except UpstreamError as error:
             if error.here and replica.state == "up":
                 return ""  # nothing is known of it
-            text = str(error).replace("the server behind this one", "it")
-            return text.replace("the connection to it", "the connection")
+            return str(error)
         return ""
 
     async def _identify(self, replica: LiveReplica) -> str:

@@ -10,8 +10,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from toolkit.endpoints.target import server_url
-from toolkit.endpoints.upstream import Upstream
+from toolkit.endpoints.upstream import Upstream, server_url
 from toolkit.errors import InputError
 from toolkit.server.watched import Watched, WatchedFile
 

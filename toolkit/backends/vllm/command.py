@@ -214,13 +214,13 @@ class VllmServer(Child):
 
     def healthy(self) -> bool:
         """Whether /health answers 200 now."""
-        import httpx  # here: code inside vLLM imports this module, and does not need httpx
-
+        # Here: code inside vLLM imports this module, and does not need aiohttp.
         from toolkit.endpoints.ask import ask
+        from toolkit.endpoints.upstream import UpstreamError
 
         try:
             return ask(f"{self.url}/health", timeout_s=HEALTH_TIMEOUT_S).status == 200
-        except (httpx.HTTPError, InputError):
+        except (UpstreamError, InputError):
             return False
 
     def died(self, when: str) -> EngineError:
