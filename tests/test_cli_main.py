@@ -80,7 +80,6 @@ print("\\nloaded", *{{name.partition(".")[0] for name in sys.modules}})
 def test_help_lists_every_command(capsys):
     shown = ran(capsys, "--help").out
     assert [name for name in NAMES if f" {name} " not in shown] == []
-    assert ran(capsys, "").out == shown, "no words at all are help"
     assert len(shown.splitlines()) <= 28, "about a screen"
     assert [title for title in main.GROUPS if title not in shown] == []
 

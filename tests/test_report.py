@@ -348,7 +348,7 @@ def test_a_missing_file_names_the_command_that_makes_it(folder, tmp_path, monkey
     assert says(page, "llmctl profile tiny-llama-cpu", "llmctl fit profile.json")
     (folder / "plan.json").rename("plan.json")
     page = report(gather("plan.json"))
-    assert says(page, "llmctl tune test --fit fit.json --trace TRACE")
+    assert says(page, "llmctl tune recipe.json")
     assert says(page, "llmctl bench --plan plan.json")
 
 

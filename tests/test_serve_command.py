@@ -9,8 +9,10 @@ from said import says
 
 import toolkit
 from benchmarks.common.serving import fake_plan
-from toolkit.cli.serve import plan_to_serve
+from toolkit.cli.arguments import ScenarioOptions
+from toolkit.cli.scenario import Scenario
 from toolkit.files.io import write_file
+from toolkit.files.plan import Plan
 from toolkit.files.tuning import Outcome
 
 
@@ -84,11 +86,18 @@ def test_another_number_of_workers_has_no_predictions(tmp_path: Path):
     used = {one.name: 1.0 for one in plan.limits}
     outcome = Outcome(metrics={"goodput_rps": 3.0}, used=used)
     write_file(plan.model_copy(update={"outcome": outcome}), tmp_path / "plan.json")
-    same = plan_to_serve(tmp_path / "plan.json", plan.workers)
+
+    def with_workers(count: int) -> Plan:
+        options = ScenarioOptions(plan=tmp_path / "plan.json", workers=count)
+        found = Scenario.of_plan(options).plan
+        assert found is not None
+        return found
+
+    same = with_workers(plan.workers)
     assert (same.outcome.metrics, {one.kept for one in same.limits}) == (
         {"goodput_rps": 3.0},
         {True},
     )
-    other = plan_to_serve(tmp_path / "plan.json", plan.workers + 1)
+    other = with_workers(plan.workers + 1)
     assert other.workers == plan.workers + 1
     assert (other.outcome.metrics, {one.kept for one in other.limits}) == ({}, {None})

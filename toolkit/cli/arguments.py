@@ -16,9 +16,9 @@ import typer
 
 import toolkit
 from toolkit.errors import InputError
-from toolkit.files.io import overwriting, shipped_fit, shipped_fits
+from toolkit.files.io import overwriting, shipped_fits
 from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
-from toolkit.files.shipped import load_recipe, recipe_path, shipped_names, shipped_recipes
+from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
 from toolkit.sched.catalogue import ABOUT
 
 UNIT_STEP = "unit-step"
@@ -172,13 +172,6 @@ def _files(name: str, value: object) -> Iterator[str]:
 def resolve_recipe(recipe: Path | None) -> Path | None:
     """The file of a recipe, from its path or its name."""
     return None if recipe is None else recipe_path(recipe)
-
-
-def as_typed(file: Path) -> str:
-    """A recipe or a fit as a person would type it: a shipped one by its name."""
-    if file.parent == shipped_recipes():
-        return file.stem
-    return file.parent.name if file == shipped_fit(file.parent.name) else str(file)
 
 
 def limit_workers(workers: int | None) -> int | None:

@@ -28,6 +28,7 @@ from toolkit.files.tuning import Tuning
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError, held
 from toolkit.report.parts import Sheet
 from toolkit.report.rows import bench_tables
+from toolkit.report.steps import typed
 from toolkit.units import bracketed, number
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ def bench(args: BenchOptions) -> None:
         _print_notes(result)
         if written:
             note(f"wrote {written}")
+        if args.plan:
+            note(f"next: {typed('report', args.plan)}")
     if result.interrupted:
         raise typer.Exit(EXIT_CODE)
     if not result.measured.metrics["throughput_rps"]:

@@ -179,6 +179,7 @@ def command(args: CapacityOptions) -> None:
         note(f"wrote {args.html}")
     if all(one.capacity_rps is None for one in result.capacities):
         raise _none_keeps(found[0])
+    scenarios[0].note_tuning()
 
 
 def _note_counts(found: Sequence[FoundCapacity]) -> None:

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import toolkit
 from toolkit import interrupts
-from toolkit.cli.output import note, show_any_text
+from toolkit.cli.output import ABOUT, note, show_any_text
 from toolkit.errors import InputError, LlmctlError, nearest
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -83,11 +83,6 @@ GROUPS = {
     },
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
-
-
-ABOUT = """\
-Measure an LLM engine, fit its time and memory, find the scheduler settings that
-serve your traffic best, and start exactly that."""
 
 
 class LazyGroup(TyperGroup):
@@ -179,30 +174,29 @@ def _paragraphs(doc: str | None) -> str:
     return "\n\n".join(" ".join(text.split()) for text in (doc or "").split("\n\n"))
 
 
-application = typer.Typer(cls=LazyGroup, pretty_exceptions_enable=False)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"llmctl {toolkit.__version__}")
-        raise typer.Exit
+application = typer.Typer(
+    cls=LazyGroup, pretty_exceptions_enable=False, invoke_without_command=True
+)
 
 
 @application.callback()
 def root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """The options before a command."""
+    """The options before a command; without any, what to do next."""
+    if version:
+        print(f"llmctl {toolkit.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        from toolkit.cli.first import show_first
+
+        show_first()
 
 
 def run(args: Sequence[str] | None = None) -> None:
     """Run `llmctl`; never returns. Exit codes: docs/reference/errors.md."""
-    words = list(sys.argv[1:] if args is None else args) or ["--help"]
+    words = list(sys.argv[1:] if args is None else args)
     show_any_text()
     try:
         code = typer.main.get_command(application).main(

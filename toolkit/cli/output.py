@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from toolkit.report.parts import Sheet
 
-
+ABOUT = """\
+Measure an LLM engine, fit its time and memory, find the scheduler settings that
+serve your traffic best, and start exactly that."""
 WIDTH = 80
 TEXT_ROOM = 24  # width that a column of text needs to be readable; longer text wraps
 JUSTIFY = {"<": "left", ">": "right", "^": "center"}
@@ -174,7 +176,6 @@ def show(sheet: Sheet) -> None:
         table(one.columns, one.rows, one.caption)
         if one.remark:
             paragraph(one.remark)
-            print()
     for line in sheet.lines:
         paragraph(line)
 

@@ -32,6 +32,7 @@ from toolkit.files.profile import EngineFacts, Profile
 from toolkit.files.recipe import Recipe
 from toolkit.report.parts import Sheet
 from toolkit.report.rows import fit_table
+from toolkit.report.steps import OWN_TRAFFIC, fit_option, recipe_of, typed
 from toolkit.units import counted, number, percent, seconds, size
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def profile(args: ProfileOptions) -> None:
             used = f"other programs used {others_percent:.0f} % of the CPUs meanwhile"
             note(f"{used}: the fitted laws will be too slow")
     emit(args.as_json, measured, lambda: show_profile(measured))
-    note(f"wrote {out}; fit its laws with: llmctl fit {out}")
+    note(f"wrote {out}", f"next: {typed('fit', out)}")
 
 
 def _with_drafts(recipe: Recipe, tokens: int | None) -> Recipe:
@@ -173,8 +174,9 @@ def fit(args: FitOptions) -> None:
         if found > LARGE_PERCENT:
             remedy = "profile again on a quieter machine, or with more sequences"
             note(f"rounds: the held-out median error is {found:.0f} %; {remedy}")
-    recipe = measured.recipe_name
-    note(f"wrote {args.out}; next: llmctl tune {recipe} --fit {args.out} --trace TRACE")
+    recipe = recipe_of(made, args.out.parent)
+    command = typed("tune", recipe, *fit_option(recipe, args.out))
+    note(f"wrote {args.out}", f"next: {command}", OWN_TRAFFIC)
     for name, found in off.items():
         if args.max_error is not None and found > args.max_error:
             above = f"{found:.1f} % is above --max-error {args.max_error:g}"
@@ -224,7 +226,7 @@ def _profile_analytically(args: ProfileOptions) -> None:
     write_file(made, args.out)
     emit(args.as_json, made, lambda: show_profile(made))
     note(*analytic_notes(made.engine))
-    note(f"wrote {args.out}; fit its laws with: llmctl fit {args.out}")
+    note(f"wrote {args.out}", f"next: {typed('fit', args.out)}")
 
 
 class TerminalWatch:

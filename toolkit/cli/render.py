@@ -21,19 +21,20 @@ from toolkit.cli.arguments import (
     refuse_useless,
 )
 from toolkit.cli.basis import analytic_notes, find_bench, note_basis, warn_broken
-from toolkit.cli.output import emit, note, table
+from toolkit.cli.output import emit, note, show
 from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.io import file_text, read_file, write_file
-from toolkit.files.plan import PREDICTED, Plan
+from toolkit.files.plan import Plan
 from toolkit.files.shipped import is_recipe, recipe_path
 from toolkit.files.tuning import Settings, breaks, broken
+from toolkit.report.parts import Cell, Sheet, Table
+from toolkit.report.rows import plan_sheet
+from toolkit.report.steps import typed
 
 if TYPE_CHECKING:
     from toolkit.deploy.order import Order
 
-# of the predicted metrics, those that are shown; the plan has all
-HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
 _cluster = partial(option, rich_help_panel="Files of a target")
 
 
@@ -126,15 +127,9 @@ def command(args: RenderOptions) -> None:
         _check({out.name: changed} if changed else {}, out, as_json=args.as_json)
         return
     write_file(plan, out)
-    rows = [
-        (key, item.value, item.source)
-        for key, item in plan.explained.items()
-        if not key.startswith(PREDICTED) or key.removeprefix(PREDICTED) in HEADLINES
-    ]
-    title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
-    emit(args.as_json, plan, lambda: table(["what", "<planned", "because"], rows, title))
+    emit(args.as_json, plan, lambda: show(plan_sheet(plan)))
     note_basis((plan.fit, near if "fit" in plan.inputs else None))
-    note(f"wrote {out}; start it with: llmctl serve {out}")
+    note(f"wrote {out}", f"next: {typed('serve', out)}")
 
 
 def _check(changes: Mapping[str, str], place: Path, *, as_json: bool) -> None:
@@ -193,9 +188,12 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
         if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
             keep_inputs(inputs | {"out": folder / name})
     manifest = write(files, folder, target, force=args.force)
-    rows = [(str(folder / name), f"{len(content.encode()):,}") for name, content in files.items()]
+    sizes: list[list[Cell]] = [
+        [str(folder / name), len(text.encode())] for name, text in files.items()
+    ]
+    sheet = Sheet("plan", "", tables=[Table("", ["file", "bytes"], sizes)])
     written = {"folder": str(folder), **manifest.model_dump()}
-    emit(args.as_json, written, lambda: table(["file", ">bytes"], rows))
+    emit(args.as_json, written, lambda: show(sheet))
     note(*analytic_notes(plan.fit.engine))
     tuned = plan.inputs.get("trace")
     if order.trace is None and tuned is not None and ttft_targets(plan.recipe):
@@ -208,7 +206,7 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
         note(f"no --trace was given: the number that may wait is {lengths}")
     if order.bench:
         note(order.bench.summary())
-    note(f"the head of {folder / next(iter(files))} says how to start the server")
+    note(f"next: as the head of {folder / next(iter(files))} says")
 
 
 def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:

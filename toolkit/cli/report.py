@@ -51,3 +51,4 @@ def command(
     text = f"wrote {out} ({size(length)}), from: {', '.join(shown)}"
     facts = {"out": str(out), "bytes": length, "shown": shown, "why": material.why}
     emit(as_json, facts, lambda: print(text))
+    note(f"next: {material.next_step[1]}")

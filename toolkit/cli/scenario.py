@@ -18,7 +18,7 @@ from toolkit.cli.arguments import (
     parse_sla,
     refuse_useless,
 )
-from toolkit.cli.basis import note_basis, warn
+from toolkit.cli.basis import note_basis, note_other_count, warn
 from toolkit.cli.output import note
 from toolkit.errors import InputError, StaleError
 from toolkit.files.fit import Fit
@@ -34,8 +34,9 @@ from toolkit.files.io import (
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe, TuneSpec
-from toolkit.files.shipped import recipe_path, shipped_names
+from toolkit.files.shipped import is_recipe, recipe_path, shipped_names
 from toolkit.files.tuning import REFUSED, Settings, Tuning
+from toolkit.report.steps import fit_option, recipe_of, typed
 
 if TYPE_CHECKING:
     from toolkit.sim.deployment import Deployment
@@ -102,12 +103,19 @@ class Scenario:
 
     @classmethod
     def of_plan(cls, options: ScenarioOptions) -> Scenario:
-        """Read the plan; without one, nothing is known of the server. Raises as `open`."""
+        """Read the plan, with the number of workers of the options; without a plan, nothing is
+        known of the server. Raises as `open`, and InputError for a recipe in the plan's place.
+        """
         _refuse_two_loads(options)
         targets = parse_sla(options.sla)
         if options.plan is None:
             return cls(options, targets=targets)
+        if is_recipe(options.plan):
+            made = typed("render", options.plan)
+            raise InputError(f"{options.plan} is no plan", f"make one with: {made}")
         plan = read_file(Plan, options.plan)
+        if options.workers not in (None, plan.workers):
+            plan = _with_workers(plan, options.workers)
         targets = targets or plan.recipe.sla
         return cls(options, recipe=plan.recipe, fit=plan.fit, plan=plan, targets=targets)
 
@@ -221,10 +229,32 @@ class Scenario:
         engine = self.fit.engine
         return fit_lengths(trace, engine.engine, engine.max_model_len, limit)
 
+    def note_tuning(self) -> None:
+        """Print the command that searches the settings of the recipe; nothing without a recipe."""
+        recipe = self.recipe_file
+        if recipe is None and self.fit is not None and self.fit_file is not None:
+            recipe = recipe_of(self.fit, self.fit_file.parent)
+        if recipe is None or not recipe.is_file():
+            return
+        trace = ["--trace", self.options.trace] if self.options.trace else []
+        note(f"next: {typed('tune', recipe, *fit_option(recipe, self.fit_file), *trace)}")
+
     def note_basis(self) -> None:
         """Print what predictions rest on."""
         if self.fit is not None:
             note_basis((self.fit, self.fit_file))
+
+
+def _with_workers(plan: Plan, workers: int) -> Plan:
+    """Return the plan with another number of workers; print what then does not hold."""
+    from toolkit.deploy.plan import with_workers
+
+    if workers != plan.fit.workers:
+        note_other_count("the fit was measured", plan.fit, workers)
+    made = with_workers(plan, workers)
+    if plan.outcome.metrics and not made.outcome.metrics:
+        note("note: the tuning's predictions are for another number of workers")
+    return made
 
 
 def _refuse_two_loads(options: ScenarioOptions) -> None:

@@ -27,14 +27,15 @@ from toolkit.cli.arguments import (
     command_of,
     option,
 )
-from toolkit.cli.basis import note_other_count, warn, warn_broken
+from toolkit.cli.basis import warn, warn_broken
 from toolkit.cli.output import emit, note, paragraph
+from toolkit.cli.scenario import Scenario
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.files.io import check_writable, read_file
+from toolkit.files.io import check_writable
 from toolkit.files.plan import Plan
-from toolkit.files.shipped import is_recipe
 from toolkit.files.tuning import broken
+from toolkit.report.steps import typed
 from toolkit.units import counted
 
 if TYPE_CHECKING:
@@ -170,13 +171,15 @@ def command(args: ServeOptions) -> None:
     # the workers inherit the environment, and run models' own code
     forget_variable("LLMCTL_API_KEY")
     forget_variable(CONTROL_KEY_VARIABLE)
-    plan = plan_to_serve(args.plan, args.workers)
+    plan = Scenario.of_plan(args).plan
+    assert plan is not None
+    warn_broken(plan, str(args.plan))
     engine = backend_of(plan.recipe.engine.name)
     starts = engine if isinstance(engine, StartsReplicas) and plan.workers > 1 else None
     has_replicas = bool(args.replica or args.replicas or starts)
     _refuse_what_it_lacks(args, plan, has_replicas=has_replicas)
     options = _options(args, plan, has_replicas=has_replicas)
-    with Announcement(plan, options, as_json=args.as_json) as ready:
+    with Announcement(args.plan, plan, options, as_json=args.as_json) as ready:
         ended: Mapping[str, int]
         if has_replicas:
             from toolkit.server.pool import pool_backend
@@ -192,28 +195,6 @@ def command(args: ServeOptions) -> None:
             with Server.open(options, engine_backend(plan, options)) as server:
                 ended = server.run(ready)
     ready.say_how_it_ended(ended)
-
-
-def plan_to_serve(file: Path, workers: int | None) -> Plan:
-    """Return the plan of a file, with another number of workers if one is given. Print a warning
-    where it is predicted to break limits.
-
-    Raises InputError for a recipe.
-    """
-    from toolkit.deploy.plan import with_workers
-
-    if is_recipe(file):
-        raise InputError(f"{file} is no plan", f"make one with: llmctl render {file}")
-    plan = read_file(Plan, file)
-    if workers not in (None, plan.workers):
-        if workers != plan.fit.workers:
-            note_other_count("the fit was measured", plan.fit, workers)
-        made = with_workers(plan, workers)
-        if plan.outcome.metrics and not made.outcome.metrics:
-            note("note: the tuning's predictions are for another number of workers")
-        plan = made
-    warn_broken(plan, str(file))
-    return plan
 
 
 def find_keys(key: str, file: Path | None) -> Watched[Callers]:
@@ -371,9 +352,10 @@ class Announcement:
     for `llmctl set` meanwhile.
     """
 
-    def __init__(self, plan: Plan, options: ServerOptions, *, as_json: bool) -> None:
+    def __init__(self, file: Path, plan: Plan, options: ServerOptions, *, as_json: bool) -> None:
         self._was_ready = False
         self._as_json = as_json
+        self._file = file
         self._plan = plan
         self._options = options
         self._kept = ExitStack()
@@ -400,6 +382,7 @@ class Announcement:
         facts = {"url": url, "model": options.model, **self._facts(), "status_page": page}
         emit(self._as_json, facts, lambda: self._show(url, page))
         sys.stdout.flush()
+        note(f"next, in another shell: {typed('bench', '--plan', self._file, '--url', url)}")
 
     @property
     def _has_page(self) -> bool:

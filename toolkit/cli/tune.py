@@ -15,7 +15,6 @@ from toolkit.cli.arguments import (
     JsonOption,
     RecipeArgument,
     ScenarioOptions,
-    as_typed,
     command_of,
     keep_inputs,
     names_in,
@@ -35,6 +34,7 @@ from toolkit.files.io import (
 )
 from toolkit.files.recipe import MAX_TRIALS, Recipe
 from toolkit.files.tuning import Tuning, breaks
+from toolkit.report.steps import fit_option, typed
 from toolkit.units import counted, number
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ def command(args: TuneOptions) -> None:
     scenario.note_basis()
     note(f"wrote {args.out}")
     if result.keeps_limits:
-        given = f" --fit {as_typed(scenario.fit_file)}" if scenario.fit_file else ""
-        note(f"next: llmctl render {as_typed(args.recipe)}{given} --tuning {args.out}")
+        basis = fit_option(args.recipe, scenario.fit_file)
+        note(f"next: {typed('render', args.recipe, *basis, '--tuning', args.out)}")
     else:
         unbeaten = "the recipe's settings, which nothing beat,"
         which = unbeaten if result.keep_defaults else "the best settings"

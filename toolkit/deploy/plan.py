@@ -145,17 +145,15 @@ def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
 
 
 def with_workers(plan: Plan, workers: int) -> Plan:
-    """Return the plan with another number of workers. Its predictions hold only for the planned
-    number, and for the one that the tuning found to suffice.
+    """Return the plan with another number of workers, and without predictions: these hold only for
+    the planned number.
     """
-    explained = plan.explained | {"workers": _explanation(workers, "set by --workers")}
-    update: dict[str, object] = {"workers": workers}
-    if workers != plan.workers:
-        why = OVERRIDDEN if plan.outcome.metrics else UNTUNED
-        explained = {key: explained[key] for key in explained if not key.startswith(PREDICTED)}
-        explained[LIMITS] = _explain_limits(judged_limits(plan.recipe, NO_OUTCOME), why)
-        update |= {"outcome": NO_OUTCOME, "workload": None}
-    return plan.model_copy(update=update | {"explained": explained})
+    why = OVERRIDDEN if plan.outcome.metrics else UNTUNED
+    explained = {key: each for key, each in plan.explained.items() if not key.startswith(PREDICTED)}
+    explained["workers"] = _explanation(workers, "set by --workers")
+    explained[LIMITS] = _explain_limits(judged_limits(plan.recipe, NO_OUTCOME), why)
+    update = {"workers": workers, "outcome": NO_OUTCOME, "workload": None, "explained": explained}
+    return plan.model_copy(update=update)
 
 
 def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:

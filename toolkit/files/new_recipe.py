@@ -403,13 +403,13 @@ def _notes(
         notes.append(f"{wish.gpus - workers * room.gpus} of {wish.gpus} GPUs are left over")
     if scheme and scheme.name == "fp8" and "fp8" not in gpu.tflops:
         notes.append(f"{gpu.name} has no fp8 arithmetic: the weights are smaller, not the sums")
-    if reasons := not_computed(facts.config, longest, scheme):
-        notes.append(f"measure it (llmctl profile): --analytic refuses {', '.join(reasons)}")
+    reasons = not_computed(facts.config, longest, scheme)
+    if reasons:
+        notes.append(f"measure it: --analytic refuses {', '.join(reasons)}")
     elif not gpu.measured:
-        notes.append(f"measure it (llmctl profile): operators of {gpu.name} were not measured")
-    else:
-        which = "" if wish.traffic else " --trace TRACE"
-        notes.append(f"next: llmctl capacity or llmctl tune, with recipe.yaml{which}")
+        notes.append(f"measure it: operators of {gpu.name} were not measured")
+    command = "tune" if gpu.measured and not reasons else "profile"
+    notes.append(f"next, with this text in recipe.yaml: llmctl {command} recipe.yaml")
     if wish.traffic is not None and (longer := wish.traffic.longer_than(longest)):
         count = f"{longer:,} of {len(wish.traffic.totals):,} requests of {wish.traffic.file}"
         notes.append(f"{count} are left out: longer than max_model_len, {longest:,}")

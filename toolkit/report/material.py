@@ -17,13 +17,16 @@ from typing import TypeVar
 from toolkit.errors import InputError
 from toolkit.files.bench import NOT_SERVERS, SAME_RATE, BenchReport
 from toolkit.files.fit import Fit
-from toolkit.files.io import digest, read_file
+from toolkit.files.io import FIT, digest, read_file, shipped_fit
 from toolkit.files.plan import Plan
+from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
+from toolkit.profiling.analytic import by_operators
 from toolkit.report.parts import Cell, Sheet, Table
+from toolkit.report.steps import recipe_of, typed
 from toolkit.units import counted
 
 EnvelopeT = TypeVar("EnvelopeT", bound=Envelope)
@@ -68,6 +71,8 @@ class Material:
     """
 
     recipe: Recipe
+    recipe_file: Path
+    profile: Profile | None = None
     fit: Fit | None = None
     tuning: Tuning | None = None
     plan: Plan | None = None
@@ -99,6 +104,20 @@ class Material:
         newest = max(source.date for source in self.sources)
         return f"Files of {newest}, made on {'; '.join(sorted(machines))}."
 
+    @property
+    def next_step(self) -> tuple[str, str]:
+        """What to do next, and the command that does it."""
+        recipe = self.recipe_file
+        if self.plan is not None:
+            return "Start it", typed("serve", self.file_name("plan"))
+        if self.tuning is not None:
+            return "Plan it", typed("render", recipe, "--tuning", self.file_name("tuning"))
+        if self.fit is None and self.profile is not None:
+            return "Fit it", typed("fit", self.file_name("profile"))
+        if self.fit is not None or shipped_fit(recipe.stem) or by_operators(self.recipe):
+            return "Tune it", typed("tune", recipe)
+        return "Measure it", typed("profile", recipe)
+
     def file_name(self, role: str) -> str:
         """The name of the shown file of a role; without one, the commands' default name."""
         return next((source.name for source in self.sources if source.role == role), f"{role}.json")
@@ -113,17 +132,22 @@ def gather(source: str) -> Material:
     if not is_recipe(source):
         path = Path(source)
         plan = read_file(Plan, path)
-        files = Material(plan.recipe, fit=plan.fit, plan=plan, sources=[_source("plan", path)])
-        basis = _basis_of(plan)
         folder = path.parent
+        files = Material(plan.recipe, recipe_of(plan, folder), fit=plan.fit, plan=plan)
+        files.sources.append(_source("plan", path))
+        basis = _basis_of(plan)
     else:
         recipe = recipe_path(source)
-        files = Material(load_recipe(recipe), sources=[_source("recipe", recipe)])
+        files = Material(load_recipe(recipe), recipe, sources=[_source("recipe", recipe)])
         folder = Path()
-        files.fit = _take(files, Fit, folder / "fit.json", inputs={"recipe": recipe})
+        files.fit = _take(files, Fit, folder / FIT, inputs={"recipe": recipe})
+        if files.fit is None:
+            profile = folder / "profile.json"
+            files.profile = _take(files, Profile, profile, inputs={"recipe": recipe})
         if "fit" in files.why:
             return files
-        basis = "fit" if files.fit else "recipe", files.sources[-1].sha256
+        role = "fit" if files.fit else "recipe"
+        basis = role, next(one.sha256 for one in files.sources if one.role == role)
         files.plan = _take(files, Plan, folder / "plan.json", basis)
         if files.fit is None and files.plan:
             files.fit = files.plan.fit  # computed: no file has it

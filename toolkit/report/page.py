@@ -64,27 +64,16 @@ class Promise:
 
 def summary_section(files: Material) -> Sheet:
     """The verdict on the files, and the next command."""
-    plan = files.plan
-    tuning = files.tuning
-    name = files.recipe.name
-    fit = files.file_name("fit")
     promise: Promise | None = None
-    if plan is not None:
-        command = ("Start it", f"llmctl serve {files.file_name('plan')}")
-        promise = Promise(plan.outcome.metrics, plan.limits, _measured(files))
-    elif tuning is not None:
-        given = f" --fit {fit}" if "fit" in tuning.inputs else ""
-        file = files.file_name("tuning")
-        command = ("Plan it", f"llmctl render {name}{given} --tuning {file}")
-        promise = Promise(tuning.recommended.metrics, tuning.limits, _measured(files))
-    elif files.fit is not None:
-        command = ("Tune it", f"llmctl tune {name} --fit {fit} --trace TRACE")
-    else:
-        command = ("Measure it", f"llmctl profile {name}; llmctl fit profile.json")
+    if files.plan is not None:
+        promise = Promise(files.plan.outcome.metrics, files.plan.limits, _measured(files))
+    elif files.tuning is not None:
+        tuned = files.tuning
+        promise = Promise(tuned.recommended.metrics, tuned.limits, _measured(files))
     if promise is not None and not promise.metrics:
         promise = None
     section = Sheet("verdict", "", badge=_badge(files, promise))
-    section.commands = [command]
+    section.commands = [files.next_step]
     section.facts = _what_to_run(files)
     if promise:
         section.tables.append(_table(promise))

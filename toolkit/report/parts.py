@@ -102,7 +102,9 @@ class Badge:
     text: str
 
 
-TITLES = {  # of the sections, by their keys, in their order on the page
+TITLES = {  # by key; those of a page in their order there
+    "simulation": "The simulation",
+    "plan": "The plan",
     "verdict": "The verdict",
     "capacity": "The curves",
     "bench": "The benches",

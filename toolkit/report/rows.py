@@ -6,10 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from toolkit.files.bench import BenchReport
 from toolkit.files.fit import Fit, OverheadFit
+from toolkit.files.plan import PREDICTED, Plan
 from toolkit.files.tuning import UNSERVED, ParameterValue, Settings, Tuning
 from toolkit.laws.passes import HeldOutError
-from toolkit.report.parts import Cell, Table
+from toolkit.report.parts import Cell, Sheet, Table
 from toolkit.units import bracketed, counted, number, percent, seconds, word
+
+# of a plan's predicted metrics, those that are shown; the plan has all
+HEADLINES = {"goodput_rps", "throughput_rps", "ttft_p99_s", "tpot_mean_s", "e2e_p95_s"}
 
 
 def error_cells(error: HeldOutError) -> tuple[str, str, str]:
@@ -68,6 +72,17 @@ def _other_laws(fit: Fit) -> list[list[Cell]]:
         reach = f"{steps.law.valid.tokens_max:,} new tokens" if steps.law.valid else ""
         lines.append(["pass", form, *error_cells(steps.error), reach])
     return lines
+
+
+def plan_sheet(plan: Plan) -> Sheet:
+    """Return each value of a plan with its reason; of the predicted metrics, the headlines."""
+    rows: list[list[Cell]] = [
+        [key, item.value, item.source]
+        for key, item in plan.explained.items()
+        if not key.startswith(PREDICTED) or key.removeprefix(PREDICTED) in HEADLINES
+    ]
+    title = f"{plan.recipe.name}: {plan.recipe.description}".rstrip(": ")
+    return Sheet("plan", "", tables=[Table(title, ["what", "<planned", "because"], rows)])
 
 
 def bench_tables(replayed: BenchReport, caption: str) -> list[Table]:

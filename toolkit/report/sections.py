@@ -23,6 +23,7 @@ from toolkit.report.parts import (
     quantity,
 )
 from toolkit.report.rows import bench_tables, fit_table, tuning_tables
+from toolkit.report.steps import typed
 from toolkit.units import counted, number, words
 
 LARGE_PERCENT = 15.0  # a larger error of a prediction is red: the aim for latencies
@@ -39,10 +40,8 @@ def bench_section(files: Material) -> Sheet:
     """The replays against running servers (`llmctl bench --out`), measured and predicted."""
     left_out = [why for name, why in files.why.items() if name.endswith(".json")]
     if not files.benches:
-        plan = files.file_name("plan")
-        rate = files.rate_rps
-        at = f" --rate {rate:.3g}" if rate else ""
-        command = f"llmctl bench --plan {plan} --trace TRACE{at} --out bench.json"
+        rate = ["--rate", f"{files.rate_rps:.3g}"] if files.rate_rps else []
+        command = typed("bench", "--plan", files.file_name("plan"), *rate)
         lead = "No trace was replayed against a running server of this plan yet."
         section = _missing(files, "bench", lead, command)
         section.lines += [f"Left out: {why}." for why in left_out]
@@ -108,7 +107,7 @@ def fit_section(files: Material) -> Sheet:
         section.lines.append(f"Nothing here was measured: {tuning.analytic}")
         return section
     if fit is None:
-        command = f"llmctl profile {files.recipe.name}; llmctl fit profile.json"
+        command = f"{typed('profile', files.recipe_file)}; llmctl fit profile.json"
         return _missing(files, "fit", "Nothing was fitted yet.", command)
     where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
     section = Sheet("fit", f"Laws of time and memory for {where}.")
@@ -128,7 +127,7 @@ def tuning_section(files: Material) -> Sheet:
     """The trials of `tuning.json`, their front, the gain on the whole trace, and what matters."""
     tuning = files.tuning
     if tuning is None:
-        command = f"llmctl tune {files.recipe.name} --fit fit.json --trace TRACE"
+        command = typed("tune", files.recipe_file)
         return _missing(files, "tuning", "The settings were not tuned yet.", command)
     return tuning_sheet(tuning, tuning.defaults.metrics)
 
