@@ -8,7 +8,7 @@ import pytest
 from commands import llmctl, printed
 from conversations import conversations
 
-from toolkit.cli.results import ComparedRun, Comparison, Simulation
+from toolkit.files.simulation import ComparedRun, Comparison, Simulation
 from toolkit.traces.write import write_trace
 
 PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "simulation.md").read_text(

@@ -9,7 +9,7 @@ import samples
 from commands import printed, ran, refused
 from said import says
 
-from toolkit.cli import simulate as command
+from toolkit.cli import runs
 from toolkit.files.io import write_file
 from toolkit.routing.routers import ROUTERS
 from toolkit.sched.policies import ORACLES, POLICIES, footnote
@@ -96,14 +96,14 @@ def test_bad_input_is_one_line_and_a_hint(words, named, remedy, stage, capsys):
 
 
 def test_ctrl_c_prints_what_is_done(stage, capsys, monkeypatch):
-    real = command._run
+    real = runs.run_of
 
     def interrupted(scenario, trace, contender):
         if contender.policy.name == "fcfs":
             raise KeyboardInterrupt
         return real(scenario, trace, contender)
 
-    monkeypatch.setattr(command, "_run", interrupted)
+    monkeypatch.setattr(runs, "run_of", interrupted)
     out, err = ran(capsys, f"simulate {stage} --policies slice,fcfs --json", code=130)
     found = json.loads(out)
     assert found["interrupted"]

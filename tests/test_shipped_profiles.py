@@ -7,8 +7,9 @@ import pytest
 from commands import llmctl
 from said import says
 
+from toolkit.cli.runs import contenders, own_policy
 from toolkit.cli.scenario import Scenario
-from toolkit.cli.simulate import SimulateOptions, contenders, own_policy
+from toolkit.cli.simulate import SimulateOptions
 from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.io import fit_path, head, read_file, shipped_fit

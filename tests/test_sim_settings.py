@@ -12,7 +12,7 @@ import samples
 from commands import llmctl
 from said import says
 
-from toolkit.cli.simulate import result_notes
+from toolkit.cli.runs import result_notes
 from toolkit.errors import InputError
 from toolkit.files.io import write_file
 from toolkit.laws.passes import PassRange
@@ -146,8 +146,9 @@ def test_requests_that_were_rejected_and_extrapolated_are_counted() -> None:
     policy = make_policy("slice", {})
     world = make_world(samples.fit(), {}, max_new_tokens=256)
     result = simulate(trace_of([600, 9000, 20], [10, 10, 10]), policy, world)
-    lines = result_notes(result.refusals, result.metrics({}), world.range_of(policy.name))
-    assert says(" ".join(lines), "1 request", "number 2", "100 %", "batches")
+    metrics = result.metrics({})
+    assert says(" ".join(result_notes(result.refusals, metrics)), "1 request", "number 2")
+    assert metrics["extrapolated_batches_percent"] == 100.0
 
 
 def test_a_capacity_below_the_longest_prompt_is_one_line(

@@ -63,14 +63,6 @@ class Validity:
         return not (inside and self.prefill.holds_batch(entering, input_length))
 
 
-def extrapolation_warning(percent: float, valid: object) -> str:
-    """One line about `extrapolated_batches_percent` with the range; empty if it is 0."""
-    if not percent:
-        return ""
-    what = f"{percent:.3g} % of the batches are outside what the fit measured"
-    return f"{what}, so extrapolated: {valid}"
-
-
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
     """The laws of a worker of rounds. `believed` and `front_s`: as in `World`."""
