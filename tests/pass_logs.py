@@ -12,7 +12,8 @@ from toolkit.files.iterations import (
 )
 from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.vllm import PagedRow, VllmScheduler
+from toolkit.sim.kv_cache import PagedRow
+from toolkit.sim.vllm import VllmScheduler
 
 LAW = PassLaw(
     {"pass": 4e-3, "row": 3e-4, "chunk": 5e-4, "cached": 1e-6, "attended": 1e-7, "host": 2e-4},

@@ -13,7 +13,8 @@ from toolkit.laws.features import StepShape
 from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.flight import EMPTY_S
-from toolkit.sim.vllm import PagedRow, VllmScheduler
+from toolkit.sim.kv_cache import PagedRow
+from toolkit.sim.vllm import VllmScheduler
 
 
 @dataclass

@@ -19,10 +19,10 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.drafts import DrawnDrafts
-from toolkit.sim.kv_cache import KVCache
+from toolkit.sim.kv_cache import KVCache, PagedRow
 from toolkit.sim.loop import SimulationStalledError
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.vllm import PagedRow, VllmScheduler
+from toolkit.sim.vllm import VllmScheduler
 
 DATA = Path(__file__).parent / "data"
 FULL = CacheGroup("full", "FullAttentionSpec", 4, 1, 16)

@@ -10,8 +10,9 @@ from toolkit.backends.vllm.command import flags_of
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import FLAGS, VllmPolicy, refuse_later
 from toolkit.sim.api import simulate
+from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.vllm import PagedRow, VllmScheduler
+from toolkit.sim.vllm import VllmScheduler
 
 
 def prefills(interval: int) -> list[int]:

@@ -12,8 +12,9 @@ from toolkit.backends.vllm.conformance.modelled import passes_of_case
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import simulate
+from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.vllm import PagedRow, VllmScheduler
+from toolkit.sim.vllm import VllmScheduler
 
 DATA = Path(__file__).parent / "data" / "vllm-0.32.0-live.json"
 

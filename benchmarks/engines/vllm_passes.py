@@ -44,9 +44,10 @@ from toolkit.laws.passes import LAUNCHES, GraphSettings, PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import settings_of
 from toolkit.sim.flight import EMPTY_S
+from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged_engine import PagedEngine, PagedRun
-from toolkit.sim.vllm import PagedRow, VllmScheduler
+from toolkit.sim.vllm import VllmScheduler
 
 CHILD = "benchmarks.engines.vllm_passes_child"  # gives the times of tokens
 

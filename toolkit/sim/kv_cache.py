@@ -24,6 +24,7 @@ from toolkit.errors import InputError
 
 STATE_WINDOW = 2  # vLLM gives a state back when a window of this many tokens would have passed it
 NEVER = 1 << 60
+NO_PASS = -1  # a row got no token since it was admitted
 
 
 def ceil_div(tokens: int, size: int) -> int:
@@ -123,8 +124,13 @@ class StateTable(BlockTable):
         self.checkpoint = self.place = 0
 
 
-class CachedRow:
-    """A request's tokens, and its blocks in each group.
+class PagedRow:
+    """A request in an engine: its tokens, its blocks in each group, and its place in the passes.
+
+    Args:
+        output: the true number of tokens that it will generate, which the scheduler does not see.
+        limit: the most tokens that it may generate; less than `output` counts as `output`.
+        watched: another request may look for its output while it runs.
 
     Attributes:
         number: the request's index.
@@ -135,20 +141,60 @@ class CachedRow:
         junction: some groups had this many of its first tokens when it was looked up, but not all;
             0: there is no such place.
         preempted: whether it ever lost its blocks to another row.
+        left: tokens of `output` that it did not get yet; while it is in step, as of its join.
+        end: its tokens at its true end.
+        mark: for the engine, which keeps times by row.
+        computed: tokens in its cache with all planned passes, if all drafts are accepted.
+        expected: tokens that the passes under way will give, if all drafts are accepted.
+        in_flight: tokens of the passes under way; `stale` of them were planned before it was
+            preempted.
+        drafts: proposed, to be verified in its next pass.
+        turn, asked: its passes with drafts so far, and how often drafts were asked for.
+        order: its place in the order of admissions, from 1.
+        is_chunk: it does not catch up with the pass that was planned last.
+        entered: its input is complete since it was last admitted.
+        runs, ended: it is among the running rows; it has ended.
+        gave, planned: the number of the last pass that gave it a token, and that it was part of.
+        in_step: it is counted; the attributes from `computed` to `in_flight` are not kept up.
+        base: in step, its computed tokens before pass n + 1 are `base` + n.
+        last: the number of the pass that gives its last token.
+        wakes: before pass `wakes` + 1 it takes no block and gives none back.
+        until: up to pass `until` the order of rows makes no difference for its blocks.
+        grows: it has fewer tokens than its window.
     """
 
     __slots__ = (
-        "content", "junction", "known", "number", "path", "preempted", "prompt", "tables",
+        "asked", "base", "computed", "content", "drafts", "end", "ended", "entered", "expected",
+        "gave", "grows", "in_flight", "in_step", "is_chunk", "junction", "known", "last", "left",
+        "limit", "mark", "number", "order", "path", "planned", "preempted", "prompt", "runs",
+        "stale", "tables", "turn", "until", "wakes", "watched",
     )  # fmt: skip
 
-    def __init__(self, number: int, prompt: int, content: Node | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        prompt: int,
+        output: int,
+        *,
+        limit: int = 0,
+        content: Node | None = None,
+        watched: bool = False,
+    ) -> None:
         self.number = number
         self.prompt = self.known = prompt
         self.content = content
-        self.preempted = False
-        self.junction = 0
         self.path: list[Node] = []
         self.tables: list[BlockTable] = []
+        self.left = output
+        self.end = prompt + output
+        self.limit = max(limit, output)
+        self.watched = watched
+        self.mark = self.computed = self.expected = self.in_flight = self.stale = 0
+        self.junction = self.drafts = self.turn = self.asked = self.order = 0
+        self.gave = self.planned = NO_PASS
+        self.base = self.last = self.wakes = self.until = 0
+        self.preempted = self.is_chunk = self.entered = self.runs = self.ended = False
+        self.in_step = self.grows = False
 
     def node(self, end: int) -> Node:
         """Return the node of the token before `end`."""
@@ -333,7 +379,7 @@ class FullGroup:
         return 0
 
     def needed(
-        self, row: CachedRow, tokens: int, hit: Hit | None, computed: int, whole: bool
+        self, row: PagedRow, tokens: int, hit: Hit | None, computed: int, whole: bool
     ) -> int:
         """Return how many free blocks a row takes to hold `tokens` tokens, those of `hit` included.
 
@@ -350,7 +396,7 @@ class FullGroup:
         skipped = self.skipped(computed) // self.block
         return max(required - max(skipped, hit.stop), 0) + hit.free(skipped)
 
-    def adopt(self, row: CachedRow, hit: Hit, found: int) -> None:
+    def adopt(self, row: PagedRow, hit: Hit, found: int) -> None:
         """Give a row the blocks of its hit; all groups have its first `found` tokens."""
         table = row.tables[self.number]
         skipped = self.skipped(found) // self.block
@@ -362,7 +408,7 @@ class FullGroup:
         table.length = table.looked = max(skipped, hit.stop)
         table.gone = min(max(skipped, hit.first), table.length)
 
-    def allocate(self, row: CachedRow, tokens: int) -> None:
+    def allocate(self, row: PagedRow, tokens: int) -> None:
         """Give a row the blocks that hold `tokens` tokens."""
         table = row.tables[self.number]
         new = ceil_div(tokens, self.block) - table.length
@@ -370,7 +416,7 @@ class FullGroup:
             self.pool.take(new)
             table.length += new
 
-    def skip(self, row: CachedRow, processed: int) -> None:
+    def skip(self, row: PagedRow, processed: int) -> None:
         """Take back what a row no longer looks at. The outputs of `processed` tokens are known."""
         table = row.tables[self.number]
         stop = min(self.skipped(processed) // self.block, table.length)
@@ -389,7 +435,7 @@ class FullGroup:
             self.pool.give(run, table)
         table.gone = stop
 
-    def register(self, row: CachedRow, tokens: int) -> None:
+    def register(self, row: PagedRow, tokens: int) -> None:
         """Give keys to the full blocks of the first `tokens` tokens, which are in the row's blocks
         or will be there with the planned pass.
         """
@@ -402,7 +448,7 @@ class FullGroup:
                     self._give_keys(row, table, max(first, table.gone), last)
             table.looked = stop
 
-    def register_end(self, row: CachedRow, tokens: int) -> None:
+    def register_end(self, row: PagedRow, tokens: int) -> None:
         """Give a key to the block with the prompt's last whole hash inside. No request looks for
         that key, but the block is given out later than a block without one.
         """
@@ -414,11 +460,11 @@ class FullGroup:
         if 0 < end <= tokens and end % self.block and place < table.length and not has_key:
             self._add(row.node(end), table, place, place + 1, -1 - self.number)
 
-    def kept(self, row: CachedRow, start: int, stop: int) -> list[tuple[int, int]]:
+    def kept(self, row: PagedRow, start: int, stop: int) -> list[tuple[int, int]]:
         """Return which of the places `start` to `stop` - 1 have blocks that are kept for others."""
         return [(start, stop)]
 
-    def release(self, row: CachedRow) -> None:
+    def release(self, row: PagedRow) -> None:
         """Take all blocks of a row back, the last one first."""
         table = row.tables[self.number]
         plain = table.length - table.gone
@@ -430,7 +476,7 @@ class FullGroup:
         table.runs.clear()
         table.length = table.gone = table.looked = 0
 
-    def find(self, row: CachedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:
+    def find(self, row: PagedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:
         """Return what a row finds in each of `groups`, all of this kind, and the tokens up to its
         end, at most `most`.
         """
@@ -443,7 +489,7 @@ class FullGroup:
             hit.cut(ceil_div(tokens, self.block))
         return hits, tokens
 
-    def leading(self, row: CachedRow, first: int, limit: int) -> Hit:
+    def leading(self, row: PagedRow, first: int, limit: int) -> Hit:
         """Return the cached blocks from place `first` on, up to the first that is missing."""
         hit = Hit(first)
         size = self.block
@@ -456,29 +502,29 @@ class FullGroup:
                 hit.add(run, until)
         return hit
 
-    def at(self, row: CachedRow, place: int) -> Run | None:
+    def at(self, row: PagedRow, place: int) -> Run | None:
         """Return the block that was registered first for a place of the row's content."""
         node = row.node((place + 1) * self.block)
         return _first_copy(node, self.number, place, place + 1)[0]
 
-    def held(self, row: CachedRow) -> int:
+    def held(self, row: PagedRow) -> int:
         """Return how many blocks a row holds."""
         table = row.tables[self.number]
         return table.length - table.gone
 
-    def next_event(self, row: CachedRow, late: int) -> int:
+    def next_event(self, row: PagedRow, late: int) -> int:
         """Return with how many tokens computed a row that decodes next takes or gives a block."""
         return row.tables[self.number].length * self.block
 
-    def last_alike(self, row: CachedRow, late: int) -> int:
+    def last_alike(self, row: PagedRow, late: int) -> int:
         """Return from how many tokens on the order of rows makes a difference for its blocks."""
         return NEVER
 
-    def net(self, row: CachedRow, tokens: int, processed: int) -> int:
+    def net(self, row: PagedRow, tokens: int, processed: int) -> int:
         """Return how many blocks more a row holds when it has decoded on to `tokens` tokens."""
         return ceil_div(tokens, self.block) - row.tables[self.number].length
 
-    def _give_keys(self, row: CachedRow, table: BlockTable, at: int, stop: int) -> None:
+    def _give_keys(self, row: PagedRow, table: BlockTable, at: int, stop: int) -> None:
         runs = table.runs
         if runs and runs[-1].group < 0:  # the block of `register_end`, which is full now
             self.pool.forget(runs.pop())
@@ -523,7 +569,7 @@ class WindowGroup(FullGroup):
     def skipped(self, tokens: int) -> int:
         return max(0, tokens - self.window + 1)
 
-    def kept(self, row: CachedRow, start: int, stop: int) -> list[tuple[int, int]]:
+    def kept(self, row: PagedRow, start: int, stop: int) -> list[tuple[int, int]]:
         size = self.block
         whole = self.cache.whole
         retention = self.cache.retention
@@ -540,7 +586,7 @@ class WindowGroup(FullGroup):
                 found.update(range(max(start, end - self.tail), min(stop, end)))
         return [(place, place + 1) for place in sorted(found)]
 
-    def find(self, row: CachedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:
+    def find(self, row: PagedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:
         """Return the last whole tail; without one, the blocks from the first on, before which no
         window reaches.
         """
@@ -560,16 +606,16 @@ class WindowGroup(FullGroup):
                 hit.add(block, hit.stop + 1)
         return hits, hits[0].stop * size
 
-    def next_event(self, row: CachedRow, late: int) -> int:
+    def next_event(self, row: PagedRow, late: int) -> int:
         table = row.tables[self.number]
         size = self.block
         return min(table.length * size, (table.gone + 1) * size + self.window - 1 + late)
 
-    def last_alike(self, row: CachedRow, late: int) -> int:
+    def last_alike(self, row: PagedRow, late: int) -> int:
         runs = row.tables[self.number].runs  # blocks with keys are queued in the order of rows
         return (runs[0].first + 1) * self.block + self.window - 1 + late if runs else NEVER
 
-    def net(self, row: CachedRow, tokens: int, processed: int) -> int:
+    def net(self, row: PagedRow, tokens: int, processed: int) -> int:
         gone = max(self.skipped(processed) // self.block - row.tables[self.number].gone, 0)
         return super().net(row, tokens, processed) - (gone if self.cache.is_aligned else 0)
 
@@ -599,11 +645,11 @@ class OneStateGroup(FullGroup):
         self.drafts = cache.drafts * self.block  # in tokens
 
     def needed(
-        self, row: CachedRow, tokens: int, hit: Hit | None, computed: int, whole: bool
+        self, row: PagedRow, tokens: int, hit: Hit | None, computed: int, whole: bool
     ) -> int:
         return super().needed(row, tokens + self.drafts, hit, computed, whole)
 
-    def allocate(self, row: CachedRow, tokens: int) -> None:
+    def allocate(self, row: PagedRow, tokens: int) -> None:
         super().allocate(row, tokens + self.drafts)
 
 
@@ -630,7 +676,7 @@ class StateGroup(WindowGroup):
         return StateTable()
 
     def needed(
-        self, row: CachedRow, tokens: int, hit: Hit | None, computed: int, whole: bool
+        self, row: PagedRow, tokens: int, hit: Hit | None, computed: int, whole: bool
     ) -> int:
         table = self._table(row)
         if hit is not None and hit.pieces:
@@ -647,14 +693,14 @@ class StateGroup(WindowGroup):
         new = max(min(new, 1 + (checkpoint > 0)), 0)
         return new + (hit.free(0) if hit is not None else 0)
 
-    def adopt(self, row: CachedRow, hit: Hit, found: int) -> None:
+    def adopt(self, row: PagedRow, hit: Hit, found: int) -> None:
         table = self._table(row)
         for run, first, _ in hit.pieces:
             self.pool.hold(run, table)
             table.states[first] = run
         table.length = table.looked = max(self.skipped(found) // self.block, hit.stop)
 
-    def allocate(self, row: CachedRow, tokens: int) -> None:
+    def allocate(self, row: PagedRow, tokens: int) -> None:
         table = self._table(row)
         required = ceil_div(tokens, self.block)
         inner = table.checkpoint > 0
@@ -672,7 +718,7 @@ class StateGroup(WindowGroup):
                 run.tables.append(table)
             table.length = required
 
-    def skip(self, row: CachedRow, processed: int) -> None:
+    def skip(self, row: PagedRow, processed: int) -> None:
         table = self._table(row)
         states = table.states
         stop = min(self.skipped(processed) // self.block, table.length)
@@ -684,7 +730,7 @@ class StateGroup(WindowGroup):
         if 0 <= table.last < ceil_div(processed, self.block) - 1 and table.last in states:
             self.pool.give(states.pop(table.last), table)
 
-    def register(self, row: CachedRow, tokens: int) -> None:
+    def register(self, row: PagedRow, tokens: int) -> None:
         table = self._table(row)
         before = table.looked
         super().register(row, tokens)
@@ -693,7 +739,7 @@ class StateGroup(WindowGroup):
             if place in table.states and table.states[place].node is not None:
                 self.new.add((table.states[place].node, table.states[place].first))
 
-    def kept(self, row: CachedRow, start: int, stop: int) -> list[tuple[int, int]]:
+    def kept(self, row: PagedRow, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)] if self.cache.retention is None else super().kept(row, start, stop)
 
     def _is_kept(self, place: int) -> bool:
@@ -703,16 +749,16 @@ class StateGroup(WindowGroup):
             return retention is None
         return (place + 1) % max(retention // self.block, 1) == 0
 
-    def release(self, row: CachedRow) -> None:
+    def release(self, row: PagedRow) -> None:
         table = self._table(row)
         for place in sorted(table.states, reverse=True):
             self.pool.give(table.states[place], table)
         row.tables[self.number] = self.table()
 
-    def held(self, row: CachedRow) -> int:
+    def held(self, row: PagedRow) -> int:
         return len(self._table(row).states)
 
-    def last_alike(self, row: CachedRow, late: int) -> int:
+    def last_alike(self, row: PagedRow, late: int) -> int:
         return self.next_event(row, late)
 
     def last_state(self, tokens: int, size: int) -> int:
@@ -731,12 +777,12 @@ class StateGroup(WindowGroup):
             and start < tokens < end
         )
 
-    def _table(self, row: CachedRow) -> StateTable:
+    def _table(self, row: PagedRow) -> StateTable:
         table = row.tables[self.number]
         assert isinstance(table, StateTable)
         return table
 
-    def _checkpoint(self, row: CachedRow, table: StateTable, start: int, end: int) -> int:
+    def _checkpoint(self, row: PagedRow, table: StateTable, start: int, end: int) -> int:
         """Return at how many tokens a pass over `start` to `end` keeps a state inside its chunk; 0:
         it keeps none.
         """
@@ -750,7 +796,7 @@ class StateGroup(WindowGroup):
             return 0
         return tokens if place >= table.length or place not in table.states else 0
 
-    def _register_inner(self, row: CachedRow, table: StateTable, tokens: int) -> None:
+    def _register_inner(self, row: PagedRow, table: StateTable, tokens: int) -> None:
         """Give a key to the state inside the chunk, if a later request can use it."""
         cache = self.cache
         if not table.checkpoint:
@@ -775,13 +821,13 @@ class StateGroup(WindowGroup):
         self._give_key(row, run, tokens)
         self.new.add((node, run.first))
 
-    def _give_keys(self, row: CachedRow, table: BlockTable, at: int, stop: int) -> None:
+    def _give_keys(self, row: PagedRow, table: BlockTable, at: int, stop: int) -> None:
         states = self._table(row).states
         for place in range(at, stop):
             if place in states:
                 self._give_key(row, states[place], (place + 1) * self.block)
 
-    def _give_key(self, row: CachedRow, run: Run, end: int) -> None:
+    def _give_key(self, row: PagedRow, run: Run, end: int) -> None:
         """Give the state's block the key of the tokens up to `end`."""
         self.pool.forget(run)
         run.node = row.node(end)
@@ -892,11 +938,11 @@ class KVCache:
         for group in self.states:
             group.new.clear()
 
-    def add(self, row: CachedRow) -> None:
+    def add(self, row: PagedRow) -> None:
         """Make the tables of a request that comes."""
         row.tables = [group.table() for group in self.groups]
 
-    def look_up(self, row: CachedRow) -> tuple[list[Hit], int]:
+    def look_up(self, row: PagedRow) -> tuple[list[Hit], int]:
         """Return what a waiting row finds: the blocks of each group, and how many tokens all groups
         have of its beginning, without its last token. Sets the row's `junction`.
         """
@@ -951,7 +997,7 @@ class KVCache:
 
     def admit(
         self,
-        row: CachedRow,
+        row: PagedRow,
         hits: list[Hit],
         found: int,
         tokens: int,
@@ -979,7 +1025,7 @@ class KVCache:
             group.allocate(row, tokens)
         return True
 
-    def extend(self, row: CachedRow, computed: int, tokens: int, processed: int) -> bool:
+    def extend(self, row: PagedRow, computed: int, tokens: int, processed: int) -> bool:
         """Give a running row of `computed` tokens the blocks for `tokens`. Returns False if too few
         are free. Takes back what its windows have passed in any case; the outputs of `processed`
         tokens are known.
@@ -992,13 +1038,13 @@ class KVCache:
             group.allocate(row, tokens)
         return True
 
-    def catch_up(self, row: CachedRow, tokens: int) -> None:
+    def catch_up(self, row: PagedRow, tokens: int) -> None:
         """Note that a row has the blocks of `tokens` tokens, which were only counted so far."""
         for group in self.groups:
             table = row.tables[group.number]
             table.length = max(table.length, ceil_div(tokens, group.block))
 
-    def register(self, row: CachedRow, tokens: int) -> None:
+    def register(self, row: PagedRow, tokens: int) -> None:
         """Give keys to the blocks with the first `tokens` tokens of a row, as far as these are
         known: other requests find them.
         """
@@ -1027,7 +1073,7 @@ class KVCache:
                 if node.end >= stop * size:
                     break
 
-    def release(self, row: CachedRow, *, ends: bool) -> None:
+    def release(self, row: PagedRow, *, ends: bool) -> None:
         """Take all blocks of a row back, group by group; `ends`: it will not come again."""
         if self._defers and not row.path:
             self._release_alone(row, ends)
@@ -1035,7 +1081,7 @@ class KVCache:
         for group in self.groups:
             group.release(row)
 
-    def _release_alone(self, row: CachedRow, ends: bool) -> None:
+    def _release_alone(self, row: PagedRow, ends: bool) -> None:
         """Take all blocks back from a row that shares nothing, and give its full blocks their keys
         only now: no request looked for them.
         """
@@ -1051,7 +1097,7 @@ class KVCache:
             self.pool.keep(run)
         table.length = table.looked = 0
 
-    def count(self, row: CachedRow, found: int) -> None:
+    def count(self, row: PagedRow, found: int) -> None:
         """Count what an admitted row has looked for and found, before its own blocks get keys."""
         pool = self.pool
         if self.caches and row.preempted:
@@ -1062,11 +1108,11 @@ class KVCache:
             pool.hits += found
             pool.lost += self._lost(row, found)
 
-    def held(self, row: CachedRow) -> list[int]:
+    def held(self, row: PagedRow) -> list[int]:
         """Return how many blocks of each group a row holds."""
         return [group.held(row) for group in self.groups]
 
-    def can_join(self, row: CachedRow, computed: int) -> bool:
+    def can_join(self, row: PagedRow, computed: int) -> bool:
         """Return whether a row that decodes can be counted: the blocks of its prompt have their
         keys (blocks of a size that is not `whole` get them late), and it holds in each group what
         counted rows hold.
@@ -1090,7 +1136,7 @@ class KVCache:
                 return False
         return True
 
-    def _lost(self, row: CachedRow, found: int) -> int:
+    def _lost(self, row: PagedRow, found: int) -> int:
         """Return how many tokens behind the `found` ones the first group of full attention had
         once: they were given out since, or are of no use without the tail of a window or a state.
         """
@@ -1109,7 +1155,7 @@ class KVCache:
         return (at - first) * size
 
     def _needed(
-        self, row: CachedRow, tokens: int, hits: list[Hit] | None, computed: int, whole: bool
+        self, row: PagedRow, tokens: int, hits: list[Hit] | None, computed: int, whole: bool
     ) -> int:
         total = 0
         for group in self.groups:
@@ -1118,7 +1164,7 @@ class KVCache:
         return total
 
 
-def _returns(row: CachedRow) -> list[int]:
+def _returns(row: PagedRow) -> list[int]:
     """Return at how many tokens a later request may go on from this row, as far as is known."""
     return [row.prompt - 1, row.junction] if row.junction else [row.prompt - 1]
 

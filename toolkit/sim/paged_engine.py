@@ -26,8 +26,9 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.drafts import DrawnDrafts, drafts_of
 from toolkit.sim.flight import flight_of, grown_shape
+from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.vllm import PagedRow, PlannedPass, Tokens, VllmScheduler
+from toolkit.sim.vllm import PlannedPass, Tokens, VllmScheduler
 
 
 @dataclass(slots=True, frozen=True)

@@ -30,10 +30,9 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import arrivals_of
 from toolkit.sim.clock import BEGINS, ENDS, Clock
 from toolkit.sim.contents import contents, copy_of
-from toolkit.sim.kv_cache import Node
+from toolkit.sim.kv_cache import Node, PagedRow
 from toolkit.sim.ledger import Ledger
 from toolkit.sim.paged_engine import PagedEngine, PagedRun
-from toolkit.sim.vllm import PagedRow
 from toolkit.traces.types import Sessions, Trace
 
 if TYPE_CHECKING:

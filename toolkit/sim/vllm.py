@@ -39,12 +39,11 @@ from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.drafts import DrawnDrafts
-from toolkit.sim.kv_cache import NEVER, CachedRow, KVCache, Node, ceil_div
+from toolkit.sim.kv_cache import NEVER, NO_PASS, KVCache, PagedRow, ceil_div
 from toolkit.sim.loop import SimulationStalledError
 
 # This many passes in a row that only preempt, without a token for any row, are a live-lock.
 FRUITLESS_MAX = 64
-NO_PASS = -1  # a row got no token since it was admitted
 NOTHING = StepShape(0, 0)
 SPARES_ALONE: Release = (0, 31)
 _order = attrgetter("order")  # of a row
@@ -57,66 +56,6 @@ def caps_alone(version: str) -> bool:
     """
     release = release_of(version)
     return release is not None and release < SPARES_ALONE
-
-
-class PagedRow(CachedRow):
-    """A request in an engine.
-
-    Args:
-        output: the true number of tokens that it will generate, which the scheduler does not see.
-        limit: the most tokens that it may generate; less than `output` counts as `output`.
-        content: see `CachedRow`.
-        watched: another request may look for its output while it runs.
-
-    Attributes:
-        left: tokens of `output` that it did not get yet; while it is in step, as of its join.
-        end: its tokens at its true end.
-        mark: for the engine, which keeps times by row.
-        computed: tokens in its cache with all planned passes, if all drafts are accepted.
-        expected: tokens that the passes under way will give, if all drafts are accepted.
-        in_flight: tokens of the passes under way; `stale` of them were planned before it was
-            preempted.
-        drafts: proposed, to be verified in its next pass.
-        turn, asked: its passes with drafts so far, and how often drafts were asked for.
-        order: its place in the order of admissions, from 1.
-        is_chunk: it does not catch up with the pass that was planned last.
-        entered: its input is complete since it was last admitted.
-        runs, ended: it is among the running rows; it has ended.
-        gave, planned: the number of the last pass that gave it a token, and that it was part of.
-        in_step: it is counted; the attributes from `computed` to `in_flight` are not kept up.
-        base: in step, its computed tokens before pass n + 1 are `base` + n.
-        last: the number of the pass that gives its last token.
-        wakes: before pass `wakes` + 1 it takes no block and gives none back.
-        until: up to pass `until` the order of rows makes no difference for its blocks.
-        grows: it has fewer tokens than its window.
-    """
-
-    __slots__ = (
-        "asked", "base", "computed", "drafts", "end", "ended", "entered", "expected", "gave",
-        "grows", "in_flight", "in_step", "is_chunk", "last", "left", "limit", "mark", "order",
-        "planned", "runs", "stale", "turn", "until", "wakes", "watched",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        number: int,
-        prompt: int,
-        output: int,
-        *,
-        limit: int = 0,
-        content: Node | None = None,
-        watched: bool = False,
-    ) -> None:
-        super().__init__(number, prompt, content)
-        self.left = output
-        self.end = prompt + output
-        self.limit = max(limit, output)
-        self.watched = watched
-        self.mark = self.computed = self.expected = self.in_flight = self.stale = 0
-        self.drafts = self.turn = self.asked = self.order = 0
-        self.gave = self.planned = NO_PASS
-        self.base = self.last = self.wakes = self.until = 0
-        self.is_chunk = self.entered = self.runs = self.ended = self.in_step = self.grows = False
 
 
 @mypyc_attr(acyclic=True)

@@ -13,9 +13,9 @@ from toolkit.sched.policies.vllm import ROWS, TOKENS, VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings
 from toolkit.sim.contents import contents
 from toolkit.sim.drafts import DrawnDrafts, keeps_known_outputs
-from toolkit.sim.kv_cache import Node
+from toolkit.sim.kv_cache import Node, PagedRow
 from toolkit.sim.loop import SimulationStalledError
-from toolkit.sim.vllm import PagedRow, VllmScheduler, caps_alone
+from toolkit.sim.vllm import VllmScheduler, caps_alone
 from toolkit.traces.types import SharedBlocks
 
 
