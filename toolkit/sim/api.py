@@ -32,7 +32,7 @@ from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import arrivals_of
 from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
-from toolkit.sim.loop import Clients, VirtualWorker, collector_off, run
+from toolkit.sim.loop import VirtualWorker, collector_off, run
 from toolkit.sim.replicas import serve
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import SliceWorker
@@ -164,11 +164,15 @@ def _run(
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})
     scheduler = Scheduler(policy, world.scheduled(), seed=world.seed, finished=world.finished)
-    clients = None
-    if arrivals.follow:
-        clients = Clients(arrivals, requests, ledger.outcomes, world.front_s)
-    workers = virtual_workers(policy, world, ledger, requests)
-    return run(scheduler, requests, workers, drain=world.drain, clients=clients)
+    return run(
+        scheduler,
+        requests,
+        virtual_workers(policy, world, ledger, requests),
+        drain=world.drain,
+        arrivals=arrivals,
+        outcomes=ledger.outcomes,
+        delay_s=world.front_s,
+    )
 
 
 def virtual_workers(

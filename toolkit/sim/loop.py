@@ -50,44 +50,6 @@ class VirtualWorker(Protocol):
         """
 
 
-class Clients:
-    """The clients of a closed loop: they see requests end, and then send those that follow.
-
-    Args:
-        arrivals: gets the ends.
-        requests: all of the trace, by number.
-        outcomes: of the requests, as the workers write them.
-        delay_s: by which a client sees a last token later than the scheduler.
-    """
-
-    def __init__(
-        self,
-        arrivals: DueRequests,
-        requests: Sequence[Request],
-        outcomes: list[RequestOutcome],
-        delay_s: float,
-    ) -> None:
-        self.arrivals = arrivals
-        self._outcomes = outcomes
-        self._delay_s = delay_s
-        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
-
-    def ended(self, result: PassResult, end_s: float) -> None:
-        """Let clients see the ends in a pass. The scheduler learns of them at `end_s`."""
-        by_time: dict[float, list[int]] = {}
-        for request_id in result.ended:
-            number = self._numbers[request_id]
-            outcome = self._outcomes[number]
-            last_s = max(outcome.last_token_s, outcome.first_token_s)
-            by_time.setdefault(last_s, []).append(number)
-        for last_s, together in by_time.items():
-            self.arrivals.ended(together, last_s, self._delay_s, end_s)
-
-    def refused(self, refusal: Refusal, now_s: float) -> None:
-        """Let a client learn that its request is not served."""
-        self.arrivals.ended([self._numbers[refusal.request_id]], now_s, 0.0, now_s)
-
-
 @contextmanager
 def collector_off() -> Iterator[None]:
     """Switch Python's garbage collector off until the block ends, unless it was off before.
@@ -110,18 +72,28 @@ def run(
     workers: Sequence[VirtualWorker],
     *,
     drain: bool = True,
-    clients: Clients | None = None,
+    arrivals: DueRequests | None = None,
+    outcomes: Sequence[RequestOutcome] = (),
+    delay_s: float = 0.0,
 ) -> list[Refusal]:
     """Drive `scheduler` through `requests` (sorted by arrival) until all have ended; returns the
-    refusals. Each job's number is its request's place. In a closed loop, `clients` say when each
-    request comes.
+    refusals. Each job's number is its request's place.
 
     Without `drain` it stops when the last request has been admitted. Raises
     `SimulationStalledError` with the state if the scheduler leaves requests waiting for ever.
+
+    Args:
+        arrivals: when each request comes; None: at its own time.
+        outcomes: of the requests, as the workers write them; needed where requests follow others.
+        delay_s: by which a client sees a last token later than the scheduler.
     """
-    driver = SimulatedDriver(scheduler, list(requests), list(workers), clients, drain)
-    with collector_off():  # no request makes a reference cycle
-        driver.run()
+    if arrivals is None:
+        times = [request.arrival_s for request in requests]
+        arrivals = DueRequests(times, range(len(times)), {})
+    driver = SimulatedDriver(
+        scheduler, list(requests), list(workers), arrivals, list(outcomes), delay_s, drain
+    )
+    driver.run()
     return driver.refused
 
 
@@ -129,7 +101,8 @@ class SimulatedDriver(Clock):
     """Makes the calls of the live driver, at the times of the virtual clock.
 
     A pass ends at an event with the pass's id as its order, and the worker as its index. The
-    scheduler ticks when all that happens at one time has happened, and when it asked for that.
+    scheduler ticks when all that happens at one time has happened, and when it asked for that. In a
+    closed loop, clients see requests end, and then send those that follow.
     """
 
     def __init__(
@@ -137,20 +110,22 @@ class SimulatedDriver(Clock):
         scheduler: Scheduler,
         requests: list[Request],
         workers: list[VirtualWorker],
-        clients: Clients | None,
+        arrivals: DueRequests,
+        outcomes: list[RequestOutcome],
+        delay_s: float,
         drain: bool,
     ) -> None:
-        arrival_s = [request.arrival_s for request in requests]
-        super().__init__(
-            DueRequests(arrival_s, range(len(requests)), {})
-            if clients is None
-            else clients.arrivals
-        )
+        super().__init__(arrivals)
         self._scheduler = scheduler
         self._requests = requests
         self._workers = workers
-        self._clients = clients
+        self._outcomes = outcomes
+        self._delay_s = delay_s
         self._drain = drain
+        self._follows = arrivals.follow
+        self._numbers: dict[str, int] = {}
+        if arrivals.follow:
+            self._numbers = {request.request_id: k for k, request in enumerate(requests)}
         self._ends_s = [math.inf] * len(workers)  # when the pass of each ends
         self._results: dict[int, PassResult] = {}  # of passes that run, where clients have seen it
         self._idle_wakes = 0
@@ -167,12 +142,12 @@ class SimulatedDriver(Clock):
     def happen(self, rank: int, order: int, index: int) -> None:
         if self.now_s == self._ends_s[index]:
             self._complete(index)
-        elif self._clients is not None and self._ends_s[index] < math.inf:
-            self._tell(index, self._clients)
+        elif self._follows and self._ends_s[index] < math.inf:
+            self._tell(index)
 
     def arrive(self, number: int, came_s: float) -> None:
         request = self._requests[number]
-        if self._clients is not None:
+        if self._follows:
             request = replace(request, arrival_s=came_s)
         refusal = self._scheduler.submit(request, self.now_s, number)
         if refusal is not None:
@@ -205,14 +180,25 @@ class SimulatedDriver(Clock):
         if end_s != self._ends_s[index]:
             self._ends_s[index] = end_s
             self.add(end_s, ENDS, order, index)
-        if self._clients is not None and self._workers[index].known_s < end_s:
+        if self._follows and self._workers[index].known_s < end_s:
             self.add(self._workers[index].known_s, ENDS, order, index)
 
-    def _tell(self, index: int, clients: Clients) -> None:
+    def _tell(self, index: int) -> None:
         """The result of a pass that still runs may be known: then clients see the ends."""
         if self.now_s == self._workers[index].known_s and index not in self._results:
             result = self._results[index] = self._workers[index].finish()
-            clients.ended(result, self._ends_s[index])
+            self._show(result, self._ends_s[index])
+
+    def _show(self, result: PassResult, end_s: float) -> None:
+        """Let clients see the ends in a pass. The scheduler learns of them at `end_s`."""
+        by_time: dict[float, list[int]] = {}
+        for request_id in result.ended:
+            number = self._numbers[request_id]
+            outcome = self._outcomes[number]
+            last_s = max(outcome.last_token_s, outcome.first_token_s)
+            by_time.setdefault(last_s, []).append(number)
+        for last_s, together in by_time.items():
+            self.arrivals.ended(together, last_s, self._delay_s, end_s)
 
     def _complete(self, index: int) -> None:
         self._ends_s[index] = math.inf
@@ -220,10 +206,10 @@ class SimulatedDriver(Clock):
             result = self._results.pop(index)
         else:
             result = self._workers[index].finish()
-            if self._clients is not None:
-                self._clients.ended(result, self.now_s)
+            if self._follows:
+                self._show(result, self.now_s)
         self._scheduler.complete(result, self.now_s)
-        if self._clients is not None:
+        if self._follows:
             for refusal in self._scheduler.take_refusals():
                 self._refuse(refusal)
         self._idle_wakes = 0
@@ -231,8 +217,9 @@ class SimulatedDriver(Clock):
 
     def _refuse(self, refusal: Refusal) -> None:
         self.refused.append(refusal)
-        if self._clients is not None:
-            self._clients.refused(refusal, self.now_s)
+        if self._follows:
+            number = self._numbers[refusal.request_id]
+            self.arrivals.ended([number], self.now_s, 0.0, self.now_s)
 
 
 def _stalled(scheduler: Scheduler, count: int, now_s: float) -> SimulationStalledError:
