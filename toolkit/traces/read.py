@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain, islice, repeat, zip_longest
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import msgspec
 import numpy as np
@@ -125,17 +125,6 @@ class ReadReport:
         if self.unlinked.counts:
             lines.append(self.unlinked.line("as first turns"))
         return tuple(lines)
-
-
-class ParsedRow(NamedTuple):
-    """The numbers of a request."""
-
-    arrival_s: float
-    prompt: int
-    output: int
-    max_tokens: int
-    priority: int
-    took_s: float  # from its arrival to its end; 0: it is not known
 
 
 def read_trace(
@@ -319,13 +308,13 @@ def _collect(
     dropped = Problems()
     for number, record in enumerate(records, start=1):
         try:
-            row = parser.row(record)
+            arrival_s, seconds, lengths = parser.row(record)
         except Unusable as error:
             dropped.add(error.reason, f"row {number:,}: {error.shown}")
             continue
-        arrivals_s.append(row.arrival_s)
-        took_s.append(row.took_s)
-        numbers.extend((number, row.prompt, row.output, row.max_tokens, row.priority))
+        arrivals_s.append(arrival_s)
+        took_s.append(seconds)
+        numbers.extend((number, *lengths))
         if shares and isinstance(record, Mapping):
             label = session.of(record) if session else None
             said = (label, record.get(THINK), record.get(BLOCKS), record.get(BLOCK_TOKENS))
@@ -412,8 +401,10 @@ class _RowParser:
         self._ends = "time" not in taken and self._end is not None and self._duration is not None
         self._zone: timedelta | None = None  # of the first date, ahead of UTC
 
-    def row(self, record: Record | Unusable) -> ParsedRow:
-        """Return the numbers of one row. Raises `Unusable` if a value is impossible."""
+    def row(self, record: Record | Unusable) -> tuple[float, float, tuple[int, int, int, int]]:
+        """Return when a row's request came and how long it took, in seconds (0: not known), and its
+        prompt, output, limit and priority. Raises `Unusable` if a value is impossible.
+        """
         if isinstance(record, Unusable):
             raise record
         if record is None:
@@ -444,7 +435,7 @@ class _RowParser:
         if self._limit and 0 < max_tokens < output:
             shown = f"{_shown(record, self._output)}, {_shown(record, self._limit)}"
             raise Unusable(BEYOND, shown)
-        return ParsedRow(arrival_s, prompt, output, max_tokens, priority, took_s or 0.0)
+        return arrival_s, took_s or 0.0, (prompt, output, max_tokens, priority)
 
     def _arrival_s(self, record: Mapping[str, object]) -> float:
         """Return the arrival of a row, or its end. Raises `Unusable` if the time is impossible."""
