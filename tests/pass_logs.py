@@ -4,7 +4,6 @@ import numpy as np
 
 from toolkit.files.iterations import (
     IterationLogHeader,
-    LoggedArrival,
     LoggedPass,
     LoggedRow,
     shape_of_rows,
@@ -12,6 +11,7 @@ from toolkit.files.iterations import (
 )
 from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.types import Request
 from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.vllm import VllmScheduler
 
@@ -78,7 +78,7 @@ def passes(asked, *, law=LAW, noise=0.02, seed=0, start_s=1000.0) -> list[Logged
         while arrived < len(asked) and start_s + asked[arrived][0] <= now_s:
             at_s, prompt, output = asked[arrived]
             scheduler.add(PagedRow(arrived, prompt, output))
-            came.append(LoggedArrival(f"r{arrived}", start_s + at_s, prompt, output))
+            came.append(Request(f"r{arrived}", start_s + at_s, prompt, output))
             arrived += 1
         plan = scheduler.schedule()
         if not plan.rows:

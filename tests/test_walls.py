@@ -30,6 +30,7 @@ FLOORS = {
 }  # fmt: skip
 SAME_FLOOR = {
     ("files", "laws"),
+    ("files", "sched"),
     ("engine_traits", "errors"),
     ("engine_traits", "extras"),
     ("extras", "errors"),

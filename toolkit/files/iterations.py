@@ -13,6 +13,7 @@ import msgspec
 
 from toolkit.catalogue.resolved import Resolved
 from toolkit.laws.features import StepShape, chunk_attended, chunk_inside
+from toolkit.sched.types import Request
 
 
 class LoggedRow(NamedTuple):
@@ -79,15 +80,6 @@ class IterationLogHeader(msgspec.Struct, frozen=True, kw_only=True):
     resolved: Resolved | None = None
 
 
-class LoggedArrival(NamedTuple):
-    """A request that has come: when, on the clock of the passes, and its lengths."""
-
-    request_id: str
-    arrival_s: float
-    prompt_tokens: int
-    max_new_tokens: int
-
-
 class LoggedPass(msgspec.Struct, kw_only=True):
     """One forward pass. Times are seconds of the machine's monotonic clock, of all processes.
 
@@ -110,7 +102,7 @@ class LoggedPass(msgspec.Struct, kw_only=True):
     ready_s: float = 0.0
     accepted: list[int] = []
     changed: dict[str, bool | int | float | str] = {}  # settings that are new with this pass
-    arrived: list[LoggedArrival] = []  # since the pass before; of a server with live settings
+    arrived: list[Request] = []  # since the pass before; of a server with live settings
 
 
 _HEADER = msgspec.json.Decoder(IterationLogHeader)

@@ -49,7 +49,6 @@ from toolkit.errors import InputError
 from toolkit.files.io import read_file
 from toolkit.files.iterations import (
     IterationLogHeader,
-    LoggedArrival,
     LoggedPass,
     LoggedRow,
     shape_of_rows,
@@ -57,6 +56,7 @@ from toolkit.files.iterations import (
 )
 from toolkit.files.plan import Plan
 from toolkit.laws.passes import PassLaw
+from toolkit.sched.types import Request
 
 
 class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent during type checks
@@ -72,7 +72,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         self._settled = False  # a pass has ended since the last one was planned
         self._preempted: list[str] = []  # since the last pass was planned
         self._gone: list[str] = []  # aborted since the last pass ended
-        self._arrived: list[LoggedArrival] = []  # since the last pass was planned
+        self._arrived: list[Request] = []  # since the last pass was planned
         self.control: EngineControl | None = None
         if os.environ.get(CONTROL_VARIABLE):
             control.install()
@@ -118,7 +118,7 @@ class PassLoggingMixin(Scheduler):  # type: ignore[misc]  # vLLM is absent durin
         if self.control is not None and request.request_id not in self.requests:
             arrival_s = time.monotonic() - (time.time() - request.arrival_time)
             lengths = request.num_prompt_tokens, request.max_tokens
-            self._arrived.append(LoggedArrival(request.request_id, arrival_s, *lengths))
+            self._arrived.append(Request(request.request_id, arrival_s, *lengths))
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
