@@ -302,8 +302,8 @@ def check_counts(front: Balancer) -> None:
         assert replica.prefill_cached == sum(each.cached_tokens for each in prefilling)
         assert replica.prompt_tokens == sum(each.prompt_tokens for each in sent)
         assert replica.decode_tokens == sum(each.prompt_tokens for each in sent if each.has_token)
-        assert replica.blocks == len({block for each in sent for block in each.blocks})
-        assert replica.in_time == sum(each.stalls == replica._stalls for each in sent)
+        assert replica.blocks == len({block for each in sent for block in each.request.blocks})
+        assert replica.in_time == sum(each.after_stalls == replica._stalls for each in sent)
 
 
 @pytest.mark.parametrize(

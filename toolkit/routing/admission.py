@@ -17,7 +17,7 @@ import numpy as np
 
 from toolkit.routing.base import Router
 from toolkit.routing.by_law import LawRouter
-from toolkit.routing.replicas import Replica, RequestOutlook, RouterView, Sent
+from toolkit.routing.replicas import Replica, RouterView, Sent
 from toolkit.routing.types import RoutedRequest, strictest
 
 TARGET_SHARE_MAX = 0.9  # refuse a request that is predicted to take more than this of a target
@@ -94,56 +94,50 @@ class Admission:
         self, request: RoutedRequest, view: RouterView, able: Sequence[Replica], chosen: int
     ) -> int | Overload:
         """The replica for a request: the `chosen` one where it would keep the targets, else the one
-        where it would come nearest to them. `view.outlook` is then what to expect there.
+        where it would come nearest to them. `view.expected` is then the request there.
         """
         home = next(replica for replica in able if replica.index == chosen)
-        outlook = view.outlook or self._law.outlook(request, home, view)
-        excess_s, predicted = self._excess(request, home, outlook, view)
+        sent = view.expected or self._law.expected(request, home, view)
+        excess_s, predicted = self._excess(sent, home, view)
         if excess_s:
-            outlooks = [self._law.outlook(request, replica, view) for replica in able]
+            each = [self._law.expected(request, replica, view) for replica in able]
             excesses = [
-                self._excess(request, replica, each, view)
-                for replica, each in zip(able, outlooks, strict=True)
+                self._excess(one, replica, view) for one, replica in zip(each, able, strict=True)
             ]
             best = min(range(len(able)), key=lambda k: excesses[k])
             home = able[best]
-            outlook = outlooks[best]
+            sent = each[best]
             excess_s, predicted = excesses[best]
         if excess_s:
             return Overload(predicted, excess_s)
-        view.outlook = outlook
+        view.expected = sent
         return home.index
 
     def first_token(self, sent: Sent, now_s: float) -> None:
         """The first token of a request came back."""
-        if sent.first_s > 0.0:
+        if sent.first_s >= 0.0:
             self._delay.add(sent.first_s - sent.sent_s, now_s - sent.sent_s)
 
     def _excess(
-        self, request: RoutedRequest, replica: Replica, outlook: RequestOutlook, view: RouterView
+        self, sent: Sent, replica: Replica, view: RouterView
     ) -> tuple[float, PredictedLatency]:
         """See `LatencyLimits.excess_s`, and the forecast."""
-        delay_s = self._delay.value_s
-        predicted = self._latency(request, replica, outlook, view, delay_s)
+        predicted = self._latency(sent, replica, view, self._delay.value_s)
         if not self.limits.excess_s(predicted):
             return 0.0, predicted
         idle = Replica(replica.index, replica.traits)
-        alone = self._latency(request, idle, self._law.outlook(request, idle, view), view, 0.0)
+        alone = self._latency(self._law.expected(sent.request, idle, view), idle, view, 0.0)
         predicted = predicted._replace(contention_s=predicted.e2e_s - alone.e2e_s)
         return self.limits.possible(alone).excess_s(predicted), predicted
 
     def _latency(
-        self,
-        request: RoutedRequest,
-        replica: Replica,
-        outlook: RequestOutlook,
-        view: RouterView,
-        delay_s: float,
+        self, sent: Sent, replica: Replica, view: RouterView, delay_s: float
     ) -> PredictedLatency:
         """The forecast, as if other requests caused all of it."""
-        first_s = max(outlook.prefilled_s - view.now_s + delay_s, 0.0)
+        first_s = max(sent.first_s - view.now_s + delay_s, 0.0)
         law = replica.traits.law
         assert law is not None
+        request = sent.request
         expected = min(view.expected_tokens, request.max_new_tokens)
         rows = min(replica.requests + 1, replica.traits.max_rows)
         context = replica.prompt_tokens + request.prompt_tokens + rows * expected / 2

@@ -110,10 +110,10 @@ class Balancer:
                 return placed
             index = placed
         replica = self.replicas[index]
-        sent = Sent(request, now_s, view.cached_tokens(request, replica))
+        sent = view.expected
+        if sent is None:
+            sent = Sent(request, now_s, view.cached_tokens(request, replica))
         replica.add(sent)
-        if view.outlook is not None:
-            replica.expect(sent, view.outlook)
         self._homes[request.request_id] = replica
         self._index.add(index, request.blocks, now_s)
         return index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.errors import InputError
 from toolkit.routing.base import Router
-from toolkit.routing.replicas import Replica, RequestOutlook, RouterView
+from toolkit.routing.replicas import Replica, RouterView, Sent
 from toolkit.routing.types import RoutedRequest, RouterLaw
 from toolkit.sched.policies.parameters import parameter, policy
 
@@ -44,23 +44,26 @@ class LawRouter(Router):
     gap_s: float = parameter(0.0, doc="target of the largest gap between two tokens; 0: none")
 
     def choose(self, request: RoutedRequest, view: RouterView) -> int:
-        """The replica of the least cost; what is expected there is left in `view.outlook`."""
+        """The replica of the least cost; what is expected there is left in `view.expected`."""
         view.replicas = _likely(view)
-        outlooks = [self.outlook(request, replica, view) for replica in view.replicas]
-        index = view.least([outlook.cost_s for outlook in outlooks])
+        each = [self.expected(request, replica, view) for replica in view.replicas]
+        index = view.least([sent.cost_s for sent in each])
         for place, replica in enumerate(view.replicas):
             if replica.index == index:
-                view.outlook = outlooks[place]
+                view.expected = each[place]
         return index
 
-    def outlook(self, request: RoutedRequest, replica: Replica, view: RouterView) -> RequestOutlook:
-        """What to expect of a request on a replica. `InputError` if it has no law of a pass."""
+    def expected(self, request: RoutedRequest, replica: Replica, view: RouterView) -> Sent:
+        """Return the request as it would be sent to a replica now, with what to expect of it there.
+        Raises InputError if the replica has no law of a pass.
+        """
         law = _law(replica)
         behind_s: float = law.behind_s
         expected = view.expected_tokens if view.expected_tokens > 1.0 else 1.0
         prompt = request.prompt_tokens
         cached = min(view.matched[replica.index] * view.block_tokens, prompt - 1)
-        new = prompt - cached
+        sent = Sent(request, view.now_s, cached)
+        new = sent.new_tokens
         rows = replica.decodes
         decodes = min(rows, replica.max_rows)
         # rows that decode have generated half of their output on average
@@ -91,7 +94,6 @@ class LawRouter(Router):
         first_s += _memory_wait_s(replica, new, context, plain_s, expected)
         lost_s = own_s * decodes + expected * slower_s * decodes
         late = 0.0
-        stalls = False
         ttft_s = self.ttft_s
         gap_s = self.gap_s
         if ttft_s:
@@ -102,12 +104,13 @@ class LawRouter(Router):
             attended = own * (prompt - own / 2) + (tokens - own) * attended_ahead / max(ahead, 1)
             longest_s: float = law.pass_s(decodes, context, 1, tokens, attended)
             longest_s += behind_s * (prompt - own)
-            stalls = longest_s > gap_s
+            sent.stalls = longest_s > gap_s
             late += replica.in_time * _chance(longest_s, gap_s)
         cost_s = self.first * first_s + expected * (plain_s + slower_s) + self.others * lost_s
-        cost_s += self.late * late + self.work * own_s
-        is_late = ttft_s > 0.0 and first_s > ttft_s
-        return RequestOutlook(view.now_s + first_s, is_late, stalls, cost_s)
+        sent.cost_s = cost_s + (self.late * late + self.work * own_s)
+        sent.first_s = view.now_s + first_s
+        sent.is_late = ttft_s > 0.0 and first_s > ttft_s
+        return sent
 
 
 def _law(replica: Replica) -> RouterLaw:

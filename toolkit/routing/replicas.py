@@ -23,17 +23,21 @@ from toolkit.routing.types import (
 
 
 class Sent:
-    """A request that a replica has.
+    """A request on a replica: as it was sent there, or as `by-law` expects it to go there.
 
     Attributes:
         cached_tokens: what the router expected to be cached.
-        stalls: the stalls of the replica before it; -1: it is late in any case.
-        first_s: when its first token is expected; 0: that was not computed.
+        first_s: when its first token is expected: the prompts there, this one the last, have been
+            computed. Below 0: that is not known.
+        is_late: whether it is expected to miss a target in any case.
+        stalls: whether its prompt delays a token of the others there beyond their target.
+        cost_s: what it costs there, in seconds.
+        after_stalls: the stalls of the replica when it came; -1: it is late in any case.
     """
 
     __slots__ = (
-        "blocks", "cached_tokens", "first_s", "has_token", "new_tokens", "prompt_tokens", "request",
-        "sent_s", "stalls",
+        "after_stalls", "cached_tokens", "cost_s", "first_s", "has_token", "is_late", "new_tokens",
+        "prompt_tokens", "request", "sent_s", "stalls",
     )  # fmt: skip
 
     def __init__(self, request: RoutedRequest, sent_s: float, cached_tokens: int) -> None:
@@ -42,31 +46,10 @@ class Sent:
         self.cached_tokens = cached_tokens
         self.prompt_tokens = request.prompt_tokens
         self.new_tokens = self.prompt_tokens - cached_tokens
-        self.blocks: Sequence[object] = request.blocks
-        self.has_token = False
-        self.stalls = -1
-        self.first_s = 0.0
-
-
-class RequestOutlook:
-    """What `by-law` expects of a request on a replica.
-
-    Attributes:
-        prefilled_s: when the prompts there, this one the last, have been computed.
-        is_late: whether it is expected to miss a target in any case.
-        stalls: whether its prompt delays a token of the others there beyond their target.
-        cost_s: what it costs there, in seconds.
-    """
-
-    __slots__ = ("cost_s", "is_late", "prefilled_s", "stalls")
-
-    def __init__(
-        self, prefilled_s: float, is_late: bool, stalls: bool, cost_s: float = 0.0
-    ) -> None:
-        self.prefilled_s = prefilled_s
-        self.is_late = is_late
-        self.stalls = stalls
-        self.cost_s = cost_s
+        self.has_token = self.is_late = self.stalls = False
+        self.first_s = -1.0
+        self.cost_s = 0.0
+        self.after_stalls = -1
 
 
 class Replica:
@@ -81,7 +64,7 @@ class Replica:
         decode_tokens: prompt tokens of the others.
         prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
-        in_time: of those with an `RequestOutlook`, how many are expected to keep their targets.
+        in_time: of those with an expected first token, how many are expected to keep their targets.
         prefilled_s: when the prompts that it has are expected to have been computed.
     """
 
@@ -156,21 +139,19 @@ class Replica:
         self.prefill_cached += sent.cached_tokens
         self.prompt_tokens += sent.prompt_tokens
         known = self._uses
-        for block in sent.blocks:
+        for block in sent.request.blocks:
             uses = known.get(block, 0)
             known[block] = uses + 1
             if not uses:
                 self.blocks += 1
-
-    def expect(self, sent: Sent, outlook: RequestOutlook) -> None:
-        """What is expected of a request that was just added, and of the others with it."""
-        self.prefilled_s = sent.first_s = outlook.prefilled_s
-        if outlook.stalls:
-            self._stalls += 1
-            self.in_time = 0
-        if not outlook.is_late:
-            sent.stalls = self._stalls
-            self.in_time += 1
+        if sent.first_s >= 0.0:
+            self.prefilled_s = sent.first_s
+            if sent.stalls:
+                self._stalls += 1
+                self.in_time = 0
+            if not sent.is_late:
+                sent.after_stalls = self._stalls
+                self.in_time += 1
 
     def first_token(self, request_id: str) -> Sent | None:
         """The first token of a request came back; returns it if it had none before."""
@@ -188,14 +169,14 @@ class Replica:
         if sent is None:
             return
         self.prompt_tokens -= sent.prompt_tokens
-        if sent.stalls == self._stalls:
+        if sent.after_stalls == self._stalls:
             self.in_time -= 1
         if sent.has_token:
             self.decode_tokens -= sent.prompt_tokens
         else:
             self._end_prefill(sent)
         known = self._uses
-        for block in sent.blocks:
+        for block in sent.request.blocks:
             uses = known[block] - 1
             if uses:
                 known[block] = uses
@@ -312,12 +293,12 @@ class RouterView:
         expected_tokens: mean output of the requests that ended last.
         routed: how many requests were routed before.
         rings: what `session` keeps between requests.
-        outlook: where a router says what it expects of the request, if it does.
+        expected: the request on the replica that a router chose, if it says what it expects there.
     """
 
     __slots__ = (
         "_blocks", "_index", "_matched", "block_tokens", "blocks", "every",
-        "expected_tokens", "now_s", "outlook", "replicas", "rings", "rng", "routed",
+        "expected", "expected_tokens", "now_s", "replicas", "rings", "rng", "routed",
     )  # fmt: skip
 
     def __init__(
@@ -332,7 +313,7 @@ class RouterView:
         self.routed = self.blocks = 0
         self.rings: dict[object, tuple[list[int], list[int]]] = {}
         self.now_s = 0.0
-        self.outlook: RequestOutlook | None = None
+        self.expected: Sent | None = None
         self._blocks: Sequence[object] = ()
         self._matched: list[int] | None = None
 
@@ -340,7 +321,7 @@ class RouterView:
         """A request is to be routed to one of these."""
         self.replicas = replicas
         self.now_s = now_s
-        self.outlook = None
+        self.expected = None
         self._blocks = request.blocks
         self._matched = None
         self.blocks = len(self._blocks)
