@@ -39,7 +39,6 @@ from toolkit.files.recipe import RouterSpec
 from toolkit.routing.routers import make_router
 from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
-from toolkit.sim.replicas import Routing
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
 
@@ -263,7 +262,7 @@ def test_replicas_are_predicted_behind_the_router_of_the_plan():
         plan = plan.model_copy(update={"settings": settings})
         found[name] = predicted(plan, trace)
         world = world_from_fit(plan.fit, workers=2, max_new_tokens=recipe.serve.max_new_tokens)
-        routed = replace(world, routing=Routing.of_front(make_router(name, {})))
+        routed = replace(world, router=make_router(name, {}))
         behind = simulate(trace, make_any("vllm", plan.settings.parameters), routed)
         assert found[name].counters == behind.counters
     hits = {name: result.counters["hit_percent"] for name, result in found.items()}

@@ -14,11 +14,11 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.routing.routers import make_router
+from toolkit.routing.simple import RoundRobinRouter
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
@@ -72,8 +72,7 @@ def test_a_paged_engine_keeps_so_many_at_once(ahead: bool, concurrency: int) -> 
 
 @pytest.mark.parametrize("router", ["round-robin", "least-requests", "by-law", "llm-d"])
 def test_replicas_behind_a_router_share_one_line_of_requests(router: str) -> None:
-    routing = Routing(make_router(router, {}))
-    there = replace(paged.world(ENGINE, 3), routing=routing)
+    there = replace(paged.world(ENGINE, 3), router=make_router(router, {}))
     check(simulate(some(200), POLICY, at_once(there, 11)), 11)
 
 
@@ -81,7 +80,7 @@ def test_without_a_router_engines_get_requests_in_turn() -> None:
     there = at_once(paged.world(ENGINE, 3), 11)
     in_turn = simulate(some(200), POLICY, there)
     check(in_turn, 11)
-    same(in_turn, simulate(some(200), POLICY, replace(there, routing=Routing())))
+    same(in_turn, simulate(some(200), POLICY, replace(there, router=RoundRobinRouter())))
 
 
 @pytest.mark.parametrize("policy", ["slice", "sequence", "fcfs", "conservative", "mlfq"])
@@ -97,7 +96,7 @@ def test_the_next_starts_when_the_client_has_seen_the_last_token(
 def test_a_paged_engine_s_front_delays_the_next_too() -> None:
     engine = replace(ENGINE, front_s=0.01)
     check(simulate(some(), POLICY, at_once(paged.world(engine), 5)), 5, delay_s=0.01)
-    routed = replace(paged.world(engine, 2), routing=Routing())
+    routed = replace(paged.world(engine, 2), router=RoundRobinRouter())
     check(simulate(some(), POLICY, at_once(routed, 5)), 5, delay_s=0.01)
 
 

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from paged import pass_by_pass, same_times, trace_of, world
 from plain_passes import serve
 from test_sim_paged import small
-from test_sim_replicas import made_up
+from test_sim_replicas import each_alone, made_up
 
 from toolkit.laws.passes import GraphSettings, PassLaw
 from toolkit.routing.balancer import Balancer
 from toolkit.routing.routers import make_router
+from toolkit.routing.simple import RoundRobinRouter
 from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim import replicas
 from toolkit.sim.api import simulate
 from toolkit.sim.flight import steps_before, stretch_s
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Routing
 
 # Graphs of up to 4 tokens. A graph of a row takes 3 ms to launch and 5 ms on the GPU; a prompt of
 # 10 tokens takes 20 ms to launch, and as long on the GPU as its launch.
@@ -157,11 +158,13 @@ def test_where_launches_cost_nothing_a_pass_is_all_that_counts(rows, policy, rou
         graphs=GraphSettings("FULL", (), apart),
     )
     steps = PassLaw({"pass": 2.1e-3, "cached": 1e-6, "attended": 1e-7}, (2e-4,), (0,))
-    more = {"routing": Routing(make_router("llm-d", {}), report_s=0.01)} if routed else {}
-    one, other = (
-        simulate(trace_of(spaced(rows)), policy, world(engine_of(law), 1 + routed, **more))
-        for law in (pipeline, steps)
-    )
+    more = {"router": make_router("llm-d", {})} if routed else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "REPORT_EVERY_S", 0.01)
+        one, other = (
+            simulate(trace_of(spaced(rows)), policy, world(engine_of(law), 1 + routed, **more))
+            for law in (pipeline, steps)
+        )
     same_times(one, other, atol=1e-11)
 
 
@@ -197,17 +200,18 @@ EAGER = replace(LAW, graphs=GraphSettings("NONE", ()), spread=(0.5, 1.5, 1.0))
 @pytest.mark.parametrize("law", [LAW, APART, EAGER], ids=["graphs", "apart", "eager"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("shares", [False, True])
-def test_round_robin_is_what_dealing_in_turn_is(law, depth, shares) -> None:
+def test_in_turn_each_engine_serves_as_it_does_alone(law, depth, shares) -> None:
     """Alone an engine knows when the next request comes; behind a router its leaps are cut."""
     trace = made_up(0, gap_s=0.02)
     if not shares:
         trace = replace(trace, shared=None)
     there = world(engine_of(law, depth), 2)
-    routed = simulate(trace, FLAGS, replace(there, routing=Routing()))
-    alone = simulate(trace, FLAGS, there)
-    same_times(routed, alone)
-    assert routed.counters["evicted_percent"] == alone.counters["evicted_percent"] > 0
-    assert routed.counters.get("hit_tokens") == alone.counters.get("hit_tokens")
+    found = simulate(trace, FLAGS, there)
+    assert found.counters["evicted_percent"] > 0
+    for k, alone in enumerate(each_alone(trace, there, FLAGS)):
+        for name in ("first_token_s", "finish_s", "max_gap_s", "ok"):
+            own = getattr(found.served, name)[k::2]
+            np.testing.assert_allclose(own, getattr(alone.served, name), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("law", [LAW, APART, EAGER], ids=["graphs", "apart", "eager"])
@@ -215,7 +219,7 @@ def test_round_robin_is_what_dealing_in_turn_is(law, depth, shares) -> None:
 @pytest.mark.parametrize("routed", [False, True])
 def test_a_fixed_concurrency_is_kept(law, depth, routed) -> None:
     """The next request comes when a token that was held back is the last of another."""
-    more = {"routing": Routing()} if routed else {}
+    more = {"router": RoundRobinRouter()} if routed else {}
     there = replace(world(engine_of(law, depth, 400), 1, **more), concurrency=5)
     trace = replace(made_up(1, 60), shared=None)
     served = simulate(trace, FLAGS, there).served
@@ -234,11 +238,13 @@ def test_turns_of_a_session_follow_the_tokens_that_clients_have(depth: int) -> N
     np.testing.assert_allclose(served.arrival_s[1:], served.finish_s[:-1] + 0.05)
 
 
-def test_reports_in_the_middle_of_a_leap_count_the_blocks_so_far() -> None:
+def test_reports_in_the_middle_of_a_leap_count_the_blocks_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A leap of 200 steps takes 50 blocks; each report has as many as a run from pass to pass."""
     rows = [(0.0, 10, 200, 0), (2.0, 4, 4, 0)]
-    routing = Routing(make_router("llm-d", {}), report_s=0.05)
-    there = world(engine_of(LAW, blocks=90), 1, routing=routing)
+    monkeypatch.setattr(replicas, "REPORT_EVERY_S", 0.05)
+    there = world(engine_of(LAW, blocks=90), 1, router=make_router("llm-d", {}))
 
     def seen() -> list[float]:
         found = []

@@ -1,4 +1,4 @@
-"""Replicas behind a router on virtual time: the same times as without a router where requests are
+"""Replicas behind a router on virtual time: the same times as of each alone, where requests are
 dealt in turn, and what each router sees.
 """
 
@@ -12,15 +12,23 @@ from toolkit.errors import InputError
 from toolkit.routing.admission import LatencyLimits
 from toolkit.routing.base import Router
 from toolkit.routing.routers import ROUTERS, make_router
+from toolkit.routing.simple import RoundRobinRouter
 from toolkit.sched.policies.past_future import PastFuturePolicy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.api import simulate
+from toolkit.sim import replicas
+from toolkit.sim.api import SimResult, simulate
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Routing
-from toolkit.sim.world import WorldSettings
+from toolkit.sim.world import World, WorldSettings
 from toolkit.traces.types import Trace
 
 POLICY = VllmPolicy(max_num_seqs=6, max_num_batched_tokens=64)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front for short prompts, and for passes of a few milliseconds."""
+    monkeypatch.setattr(replicas, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(replicas, "REPORT_EVERY_S", 0.1)
 
 
 def made_up(seed: int, requests: int = 120, *, groups: int = 5, gap_s: float = 0.03) -> Trace:
@@ -49,26 +57,39 @@ def same(one, other) -> None:
     assert one.counters == pytest.approx(other.counters, rel=1e-12)
 
 
+def each_alone(trace: Trace, there: World, policy: VllmPolicy = POLICY) -> list[SimResult]:
+    """Each engine with every so many-th request, in a world of its own."""
+    alone = replace(there, workers=1)
+    numbers = np.arange(len(trace))
+    return [
+        simulate(trace.take(numbers[k :: there.workers]), policy, alone)
+        for k in range(there.workers)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_round_robin_is_what_dealing_in_turn_is(ahead: bool, shares: bool, workers: int) -> None:
+def test_in_turn_each_engine_serves_as_it_does_alone(ahead: bool, shares: bool) -> None:
     for seed in range(2):
-        trace = made_up(seed, gap_s=0.03 / workers)
+        trace = made_up(seed, gap_s=0.01)
         if not shares:
             trace = replace(trace, shared=None)
-        there = world(PagedEngine(LAW, 30, 4, ahead), workers)
-        routed = simulate(trace, POLICY, replace(there, routing=Routing()))
-        same(routed, simulate(trace, POLICY, there))
-        assert routed.counters["evicted_percent"] > 0
+        there = world(PagedEngine(LAW, 30, 4, ahead), 3)
+        found = simulate(trace, POLICY, there)
+        assert found.counters["evicted_percent"] > 0
+        for k, alone in enumerate(each_alone(trace, there)):
+            for name in ("first_token_s", "finish_s", "max_gap_s", "ok"):
+                own = getattr(found.served, name)[k::3]
+                np.testing.assert_array_equal(own, getattr(alone.served, name))
+        same(found, simulate(trace, POLICY, replace(there, router=RoundRobinRouter())))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_without_drain_it_stops_at_the_last_admission(ahead: bool) -> None:
     there = world(PagedEngine(LAW, 30, 4, ahead), drain=False)
     trace = made_up(3)
-    routed = simulate(trace, POLICY, replace(there, routing=Routing()))
+    routed = simulate(trace, POLICY, replace(there, router=RoundRobinRouter()))
     same(routed, simulate(trace, POLICY, there))
     assert 0 < routed.counters["unfinished"] < len(trace)
 
@@ -85,7 +106,7 @@ def test_sessions_in_a_closed_loop_too(ahead: bool) -> None:
     trace = trace_of(rows, previous=previous, think_s=0.05)
     engine = PagedEngine(LAW, 60, 4, ahead, front_s=0.01, front_row_s=0.001)
     there = world(engine)
-    routed = simulate(trace, POLICY, replace(there, routing=Routing()))
+    routed = simulate(trace, POLICY, replace(there, router=RoundRobinRouter()))
     same(routed, simulate(trace, POLICY, there))
     assert routed.counters["hit_percent"] > 30
 
@@ -93,15 +114,16 @@ def test_sessions_in_a_closed_loop_too(ahead: bool) -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_serves_all_and_twice_the_same(name: str) -> None:
     trace = made_up(1, gap_s=0.01)
-    routing = Routing(make_router(name, {}))
-    there = replace(world(PagedEngine(LAW, 60, 4), 4), routing=routing)
+    there = replace(world(PagedEngine(LAW, 60, 4), 4), router=make_router(name, {}))
     one = simulate(trace, POLICY, there)
     other = simulate(trace, POLICY, there)
     same(one, other)
     assert one.served.ok.all()
 
 
-def test_a_front_matches_by_larger_blocks_than_the_trace_has() -> None:
+def test_a_front_matches_by_larger_blocks_than_the_trace_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of 15 tokens in blocks of 4, a front with blocks of 8 sees one: the hash of the second."""
     seen: list[tuple[int, ...]] = []
 
@@ -112,9 +134,10 @@ def test_a_front_matches_by_larger_blocks_than_the_trace_has() -> None:
 
     trace = trace_of([(0.0, 15, 3), (0.0, 16, 3)], ids=[[1, 2, 3, 4], [1, 2, 5, 6]])
     there = world(PagedEngine(LAW, 40, 4), 2)
-    for block_tokens, blocks in ((0, (1, 2, 3)), (4, (1, 2, 3)), (8, (2,))):
+    for block_tokens, blocks in ((2, (1, 2, 3)), (4, (1, 2, 3)), (8, (2,))):
         seen.clear()
-        simulate(trace, POLICY, replace(there, routing=Routing(Spy(), block_tokens=block_tokens)))
+        monkeypatch.setattr(replicas, "BLOCK_TOKENS", block_tokens)
+        simulate(trace, POLICY, replace(there, router=Spy()))
         assert seen[0] == blocks
     assert seen[1] == (2, 6)
 
@@ -123,7 +146,7 @@ def test_a_router_by_prefix_hits_more_than_dealing_in_turn() -> None:
     trace = made_up(2, 400, groups=8, gap_s=0.02)
     there = world(PagedEngine(LAW, 40, 4), 4)
     found = {
-        name: simulate(trace, POLICY, replace(there, routing=Routing(make_router(name, {}))))
+        name: simulate(trace, POLICY, replace(there, router=make_router(name, {})))
         for name in ("round-robin", "dynamo", "llm-d", "by-law")
     }
     rates = {name: result.counters["hit_percent"] for name, result in found.items()}
@@ -131,16 +154,16 @@ def test_a_router_by_prefix_hits_more_than_dealing_in_turn() -> None:
 
 
 def test_a_router_before_a_policy_that_routes_itself_is_refused() -> None:
-    there = replace(world(PagedEngine(LAW, 40, 4)), routing=Routing())
+    there = replace(world(PagedEngine(LAW, 40, 4)), router=RoundRobinRouter())
     with pytest.raises(InputError, match="'past-future'"):
         simulate(made_up(0, 5), PastFuturePolicy(), there)
 
 
 def test_the_world_s_setting_names_a_router() -> None:
-    assert WorldSettings().routing({}, {}) is None
-    routing = WorldSettings(replica_router="llm-d").routing({"queue": 3.0}, {})
-    assert routing is not None
-    assert routing.router.name == "llm-d"
+    assert WorldSettings().front({}, {}) == (None, LatencyLimits())
+    router, limits = WorldSettings(replica_router="llm-d").front({"queue": 3.0}, {})
+    assert router == make_router("llm-d", {"queue": 3.0})
+    assert limits == LatencyLimits()
     with pytest.raises(InputError, match=r"replica_router.*'llmd'"):
         WorldSettings(replica_router="llmd")
 
@@ -153,8 +176,8 @@ def test_refusing_by_forecast_raises_goodput_in_an_overload(name: str) -> None:
     found = {}
     for gap_s in (0.05, 0.001):
         for limits in (LatencyLimits(), LatencyLimits.of(sla)):
-            routing = Routing(make_router(name, {}), limits=limits)
-            result = simulate(made_up(4, 600, gap_s=gap_s), POLICY, replace(there, routing=routing))
+            front = replace(there, router=make_router(name, {}), limits=limits)
+            result = simulate(made_up(4, 600, gap_s=gap_s), POLICY, front)
             found[gap_s, limits.ttft_s] = result.metrics(sla)
     assert found[0.05, 0.4]["goodput_rps"] == found[0.05, np.inf]["goodput_rps"]
     assert found[0.05, 0.4]["refused"] == 0

@@ -145,7 +145,7 @@ def _contender(
     )
     world = replace(world, concurrency=scenario.concurrency)
     check_capacity(of_world, world, trace)
-    router = world.routing.router.name if world.routing and name in BUILT_IN else ""
+    router = world.router.name if world.router and name in BUILT_IN else ""
     return Contender(policy_for(scenario.fit, name, of_policy), world, router)
 
 

@@ -23,6 +23,7 @@ from toolkit.metrics import (
     sla_ratios,
     summarize,
 )
+from toolkit.routing.admission import UNLIMITED
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -150,16 +151,14 @@ def _run(
     trace: Trace,
 ) -> list[Refusal]:
     """Serve under a policy of this project's scheduler; return the refused requests."""
-    if world.routing is not None:
-        router = f"replica_router is '{world.routing.router.name}'"
-        what = "admission is 'targets'" if world.refuses else router
+    if world.router is not None:
+        router = f"replica_router is '{world.router.name}'"
+        what = "admission is 'targets'" if world.limits != UNLIMITED else router
         raise InputError(
             f"{what}, and policy '{policy.name}' gives requests to workers itself",
             f"leave it out, or simulate the policy '{VllmPolicy.name}'",
         )
-    arrivals = arrivals_of(
-        range(len(requests)), ledger.arrival_s, world.turns(trace), world.concurrency
-    )
+    arrivals = arrivals_of(ledger.arrival_s, world.turns(trace), world.concurrency)
     if policy.knows_lengths:
         outputs = zip(requests, ledger.output_tokens, strict=True)
         policy = policy.with_lengths({request.request_id: tokens for request, tokens in outputs})

@@ -121,33 +121,32 @@ class FixedConcurrency(DueRequests):
 
 
 def arrivals_of(
-    numbers: Sequence[int],
     arrival_s: list[float],
     turns: Sessions | None,
     concurrency: int,
     refused: Container[int] = (),
 ) -> DueRequests:
-    """Return when each of `numbers` comes; `arrival_s` has and gets the times of all requests.
+    """Return when each request comes; `arrival_s` has and gets the times of all.
 
     Args:
         turns: the sessions of a closed loop.
-        concurrency: requests at once; 0: not fixed. If it is, `numbers` are all requests.
+        concurrency: requests at once; 0: not fixed.
         refused: requests that do not come, except where others follow them.
     """
     if concurrency:
         return FixedConcurrency(arrival_s, concurrency)
     later: dict[int, list[Later]] = {}
-    follow: set[int] = set()
+    numbers = range(len(arrival_s))
+    previous = [-1] * len(arrival_s)
     if turns is not None:
         previous = turns.previous.tolist()
         think_s = turns.think_s.tolist()
         for number in numbers:
             if previous[number] >= 0:
                 later.setdefault(previous[number], []).append((number, think_s[number]))
-                follow.add(number)
     first = [
         number
         for number in numbers
-        if number not in follow and (number not in refused or number in later)
+        if previous[number] < 0 and (number not in refused or number in later)
     ]
     return DueRequests(arrival_s, first, later)

@@ -13,7 +13,6 @@ from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
 from toolkit.sched.policies import BUILT_IN, make_any
 from toolkit.sched.protocols import AnyPolicy
-from toolkit.sim.replicas import Routing
 from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.types import Trace
 
@@ -128,10 +127,8 @@ class Deployment:
         Raises InputError for a router that does not exist, and for caches that are not modelled.
         """
         recipe = self.recipe
-        router = self.settings.replica_router
-        routing = None
-        if router is not None:
-            routing = Routing.of_front(make_router(router.name, router.parameters), self.admission)
+        spec = self.settings.replica_router
+        router = None if spec is None else make_router(spec.name, spec.parameters)
         world = world_from_fit(
             self.fit,
             workers=self.workers,
@@ -143,7 +140,8 @@ class Deployment:
         return replace(
             world,
             acceptance=recipe.serve.acceptance,
-            routing=routing,
+            router=router,
+            limits=UNLIMITED if router is None else self.admission,
             concurrency=workload.concurrency,
             closed_loop=workload.closed_loop,
             finished=workload.finished,

@@ -24,6 +24,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.recipe import AcceptanceSpec, Recipe, ServeSpec
 from toolkit.laws.passes import PassRange
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
+from toolkit.routing.base import Router
 from toolkit.routing.routers import ROUTERS, make_router, targets_of
 from toolkit.routing.simple import RoundRobinRouter
 from toolkit.sched.policies import make_any
@@ -35,7 +36,6 @@ from toolkit.sim.cache_settings import CacheSettings, settings_of
 from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.replicas import Routing
 from toolkit.sim.vllm import caps_alone
 from toolkit.traces.types import Sessions, Trace
 
@@ -109,18 +109,14 @@ class World:
     front_s: float = 0.0
     paged: PagedEngine | None = None  # the engine with its own scheduler, for the policy `vllm`
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
-    routing: Routing | None = None  # to replicas of that engine; None: to each in turn
+    router: Router | None = None  # before replicas of that engine; None: each has its turn
+    limits: LatencyLimits = UNLIMITED  # the targets by which their front refuses requests
     # A session's turn arrives when the turn before has ended and its client has thought about it;
     # False: when the trace says so.
     closed_loop: bool = True
     # So many requests at once: the next one starts when one ends. 0: they start when the trace, or
     # a closed loop of sessions, says so.
     concurrency: int = 0
-
-    @property
-    def refuses(self) -> bool:
-        """Whether a front refuses requests by its forecast."""
-        return self.routing is not None and self.routing.limits != UNLIMITED
 
     def turns(self, trace: Trace) -> Sessions | None:
         """Return a trace's sessions if each turn follows the end of the turn before; None: all
@@ -331,11 +327,11 @@ class WorldSettings:
     def __post_init__(self) -> None:
         validate(self, "world")
 
-    def routing(
+    def front(
         self, parameters: Mapping[str, Value], targets: Mapping[str, float]
-    ) -> Routing | None:
-        """See `World.routing`; `parameters` are the router's, and `targets` those of a router and
-        a front that have no others.
+    ) -> tuple[Router | None, LatencyLimits]:
+        """Return `World.router` and `World.limits`; `parameters` are the router's, and `targets`
+        those of a router and a front that have no others.
         """
         limits = LatencyLimits.of(targets) if self.admission == "targets" else UNLIMITED
         if self.admission == "targets" and limits == UNLIMITED:
@@ -344,10 +340,9 @@ class WorldSettings:
                 "add one, such as --sla ttft_p99_s=1",
             )
         name = self.replica_router
-        if name != "in-turn":
-            router = make_router(name, targets_of(name, targets) | dict(parameters))
-            return Routing.of_front(router, limits)
-        return None if limits == UNLIMITED else Routing.of_front(RoundRobinRouter(), limits)
+        if name == "in-turn":
+            return None if limits == UNLIMITED else RoundRobinRouter(), limits
+        return make_router(name, targets_of(name, targets) | dict(parameters)), limits
 
 
 def assign_settings(
@@ -431,6 +426,7 @@ def make_world(
     if recipe is not None:
         world = replace(world, flush_s=recipe.engine.flush_s)
         acceptance = acceptance or recipe.serve.acceptance
+    router, limits = settings.front(of_router, targets)
     return replace(
         world,
         future_memory=True,
@@ -438,7 +434,8 @@ def make_world(
         drain=settings.drain,
         limits_hold=settings.limits_hold,
         closed_loop=settings.closed_loop,
-        routing=settings.routing(of_router, targets),
+        router=router,
+        limits=limits,
         joining=world.joining if settings.memory == "engine" else MEMORIES[settings.memory],
         acceptance=acceptance,
     )
