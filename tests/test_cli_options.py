@@ -44,6 +44,7 @@ OTHER_MEANINGS = {
         "trace convert": "of times",
         "trace generate": "of lengths and times",
     },
+    "--templates": {"trace generate": "a number of prompts' beginnings"},
     "--trace": {
         "recipe new": "its limits become the recipe's",
         "render": "what the tuning was about",

@@ -294,9 +294,9 @@ def test_without_a_trace_the_threshold_is_that_of_the_recipe_s(recipe: str) -> N
 
 def test_the_threshold_is_simulated_once(gpu: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(reckon, "_ANSWERS", {})
     monkeypatch.setattr(reckon, "largest", lambda keeps: asked.append(keeps) or 96)
-    files = render_target("kubernetes", orders.order(gpu))
+    other = changed(gpu, recipe__sla={"ttft_p99_s": 4.321})  # no other test has simulated it
+    files = render_target("kubernetes", orders.order(other))
     assert "96 at once keep" in files["monitoring/prometheusrule.yaml"]
     assert len(asked) == 1
 

@@ -74,6 +74,12 @@ class RenderOptions(ScenarioOptions):
         "--trace",
         autocompletion=arguments.traces,
     )
+    templates: Path | None = _cluster(
+        None,
+        "Fill the templates of this folder, a changed copy of templates/TARGET; those that are not "
+        "in it are the shipped ones.",
+        metavar="FOLDER",
+    )
     image: str = _cluster("", "Container image, pinned by tag or digest.")
     namespace: str = _cluster("default", "Kubernetes namespace.")
     replicas: int = _cluster(0, "The number of pods; 0: as the tuning found, or 1.", min=0)
@@ -175,9 +181,12 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
 def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
     """Write the target's folder, or compare it: `TargetMissedError` where it differs."""
     from toolkit.deploy.reckon import default_trace, ttft_targets
-    from toolkit.deploy.render import changes, render_target, write
+    from toolkit.deploy.render import changes, render_target, unknown_templates, write
 
     folder = args.out or Path(target)
+    if args.templates:
+        unknown = ", ".join(unknown_templates(args.templates, target))
+        note(*([f"no template of {target} has these names: {unknown}"] if unknown else []))
     order = _order(plan, near, folder, args)
     files = render_target(target, order)
     if args.check:
@@ -239,6 +248,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         fronts=args.fronts,
         prefix=args.prefix.rstrip("/"),
         replica_image=args.replica_image,
+        templates=args.templates,
     )
     folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
     path = trace_path(args.lengths) if args.lengths else tuned_trace(plan, folders)

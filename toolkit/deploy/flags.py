@@ -7,51 +7,44 @@ hold for the engine that was measured; for another engine the values are a start
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from toolkit.backends.vllm.command import VllmCommand, draft_flags, flags_of, grouped
 from toolkit.backends.vllm.setup import refuse_inside
 from toolkit.backends.vllm.touched import REQUIREMENT
 from toolkit.deploy.order import Order, Sourced
-from toolkit.deploy.reckon import drain_s, gap_target, rows, ttft_targets
+from toolkit.deploy.reckon import gap_target, rows, ttft_targets
+from toolkit.deploy.values import Values
 from toolkit.errors import InputError
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.recipe import Recipe
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.server.assemble import model_name
 
 MIN_CHUNK = 256
 MAX_CHUNK = 65536  # prompt tokens of one pass
 SCHEDULER = "toolkit.backends.vllm.scheduler.LlmctlScheduler"
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A flag with its value, and why; without words the reason why there is no flag."""
-
-    words: Sequence[str]
-    why: str
+# The words of a flag with its value, and why; without words the reason why there is no flag.
+Flag = Sourced[list[str]]
 
 
-def vllm_start(order: Order) -> dict[str, object]:
+def vllm_start(values: Values) -> dict[str, object]:
     """Return what the template of serve.sh reads: flags, variables of the environment, remarks, and
     whether llmctl schedules inside vLLM. Raises `InputError` if vLLM cannot load the model.
     """
-    plan = order.plan
-    recipe = plan.recipe
+    order = values.order
+    plan = values.plan
+    recipe = values.recipe
     check_servable_elsewhere(recipe, "vLLM")
-    command = VllmCommand(recipe, recipe.model.source, model_name(plan))
+    command = VllmCommand(recipe, values.model, values.served_model)
     flags = [
-        Flag(["--host", recipe.serve.host], "recipe: serve.host"),
-        Flag(["--port", str(recipe.serve.port or 8000)], "recipe: serve.port"),
-        *(Flag(words, f"recipe: {key}") for words, key in command.settings()),
+        Sourced(["--host", recipe.serve.host], "recipe: serve.host"),
+        Sourced(["--port", str(values.port)], "recipe: serve.port"),
+        *(Sourced(words, f"recipe: {key}") for words, key in command.settings()),
     ]
     scheduling, inside = _scheduling(order)
     flags += [*scheduling, _queued_tokens(order)]
-    drain = drain_s(order)
-    flags.append(Flag(["--shutdown-timeout", str(drain)], drain.source))
+    flags.append(Sourced(["--shutdown-timeout", str(values.drain)], values.drain.source))
     remarks = []
     measured = plan.fit.engine
     if not measured.is_server:
@@ -97,25 +90,25 @@ def _scheduling(order: Order) -> tuple[list[Flag], bool]:
     if settings.policy == VllmPolicy.name:
         words = flags_of(settings.policy, settings.parameters)
         words += draft_flags(plan.recipe, settings.parameters, [])
-        return [Flag(group, "plan: policy 'vllm'") for group in grouped(words)], False
+        return [Sourced(group, "plan: policy 'vllm'") for group in grouped(words)], False
     running = rows(order)
-    flags = [Flag(["--max-num-seqs", str(running)], running.source)]
+    flags = [Sourced(["--max-num-seqs", str(running)], running.source)]
     if (tokens := chunk(order, running.value)) is None:
         why = "no target on the time between tokens bounds a pass, so it is vLLM's own"
-        flags.append(Flag([], f"--max-num-batched-tokens: {why}"))
+        flags.append(Sourced([], f"--max-num-batched-tokens: {why}"))
     else:
         why = f"{tokens.source}; and a token for each of {running} rows"
         words = ["--max-num-batched-tokens", str(tokens.value + running.value)]
-        flags.append(Flag(words, why))
+        flags.append(Sourced(words, why))
     try:
         refuse_inside(make_policy(settings.policy, settings.parameters), timed=True)
     except InputError as error:
-        return [*flags, Flag([], f"The scheduler is vLLM's own: {error.message}")], False
+        return [*flags, Sourced([], f"The scheduler is vLLM's own: {error.message}")], False
     source = f"plan: policy '{settings.policy}', read from LLMCTL_VLLM_PLAN"
-    flags.append(Flag(["--scheduler-cls", SCHEDULER], source))
+    flags.append(Sourced(["--scheduler-cls", SCHEDULER], source))
     if settings.policy == "mlfq":
         flags.append(
-            Flag(["--no-async-scheduling"], "policy 'mlfq' pauses requests between passes")
+            Sourced(["--no-async-scheduling"], "policy 'mlfq' pauses requests between passes")
         )
     return flags, True
 
@@ -150,7 +143,7 @@ def _queued_tokens(order: Order) -> Flag:
     targets = ttft_targets(order.plan.recipe)
     if not targets:
         why = "the recipe has no TTFT target, so there is no limit"
-        return Flag([], f"--max-num-queued-tokens: {why}")
+        return Sourced([], f"--max-num-queued-tokens: {why}")
     key, limit = min(targets.items(), key=lambda target: target[1])
     fit = order.plan.fit
     length = fit.prefill.valid.length_max
@@ -158,4 +151,4 @@ def _queued_tokens(order: Order) -> Flag:
     rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
     measured = f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %"
     source = f"{key} {limit:g} s x {rate:,.0f} tokens/s: {measured}"
-    return Flag(["--max-num-queued-tokens", str(max(int(limit * rate), 1))], source)
+    return Sourced(["--max-num-queued-tokens", str(max(int(limit * rate), 1))], source)

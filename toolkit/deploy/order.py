@@ -107,6 +107,7 @@ class Options:
             of its name, on the machine that runs the units; '': they stay in `folder`.
         replica_image: of an engine's own server; '': the engine's pinned default.
         fronts: front pods before replicas of an engine's own servers.
+        templates: a folder with changed templates.
     """
 
     image: str = ""
@@ -118,6 +119,7 @@ class Options:
     folder: str = ""
     prefix: str = ""
     fronts: int = 1
+    templates: Path | None = None
     replica_image: str = ""
 
     def __post_init__(self) -> None:

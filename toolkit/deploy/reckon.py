@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from toolkit.traces.types import Trace, trace_path
 from toolkit.traces.windows import mean_rate, prepare, scale_rate
 from toolkit.units import GIB
 
+T = TypeVar("T")
 MIN_DRAIN_S = 30
 MIN_STARTUP_S = 1800  # of the first load
 LOAD_S = 600
@@ -269,28 +271,27 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
     return Sourced(served - at_once, source)
 
 
-_Key = tuple[str, tuple[str, ...], bytes]
-_ANSWERS: dict[_Key, tuple[int, int]] = {}
-_BUSIEST: dict[_Key, tuple[float, float]] = {}
+def remembered(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a function of a plan, a trace and more found: it takes many simulations."""
+    kept: dict[tuple[object, ...], T] = {}
+
+    def found(plan: Plan, trace: Trace, *more: object) -> T:
+        columns = trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
+        key = (plan.model_dump_json(), *(column.tobytes() for column in columns))
+        if key not in kept:
+            kept[key] = function(plan, trace, *more)
+        return kept[key]
+
+    return found
 
 
-def _key(plan: Plan, trace: Trace) -> _Key:
-    """Return all that a simulation of a plan with a trace depends on."""
-    parts = plan.recipe.model_dump_json(), plan.fit.model_dump_json(), str(plan.workers)
-    columns = trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
-    return plan.settings.model_dump_json(), parts, b"".join(column.tobytes() for column in columns)
-
-
+@remembered
 def _busiest(plan: Plan, trace: Trace) -> tuple[float, float]:
     """The p99 of E2E, in seconds, at the greatest rate at which the plan keeps its targets, and
     that rate, within 10 %. The rate is 0 for a trace that arrives all at once, as it does here.
 
-    If no rate keeps them, it is the smallest that was tried. Answers are cached, as in
-    `_simulated`.
+    If no rate keeps them, it is the smallest that was tried.
     """
-    key = _key(plan, trace)
-    if key in _BUSIEST:
-        return _BUSIEST[key]
     deployment = Deployment.of_plan(plan)
     policy = deployment.policy()
     world = deployment.world(Workload(trace))
@@ -318,19 +319,12 @@ def _busiest(plan: Plan, trace: Trace) -> tuple[float, float]:
             low, high = (middle, high) if tried[middle][0] else (low, middle)
         step = low
         seconds = tried[step][1]
-    _BUSIEST[key] = seconds, own_rps * 2 ** (step / STEPS)
-    return _BUSIEST[key]
+    return seconds, own_rps * 2 ** (step / STEPS)
 
 
+@remembered
 def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tuple[int, int]:
-    """How many requests at once keep the targets, and how many of those start at once.
-
-    Answers are cached by all that they depend on: each takes many simulations, and the files of one
-    target need it several times.
-    """
-    key = _key(plan, lengths)
-    if key in _ANSWERS:
-        return _ANSWERS[key]
+    """Return how many requests at once keep the targets, and how many of those start at once."""
     deployment = Deployment.of_plan(plan)
     policy = deployment.policy()
     world = deployment.world(Workload(lengths))
@@ -341,7 +335,6 @@ def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tupl
 
     served = largest(keeps)
     at_once = _start_at_once(backlog(lengths, served), policy, world) if served else 0
-    _ANSWERS[key] = served, at_once
     return served, at_once
 
 

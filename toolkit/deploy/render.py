@@ -1,10 +1,10 @@
 """A plan as the files of a target.
 
-Every file is a template of `templates/`, filled with `Values`; the reason of each value stands
-beside it as a comment. Besides a target's own files, every target has the plan and bench.sh, and
-alert rules and a dashboard where its metrics are known. The same order gives the same files, to the
-byte. A new target is a line in `TARGETS` and its templates. The last part writes the folder, and
-keeps what was edited by hand.
+Every file is a template of `templates/`, or of a user's folder, filled with `Values`; the reason of
+each value stands beside it as a comment. Besides a target's own files, every target has the plan
+and bench.sh, and alert rules and a dashboard where its metrics are known. The same order gives the
+same files, to the byte. A new target is a line in `TARGETS` and its templates. The last part writes
+the folder, and keeps what was edited by hand.
 
 A missing value is an error, never an empty string. Each value is quoted for its place by a filter:
 `sh` for a shell, `unit` for a word of a command in a unit, `setting` for a whole value in a unit,
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shlex
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -36,11 +37,10 @@ from toolkit.errors import InputError, nearest
 from toolkit.files.io import write_file, write_text
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import shipped_templates
-from toolkit.files.strict import Strict, read_bytes, validate
+from toolkit.files.strict import Strict, documents, read_bytes, validate
 from toolkit.traces.types import FOLDER
 
 SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment_percent")
-MAX_PLAN_BYTES = 900 * 1024  # a ConfigMap and systemd's credentials both hold at most 1 MiB
 MODELS = "/models"  # where a pod has the volume of models
 # Of llmctl, and of the engine's Python, on a machine that runs units.
 PROGRAM = "/opt/llmctl/bin/llmctl"
@@ -110,12 +110,11 @@ def _local(values: Values) -> dict[str, str]:
 
 
 def _vllm(values: Values) -> dict[str, str]:
-    return {"serve.sh": fill("vllm/serve.sh", values, **vllm_start(values.order))}
+    return {"serve.sh": fill("vllm/serve.sh", values, **vllm_start(values))}
 
 
 def _systemd(values: Values) -> dict[str, str]:
     """Return a unit; behind a front, a template unit of the replicas and a target of all, too."""
-    check_plan_size(values.order.text, "systemd's credentials hold")
     name = values.name
     files = {f"{name}.service": fill("systemd/server.service", values)}
     if values.front:
@@ -140,7 +139,6 @@ def _compose(values: Values) -> dict[str, str]:
 def _kubernetes(values: Values) -> dict[str, str]:
     """Return base/, the overlay monitoring/, and autoscaling/ over it where a queue tells."""
     options = values.options
-    check_plan_size(values.order.text, "a ConfigMap holds")
     if values.model.startswith(("/", ".", "~")) and not values.model.startswith(f"{MODELS}/"):
         raise InputError(
             f"model.source {values.model} is a folder of this machine, which a pod does not have",
@@ -212,16 +210,6 @@ TARGETS: dict[str, Callable[[Values], dict[str, str]]] = {
 }
 
 
-def check_plan_size(text: str, holder: str) -> None:
-    """Raise `InputError` for a plan that is too large; `holder` says in words what holds it."""
-    size = len(text.encode())
-    if size > MAX_PLAN_BYTES:
-        raise InputError(
-            f"the plan has {size >> 10} KiB; {holder} {MAX_PLAN_BYTES >> 10} KiB of it",
-            "render the target 'local' and copy the folder",
-        )
-
-
 def shipped_trace(plan: Plan) -> str:
     """Return the name of the trace that the plan was tuned on if it ships, else ''."""
     stem = plan.workload.trace.removesuffix(".jsonl") if plan.workload else ""
@@ -229,34 +217,78 @@ def shipped_trace(plan: Plan) -> str:
 
 
 def fill(template: str, values: Values, /, **more: object) -> str:
-    """Fill a template of `templates/` with the values and `more`."""
+    """Fill a template with the values and `more`. Raises `InputError` for one of the user that
+    cannot be read or filled, or does not make YAML where it should.
+    """
     order = values.order
-    text = (
-        _templates()
-        .get_template(f"{template}.j2")
-        .render(
-            v=values,
-            plan=values.plan,
-            recipe=values.recipe,
-            stamp=order.stamp(),
-            head="\n".join(f"# {line(one)}" for one in order.comment().splitlines()),
-            replicas=values.count.value if values.front else 0,
-            key_folder=KEY_FOLDER,
-            program=PROGRAM,
-            replica_python=REPLICA_PYTHON,
-            runbooks=RUNBOOKS,
-            what=WHAT,
-            **more,
-        )
-    )
-    # Blocks of YAML that are left out leave empty lines.
-    return re.sub(r"\n{2,}", "\n", text).lstrip() if template.endswith(".yaml") else text
+    given = {
+        "v": values,
+        "plan": values.plan,
+        "recipe": values.recipe,
+        "stamp": order.stamp(),
+        "head": "\n".join(f"# {line(one)}" for one in order.comment().splitlines()),
+        "replicas": values.count.value if values.front else 0,
+        "key_folder": KEY_FOLDER,
+        "program": PROGRAM,
+        "replica_python": REPLICA_PYTHON,
+        "runbooks": RUNBOOKS,
+        "what": WHAT,
+    }
+    own = values.options.templates
+    try:
+        text = _templates(own).get_template(f"{template}.j2").render(given | more)
+        if template.endswith(".yaml"):  # blocks that are left out leave empty lines
+            text = re.sub(r"\n{2,}", "\n", text).lstrip()
+            if own:
+                documents(text, f"{template} by --templates", "look at the template's indentation")
+    except InputError:
+        raise
+    except Exception as error:  # whatever an expression of the user's template raises
+        if own is None:
+            raise
+        raise _in_template(error, own, template) from None
+    return text
+
+
+def _in_template(error: Exception, own: Path, template: str) -> InputError:
+    """Return the error of a template of the folder `own`, with the line that raised it."""
+    place = f"{template}.j2"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(str(own)):
+            place = f"{frame.filename}:{frame.lineno}"
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        place = f"{error.filename}:{error.lineno}"
+    shown = " ".join(str(error).split())
+    return InputError(f"{place}: {shown}", f"the shipped ones are in {shipped_templates()}")
+
+
+def unknown_templates(own: Path, target: str) -> list[str]:
+    """Return the names in the folder `own` that no shipped template of the target has: nothing but
+    another template can read them. Raises `InputError` for a folder that is not there.
+    """
+    shipped = shipped_templates()
+    if not own.is_dir():
+        copied = shlex.join(["cp", "-r", str(shipped / target), str(own)])
+        raise InputError(f"--templates {own}: no such folder", f"copy the shipped ones: {copied}")
+    names = (str(path.relative_to(own)) for path in sorted(own.rglob("*.j2")))
+    return [
+        name
+        for name in names
+        if not ((shipped / target / name).is_file() or (shipped / name).is_file())
+    ]
 
 
 @cache
-def _templates() -> jinja2.Environment:
+def _templates(own: Path | None) -> jinja2.Environment:
+    """Return what finds a template: in the user's folder, a copy of `templates/TARGET`, else the
+    shipped one.
+    """
+    shipped = jinja2.FileSystemLoader(shipped_templates())
+    changed = jinja2.FileSystemLoader(own) if own else shipped
+    copies = jinja2.PrefixLoader(dict.fromkeys(TARGETS, changed))
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(shipped_templates()),
+        loader=jinja2.ChoiceLoader([copies, changed, shipped]) if own else shipped,
+        cache_size=0 if own else 400,  # a user's folder may change
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # nothing here is HTML; every value has its own filter
         trim_blocks=True,

@@ -310,13 +310,20 @@ def load_documents(path: Path) -> list[object]:
     """Return the documents of a YAML file that other programs read, too. Raises `InputError` with
     the line where it is not YAML.
     """
+    text = read_bytes(path, most_bytes=MAX_DOCUMENTS_BYTES)
+    return documents(text, str(path), "where it is a template, render it first: helm template")
+
+
+def documents(text: str | bytes, name: str, hint: str) -> list[object]:
+    """Return the documents of a text. Raises `InputError` with its name and the line where it is
+    not YAML.
+    """
     try:
-        return [*yaml.safe_load_all(read_bytes(path, most_bytes=MAX_DOCUMENTS_BYTES))]
+        return [*yaml.safe_load_all(text)]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        hint = "where it is a template, render it first: helm template"
-        raise InputError(f"{path}{where}: not YAML", hint) from None
+        raise InputError(f"{name}{where}: not YAML", hint) from None
 
 
 def yaml_value(text: str, where: str) -> Any:
