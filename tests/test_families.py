@@ -13,6 +13,7 @@ from toolkit.catalogue.gpus import GPUS
 from toolkit.catalogue.layers import text_config
 from toolkit.catalogue.models import facts_of, kv_bytes_per_token, not_computed
 from toolkit.errors import InputError
+from toolkit.estimators.model_shapes import AttentionShapes, DeltaShapes, LatentShapes
 from toolkit.files.find_model import find_model
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.new_recipe import Wish, new_recipe
@@ -78,12 +79,11 @@ def test_the_bytes_of_a_token_are_those_of_vllms_specs(
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("Qwen/Qwen3.5-27B", "linear attention"),
-        ("google/gemma-4-26B-A4B", "two sizes"),
         ("deepseek-ai/DeepSeek-V3.2", "sparse"),
         ("deepseek-ai/DeepSeek-V4-Flash", "compressed"),
         ("nvidia/Nemotron-H-56B-Base-8K", "Mamba"),
-        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "several sizes"),
+        ("cohere2", "side by side"),
+        ("lfm2", "convolutions"),
         ("zai-org/GLM-5", "sparse"),
         ("nvidia/MiniMax-M3-NVFP4", "sparse"),
     ],
@@ -98,6 +98,88 @@ def test_laws_are_refused_by_name_where_operators_are_missing(name: str, what: s
 def test_laws_of_latent_attention_are_computed(name: str) -> None:
     config = MODELS[name]["config"]
     assert not_computed(config, 8192, facts_of(config).scheme) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "mixer"),
+    [
+        ("Qwen/Qwen3.5-27B", [48, 16], DeltaShapes),
+        ("Qwen/Qwen3.5-35B-A3B", [30, 10], DeltaShapes),
+        ("qwen3_next", [3, 1], DeltaShapes),
+        ("google/gemma-4-26B-A4B", [25, 5], AttentionShapes),
+        ("gemma2", [2, 2], AttentionShapes),
+        ("glm4", [4], AttentionShapes),
+        ("deepseek-ai/DeepSeek-V3", [3, 58], LatentShapes),
+        ("XiaomiMiMo/MiMo-V2-Flash", [1, 39, 8], AttentionShapes),
+        ("step3p5", [1, 2, 1], AttentionShapes),
+    ],
+)
+def test_the_sorts_of_layers_of_a_family(
+    tmp_path: Path, name: str, counts: list[int], mixer: type
+) -> None:
+    config = MODELS[name]["config"]
+    assert not_computed(config, 8192, facts_of(config).scheme) == []
+    shapes = shapes_of(recipe_of(tmp_path, config, "b300"))
+    assert [one.count for one in shapes.sorts] == counts
+    assert isinstance(shapes.sorts[0].mixer, mixer)
+    assert isinstance(
+        shapes.sorts[-1].mixer, LatentShapes if mixer is LatentShapes else AttentionShapes
+    )
+
+
+def test_a_layer_has_the_sizes_of_its_config(tmp_path: Path) -> None:
+    gemma = shapes_of(recipe_of(tmp_path, MODELS["google/gemma-4-26B-A4B"]["config"], "b300"))
+    inside, full = (one.mixer for one in gemma.sorts)
+    assert isinstance(inside, AttentionShapes)
+    assert isinstance(full, AttentionShapes)
+    assert (inside.head_dim, inside.kv_heads, inside.window) == (256, 8, 1024)
+    assert (full.head_dim, full.kv_heads, full.window) == (512, 2, 0)
+    assert gemma.window == 1024
+    # a dense MLP and experts side by side, each with norms of its own
+    assert all(
+        (one.inner, one.experts, one.norms, one.reduces) == (2112, True, 7, 3)
+        for one in gemma.sorts
+    )
+    qwen = shapes_of(recipe_of(tmp_path, MODELS["Qwen/Qwen3.5-27B"]["config"]))
+    delta, attention = (one.mixer for one in qwen.sorts)
+    assert delta == DeltaShapes(48, 16, 128, 128, 4, state_bytes=4)
+    assert attention == AttentionShapes(24, 4, 256, 256, gate=1, qk_norm=True)
+    assert shapes_of(recipe_of(tmp_path, MODELS["gemma2"]["config"])).sorts[0].norms == 4
+    step = shapes_of(recipe_of(tmp_path, MODELS["step3p5"]["config"])).sorts[0].mixer
+    assert isinstance(step, AttentionShapes)
+    assert step.gate == step.value  # one number per head
+    nas = MODELS["nvidia/Llama-3_3-Nemotron-Super-49B-v1"]["config"]
+    sorts = shapes_of(recipe_of(tmp_path, nas)).sorts
+    assert sum(one.count for one in sorts if one.mixer) == 49
+    assert {one.reduces for one in sorts} == {1, 2}
+
+
+@pytest.mark.parametrize(("name", "state_bytes"), [("qwen3_next", 2), ("Qwen/Qwen3.5-27B", 4)])
+def test_states_have_the_dtype_that_vllm_takes(tmp_path: Path, name: str, state_bytes: int) -> None:
+    """Of the model, where the config names none."""
+    config = MODELS[name]["config"]
+    mixer = shapes_of(recipe_of(tmp_path, config)).sorts[0].mixer
+    assert isinstance(mixer, DeltaShapes)
+    assert mixer.state_bytes == state_bytes
+    groups = groups_of_config(config, "bfloat16")
+    assert groups is not None
+    kept = mixer.heads * mixer.key_dim * mixer.value_dim * state_bytes
+    inputs = mixer.mixed * (mixer.kernel - 1) * 2
+    (page,) = {one.page_bytes for one in groups}
+    assert kept + inputs <= page < 1.2 * (kept + inputs)  # of whole blocks of attention
+
+
+def test_each_layer_has_its_own_precision(tmp_path: Path) -> None:
+    """Layer 0 of Kimi K2 has no experts, so names that keep 16 bits there say nothing of them."""
+    ignored = ["*self_attn*", "lm_head", "model.layers.0.*"]
+    given = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignored}
+    config = MODELS["moonshotai/Kimi-K2-Instruct"]["config"]
+    shapes = shapes_of(recipe_of(tmp_path, config | {"quantization_config": given}, "b200"))
+    dense, sparse = shapes.sorts
+    assert (dense.count, dense.experts, dense.inner_weights) == (1, False, "bfloat16")
+    assert (sparse.expert_weights, sparse.inner_weights) == ("nvfp4", "nvfp4")
+    assert isinstance(sparse.mixer, LatentShapes)
+    assert (sparse.mixer.weights, sparse.mixer.out) == ("bfloat16", "bfloat16")
 
 
 def test_a_key_that_decides_a_size_is_asked_for() -> None:
@@ -195,8 +277,11 @@ def test_a_recipe_names_the_cache_and_what_keeps_16_bits(tmp_path: Path) -> None
     assert isinstance(given, dict)
     assert given["ignore"] == ["lm_head", "model.layers.*.self_attn*"]
     shapes = shapes_of(recipe)
-    assert (shapes.cache_bytes, shapes.qk_norm, shapes.norm_reduces) == (1, True, 2)
-    assert (shapes.weights, shapes.expert_weights) == ("bfloat16", "fp8")
+    assert shapes.cache_bytes == 1
+    (sort,) = shapes.sorts
+    assert isinstance(sort.mixer, AttentionShapes)
+    assert (sort.mixer.qk_norm, sort.mixer.norm_reduces) == (True, 2)
+    assert (sort.mixer.weights, sort.expert_weights) == ("bfloat16", "fp8")
     vllm = recipe.engine.vllm.model_copy(update={"kv_cache_dtype": None})
     engine = recipe.engine.model_copy(update={"vllm": vllm})
     with pytest.raises(InputError, match="names none"):

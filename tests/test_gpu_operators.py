@@ -11,27 +11,52 @@ from toolkit.estimators.gpu_operators import (
     AllReduce,
     ChunkAttention,
     DecodeAttention,
+    DeltaAttention,
     EngineConstants,
     Experts,
     Gemm,
     LatentAttention,
-    LatentShapes,
-    ModelShapes,
     measured_gpus,
     measured_operators,
     operators_of,
     touched_experts,
 )
+from toolkit.estimators.model_shapes import (
+    AttentionShapes,
+    DeltaShapes,
+    LatentShapes,
+    LayerShapes,
+    Mixer,
+    ModelShapes,
+)
 from toolkit.laws.features import StepShape
 
 ONE = np.array([1.0])
-DENSE = ModelShapes(
-    layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
-)
-SPARSE = replace(
-    DENSE, intermediate=0, experts=128, experts_per_token=8, expert_intermediate=768, qk_norm=True
-)
-LATENT = replace(DENSE, heads=128, latent=LatentShapes(512, 64, 128, 128, query_rank=1536))
+ATTENTION = AttentionShapes(heads=32, kv_heads=8, head_dim=128)
+
+
+def model_of(*sorts: LayerShapes) -> ModelShapes:
+    return ModelShapes(
+        hidden=4096,
+        vocab=128256,
+        sorts=sorts,
+        experts=128,
+        experts_per_token=8,
+        expert_intermediate=768,
+    )
+
+
+def dense_of(mixer: Mixer, weights: str = "bfloat16") -> ModelShapes:
+    return model_of(LayerShapes(32, mixer, inner=14336, inner_weights=weights))
+
+
+DENSE = dense_of(ATTENTION)
+EXPERTS = LayerShapes(32, replace(ATTENTION, qk_norm=True), experts=True)
+SPARSE = model_of(EXPERTS)
+MLA = LatentShapes(512, 64, 128, 128, query_rank=1536, heads=128)
+LATENT = dense_of(MLA)
+# Qwen3.5-27B's
+DELTA = DeltaShapes(heads=48, key_heads=16, key_dim=128, value_dim=128, kernel=4)
 DECODE = StepShape(1, 1024)
 PROMPT = StepShape(0, 0, 1, 2048, 2048 * 1024.0)
 
@@ -85,7 +110,8 @@ def test_a_pass_is_the_sum_of_its_operators() -> None:
     assert gpu.pass_seconds(DENSE, [DECODE], 2)[0] == pytest.approx(decode + 32 * 2 * (0.5 + 0.5))
     sparse = gpu.pass_seconds(SPARSE, [DECODE])[0]
     assert sparse == pytest.approx(32 * (2 + 10 + 1000 + 1) + 1 + 0.25)  # and the router
-    mixed = replace(SPARSE, intermediate=64, dense_layers=3, dense_intermediate=128)
+    dense_first = LayerShapes(3, EXPERTS.mixer, inner=128)
+    mixed = model_of(dense_first, replace(EXPERTS, count=29, inner=64))
     assert gpu.pass_seconds(mixed, [DECODE])[0] == pytest.approx(sparse + 29 * 2 - 3 * 1001 + 3 * 2)
 
 
@@ -133,12 +159,83 @@ def test_a_pass_of_latent_attention_is_the_sum_of_its_operators() -> None:
     assert mixed == pytest.approx(32 * (4 + 2 + 110) + 1)
 
 
+def test_linear_attention_by_hand() -> None:
+    sizes = DeltaShapes(heads=4, key_heads=2, key_dim=3, value_dim=5, kernel=4)
+    mixed = 2 * 2 * 3 + 4 * 5
+    row = 2 * (4 * 3 * 5 * 4 + mixed * 4 * 2)  # read and written: states in 32 bits, inputs in 16
+    law = DeltaAttention(1.0, 8.0, 2.0, 0.5, 0.25, at_once=6.0, mixed_per_s=16.0)
+    assert law.decode_s(3 * ONE, sizes)[0] == pytest.approx(1.0 + 3 * row / 8.0)
+    assert law.decode_s(3 * ONE, sizes, 2)[0] == pytest.approx(1.0 + 3 * row / 2 / 8.0)
+    assert law.decode_s(0 * ONE, sizes)[0] == 0.0
+    # one chunk of 10 tokens: its 4 heads are fewer than are computed at once
+    one = 2.0 + (0.5 + 10 * 0.25) + 10 * mixed / 16.0
+    assert law.chunk_s(ONE, 10 * ONE, sizes)[0] == pytest.approx(one)
+    # three of 10 tokens: 12 heads, in two rounds
+    three = 2.0 + 2 * (0.5 + 10 * 0.25) + 30 * mixed / 16.0
+    assert law.chunk_s(3 * ONE, 30 * ONE, sizes)[0] == pytest.approx(three)
+    assert law.chunk_s(0 * ONE, 0 * ONE, sizes)[0] == 0.0
+
+
+def test_a_pass_of_linear_attention_is_the_sum_of_its_operators() -> None:
+    """A decode costs as much behind any number of tokens, and both kernels run in a pass with
+    both.
+    """
+    gpu = replace(
+        measured_operators("b200_sxm"),
+        gemm={"bfloat16": Gemm(1.0, 1e30, 1e30, 2.0)},
+        delta=DeltaAttention(10.0, 1e30, 100.0, 0.0, 0.0, 1e30, 1e30),
+        engine=EngineConstants(),
+    )
+    both = StepShape(1, 1024, 1, 2048, 2048 * 1024.0)
+    shapes = [DECODE, StepShape(1, 1 << 20), PROMPT, both]
+    decode, behind, prompt, mixed = gpu.pass_seconds(dense_of(DELTA), shapes)
+    assert decode == behind == pytest.approx(32 * (3 + 2 + 10) + 1)
+    assert prompt == pytest.approx(32 * (3 + 2 + 100) + 1)
+    assert mixed == pytest.approx(32 * (3 + 2 + 110) + 1)
+
+
+@pytest.mark.parametrize("name", ["h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"])
+def test_states_are_read_and_written_by_each_row(name: str) -> None:
+    """Qwen3.5-27B's 3 MiB a layer, no faster than the memory is; GPUs divide them."""
+    gpu = measured_operators(name)
+    rows = [StepShape(64, 64 * 1024), StepShape(128, 128 * 1024)]
+    assert gpu.delta is not None
+    found = np.diff(gpu.delta.decode_s(np.array([64.0, 128.0]), DELTA))[0]
+    moved = 64 * 2 * (48 * 128 * 128 * 4 + 10240 * 4 * 2)
+    assert 1.0 < found / (moved / gpu.bandwidth) < 1.5
+    alone, shared = (np.diff(gpu.pass_seconds(dense_of(DELTA), rows, n))[0] for n in (1, 4))
+    assert shared < alone / 2
+
+
+def test_heads_of_other_sizes_are_refused_where_they_were_not_measured() -> None:
+    h200 = measured_operators("h200_sxm")
+    b200 = measured_operators("b200_sxm")
+    long = dense_of(replace(ATTENTION, head_dim=512))
+    assert b200.pass_seconds(long, [DECODE])[0] > 0
+    with pytest.raises(InputError, match=r"heads of 512 .*bfloat16 on h200_sxm"):
+        h200.pass_seconds(long, [DECODE])
+    narrow = replace(dense_of(replace(ATTENTION, head_dim=256)), cache_bytes=1)
+    assert b200.pass_seconds(narrow, [DECODE])[0] > 0
+    with pytest.raises(InputError, match=r"heads of 256 .*fp8 on h200_sxm"):
+        h200.pass_seconds(narrow, [DECODE])
+    uneven = dense_of(replace(ATTENTION, head_dim=192, value_dim=128))
+    assert h200.pass_seconds(uneven, [DECODE])[0] > 0
+    with pytest.raises(InputError, match=r"keys of 192 and values of 128 .*b200_sxm"):
+        b200.pass_seconds(uneven, [DECODE])
+
+
+@pytest.mark.parametrize("name", ["a100_sxm", "l40s", "rtx_pro_6000_server"])
+def test_linear_attention_is_refused_where_it_was_not_measured(name: str) -> None:
+    with pytest.raises(InputError, match=f"linear attention on {name}"):
+        measured_operators(name).pass_seconds(dense_of(DELTA), [DECODE])
+
+
 @pytest.mark.parametrize("name", ["h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"])
 @pytest.mark.parametrize("cache_bytes", [1, 2])
 def test_each_gpu_has_the_whole_latent_cache(name: str, cache_bytes: int) -> None:
     """A token is read by 16 heads in as much time as by 64, no faster than the memory is."""
     gpu = replace(measured_operators(name), engine=EngineConstants())
-    model = replace(LATENT, heads=64, cache_bytes=cache_bytes)
+    model = replace(dense_of(replace(MLA, heads=64)), cache_bytes=cache_bytes)
     shapes = [StepShape(8, 8 * 1024), StepShape(8, 8 * 65536)]
     alone, shared = (np.diff(gpu.pass_seconds(model, shapes, ranks))[0] for ranks in (1, 4))
     assert alone / shared == pytest.approx(1.0, rel=0.25)
@@ -147,7 +244,9 @@ def test_each_gpu_has_the_whole_latent_cache(name: str, cache_bytes: int) -> Non
 
 def test_layers_with_windows_read_what_is_inside() -> None:
     gpu = measured_operators("h200_sxm")
-    windowed = replace(DENSE, window=128, window_layers=24)
+    inner = 14336
+    full_layers = LayerShapes(8, ATTENTION, inner)
+    windowed = model_of(full_layers, LayerShapes(24, replace(ATTENTION, window=128), inner))
     decodes = StepShape(8, 8 * 4096, decode_inside=8 * 127)
     chunk = StepShape(0, 0, 1, 2048, 2048 * 1024.0, prefill_inside=2048 * 128.0)
     full = gpu.pass_seconds(DENSE, [decodes, chunk])
@@ -221,11 +320,11 @@ def test_the_catalogue_says_which_gpus_were_measured() -> None:
 def test_what_was_not_measured_is_refused_by_name() -> None:
     a100 = measured_operators("a100_sxm")
     with pytest.raises(InputError, match=r"GEMMs.*fp8.*a100_sxm"):
-        a100.pass_seconds(replace(DENSE, weights="fp8"), [DECODE])
+        a100.pass_seconds(dense_of(ATTENTION, "fp8"), [DECODE])
     with pytest.raises(InputError, match="3 GPUs"):
         a100.pass_seconds(DENSE, [DECODE], 3)
     with pytest.raises(InputError, match=r"experts.*nvfp4"):
-        a100.pass_seconds(replace(SPARSE, expert_weights="nvfp4"), [DECODE])
+        a100.pass_seconds(model_of(replace(EXPERTS, expert_weights="nvfp4")), [DECODE])
     with pytest.raises(InputError, match=r"MLA.*bfloat16.*a100_sxm"):
         a100.pass_seconds(LATENT, [DECODE])
     pro = measured_operators("rtx_pro_6000_server")

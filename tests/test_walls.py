@@ -284,8 +284,8 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
     "sim": 4250, "backends": 3720, "sched": 3310, "cli": 3170, "engines": 2840, "server": 4335,
-    "files": 2570, "traces": 1830, "tuning": 1700, "estimators": 1591,
-    "catalogue": 1630, "profiling": 1500, "deploy": 1510, "report": 1335, "openai": 980,
+    "files": 2570, "traces": 1830, "tuning": 1700, "estimators": 1730,
+    "catalogue": 1632, "profiling": 1512, "deploy": 1510, "report": 1335, "openai": 980,
     "endpoints": 940, "adopt": 650, "workers": 450, "routing": 840, "bench": 660, "laws": 430,
     "live": 330, "cluster": 290, "processes": 430,
 }  # fmt: skip

@@ -32,17 +32,19 @@ from toolkit.estimators.gpu_operators import (
     CACHES,
     SHORT_HEAD,
     TABLE,
+    USUAL_HEAD,
     WEIGHT_BYTES,
     AllReduce,
     ChunkAttention,
     DecodeAttention,
+    DeltaAttention,
     EngineConstants,
     Experts,
     Gemm,
     GpuOperators,
     LatentAttention,
-    LatentShapes,
 )
+from toolkit.estimators.model_shapes import DeltaShapes, LatentShapes
 
 CORE = "aic-core/src/aiconfigurator_core"
 COMMIT = "095f58a51c4ca8e61b66ec108d86f223f8d559ce"
@@ -95,7 +97,11 @@ LATENT_HEADS = (4, 8, 16, 32, 64, 128)
 AS_SERVED = "b200_sxm"
 PLAIN_VERSION = "0.22.0"  # of vLLM: modules of the B200 kernel by kernel
 LEAST_START_S = 1e-6
-LATENT_OFF = 10.0  # percent: of held-out modules in the median; a law that is further off is none
+UNSEEN_OFF = 10.0  # percent: of held-out kernels in the median; a law that is further off is none
+LONG_HEADS = (256, 512)  # numbers
+UNEVEN_HEAD = 192  # numbers of keys; values of MiMo-V2 have 128, which the data does not say
+HEADS_OFF = 20.0  # percent: kernels that are further off are others
+DELTA_TOKENS = 32768  # of chunks together
 TILE_KERNELS = 50  # fewer tell no factor of an m
 
 
@@ -203,11 +209,43 @@ def fit_decode(data: Path, gpu: str) -> Fitted:
     """
     fitted = fit_reads(data, gpu, "bfloat16")
     assert fitted is not None
+    law: DecodeAttention = fitted.value
     narrow = fit_reads(data, gpu, "fp8")
-    if narrow is None:
-        return fitted
-    times = float(f"{narrow.value.bytes_per_s / fitted.value.bytes_per_s:.3g}")
-    return replace(fitted, value=replace(fitted.value, narrow=times))
+    if narrow is not None:
+        times = float(f"{narrow.value.bytes_per_s / law.bytes_per_s:.3g}")
+        law = replace(law, narrow=times)
+    holds = {cache: longest_held(data, gpu, law, cache) for cache in CACHES.values()}
+    uneven = abs(decode_off(data, gpu, law, "bfloat16", UNEVEN_HEAD)) < HEADS_OFF
+    found = replace(law, longest=holds["bfloat16"], longest_narrow=holds["fp8"], uneven=uneven)
+    return replace(fitted, value=found)
+
+
+def longest_held(data: Path, gpu: str, law: DecodeAttention, cache: str) -> int:
+    """The longest heads for which the law of usual ones holds with such a cache."""
+    held = USUAL_HEAD
+    for head_dim in LONG_HEADS:
+        if not abs(decode_off(data, gpu, law, cache, head_dim)) < HEADS_OFF:
+            break
+        held = head_dim
+    return held
+
+
+def decode_off(data: Path, gpu: str, law: DecodeAttention, cache: str, head_dim: int) -> float:
+    """By how many percent the law is off for the longest fifth of decodes with such heads, in the
+    median; infinite: not measured.
+    """
+    table = read_table(newest(data, gpu, "attention", "generation_attention"))
+    rows = (table["kv_cache_dtype"] == cache) & (table["head_dim"] == head_dim)
+    rows = rows & (table.get("window_size", np.zeros(len(rows))) == 0)
+    rows = rows & (table["num_heads"] >= 4) & (table["step"] >= 60) & (table["batch_size"] <= 512)
+    if not rows.any():
+        return np.inf
+    names = ("batch_size", "step", "num_key_value_heads")
+    batch, step, kv_heads, seconds = chosen(table, rows, names)
+    size = next(size for size, name in CACHES.items() if name == cache)
+    predicted = law.seconds(batch, batch * step, kv_heads, head_dim, size)  # type: ignore[arg-type]
+    longest = seconds >= np.percentile(seconds, 80)
+    return float(100.0 * (np.median((predicted / seconds)[longest]) - 1.0))
 
 
 def fit_reads(data: Path, gpu: str, cache: str) -> Fitted | None:
@@ -244,9 +282,17 @@ def fit_chunk(data: Path, gpu: str) -> Fitted:
         return replace(law, short=short)
 
     found = fit_prompts(data, gpu, SHORT_HEAD, make, [0.8])
-    if found is None:
-        return fitted
-    return replace(fitted, value=make(float(f"{found.value.short:.3g}")))
+    if found is not None:
+        law = make(float(f"{found.value.short:.3g}"))
+    long = []
+    for head_dim in LONG_HEADS:
+
+        def faster(factor: float, head_dim: int = head_dim) -> ChunkAttention:
+            return replace(law, long=((head_dim, factor),))
+
+        if (found := fit_prompts(data, gpu, head_dim, faster, [0.8])) is not None:
+            long.append((head_dim, float(f"{found.value.long[0][1]:.3g}")))
+    return replace(fitted, value=replace(law, long=tuple(long)))
 
 
 def fit_prompts(
@@ -318,7 +364,7 @@ def fit_latent(data: Path, gpu: str, cache: str, gemm: Gemm) -> list[Fitted]:
     guesses = [2e-5, 1e-7, 5e-8, 3e-9, 0.7 * peaks_of(gpu)[0], *[1.0] * (len(LATENT_HEADS) - 1)]
     fitted = solve_unseen(f"latent decodes, {cache}", make, modules, seconds, guesses, batch)
     off = max(fitted.median, prompts.median)
-    return [fitted, prompts] if off < LATENT_OFF and fitted.value.start_s > LEAST_START_S else []
+    return [fitted, prompts] if off < UNSEEN_OFF and fitted.value.start_s > LEAST_START_S else []
 
 
 def fit_latent_chunk(data: Path, gpu: str, cache: str, gemm: Gemm) -> Fitted:
@@ -423,6 +469,55 @@ def latent_gemms_s(gemm: Any, tokens: Floats, heads: Floats) -> Floats:
     return np.asarray(found + gemm.seconds(tokens, HIDDEN, heads * LATENT.value, 2.0))
 
 
+def fit_delta(data: Path, gpu: str) -> list[Fitted]:
+    """Gated delta-net attention of decodes and of chunks. Errors are of batches that a fit to every
+    second batch did not see. Empty: not measured, or too far off.
+    """
+    try:
+        table = read_table(newest(data, gpu, "linear_attention", "gdn"))
+    except SystemExit:
+        return []
+    names = ("batch_size", "seq_len", "num_k_heads", "num_v_heads", "d_model")
+    both: dict[tuple[Any, ...], list[float]] = {}
+    for row in zip(table["phase"], *(table[name] for name in names), table["latency"], strict=True):
+        both.setdefault(row[:-1], []).append(MS * row[-1])
+    found = []
+    for phase, make, guesses in (
+        ("generation", delta_decodes, [6e-6, 0.8 * peaks_of(gpu)[0]]),
+        ("context", delta_chunks, [5e-6, 5e-6, 4e-8, 132.0, 5e11]),
+    ):
+        # A convolution and a state update; a kernel that failed leaves its partner alone.
+        kernels = {key: two for key, two in both.items() if key[0] == phase and len(two) == 2}
+        columns = np.array([key[1:] for key in kernels], dtype=float).T
+        batch, length, key_heads, heads, _hidden = columns
+        seconds = np.array([sum(two) for two in kernels.values()])
+        rows = (batch * length <= DELTA_TOKENS) & ((length >= 16) | (phase == "generation"))
+        batch, length, key_heads, heads = (one[rows] for one in (batch, length, key_heads, heads))
+        sizes: Any = DeltaShapes(heads, key_heads, 128, 128, 4)
+
+        def predict(law: Any, at: Any = (phase, batch, length, sizes)) -> Floats:
+            if at[0] == "generation":
+                return np.asarray(law.decode_s(at[1], at[3]))
+            return np.asarray(law.chunk_s(at[1], at[1] * at[2], at[3]))
+
+        name = f"delta net, {'decodes' if phase == 'generation' else 'chunks'}"
+        found.append(solve_unseen(name, make, predict, seconds[rows], guesses, batch))
+    decodes, chunks = found
+    law = replace(
+        chunks.value, start_s=decodes.value.start_s, bytes_per_s=decodes.value.bytes_per_s
+    )
+    far = max(decodes.median, chunks.median) > UNSEEN_OFF
+    return [] if far else [replace(decodes, value=law), chunks]
+
+
+def delta_decodes(start_s: float, bytes_per_s: float) -> DeltaAttention:
+    return DeltaAttention(start_s, bytes_per_s, 0.0, 0.0, 0.0, 1.0, 1.0)
+
+
+def delta_chunks(*coefficients: float) -> DeltaAttention:
+    return DeltaAttention(0.0, 1.0, *coefficients)
+
+
 def fit_experts(data: Path, gpu: str, precision: str) -> Fitted | None:
     """A layer's experts on one GPU, or cut over up to 8."""
     table = read_table(newest(data, gpu, "moe", "moe"))
@@ -490,6 +585,7 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
         for one in CACHES.values()
         if (both := fit_latent(data, gpu, one, gemm["bfloat16"].value))
     }
+    delta = fit_delta(data, gpu)
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
     bandwidth, flops, link = peaks_of(gpu)
     operators = GpuOperators(
@@ -503,10 +599,11 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
         experts={one: fitted.value for one, fitted in experts.items()},
         all_reduce={ranks: fitted.value for ranks, fitted in reduce.items()},
         latent={one: both[0].value for one, both in latent.items()},
+        delta=delta[0].value if delta else None,
         engine=EngineConstants(),
         source=f"vLLM {version}, ai-dynamo/aiconfigurator {COMMIT[:8]} (Apache-2.0)",
     )
-    attention = [decode, chunk, *(one for both in latent.values() for one in both)]
+    attention = [decode, chunk, *(one for both in latent.values() for one in both), *delta]
     return operators, [*gemm.values(), *attention, *experts.values(), *reduce.values()]
 
 
@@ -532,6 +629,7 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
                 "decode": asdict(one.decode),
                 "chunk": asdict(one.chunk),
                 "latent": {key: asdict(law) for key, law in one.latent.items()},
+                "delta": asdict(one.delta) if one.delta else None,
                 "experts": {key: asdict(law) for key, law in one.experts.items()},
                 "all_reduce": {str(key): asdict(law) for key, law in one.all_reduce.items()},
             }

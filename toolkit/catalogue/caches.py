@@ -175,8 +175,7 @@ def _cut(layers: Sequence[CacheGroup]) -> list[CacheGroup]:
 
 def _state_bytes(config: Config, mixer: str, dtype: str, gpus: int) -> int:
     """Return the bytes of one layer's state on each GPU: a convolution's last inputs, and but for
-    plain convolutions a matrix for each head, in 32 bits if the config does not say; 0: the sizes
-    are not there.
+    plain convolutions a matrix for each head; 0: the sizes are not there.
     """
     element = DTYPE_BYTES.get(dtype, DTYPE_BYTES["bfloat16"])  # a narrow cache is of tokens alone
     if mixer == "conv":
@@ -200,6 +199,14 @@ def _state_bytes(config: Config, mixer: str, dtype: str, gpus: int) -> int:
         return 0
     if not (heads and keys and key_dim and value_dim and kernel):
         return 0
-    given = config.get("mamba_ssm_dtype", config.get("mamba_ssm_cache_dtype"))
-    wide = DTYPE_BYTES.get(str(given), DTYPE_BYTES["float32"])
+    wide = state_number_bytes(config, mixer, dtype)
     return (kernel - 1) * (inputs // gpus) * element + heads // gpus * key_dim * value_dim * wide
+
+
+def state_number_bytes(config: Config, mixer: str, dtype: str) -> int:
+    """Return the bytes of a number of a state. Where the config does not say, vLLM takes 32 bits
+    for Mamba (Nemotron-H), and for linear attention the dtype of the model (Qwen3-Next).
+    """
+    given = config.get("mamba_ssm_dtype", config.get("mamba_ssm_cache_dtype"))
+    usual = "float32" if mixer == "mamba" else dtype
+    return DTYPE_BYTES.get(str(given), DTYPE_BYTES.get(usual, DTYPE_BYTES["bfloat16"]))

@@ -42,7 +42,9 @@ WORDS = {  # of lists and patterns of layers; another word is what it says
 PARTS = ("moe", "mlp")  # words of layers that mix no tokens
 TOKENS = ("full", "window", "chunk")  # words of layers with a cache of tokens
 STATES = {  # words of layers with a state per request, and what it is
-    **dict.fromkeys(("linear", "kda", "lightning"), "linear attention"),
+    "linear": "linear attention",
+    "kda": "linear attention (KDA)",
+    "lightning": "linear attention (lightning)",
     "mamba": "Mamba layers",
     "conv": "convolutions",
 }

@@ -181,6 +181,7 @@ LATENT = {  # of the modules of multi-head latent attention that were measured: 
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+MEASURED_STATES = "linear"  # of `STATES`: gated delta nets
 ATTENTION_OUT = "model.layers.0.self_attn.o_proj"
 KNOWN_PARTS = ("", "dense", "experts", "both")
 
@@ -220,7 +221,9 @@ def not_computed(config: Config, longest: int, scheme: Scheme | None) -> list[st
     if special.latent and any(integer_at(text, key) != size for key, size in LATENT.items()):
         sizes = ", ".join(f"{key} {integer_at(text, key)}" for key in LATENT)
         reasons.append(f"MLA (multi-head latent attention) with {sizes}")
-    reasons += [one for one in (special.sparse, special.states, special.unknown) if one]
+    states = dict.fromkeys(one.mixer for one in layers_of(text) if one.mixer in STATES)
+    others = [STATES[one] for one in states if one != MEASURED_STATES]
+    reasons += [one for one in (special.sparse, *others, special.unknown) if one]
     family = FAMILIES.get(str(text.get("model_type")))
     if family and family.laws:
         reasons.append(family.laws)

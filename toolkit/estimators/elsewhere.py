@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from toolkit.catalogue.models import special_of
 from toolkit.estimators.gpu_operators import read_json
 from toolkit.files.profile import AnalyticError, ErrorSpread
 from toolkit.files.recipe import Recipe
@@ -67,6 +68,8 @@ def _beyond(recipe: Recipe, reach: dict[str, Any]) -> list[str]:
         found.append(f"requests of {tokens:,} tokens (compared: {reach['tokens_max']:,})")
     if ranks > reach["ranks_max"]:
         found.append(f"{ranks} GPUs a worker (compared: {reach['ranks_max']})")
+    if states := special_of(recipe.model.config).states:
+        found.append(f"{states} (compared: none)")
     return found
 
 

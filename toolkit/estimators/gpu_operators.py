@@ -6,6 +6,9 @@
     attention of chunks    start + 4 * heads * head_dim * attended / (FLOP/s) + bytes / bandwidth
     latent decodes         start + head * heads + row * rows + row_head * rows * heads
                            + cache / bandwidth * a factor for the heads
+    linear decodes         start + states / bandwidth
+    linear chunks          start + rounds of heads * (head + token * tokens of a chunk)
+                           + mixed numbers / speed of the convolution
     experts                start + expert * touched + bytes / bandwidth + FLOPs / (FLOP/s)
     all-reduce             (start + bytes / bandwidth) * a factor for its size, by number of GPUs
 
@@ -15,8 +18,8 @@ experts of a layer read the weights of those that at least one of T tokens chose
 per token, E * (1 - (1 - k / E)^T) are expected, if all are chosen alike. Bandwidths and FLOP/s are
 what was reached, not what the data sheet says.
 
-    pass = layers * (4 GEMMs or 2 and the experts, attention, 2 all-reduces, the rest of a layer)
-           + output head + constant
+    pass = the sum over layers of (GEMMs of attention, attention, GEMMs of the MLP or the experts,
+           all-reduces, the rest of a layer) + output head + constant
 
 The coefficients of each GPU were fitted to kernels that others measured there (`operators.json`,
 made by `benchmarks.public.operators`, which also has the errors). The rest of a layer (norms,
@@ -30,6 +33,10 @@ multiplies its queries into the latent space and its output back (absorbed weigh
 there. Chunks of prompts make keys and values of each head from the latent vectors of all tokens
 that they attend to, and attend as usual. vLLM runs both kernels one after the other where a pass
 has both. GPUs divide the heads, and each has the whole cache.
+
+Gated delta nets (linear attention) keep a state per request, which each decode reads and writes,
+however many tokens it has seen. GPUs divide the heads and their states. vLLM computes the decodes
+and the chunks of a pass one after the other here, too.
 
 Nothing here knows launches by the CPU, or adapters.
 """
@@ -49,10 +56,19 @@ import numpy as np
 
 from toolkit.errors import InputError
 from toolkit.estimators.forms import Floats
+from toolkit.estimators.model_shapes import (
+    ACTIVATION_BYTES,
+    PLAIN_NORMS,
+    AttentionShapes,
+    DeltaShapes,
+    LatentShapes,
+    LayerShapes,
+    Mixer,
+    ModelShapes,
+)
 from toolkit.laws.features import StepShape
 
 TABLE = Path(__file__).with_name("operators.json")
-ACTIVATION_BYTES = 2  # of a number in bf16
 # Bytes of a weight, with its scales: blocks of 16 share one of 8 bits (nvfp4), of 32 (mxfp4).
 WEIGHT_BYTES = {
     "bfloat16": 2.0,
@@ -69,88 +85,18 @@ CACHES = {2: "bfloat16", 1: "fp8"}  # of latent attention, by the bytes of a num
 GEMMS_LIKE = {"float16": "bfloat16", "fp8_block": "fp8"}
 EXPERTS_LIKE = {"float16": "bfloat16"}
 # Of the rest of a layer, in bytes of activations: two norms with residuals read and write two
-# tensors each; the rotary embedding reads and writes queries and keys, and the cache is written;
-# the activation reads two tensors and writes one.
+# tensors each, and further ones have none; the rotary embedding reads and writes queries and keys,
+# and the cache is written; activations and gates read two tensors and write one. Before the state
+# of linear attention one kernel reads and writes queries, keys and values.
 NORM_TENSORS = 8
+MORE_NORM_TENSORS = 2
 ROTARY_TENSORS = 3
 GATE_TENSORS = 3
+PREPARED_TENSORS = 2
 NORM_BYTES = 4  # of a norm's sum of squares
 SHORT_HEAD = 64  # numbers of a head
+USUAL_HEAD = 128
 QUANTIZED_APART = ("fp8_block", "nvfp4")  # activations by a kernel before each GEMM; else fused
-
-
-@dataclass(frozen=True, slots=True)
-class LatentShapes:
-    """The sizes of multi-head latent attention.
-
-    Attributes:
-        rank: latent numbers of a token in the cache, of which keys and values are made.
-        rope: numbers of a key with a position, which all heads share; cached, too.
-        plain, value: of a head: numbers of a key without a position, and of a value.
-        query_rank: latent numbers of the queries; 0: they are made of the hidden state.
-    """
-
-    rank: int
-    rope: int
-    plain: int
-    value: int
-    query_rank: int = 0
-
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a head with keys and values of one size that computes and moves as much."""
-        return (self.plain + self.rope + self.value) // 2
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShapes:
-    """The sizes of a decoder with grouped or latent attention, and gated MLPs or experts.
-
-    Attributes:
-        intermediate: of a dense layer's MLP; of a shared expert in a layer with experts, or 0.
-        experts: of a layer; 0: all layers are dense.
-        dense_layers: the first layers, which are dense though others have experts.
-        dense_intermediate: of those.
-        weights: precision of the linear layers, a key of `WEIGHT_BYTES`.
-        mlp_weights: precision of dense MLPs and shared experts; "": as `weights`.
-        expert_weights: precision of the experts; "": as `weights`.
-        qk_norm: whether queries and keys are normalized.
-        norm_reduces: all-reduces of one number per token that a layer's norms need on several GPUs,
-            where they span all heads.
-        cache_bytes: of a number in the KV cache.
-        whole_experts: whether each of several GPUs has whole experts (expert parallelism), not a
-            part of each.
-        window, window_layers: tokens of sliding windows, and how many of the layers have them.
-        latent: sizes of latent attention, which all layers have, and in which `kv_heads` and
-            `head_dim` count for nothing; None: none has.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
-    dense_layers: int = 0
-    dense_intermediate: int = 0
-    weights: str = "bfloat16"
-    mlp_weights: str = ""
-    expert_weights: str = ""
-    qk_norm: bool = False
-    norm_reduces: int = 0
-    cache_bytes: int = ACTIVATION_BYTES
-    whole_experts: bool = False
-    window: int = 0
-    window_layers: int = 0
-    latent: LatentShapes | None = None
-
-    def kv_heads_of(self, ranks: int) -> int:
-        """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
-        return max(self.kv_heads // ranks, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +133,9 @@ class DecodeAttention:
     Attributes:
         beside: a cached token takes so many times as long in a pass with chunks.
         narrow: of a cache of 8 bits so many times the bytes per second are read.
+        longest, longest_narrow: the most numbers of a head for which all this holds, with a cache
+            of 16 bits and of 8. Kernels for longer heads are others, or slower.
+        uneven: whether all this holds for heads with values shorter than keys.
     """
 
     start_s: float
@@ -194,13 +143,24 @@ class DecodeAttention:
     bytes_per_s: float
     beside: float
     narrow: float = 1.0
+    longest: int = USUAL_HEAD
+    longest_narrow: int = USUAL_HEAD
+    uneven: bool = False
+
+    def unknown(self, sizes: AttentionShapes, cache_bytes: int) -> str:
+        """Return what of a layer's attention was not measured, in words; '': nothing."""
+        most = self.longest if cache_bytes == ACTIVATION_BYTES else self.longest_narrow
+        cache = f"a cache in {CACHES[cache_bytes]}"
+        if sizes.value != sizes.head_dim and not (self.uneven and cache_bytes == ACTIVATION_BYTES):
+            return f"keys of {sizes.head_dim} and values of {sizes.value} numbers with {cache}"
+        return f"heads of {sizes.head_dim} numbers with {cache}" if sizes.head_dim > most else ""
 
     def seconds(
         self,
         rows: Floats,
         cached: Floats,
         kv_heads: int,
-        head_dim: int,
+        head_dim: float,
         cache_bytes: int = ACTIVATION_BYTES,
     ) -> Floats:
         """Seconds of one layer, for rows that have `cached` tokens together."""
@@ -209,7 +169,7 @@ class DecodeAttention:
         return np.asarray(np.where(rows > 0, self.start_s + busy, 0.0))
 
     def reading_s(
-        self, cached: Floats, kv_heads: int, head_dim: int, cache_bytes: int = ACTIVATION_BYTES
+        self, cached: Floats, kv_heads: int, head_dim: float, cache_bytes: int = ACTIVATION_BYTES
     ) -> Floats:
         """Seconds of reading keys and values of so many tokens, in one layer."""
         bytes_per_s = self.bytes_per_s
@@ -224,18 +184,28 @@ class ChunkAttention:
 
     Attributes:
         short: with heads of `SHORT_HEAD` numbers or less, so many times the speed is reached.
+        long: numbers of a head, and so many times the speed; linear between two, from 1 at
+            `USUAL_HEAD`.
     """
 
     start_s: float
     flops_per_s: float
     bytes_per_s: float
     short: float = 1.0
+    long: tuple[tuple[int, float], ...] = ()
+
+    def speed_of(self, head_dim: float) -> float:
+        """Return so many times the speed with which heads of so many numbers are computed."""
+        if head_dim <= SHORT_HEAD:
+            return self.short
+        known, factors = zip((USUAL_HEAD, 1.0), *self.long, strict=True)
+        return float(np.interp(head_dim, known, factors))
 
     def seconds(
-        self, tokens: Floats, attended: Floats, heads: int, kv_heads: int, head_dim: int
+        self, tokens: Floats, attended: Floats, heads: int, kv_heads: int, head_dim: float
     ) -> Floats:
         """Seconds of one layer, for chunks of `tokens` that attend to `attended` keys."""
-        speed = self.short if head_dim <= SHORT_HEAD else 1.0
+        speed = self.speed_of(head_dim)
         computing = 4.0 * heads * head_dim * attended / (speed * self.flops_per_s)
         moved = 2 * (heads + kv_heads) * head_dim * ACTIVATION_BYTES * tokens
         busy = self.start_s + computing + moved / (speed * self.bytes_per_s)
@@ -272,6 +242,43 @@ class LatentAttention:
         reading = cached * (latent.rank + latent.rope) * cache_bytes / self.bytes_per_s
         busy = self.start_s + self.head_s * heads + rows * (self.row_s + self.row_head_s * heads)
         return np.asarray(np.where(rows > 0, busy + slower * reading, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaAttention:
+    """Coefficients of gated delta-net attention: its convolution and its states.
+
+    A decode reads and writes its states. In a chunk each head goes over the tokens one after the
+    other, and a GPU computes some heads at once, so a chunk of few heads leaves most of it idle.
+
+    Attributes:
+        start_s, bytes_per_s: of decodes.
+        chunk_start_s: of chunks.
+        head_s, token_s: of each head of a chunk, constant and per token.
+        at_once: heads of all chunks that are computed at the same time.
+        mixed_per_s: numbers that the convolution of chunks mixes.
+    """
+
+    start_s: float
+    bytes_per_s: float
+    chunk_start_s: float
+    head_s: float
+    token_s: float
+    at_once: float
+    mixed_per_s: float
+
+    def decode_s(self, rows: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
+        """Seconds of one layer, for decodes of so many rows."""
+        busy = self.start_s + rows * (sizes.row_bytes / ranks) / self.bytes_per_s
+        return np.asarray(np.where(rows > 0, busy, 0.0))
+
+    def chunk_s(self, chunks: Floats, tokens: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
+        """Seconds of one layer, for so many chunks that have `tokens` together."""
+        each = self.head_s + tokens / np.maximum(chunks, 1.0) * self.token_s
+        rounds = np.maximum(chunks * sizes.heads / ranks / self.at_once, 1.0)
+        mixing = tokens * (sizes.mixed / ranks) / self.mixed_per_s
+        busy = self.chunk_start_s + rounds * each + mixing
+        return np.asarray(np.where(tokens > 0, busy, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +383,7 @@ class GpuOperators:
         link: bytes/s to another GPU of the machine, in one direction, by the data sheet.
         gemm, experts: by precision; all_reduce: by number of GPUs.
         latent: by dtype of the cache, as `CACHES` names it by its bytes; empty: not measured.
+        delta: of linear attention; None: not measured.
         engine: what no kernel tells.
         source: where the coefficients come from, for readers.
     """
@@ -392,14 +400,19 @@ class GpuOperators:
     engine: EngineConstants
     source: str
     latent: Mapping[str, LatentAttention] = field(default_factory=dict)
+    delta: DeltaAttention | None = None
 
     def kernels_of(self, model: ModelShapes) -> ModelShapes:
         """Return the model with the kernels that servers run on this GPU: experts in mxfp4 take
         activations of 8 bits where such kernels were measured (Blackwell; vLLM's
         VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1).
         """
-        narrow = f"{model.expert_weights}_mxfp8"
-        return replace(model, expert_weights=narrow) if narrow in self.experts else model
+
+        def served(sort: LayerShapes) -> LayerShapes:
+            narrow = f"{sort.expert_weights}_mxfp8"
+            return replace(sort, expert_weights=narrow) if narrow in self.experts else sort
+
+        return replace(model, sorts=tuple(map(served, model.sorts)))
 
     def pass_seconds(
         self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int = 1
@@ -408,32 +421,38 @@ class GpuOperators:
 
         `InputError` names a precision or a number of GPUs that has no coefficients.
         """
-        tokens = np.array([shape.tokens for shape in shapes], dtype=float)
         rows = np.array([shape.rows for shape in shapes], dtype=float)
-        layer = self._projections_s(model, shapes, ranks) + self._rest_s(model, tokens, ranks)
-        if ranks > 1:
-            layer = layer + 2 * self._reduce_s(ranks, tokens * model.hidden * ACTIVATION_BYTES)
-            layer = layer + model.norm_reduces * self._reduce_s(ranks, tokens * NORM_BYTES)
-        sparse_layers = model.layers - model.dense_layers if model.experts else 0
-        dense = self._mlp_s(model, tokens, model.dense_intermediate or model.intermediate, ranks)
-        seconds = model.layers * layer + (model.layers - sparse_layers) * dense
-        full_layers = model.layers - model.window_layers
-        seconds = seconds + full_layers * self._attention_s(model, shapes, ranks)
-        if model.window_layers:
-            inside = [inside_windows(shape, model.window) for shape in shapes]
-            seconds = seconds + model.window_layers * self._attention_s(model, inside, ranks)
-        if sparse_layers:
-            sparse = self._experts_s(model, tokens, ranks)
-            if model.intermediate:
-                sparse = sparse + self._mlp_s(model, tokens, model.intermediate, ranks)
-            seconds = seconds + sparse_layers * sparse
         head = self.gemm["bfloat16"].seconds(
             rows, model.vocab / ranks, model.hidden, WEIGHT_BYTES["bfloat16"]
         )
-        seconds = seconds + head + self.engine.pass_s
+        seconds = head + self.engine.pass_s
+        for sort in model.sorts:
+            seconds = seconds + sort.count * self._layer_s(model, sort, shapes, ranks)
         with_chunks = np.array([shape.prefills > 0 for shape in shapes])
         least = np.where(with_chunks, model.layers * self.engine.launch_s, 0.0)
         return np.maximum(seconds, least)
+
+    def _layer_s(
+        self, model: ModelShapes, sort: LayerShapes, shapes: Sequence[StepShape], ranks: int
+    ) -> Floats:
+        """Seconds [n] of one layer in each pass [n]."""
+        tokens = np.array([shape.tokens for shape in shapes], dtype=float)
+        seconds = self._rest_s(model, sort, tokens, ranks)
+        mixer = sort.mixer
+        if mixer is not None:
+            seconds = seconds + self._projections_s(model, mixer, shapes, ranks)
+            seconds = seconds + self._mixing_s(model, mixer, shapes, ranks)
+        if ranks > 1:
+            hidden = tokens * model.hidden * ACTIVATION_BYTES
+            seconds = seconds + sort.reduces * self._reduce_s(ranks, hidden)
+            if isinstance(mixer, AttentionShapes):
+                norms = self._reduce_s(ranks, tokens * NORM_BYTES)
+                seconds = seconds + mixer.norm_reduces * norms
+        if sort.experts:
+            seconds = seconds + self._experts_s(model, sort.expert_weights, tokens, ranks)
+        if sort.inner:
+            seconds = seconds + self._mlp_s(model, sort, tokens, ranks)
+        return np.asarray(seconds)
 
     def _latent_of(self, model: ModelShapes) -> LatentAttention:
         name = CACHES[model.cache_bytes]
@@ -441,53 +460,80 @@ class GpuOperators:
         found: LatentAttention = _known(self.latent, name, what)
         return found
 
-    def _projections_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
+    def _projections_s(
+        self, model: ModelShapes, mixer: Mixer, shapes: Sequence[StepShape], ranks: int
+    ) -> Floats:
         """GEMMs that make queries, keys and values, and the output of one layer's attention."""
         tokens = np.array([shape.tokens for shape in shapes], dtype=float)
-        heads = model.heads / ranks
-        latent = model.latent
-        if latent is None:
-            width = model.head_dim * (heads + 2 * model.kv_heads_of(ranks))
-            made = self._gemm_s(model, tokens, width, model.hidden)
-            return made + self._gemm_s(model, tokens, model.hidden, model.head_dim * heads)
+        heads = mixer.heads / ranks
+        weights = mixer.weights
+        if isinstance(mixer, AttentionShapes):
+            made = self._gemm_s(weights, tokens, mixer.made(ranks), model.hidden)
+            return made + self._gemm_s(mixer.out, tokens, model.hidden, mixer.value * heads)
+        if isinstance(mixer, DeltaShapes):
+            values = mixer.value_dim * heads  # as many gates of the output are made with them
+            made = self._gemm_s(weights, tokens, mixer.mixed / ranks + values, model.hidden)
+            made = made + self._gemm_s("bfloat16", tokens, 2 * heads, model.hidden)
+            return made + self._gemm_s(mixer.out, tokens, model.hidden, values)
         # One GEMM makes the latent vectors, which are whole on each GPU.
-        together = latent.query_rank + latent.rank + latent.rope
-        queries = heads * (latent.plain + latent.rope)
-        seconds = self._gemm_s(model, tokens, together, model.hidden)
-        seconds = seconds + self._gemm_s(model, tokens, queries, latent.query_rank or model.hidden)
-        seconds = seconds + self._gemm_s(model, tokens, model.hidden, latent.value * heads)
+        together = mixer.query_rank + mixer.rank + mixer.rope
+        queries = heads * (mixer.plain + mixer.rope)
+        seconds = self._gemm_s(weights, tokens, together, model.hidden)
+        seconds = seconds + self._gemm_s(weights, tokens, queries, mixer.query_rank or model.hidden)
+        seconds = seconds + self._gemm_s(mixer.out, tokens, model.hidden, mixer.value * heads)
         # Keys and values of each head, for chunks and what was cached before them.
         before = [shape.prefill_tokens + shape.prefill_cached for shape in shapes]
         vectors = np.array(before, dtype=float)
-        wide = heads * (latent.plain + latent.value)
-        keys = self._gemm_s(model, np.maximum(vectors, 1.0), wide, latent.rank)
+        wide = heads * (mixer.plain + mixer.value)
+        keys = self._gemm_s(weights, np.maximum(vectors, 1.0), wide, mixer.rank)
         return np.asarray(seconds + np.where(vectors > 0, keys, 0.0))
 
-    def _attention_s(self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int) -> Floats:
-        heads = model.heads // ranks
-        kv_heads = model.kv_heads_of(ranks)
+    def _mixing_s(
+        self, model: ModelShapes, mixer: Mixer, shapes: Sequence[StepShape], ranks: int
+    ) -> Floats:
+        """What mixes the tokens of a layer, beside GEMMs."""
+        if isinstance(mixer, AttentionShapes):
+            if mixer.window:
+                shapes = [inside_windows(shape, mixer.window) for shape in shapes]
+            return self._attention_s(mixer, model.cache_bytes, shapes, ranks)
+        decodes = np.array([shape.decodes for shape in shapes], dtype=float)
+        chunks = np.array([shape.prefill_tokens for shape in shapes], dtype=float)
+        if isinstance(mixer, DeltaShapes):
+            if self.delta is None:
+                raise InputError(f"linear attention on {self.name} was not measured", MEASURE)
+            count = np.array([shape.prefills for shape in shapes], dtype=float)
+            decoding = self.delta.decode_s(decodes, mixer, ranks)
+            return decoding + self.delta.chunk_s(count, chunks, mixer, ranks)
+        law = self._latent_of(model)
+        heads = mixer.heads // ranks
+        cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
+        attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
+        decoding = law.decode_s(decodes, cached, heads, mixer, model.cache_bytes)
+        return decoding + law.chunk.seconds(chunks, attended, heads, heads, mixer.head_dim)
+
+    def _attention_s(
+        self, mixer: AttentionShapes, size: int, shapes: Sequence[StepShape], ranks: int
+    ) -> Floats:
+        """Grouped attention; `size`: bytes of a number in the cache."""
+        if unknown := self.decode.unknown(mixer, size):
+            raise InputError(f"{unknown} on {self.name} were not measured", MEASURE)
+        heads = mixer.heads // ranks
+        kv_heads = mixer.kv_heads_of(ranks)
+        dim = mixer.mean_dim
         decodes = np.array([shape.decodes for shape in shapes], dtype=float)
         cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
         chunks = np.array([shape.prefill_tokens for shape in shapes], dtype=float)
         attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
         before = np.array([shape.prefill_cached for shape in shapes], dtype=float)
-        size = model.cache_bytes
-        if (latent := model.latent) is not None:
-            law = self._latent_of(model)
-            decoding = law.decode_s(decodes, cached, heads, latent, size)
-            return decoding + law.chunk.seconds(chunks, attended, heads, heads, latent.head_dim)
-        alone = self.decode.seconds(decodes, cached, kv_heads, model.head_dim, size)
+        alone = self.decode.seconds(decodes, cached, kv_heads, dim, size)
         # One kernel computes chunks and decodes; it reads the caches of both.
         read = self.decode.beside * cached + before
-        mixed = self.chunk.seconds(chunks, attended, heads, kv_heads, model.head_dim)
-        mixed = mixed + self.decode.reading_s(read, kv_heads, model.head_dim, size)
+        mixed = self.chunk.seconds(chunks, attended, heads, kv_heads, dim)
+        mixed = mixed + self.decode.reading_s(read, kv_heads, dim, size)
         return np.asarray(np.where(chunks > 0, mixed, alone))
 
-    def _gemm_s(
-        self, model: ModelShapes, m: Floats, n: float, k: float, weights: str = ""
-    ) -> Floats:
-        """Return the seconds of [m, k] x [k, n]; `weights`: their precision; "": the model's."""
-        weights = weights or model.weights
+    def _gemm_s(self, weights: str, m: Floats, n: float, k: float) -> Floats:
+        """Return the seconds of [m, k] x [k, n] with weights of a precision."""
         precision = GEMMS_LIKE.get(weights, weights)
         law = _known(self.gemm, precision, f"GEMMs in {weights} on {self.name}")
         # An engine quantizes activations in the kernels before a GEMM, where they are at hand.
@@ -499,15 +545,15 @@ class GpuOperators:
         )
         return np.asarray(fused.seconds(m, n, k, WEIGHT_BYTES[weights]))
 
-    def _mlp_s(self, model: ModelShapes, tokens: Floats, intermediate: int, ranks: int) -> Floats:
-        wide = intermediate / ranks
-        both = self._gemm_s(model, tokens, 2 * wide, model.hidden, model.mlp_weights)
-        down = self._gemm_s(model, tokens, model.hidden, wide, model.mlp_weights)
+    def _mlp_s(self, model: ModelShapes, sort: LayerShapes, tokens: Floats, ranks: int) -> Floats:
+        wide = sort.inner / ranks
+        both = self._gemm_s(sort.inner_weights, tokens, 2 * wide, model.hidden)
+        down = self._gemm_s(sort.inner_weights, tokens, model.hidden, wide)
         moved = GATE_TENSORS * wide * ACTIVATION_BYTES * tokens
         return both + down + moved / self.gemm["bfloat16"].bytes_per_s
 
-    def _experts_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
-        name = model.expert_weights or model.weights
+    def _experts_s(self, model: ModelShapes, name: str, tokens: Floats, ranks: int) -> Floats:
+        """One layer's experts, with weights of the precision `name`."""
         precision = EXPERTS_LIKE.get(name, name)
         measured = _known(self.experts, precision, f"experts in {name} on {self.name}")
         # Servers run the kernel that was measured (Marlin), so power alone limits it.
@@ -534,13 +580,20 @@ class GpuOperators:
         router = self.gemm["bfloat16"].seconds(tokens, model.experts, model.hidden, 2.0)
         return np.asarray(seconds + router)
 
-    def _rest_s(self, model: ModelShapes, tokens: Floats, ranks: int) -> Floats:
-        width = 0.0
-        if model.latent is None:
-            width = model.head_dim * (model.heads / ranks + 2 * model.kv_heads_of(ranks))
-        moved = (NORM_TENSORS * model.hidden + ROTARY_TENSORS * width) * ACTIVATION_BYTES
-        moving = tokens * moved / self.gemm["bfloat16"].bytes_per_s
-        return self.engine.kernel_s * rest_kernels(model) + moving
+    def _rest_s(self, model: ModelShapes, sort: LayerShapes, tokens: Floats, ranks: int) -> Floats:
+        mixer = sort.mixer
+        numbers = NORM_TENSORS + MORE_NORM_TENSORS * (sort.norms - PLAIN_NORMS)
+        moved = float(numbers * model.hidden)
+        if isinstance(mixer, AttentionShapes):
+            plain = mixer.heads / ranks * mixer.head_dim
+            keys = mixer.kv_heads_of(ranks) * (mixer.head_dim + mixer.value)
+            moved += ROTARY_TENSORS * (plain + keys)
+            moved += GATE_TENSORS * plain * bool(mixer.gate)
+        if isinstance(mixer, DeltaShapes):
+            gated = GATE_TENSORS * mixer.heads * mixer.value_dim
+            moved += (PREPARED_TENSORS * mixer.mixed + gated) / ranks
+        moving = tokens * moved * ACTIVATION_BYTES / self.gemm["bfloat16"].bytes_per_s
+        return self.engine.kernel_s * rest_kernels(sort) + moving
 
     def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
         measured = _known(self.all_reduce, ranks, f"all-reduces among {ranks} GPUs of {self.name}")
@@ -561,18 +614,26 @@ def inside_windows(shape: StepShape, window: int) -> StepShape:
     )
 
 
-def rest_kernels(model: ModelShapes) -> int:
-    """Kernels of a layer besides GEMMs, attention, experts and all-reduces: two norms, the rotary
-    embedding, the cache write and the activation; norms of queries and keys; in place of the
-    activation the choice of the experts (softmax, top k) and the sum of their outputs; and the
-    quantization of what GEMMs read, where no other kernel does it. Latent attention was measured
-    with its rotary embedding and cache write, and reads one tensor more.
+def rest_kernels(sort: LayerShapes) -> int:
+    """Kernels of a layer besides GEMMs, attention, experts and all-reduces: norms, the rotary
+    embedding, the cache write and the activation; norms of queries and keys, and their gate; in
+    place of the activation the choice of the experts (softmax, top k) and the sum of their outputs;
+    and the quantization of what GEMMs read, where no other kernel does it. Latent attention was
+    measured with its rotary embedding and cache write, and reads one tensor more. Linear attention
+    has a kernel before its state, and a norm with a gate behind it.
     """
-    latent = model.latent is not None
-    quantized = 0
-    if model.weights in QUANTIZED_APART:
-        quantized = (2 if model.experts else 4) + latent
-    return 5 - 2 * latent + 2 * model.qk_norm + 2 * (model.experts > 0) + quantized
+    mixer = sort.mixer
+    count = sort.norms + (3 if sort.experts else bool(sort.inner))
+    if mixer is not None:
+        latent = isinstance(mixer, LatentShapes)
+        count += 0 if latent else 2
+        count += (1 + latent) * (mixer.weights in QUANTIZED_APART)
+        count += mixer.out in QUANTIZED_APART
+    if isinstance(mixer, AttentionShapes):
+        count += 2 * mixer.qk_norm + bool(mixer.gate)
+    if sort.inner and not sort.experts:
+        count += 2 * (sort.inner_weights in QUANTIZED_APART)
+    return count
 
 
 def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:

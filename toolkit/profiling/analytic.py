@@ -36,13 +36,12 @@ from toolkit.estimators.elsewhere import error_words, measured_elsewhere
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
-    ACTIVATION_BYTES,
     MEASURE,
     EngineConstants,
     GpuOperators,
-    ModelShapes,
     operators_of,
 )
+from toolkit.estimators.model_shapes import ACTIVATION_BYTES, LatentShapes, ModelShapes
 from toolkit.estimators.part_fits import COMPUTED_KNOTS, point_of
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
@@ -164,7 +163,7 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
     read = operators.decode
     # Faster than the memory: what was measured was not read from there.
     unknown = read.narrow == 1.0 or read.narrow * read.bytes_per_s > operators.bandwidth
-    if unknown and model.latent is None:
+    if unknown and not any(isinstance(sort.mixer, LatentShapes) for sort in model.sorts):
         _refuse([f"a KV cache in {dtype} on {operators.name}"], MEASURE)
     found = kv_bytes_per_token(recipe.model.config, dtype)
     claimed = recipe.model.kv_bytes_per_token

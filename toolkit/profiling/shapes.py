@@ -2,144 +2,185 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from toolkit.catalogue.caches import state_number_bytes
 from toolkit.catalogue.families import FAMILIES, Family
 from toolkit.catalogue.general import RULE
-from toolkit.catalogue.layers import experts_of, heads_of, integer_at, layers_of, text_config
+from toolkit.catalogue.layers import Layer, experts_of, integer_at, layers_of, text_config
 from toolkit.catalogue.models import CACHE_BYTES, special_of
 from toolkit.catalogue.quantization import Config, Scheme, scheme_of
 from toolkit.catalogue.weights import condition_holds, shared_inner
 from toolkit.errors import InputError
-from toolkit.estimators.gpu_operators import ACTIVATION_BYTES, LatentShapes, ModelShapes
+from toolkit.estimators.model_shapes import (
+    ACTIVATION_BYTES,
+    AttentionShapes,
+    DeltaShapes,
+    LatentShapes,
+    LayerShapes,
+    Mixer,
+    ModelShapes,
+)
 from toolkit.files.new_recipe import EXPERT_PARALLEL
-from toolkit.files.recipe import ModelSpec, Recipe
+from toolkit.files.recipe import Recipe
 
 NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-ATTENTION = ("q_proj", "o_proj")
-LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-MLP = "gate_proj"
+# Modules of which an engine makes one GEMM, and the one that makes the output.
+ATTENTION = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
+LATENT = (("kv_a_proj_with_mqa", "kv_b_proj"), ("o_proj",))
+DELTA = (("in_proj_qkv", "in_proj_z"), ("out_proj",))
 NORM_REDUCES = 2  # of norms over all heads of several GPUs: of queries, of keys
+NORMS_OF_BOTH = 3  # further norms of a layer with a dense MLP and experts (Gemma 4)
 
 
 def shapes_of(recipe: Recipe) -> ModelShapes:
     """Return the shapes of the recipe's model.
 
-    Raises `InputError` for sizes that `model.config` lacks, for a quantization that keeps some of
-    the linear layers in 16 bits, for layers with and without experts in turn, and for a KV cache
-    that the checkpoint has narrower than the recipe.
+    Raises `InputError` for sizes that `model.config` lacks, for a quantization that keeps a part of
+    what an engine multiplies at once in 16 bits, and for a KV cache that the checkpoint has
+    narrower than the recipe.
     """
     model = recipe.model
     config = text_config(model.config)
     family = FAMILIES.get(str(config.get("model_type")), RULE)
     experts, chosen = experts_of(config)
     layers = layers_of(config)
-    dense = sum(layer.feed == "dense" for layer in layers)
-    if experts and any(layer.feed != "experts" for layer in layers[dense:]):
-        problem = "an analytic profile knows dense layers only before those with experts"
-        raise InputError(problem, "measure it: llmctl profile RECIPE")
-    needed = [family.dense_inner, *NEEDED] if dense else [*NEEDED]
+    needed = [*NEEDED]
+    if any(layer.feed in ("dense", "both") and not layer.inner for layer in layers):
+        needed.append(family.dense_inner)
     if experts and family is not RULE:
         needed.append(family.expert_inner)
     if missing := [f"model.config.{key}" for key in needed if not integer_at(config, key)]:
         raise InputError(f"an analytic profile needs {', '.join(missing)}", "see its config.json")
-    heads, kv_heads, head_dim = heads_of(config)
-    hidden = integer_at(config, "hidden_size")
     vllm = recipe.engine.vllm
     cache = vllm.kv_cache_dtype if vllm else None
-    ranks = recipe.engine.tensor_parallel_size
-    weights, mlp_weights, expert_weights, wanted = precisions(model, family)
-    if wanted and cache is None:
-        problem = f"the checkpoint asks for a KV cache in {wanted}, and the recipe names none"
-        raise InputError(problem, f"set engine.vllm.kv_cache_dtype: {wanted}")
-    window_layers, window = special_of(model.config, model.max_model_len).windows
-    inner = integer_at(config, family.dense_inner)
-    normed = family.qk_norm if condition_holds(config, family.qk_norm_if) else ""
-    shapes = ModelShapes(
-        layers=len(layers),
-        hidden=hidden,
-        intermediate=inner,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+    scheme = scheme_of(config, model.quantization or "")
+    if scheme and scheme.cache and cache is None:
+        problem = f"the checkpoint asks for a KV cache in {scheme.cache}, and the recipe names none"
+        raise InputError(problem, f"set engine.vllm.kv_cache_dtype: {scheme.cache}")
+    window = special_of(model.config, model.max_model_len).windows[1]
+    reader = _Reader(config, family, scheme, model.dtype, window)
+    sorts = Counter(reader.layer(number, layer) for number, layer in enumerate(layers))
+    return ModelShapes(
+        hidden=integer_at(config, "hidden_size"),
         vocab=integer_at(config, "vocab_size"),
-        weights=weights,
-        mlp_weights=mlp_weights,
-        expert_weights=expert_weights,
-        qk_norm=bool(normed),
-        norm_reduces=NORM_REDUCES if normed == "all" else 0,
-        cache_bytes=CACHE_BYTES.get(cache or "", ACTIVATION_BYTES),
-        window=window,
-        window_layers=window_layers,
-        latent=latent_of(config),
-    )
-    if not experts:
-        return shapes
-    return replace(
-        shapes,
-        intermediate=shared_inner(config, family),
+        sorts=tuple(replace(sort, count=count) for sort, count in sorts.items()),
         experts=experts,
         experts_per_token=chosen,
-        expert_intermediate=integer_at(config, family.expert_inner) or inner,
-        dense_layers=dense,
-        dense_intermediate=inner,
-        whole_experts=ranks > 1 and vllm is not None and EXPERT_PARALLEL in vllm.args,
+        expert_intermediate=integer_at(config, family.expert_inner)
+        or integer_at(config, family.dense_inner),
+        cache_bytes=CACHE_BYTES.get(cache or "", ACTIVATION_BYTES),
+        whole_experts=experts > 0
+        and recipe.engine.tensor_parallel_size > 1
+        and vllm is not None
+        and EXPERT_PARALLEL in vllm.args,
     )
 
 
-def latent_of(config: Config) -> LatentShapes | None:
-    """Return the sizes of a model's latent attention; None: it has none."""
-    rank = integer_at(config, "kv_lora_rank")
-    if not rank:
-        return None
-    return LatentShapes(
-        rank=rank,
-        rope=integer_at(config, "qk_rope_head_dim"),
-        plain=integer_at(config, "qk_nope_head_dim"),
-        value=integer_at(config, "v_head_dim"),
-        query_rank=integer_at(config, "q_lora_rank"),
-    )
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the shapes of a model's layers.
 
-
-def precisions(model: ModelSpec, family: Family = RULE) -> tuple[str, str, str, str]:
-    """Return the precisions of attention, of dense MLPs and shared experts, and of experts, as
-    `ModelShapes` names them, and the dtype of the KV cache that the checkpoint asks for; '': the
-    model's.
+    Attributes:
+        scheme: of its weights; None: all have `dtype`.
+        window: tokens of windows that slide; 0: none does.
     """
-    config = text_config(model.config)
-    scheme = scheme_of(config, model.quantization or "")
-    if scheme is None:
-        return model.dtype, model.dtype, model.dtype, ""
-    name = "fp8_block" if scheme.name == "fp8" and scheme.block else scheme.name
-    special = special_of(config)
-    place = family.part("attention")
-    attention = [f"{place}.{one}" for one in (LATENT if special.latent else ATTENTION)]
-    experts = family.part("experts")
-    mlps = []
-    if any(layer.feed == "dense" for layer in layers_of(config)):
-        mlps.append(f"{family.part('mlp')}.{MLP}")
-    if shared_inner(config, family):
-        mlps.append(f"{experts}.{family.shared_name}.{MLP}")
 
-    def precision(modules: Sequence[str]) -> str:
-        """The precision that all the modules have."""
-        in_16_bits = kept(scheme, modules)
-        if len(in_16_bits) not in (0, len(modules)):
-            words = f"{name} weights beside {', '.join(in_16_bits)} in 16 bits"
+    config: Config
+    family: Family
+    scheme: Scheme | None
+    dtype: str
+    window: int
+
+    def layer(self, number: int, layer: Layer) -> LayerShapes:
+        """Return one layer's shapes."""
+        config = self.config
+        family = self.family
+        place = f"model.layers.{number}."
+        parts = bool(layer.mixer) + bool(layer.feed)
+        norms = family.norms * parts // 2
+        inner = 0
+        weights = self.dtype
+        name = family.part("mlp")
+        if layer.feed in ("dense", "both"):
+            inner = layer.inner or integer_at(config, family.dense_inner)
+        if layer.feed == "experts":
+            inner = shared_inner(config, family)
+            name = f"{family.part('experts')}.{family.shared_name}"
+        if inner:
+            weights = self._precision(f"{place}{name}", ("gate_proj", "up_proj", "down_proj"))
+        has_experts = layer.feed in ("experts", "both")
+        expert_weights = self.dtype
+        if has_experts:
+            name = f"{place}{family.part('experts')}.experts.0"
+            expert_weights = self._precision(name, family.expert_names)
+        both = layer.feed == "both"
+        return LayerShapes(
+            count=1,
+            mixer=self._mixer(place, layer),
+            inner=inner,
+            experts=has_experts,
+            norms=norms + NORMS_OF_BOTH * both,
+            reduces=parts + both,
+            inner_weights=weights,
+            expert_weights=expert_weights,
+        )
+
+    def _mixer(self, place: str, layer: Layer) -> Mixer | None:
+        config = self.config
+        family = self.family
+        if layer.mixer == "linear":
+            name = f"{place}{family.part('linear')}"
+            return DeltaShapes(
+                heads=integer_at(config, "linear_num_value_heads"),
+                key_heads=integer_at(config, "linear_num_key_heads"),
+                key_dim=integer_at(config, "linear_key_head_dim"),
+                value_dim=integer_at(config, "linear_value_head_dim"),
+                kernel=integer_at(config, "linear_conv_kernel_dim"),
+                state_bytes=state_number_bytes(config, layer.mixer, self.dtype),
+                weights=self._precision(name, DELTA[0]),
+                out=self._precision(name, DELTA[1]),
+            )
+        if not layer.mixer:
+            return None
+        name = f"{place}{family.part('attention')}"
+        if rank := integer_at(config, "kv_lora_rank"):
+            return LatentShapes(
+                rank=rank,
+                rope=integer_at(config, "qk_rope_head_dim"),
+                plain=integer_at(config, "qk_nope_head_dim"),
+                value=integer_at(config, "v_head_dim"),
+                query_rank=integer_at(config, "q_lora_rank"),
+                heads=layer.heads,
+                weights=self._precision(name, LATENT[0]),
+                out=self._precision(name, LATENT[1]),
+            )
+        normed = family.qk_norm if condition_holds(config, family.qk_norm_if) else ""
+        gates = {"query": 1, "head": layer.value_dim}
+        return AttentionShapes(
+            heads=layer.heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            window=self.window if layer.mixer == "window" else 0,
+            gate=gates.get(family.gate, 0),
+            qk_norm=bool(normed),
+            norm_reduces=NORM_REDUCES if normed == "all" else 0,
+            weights=self._precision(name, ATTENTION[0]),
+            out=self._precision(name, ATTENTION[1]),
+        )
+
+    def _precision(self, place: str, names: Sequence[str]) -> str:
+        """Return the precision that all these modules have, as `ModelShapes` names it."""
+        if self.scheme is None:
+            return self.dtype
+        scheme = self.scheme
+        kept = [name for name in names if scheme.keeps(f"{place}.{name}")]
+        name = "fp8_block" if scheme.name == "fp8" and scheme.block else scheme.name
+        if len(kept) not in (0, len(names)):
+            words = f"{name} weights beside {', '.join(kept)} in 16 bits"
             problem = f"an analytic profile does not know {words}"
             raise InputError(problem, "measure it: llmctl profile RECIPE")
-        return model.dtype if in_16_bits else name
-
-    if not special.experts:
-        weights = precision([*attention, *mlps])
-        return weights, weights, weights, scheme.cache
-    weights = precision(attention)
-    each = precision([f"{experts}.experts.0.{family.expert_names[0]}"])
-    return weights, precision(mlps) if mlps else weights, each, scheme.cache
-
-
-def kept(scheme: Scheme, names: Sequence[str]) -> list[str]:
-    """Return which of a layer's modules keep 16 bits, by the first layers of the model."""
-    places = [f"model.layers.{layer}." for layer in range(2)]
-    return [name for name in names if any(scheme.keeps(place + name) for place in places)]
+        return self.dtype if kept else name

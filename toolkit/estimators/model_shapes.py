@@ -1,0 +1,178 @@
+"""The sizes of a decoder, as the operators of a GPU need them: layers of a few sorts, each with
+what mixes its tokens and what follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ACTIVATION_BYTES = 2  # of a number in bf16
+PLAIN_NORMS = 2  # norms of a layer: before what mixes tokens, and before what follows
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShapes:
+    """The sizes of grouped attention.
+
+    Attributes:
+        head_dim: numbers of a key, and of a value but where `value_dim` says otherwise.
+        window: tokens of a sliding window; 0: attention to all.
+        gate: numbers of the output that share a value of a gate, which is made with the queries; 0:
+            there is no gate.
+        qk_norm: whether queries and keys are normalized.
+        norm_reduces: all-reduces of one number per token that these norms need on several GPUs,
+            where they span all heads.
+        weights, out: precisions of what makes queries, keys and values, and of what makes the
+            output, keys of `WEIGHT_BYTES`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int = 0
+    window: int = 0
+    gate: int = 0
+    qk_norm: bool = False
+    norm_reduces: int = 0
+    weights: str = "bfloat16"
+    out: str = "bfloat16"
+
+    @property
+    def value(self) -> int:
+        """Numbers of a value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def mean_dim(self) -> float:
+        """Numbers of a head with keys and values of one size that computes and moves as much."""
+        return (self.head_dim + self.value) / 2
+
+    def kv_heads_of(self, ranks: int) -> int:
+        """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
+        return max(self.kv_heads // ranks, 1)
+
+    def made(self, ranks: int) -> float:
+        """Numbers of a token's queries, keys, values and gates on each GPU."""
+        heads = self.heads / ranks
+        kept = self.kv_heads_of(ranks) * (self.head_dim + self.value)
+        return heads * self.head_dim + kept + (heads * self.value / self.gate if self.gate else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShapes:
+    """The sizes of multi-head latent attention.
+
+    Attributes:
+        rank: latent numbers of a token in the cache, of which keys and values are made.
+        rope: numbers of a key with a position, which all heads share; cached, too.
+        plain, value: of a head: numbers of a key without a position, and of a value.
+        query_rank: latent numbers of the queries; 0: they are made of the hidden state.
+        weights, out: precisions, as in `AttentionShapes`.
+    """
+
+    rank: int
+    rope: int
+    plain: int
+    value: int
+    query_rank: int = 0
+    heads: int = 0
+    weights: str = "bfloat16"
+    out: str = "bfloat16"
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head with keys and values of one size that computes and moves as much."""
+        return (self.plain + self.rope + self.value) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShapes:
+    """The sizes of gated delta-net attention, a linear attention with a state per request.
+
+    Attributes:
+        heads: of values; each has a state of `key_dim` times `value_dim` numbers.
+        key_heads: of queries and of keys.
+        kernel: tokens of the convolution before it.
+        state_bytes: of a number of a state.
+        weights, out: precisions, as in `AttentionShapes`; two numbers per head keep 16 bits.
+    """
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    state_bytes: int = 4
+    weights: str = "bfloat16"
+    out: str = "bfloat16"
+
+    @property
+    def mixed(self) -> int:
+        """Numbers of a token's queries, keys and values, which the convolution mixes."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a decode reads and writes: states, and the convolution's last inputs."""
+        state = self.heads * self.key_dim * self.value_dim * self.state_bytes
+        return 2 * (state + self.mixed * self.kernel * ACTIVATION_BYTES)
+
+
+Mixer = AttentionShapes | LatentShapes | DeltaShapes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShapes:
+    """Layers of one sort.
+
+    Attributes:
+        count: of such layers.
+        mixer: what mixes tokens; None: nothing does.
+        inner: of a gated MLP: of a dense one, or of a shared expert; 0: there is none.
+        experts: whether there are experts.
+        inner_weights, expert_weights: their precisions, keys of `WEIGHT_BYTES`.
+        norms: of the hidden state.
+        reduces: all-reduces of the hidden state on several GPUs.
+    """
+
+    count: int
+    mixer: Mixer | None
+    inner: int = 0
+    experts: bool = False
+    inner_weights: str = "bfloat16"
+    expert_weights: str = "bfloat16"
+    norms: int = PLAIN_NORMS
+    reduces: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """The sizes of a decoder.
+
+    Attributes:
+        sorts: its layers; their order does not matter.
+        experts: of a layer that has experts.
+        cache_bytes: of a number in the KV cache.
+        whole_experts: whether each of several GPUs has whole experts (expert parallelism), not a
+            part of each.
+    """
+
+    hidden: int
+    vocab: int
+    sorts: tuple[LayerShapes, ...]
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    cache_bytes: int = ACTIVATION_BYTES
+    whole_experts: bool = False
+
+    @property
+    def layers(self) -> int:
+        """All layers."""
+        return sum(sort.count for sort in self.sorts)
+
+    @property
+    def window(self) -> int:
+        """Tokens of sliding windows; 0: there are none."""
+        mixers = [sort.mixer for sort in self.sorts]
+        return max((one.window for one in mixers if isinstance(one, AttentionShapes)), default=0)
