@@ -34,10 +34,11 @@ from toolkit.sim.arrivals import arrivals_of
 from toolkit.sim.continuous import ContinuousWorker
 from toolkit.sim.ledger import Ledger, TokenGaps, counters
 from toolkit.sim.loop import VirtualWorker, collector_off, run
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import serve
 from toolkit.sim.slab import SlabWorker
 from toolkit.sim.worker import SliceWorker
-from toolkit.sim.world import World, caches_of
+from toolkit.sim.world import World
 from toolkit.traces.types import Trace
 
 
@@ -198,6 +199,7 @@ def usual_policies(fit: Fit | None) -> list[str]:
         for name, policy in BUILT_IN.items()
         if fit and fit.steps and fit.engine.engine == policy.engine
     ]
-    if fit and caches_of(fit) is not None:
+    engine = PagedEngine.of(fit) if fit else None
+    if engine and engine.caches:
         return built_in
     return [*built_in, *(name for name in POLICIES if name not in ORACLES)]

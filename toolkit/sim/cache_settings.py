@@ -45,7 +45,7 @@ class CacheSettings:
 
     def refuse(self, blocks: int, flags: VllmPolicy, *, ahead: bool) -> None:
         """Raise InputError if vLLM would not start with this cache and these flags."""
-        in_flight = in_flight_tokens(flags, ahead=ahead)
+        in_flight = flags.max_num_batched_tokens * (1 + ahead)
         needs = longest_blocks(self.groups, self.max_model_len, in_flight)
         if needs > blocks + 1:
             problem = f"a request of max_model_len {self.max_model_len:,} tokens needs {needs:,} "
@@ -80,7 +80,7 @@ class CacheSettings:
         high = tokens
         while low < high:  # the most tokens for which the longest request fits
             middle = (low + high + 1) // 2
-            in_flight = middle * (2 if ahead else 1)
+            in_flight = middle * (1 + ahead)
             if longest_blocks(self.groups, self.max_model_len, in_flight) <= blocks + 1:
                 low = middle
             else:
@@ -112,8 +112,3 @@ def settings_of(
         not keeps_known_outputs(version),
         device != "cpu",
     )
-
-
-def in_flight_tokens(flags: VllmPolicy, *, ahead: bool) -> int:
-    """Tokens of all passes that may be under way at once."""
-    return flags.max_num_batched_tokens * (2 if ahead else 1)

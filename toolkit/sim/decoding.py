@@ -141,7 +141,7 @@ class Decoding(SimulatedWorker):
         # What few passes need comes first, so that the rest lies together, as in `Worker`.
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(world.swap, ledger)
-        latency = world.latency
+        latency = self._latency
         assert isinstance(latency, BatchLaw)
         self._times: BatchLaw = latency  # by its native type, since passes ask it several times
         self._round_s: float = latency.round_s

@@ -7,7 +7,6 @@ before its limit computes one token too many. The host's time is hidden behind t
 law knows launches (`PassLaw.graphs`). Passes of decodes alone are computed in one leap, up to the
 next arrival that could change anything, the first end, or the first missing block.
 
-
 `PagedEngine` describes an engine and `PagedRun` runs it: `toolkit.sim.vllm` plans its passes, and
 `toolkit.sim.flight` times them. `toolkit.sim.replicas` gives it requests.
 """
@@ -18,17 +17,17 @@ import math
 from dataclasses import dataclass, replace
 
 from toolkit.errors import InputError
-from toolkit.files.fit import StepsFit
+from toolkit.files.fit import Fit
 from toolkit.files.recipe import AcceptanceSpec
 from toolkit.laws.passes import PassLaw
 from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
-from toolkit.sim.cache_settings import CacheSettings
-from toolkit.sim.drafts import DrawnDrafts, drafts_of
+from toolkit.sim.cache_settings import CacheSettings, settings_of
+from toolkit.sim.drafts import DrawnDrafts, drafts_of, keeps_known_outputs
 from toolkit.sim.flight import flight_of, grown_shape
 from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.ledger import Gaps, Ledger
-from toolkit.sim.vllm import PlannedPass, Tokens, VllmScheduler
+from toolkit.sim.vllm import PlannedPass, Tokens, VllmScheduler, caps_alone
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,26 +58,38 @@ class PagedEngine:
     others: tuple[PagedEngine, ...] = ()
 
     @classmethod
-    def of(
-        cls, fit: StepsFit, capacity_tokens: int, caches: CacheSettings | None = None
-    ) -> PagedEngine:
-        """The engine that a fit describes, with a cache of `capacity_tokens`."""
-        blocks = capacity_tokens // fit.block_tokens
-        drafts = fit.resolved.drafts if fit.resolved is not None else None
-        if caches is not None:
-            blocks = round(fit.blocks * capacity_tokens / caches.capacity_tokens(fit.blocks))
-        return cls(
-            fit.law,
-            blocks,
-            fit.block_tokens,
-            fit.async_scheduling,
-            fit.front_s,
-            fit.front_row_s,
-            caches=caches,
-            draft_method=fit.draft_method,
-            draft_tokens=fit.draft_tokens,
-            hash_lookahead=drafts.hash_lookahead if drafts is not None else 0,
-        )
+    def of(cls, fit: Fit) -> PagedEngine | None:
+        """Return the engine that a fit describes, with all numbers of drafts that were measured;
+        None: its passes were not. Raises InputError for caches that are not modelled.
+        """
+        steps = fit.steps
+        if steps is None:
+            return None
+        version = fit.engine.engine_version
+        caches = settings_of(steps.resolved, fit.engine.max_model_len, version, fit.engine.device)
+        found = []
+        for one in (steps, *fit.drafts):
+            tokens = fit.memory.capacity_tokens if one is steps else one.blocks * one.block_tokens
+            blocks = tokens // one.block_tokens
+            if caches is not None:
+                blocks = round(one.blocks * tokens / caches.capacity_tokens(one.blocks))
+            drafts = one.resolved.drafts if one.resolved is not None else None
+            engine = cls(
+                one.law,
+                blocks,
+                one.block_tokens,
+                one.async_scheduling,
+                one.front_s,
+                one.front_row_s,
+                caches=caches,
+                draft_method=one.draft_method,
+                draft_tokens=one.draft_tokens,
+                keeps_known=keeps_known_outputs(version),
+                hash_lookahead=drafts.hash_lookahead if drafts is not None else 0,
+                caps_alone=caps_alone(version),
+            )
+            found.append(engine)
+        return replace(found[0], others=tuple(found[1:]))
 
     def with_drafts(self, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> PagedEngine:
         """The engine with so many drafts of a row in a pass. `InputError` where their law was not
@@ -141,9 +152,10 @@ class PagedEngine:
         return self.front_s + self.front_row_s * rows
 
     def slowed(self, factor: float) -> PagedEngine:
-        """Return the same engine with every pass `factor` times as long."""
-        others = tuple(engine.slowed(factor) for engine in self.others)
-        return replace(self, steps=self.steps.times(factor), others=others)
+        """Return the same engine, with this number of drafts, with every pass `factor` times as
+        long.
+        """
+        return replace(self, steps=self.steps.times(factor), others=())
 
 
 class PagedRun:

@@ -44,6 +44,8 @@ class SimulatedWorker:
         self._index = index
         self._ledger = ledger
         self._latency: LatencyLaw = world.latency
+        if world.slowdown != 1.0:
+            self._latency = self._latency.times(world.slowdown)
         self._runs_out = runs_out
         self._outside = outside
         self._emits = int(self._latency.prefill_emits_token)

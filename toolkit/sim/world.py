@@ -32,11 +32,8 @@ from toolkit.sched.policies.parameters import Value, choice, declared, parameter
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
-from toolkit.sim.cache_settings import CacheSettings, settings_of
-from toolkit.sim.drafts import keeps_known_outputs
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine
-from toolkit.sim.vllm import caps_alone
 from toolkit.traces.types import Sessions, Trace
 
 
@@ -65,11 +62,10 @@ class Validity:
 
 @dataclass(slots=True, frozen=True)
 class RoundLaws:
-    """The laws of a worker of rounds. `believed` and `front_s`: as in `World`."""
+    """The laws of a worker of rounds. `front_s`: as in `World`."""
 
     latency: LatencyLaw
     memory: MemoryLaw
-    believed: LatencyLaw | None = None
     front_s: float = 0.0
 
 
@@ -93,7 +89,7 @@ class World:
     drain: bool = True  # False: the simulation stops when the last request has been admitted
     # False: outputs may be longer than the limits that the policy sees, as in Past-Future's Table 1
     limits_hold: bool = True
-    believed: LatencyLaw | None = None  # that the scheduler knows, if it differs from `latency`
+    slowdown: float = 1.0  # batches take so many times what the laws say; the scheduler knows these
     valid: Validity | None = None  # where the laws were measured; None: they hold everywhere
     swap: SwapLaw | None = None  # to host memory; None: caches cannot be swapped
     host_tokens: int = 0  # of swapped caches that a worker's host memory holds
@@ -143,7 +139,6 @@ class World:
             self,
             latency=laws.latency,
             memory=laws.memory,
-            believed=laws.believed,
             front_s=laws.front_s or self.front_s,
             rounds=None,
         )
@@ -158,7 +153,8 @@ class World:
                 "set engine.name to vllm, then: llmctl profile RECIPE; llmctl fit PROFILE",
             )
         tokens = flags.num_speculative_tokens
-        return self.paged.with_drafts(tokens, self.acceptance, self.seed)
+        engine = self.paged.with_drafts(tokens, self.acceptance, self.seed)
+        return engine if self.slowdown == 1.0 else engine.slowed(self.slowdown)
 
     def range_of(self, policy: str) -> Validity | PassRange | None:
         """Where the laws that apply under the policy of this name were measured."""
@@ -169,7 +165,7 @@ class World:
         return [
             Worker(
                 index,
-                self.believed or self.latency,
+                self.latency,
                 self.memory,
                 swap=self.swap,
                 host_tokens=self.host_tokens if self.swap else 0,
@@ -178,24 +174,6 @@ class World:
             )
             for index in range(self.workers)
         ]
-
-
-def _slowed(world: World, factor: float) -> World:
-    """Return the same workers on a machine on which every batch takes `factor` times as long. Their
-    scheduler believes the fit.
-    """
-    if factor == 1.0:
-        return world
-    rounds = world.rounds
-    if rounds is not None:
-        rounds = replace(rounds, latency=rounds.latency.times(factor), believed=rounds.latency)
-    return replace(
-        world,
-        latency=world.latency.times(factor),
-        believed=world.latency,
-        rounds=rounds,
-        paged=world.paged.slowed(factor) if world.paged is not None else None,
-    )
 
 
 def world_from_fit(
@@ -213,12 +191,13 @@ def world_from_fit(
     laws = laws_from_fit(fit)
     rounds = None
     if laws.rounds is not laws.latency:
-        rounds = RoundLaws(laws.rounds, laws.round_memory, front_s=laws.front_s)
-    world = World(
+        rounds = RoundLaws(laws.rounds, laws.round_memory, laws.front_s)
+    return World(
         laws.latency,
         laws.memory,
         workers,
         max_new_tokens,
+        slowdown=slowdown,
         runs_out=DrawnEdge(laws.memory, fit.memory.zeta_std, seed),
         flush_s=flush_s,
         seed=seed,
@@ -228,41 +207,7 @@ def world_from_fit(
         rounds=rounds,
         joining=laws.joining,
         slots=laws.slots,
-        paged=paged_of(fit),
-    )
-    return _slowed(world, slowdown)
-
-
-def paged_of(fit: Fit) -> PagedEngine | None:
-    """The engine with its own scheduler that a fit describes, with all numbers of drafts that were
-    measured; None: its passes were not.
-
-    Raises `InputError` for caches that are not modelled.
-    """
-    if fit.steps is None:
-        return None
-    caches = caches_of(fit)
-    engine = PagedEngine.of(fit.steps, fit.memory.capacity_tokens, caches)
-    version = fit.engine.engine_version
-
-    def of_release(one: PagedEngine) -> PagedEngine:
-        return replace(
-            one, keeps_known=keeps_known_outputs(version), caps_alone=caps_alone(version)
-        )
-
-    others = (PagedEngine.of(one, one.blocks * one.block_tokens, caches) for one in fit.drafts)
-    return replace(of_release(engine), others=tuple(map(of_release, others)))
-
-
-def caches_of(fit: Fit) -> CacheSettings | None:
-    """The groups of KV caches of a fit's engine; None: one cache of full attention, or it is not
-    known.
-    """
-    if fit.steps is None:
-        return None
-    engine = fit.engine
-    return settings_of(
-        fit.steps.resolved, engine.max_model_len, engine.engine_version, engine.device
+        paged=PagedEngine.of(fit),
     )
 
 

@@ -41,7 +41,7 @@ from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.deployment import Deployment, Workload
-from toolkit.sim.world import paged_of
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import cut
 
@@ -161,7 +161,7 @@ class Task:
             return self.deployment.policy()
         flags = make_any(VllmPolicy.name, VllmPolicy.within(self.settings.parameters))
         assert isinstance(flags, VllmPolicy)
-        engine = paged_of(self.deployment.fit)
+        engine = PagedEngine.of(self.deployment.fit)
         return engine.allowed(flags) if engine else flags
 
 
