@@ -128,9 +128,15 @@ def trace_of(rows: list[tuple[float, int, int, int]]) -> Trace:
 def world(workers: int, runs_out=None, host_tokens: int = HOST_TOKENS, joining=None) -> World:
     memory = ZetaMemory(CAPACITY)
     link = LinearSwap(2e-3, 4e4, 8e4)
-    failing = {"runs_out": runs_out, "round_runs_out": runs_out}
     return World(
-        LAW, memory, workers, 80, **failing, swap=link, host_tokens=host_tokens, joining=joining
+        LAW,
+        memory,
+        workers,
+        80,
+        runs_out=runs_out,
+        swap=link,
+        host_tokens=host_tokens,
+        joining=joining,
     )
 
 

@@ -158,7 +158,7 @@ def variants(requests: int) -> Iterator[Case]:
     crowd = trace_of(requests, rate_rps(1.35, 8), seed=1)
     urgent = trace_of(requests, rate_rps(1.35, 8), seed=2, prioritised=True)
     plain = world_of(8)
-    failing = replace(plain, runs_out=_runs_out, round_runs_out=_runs_out, token_gaps=True)
+    failing = replace(plain, runs_out=_runs_out, token_gaps=True)
     narrow = Validity(PassRange(rows_max=4, length_max=300), PassRange(rows_max=6, length_max=350))
     counting = replace(plain, valid=narrow, future_memory=True, drain=False, flush_s=0.05)
     for policy in ROUTED:
@@ -168,7 +168,8 @@ def variants(requests: int) -> Iterator[Case]:
                 name = f"{policy} by {router}, {joining or 'paged'}"
                 yield Case(name, policy, where, crowd, {"router": router}, logged=joining is None)
     for policy, kind in POLICIES.items():
-        yield Case(f"{policy}, memory runs out", policy, failing, crowd)
+        if not kind.continuous:
+            yield Case(f"{policy}, memory runs out", policy, failing, crowd)
         yield Case(f"{policy}, counting", policy, counting, crowd)
         if kind.continuous:
             yield Case(

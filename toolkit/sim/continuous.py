@@ -13,7 +13,6 @@ as many evaluations as it has chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from toolkit.sched.prefills import PrefillChunk, PrefillChunks, PrefillGroup
@@ -70,7 +69,7 @@ class ContinuousWorker(Decoding):
         self._prefilled_s = 0.0
         self._moved_s = 0.0  # when the current pass's transfers end
         self._ran = 0  # steps that the current pass will have made
-        self._failure: Failure = ""
+        self._failure: Failure = ""  # of a padded worker
         self._dropped: tuple[str, ...] = ()  # the requests that the failure dropped
         # rows in a prefill of several chunks
         self._newcomers: PrefillChunks[Job] = PrefillChunks()
@@ -101,7 +100,8 @@ class ContinuousWorker(Decoding):
         self._in_chunks = False
         if (batch.chunk_tokens and jobs) or self._newcomers:
             self._in_chunks = True
-            self._begin_chunks(batch)
+            for job in jobs:
+                self._newcomers.add(job, job.length)
         elif jobs:
             self._prefilled_s += self._prefill(batch)
         if self._failure:
@@ -201,20 +201,6 @@ class ContinuousWorker(Decoding):
     def _prefilled_rows(self, batch: Pass) -> int:
         """Rows of the pass's prefill."""
         return len(batch.jobs)
-
-    def _begin_chunks(self, batch: Pass) -> None:
-        """Add the jobs that enter to those that are prefilled in chunks, if memory suffices."""
-        newcomers = self._newcomers
-        rows = len(self._resident)
-        for job in batch.jobs:
-            newcomers.add(job, job.length)
-        if batch.jobs and self._runs_out:
-            n = rows + len(newcomers)
-            held = self.used + sum([job.length for job in newcomers.all_keys()])
-            if self._runs_out(batch.pass_id, n, held // n, batch.steps):
-                made = newcomers.next(batch.chunk_tokens if rows else 0)
-                self._prefilled_s += self._chunk_s(made)
-                self._run_out_of_memory(newcomers.all_keys())
 
     def _lay_out(self, batch: Pass, now_s: float) -> list[Stretch]:
         """The stretches of a pass with chunks, which begins at `now_s`. While a row decodes,
@@ -370,24 +356,7 @@ class ContinuousWorker(Decoding):
         if self._padded:
             ledger.pad_tokens += len(jobs) * batch.input_length - total
         mean = float(batch.input_length) if self._padded else total / len(jobs)
-        if self._runs_out:
-            n = len(self._resident)
-            if self._runs_out(batch.pass_id, n, self.used // n, batch.steps):
-                self._run_out_of_memory(jobs)
         return self._times.prefill_s(len(jobs), mean)
-
-    def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
-        """Memory has run out: drop `jobs` and end the pass."""
-        self._failure = "oom"
-        self._ledger.oom_batches += 1
-        self._stretches = []
-        self._step_is_due = False
-        self._give_up(jobs)
-
-    def _give_up(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._drop(job)
-        self._dropped = tuple([job.request_id for job in reversed(jobs)])
 
     def _drop(self, job: Job) -> bool:
         """Drop the job's cache; False if it was cancelled before and has none."""

@@ -137,7 +137,7 @@ class Decoding(SimulatedWorker):
     def __init__(
         self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
     ) -> None:
-        super().__init__(index, ledger, world, world.round_runs_out, outside)
+        super().__init__(index, ledger, world, outside)
         # What few passes need comes first, so that the rest lies together, as in `Worker`.
         self._resumed: list[DecodingRow] = []  # entered with their caches, and had no token since
         self._swap_store = SwapStore(world.swap, ledger)

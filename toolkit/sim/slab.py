@@ -140,9 +140,6 @@ class SlabWorker(ContinuousWorker):
             longest = max([job.length for job in jobs])
             part = Pass(batch.worker, jobs, batch.steps, longest, pass_id=batch.pass_id)
             seconds += super()._prefill(part)
-            if self._failure:
-                self._give_up(batch.jobs)
-                break
             if self._emits and number < len(groups):
                 self._passes.append(
                     (len(jobs), self._resident[jobs[0]].mark, self._begun_s + seconds)
@@ -150,7 +147,14 @@ class SlabWorker(ContinuousWorker):
         return seconds
 
     def _run_out_of_memory(self, jobs: Sequence[Job]) -> None:
-        super()._run_out_of_memory(jobs)
+        """Memory has run out: drop `jobs` and end the pass."""
+        self._failure = "oom"
+        self._ledger.oom_batches += 1
+        self._stretches = []
+        self._step_is_due = False
+        for job in jobs:
+            self._drop(job)
+        self._dropped = tuple([job.request_id for job in reversed(jobs)])
         self._steps -= self._shaped
         self._shaped = 0
 

@@ -28,7 +28,6 @@ class SimulatedWorker:
     Args:
         index: its place in the ledger, which gets what happens and has the true output lengths.
         world: its laws (the policy may know others).
-        runs_out: whether a pass, with new rows, runs out of memory; None: none does.
         outside: whether a pass is outside the range that the laws were measured in, so that it
             counts as extrapolated; None: none is.
     """
@@ -38,7 +37,6 @@ class SimulatedWorker:
         index: int,
         ledger: Ledger,
         world: World,
-        runs_out: RunsOut | None,
         outside: Outside | None,
     ) -> None:
         self._index = index
@@ -46,7 +44,6 @@ class SimulatedWorker:
         self._latency: LatencyLaw = world.latency
         if world.slowdown != 1.0:
             self._latency = self._latency.times(world.slowdown)
-        self._runs_out = runs_out
         self._outside = outside
         self._emits = int(self._latency.prefill_emits_token)
         self._done_s = 0.0  # when the current pass ends
@@ -64,7 +61,8 @@ class SliceWorker(SimulatedWorker):
     def __init__(
         self, index: int, ledger: Ledger, world: World, outside: Outside | None = None
     ) -> None:
-        super().__init__(index, ledger, world, world.runs_out, outside)
+        super().__init__(index, ledger, world, outside)
+        self._runs_out: RunsOut | None = world.runs_out
         self._streams: bool = world.streams
         self._flush_s: float = world.flush_s
         self._result = PassResult(-1, -1, 0)

@@ -77,10 +77,9 @@ class World:
     memory: MemoryLaw
     workers: int
     max_new_tokens: int  # the output limit of a request for which the trace gives none
-    # Which static batches really run out of memory (they reserve all of it at once), and which
-    # rounds, which hold only what they use; None: the law is right.
+    # which static batches really run out of memory, of which they reserve all at once; None: the
+    # law is right
     runs_out: RunsOut | None = None
-    round_runs_out: RunsOut | None = None
     streams: bool = True  # False: tokens reach the client with their batch, not as they come
     flush_s: float = 0.0  # the least seconds between two reports of a worker's tokens
     seed: int = 0  # of the policy's random draws
