@@ -146,7 +146,7 @@ def test_the_first_lines_round_what_a_search_chose(
         update={"parameters": plan.settings.parameters | {"min_interval_s": 4.779730550735673}}
     )
     plan = plan.model_copy(update={"settings": chosen})
-    Announcement(plan, ServerOptions(model="toy"), as_json=False)("http://h")
+    Announcement(Path("plan.json"), plan, ServerOptions(model="toy"), as_json=False)("http://h")
     assert "min_interval_s=4.78" in " ".join(capsys.readouterr().out.split())
 
 

@@ -46,7 +46,7 @@ def test_where_limits_are_broken_workers_and_rate_are_searched() -> None:
     assert found.workers > result.workers
     most_rps = result.capacity.recommended_rps
     assert most_rps < result.request_rate_rps
-    assert f"  more workers: {found.workers} with the best settings" in verdict(result)
+    assert says(" ".join(verdict(result)), "workers", str(found.workers))
     fewer, _ = tuned(inputs({"ttft_p99_s": 0.5}, tune=TUNE | {"request_rate_rps": most_rps / 2}))
     assert fewer.keeps_limits, fewer.recommended.outcome.used
 

@@ -66,9 +66,9 @@ def _highest(group: list[CapacityOf], lost: int, *, several: bool) -> list[str]:
         which = f"{lost} of {counted(best.workers, 'worker')} lost: "
     lines = [f"{which}all targets hold up to {most} on {best.traffic}"]
     if best.at_least:
-        lines.append("  at more, the trace is over before its queue could grow")
+        lines.append("at more, the trace is over before its queue could grow")
     if len({one.traffic for one in kept}) > 1:
-        lines += [f"  {one.name}: on {one.traffic}" for one in kept if one is not best]
+        lines += [f"{one.name}: on {one.traffic}" for one in kept if one is not best]
     return lines
 
 
@@ -140,8 +140,7 @@ def capacity_sheet(result: Capacities) -> Sheet:
     one.
     """
     kept = any(one.capacity_rps is not None for one in result.capacities)
-    lines = [line.strip() for line in conclusion(result)]
-    badge = Badge("kept", f"{'; '.join(lines)}.")
+    badge = Badge("kept", f"{'; '.join(conclusion(result))}.")
     if not kept:
         badge = Badge("broken", "No rate that was tried keeps every target.")
     sheet = Sheet("verdict", "", badge=badge, tables=[_highest_rates(result)])

@@ -54,6 +54,13 @@ class BenchResult:
     name: str
     content: BenchReport
 
+    @property
+    def values(self) -> dict[str, float]:
+        """Every measured metric and target; not every target is a metric of a bench."""
+        sla = self.content.sla
+        measured = self.content.measured
+        return measured.metrics | {name: share * sla[name] for name, share in measured.used.items()}
+
     def at_rate(self, rate_rps: float | None) -> bool:
         """Whether it replayed the trace at this mean rate; False where a rate is not known."""
         rate = self.content.request_rate_rps

@@ -27,7 +27,7 @@ NO_GAIN_PERCENT = 0.05  # a smaller difference in goodput is printed as 0.0 %
 
 
 def verdict(result: Tuning) -> list[str]:
-    """The conclusion of a tuning, a line each; indented lines continue the one before."""
+    """Return the conclusion of a tuning, a sentence each."""
     lines = [*_warnings(result), *_judged_lines(result)]
     if result.keep_defaults and not result.keeps_limits:
         lines.append("nothing better than the defaults was found; they also break limits")
@@ -82,10 +82,10 @@ def _judged_lines(result: Tuning) -> list[str]:
     if length is not None:
         count = len(result.search_windows) + len(result.held_out_windows)
         share = f"{number(length.covered_percent)} % of its requests, the busiest among them"
-        lines.append(f"  windows ({count}) hold {share}")
+        lines.append(f"the windows ({count}) hold {share}")
     if result.further:
         further = f"{len(result.further)} further settings were tried on the trace"
-        lines.append(f"  {further}, since the search's best broke a limit there")
+        lines.append(f"{further}, since the search's best broke a limit there")
     return lines
 
 
@@ -121,7 +121,7 @@ def _capacity_lines(result: Tuning) -> list[str]:
     lines = [line]
     if result.keeps_limits and capacity.recommended_rps < KEPT_SHARE * result.request_rate_rps:
         short = f"at {result.load} it is over before its queue could grow"
-        lines.append(f"  warning: the trace keeps the limits only since {short}")
+        lines.append(f"warning: the trace keeps the limits only since {short}")
     return lines
 
 
@@ -159,10 +159,9 @@ def _how_sure(result: Tuning) -> list[str]:
     if found.gain_percent and _no_gain(found.gain_percent.low, found.gain_percent.high):
         beats = "the difference is less than 0.1 %: no gain in goodput"
     return [
-        f"on {found.windows} windows that the search did not see:",
-        f"  goodput {_span(found.best_goodput_rps)}/s, "
-        f"the defaults' {_span(found.defaults_goodput_rps)}/s",
-        f"  {beats}",
+        f"on {found.windows} windows that the search did not see: "
+        f"goodput {_span(found.best_goodput_rps)}/s, "
+        f"the defaults' {_span(found.defaults_goodput_rps)}/s; {beats}"
     ]
 
 
@@ -220,8 +219,8 @@ def _declined_lines(result: Tuning) -> list[str]:
     return [
         f"declined: mean E2E {number(after_s)} s for {number(before_s)} s, with {limit} "
         f"{nearer} and {100 * (good / own_good - 1):+.1f} % goodput",
-        f"  for latency: policy '{declined.settings.policy}', {changed}",
-        f"  for headroom, recommended: {which}, with {limit} {used}",
+        f"for latency: policy '{declined.settings.policy}', {changed}",
+        f"for headroom, recommended: {which}, with {limit} {used}",
     ]
 
 
@@ -244,15 +243,15 @@ def _alternative_lines(result: Tuning) -> list[str]:
         ]
     if result.keeps_limits:
         return lines
-    lines.append(f"changes that keep all limits at {result.load}, simulated:")
+    keeps = []
     if found.workers is not None:
-        lines.append(f"  more workers: {found.workers} with the best settings")
+        keeps.append(f"more workers, {found.workers} with the best settings")
     most_rps = result.capacity and result.capacity.recommended_rps
     if most_rps:
-        lines.append(f"  fewer requests: at most {number(most_rps)} requests/s (--rate)")
+        keeps.append(f"fewer requests, at most {number(most_rps)} requests/s (--rate)")
+    changes = "; ".join(keeps) or "a looser target in the recipe's sla"
+    lines.append(f"what keeps all limits at {result.load}, simulated: {changes}")
     policy = result.recommended.settings.policy
     if traits_of(result.engine).server and policy not in BUILT_IN:
-        lines.append(f"  not more workers: '{policy}' inside a server is simulated for one server")
-    if not (found.workers or most_rps):
-        lines.append("  a looser target in the recipe's sla")
+        lines.append(f"not more workers: '{policy}' inside a server is simulated for one server")
     return lines
