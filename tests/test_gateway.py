@@ -40,7 +40,6 @@ from toolkit.server import replicas as pools
 from toolkit.server.access import ApiKey
 from toolkit.server.application import Application
 from toolkit.server.http import HttpServer
-from toolkit.server.limits import WireLimits
 from toolkit.server.options import ServerOptions
 from toolkit.server.own_replicas import OwnReplicas
 from toolkit.server.pool import PoolBackend, traits_of_replicas
@@ -151,7 +150,7 @@ async def fronted(
     app = Application(backend, options)
     sweep = asyncio.create_task(pool.sweep())
     with listen("127.0.0.1", 0) as listener, logged_to([] if said is None else said):
-        server = HttpServer(app, WireLimits(descriptors_each=2))
+        server = HttpServer(app, descriptors_each=2)
         await server.start(listener)
         pool.renew([each.url for each in servers] if starts is None else starts)
         async with httpx.AsyncClient(base_url=url(listener), timeout=30) as http:

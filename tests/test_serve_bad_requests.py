@@ -18,7 +18,7 @@ from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
 from toolkit.openai.bodies import MAX_DEPTH, parse_json
 from toolkit.openai.errors import ApiError
-from toolkit.server import bodies
+from toolkit.server import backend, bodies
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -164,6 +164,7 @@ TYPES = ["text/plain", "application/x-www-form-urlencoded", ""]
         ("POST", COMPLETIONS, {"json": {"model": "gpt-5", "prompt": "a"}}, 404),
         ("POST", CHAT, {"json": {"model": "gpt-5", "messages": USER}}, 404),
         ("POST", COMPLETIONS, {"headers": {**JSON, "content-length": "20001"}}, 413),
+        ("GET", "/health", {"headers": [("host", "a"), ("host", "a")]}, 400),
         *[("POST", COMPLETIONS, {"content": b"{}", "headers": {"content-type": one}}, 415)
           for one in TYPES],
     ],
@@ -190,6 +191,46 @@ async def test_a_body_is_refused_once_it_is_too_large(http: httpx.AsyncClient):
     response = await http.post(COMPLETIONS, content=body(), headers=JSON)
     assert response.status_code == 413
     assert len(pieces) == 21
+
+
+@with_server()
+async def test_large_bodies_are_refused_while_the_server_holds_too_much(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backend, "MAX_HELD_BYTES", 1 << 20)
+    reading = asyncio.Event()
+    go = asyncio.Event()
+
+    async def slow():
+        yield b"x" * (1 << 20)
+        reading.set()
+        await go.wait()
+
+    first = asyncio.create_task(http.post(COMPLETIONS, content=slow(), headers=JSON))
+    await reading.wait()
+    large = await http.post(COMPLETIONS, content=b"y" * (1 << 17), headers=JSON)
+    assert (large.status_code, error(large)["code"]) == (503, "overloaded")
+    assert "retry-after" in large.headers
+    small = await http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 0})
+    assert small.status_code == 400
+    go.set()
+    assert (await first).status_code == 400
+    again = await http.post(COMPLETIONS, content=b"y" * (1 << 17), headers=JSON)
+    assert again.status_code == 400
+
+
+@with_server()
+async def test_a_body_that_does_not_come_in_time_is_refused(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bodies, "BODY_S", 0.01)
+
+    async def never():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    response = await http.post(COMPLETIONS, content=never(), headers=JSON)
+    assert response.status_code == 408
 
 
 @with_server()

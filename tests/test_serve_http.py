@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import re
 import socket
 import weakref
@@ -14,22 +13,14 @@ import uvloop
 from within import within
 
 from toolkit.openai.errors import ApiError
-from toolkit.server import limits as bounds
+from toolkit.server import http as bounds
 from toolkit.server.errors import error_response
 from toolkit.server.http import HttpServer
-from toolkit.server.limits import SMALL_BYTES, WireLimits, excess
 
 KEPT = b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n"
 WAIT = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
-LARGE = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
-LARGE_BYTES = 16 << 20
 CLOSE = b"Connection: close"
-
-
-@pytest.fixture(autouse=True)
-def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "LINGER_S", 0.1)
 
 
 class Desk:
@@ -66,8 +57,7 @@ class Desk:
                 more = message["more_body"]
             self.bodies.append(body)
             self.seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
-            content = b"x" * LARGE_BYTES if scope["path"] == "/large" else b"%d bytes" % len(body)
-            await self._answer(send, content)
+            await self._answer(send, b"%d bytes" % len(body))
             self.ended.append("answered")
 
     async def _answer(self, send: Callable, body: bytes, status: int = 200) -> None:
@@ -106,17 +96,8 @@ class Wire:
         self.desk = desk
         self.peers: list[Peer] = []
 
-    @property
-    def held_bytes(self) -> int:
-        return self.server.app.held_bytes
-
-    async def open(self, data: bytes = b"", *, receive_buffer: int = 0) -> "Peer":
-        sock = socket.socket()
-        if receive_buffer:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
-        reader, writer = await asyncio.open_connection(sock=sock)
+    async def open(self, data: bytes = b"") -> "Peer":
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(data)
         self.peers.append(Peer(reader, writer))
         return self.peers[-1]
@@ -148,14 +129,6 @@ class Peer:
     def send(self, data: bytes) -> None:
         self.writer.write(data)
 
-    async def send_on(self, data: bytes) -> None:
-        """Send this again and again until the server closes the connection."""
-        ended = asyncio.create_task(self.rest())
-        while not ended.done():
-            with suppress(RuntimeError):  # uvloop's, for a closed transport
-                self.send(data)
-            await asyncio.sleep(0)
-
     def close(self) -> None:
         self.writer.close()
 
@@ -167,10 +140,14 @@ async def until(done: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def serving(**limits: float) -> AsyncIterator[Wire]:
+    """A server with these bounds in place of its own."""
     desk = Desk()
     raised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-    server = HttpServer(desk, WireLimits(**limits))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(bounds, name, limit)
+        server = HttpServer(desk)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await server.start(listener)
         wire = Wire(server, listener.getsockname()[1], desk)
@@ -182,8 +159,6 @@ async def serving(**limits: float) -> AsyncIterator[Wire]:
             for peer in wire.peers:
                 peer.close()
             await server.stop(1.0)
-        assert wire.held_bytes == 0
-        assert not server.app.idle
         assert raised == []
 
 
@@ -202,10 +177,6 @@ def chunked(*pieces: bytes, trailer: bytes = b"") -> bytes:
 
 def statuses(received: bytes) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) [A-Z]", received)]
-
-
-def error(received: bytes) -> dict:
-    return json.loads(received.rpartition(b"\r\n\r\n")[2])["error"]
 
 
 # Requests behind each other, and clients that leave
@@ -242,10 +213,10 @@ async def test_a_client_that_closes_or_resets_is_noticed(wire: Wire, first: byte
     ],
 )
 @wired()
-async def test_what_is_not_http_gets_400_in_openai_s_format(wire: Wire, torn: bytes):
+async def test_what_is_not_http_gets_400(wire: Wire, torn: bytes):
     received = await wire.say(torn)
     assert statuses(received) == [400]
-    assert error(received)["type"] == "invalid_request_error"
+    assert b"is not valid HTTP/1.1" in received
 
 
 @wired()
@@ -291,7 +262,7 @@ async def test_wherever_a_head_with_upgrade_is_cut_its_body_is_no_request(
 @wired()
 async def test_connect_is_refused_with_what_comes_behind_it(wire: Wire):
     received = await wire.say(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n" + KEPT)
-    assert statuses(received) == [405]
+    assert statuses(received) == [400]
     assert wire.desk.asked == []
 
 
@@ -340,22 +311,6 @@ async def test_trailer_fields_are_not_headers(wire: Wire, behind: bytes):
     assert all(seen.keys() <= {"host", "transfer-encoding"} for seen in wire.desk.seen)
 
 
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [
-        (b"GET /echo HTTP/1.1\r\n", 400),
-        (b"GET /echo HTTP/1.1\r\nHost: a\r\nHost: b\r\n", 400),
-        (b"GET /echo HTTP/1.1\r\nHost: a\r\nhost: a\r\n", 400),
-        (b"GET /echo HTTP/1.0\r\nHost: a\r\nHost: b\r\n", 400),
-        (b"GET /echo HTTP/1.0\r\n", 200),
-        (b"GET /echo HTTP/1.1\r\nHost: a\r\n", 200),
-    ],
-)
-@wired()
-async def test_a_request_needs_exactly_one_host(wire: Wire, head: bytes, status: int):
-    assert statuses(await wire.say(head + b"Connection: close\r\n\r\n")) == [status]
-
-
 # Timers
 
 
@@ -364,123 +319,66 @@ async def test_a_request_needs_exactly_one_host(wire: Wire, head: bytes, status:
     [
         (b"", []),
         (b"\r\n\r\n", []),
-        (b"GET /echo HTTP/1.1\r\nHo", [408]),
-        (post("/echo", b"abc")[:-1], [408]),
+        (b"GET /echo HTTP/1.1\r\nHo", []),
         (KEPT, [200]),
         (KEPT + b"\r\n\r\n", [200]),
         (KEPT + b"GET /echo HTTP/1.1\r\nHo", [200]),
-        (post("/early", b"abc")[:-2], [401]),
     ],
     ids=[
         "nothing",
         "line ends",
         "half a head",
-        "half a body",
         "idle",
         "line ends behind an answer",
         "half a head behind an answer",
-        "early answer",
     ],
 )
 @pytest.mark.slow
-@wired(head_timeout_s=0.05, body_timeout_s=0.05, idle_timeout_s=0.1)
-async def test_each_phase_ends_with_its_timer(wire: Wire, sent: bytes, status: list[int]):
+@wired(IDLE_S=0.1)
+async def test_a_connection_without_a_whole_head_ends(wire: Wire, sent: bytes, status: list[int]):
     assert statuses(await wire.say(sent)) == status
     await wire.connections(0)
-
-
-@wired(write_timeout_s=0.2)
-async def test_a_client_that_does_not_read_is_cut_after_the_write_timeout(wire: Wire):
-    peer = await wire.open(LARGE, receive_buffer=1 << 12)
-    await peer.has(b"\r\n\r\n")
-    (connection,) = wire.server.connections
-    assert connection.transport.get_write_buffer_size() < 4 * SMALL_BYTES
-    await wire.connections(0)
-
-
-@wired(write_timeout_s=5.0)
-async def test_a_slow_reader_gets_its_whole_response(wire: Wire):
-    peer = await wire.open(LARGE, receive_buffer=1 << 14)
-    await peer.has(b"\r\n\r\n")
-    assert len(await peer.reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
-    await wire.connections(1)
 
 
 # Bounds on bytes and connections
 
 
-@wired(held_bytes=1 << 20)
-async def test_large_bodies_are_refused_while_the_server_holds_too_much(wire: Wire):
-    first = await wire.open(post("/echo", b"x" * (1 << 20))[:-1])
-    await until(lambda: wire.held_bytes > (1 << 20) - 2 * SMALL_BYTES)
-    received = await wire.say(post("/echo", b"y" * (1 << 19), CLOSE))
-    assert statuses(received) == [503]
-    assert b"retry-after: 5\r\n" in received
-    assert error(received)["code"] == "overloaded"
-    small = post("/echo", b"y" * SMALL_BYTES, CLOSE)
-    assert statuses(await wire.say(small)) == [200]
-    first.send(b"x")
-    await first.has(b"1048576 bytes")
-    await until(lambda: wire.held_bytes == 0)
-
-
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"x-a: b\r\n" * 12_000 + b"\r\n", 431),
-    ],
-)
 @wired()
-async def test_a_head_has_a_bound(wire: Wire, sent: bytes, status: int):
-    assert statuses(await wire.say(sent)) == [status]
-
-
-@pytest.mark.slow
-@wired(head_bytes=1000, body_timeout_s=0.1, head_timeout_s=0.1)
-async def test_heads_framing_and_trailers_without_end_are_cut(wire: Wire):
-    head = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    peer = await wire.open(b"GET / HTTP/1.1\r\nHost: x\r\nlong: ")
-    await peer.send_on(b"b" * 100)
-    for endless in (b"1\r\nx\r\n", b"0\r\nlong: " + b"y" * 100):
+async def test_a_head_has_a_bound(wire: Wire):
+    for target, lines in ((b"/" + b"a" * 700_000, 0), (b"/", 90_000)):
+        head = b"GET %b HTTP/1.1\r\nHost: x\r\n" % target + b"x-a: b\r\n" * lines
         peer = await wire.open(head)
-        await peer.send_on(endless * 100)
+        assert statuses(await peer.rest()) in ([400], [])  # it may be reset while it sends
+    assert wire.desk.asked == []
     await wire.connections(0)
 
 
-@wired(connections=2)
-async def test_too_many_connections_close_the_one_that_waits_longest(wire: Wire):
-    peers = []
-    for _ in range(2 + excess(2)):
-        peers.append(await wire.open(KEPT))
-        await peers[-1].has(b" bytes")
-    peers[0].send(KEPT)  # so the second waits longest
-    await peers[0].has(b" bytes")
-    another = await wire.open(STREAM)
-    await another.has(b"first ")
-    assert await peers[1].rest() == b""
-    await wire.connections(3)
-    peers[2].send(KEPT)
-    await peers[2].has(b" bytes")
+@wired()
+async def test_a_trailer_without_end_takes_no_memory_and_ends_with_its_connection(wire: Wire):
+    head = b"POST /early HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nlong: "
+    peer = await wire.open(head + b"y" * 100_000)
+    await peer.has(b"early")
+    (connection,) = wire.server.connections
+    assert connection.headers == [(b"host", b"x"), (b"transfer-encoding", b"chunked")]
+    peer.close()
+    await wire.connections(0)
 
 
-@wired(connections=8)
+@wired(CONNECTIONS=8)
 async def test_of_many_at_once_each_too_many_gets_503_and_the_others_their_answers(wire: Wire):
-    peers = [await wire.open() for _ in range(8 + excess(8))]  # all are there before any asks
-    await wire.connections(8 + excess(8))
-    for peer in peers:
-        peer.send(STREAM)
-    for peer in peers[:8]:
+    first = [await wire.open(STREAM) for _ in range(8)]
+    for peer in first:
         await peer.has(b"first ")
-    for peer in peers[8:]:
-        received = await peer.rest()
+    for _ in range(3):
+        received = await wire.say(STREAM)
         assert statuses(received) == [503]
         assert b"connection: close\r\n" in received
-        peer.close()
     await wire.connections(8)
     wire.desk.go.set()
-    for peer in peers[:8]:
+    for peer in first:
         await peer.has(b"last")
+    first[0].close()
+    await wire.connections(7)
     assert statuses(await wire.say(post("/early", b"", CLOSE))) == [401]
 
 

@@ -5,11 +5,9 @@ is not believed.
 import asyncio
 import json
 import os
-import socket
 import ssl
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -17,13 +15,11 @@ import pytest
 from certificates import listening, needs_openssl, self_signed
 from commands import llmctl
 from sse_server import sse_server
-from within import in_a_loop
 
 from benchmarks.common.serving import Server, fake_plan
 from toolkit.endpoints.target import find_target
 from toolkit.endpoints.upstream import Upstream, UpstreamError
 from toolkit.errors import InputError
-from toolkit.server import http
 
 pytestmark = [pytest.mark.slow, needs_openssl]
 NOT_TRUSTED = "self-signed certificate"
@@ -61,32 +57,6 @@ def test_the_server_speaks_tls(tmp_path: Path, ours, monkeypatch):
         assert server.end() == 0
     assert server.said.splitlines()[-1] == "ended; requests finished: 1"
     assert "Traceback" not in server.said
-
-
-@in_a_loop
-async def test_a_client_that_begins_no_handshake_is_cut(ours, monkeypatch):
-    monkeypatch.setattr(http, "HANDSHAKE_S", 0.5)
-
-    async def app(scope, receive, send) -> None:
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    certificate, key = ours
-    server = http.HttpServer(app, certificate=certificate, key=key)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        await server.start(listener)
-        address = listener.getsockname()
-        silent = [await asyncio.open_connection(*address) for _ in range(5)]
-        context = ssl.create_default_context(cafile=certificate)
-        reader, writer = await asyncio.open_connection(*address, ssl=context)
-        for peer, _ in silent:
-            with suppress(ConnectionError):
-                assert await peer.read() == b""
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await reader.readline()).split()[1] == b"204"
-        for _, each in (*silent, (reader, writer)):
-            each.close()
-        await server.stop(1)
 
 
 def test_what_is_no_certificate_is_one_line(tmp_path: Path, ours, other, capsys):

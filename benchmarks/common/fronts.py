@@ -11,7 +11,6 @@ from toolkit.routing.routers import make_router
 from toolkit.routing.types import ReplicaTraits
 from toolkit.server.application import Application
 from toolkit.server.http import HttpServer
-from toolkit.server.limits import WireLimits
 from toolkit.server.options import ServerOptions
 from toolkit.server.pool import PoolBackend
 from toolkit.server.process import listen
@@ -26,7 +25,7 @@ async def front_on(
     balancer = Balancer(make_router(router, {}), [], block_tokens=64, index_limit=1000)
     pool = ReplicaPool(balancer, ReplicaTraits(100_000), ReplicaNeeds(model), hang_s=hang_s)
     app = Application(PoolBackend(pool, options), options)
-    server = HttpServer(app, WireLimits(descriptors_each=2))
+    server = HttpServer(app, descriptors_each=2)
     with listen("127.0.0.1", 0) as listener:
         await server.start(listener)
         pool.renew(list(urls))

@@ -130,13 +130,18 @@ class Application:
         given = headers.get("x-request-id", "")  # only goes back in a header
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
-        async def send_with_id(message: Message) -> None:
+        async def send_answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                self.stats.statuses[str(message["status"])] += 1
+                if not backend.transparent:
+                    MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        send_answer = send if backend.transparent else send_with_id
         try:
+            hosts = len(headers.getlist("host"))
+            if hosts > 1 or (not hosts and scope["http_version"] == "1.1"):
+                text = f"the request has {hosts} Host headers; HTTP/1.1 requires one"
+                raise ApiError(text, headers={"Connection": "close"})
             scope[ACCOUNT] = account = self._account(scope["path"], headers)
             if account is not None:
                 account.requests += scope["method"] == "POST"

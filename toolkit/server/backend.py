@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client.core import Metric
@@ -24,8 +24,7 @@ from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded, retry_aft
 from toolkit.openai.requests import CHAT, COMPLETIONS
 from toolkit.server.access import check_priority
 from toolkit.server.background import Background, Work
-from toolkit.server.bodies import read_json_bytes
-from toolkit.server.limits import DEFAULT_LIMITS, WireLimits
+from toolkit.server.bodies import check_json, read_body
 from toolkit.server.options import ServerOptions
 from toolkit.server.stats import QUEUE_FULL, Stats
 from toolkit.server.status import Facts
@@ -34,6 +33,8 @@ from toolkit.traces.write import TraceLog
 if TYPE_CHECKING:
     from toolkit.server.application import Application
 
+SMALL_BYTES = 1 << 16  # a body up to this size is taken however much is held
+MAX_HELD_BYTES = 256 << 20  # of bodies, of all requests
 SendAnswer = Callable[[Receive, Send], Awaitable[None]]  # of one request
 
 
@@ -42,7 +43,7 @@ class ServerBackend(ABC):
     stats: its counters.
     background: starts its tasks.
     tasks: what runs beside the requests, by name.
-    limits: what clients may use.
+    descriptors_each: file descriptors of a connection: 2 with one to an upstream server.
     facts: what the status page shows; None: there is no page.
     labels: of its metrics.
     log: of its requests; None: there is none.
@@ -52,13 +53,11 @@ class ServerBackend(ABC):
     """
 
     transparent: ClassVar[bool] = False
+    descriptors_each: ClassVar[int] = 1
 
-    def __init__(
-        self, options: ServerOptions, stats: Stats, limits: WireLimits = DEFAULT_LIMITS
-    ) -> None:
+    def __init__(self, options: ServerOptions, stats: Stats) -> None:
         self.options = options
         self.stats = stats
-        self.limits = limits
         self.background = Background(options.say)
         self.tasks: dict[str, Work] = {}
         self.facts: Facts | None = None
@@ -149,14 +148,15 @@ class ServerBackend(ABC):
         self.check_open()
         arrival_s = time.monotonic()
         request = Request(scope, receive)
-        with self.under_way:
-            body = await self.read(request)
+        with self.under_way.one() as hold:
+            self.check_type(request.headers)
+            body = await read_body(request, self.options.max_body_bytes, hold)
             answer = await self.take(request, body, arrival_s)
             await answer(receive, send)
 
-    async def read(self, request: Request) -> bytes:
-        """Return the body of a request. Raises `ApiError` for one that is not JSON or too long."""
-        return await read_json_bytes(request, self.options.max_body_bytes)
+    def check_type(self, headers: Headers) -> None:
+        """Raise `ApiError` for a body that is not JSON."""
+        check_json(headers)
 
     @abstractmethod
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
@@ -206,9 +206,10 @@ def unavailable(state: str, headers: Mapping[str, str]) -> ApiError:
 
 
 class RunningRequests:
-    """The requests that run, each within a `with` block."""
+    """The requests that run, each within a `with` block, and the bytes of their bodies."""
 
     def __init__(self) -> None:
+        self.held_bytes = 0
         self._count = 0
         self._none = asyncio.Event()
         self._none.set()
@@ -216,14 +217,30 @@ class RunningRequests:
     def __len__(self) -> int:
         return self._count
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def one(self) -> Iterator[Callable[[int], None]]:
+        """Run one. Yield what counts bytes of its body, and raises `ApiError` if a large body finds
+        no room.
+        """
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            held += size
+            self.held_bytes += size
+            if held > SMALL_BYTES and self.held_bytes > MAX_HELD_BYTES:
+                mib = self.held_bytes >> 20
+                raise overloaded(f"the server holds {mib} MiB of requests; try again later")
+
         self._count += 1
         self._none.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-        if not self._count:
-            self._none.set()
+        try:
+            yield hold
+        finally:
+            self.held_bytes -= held
+            self._count -= 1
+            if not self._count:
+                self._none.set()
 
     async def ended(self, timeout_s: float) -> None:
         """Wait until none runs, at most `timeout_s` seconds."""

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence, Sized
 from typing import TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from toolkit.engines.tokenizer import Tokenizer
@@ -23,30 +24,37 @@ from toolkit.openai.engine_requests import (
 )
 from toolkit.openai.errors import ApiError, overloaded
 
+BODY_S = 60.0  # for a body
 LARGE_BODY_BYTES = 1 << 15
 MAX_WAITING_BODIES = 64
 Prompts = Sequence[Sequence[int]]  # in tokens
 
 
-async def read_json_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body of a request with the content-type JSON. Raises `ApiError` with 400, 413 or 415."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def check_json(headers: Headers) -> None:
+    """Raise `ApiError` where the content-type is not JSON."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(f"content-type is '{kind[:80]}', and must be application/json", status=415)
-    return await read_body(request, max_bytes)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises `ApiError` as soon as it exceeds `max_bytes`, whatever length it states."""
+async def read_body(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """Return the body; `hold` gets the size of each piece. Raises `ApiError` as soon as it exceeds
+    `max_bytes`, whatever length it states, and for one that takes too long.
+    """
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and int(stated[:20]) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                hold(len(piece))
+                body += piece
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        text = f"the body did not come within {BODY_S:g} s"
+        raise ApiError(text, status=408, headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise ApiError("the body ended early") from None
     return bytes(body)

@@ -1,7 +1,7 @@
 """The answer of our own workers on its way to the client, whole or as events.
 
 An event carries everything that arrived since the last one, so a slow reader gets fewer and larger
-events. `toolkit.server.http` disconnects a reader that stops.
+events.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""uvicorn serves HTTP/1.1; what it leaves without a bound on a connection is bounded here.
+"""uvicorn serves HTTP/1.1 to the application.
 
-That is the bytes and the time of a head, the time until a client reads on, and the number of
-connections, of which those without a request give way. Errors have OpenAI's format. Requests are
-bounded in `toolkit.server.limits`.
+What one client may use is bounded by a proxy in front (docs/how-to/expose.md). Here uvicorn bounds
+the number of connections, and `BoundedConnection` the bytes and the time of a head. It also ends
+what a proxy and uvicorn could understand differently: a wish to upgrade, trailers, and an error
+while another answer is due.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import resource
 import socket
-from collections.abc import Callable
 from contextlib import suppress
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,18 +21,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from toolkit.errors import InputError
 from toolkit.openai.errors import ApiError, error_body
-from toolkit.server.limits import (
-    DEFAULT_LIMITS,
-    LINGER_S,
-    Limited,
-    WireLimits,
-    excess,
-    head_too_large,
-)
 from toolkit.server.process import BACKLOG
 
 PEM_HINT = (
@@ -39,17 +31,38 @@ PEM_HINT = (
     "the certificate comes before those of its authorities"
 )
 POLL_S = 0.01
-HANDSHAKE_S = 5.0  # of TLS, and of its end
+CONNECTIONS = 4096  # at once; with more, requests get 503
+SPARE_DESCRIPTORS = 128  # of this process, for everything but connections
+HEAD_BYTES = 1 << 16  # of the request line and all headers
+REFUSED = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n"
+)
+IDLE_S = 60  # until a head is there; longer than in clients' connection pools: they close first
+
+
+def possible_connections(descriptors_each: int) -> int:
+    """Ask for enough file descriptors. Return how many connections they are enough for, where each
+    needs `descriptors_each`: 2 with one to an upstream server.
+    """
+    wanted = CONNECTIONS * descriptors_each + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most: float = math.inf if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = int(min(wanted, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    enough_for = wanted if soft == resource.RLIM_INFINITY else soft
+    return max(min(CONNECTIONS, (enough_for - SPARE_DESCRIPTORS) // descriptors_each), 1)
 
 
 class HttpServer:
     """An ASGI application on a listening socket. It gets only scopes of type `http`.
 
     Args:
+        descriptors_each: file descriptors of a connection (`possible_connections`).
         dated: whether responses have a Date; a proxy leaves it to the upstream server.
         certificate: a PEM file; with it the server speaks TLS.
         key: the file of its key; None: the certificate's.
-        on_status: called with the status of each answer.
 
     Raises `InputError` for a certificate or a key that cannot be used.
     """
@@ -57,17 +70,15 @@ class HttpServer:
     def __init__(
         self,
         app: ASGIApp,
-        limits: WireLimits = DEFAULT_LIMITS,
         *,
+        descriptors_each: int = 1,
         dated: bool = True,
         certificate: Path | None = None,
         key: Path | None = None,
-        on_status: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.app = Limited(app, limits, on_status)
         self._config = uvicorn.Config(
-            self.app,
-            http="httptools",
+            app,
+            http=BoundedConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -76,7 +87,9 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             date_header=dated,
-            timeout_keep_alive=limits.idle_timeout_s,
+            backlog=BACKLOG,
+            limit_concurrency=possible_connections(descriptors_each) + 1,  # the asking one counts
+            timeout_keep_alive=IDLE_S,
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )
@@ -86,7 +99,6 @@ class HttpServer:
             files = " and ".join(str(file) for file in (certificate, key) if file)
             raise InputError(f"{files}: {error.strerror or error}", PEM_HINT) from None
         self._server = uvicorn.Server(self._config)
-        self._listening: asyncio.Server | None = None
         self._dating: asyncio.Task[None] | None = None  # keeps the Date
 
     @property
@@ -97,23 +109,13 @@ class HttpServer:
         """Accept connections from a bound `listener`."""
         self._server.lifespan = self._config.lifespan_class(self._config)
         await self._server.on_tick(0)
-        # uvicorn's own call leaves a minute for a handshake: a silent client has a descriptor.
-        tls: dict[str, Any] = {}
-        if self._config.ssl:
-            tls = {"ssl": self._config.ssl, "ssl_handshake_timeout": HANDSHAKE_S}
-            tls["ssl_shutdown_timeout"] = HANDSHAKE_S
-        self._listening = await asyncio.get_running_loop().create_server(
-            lambda: BoundedConnection(self.app, self._config, self._server.server_state),
-            sock=listener,
-            backlog=BACKLOG,
-            **tls,
-        )
+        await self._server.startup(sockets=[listener])
         self._dating = asyncio.create_task(self._server.main_loop())
 
     def close_listener(self) -> None:
         """Accept no more connections. Existing ones continue."""
-        if self._listening is not None:
-            self._listening.close()
+        for listening in self._server.servers if self._server.started else []:
+            listening.close()
 
     async def stop(self, timeout_s: float) -> None:
         """Close idle connections, wait `timeout_s` for running responses, and abort the rest."""
@@ -125,7 +127,7 @@ class HttpServer:
                 while self.connections:
                     await asyncio.sleep(POLL_S)
         for connection in list(self.connections):
-            connection.abort()
+            connection.transport.abort()
         tasks = [*self._server.server_state.tasks, *([self._dating] if self._dating else [])]
         for task in tasks:
             task.cancel()
@@ -133,58 +135,46 @@ class HttpServer:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection, with bounds."""
+    """uvicorn's connection, with bounds of a head. uvicorn's own timer runs from the connection on
+    until a head is there, and between requests.
+    """
 
-    def __init__(self, limited: Limited, config: uvicorn.Config, state: ServerState) -> None:
-        super().__init__(config, state, app_state={})
-        self._limits = limited.limits
-        self._idle = cast("dict[BoundedConnection, None]", limited.idle)
-        self._most_open = limited.most_requests + excess(limited.most_requests)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._in_head = False
-        self._is_refused = False
         self._received = 0  # bytes since the packet in which the request began
         self._running: RequestResponseCycle | None = None  # the last that the application got
-        # "head": of a head, or of a body that nothing waits for; "read": of the client's reading.
-        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection that waits longest without a request gives way to one too many. Some more
-        are open than may have a request, so that those too many get an answer.
-        """
         super().connection_made(cast(asyncio.Transport, transport))
-        if len(self.connections) > self._most_open:
-            next(iter(self._idle), self).abort()
-        self._idle[self] = None
-        self._start("head", self._limits.head_timeout_s, self._late)
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_requests()
+        """Tell the application that the client is gone. uvicorn tells the last request alone, which
+        may wait behind the one that runs.
+        """
+        self.pipeline.clear()
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
-        self._idle.pop(self, None)
-        self.cycle = self._running = None  # type: ignore[assignment]
         self._unset_keepalive_if_required()
-        self._stop("head", "read")
+        self.cycle = self._running = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused or self.transport.is_closing():
-            return  # what comes is dropped, so that the answer arrives
-        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
         self._received += len(data)
         try:
             self._parse(memoryview(data))
-        except httptools.HttpParserError as error:
-            refusal = error.__context__  # what a callback raised
-            invalid = ApiError("the request is not valid HTTP/1.1")
-            self._refuse(refusal if isinstance(refusal, ApiError) else invalid)
+        except httptools.HttpParserError:
+            self._refuse()
             return
-        limits = self._limits
-        if self._in_head and self._received > limits.head_bytes:
-            self._refuse(head_too_large(limits))
-        elif self in self._idle and "head" not in self._timers:
-            self._start("head", limits.head_timeout_s, self._late)
+        if self._in_head and self._received > HEAD_BYTES:
+            self._refuse()
 
     def _parse(self, data: memoryview) -> None:
-        """Feed the parser. Raises its errors; an `ApiError` of a callback is their context.
+        """Feed the parser. Raises its errors.
 
         Nothing but HTTP/1.1 is spoken, so `Upgrade` has no effect (RFC 9110, 7.8; Java's client
         sends it with its first request). Behind a head with it the parser would read the body as
@@ -197,6 +187,8 @@ class BoundedConnection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as behind:
                 data = data[behind.args[0] :]
             before = self.parser
+            if before.get_method() == b"CONNECT":
+                raise httptools.HttpParserInvalidMethodError
             first = b"%b %b HTTP/%b" % (
                 *(before.get_method(), self.url, before.get_http_version().encode()),
             )
@@ -208,6 +200,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._received = 0
+        self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # a trailer is dropped: none that is read here may be one (RFC 9110, 6.5)
@@ -215,91 +208,39 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            if self.parser.get_method() == b"CONNECT":
-                raise ApiError("CONNECT is not served here", status=405)
             return  # the head comes again, to another parser
+        size = sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size + len(self.url) > HEAD_BYTES:
+            raise httptools.HttpParserError
         self._in_head = False
+        self._unset_keepalive_if_required()
         super().on_headers_complete()
-        self._stop("head")
-        self._idle.pop(self, None)
 
     def on_message_complete(self) -> None:
         if not self._in_head:
             super().on_message_complete()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not (self.transport.is_closing() or self.pipeline):
-            self._idle[self] = None
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._start("read", self._limits.write_timeout_s, self.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop("read")
-
-    def abort(self) -> None:
-        """Close at once. Unsent bytes are lost."""
-        self.connections.discard(self)
-        self._idle.pop(self, None)
-        self.transport.abort()
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _late(self) -> None:
-        """A head, or the rest of a body that nothing waits for, did not come in time."""
-        if self._in_head:
-            text = f"the request's head did not come within {self._limits.head_timeout_s:g} s"
-            self._refuse(ApiError(text, status=408))
-        else:
-            self.transport.close()
+    def _await_head(self) -> None:
+        """Close the connection if no whole head comes in time."""
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer in place of the application, and close. Nothing is sent where the client would
-        take it for a part of another answer, which has begun or is due first.
-        """
+    def _refuse(self) -> None:
+        """Close, with an answer where it is no part of another one, which has begun or is due."""
         running = self._running
-        if running is None:
-            is_due = True
-        elif running is self.cycle and running.more_body and not self._in_head:  # of its body
-            is_due = not running.response_started
-        else:
-            is_due = running.response_complete
-        if is_due:
-            body = error_body(error)
-            headers = {"content-type": "application/json", "content-length": str(len(body))}
-            headers |= {"connection": "close", **error.headers}
-            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-            lines += [f"{name}: {value}" for name, value in headers.items()]
-            self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
-        self._end_requests()
-        self._is_refused = True
-        self._idle[self] = None
-        self._start("head", LINGER_S, self.transport.close)
-        if self.transport.can_write_eof() and not self.transport.is_closing():
-            self.transport.write_eof()
-        else:
-            self.transport.close()
-
-    def _end_requests(self) -> None:
-        """Tell the application that the client is gone. uvicorn tells the last request alone, which
-        may wait behind the one that runs.
-        """
-        for cycle in (self._running, self.cycle):
-            if cycle is not None:
-                cycle.disconnected = True
-                cycle.message_event.set()
-        self.pipeline.clear()
-
-    def _start(self, name: str, seconds: float, then: Callable[[], None]) -> None:
-        self._stop(name)
-        self._timers[name] = self.loop.call_later(seconds, then)
-
-    def _stop(self, *names: str) -> None:
-        for name in names:
-            if timer := self._timers.pop(name, None):
-                timer.cancel()
+        is_its_body = running is self.cycle and not self._in_head
+        if (
+            running is None
+            or running.response_complete
+            or (is_its_body and running.more_body and not running.response_started)
+        ):
+            text = f"the request is not valid HTTP/1.1, or its head exceeds {HEAD_BYTES} bytes"
+            body = error_body(ApiError(text))
+            self.transport.write(REFUSED % len(body) + body)
+        self.transport.close()

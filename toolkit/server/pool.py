@@ -51,7 +51,7 @@ from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import ROWS, TOKENS
 from toolkit.server.assemble import model_name
 from toolkit.server.backend import SendAnswer, ServerBackend
-from toolkit.server.limits import WireLimits, possible_connections
+from toolkit.server.http import possible_connections
 from toolkit.server.metrics import family_of, text_of
 from toolkit.server.options import ServerOptions, one_key
 from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
@@ -136,6 +136,8 @@ class PoolBackend(ServerBackend):
         continued: answers that went on at another replica.
     """
 
+    descriptors_each = 2
+
     def __init__(
         self,
         pool: ReplicaPool,
@@ -144,7 +146,7 @@ class PoolBackend(ServerBackend):
         stats: Stats | None = None,
         replicas: OwnReplicas | Watched[list[str]] | None = None,
     ) -> None:
-        super().__init__(options, stats or Stats(), WireLimits(descriptors_each=2))
+        super().__init__(options, stats or Stats())
         self.background = pool.background
         self.now_s = time.monotonic
         self.pool = pool
@@ -462,6 +464,6 @@ def pool_backend(
         each = replace(options, host="127.0.0.1", port=0, keys=keys, event_log=None)
         replicas = OwnReplicas(starts, plan, each, pool)
     backend = PoolBackend(pool, options, stats=Stats(sla=recipe.sla), replicas=replicas)
-    pool.http.most_kept = possible_connections(backend.limits) // 2
+    pool.http.most_kept = possible_connections(backend.descriptors_each) // 2
     backend.facts = facts_of(plan, options.model or model_name(plan))
     yield backend

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from msgspec.structs import replace
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -27,8 +28,7 @@ from toolkit.openai.foreign import decoded, is_null
 from toolkit.openai.requests import CHAT, COMPLETIONS, GenerationCall
 from toolkit.server.backend import SendAnswer, ServerBackend
 from toolkit.server.background import while_connected
-from toolkit.server.bodies import LargeBodies, read_body
-from toolkit.server.limits import WireLimits
+from toolkit.server.bodies import LargeBodies
 from toolkit.server.options import ServerOptions
 from toolkit.server.process import is_loopback
 from toolkit.server.prompt_blocks import PromptBlocks
@@ -68,9 +68,10 @@ class Recorder(ServerBackend):
     """The server that is recorded. Its counters count requests for tokens alone, by status."""
 
     transparent = True
+    descriptors_each = 2
 
     def __init__(self, upstream: Upstream, options: ServerOptions, block_tokens: int = 0) -> None:
-        super().__init__(options, Stats(), WireLimits(descriptors_each=2))
+        super().__init__(options, Stats())
         self.upstream = upstream
         self.asks_usage = True  # until the server turns out not to support it
         self._bodies = LargeBodies()
@@ -87,8 +88,8 @@ class Recorder(ServerBackend):
     async def stop(self) -> None:
         await self.upstream.close()
 
-    async def read(self, request: Request) -> bytes:
-        return await read_body(request, self.options.max_body_bytes)
+    def check_type(self, headers: Headers) -> None:
+        """Any body passes."""
 
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
         """Take any request. The server refuses what it does not serve."""

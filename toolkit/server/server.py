@@ -85,11 +85,10 @@ class Server:
         backend = application.backend
         http = HttpServer(
             application,
-            backend.limits,
+            descriptors_each=backend.descriptors_each,
             dated=not backend.transparent,
             certificate=application.options.certificate,
             key=application.options.certificate_key,
-            on_status=application.stats.count_status,
         )
         signals = Signals()
         for name, work in application.tasks.items():

@@ -167,10 +167,6 @@ class Stats:
     def predicted_batch_s(self) -> float:
         return sum(worker.predicted_s for worker in self.compared.values())
 
-    def count_status(self, status: str) -> None:
-        """Count an answer."""
-        self.statuses[status] += 1
-
     def count_tokens(
         self, tokens: int, arrival_s: float, last_token_s: float, now_s: float
     ) -> None:
