@@ -52,7 +52,6 @@ MODELS = {
 LONGEST = 110  # tokens of a request
 COUNTERS = (
     "evicted_percent", "rounds", "batch_size_mean", "itl_mean_s", "hit_tokens", "query_tokens",
-    "lost_hit_tokens",
 )  # fmt: skip
 
 lengths = st.tuples(st.integers(1, 40), st.integers(1, 50), st.sampled_from([0, 0, 3, 9]))

@@ -318,11 +318,7 @@ def result_notes(refusals: Sequence[Refusal], metrics: Mapping[str, float]) -> l
     if "hit_percent" in metrics:
         hit_percent = metrics["hit_percent"]
         tokens = metrics["query_tokens"]
-        line = f"prefix cache: {hit_percent:.3g} % of {tokens:,.0f} prompt tokens found"
-        if "lost_hit_tokens" in metrics:
-            lost_percent = 100.0 * metrics["lost_hit_tokens"] / max(tokens, 1.0)
-            line += f", {lost_percent:.3g} % lost to eviction"
-        lines.append(line)
+        lines.append(f"prefix cache: {hit_percent:.3g} % of {tokens:,.0f} prompt tokens found")
     if metrics["unfinished"]:
         unfinished = f"{metrics['unfinished']:,.0f} had not ended"
         lines.append(f"stopped when the last request was admitted; {unfinished}")

@@ -38,17 +38,14 @@ class Node:
 
     Attributes:
         runs: blocks with keys that end within this stretch, in the order of registration.
-        seen: how many of the first blocks of the content, up to the end of this stretch, were ever
-            registered in the first group of full attention.
     """
 
-    __slots__ = ("end", "parent", "runs", "seen", "start")
+    __slots__ = ("end", "parent", "runs", "start")
 
     def __init__(self, parent: Node | None, start: int, end: int) -> None:
         self.parent = parent
         self.start = start
         self.end = end
-        self.seen = 0
         self.runs: list[Run] = []
 
     def until(self, tokens: int) -> Node:
@@ -212,18 +209,16 @@ class BlockPool:
         queries, hits: tokens of the requests that were admitted for the first time, and how many of
             these tokens were found in the cache.
         preempted_queries, preempted_hits: the same of requests that were admitted again.
-        lost: of `queries`, tokens that were not found though a group of full attention had them
-            once.
     """
 
     __slots__ = (
-        "_queue", "blocks", "free", "hits", "lost", "plain", "preempted_hits", "preempted_queries",
+        "_queue", "blocks", "free", "hits", "plain", "preempted_hits", "preempted_queries",
         "queries",
     )  # fmt: skip
 
     def __init__(self, blocks: int) -> None:
         self.blocks = self.free = self.plain = blocks
-        self.queries = self.hits = self.preempted_queries = self.preempted_hits = self.lost = 0
+        self.queries = self.hits = self.preempted_queries = self.preempted_hits = 0
         self._queue = Run(0, None, 0, 0)  # the head of a ring of free runs; `after` goes out first
         self._queue.before = self._queue.after = self._queue
 
@@ -903,7 +898,6 @@ class KVCache:
             alike.setdefault((name, spec.block, spec.window), []).append(group)
         # groups with equal rules are looked up together, full attention first
         self._alike = [one for one in alike.values() if one[0].is_full]
-        self._full: FullGroup | None = self._alike[0][0] if self._alike else None
         self._alike += [one for one in alike.values() if not one[0].is_full]
         gives = any(isinstance(group, WindowGroup) for group in self.groups)
         chunks = any(isinstance(group, ChunkGroup) for group in self.groups)
@@ -1065,13 +1059,6 @@ class KVCache:
             group.register(row, tokens)
             if group.is_full and group.block != self.unit:
                 group.register_end(row, tokens)
-        if self._full is not None and row.content is not None:
-            size = self._full.block
-            stop = tokens // size
-            for node in row.path:
-                node.seen = max(node.seen, min(stop, node.end // size))
-                if node.end >= stop * size:
-                    break
 
     def release(self, row: PagedRow, *, ends: bool) -> None:
         """Take all blocks of a row back, group by group; `ends`: it will not come again."""
@@ -1106,7 +1093,6 @@ class KVCache:
         elif self.caches:
             pool.queries += row.known
             pool.hits += found
-            pool.lost += self._lost(row, found)
 
     def held(self, row: PagedRow) -> list[int]:
         """Return how many blocks of each group a row holds."""
@@ -1135,24 +1121,6 @@ class KVCache:
             ):
                 return False
         return True
-
-    def _lost(self, row: PagedRow, found: int) -> int:
-        """Return how many tokens behind the `found` ones the first group of full attention had
-        once: they were given out since, or are of no use without the tail of a window or a state.
-        """
-        if self._full is None or row.content is None:
-            return 0
-        size = self._full.block
-        limit = (row.known - 1) // size
-        at = first = found // size
-        for node in row.path:
-            stop = node.end // size
-            if stop <= at:
-                continue
-            at = max(at, min(node.seen, limit))
-            if at < stop:
-                break
-        return (at - first) * size
 
     def _needed(
         self, row: PagedRow, tokens: int, hits: list[Hit] | None, computed: int, whole: bool

@@ -26,7 +26,6 @@ PERCENTILES = (50, 95, 99)
 REUSE = {
     "query_tokens": "queries",
     "hit_tokens": "hits",
-    "lost_hit_tokens": "lost",
     "preempted_query_tokens": "preempted_queries",
     "preempted_hit_tokens": "preempted_hits",
 }
