@@ -41,7 +41,7 @@ from toolkit.laws.features import (
     number_of,
     touched_experts,
 )
-from toolkit.laws.passes import GraphSettings, PassLaw
+from toolkit.laws.passes import GraphSettings, PassLaw, overlapped
 
 Flags = NDArray[np.bool_]
 
@@ -231,10 +231,9 @@ def timeline(passes: PassColumns, law: PassLaw, *, measured: bool) -> PassTimeli
             scheduled_s = 0.0 if apart else launched_s
         else:
             scheduled_s = before_s
-        begins_s = max(scheduled_s, launched_s) if apart else scheduled_s
-        launched_s = begins_s + launch[k]
-        gpu_begins_s = max(done_s, launched_s if graph[k] else begins_s)
-        done_s = max(gpu_begins_s + work[k], launched_s)
+        launched_s, gpu_begins_s, done_s = overlapped(
+            scheduled_s, launched_s, done_s, launch[k], work[k], waits=graph[k], apart=apart
+        )
         tokens_s = done_s
         if k + 1 < count and not idle[k + 1] and not apart:
             next_s = launched_s if idle[k] else end_s

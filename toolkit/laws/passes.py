@@ -530,6 +530,32 @@ class PassLaw(Stored):
         return replace(self, terms=terms, token_s=tuple(values[count:]))
 
 
+def overlapped(
+    scheduled_s: float,
+    launched_s: float,
+    ended_s: float,
+    launch_s: float,
+    work_s: float,
+    *,
+    waits: bool,
+    apart: bool,
+) -> tuple[float, float, float]:
+    """Return when the launch of a pass has ended (L), when the GPU can begin the pass, and when the
+    GPU has ended it (G), by the recursion above.
+
+    Args:
+        scheduled_s: S, when the pass is scheduled.
+        launched_s, ended_s: L and G of the pass before.
+        launch_s, work_s: c and g, the seconds of its launch and of its work on the GPU.
+        waits: the GPU can begin it only when its launch has ended.
+        apart: launches follow one another, in processes of their own.
+    """
+    launch_begins_s = max(scheduled_s, launched_s) if apart else scheduled_s
+    launched_s = launch_begins_s + launch_s
+    begins_s = max(ended_s, launched_s if waits else launch_begins_s)
+    return launched_s, begins_s, max(begins_s + work_s, launched_s)
+
+
 # of fields of what files hold, by their names, where they are no plain numbers or text
 FIELD_TYPES: dict[str, Any] = {
     "terms": dict[str, float],

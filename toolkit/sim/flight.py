@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Final
 
 from toolkit.laws.features import StepShape
-from toolkit.laws.passes import PassLaw
+from toolkit.laws.passes import PassLaw, overlapped
 
 Gaps = tuple[int, float, float]  # how many, and the first and the last one in seconds; they grow
 EMPTY_S: Final = 3e-4  # to plan and launch a pass without rows, where launches take time; assumed
@@ -161,14 +161,18 @@ class OverlappingFlight(Flight):
         self._waits = law.waits_for_launch(shape)
         self._launches_before = self._launches
         # the first pass
-        begins_s = max(self._launched_s, now_s) if self._apart else now_s
-        launched_s = begins_s + launch_s
         gpu_s = law.gpu_s(shape)
-        base_s = max(self.end_s, launched_s if self._waits else begins_s)
-        end_s = base_s + gpu_s
-        if end_s < launched_s:
-            end_s = launched_s
-            base_s = launched_s - gpu_s
+        launched_s, base_s, end_s = overlapped(
+            now_s,
+            self._launched_s,
+            self.end_s,
+            launch_s,
+            gpu_s,
+            waits=self._waits,
+            apart=self._apart,
+        )
+        if base_s + gpu_s < end_s:
+            base_s = end_s - gpu_s
         self._first_gpu_s = end_s
         self._first_launched_s = launched_s
         self._by_launches = False
@@ -274,14 +278,12 @@ class OverlappingFlight(Flight):
         count = 1
         while count < most and planned_s < until_s:
             launch_s = law.drawn_launch_s(shape, self._launches_before + count)
-            begins_s = max(launched_s, planned_s) if apart else planned_s
-            launched_s = begins_s + launch_s
-            tokens_s = end_s if apart else max(end_s, launched_s)
             gpu_s += growth_s
-            end_s = max(end_s, launched_s if self._waits else begins_s) + gpu_s
-            if end_s < launched_s:
-                end_s = launched_s
-            planned_s = tokens_s
+            before_s = end_s
+            launched_s, _, end_s = overlapped(
+                planned_s, launched_s, end_s, launch_s, gpu_s, waits=self._waits, apart=apart
+            )
+            planned_s = before_s if apart else max(before_s, launched_s)
             times_s.append(planned_s)
             ends_s.append(end_s)
             launched.append(launched_s)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from toolkit.files.iterations import LoggedPass, LoggedRow, shape_of_rows
-from toolkit.laws.passes import PassLaw
+from toolkit.laws.passes import PassLaw, overlapped
 
 # A pass waited for the GPU if its tokens came so much later than the launches that hold them back.
 WAITED_S = 2e-4
@@ -61,10 +61,17 @@ class OverlappingPasses:
         law = self._law
         apart = law.apart
         shape = shape_of_rows(one.rows)
-        usual_launch_s = law.launch_s(shape)
+        waits = law.waits_for_launch(shape)
         work_s = law.gpu_s(shape)
-        waits_for_launch = law.waits_for_launch(shape)
-        begins_s = max(one.start_s, self._launched_s) if apart else one.start_s
+        usual_s, starts_s, usual_done_s = overlapped(
+            one.start_s,
+            self._launched_s,
+            self._gpu_s,
+            law.launch_s(shape),
+            work_s,
+            waits=waits,
+            apart=apart,
+        )
         usual_next_s = held_s = -math.inf  # launches that hold back the tokens
         if following is not None and not apart:
             next_launch_s = law.launch_s(shape_of_rows(following.rows))
@@ -74,19 +81,13 @@ class OverlappingPasses:
             self._sampler_s = min(self._sampler_s, shown_s)
             if following.launched_s and self._sampler_s < math.inf:
                 held_s = following.launched_s + self._sampler_s
-        stamped = bool(one.launched_s and one.ready_s) and self._sampler_s < math.inf
-        launched_s = one.launched_s + self._sampler_s if stamped else begins_s + usual_launch_s
-
-        def gpu_start_s(launch_end_s: float) -> float:
-            return max(self._gpu_s, launch_end_s if waits_for_launch else begins_s)
-
-        usual_launched_s = begins_s + usual_launch_s
-        usual_end_s = max(gpu_start_s(usual_launched_s) + work_s, usual_launched_s, usual_next_s)
         from_s = max(self._end_s, one.start_s)
-        starts_s = gpu_start_s(launched_s)
-        waited = stamped and one.ready_s > max(launched_s, held_s) + WAITED_S
-        done_s = max(starts_s + work_s, launched_s)
+        stamped = bool(one.launched_s and one.ready_s) and self._sampler_s < math.inf
+        self._launched_s = one.launched_s + self._sampler_s if stamped else usual_s
+        if waits:
+            starts_s = max(self._gpu_s, self._launched_s)
+        waited = stamped and one.ready_s > max(self._launched_s, held_s) + WAITED_S
+        done_s = max(starts_s + work_s, self._launched_s)
         self._gpu_s = one.ready_s if waited else min(done_s, one.ready_s or done_s)
-        self._launched_s = launched_s
         self._end_s = one.end_s
-        return one.end_s - from_s, usual_end_s - from_s
+        return one.end_s - from_s, max(usual_done_s, usual_next_s) - from_s
