@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from toolkit.catalogue.caches import is_plain, logged_tokens, longest_blocks, window_of
@@ -76,18 +77,16 @@ class CacheSettings:
         if self.rows_within_blocks and any(group.kind == "state" for group in self.groups):
             rows = max(min(rows, blocks), 1)
         tokens = flags.max_num_batched_tokens
-        low = rows
-        high = tokens
-        while low < high:  # the most tokens for which the longest request fits
-            middle = (low + high + 1) // 2
-            in_flight = middle * (1 + ahead)
-            if longest_blocks(self.groups, self.max_model_len, in_flight) <= blocks + 1:
-                low = middle
-            else:
-                high = middle - 1
-        if (rows, low) == (flags.max_num_seqs, tokens):
+
+        def is_too_long(count: int) -> bool:
+            """Whether the longest request does not fit beside passes of `count` tokens."""
+            in_flight = count * (1 + ahead)
+            return longest_blocks(self.groups, self.max_model_len, in_flight) > blocks + 1
+
+        most = rows + bisect_left(range(rows + 1, tokens + 1), True, key=is_too_long)
+        if (rows, most) == (flags.max_num_seqs, tokens):
             return flags
-        return replace(flags, max_num_seqs=rows, max_num_batched_tokens=low)
+        return replace(flags, max_num_seqs=rows, max_num_batched_tokens=most)
 
 
 def settings_of(

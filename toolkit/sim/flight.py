@@ -298,11 +298,6 @@ class OverlappingFlight(Flight):
         self.keep(count)
 
 
-def flight_of(law: PassLaw, *, ahead: bool) -> Flight:
-    """No passes yet, of an engine with this law; `ahead`: it plans one pass ahead."""
-    return OverlappingFlight(law) if ahead else Flight(law)
-
-
 def grown_shape(shape: StepShape, steps: int) -> StepShape:
     """The shape of the last of `steps` > 1 passes of decodes alone, the first of which has
     `shape`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,11 +49,6 @@ class TokenGaps:
             self._counts.append(count)
             self._first_s.append(first_s)
             self._last_s.append(last_s)
-
-    def add_rows(self, generated: Sequence[int], second_s: float, growth_s: float) -> None:
-        """Add a slice's gaps: `second_s` before each second token, then longer by `growth_s`."""
-        for tokens in generated:
-            self.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)
 
     def summary(self) -> dict[str, float]:
         """Mean and percentiles over all gaps; empty if there are none."""

@@ -24,7 +24,7 @@ from toolkit.routing.types import ReplicaReport
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sim.cache_settings import CacheSettings, settings_of
 from toolkit.sim.drafts import DrawnDrafts, drafts_of, keeps_known_outputs
-from toolkit.sim.flight import flight_of, grown_shape
+from toolkit.sim.flight import Flight, OverlappingFlight, grown_shape
 from toolkit.sim.kv_cache import PagedRow
 from toolkit.sim.ledger import Gaps, Ledger
 from toolkit.sim.vllm import PlannedPass, Tokens, VllmScheduler, caps_alone
@@ -197,7 +197,6 @@ class PagedRun:
         self._tokens_per_block: float = float(engine.block_tokens)
         if engine.caches is not None:
             self._tokens_per_block = engine.capacity_tokens / max(engine.blocks, 1)
-        self._most_held = 0  # blocks
         self._gaps = Gaps()
         self._last_s = 0.0  # end of the last pass, when all decoding rows had a token
         self.first_tokens: list[tuple[float, int]] = []
@@ -205,7 +204,7 @@ class PagedRun:
         self.scheduler = engine.scheduler(flags)
         ledger.pools.append(self.scheduler.pool)
         self._arrived: list[PagedRow] = []
-        self._flight = flight_of(self._engine.steps, ahead=self._ahead)
+        self._flight = (OverlappingFlight if engine.ahead else Flight)(engine.steps)
         self._leap: PlannedPass | None = None  # the first of the passes that are under way
         self._since_s = 0.0  # when the engine began to work for them alone
         self._can_cut = False  # whether a request that comes ends the leap
@@ -327,9 +326,7 @@ class PagedRun:
             ledger.computed_prompt_tokens += plan.shape.prefill_tokens
         # blocks are taken one by one
         ledger.memory_token_steps += 0.5 * steps * (held_first + held) * self._tokens_per_block
-        if held > self._most_held:
-            self._most_held = held
-            ledger.peak_tokens = max(ledger.peak_tokens, held * self._tokens_per_block)
+        ledger.peak_tokens = max(ledger.peak_tokens, held * self._tokens_per_block)
         valid = self._engine.steps.valid
         if valid is not None:
             last = plan.shape if steps == 1 else grown_shape(plan.shape, steps)

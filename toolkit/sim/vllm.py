@@ -24,6 +24,7 @@ Source: vLLM 0.28 to 0.33; compared with its own classes pass by pass (`llmctl v
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
@@ -894,14 +895,8 @@ class VllmScheduler:
             at_most += ((most - 1) // group.block + 1) * in_step.count
         if at_most <= room:
             return most
-        low = 1
-        while low < most:  # bisection: rows that decode take more than they give
-            middle = (low + most + 1) // 2
-            if self._net(middle) <= room:
-                low = middle
-            else:
-                most = middle - 1
-        return low
+        # rows that decode take more than they give
+        return 1 + bisect_left(range(2, most + 1), True, key=lambda steps: self._net(steps) > room)
 
     def _net(self, steps: int) -> int:
         """Return the blocks that the rows take in `steps` passes, without the planned one."""

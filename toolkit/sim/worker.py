@@ -173,14 +173,15 @@ class SliceWorker(SimulatedWorker):
         self, gaps: TokenGaps, generated: Sequence[int], size: int, length: int
     ) -> None:
         """Count the gaps inside a slice, by when the worker makes the tokens, not when it reports
-        them.
+        them: before each row's second token, and then ever longer ones.
         """
-        if not self._streams:
-            gaps.add_rows(generated, 0.0, 0.0)
-            return
-        step = 2 - self._emits
-        before_s, second_s, third_s = (
-            self._latency.decode_s(size, length, step + k) for k in (-1, 0, 1)
-        )
-        second_s, third_s = second_s - before_s, third_s - second_s
-        gaps.add_rows(generated, second_s, third_s - second_s)
+        second_s = growth_s = 0.0
+        if self._streams:
+            step = 2 - self._emits
+            before_s, with_s, behind_s = (
+                self._latency.decode_s(size, length, step + k) for k in (-1, 0, 1)
+            )
+            second_s = with_s - before_s
+            growth_s = behind_s - with_s - second_s
+        for tokens in generated:
+            gaps.add(tokens - 1, second_s, second_s + (tokens - 2) * growth_s)

@@ -61,15 +61,6 @@ class Validity:
 
 
 @dataclass(slots=True, frozen=True)
-class RoundLaws:
-    """The laws of a worker of rounds. `front_s`: as in `World`."""
-
-    latency: LatencyLaw
-    memory: MemoryLaw
-    front_s: float = 0.0
-
-
-@dataclass(slots=True, frozen=True)
 class World:
     """What is simulated besides the policy."""
 
@@ -96,7 +87,10 @@ class World:
     # memory is paged.
     joining: Joining | None = None
     slots: int = NO_LIMIT  # rows that run at once on a worker, in rounds
-    rounds: RoundLaws | None = None  # the laws under continuous policies, if they differ
+    # the laws under continuous policies, and `front_s`; None, 0: no others
+    round_latency: LatencyLaw | None = None
+    round_memory: MemoryLaw | None = None
+    round_front_s: float = 0.0
     # output lengths of requests that ended before the first arrival, for policies that look back
     finished: tuple[int, ...] = ()
     # What HTTP, tokenizing and the stream add for clients, to the first token as to the last. Not
@@ -131,15 +125,13 @@ class World:
                 f"{groups} groups of KV caches with windows or states",
                 f"policy '{VllmPolicy.name}' knows them",
             )
-        laws = self.rounds if policy.continuous else None
-        if laws is None:
+        if not policy.continuous or self.round_latency is None:
             return self
         return replace(
             self,
-            latency=laws.latency,
-            memory=laws.memory,
-            front_s=laws.front_s or self.front_s,
-            rounds=None,
+            latency=self.round_latency,
+            memory=self.round_memory or self.memory,
+            front_s=self.round_front_s or self.front_s,
         )
 
     def engine_of(self, flags: VllmPolicy) -> PagedEngine:
@@ -188,9 +180,6 @@ def world_from_fit(
     batch. Rounds have none: their probe counts as usable only what ran at every length.
     """
     laws = laws_from_fit(fit)
-    rounds = None
-    if laws.rounds is not laws.latency:
-        rounds = RoundLaws(laws.rounds, laws.round_memory, laws.front_s)
     return World(
         laws.latency,
         laws.memory,
@@ -203,7 +192,9 @@ def world_from_fit(
         valid=Validity(fit.prefill.valid, fit.decode.valid),
         swap=laws.swap,
         host_tokens=laws.host_tokens,
-        rounds=rounds,
+        round_latency=laws.rounds,
+        round_memory=laws.round_memory,
+        round_front_s=laws.front_s,
         joining=laws.joining,
         slots=laws.slots,
         paged=PagedEngine.of(fit),
