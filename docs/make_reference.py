@@ -36,7 +36,7 @@ from toolkit.files.recipe import SLA_KEYS, Recipe
 from toolkit.sched.catalogue import ABOUT
 from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES
 from toolkit.sched.policies.parameters import Parameter, declared, defaults
-from toolkit.server.metrics import Gauges, WorkerGauges, engine_families, families_of_requests
+from toolkit.server.metrics import WorkerState, engine_families, families_of_requests
 from toolkit.server.stats import Stats
 
 HERE = Path(__file__).parent
@@ -286,10 +286,11 @@ def policies() -> str:
 
 def families() -> Iterator[Metric]:
     """What /metrics has, without a server."""
-    worker = WorkerGauges(alive=True, load_s=0, rows=0, kv_tokens=0, kv_capacity=None)
-    gauges = Gauges(0, 0, 0, 0, [worker], 0, {})
-    yield from engine_families(Stats(), gauges, "model")
-    yield from families_of_requests(Stats(), {"model_name": "model"}, [])
+    worker = WorkerState("idle", 0, 0, None, None, 0, 0, 0)
+    labels = {"model_name": "model"}
+    now = {"running": 0, "waiting": 0, "predicted_ttft_s": 0}
+    yield from engine_families(Stats(), [worker], labels, **now, engine={})
+    yield from families_of_requests(Stats(), labels, [])
 
 
 def metrics() -> str:

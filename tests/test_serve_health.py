@@ -10,7 +10,7 @@ from toy_server import HandWorkers, app_of, make_driver, turns
 from within import with_server
 
 from toolkit.errors import EngineError
-from toolkit.server.engine import gauges
+from toolkit.server.engine import worker_states
 from toolkit.server.stats import Histogram
 from toolkit.workers.protocol import WorkerLost
 
@@ -20,7 +20,7 @@ def test_a_loading_server_is_healthy_and_not_ready():
     backend = app_of(driver).backend
     assert backend.failure == backend.problem == ""
     assert backend.state == "loading"
-    assert not any(worker.alive for worker in gauges(driver).workers)
+    assert not any(worker.alive for worker in worker_states(driver))
 
 
 @with_server()

@@ -2,7 +2,7 @@
 
 The engine generates tokens that are pieces of UTF-8, some inside characters, each from a hash of
 all before it. Its detokenizer does what vLLM's does: it holds back incomplete characters, and as
-many characters as a stop string may still need. tests/test_gateway_ends.py compares it with that of
+many characters as a stop string may still need. tests/test_pool_ends.py compares it with that of
 Hugging Face's tokenizers. `Replica` serves it by a `StandIn`, and can end the body of its next
 answer after any number of bytes.
 """

@@ -18,8 +18,6 @@ import math
 import os
 import re
 import ssl
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,11 +102,10 @@ class UpstreamError(Exception):
 
 @dataclass
 class UsedConnection:
-    """The connection of one request. `closes`: no request gets it afterwards; `kept`: one before
-    had it, too. `on_connect` is called when it is a new one, with TLS after its handshake.
+    """The connection of one request. `kept`: one before had it, too. `on_connect` is called when it
+    is a new one, with TLS after its handshake.
     """
 
-    closes: bool
     on_connect: Callable[[], None]
     kept: bool = False
 
@@ -160,8 +157,8 @@ class UpstreamConnection(ResponseHandler):
 class HttpClient:
     """The connections to other servers, opened in the event loop of the first request.
 
-    At most `most_kept` of them are kept for a next request, those in use included: an idle one has
-    a file descriptor, which a client may need. A `resolver` looks names up in place of aiohttp's.
+    While more than `most_kept` are in use, none is kept for a next request: an idle one has a file
+    descriptor, which a client may need. A `resolver` looks names up in place of aiohttp's.
     """
 
     def __init__(self, most_kept: int = 1 << 30, resolver: AbstractResolver | None = None) -> None:
@@ -169,24 +166,12 @@ class HttpClient:
         self._resolver = resolver
         self.in_use = 0
         self.answers: set[UpstreamAnswer] = set()  # that are not released
-        self._idle_since_s: deque[float] = deque()
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def keeps(self) -> bool:
         """Whether the next request's connection may be kept."""
-        gone_s = time.monotonic() - 2.0 * IDLE_S  # aiohttp looks at them every IDLE_S
-        while self._idle_since_s and self._idle_since_s[0] < gone_s:
-            self._idle_since_s.popleft()
-        return self.in_use + len(self._idle_since_s) < self.most_kept
-
-    def release(self, connection: UsedConnection) -> None:
-        """A request has ended."""
-        self.in_use -= 1
-        if connection.kept and self._idle_since_s:
-            self._idle_since_s.pop()
-        if not connection.closes:
-            self._idle_since_s.append(time.monotonic())
+        return self.in_use < self.most_kept
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -222,11 +207,8 @@ class HttpClient:
 class UpstreamAnswer:
     """An answer: its head has arrived, its body is still to come."""
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, connection: UsedConnection, http: HttpClient
-    ) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, http: HttpClient) -> None:
         self._response = response
-        self._connection = connection
         self._http: HttpClient | None = http  # until the connection is released
         http.answers.add(self)
         self.status = response.status
@@ -269,7 +251,7 @@ class UpstreamAnswer:
         self._response.close()
         if self._http is not None:
             self._http.answers.discard(self)
-            self._http.release(self._connection)
+            self._http.in_use -= 1
             self._http = None
 
     def break_off(self) -> None:
@@ -327,8 +309,8 @@ class Upstream:
         kept = [pair for pair in _end_to_end(headers) if pair[0].lower() not in SET_BY_PROXY]
         passed = [(name.decode("latin-1"), _text(value)) for name, value in kept]
         http = self._http
-        connection = UsedConnection(not http.keeps, on_connect)
-        if connection.closes:
+        connection = UsedConnection(on_connect)
+        if not http.keeps:
             passed.append(("connection", "close"))
         url = URL(self._base + target.decode("ascii"), encoded=True)
         http.in_use += 1
@@ -345,11 +327,11 @@ class Upstream:
                 response.close()
                 raise UpstreamError(LOST)
         except BaseException as error:  # also where it is cancelled
-            http.release(connection)
+            http.in_use -= 1
             if isinstance(error, (aiohttp.ClientError, OSError, ValueError)):
                 raise _lost(error) from None
             raise
-        return UpstreamAnswer(response, connection, http)
+        return UpstreamAnswer(response, http)
 
     async def _ask(
         self,

@@ -35,7 +35,6 @@ from toolkit.server.access import (
 from toolkit.server.backend import ServerBackend, unknown_model
 from toolkit.server.background import Work
 from toolkit.server.errors import error_response, on_api_error, on_bug, on_http_exception
-from toolkit.server.log import RefusalLog
 from toolkit.server.metrics import families_of_requests, text_of
 from toolkit.server.options import ServerOptions
 from toolkit.server.status import DATA, PAGE, StatusPage
@@ -67,7 +66,6 @@ class Application:
         self._local_paths: set[str] = set()
         self.page: StatusPage | None = None
         self.tasks: dict[str, Work] = {
-            "log of refusals": RefusalLog(self.stats).follow,
             "keys": self._follow_keys,
             "health of the manager": lambda: options.manager.report_health(self._is_healthy),
             **backend.tasks,
@@ -98,7 +96,7 @@ class Application:
 
     async def _follow_keys(self) -> None:
         options = self.options
-        await follow(options.keys, self.keyring.renew, options.say, at_hangup=True)
+        await follow(options.keys, self.keyring.renew, options.say)
 
     def add(self, path: str, endpoint: Callable[..., Awaitable[Any]], *methods: str) -> None:
         """Add a route, by default for GET and HEAD."""

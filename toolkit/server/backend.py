@@ -58,7 +58,7 @@ class ServerBackend(ABC):
     def __init__(self, options: ServerOptions, stats: Stats) -> None:
         self.options = options
         self.stats = stats
-        self.background = Background(options.say)
+        self.background = Background()
         self.tasks: dict[str, Work] = {}
         self.facts: Facts | None = None
         self.log: TraceLog | None = None

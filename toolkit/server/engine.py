@@ -37,7 +37,7 @@ from toolkit.server.errors import late
 from toolkit.server.exchange import Exchange
 from toolkit.server.live import LiveRequest, Reply, TextOutput
 from toolkit.server.log import EventLog
-from toolkit.server.metrics import Gauges, WorkerGauges, engine_families
+from toolkit.server.metrics import Labels, WorkerState, engine_families
 from toolkit.server.options import ServerOptions
 from toolkit.server.stats import LATE
 from toolkit.server.status import facts_of
@@ -112,14 +112,14 @@ class EngineBackend(ServerBackend):
         return {"max_model_len": self._max_model_len}
 
     def families(self) -> Iterable[Metric]:
-        return engine_families(self.stats, gauges(self.driver), self.model)
+        return families_of(self.driver, self.labels)
 
     def shown(self) -> dict[str, Any]:
         stats = self.stats
         predicted_s = stats.predicted_batch_s
         return {
             "running": self.driver.running,
-            "workers": shown_workers(self.driver),
+            "workers": [worker._asdict() for worker in worker_states(self.driver)],
             "totals": {
                 "batches": stats.batches,
                 "extrapolated_batches": stats.extrapolated_batches,
@@ -368,51 +368,22 @@ def trace_line(active: LiveRequest, timestamp: float) -> TraceLine:
     )
 
 
-def shown_workers(driver: Driver) -> list[dict[str, Any]]:
-    """Return each worker, as the status page shows it."""
-    workers = []
-    for worker, now in zip(driver.scheduler.workers, worker_gauges(driver), strict=True):
-        now_state = "running" if worker.index in driver.flights else "idle"
-        if worker.index not in driver.facts:
-            now_state = "loading"
-        elif not worker.alive:
-            now_state = "lost"
-        compared = driver.stats.compared[worker.index]
-        ratio = compared.took_s / compared.predicted_s if compared.predicted_s else None
-        workers.append(
-            {
-                "state": now_state,
-                "rows": now.rows,
-                "kv_tokens": now.kv_tokens,
-                "kv_capacity": now.kv_capacity,
-                "batch_ratio": ratio,
-                "load_s": round(worker.load_s, 3),
-                "oom_events": worker.oom_events,
-                "restarts": driver.stats.restarts[worker.index],
-            }
-        )
-    return workers
-
-
-def gauges(driver: Driver) -> Gauges:
-    """The values that metrics read at a scrape."""
-    workers = worker_gauges(driver)
-    capacity = sum(worker.kv_capacity or 0 for worker in workers)
-    used = sum(worker.kv_tokens for worker in workers)
-    return Gauges(
-        driver.running,
-        driver.waiting,
-        min(used / capacity, 1.0) if capacity else 0.0,
-        capacity,
-        workers,
-        driver.forecast.predict(driver.now_s).ttft_s,
-        identity(next(iter(driver.facts.values()))) if driver.facts else {},
+def families_of(driver: Driver, labels: Labels) -> Iterable[Metric]:
+    """Return the metrics of a driver and its workers at the moment of a scrape."""
+    return engine_families(
+        driver.stats,
+        worker_states(driver),
+        labels,
+        running=driver.running,
+        waiting=driver.waiting,
+        predicted_ttft_s=driver.forecast.predict(driver.now_s).ttft_s,
+        engine=identity(next(iter(driver.facts.values()))) if driver.facts else {},
     )
 
 
-def worker_gauges(driver: Driver) -> list[WorkerGauges]:
-    """Each worker, as metrics and the status page show it."""
-    workers = []
+def worker_states(driver: Driver) -> list[WorkerState]:
+    """Return each worker, as metrics and the status page show it."""
+    states = []
     for worker in driver.scheduler.workers:
         # To the scheduler a worker is alive while it loads for the first time.
         facts = driver.facts.get(worker.index)
@@ -421,13 +392,20 @@ def worker_gauges(driver: Driver) -> list[WorkerGauges]:
         if batch and not batch.keep_cache:
             # A slice may fill: every row padded to the longest, for all steps (SCLS Eq. 5).
             tokens = len(batch.jobs) * (batch.input_length + batch.steps)
-        workers.append(
-            WorkerGauges(
-                worker.alive and facts is not None,
-                worker.load_s,
-                driver.running_on(worker.index),
-                tokens,
-                facts.capacity_tokens if facts else None,
+        state = "loading" if facts is None else "running" if batch else "idle"
+        compared = driver.stats.compared[worker.index]
+        states.append(
+            WorkerState(
+                state=state if worker.alive or facts is None else "lost",
+                rows=driver.running_on(worker.index),
+                kv_tokens=tokens,
+                kv_capacity=facts.capacity_tokens if facts else None,
+                batch_ratio=compared.took_s / compared.predicted_s
+                if compared.predicted_s
+                else None,
+                load_s=round(worker.load_s, 3),
+                oom_events=worker.oom_events,
+                restarts=driver.stats.restarts[worker.index],
             )
         )
-    return workers
+    return states

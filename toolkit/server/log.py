@@ -2,7 +2,7 @@
 level; and in a file, the calls of its scheduler.
 
 Modules use Python's `logging`. Lost workers and replicas, and their return, are logged where they
-are noticed (`toolkit.processes`, `toolkit.server`); refused requests here.
+are noticed (`toolkit.processes`, `toolkit.server`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,18 +17,14 @@ from typing import Self
 
 from toolkit.files.io import LineLog
 from toolkit.sched.eventlog import Event, to_line
-from toolkit.server.stats import Stats
 
 FORM = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 TIME_FORM = "%Y-%m-%dT%H:%M:%S"  # in UTC
 # Their returns are of level INFO. Of other modules, only warnings are for an operator.
 TALKING = ("toolkit.processes.supervisor", "toolkit.server.replicas")
-LOOK_EVERY_S = 1.0
 PENDING_BYTES_MAX = 1 << 16  # of an event log, before they are written
 EVENT_LOG_BYTES_MAX = 1 << 30  # an hour or so of a busy server
 FLUSH_EVERY_S = 1.0
-REPEAT_EVERY_S = 60.0  # while requests are refused
-_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -47,49 +42,6 @@ def logging_to_stderr() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-class RefusalLog:
-    """Logs refused requests: when the first is refused, and then once a minute how many were.
-
-    A minute without any ends it; the next refusal is a first one again. Times are in seconds on one
-    clock.
-    """
-
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-        self._told: Counter[str] = Counter()  # what was logged, by the reason
-        self._since_s: float | None = None  # of the last line; None: none were refused
-
-    def look(self, now_s: float) -> None:
-        """Log what there is to say now."""
-        new = self._stats.refusals - self._told
-        if self._since_s is None:
-            if new:
-                _logger.warning("requests are refused with 503: %s", _by_reason(new))
-                self._tell(now_s)
-        elif now_s - self._since_s >= REPEAT_EVERY_S:
-            if new:
-                took_s = now_s - self._since_s
-                text = "%d requests were refused with 503 in %.0f s: %s"
-                _logger.warning(text, new.total(), took_s, _by_reason(new))
-                self._tell(now_s)
-            else:
-                self._since_s = None
-
-    def _tell(self, now_s: float) -> None:
-        self._told = self._stats.refusals.copy()
-        self._since_s = now_s
-
-    async def follow(self) -> None:
-        """Look until cancelled."""
-        while True:
-            self.look(time.monotonic())
-            await asyncio.sleep(LOOK_EVERY_S)
-
-
-def _by_reason(refusals: Counter[str]) -> str:
-    return ", ".join(f"{count} because {reason}" for reason, count in refusals.most_common())
 
 
 class EventLog:

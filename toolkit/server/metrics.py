@@ -19,14 +19,21 @@ Labels = Mapping[str, str]
 FamilyKind = type[Gauge] | type[Counter]
 
 
-class WorkerGauges(NamedTuple):
-    """One worker at the moment of a scrape."""
+class WorkerState(NamedTuple):
+    """One worker at this moment, for metrics and the status page."""
 
-    alive: bool
-    load_s: float
+    state: str  # running, idle, loading or lost
     rows: int  # requests in its batch
     kv_tokens: int  # that its batches may fill at most, including padding
     kv_capacity: int | None  # tokens; None before it was first loaded
+    batch_ratio: float | None  # actual over predicted time of its batches
+    load_s: float
+    oom_events: int
+    restarts: int
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ("running", "idle")
 
     @property
     def kv_usage(self) -> float:
@@ -34,34 +41,32 @@ class WorkerGauges(NamedTuple):
         return min(self.kv_tokens / self.kv_capacity, 1.0) if self.kv_capacity else 0.0
 
 
-class Gauges(NamedTuple):
-    """The values that are read at the moment of a scrape."""
-
-    running: int
-    waiting: int
-    kv_usage: float  # 0..1
-    kv_tokens: int
-    workers: Sequence[WorkerGauges]
-    predicted_ttft_s: float
-    engine: Mapping[str, str]  # the identity of the workers' engine (`toolkit.files.profile`)
-
-
-def engine_families(stats: Stats, now: Gauges, model: str) -> Iterator[Metric]:
-    """Yield what our own workers show at a scrape."""
-    labels = {"model_name": model}
-    alive = sum(worker.alive for worker in now.workers)
+def engine_families(
+    stats: Stats,
+    workers: Sequence[WorkerState],
+    labels: Labels,
+    *,
+    running: int,
+    waiting: int,
+    predicted_ttft_s: float,
+    engine: Mapping[str, str],
+) -> Iterator[Metric]:
+    """Yield what our own workers show at a scrape; `engine` is the identity of what runs."""
+    capacity = sum(worker.kv_capacity or 0 for worker in workers)
+    used = sum(worker.kv_tokens for worker in workers)
+    alive = sum(worker.alive for worker in workers)
     usage = "Share of KV cache that running batches may fill."
     predicted = "Predicted TTFT of a request that arrives now."
     for name, text, value in (
-        ("requests_running", "Requests in batches that run now.", now.running),
-        ("requests_waiting", "Requests that no worker runs now.", now.waiting),
-        ("kv_cache_usage_ratio", usage, now.kv_usage),
-        ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", now.kv_tokens),
+        ("requests_running", "Requests in batches that run now.", running),
+        ("requests_waiting", "Requests that no worker runs now.", waiting),
+        ("kv_cache_usage_ratio", usage, min(used / capacity, 1.0) if capacity else 0.0),
+        ("kv_cache_tokens", "Tokens that the workers' KV caches hold.", capacity),
         ("workers_alive", "Workers that can take batches.", alive),
-        ("predicted_ttft_seconds", predicted, now.predicted_ttft_s),
+        ("predicted_ttft_seconds", predicted, predicted_ttft_s),
     ):
         yield family_of(Gauge, f"llmctl_{name}", text, labels, value)
-    info = labels | dict(now.engine)
+    info = {**labels, **engine}
     yield family_of(Gauge, "llmctl_engine_info", "What runs, in labels.", info, 1)
     yield from _histograms(stats, labels, _LATENCIES)
     text = "Actual over predicted batch time, for the steps that ran."
@@ -69,11 +74,11 @@ def engine_families(stats: Stats, now: Gauges, model: str) -> Iterator[Metric]:
     for attribute, text in _COUNTERS.items():
         name = re.sub("_s$", "_seconds", attribute)
         yield family_of(Counter, f"llmctl_{name}", text, labels, getattr(stats, attribute))
-    compared = [stats.compared[index] for index in range(len(now.workers))]
+    compared = [stats.compared[index] for index in range(len(workers))]
     for name, text, attribute in _OF_WORKERS:
         kind = Counter if attribute in LawComparison.__dataclass_fields__ else Gauge
-        workers: Sequence[object] = compared if kind is Counter else now.workers
-        values = {str(index): getattr(worker, attribute) for index, worker in enumerate(workers)}
+        shown: Sequence[object] = compared if kind is Counter else workers
+        values = {str(index): getattr(worker, attribute) for index, worker in enumerate(shown)}
         yield family_of(kind, f"llmctl_worker_{name}", text, labels, values, "worker")
 
 

@@ -454,7 +454,6 @@ def pool_backend(
         replicas_like(plan, options),
         hang_s=recipe.serve.hang_s,
         key=secrets.token_urlsafe(24) if options.replicas is None else options.replica_key,
-        say=options.say,
     )
     replicas: OwnReplicas | Watched[list[str]] | None = options.replicas
     if replicas is None:

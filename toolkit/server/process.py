@@ -74,8 +74,7 @@ def end_signals() -> tuple[signal.Signals, ...]:
 class Signals:
     """The signals that end the server, as events: the first ends it in order, the second at once.
 
-    Without a terminal SIGHUP means that files should be read again (`toolkit.server.watched`); if
-    there are no such files, it has no effect.
+    Without a terminal SIGHUP has no effect.
     """
 
     def __init__(self) -> None:

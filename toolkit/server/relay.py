@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -36,8 +35,6 @@ RETRY_BURST = 20.0
 BUSY = (429, 503)  # a replica refuses a request; another one may take it
 ELSEWHERE = (*BUSY, *NOT_SERVED)  # also where it lacks what another one may have
 REASONS = ("stop", "length", "tool_calls", "function_call", "content_filter")  # how answers end
-TOO_LONG = (400, 413, 422)  # with a word of the context: another one's may be longer
-_OF_CONTEXT = re.compile(rb"context|max_model_len", re.IGNORECASE)
 MAX_WHOLE_BYTES = 64 << 20
 WholeAnswer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 PAUSE_S = 0.05  # before a replica is asked again that refused before
@@ -105,14 +102,13 @@ class RelayedRequest:
         self._merged = MergedAnswer(call, self.prompt_tokens)
         self._id = f"r{next(backend.numbers)}"
         self._blocks = backend.gauge.blocks(call.prompt)
-        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.Timeout | None = None  # of the attempt
         self._cut = ""
         self._first_s = self._last_s = math.nan
         self._max_gap_s = 0.0
         self._seen_tokens = 0  # that the statistics have, as they came
         self._head_sent = False
         self._excluded: set[int] = set()
-        self._outgrown = 0  # the longest context that it did not fit into
         self._refusal: WholeAnswer | None = None
         self._status = "cancelled"
         self._is_answered = False  # the last bytes were sent
@@ -127,9 +123,9 @@ class RelayedRequest:
 
     def cut(self, reason: str) -> None:
         """End the attempt: the request goes elsewhere."""
-        if self._task is not None and not self._cut:
+        if self._timer is not None and not self._cut:
             self._cut = reason
-            self._task.cancel()
+            self._timer.reschedule(asyncio.get_running_loop().time())
 
     def admit(self) -> None:
         """Choose its first replica. Raises ApiError if the forecast refuses the request."""
@@ -214,9 +210,8 @@ class RelayedRequest:
                 return None
 
     def _may_take(self, replica: LiveReplica) -> bool:
-        """Whether it fits into the replica's context, and can go on there where it has begun."""
-        has_room = replica.max_model_len is None or replica.max_model_len > self._outgrown
-        return has_room and (replica.speaks_ids or not self._merged.begun)
+        """Whether it can go on there where it has begun."""
+        return replica.speaks_ids or not self._merged.begun
 
     def _routed(self) -> RoutedRequest:
         """The request as the router sees it: its prompt ends with what the client has."""
@@ -240,21 +235,16 @@ class RelayedRequest:
         sent = backend.balancer.replicas[replica.index].sent[self._id]
         replica.prompt_tokens += sent.request.prompt_tokens
         replica.cached_tokens += sent.cached_tokens
-        task = self._task = asyncio.create_task(self._ask(replica))
         generated = -1
         try:
-            await asyncio.wait({task})
-            if task.cancelled():
-                raise AttemptFailedError(self._cut or "cancelled")
-            task.result()
+            async with asyncio.timeout(None) as self._timer:
+                await self._ask(replica)
             if self._status in ("stop", "length"):
                 generated = self.generated
+        except TimeoutError:  # of `cut`: the limit of the whole request cancels
+            raise AttemptFailedError(self._cut) from None
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-            self._task = None
-            del task  # its exception knows this frame: a cycle, which only a collection would free
+            self._timer = None
             backend.balancer.ended(self._id, generated)
             backend.pool.ended(replica, self)
 
@@ -298,13 +288,6 @@ class RelayedRequest:
         content = await self._whole(replica, answer)
         backend = self._backend
         status = answer.status
-        size = replica.max_model_len
-        if size is not None and status in TOO_LONG and _OF_CONTEXT.search(content):
-            # Of another replica, which may be away for now, the context may be longer.
-            listed = backend.pool.replicas
-            if any(each.max_model_len and each.max_model_len > size for each in listed):
-                self._outgrown = max(self._outgrown, size)
-                raise AttemptFailedError("the request does not fit into its context", counts=False)
         is_elsewhere = status in ELSEWHERE
         why = f"it answered {status}"
         if self._head_sent:

@@ -63,7 +63,6 @@ _REPORTED = re.compile(
 )
 MAX_ROWS = 1 << 20  # that a replica may report
 _MAX_TOKENS = re.compile(r"max_tokens=(\d{1,9})\b")
-MAX_GONE = 1024  # replicas: the counters of one go on where it is listed again
 MAX_ENGINES = 1024  # of a replica, of which figures are read
 FOREIGN = ("it serves ", "it runs ")  # problems with which a replica is left out
 MAX_VIA_BYTES = 1024
@@ -84,6 +83,7 @@ class LiveReplica:
         default_tokens: the most tokens of an answer for which its client names no limit; None: not
             known.
         in_doubt: the next probe asks it for a token; until then others are preferred.
+        is_silent: it is in doubt because nothing came from it, though it has requests.
         doubted_s, identified_s: when that was asked last, and when the model was.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
@@ -106,6 +106,7 @@ class LiveReplica:
     speaks_ids: bool = False
     default_tokens: int | None = None
     in_doubt: bool = False
+    is_silent: bool = False
     doubted_s: float = -math.inf
     identified_s: float = -math.inf
     attempts: set[RelayedRequest] = field(default_factory=set)
@@ -169,7 +170,6 @@ class ReplicaPool:
         needs: what a replica must be like.
         hang_s: a replica is suspect after so many seconds without a byte.
         key: sent to the replicas; '': none.
-        say: prints failures of tasks.
     """
 
     def __init__(
@@ -180,7 +180,6 @@ class ReplicaPool:
         *,
         hang_s: float,
         key: str = "",
-        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.replicas: list[LiveReplica] = []  # without those that are gone
         self.by_index: dict[int, LiveReplica] = {}
@@ -197,10 +196,9 @@ class ReplicaPool:
         self.hang_s = hang_s
         self._silent = f"it generated no token within {hang_s:g} s"  # or has a long queue
         self._free: list[int] = []  # indexes of the balancer: their replicas are gone
-        self.background = Background(say)
+        self.background = Background()
         self.losses = 0  # of replicas that were up, each time
         self.http = HttpClient()
-        self._gone: dict[str, LiveReplica] = {}  # by URL
         self._tasks: dict[LiveReplica, asyncio.Task[None]] = {}
 
     @property
@@ -240,10 +238,6 @@ class ReplicaPool:
         """Watch a further replica."""
         index = self._free.pop() if self._free else self.balancer.add(self._traits)
         replica = LiveReplica(url, upstream or self._upstream(url), index)
-        if (before := self._gone.pop(url, None)) is not None:
-            for name in COUNTERS:
-                setattr(replica, name, getattr(before, name))
-            replica.lost_s = before.lost_s
         self.replicas.append(replica)
         self.by_index[replica.index] = replica
         self._tasks[replica] = self.background.start("probes", partial(self._watch, replica))
@@ -257,9 +251,6 @@ class ReplicaPool:
         self._take_out(replica, "gone", "no longer listed")
         self.replicas.remove(replica)
         self._tasks.pop(replica).cancel()
-        self._gone[replica.url] = replica
-        if len(self._gone) > MAX_GONE:
-            del self._gone[next(iter(self._gone))]
         self._release(replica)
 
     def failed(self, replica: LiveReplica, why: str) -> None:
@@ -283,12 +274,13 @@ class ReplicaPool:
             replica.failed_answers = 0
             self.doubt(replica)
 
-    def doubt(self, replica: LiveReplica) -> None:
+    def doubt(self, replica: LiveReplica, *, is_silent: bool = False) -> None:
         """Ask a replica soon whether it serves at all."""
         now_s = time.monotonic()
         if replica.state == "up" and now_s - replica.doubted_s > DOUBT_EVERY_S:
             replica.doubted_s = now_s
             replica.in_doubt = True
+            replica.is_silent = is_silent
             replica.wake.set()
 
     def ended(self, replica: LiveReplica, attempt: RelayedRequest) -> None:
@@ -337,9 +329,8 @@ class ReplicaPool:
                 if replica.state != "up" or not replica.attempts:
                     continue
                 sent_s = min(attempt.heard_s for attempt in replica.attempts)
-                if now_s - max(replica.heard_s, sent_s) > self.hang_s:
-                    replica.heard_s = now_s
-                    self.background.once("hang checks", partial(self._check_hung, replica))
+                if now_s - max(replica.heard_s, sent_s) > self.hang_s and not replica.in_doubt:
+                    self.doubt(replica, is_silent=True)
 
     async def read_reports(self) -> None:
         """Give the balancer the replicas' own figures, until cancelled."""
@@ -391,6 +382,10 @@ class ReplicaPool:
                     pass
                 case "up" if foreign:
                     self._lose(replica, "left out", f"is left out: {problem}", problem)
+                case "up" if problem and replica.is_silent:
+                    why = f"it was silent for {self.hang_s:g} s, and when asked: {problem}"
+                    self._lose(replica, "hung", f"hangs: {why}", why)
+                    replica.cut_all(why)
                 case "up":
                     if failed >= FAILED_PROBES or replica.in_doubt:
                         self.failed(replica, problem)
@@ -442,12 +437,12 @@ class ReplicaPool:
                     if problem := await self._identify(replica):
                         return problem
                     replica.identified_s = now_s
-            if replica.state == "hung" or replica.in_doubt:
+            if replica.in_doubt:
                 problem = await self._cannot_generate(replica)
                 heard = time.monotonic() - replica.heard_s < self.hang_s
                 if problem and not (heard and replica.state == "up" and problem == self._silent):
                     return problem
-                replica.in_doubt = False
+                replica.in_doubt = replica.is_silent = False
         except TimeoutError:
             return f"no answer within {PROBE_TIMEOUT_S:g} s"
         except UpstreamError as error:
@@ -542,13 +537,6 @@ class ReplicaPool:
             return "it broke off when asked for a token"
         refused = status in NOT_SERVED or status >= 500
         return f"it answered {status} when asked for a token" if refused else ""
-
-    async def _check_hung(self, replica: LiveReplica) -> None:
-        if await self._cannot_generate(replica) and replica.state == "up":
-            why = f"it was silent for {self.hang_s:g} s and generated no token when asked"
-            self._lose(replica, "hung", f"hangs: {why}", why)
-            replica.cut_all(why)
-            replica.wake.set()
 
     async def _report(self, replica: LiveReplica) -> None:
         """Give the balancer a replica's figures from its /metrics, vLLM's or llmctl's, if there are

@@ -33,9 +33,9 @@ class WatchedName(Watched[list[str]]):
         self._name = name
         self._port = port
 
-    def changed(self, *, always: bool = False) -> list[str] | None:
+    def changed(self) -> list[str] | None:
         urls = _addresses(self._name, self._port)
-        if urls == self.value and not always:
+        if urls == self.value:
             return None
         self.value = urls
         return urls

@@ -8,8 +8,6 @@ cannot be read, the last good version stays in force and one warning is printed 
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,9 +32,9 @@ class Watched(Generic[ValueT]):
     def __init__(self, value: ValueT) -> None:
         self.value = value
 
-    def changed(self, *, always: bool = False) -> ValueT | None:
-        """Look, which may take a while. Return the value if it changed, or with `always`; else
-        None. Raises `InputError` if it cannot be read.
+    def changed(self) -> ValueT | None:
+        """Look, which may take a while. Return the value if it changed, else None. Raises
+        `InputError` if it cannot be read.
         """
         return None
 
@@ -55,9 +53,9 @@ class WatchedFile(Watched[ValueT]):
         self._fingerprint = _fingerprint(file)
         super().__init__(read(file))
 
-    def changed(self, *, always: bool = False) -> ValueT | None:
+    def changed(self) -> ValueT | None:
         fingerprint = _fingerprint(self._file)
-        if fingerprint == self._fingerprint and not always:
+        if fingerprint == self._fingerprint:
             return None
         self._fingerprint = fingerprint
         self.value = self._read(self._file)
@@ -78,44 +76,23 @@ def _fingerprint(file: Path) -> tuple[int, ...]:
 
 
 async def follow(
-    watched: Watched[ValueT],
-    take: Callable[[ValueT], str],
-    say: Callable[[str], None],
-    *,
-    at_hangup: bool = False,
+    watched: Watched[ValueT], take: Callable[[ValueT], str], say: Callable[[str], None]
 ) -> None:
     """Look again and again; `take` gets each new value, and returns a message about the change.
     Returns only if the value never changes.
-
-    With `at_hangup` SIGHUP makes it look at once, and take the value even if it seems unchanged. In
-    a terminal SIGHUP ends the server instead (`toolkit.server.process.end_signals`).
     """
-    if watched.every_s is None:
-        return
-    loop = asyncio.get_running_loop()
-    hangup = asyncio.Event()
-    looks_at_hangup = at_hangup and not sys.stderr.isatty()
-    if looks_at_hangup:
-        loop.add_signal_handler(signal.SIGHUP, hangup.set)
     problem = ""
-    try:
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(hangup.wait(), watched.every_s)
-            always = hangup.is_set()
-            hangup.clear()
-            before = problem
-            problem = message = ""
-            try:
-                # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would
-                # pause all streams.
-                value = await asyncio.to_thread(watched.changed, always=always)
-                message = "" if value is None else take(value)
-            except LlmctlError as error:
-                problem = f"warning: {error.message}; the version read before stays in force"
-            if told := message or (problem if problem != before else ""):
-                with suppress(OSError):  # stderr is closed at the other end
-                    say(told)
-    finally:
-        if looks_at_hangup:
-            loop.remove_signal_handler(signal.SIGHUP)
+    while watched.every_s is not None:
+        await asyncio.sleep(watched.every_s)
+        before = problem
+        problem = message = ""
+        try:
+            # In a thread: parsing a file of 100 keys takes tens of milliseconds, which would
+            # pause all streams.
+            value = await asyncio.to_thread(watched.changed)
+            message = "" if value is None else take(value)
+        except LlmctlError as error:
+            problem = f"warning: {error.message}; the version read before stays in force"
+        if told := message or (problem if problem != before else ""):
+            with suppress(OSError):  # stderr is closed at the other end
+                say(told)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from said import says
-from test_gateway import PROMPT, USAGE, Front, Told, asked, behind, chatted, run
+from test_pool import PROMPT, USAGE, Front, Told, asked, behind, chatted, run
 
 from benchmarks.common.standin import MODEL, StandIn, answer_of
 from toolkit.server import replicas as pools
@@ -546,29 +546,6 @@ def test_the_words_of_a_replica_become_no_labels_and_no_lines():
         await test(front, servers)
 
     run(both, StandIn(script=script), other, starts=(), said=said)
-
-
-@pytest.mark.slow
-@behind()
-async def test_the_counters_of_a_replica_that_returns_do_not_fall(
-    front: Front, servers: list[StandIn]
-):
-    for each in servers:
-        each.script = lambda path, body: b"no HTTP" if body["prompt"] == "x" else None
-    await front.http.post(COMPLETIONS, json=asked(prompt="x"))
-    for each in servers:
-        each.script = None
-    await front.until("up", 2)
-    for _ in range(4):
-        await front.http.post(COMPLETIONS, json=asked())
-    names = ("requests", "failures", "moved")
-    before = [await metric(front, f"llmctl_replica_{name}_total{{") for name in names]
-    assert before[0] >= 6
-    assert before[1] >= 2
-    front.pool.renew([servers[1].url])
-    front.pool.renew([each.url for each in servers])
-    after = [await metric(front, f"llmctl_replica_{name}_total{{") for name in names]
-    assert after == before
 
 
 async def use_kept_connections_up(front: Front, servers: list[StandIn]) -> None:

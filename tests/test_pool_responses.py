@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 from said import says
-from test_gateway import PROMPT, Front, behind
-from test_gateway_rogue import metric, page
+from test_pool import PROMPT, Front, behind
+from test_pool_rogue import metric, page
 
 from benchmarks.common.standin import MODEL, StandIn
 from toolkit.openai.merge import MergedAnswer

@@ -2,8 +2,8 @@
 
 import json
 
-from test_gateway import Front, behind
-from test_gateway_rogue import metric, page
+from test_pool import Front, behind
+from test_pool_rogue import metric, page
 
 from benchmarks.common.standin import MODEL, StandIn
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from test_gateway import Front, asked, behind, chatted, run
-from test_gateway_responses import wanted
+from test_pool import Front, asked, behind, chatted, run
+from test_pool_responses import wanted
 
 from benchmarks.common.standin import StandIn
 from toolkit.server.access import ApiKey

@@ -1,69 +1,23 @@
-"""The gateway before replicas that differ: in their contexts, and in how they stop and fail."""
+"""A server before replicas that differ in how they stop and fail."""
 
 import asyncio
 import json
 from typing import Any
 
 import pytest
-from said import says
-from test_gateway import (
-    USAGE,
+from test_pool import (
     Front,
     asked,
     behind,
     chatted,
     events_of,
     passing_chat,
-    run,
     text_in,
 )
 
 from benchmarks.common.standin import StandIn, answer_of
 from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import CHAT, COMPLETIONS, GenerationCall
-
-LONG = "x" * 200  # does not fit into SHORT
-SHORT = 100
-
-
-@pytest.mark.slow
-@behind({"max_model_len": SHORT}, {"max_model_len": SHORT + 1}, {})
-async def test_a_request_that_does_not_fit_goes_where_the_context_is_longer(
-    front: Front, servers: list[StandIn]
-):
-    body = asked(prompt=LONG)
-    for _ in range(4):
-        assert (await front.stream(body)).text == answer_of(body)
-        whole = await front.http.post("/v1/completions", json=body)
-        assert whole.json()["choices"][0]["text"] == answer_of(body)
-
-
-@pytest.mark.slow
-@behind({"max_model_len": SHORT}, {"max_model_len": SHORT + 1})
-async def test_a_request_that_fits_nowhere_is_refused(front: Front, servers: list[StandIn]):
-    for _ in range(4):
-        told = await front.http.post("/v1/completions", json=asked(prompt=LONG))
-        assert told.status_code == 400
-        assert says(told.json()["error"]["message"], str(SHORT + 1))
-
-
-@pytest.mark.slow
-def test_an_answer_waits_for_the_longer_context_that_it_began_in():
-    async def test(front: Front, servers: list[StandIn]) -> None:
-        _, long = servers
-
-        async def restart() -> None:
-            long.kill()
-            await front.until("down", 1)
-            await long.start()
-
-        body = asked(prompt=LONG, **USAGE)
-        told = await front.stream(body, at=5, act=restart)
-        assert told.acted
-        assert told.text == answer_of(body)
-        assert told.usage["completion_tokens"] == 40
-
-    run(test, StandIn(max_model_len=SHORT, token_s=0.002), StandIn(token_s=0.002))
 
 
 @pytest.mark.parametrize("chat", [True, False])

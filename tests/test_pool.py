@@ -1,4 +1,4 @@
-"""The gateway in front of stand-in replicas that are killed, hung, drained and restarted."""
+"""A server before stand-in replicas that are killed, hung, drained and restarted."""
 
 import asyncio
 import errno
@@ -141,7 +141,6 @@ async def fronted(
         ReplicaTraits(100_000, law=law),
         needs,
         hang_s=hang_s,
-        say=(said if said is not None else []).append,
     )
     callers = Watched((api_key, tuple(keys)))
     options = ServerOptions(keys=callers, **settings)
@@ -194,7 +193,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 @behind()
-async def test_a_stream_passes_with_nothing_that_only_the_gateway_asked_for(
+async def test_a_stream_passes_with_nothing_that_only_the_front_asked_for(
     front: Front, servers: list[StandIn]
 ):
     plain = await front.stream(asked())
@@ -734,7 +733,7 @@ def test_the_status_page_says_how_each_replica_is_without_its_address():
 
 
 class OwnStandIn:
-    """A server that the gateway starts: a stand-in; its process goes on when it hangs."""
+    """A server that the pool starts: a stand-in; its process goes on when it hangs."""
 
     def __init__(self, number: int, standin: StandIn) -> None:
         self.number = number
