@@ -28,11 +28,18 @@ from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
 from toolkit.catalogue.caches import groups_of_config, is_plain
 from toolkit.catalogue.classes import TEXT_ONLY, of_recipe, refused, senses_of
 from toolkit.catalogue.families import FAMILIES
+from toolkit.catalogue.gpus import GPUS
 from toolkit.catalogue.models import facts_of, not_computed
 from toolkit.cli import main
 from toolkit.engine_traits import ENGINES
+from toolkit.errors import InputError
+from toolkit.estimators.gpu_operators import measured_gpus, measured_operators
 from toolkit.extras import install
+from toolkit.files.find_model import FoundModel
+from toolkit.files.new_recipe import MODEL_LEN, Wish, new_recipe
 from toolkit.files.recipe import SLA_KEYS, Recipe
+from toolkit.laws.features import StepShape
+from toolkit.profiling.shapes import shapes_of
 from toolkit.sched.catalogue import ABOUT
 from toolkit.sched.policies import BUILT_IN, KNOWN, ORACLES
 from toolkit.sched.policies.parameters import Parameter, declared, defaults
@@ -430,9 +437,12 @@ def _of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
         kinds = dict.fromkeys(group.kind for group in groups)
         many = "s" if len(groups) > 1 else ""
         caches = f"{len(groups)} group{many}: {', '.join(kinds)}"
-    refuses = [one.what for one in refused(of_recipe(config, [TEXT_ONLY], facts.context))]
-    sees = ", as text" if senses_of(config) else ""
-    missing = not_computed(config, facts.context, facts.scheme) or refuses
+    longest = min(facts.context, MODEL_LEN)
+    refuses = [one.what for one in refused(of_recipe(config, [TEXT_ONLY], longest))]
+    made = "yes, as text" if senses_of(config) else "yes"
+    if not refuses and refused(of_recipe(config, [TEXT_ONLY], facts.context)):
+        made += f", up to {longest:,} tokens"
+    missing = not_computed(config, longest, facts.scheme) or refuses
     small = f"a small {code(facts.model_type)}"
     return (
         row["name"] if "/" in row["name"] else small,
@@ -440,9 +450,24 @@ def _of_model(row: Mapping[str, Any]) -> tuple[str, ...]:
         off,
         f"{facts.kv_bytes_per_token:,}",
         caches,
-        f"no: {', '.join(refuses)}" if refuses else f"yes{sees}",
-        f"no: {', '.join(missing)}" if missing else "yes",
+        f"no: {', '.join(refuses)}" if refuses else made,
+        f"no: {', '.join(missing)}" if missing else _gpus_with_laws(config),
     )
+
+
+def _gpus_with_laws(config: Mapping[str, Any]) -> str:
+    """Return on which of the measured GPUs operators know a model's layers in 16 bits."""
+    found = FoundModel("a", "a", "", {**config, "quantization_config": None}, "a test")
+    shapes = shapes_of(new_recipe(found, Wish(GPUS["b300"], gpus=64)).recipe())
+    known, unknown = [], []
+    for gpu in measured_gpus():
+        try:
+            measured_operators(gpu).pass_seconds(shapes, [StepShape(1, 1)])
+            known.append(gpu)
+        except InputError:
+            unknown.append(gpu)
+    fewer = f"all but {', '.join(unknown)}" if len(unknown) < len(known) else ", ".join(known)
+    return fewer if unknown else "all"
 
 
 def python_api() -> str:
@@ -555,8 +580,9 @@ PAGES: dict[str, tuple[str, str, str, Callable[[], str]]] = {
         "own\nclasses count, too (*off*: by how much llmctl's parameters differ); "
         "[more of them](../results/vllm.md#sizes-of-families-against-vllms-own-classes).\n"
         "*KV/token*: bytes in 16 bits, of all layers that cache tokens. *recipe new*: whether a "
-        "recipe is made; *as text*: with\n`--language-model-only`. *laws*: whether operators know "
-        "its layers in 16 bits (`profile --analytic`). A type that is not\nhere is counted by "
+        "recipe is made; *as text*: with\n`--language-model-only`. *laws*: on which of the "
+        "measured GPUs operators know its layers in 16 bits (`profile --analytic`).\nA type that "
+        "is not here is counted by "
         "[the general rule](../how-to/recipe-for-my-model.md#what-is-refused).",
         models,
     ),

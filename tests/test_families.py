@@ -5,13 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from samples import HEAD
 
-from toolkit.catalogue.caches import groups_of_config
+from toolkit.catalogue.caches import groups_of_config, is_plain
 from toolkit.catalogue.families import FAMILIES
 from toolkit.catalogue.general import INDEX
 from toolkit.catalogue.gpus import GPUS
 from toolkit.catalogue.layers import text_config
-from toolkit.catalogue.models import facts_of, kv_bytes_per_token, not_computed
+from toolkit.catalogue.models import (
+    facts_of,
+    kv_bytes_per_token,
+    not_computed,
+    weight_bytes_on,
+)
 from toolkit.errors import InputError
 from toolkit.estimators.model_shapes import AttentionShapes, DeltaShapes, LatentShapes
 from toolkit.files.find_model import find_model
@@ -19,7 +25,9 @@ from toolkit.files.modelled import refuse_recipe
 from toolkit.files.new_recipe import Wish, new_recipe
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
+from toolkit.profiling.analytic import RESERVED, analytic_profile
 from toolkit.profiling.shapes import shapes_of
+from toolkit.units import GIB
 
 ROWS = json.loads(Path(__file__, "../data/families.json").resolve().read_text("utf-8"))["models"]
 MODELS: dict[str, dict[str, Any]] = {row["name"]: row for row in ROWS}
@@ -180,6 +188,39 @@ def test_each_layer_has_its_own_precision(tmp_path: Path) -> None:
     assert (sparse.expert_weights, sparse.inner_weights) == ("nvfp4", "nvfp4")
     assert isinstance(sparse.mixer, LatentShapes)
     assert (sparse.mixer.weights, sparse.mixer.out) == ("bfloat16", "bfloat16")
+
+
+def test_chunks_that_no_request_outgrows_are_full_attention(tmp_path: Path) -> None:
+    """Llama 4's have 8,192 tokens. Dense layers and ones with experts take turns."""
+    config = MODELS["meta-llama/Llama-4-Maverick-17B-128E-Instruct"]["config"]
+    recipe = recipe_of(tmp_path, config, "b300")
+    assert recipe.model.max_model_len == 8192
+    shapes = shapes_of(recipe)
+    assert [(one.count, one.experts) for one in shapes.sorts] == [(24, False), (24, True)]
+    groups = groups_of_config(config, "bfloat16", longest=8192)
+    assert groups is not None
+    assert is_plain(groups)
+    longer = recipe.model.model_copy(update={"max_model_len": 8193})
+    with pytest.raises(InputError, match="chunks of 8,192 tokens"):
+        refuse_recipe(recipe.model_copy(update={"model": longer}))
+
+
+def test_each_gpu_holds_what_is_not_divided(tmp_path: Path) -> None:
+    """Of DeepSeek V3 on 8 GPUs: the projections to latent vectors, routers and norms."""
+    config = MODELS["deepseek-ai/DeepSeek-V3"]["config"]
+    recipe = recipe_of(tmp_path, config, "b300")
+    assert recipe.engine.tensor_parallel_size == 8
+    facts = facts_of(config)
+    latent = 61 * 7168 * (1536 + 512 + 64)
+    each = facts.weight_bytes_on(8)
+    assert each - facts.weight_bytes / 8 > latent * 7 / 8
+    made = analytic_profile(recipe, HEAD)
+    memory = recipe.hardware.memory_gib
+    assert memory is not None
+    share = recipe.engine.gpu_memory_utilization - RESERVED
+    assert made.engine.kv_budget_bytes == pytest.approx(memory * GIB * share - each, abs=2)
+    told = {"model_type": "deepseek_v3"}
+    assert weight_bytes_on(told, "", 800, 8) == 100.0  # a config that does not tell
 
 
 def test_a_key_that_decides_a_size_is_asked_for() -> None:

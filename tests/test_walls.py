@@ -285,7 +285,7 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 CEILINGS = {
     "sim": 4120, "backends": 3720, "sched": 3310, "cli": 3170, "engines": 2840, "server": 4335,
     "files": 2570, "traces": 1830, "tuning": 1700, "estimators": 1730,
-    "catalogue": 1632, "profiling": 1512, "deploy": 1510, "report": 1335, "openai": 980,
+    "catalogue": 1640, "profiling": 1512, "deploy": 1510, "report": 1335, "openai": 980,
     "endpoints": 940, "adopt": 650, "workers": 450, "routing": 840, "bench": 660, "laws": 436,
     "live": 330, "cluster": 290, "processes": 430,
 }  # fmt: skip

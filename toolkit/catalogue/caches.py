@@ -124,6 +124,7 @@ def groups_of_config(
     for layer in layers:
         kind = "state" if layer.mixer in states else layer.mixer
         kind = "full" if kind == "window" and not slides else kind
+        kind = "full" if kind == "chunk" and not special.chunk else kind
         if kind not in SPECS:
             return None
         page = block * (token_bytes[0] if kind == "state" else _token_bytes(layer, dtype, gpus))

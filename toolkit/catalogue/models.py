@@ -151,7 +151,7 @@ def special_of(config: Config, longest: int = 0) -> Special:
 
     Args:
         longest: tokens of the longest request (`max_model_len`); 0: the config's context. A window
-            that is no shorter never slides, and is none.
+            that is no shorter never slides, and is none; nor does a chunk that is no shorter end.
     """
     config = text_config(config)
     layers = layers_of(config)
@@ -162,12 +162,14 @@ def special_of(config: Config, longest: int = 0) -> Special:
     window = window_of_config(config)
     longest = longest or integer_at(config, "max_position_embeddings")
     sliding = mixers.count("window") if window < longest or not longest else 0
+    chunk = integer_at(config, "attention_chunk_size")
+    ends = "chunk" in mixers and (chunk < longest or not longest)
     others = [*mixers, *(layer.feed for layer in layers)]
     unknown = [one for one in others if one not in (*KNOWN_PARTS, *STATES, *TOKENS)]
     return Special(
         experts_of(config)[0],
         (sliding, window) if sliding else (0, 0),
-        integer_at(config, "attention_chunk_size") if "chunk" in mixers else 0,
+        chunk if ends else 0,
         latent,
         next((STATES[one] for one in mixers if one in STATES), ""),
         unknown[0].replace("_", " ") if unknown else "",
@@ -372,6 +374,20 @@ def facts_of(config: Config, quantization: str = "", stored_bytes: int = 0) -> M
     if stored_bytes and kind not in FAMILIES:
         refuse_other(kind[:80], facts.weight_bytes, stored_bytes)
     return facts
+
+
+def weight_bytes_on(config: Config, quantization: str, weight_bytes: float, gpus: int) -> float:
+    """Return the bytes of a model's weights on each GPU of a group. Norms, routers, and what leads
+    to the latent values of MLA are whole on each; where the config does not tell, all is divided.
+
+    Args:
+        weight_bytes: of the whole model.
+    """
+    try:
+        facts = facts_of(config, quantization, round(weight_bytes))
+    except InputError:
+        return weight_bytes / gpus
+    return weight_bytes * facts.weight_bytes_on(gpus) / facts.weight_bytes
 
 
 def _stored(module: Module, scheme: Scheme | None) -> Module:

@@ -17,7 +17,7 @@ import psutil
 from toolkit.backends import Check, backend_of
 from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import HINT, not_simulated, refusal
-from toolkit.catalogue.models import cache_parts, kv_bytes_per_token
+from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, weight_bytes_on
 from toolkit.engine_traits import MODEL_LIBRARIES
 from toolkit.engines.devices import CudaDevice, Devices
 from toolkit.errors import InputError
@@ -251,9 +251,10 @@ def _check_capacity(recipe: Recipe) -> Check:
     else:
         share = engine.gpu_memory_utilization
         memory = recipe.hardware.memory_gib * GIB
-        budget = share * memory - weights // shares
-        divided = f" / {shares}" if shares > 1 else ""
-        terms = f"{share:g} x {size(memory)} - weights {size(weights)}{divided}"
+        own = weight_bytes_on(model.config, model.quantization or "", weights, shares)
+        budget = share * memory - own
+        each = f" on each of {shares} GPUs" if shares > 1 else ""
+        terms = f"{share:g} x {size(memory)} - weights {size(own)}{each}"
     parts = cache_parts(model.config, shares)
     per_token = model.kv_bytes_per_token // parts  # of one process of a worker
     row = row_bytes(model.config, model.dtype, model.max_model_len, shares)

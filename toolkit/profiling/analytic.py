@@ -27,7 +27,12 @@ from toolkit.catalogue.caches import (
 from toolkit.catalogue.flags import known_flags, read_flags
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.layers import experts_of, text_config
-from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, not_computed
+from toolkit.catalogue.models import (
+    cache_parts,
+    kv_bytes_per_token,
+    not_computed,
+    weight_bytes_on,
+)
 from toolkit.catalogue.quantization import scheme_of
 from toolkit.catalogue.resolved import Resolved
 from toolkit.engine_traits import traits_of
@@ -346,10 +351,12 @@ def _budget(recipe: Recipe) -> int:
     )
     ranks = engine.tensor_parallel_size
     share = engine.gpu_memory_utilization - RESERVED
-    budget = int(memory_gib * GIB * share - weight_bytes / ranks)
+    model = recipe.model
+    own_bytes = weight_bytes_on(model.config, model.quantization or "", weight_bytes, ranks)
+    budget = int(memory_gib * GIB * share - own_bytes)
     if budget < kv_bytes / ranks:
         each = "" if ranks == 1 else f" on each of {ranks} GPUs"
-        weights = f"the weights, {weight_bytes / ranks / GIB:.1f} GiB{each}"
+        weights = f"the weights, {own_bytes / GIB:.1f} GiB{each}"
         hint = "use more GPUs a worker (engine.tensor_parallel_size), or smaller weights"
         problem = f"{weights}, leave no KV cache in {share:g} of {memory_gib:g} GiB"
         raise InputError(problem, hint)
