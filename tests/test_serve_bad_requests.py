@@ -16,7 +16,7 @@ from within import with_server
 
 from toolkit.engines.tokenizer import ByteTokenizer
 from toolkit.errors import InputError
-from toolkit.openai.bodies import MAX_DEPTH, parse_json
+from toolkit.openai.bodies import parse_json
 from toolkit.openai.errors import ApiError
 from toolkit.server import backend, bodies
 
@@ -42,7 +42,6 @@ RAW = [
     b'["prompt"]',
     b'{"prompt": "a", "temperature": NaN}',
     b'{"prompt": "a", "top_p": -Infinity}',
-    b'{"prompt": "a", "prompt": "b"}',
     b'\xef\xbb\xbf{"prompt": "a"}',
     b'{"prompt": "\xff"}',
     '{"prompt": "a"}'.encode("utf-16"),
@@ -308,13 +307,13 @@ def test_surrogate_pairs_are_accepted_and_halves_refused():
     assert parse_json(b'{"prompt": "\\ud83d\\ude00"}') == {"prompt": "\N{GRINNING FACE}"}
 
 
-def test_nesting_is_limited_to_max_depth():
-    def nested(levels: int) -> bytes:
-        return b'{"x": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
-
-    parse_json(nested(MAX_DEPTH))
-    with pytest.raises(ApiError, match="nests deeper"):
-        parse_json(nested(MAX_DEPTH + 1))
+def test_deep_nesting_is_refused():
+    for levels in (500, 5_000, 60_000):
+        for deep in (b"[" * levels + b"]" * levels, b'{"a":' * levels + b"1" + b"}" * levels):
+            with suppress(ApiError):
+                parse_json(b'{"x": ' + deep + b"}")
+    with pytest.raises(ApiError):
+        parse_json(b'{"x": ' + b"[" * 5_000 + b"]" * 5_000 + b"}")
 
 
 @given(

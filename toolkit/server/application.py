@@ -1,8 +1,8 @@
 """The ASGI application of every server: which keys and hosts are let in, the pages, and the backend
 behind them.
 
-FastAPI only routes. Routes read their bodies themselves: a body must be JSON on which no two
-parsers disagree, a large one must not pause other clients, and errors are in OpenAI's format.
+FastAPI only routes. Routes read their bodies themselves: a large one must not pause other clients,
+and errors are in OpenAI's format.
 """
 
 from __future__ import annotations

@@ -24,14 +24,14 @@ from toolkit.engines.tokenizer import Tokenizer, load_tokenizer
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, identity, refuse_foreign
 from toolkit.openai.answers import AnswerWriter, about_answer
-from toolkit.openai.engine_requests import EngineChat, EngineRequest, read_engine_request
+from toolkit.openai.engine_requests import EngineChat, EngineRequest
 from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import CHAT, COMPLETION_TOKENS, RESPONSES
 from toolkit.sched.memory import footprint_of
 from toolkit.sched.types import Request as PooledRequest
 from toolkit.server.assemble import make_limits, make_scheduler, make_stats
 from toolkit.server.backend import SendAnswer, ServerBackend, unavailable
-from toolkit.server.bodies import BodyReader, LargeBodies, Prompts, check_room, is_large, short
+from toolkit.server.bodies import BodyReader, LargeBodies, Prompts, check_room, short
 from toolkit.server.driver import Driver, RefusedError
 from toolkit.server.errors import late
 from toolkit.server.exchange import Exchange
@@ -155,15 +155,10 @@ class EngineBackend(ServerBackend):
 
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
         chat = request.scope["path"] == CHAT
-        if is_large(body):
-            self.check_room()
-            read = partial(self._reader.read, chat=chat)
-            asked, prompts = await self._large_bodies.read(read, body)
-            self._admit(request, asked)
-        else:
-            asked = read_engine_request(body, chat=chat)
-            self._admit(request, asked)
-            prompts = self._reader.tokens(asked)
+        self.check_room()
+        read = partial(self._reader.read, chat=chat)
+        asked, prompts = await self._large_bodies.read(read, body)
+        self._admit(request, asked)
         return self._submit(asked, prompts).answer
 
     def check_open(self) -> None:
@@ -171,11 +166,21 @@ class EngineBackend(ServerBackend):
         if state != "ready":
             raise unavailable(state, {"Connection": "close"} if state == "draining" else {})
 
+    def check_room(self, choices: int = 1) -> None:
+        """Raise `ApiError` also if a new request would miss a target by the forecast."""
+        super().check_room(choices)
+        forecast = self.driver.forecast
+        predicted = forecast.predict(self.driver.now_s)
+        excess_s = forecast.limits.excess_s(predicted)
+        if excess_s:
+            self.stats.refusals[LATE] += 1
+            raise late(predicted, excess_s)
+
     def expected_wait_s(self) -> float:
         return self.driver.forecast.predict(self.driver.now_s).ttft_s
 
     def _admit(self, request: Request, asked: EngineRequest) -> None:
-        """Raise `ApiError` for a request that is refused, by what was asked and by the forecast."""
+        """Raise `ApiError` for a request that is refused."""
         if asked.llmctl_end_after is not None and not self.options.allow_end_after:
             text = "'llmctl_end_after' needs a server that was started with --allow-end-after"
             raise ApiError(text, param="llmctl_end_after")
@@ -185,12 +190,6 @@ class EngineBackend(ServerBackend):
             raise ApiError(f"{text}; the limit is {MAX_CHOICES}", param="n")
         self.check_open()  # it may have begun to drain while the body was read
         self.admit(request, asked.model, asked.priority, choices)
-        forecast = self.driver.forecast
-        predicted = forecast.predict(self.driver.now_s)
-        excess_s = forecast.limits.excess_s(predicted)
-        if excess_s:
-            self.stats.refusals[LATE] += 1
-            raise late(predicted, excess_s)
 
     def _submit(self, asked: EngineRequest, prompts: Prompts) -> Exchange:
         """Submit all choices of all prompts. Raises `ApiError` for a request that cannot be served,
