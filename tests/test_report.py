@@ -16,7 +16,7 @@ from browser import CONTRAST, chromium, page_of
 from commands import ran, refused
 from orders import changed
 from said import says
-from test_cli_render import tuning
+from test_cli_render import RECIPE, tuning
 
 from toolkit.bench.client import Replay
 from toolkit.bench.report import Prediction
@@ -172,7 +172,7 @@ def test_a_broken_target_is_shown_in_words_with_its_used_share(folder):
     assert "TTFT p99 at most 2 s 20.2 s ✗ broken" in text
     assert "1,008 %, broken" in text
     assert "110 %, broken" in text
-    assert "do not serve this" in text
+    assert "do not serve this" in text_of(page_of_plan(folder))
 
 
 @pytest.mark.parametrize(("surely", "kept"), [(99.4, True), (98.1, False)])
@@ -291,9 +291,9 @@ def test_untuned_settings_have_an_open_verdict(folder):
     assert "not tuned" in text_of(verdict_of(folder))
 
 
-def test_changes_to_the_trace_are_in_the_verdict(folder):
+def test_changes_to_the_trace_are_on_the_page(folder):
     make_tuning(folder, trace_notes=["prompts divided by 11.91"])
-    assert says(text_of(verdict_of(folder)), "11.91")
+    assert says(text_of(page_of_plan(folder)), "11.91")
 
 
 def test_routers_are_told_apart_by_their_names(folder):
@@ -338,9 +338,10 @@ def test_a_missing_file_names_the_command_that_makes_it(folder, tmp_path, monkey
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.chdir(empty)
-    page = report(gather("tiny-llama-cpu"))
-    assert "tuned yet" in page
-    assert says(page, "llmctl profile tiny-llama-cpu", "llmctl fit profile.json")
+    assert says(report(gather("tiny-llama-cpu")), "llmctl tune tiny-llama-cpu")
+    Path("mine.yaml").write_text(RECIPE)
+    page = report(gather("mine.yaml"))
+    assert says(page, "llmctl profile mine.yaml", "llmctl fit profile.json")
     (folder / "plan.json").rename("plan.json")
     page = report(gather("plan.json"))
     assert says(page, "llmctl tune recipe.json")

@@ -8,12 +8,14 @@ from lean import without_capacity
 from orders import changed
 from said import says
 
-from toolkit.cli.tune import show_tuning
+from toolkit.cli.output import show
+from toolkit.cli.tune import METRICS
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import digest, head
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import Tuning
+from toolkit.report.sections import tuning_sheet
 from toolkit.report.verdict import verdict
 from toolkit.routing.routers import ROUTERS
 from toolkit.traces.generate import Arrivals, SharedContent, generate, parse_lengths
@@ -134,12 +136,11 @@ def test_the_search_finds_the_router_that_knows_what_is_cached(
         "sglang",
         "by-law",
     }
-    assert f"router '{best.replica_router.name}' over requests in turn" in "\n".join(
-        verdict(routed)
-    )
-    show_tuning(routed)
+    said = "\n".join(verdict(routed))
+    assert says(said, best.replica_router.name, "in turn")
+    show(tuning_sheet(routed, METRICS))
     shown = capsys.readouterr().out
-    assert "each router's best settings" in shown
+    assert says(shown, "router", "round-robin")
     assert max(map(len, shown.splitlines())) <= 80
     assert Tuning.model_validate_json(routed.model_dump_json()) == routed
 

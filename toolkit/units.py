@@ -61,4 +61,4 @@ def size(value: float) -> str:
 
 def percent(value: float) -> str:
     """A percentage with its sign, one decimal: +12.3 %."""
-    return f"{value:+.1f} %"
+    return f"{round(value, 1) + 0.0:+.1f} %"  # never -0.0

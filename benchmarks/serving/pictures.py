@@ -1,14 +1,14 @@
-"""The demo in the docs: a picture of its last screen, its text, and pictures of the report.
+"""Pictures of the docs: the last screen of the demo, the report, and the status page.
 
     make demo 2>&1 | tee demo.log
-    python -m benchmarks.serving.pictures demo.log [--report demo-out]
+    python -m benchmarks.serving.pictures demo.log
+    python -m benchmarks.serving.pictures --report report.html --status http://127.0.0.1:8000/
 
-Takes ten seconds. Needs the log of `make demo`; with --report also the folder of the demo,
-playwright, and Chromium at /usr/bin/chromium.
+Takes ten seconds. Pages need playwright, and Chromium at /usr/bin/chromium.
 
-Writes docs/pictures/demo.svg and the text in docs/results/demo.md. With --report it writes
-docs/pictures/report-light.webp and report-dark.webp (the top of the page, 1200 by 834). Write the
-tables of docs/results/demo.md by hand, from the same output.
+Of a log it writes docs/pictures/demo.svg and the text in docs/results/demo.md; write the tables of
+that page by hand, from the same output. Of a page it writes the top, 1280 and 400 pixels wide,
+light and dark: docs/pictures/report-light.webp, report-narrow-light.webp and so on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,15 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.common import ROOT
-from benchmarks.common.command import llmctl, make_parser
+from benchmarks.common.command import make_parser
 
 DOCS = ROOT / "docs"
 WIDTH = 82
 SCREEN = re.compile(r"^what tune promised.*?(?=^rc \d|^real\t|\Z)", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r"(?<=^```text\n).*?(?=\n```$)", re.DOTALL | re.MULTILINE)
-REPORT = {"width": 1200, "height": 834}
+SIZES = {"": {"width": 1280, "height": 800}, "-narrow": {"width": 400, "height": 900}}
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-QUALITY = 90
+QUALITY = 82
 
 
 def last_screen(log: str) -> str:
@@ -50,25 +50,23 @@ def picture(screen: str) -> str:
     return console.export_svg(title="make demo")
 
 
-def take_report(plan: Path) -> None:
-    """Make the report of a plan, and take a picture of it for each colour scheme. WebP comes from
-    the browser itself; playwright offers PNG and JPEG.
+def take(name: str, url: str) -> None:
+    """Take pictures of a page, wide and narrow, light and dark. WebP comes from the browser itself;
+    playwright offers PNG and JPEG.
     """
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
-        file = Path(scratch) / "report.html"
-        llmctl("report", str(plan), "--out", str(file))
-        for scheme in ("light", "dark"):
-            how: dict[str, Any] = {"viewport": REPORT, "color_scheme": scheme}
+        for scheme, (end, size) in product(("light", "dark"), SIZES.items()):
+            how: dict[str, Any] = {"viewport": size, "color_scheme": scheme}
             context = browser.new_context(**how)
             page = context.new_page()
-            page.goto(file.as_uri())
-            page.wait_for_timeout(1500)
+            page.goto(url)
+            page.wait_for_timeout(2500)
             asked = {"format": "webp", "quality": QUALITY}
             shot = context.new_cdp_session(page).send("Page.captureScreenshot", asked)
-            target = DOCS / "pictures" / f"report-{scheme}.webp"
+            target = DOCS / "pictures" / f"{name}{end}-{scheme}.webp"
             target.write_bytes(base64.b64decode(shot["data"]))
             context.close()
         browser.close()
@@ -76,16 +74,21 @@ def take_report(plan: Path) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("log", type=Path)
-    parser.add_argument("--report", type=Path, help="the demo's folder")
+    parser.add_argument("log", type=Path, nargs="?")
+    parser.add_argument("--report", type=Path, help="a report of `llmctl report`")
+    parser.add_argument("--status", help="the URL of a server with a status page")
     given = parser.parse_args()
+    if given.report:
+        take("report", given.report.absolute().as_uri())
+    if given.status:
+        take("status", given.status)
+    if not given.log:
+        return
     screen = last_screen(given.log.read_text(encoding="utf-8"))
     (DOCS / "pictures" / "demo.svg").write_text(picture(screen), encoding="utf-8")
     page = DOCS / "results" / "demo.md"
     text = page.read_text(encoding="utf-8")
     page.write_text(SHOWN.sub(lambda _: screen, text, count=1), encoding="utf-8")
-    if given.report:
-        take_report(given.report / "plan.json")
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ KINDS: dict[str, type[Envelope]] = {
 
 def show_first() -> None:
     """Print what to do next, from the files of the current folder."""
-    print(f"llmctl {toolkit.__version__}\n{ABOUT}\n")
+    print(f"llmctl {toolkit.__version__}\n{ABOUT}")
     files = _files_here()
     if files is None:
-        print(BEGINNINGS)
+        print(f"\n{BEGINNINGS}")
     else:
         shown = files.sources[:MOST_FILES]
-        title = f"In this folder, about {files.recipe.name}:"
+        title = f"What is here about {files.recipe.name}:"
         columns = ["file", "what", "written"]
         table(columns, [[one.name, one.role, one.date] for one in shown], title)
         for why in list(files.why.values())[:1]:

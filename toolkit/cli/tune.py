@@ -22,7 +22,7 @@ from toolkit.cli.arguments import (
     refuse_useless,
 )
 from toolkit.cli.basis import note_trace, sharing_notes
-from toolkit.cli.output import emit, note, paragraph, progress, show
+from toolkit.cli.output import emit, note, progress, show
 from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError, LimitsBrokenError, nearest
 from toolkit.files.io import (
@@ -138,6 +138,7 @@ def command(args: TuneOptions) -> None:
 
         tune_live(args)
         return
+    from toolkit.report.sections import tuning_sheet
     from toolkit.tuning.search import search_settings
     from toolkit.tuning.workload import TuneInputs, cut_trace
 
@@ -159,7 +160,7 @@ def command(args: TuneOptions) -> None:
     result = _searched(args, inputs, made_from, journal)
     write_file(result, args.out)
     journal.forget()
-    emit(args.as_json, result, lambda: show_tuning(result))
+    emit(args.as_json, result, lambda: show(tuning_sheet(result, METRICS)))
     scenario.note_basis()
     note(f"wrote {args.out}")
     if result.keeps_limits:
@@ -170,16 +171,6 @@ def command(args: TuneOptions) -> None:
         which = unbeaten if result.keep_defaults else "the best settings"
         hint = "`llmctl render` makes a plan of it only with --force"
         raise LimitsBrokenError(f"{which} {breaks(result.limits)}", hint)
-
-
-def show_tuning(result: Tuning) -> None:
-    """Print a tuning: the recommendation, its gain and certainty, the limits and the trials."""
-    from toolkit.report.sections import tuning_sheet
-    from toolkit.report.verdict import verdict
-
-    show(tuning_sheet(result, METRICS))
-    for line in verdict(result):
-        paragraph(line)
 
 
 def _with_search(recipe: Recipe, args: TuneOptions) -> Recipe:

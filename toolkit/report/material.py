@@ -24,7 +24,6 @@ from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import is_recipe, load_recipe, recipe_path
 from toolkit.files.strict import Envelope
 from toolkit.files.tuning import Tuning
-from toolkit.profiling.analytic import by_operators
 from toolkit.report.parts import Cell, Sheet, Table
 from toolkit.report.steps import recipe_of, typed
 from toolkit.units import counted
@@ -114,6 +113,8 @@ class Material:
     @property
     def next_step(self) -> tuple[str, str]:
         """What to do next, and the command that does it."""
+        from toolkit.profiling.analytic import by_operators  # it loads scipy
+
         recipe = self.recipe_file
         if self.plan is not None:
             return "Start it", typed("serve", self.file_name("plan"))
@@ -121,7 +122,7 @@ class Material:
             return "Plan it", typed("render", recipe, "--tuning", self.file_name("tuning"))
         if self.fit is None and self.profile is not None:
             return "Fit it", typed("fit", self.file_name("profile"))
-        if self.fit is not None or shipped_fit(recipe.stem) or by_operators(self.recipe):
+        if self.fit is not None or by_operators(self.recipe):
             return "Tune it", typed("tune", recipe)
         return "Measure it", typed("profile", recipe)
 
@@ -148,6 +149,9 @@ def gather(source: str) -> Material:
         files = Material(load_recipe(recipe), recipe, sources=[_source("recipe", recipe)])
         folder = Path()
         files.fit = _take(files, Fit, folder / FIT, inputs={"recipe": recipe})
+        ships = shipped_fit(recipe.stem)
+        if files.fit is None and ships and "fit" not in files.why:
+            files.fit = _take(files, Fit, ships, inputs={"recipe": recipe})
         if files.fit is None:
             profile = folder / "profile.json"
             files.profile = _take(files, Profile, profile, inputs={"recipe": recipe})

@@ -32,7 +32,6 @@ from toolkit.report.sections import (
     fit_section,
     tuning_section,
 )
-from toolkit.report.verdict import verdict
 from toolkit.units import number, percent, words
 
 SHOWN_METRICS = ("goodput_rps", "throughput_rps", "sla_attainment_percent")  # besides the limits
@@ -65,7 +64,7 @@ def summary_section(files: Material) -> Sheet:
     if promise:
         sheet.tables.append(_table(promise))
         sheet.figures.append(_shares(promise))
-    sheet.lines += [*_checks(files), *_notes(files)]
+    sheet.lines += _checks(files)
     return sheet
 
 
@@ -191,25 +190,6 @@ def _shares(promise: Promise) -> Figure:
         bars(shares, " %", limit=100.0),
         "used share of each latency target; kept up to the dashed line",
     )
-
-
-def _notes(files: Material) -> list[str]:
-    """The conclusions of the tuning, and the changes to its trace."""
-    tuning = files.tuning
-    if tuning is None:
-        return []
-    lines = verdict(tuning)
-    plan = files.plan
-    recommended = tuning.recommended.settings
-    same = plan is None or (
-        plan.settings.policy == recommended.policy
-        and plan.settings.parameters == recommended.parameters
-    )
-    if not same:
-        other = f"the plan runs other settings than {files.file_name('tuning')} found"
-        lines.insert(0, f"{other}; the rest is about the found ones")
-    noted = [f"The trace: {note}." for note in tuning.trace_notes]
-    return [*(f"The tuning: {line}." for line in lines), *noted]
 
 
 def report(files: Material) -> str:

@@ -163,6 +163,7 @@ METRICS = {
     "sla_attainment_percent": "requests within every target",
     "sla_attainment_lower_percent": "requests within every target, at least",
     "oom_percent": "batches out of memory",
+    "behind_percent": "behind at the end of the trace",
     "evicted_percent": "evictions per 100 requests",
     "hit_percent": "prompt tokens found in the prefix cache",
 }

@@ -143,7 +143,7 @@ def tuning_tables(result: Tuning, metrics: Iterable[str]) -> list[Table]:
         *([_policies(result)] if len(result.policies) > 1 else []),
         Table(
             f"policy '{after.policy}', {len(result.trials)} trials at {result.load} on "
-            f"{result.workers} workers",
+            f"{counted(result.workers, 'worker')}",
             ["parameter", *(["default"] if same else []), "best"],
             settings,
         ),

@@ -24,6 +24,7 @@ from toolkit.report.parts import (
 )
 from toolkit.report.rows import bench_tables, fit_table, tuning_tables
 from toolkit.report.steps import typed
+from toolkit.report.verdict import verdict
 from toolkit.units import counted, number, words
 
 LARGE_PERCENT = 15.0  # a larger error of a prediction is red: the aim for latencies
@@ -109,7 +110,7 @@ def fit_section(files: Material) -> Sheet:
     if fit is None:
         command = f"{typed('profile', files.recipe_file)}; llmctl fit profile.json"
         return _missing(files, "fit", "Nothing was fitted yet.", command)
-    where = f"{fit.engine.engine} on {fit.engine.device}, {fit.workers} workers"
+    where = f"{fit.engine.engine} on {fit.engine.device}, {counted(fit.workers, 'worker')}"
     section = Sheet("fit", f"Laws of time and memory for {where}.")
     if fit.engine.analytic:
         section.lines.append(f"Nothing here was measured: {fit.engine.analytic}")
@@ -129,21 +130,28 @@ def tuning_section(files: Material) -> Sheet:
     if tuning is None:
         command = typed("tune", files.recipe_file)
         return _missing(files, "tuning", "The settings were not tuned yet.", command)
-    return tuning_sheet(tuning, tuning.defaults.metrics)
+    sheet = tuning_sheet(tuning, tuning.defaults.metrics)
+    sheet.lines += [f"The trace: {note}" for note in tuning.trace_notes]
+    ours, found = (one and one.settings for one in (files.plan, tuning.recommended))
+    if ours and found and (ours.policy, ours.parameters) != (found.policy, found.parameters):
+        other = f"the plan runs other settings than {files.file_name('tuning')} found"
+        sheet.lines.insert(0, f"{other}; the rest is about the found ones")
+    return sheet
 
 
 def tuning_sheet(tuning: Tuning, metrics: Iterable[str]) -> Sheet:
     """Return a tuning with these metrics: its trials and their front, the gain on the whole trace,
     and what matters.
     """
-    rate = f"{tuning.load} on {tuning.workers} workers"
+    rate = f"{tuning.load} on {counted(tuning.workers, 'worker')}"
     others = " and others" if len(tuning.policies) > 1 else ""
     policies = f"policy '{tuning.best.settings.policy}'{others}"
     lead = f"{len(tuning.trials):,} trials of {policies} at {rate}, simulated."
     swings = {swept.parameter: swept.swing_percent for swept in tuning.sensitivity}
     swept = "how far goodput moves when one parameter of the best is swept over its range"
     figures = [_front(tuning), Figure(bars(swings, " %"), swept)]
-    return Sheet("tuning", lead, tables=tuning_tables(tuning, metrics), figures=figures)
+    tables = tuning_tables(tuning, metrics)
+    return Sheet("tuning", lead, tables=tables, figures=figures, lines=verdict(tuning))
 
 
 def _front(tuning: Tuning) -> Figure:
