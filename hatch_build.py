@@ -65,6 +65,7 @@ MODULES = (
     "toolkit.sim.continuous",
     "toolkit.sim.decoding",
     "toolkit.sim.drafts",
+    "toolkit.sim.fleet",
     "toolkit.sim.flight",
     "toolkit.sim.kv_cache",
     "toolkit.sim.ledger",

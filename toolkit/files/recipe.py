@@ -459,6 +459,58 @@ class RouterSpec(Strict):
     )
 
 
+class ScalingSpec(Strict):
+    """The rule that decides how many replicas run, and how fast that may change."""
+
+    rule: str = Field("by-law", description="a rule, such as 'hpa' or 'by-law'")
+    parameters: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="values of the rule's parameters; the rule's defaults for the others",
+    )
+    behaviour: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="how fast the number may change; Kubernetes' defaults for the others",
+    )
+
+
+class ScaleSpec(Strict):
+    """Replicas of a server that come and go with the traffic."""
+
+    min: Annotated[int, Field(ge=0, le=MAX_WORKERS)] = Field(1, description="the fewest replicas")
+    max: Workers = Field(10, description="the most replicas")
+    start_s: list[PositiveFloat] = Field(
+        default_factory=list,
+        description="seconds from the start of a replica until it takes requests, as measured, in "
+        "a place where none ran before; one of them is drawn for each start. Empty: as a fit has "
+        "measured the load",
+    )
+    warm_start_s: list[PositiveFloat] = Field(
+        default_factory=list,
+        description="the same in a place where one ran before; empty: as start_s",
+    )
+    drain_s: PositiveFloat | None = optional(
+        "a replica that is to go is ended after so many seconds, and its requests are lost; None: "
+        "when its last request has ended"
+    )
+    scrape_s: PositiveFloat = Field(15.0, description="seconds between two readings of metrics")
+    poll_s: PositiveFloat = Field(15.0, description="seconds between two decisions")
+    gpus_free: Positive | None = optional(
+        "GPUs that there are for replicas; others wait to be started. None: enough for max"
+    )
+    replica_requests: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="requests that the router gives one replica at once; more wait before the "
+        "router, where a new replica gets them. 0: any number",
+    )
+    scaling: ScalingSpec = ScalingSpec()
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> ScaleSpec:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) is above max ({self.max})")
+        return self
+
+
 class TuneSpec(Strict):
     """How to search."""
 
@@ -564,6 +616,9 @@ class Recipe(Strict):
     )
     replica_router: RouterSpec = Field(
         RouterSpec(), description="chooses the replica of a server for each request"
+    )
+    scale: ScaleSpec | None = optional(
+        "of a server: its replicas come and go with the traffic; None: `workers` of them"
     )
     profile: ProfileSpec
     sla: dict[str, PositiveFloat] = Field(

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from toolkit.files.fit import LawRange
 from toolkit.files.profile import MEASURED_SECTIONS, AnalyticError
-from toolkit.files.recipe import Recipe, RouterSpec
+from toolkit.files.recipe import Recipe, RouterSpec, ScalingSpec
 from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.units import number
 
@@ -36,12 +36,15 @@ ParameterValue = bool | int | float | str
 
 
 class Settings(Strict):
-    """What is chosen for a deployment: a policy with its parameters, and a router."""
+    """What is chosen for a deployment: a policy with its parameters, a router, a scaling rule."""
 
     policy: str
     parameters: dict[str, ParameterValue]
     replica_router: RouterSpec | None = optional(
         "before several replicas of a server, with all its parameters; none elsewhere"
+    )
+    scaling: ScalingSpec | None = optional(
+        "where replicas come and go, with all its parameters; none: their number is fixed"
     )
 
     @property

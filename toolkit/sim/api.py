@@ -24,6 +24,7 @@ from toolkit.metrics import (
     summarize,
 )
 from toolkit.routing.admission import UNLIMITED
+from toolkit.scaling.log import FleetLog
 from toolkit.sched.policies import BUILT_IN, ORACLES, POLICIES
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -32,7 +33,8 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Refusal, Request
 from toolkit.sim.arrivals import arrivals_of
 from toolkit.sim.continuous import ContinuousWorker
-from toolkit.sim.ledger import Ledger, TokenGaps, counters
+from toolkit.sim.fleet import serve_fleet
+from toolkit.sim.ledger import Ledger, TokenGaps, counters, worker_shares
 from toolkit.sim.loop import VirtualWorker, collector_off, run
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.sim.replicas import serve
@@ -49,7 +51,7 @@ class SimResult:
 
     `concurrency`: so many requests at once were served in a closed loop; 0: they came by
     themselves, so that arrivals have a rate. `front_s`: the part of the front in a mean time to
-    first token.
+    first token. `fleet`: when replicas came and went, where their number changes.
     """
 
     served: Served
@@ -57,13 +59,15 @@ class SimResult:
     refusals: Sequence[Refusal] = ()
     concurrency: int = 0
     front_s: float = 0.0
+    fleet: FleetLog | None = None
 
     def metrics(self, sla: Mapping[str, float]) -> dict[str, float]:
         """All metrics by name, the unit in the name."""
         closed = self.concurrency > 0
         behind = {} if closed else {BEHIND: behind_percent(self.served)}
         front = {FRONT: self.front_s} if self.front_s else {}
-        return summarize(self.served, sla, closed=closed) | front | behind | self.counters
+        own = self.fleet.metrics() if self.fleet is not None else {}
+        return summarize(self.served, sla, closed=closed) | front | behind | self.counters | own
 
     def sla_ratios(self, sla: Mapping[str, float]) -> dict[str, float]:
         """Each target's value over its limit."""
@@ -134,14 +138,23 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     gaps = TokenGaps() if world.token_gaps else None
     ledger = Ledger(trace.arrival_s.tolist(), outputs, world.workers, token_gaps=gaps)
     front_s = world.front_s
+    fleet: FleetLog | None = None
     if isinstance(policy, VllmPolicy):
-        refusals = serve(requests, policy, engine, ledger, trace, world)
+        ledger.shares = trace.shared is not None or trace.sessions is not None
+        if world.fleet is None:
+            refusals = serve(requests, policy, engine, ledger, trace, world)
+        else:
+            refusals, fleet = serve_fleet(
+                requests, policy, engine, ledger, trace, world, world.fleet
+            )
         front_s = engine.seen_after_s(ledger.row_steps / max(ledger.decoding_steps, 1))
     else:
         assert not isinstance(policy, BuiltIn)
         refusals = _run(requests, policy, world, ledger, trace)
     counts = counters(ledger, len(refusals), usable)
-    return SimResult(ledger.served(front_s), counts, refusals, front_s=front_s)
+    if fleet is None:
+        counts |= worker_shares(ledger)
+    return SimResult(ledger.served(front_s), counts, refusals, front_s=front_s, fleet=fleet)
 
 
 def _run(
@@ -152,6 +165,11 @@ def _run(
     trace: Trace,
 ) -> list[Refusal]:
     """Serve under a policy of this project's scheduler; return the refused requests."""
+    if world.fleet is not None:
+        raise InputError(
+            f"policy '{policy.name}' has a fixed number of workers",
+            f"replicas come and go under the policy '{VllmPolicy.name}'",
+        )
     if world.router is not None:
         router = f"replica_router is '{world.router.name}'"
         what = "admission is 'targets'" if world.limits != UNLIMITED else router

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from toolkit.engine_traits import traits_of
+from toolkit.errors import InputError
 from toolkit.files.fit import Fit
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import Settings
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
+from toolkit.scaling.autoscaler import ScalingRule
+from toolkit.scaling.rules import make_behaviour, make_rule
 from toolkit.sched.policies import BUILT_IN, make_any
 from toolkit.sched.protocols import AnyPolicy
+from toolkit.sim.fleet import Fleet, StartTimes
 from toolkit.sim.world import World, world_from_fit
 from toolkit.traces.types import Trace
 
@@ -142,7 +147,32 @@ class Deployment:
             acceptance=recipe.serve.acceptance,
             router=router,
             limits=UNLIMITED if router is None else self.admission,
+            fleet=self._fleet(),
             concurrency=workload.concurrency,
             closed_loop=workload.closed_loop,
             finished=workload.finished,
+        )
+
+    def _fleet(self) -> Fleet | None:
+        """Return the replicas that come and go; None: their number is fixed. Raises InputError for
+        a rule that does not exist, and where no start was measured.
+        """
+        chosen = self.settings.scaling
+        spec = self.recipe.scale
+        if chosen is None:
+            return None
+        if spec is None or not spec.start_s:
+            raise InputError(
+                f"recipe '{self.recipe.name}' does not say how long a replica takes to start",
+                "give it as scale.start_s, in seconds as measured",
+            )
+        rule = make_rule(chosen.rule, chosen.parameters)
+        behaviour = make_behaviour(chosen.behaviour)
+        return Fleet(
+            ScalingRule(rule, behaviour, spec.min, spec.max, spec.scrape_s, spec.poll_s),
+            begin=self.workers,
+            starts=StartTimes(tuple(spec.start_s), tuple(spec.warm_start_s), self.recipe.tune.seed),
+            free=(spec.gpus_free or math.inf) // self.recipe.engine.tensor_parallel_size,
+            drain_s=spec.drain_s or math.inf,
+            replica_requests=spec.replica_requests,
         )

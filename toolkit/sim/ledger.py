@@ -221,8 +221,12 @@ def counters(ledger: Ledger, refused: int, usable_tokens: int) -> dict[str, floa
         metrics["future_required_memory_percent"] = 100.0 * future / usable_tokens
     if ledger.token_gaps is not None:
         metrics |= ledger.token_gaps.summary()
-    # how evenly (CT STD of the SCLS paper) and how much the workers were busy
-    metrics["completion_time_std_s"] = statistics.pstdev(ledger.completed_s)
+    return metrics
+
+
+def worker_shares(ledger: Ledger) -> dict[str, float]:
+    """Return how evenly the workers were busy (CT STD of the SCLS paper), and how much."""
+    metrics = {"completion_time_std_s": statistics.pstdev(ledger.completed_s)}
     makespan_s = max(ledger.completed_s, default=0.0)
     shares = [100.0 * busy_s / makespan_s if makespan_s else 0.0 for busy_s in ledger.busy_s]
     metrics["utilisation_percent"] = statistics.fmean(shares)

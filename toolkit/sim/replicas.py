@@ -62,7 +62,8 @@ class ReplicaClock(Clock):
         self._drain: bool = world.drain
         self.refusals: list[Refusal] = []  # by the front
         router = world.router
-        if router is None and ledger.workers > 1:
+        self._alone: bool = ledger.workers == 1 and world.fleet is None  # all come to one engine
+        if router is None and not self._alone:
             router = RoundRobinRouter()
         tells = router is not None or self.arrivals.follow
         self._runs = [
@@ -90,10 +91,10 @@ class ReplicaClock(Clock):
         self._report_s = math.inf  # when the next reports come; infinity: none is read
         if router is not None:
             rows, tokens = flags.max_num_seqs, flags.max_num_batched_tokens
-            traits = ReplicaTraits(engine.capacity_tokens, tokens, rows, engine.steps)
+            self._traits = ReplicaTraits(engine.capacity_tokens, tokens, rows, engine.steps)
             self._balancer = Balancer(
                 router,
-                [traits] * len(self._runs),
+                [self._traits] * len(self._runs),
                 block_tokens=self._router_block_tokens,
                 limits=world.limits,
             )
@@ -121,14 +122,18 @@ class ReplicaClock(Clock):
         if number not in self._refused:
             index = self._choose(number)
             if isinstance(index, int):
-                run = self._runs[index]
-                before_s = run.next_s
-                run.arrive(self._row(number, index), came_s)
-                if run.next_s != before_s:
-                    self.add(run.next_s, BEGINS, index, index)
+                self._give(number, index, came_s)
                 return
             self.refusals.append(index)
         self.arrivals.ended([number], came_s, self._engine.seen_after_s(0))
+
+    def _give(self, number: int, index: int, came_s: float) -> None:
+        """Let an engine have a request."""
+        run = self._runs[index]
+        before_s = run.next_s
+        run.arrive(self._row(number, index), came_s)
+        if run.next_s != before_s:
+            self.add(run.next_s, BEGINS, index, index)
 
     def _hear(self) -> None:
         """Let the router have the reports that have come by now."""
@@ -144,7 +149,7 @@ class ReplicaClock(Clock):
         run.work(
             drain=self._drain or arrivals.left > 0,
             follow=arrivals.follow,
-            until_s=arrivals.next_s if len(self._runs) == 1 else math.inf,
+            until_s=arrivals.next_s if self._alone else math.inf,
         )
         if run.next_s < math.inf:
             self.add(run.next_s, BEGINS, index, index)
@@ -165,17 +170,17 @@ class ReplicaClock(Clock):
         for end_s, number, rows in run.ends:
             self.add(end_s + self._engine.seen_after_s(rows), ENDS, 2 * number + 1, 0)
 
-    def _choose(self, number: int) -> int | Refusal:
+    def _choose(self, number: int, excluded: tuple[int, ...] = ()) -> int | Refusal:
         """Return the engine that gets a request, or why it is refused."""
         if self._balancer is None:
             return 0
         request = self._requests[number]
-        index = self._balancer.offer(self._routed(number, request), self.now_s)
+        index = self._balancer.offer(self._routed(number, request), self.now_s, excluded)
         if isinstance(index, Overload):
             first_s = index.predicted.ttft_s
             text = f"its first token was forecast after {first_s:.3g} s, too late for the targets"
             return Refusal(request.request_id, text)
-        assert index is not None  # all replicas are up
+        assert index is not None  # one is up
         return index
 
     def _routed(self, number: int, request: Request) -> RoutedRequest:
@@ -205,7 +210,7 @@ class ReplicaClock(Clock):
         content: Node | None = None
         if self._leaves:
             content = self._leaves[number]
-            if len(self._copies) > 1:
+            if not self._alone:
                 content = copy_of(content, self._copies[index])
         return PagedRow(
             number,
@@ -228,15 +233,22 @@ def serve(
     """Serve the requests of a trace on as many engines as the ledger has workers. Returns the
     refusals.
     """
-    refused: dict[int, Refusal] = {}
-    for number, request in enumerate(requests):
-        never = refusal(request, ledger.output_tokens[number], flags, engine)
-        if never is not None:
-            refused[number] = never
-    ledger.shares = trace.shared is not None or trace.sessions is not None
+    refused = never_served(requests, ledger.output_tokens, flags, engine)
     clock = ReplicaClock(requests, flags, engine, ledger, trace, world, refused)
     clock.run()
     return [*refused.values(), *clock.refusals]
+
+
+def never_served(
+    requests: Sequence[Request], outputs: Sequence[int], flags: VllmPolicy, engine: PagedEngine
+) -> dict[int, Refusal]:
+    """Return the refusals of the requests that no engine has room for, by number."""
+    refused = {}
+    for number, request in enumerate(requests):
+        never = refusal(request, outputs[number], flags, engine)
+        if never is not None:
+            refused[number] = never
+    return refused
 
 
 def refusal(

@@ -32,6 +32,7 @@ from toolkit.sched.policies.parameters import Value, choice, declared, parameter
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, LatencyLaw, MemoryLaw, SwapLaw
 from toolkit.sched.types import NO_LIMIT, Joining, Request, Worker
+from toolkit.sim.fleet import Fleet
 from toolkit.sim.ledger import RunsOut
 from toolkit.sim.paged_engine import PagedEngine
 from toolkit.traces.types import Sessions, Trace
@@ -100,6 +101,7 @@ class World:
     acceptance: AcceptanceSpec | None = None  # of its drafts; None: not known
     router: Router | None = None  # before replicas of that engine; None: each has its turn
     limits: LatencyLimits = UNLIMITED  # the targets by which their front refuses requests
+    fleet: Fleet | None = None  # replicas come and go; None: there are always as many
     # A session's turn arrives when the turn before has ended and its client has thought about it;
     # False: when the trace says so.
     closed_loop: bool = True

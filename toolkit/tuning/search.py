@@ -29,6 +29,7 @@ from toolkit.tuning.evaluate import SCREEN_SHARE, Screen, Task, make_screen, ran
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.spaces import (
     PolicySpace,
+    drawn,
     make_spaces,
     over_drafts,
     router_spaces,
@@ -200,15 +201,7 @@ def _suggest(trial: optuna.Trial, spaces: Sequence[PolicySpace]) -> Settings:
     space = by_key[name]
     values: dict[str, ParameterValue] = {}
     for key, among in space.distributions.items():
-        drawn: ParameterValue
-        drawn_as = f"{space.start.policy}.{key}"
-        if isinstance(among, optuna.distributions.CategoricalDistribution):
-            drawn = trial.suggest_categorical(drawn_as, among.choices)
-        elif isinstance(among, optuna.distributions.IntDistribution):
-            drawn = trial.suggest_int(drawn_as, among.low, among.high, log=among.log)
-        else:
-            drawn = trial.suggest_float(drawn_as, among.low, among.high, log=among.log)
-        values[key] = space.value_of(key, drawn)
+        values[key] = space.value_of(key, drawn(trial, f"{space.start.policy}.{key}", among))
     return space.settings(values)
 
 

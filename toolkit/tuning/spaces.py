@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -33,6 +34,7 @@ Distribution: TypeAlias = (
 )
 Distributions = dict[str, Distribution]
 Narrowed = Mapping[str, Sequence[Value]]  # `tune.space` of a recipe
+NOTHING_NARROWED: Narrowed = MappingProxyType({})
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,7 +142,7 @@ def router_spaces(space: PolicySpace, recipe: Recipe) -> list[PolicySpace]:
             for key, values in recipe.tune.space.items()
             if key.startswith(f"{name}.")
         }
-        searched = _distributions(
+        searched = distributions_of(
             f"router '{name}'", declared(ROUTERS[name]), router.parameters, narrowed
         )
         start = space.start.model_copy(update={"replica_router": router})
@@ -182,7 +184,7 @@ def make_spaces(
         if policy in ROUTERS:
             known_ones = declared(ROUTERS[policy])
             first = defaults(ROUTERS[policy])
-            _distributions(f"router '{policy}'", known_ones, first, {parameter: values})
+            distributions_of(f"router '{policy}'", known_ones, first, {parameter: values})
             continue
         if dot and policy not in KNOWN:
             raise InputError(
@@ -211,14 +213,14 @@ def search_space(
     """
     known = declared(KNOWN[policy])
     first = defaults(KNOWN[policy]) | dict(start)
-    return _distributions(f"policy '{policy}'", known, first, narrowed, workers)
+    return distributions_of(f"policy '{policy}'", known, first, narrowed, workers)
 
 
-def _distributions(
+def distributions_of(
     owner: str,
     known: Mapping[str, Parameter],
     first: Mapping[str, Value],
-    narrowed: Narrowed,
+    narrowed: Narrowed = NOTHING_NARROWED,
     workers: int = 2,
 ) -> Distributions:
     """The distributions of the searched ones of `known` parameters, which start at `first`."""
@@ -236,6 +238,18 @@ def _distributions(
         if distribution is not None:
             found[name] = distribution
     return found
+
+
+def drawn(trial: optuna.Trial, name: str, among: Distribution) -> ParameterValue:
+    """Return the value that a trial draws from a distribution."""
+    value: ParameterValue
+    if isinstance(among, optuna.distributions.CategoricalDistribution):
+        value = trial.suggest_categorical(name, among.choices)
+    elif isinstance(among, optuna.distributions.IntDistribution):
+        value = trial.suggest_int(name, among.low, among.high, log=among.log)
+    else:
+        value = trial.suggest_float(name, among.low, among.high, log=among.log)
+    return value
 
 
 def _categories(

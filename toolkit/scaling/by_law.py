@@ -1,0 +1,78 @@
+"""The rule `by-law`: the demand to come over what one replica serves by the fitted law.
+
+The capacity of one replica, on this traffic and within the targets, is what `llmctl capacity`
+finds. The demand is forecast until a replica that is started now would be ready. In a cluster it
+is one Prometheus query, with the capacity as a constant, that KEDA divides by the replicas.
+"""
+
+from __future__ import annotations
+
+from toolkit.scaling.base import Rule
+from toolkit.scaling.hpa import for_total
+from toolkit.scaling.types import FleetView, arrived
+from toolkit.sched.policies.parameters import parameter, policy
+
+DAY_S = 86400.0
+
+
+@policy("by-law")
+class LawRule(Rule):
+    """Wants the forecast demand over the used share of a replica's capacity.
+
+    The demand is the rate of arrivals over `window_s`, and its growth since the window before goes
+    on for `horizon_s`; a fall does not. With `season` it is at least what came a day before at the
+    time that the horizon reaches. What waits is to be served within `backlog_s` besides.
+    """
+
+    capacity_rps: float = parameter(
+        1.0, low=1e-9, doc="requests/s that one replica serves within the targets"
+    )
+    utilization: float = parameter(
+        0.8, low=0.05, high=1.5, search=(0.4, 1.1), doc="the share of it that is planned for"
+    )
+    window_s: float = parameter(
+        180.0, low=30, high=3600, search=(60, 900), log=True, doc="seconds that rates are over"
+    )
+    growth: float = parameter(
+        1.0, high=3, search=(0, 2), doc="share of the last growth that goes on; 0: none"
+    )
+    horizon_s: float = parameter(
+        120.0, high=7200, doc="seconds until a replica that is started now is ready"
+    )
+    backlog_s: float = parameter(
+        300.0,
+        low=10,
+        search=(60, 1800),
+        log=True,
+        doc="seconds in which waiting requests are served",
+    )
+    season: bool = parameter(False, doc="true: at least the demand of a day before")
+
+    @property
+    def memory_s(self) -> float:
+        day_s = DAY_S if self.season else 0.0
+        return 2.0 * self.window_s + day_s + 60.0
+
+    def decide(self, view: FleetView) -> int:
+        demand = self.demand(view)
+        if demand is None:
+            return view.wanted
+        return for_total(demand, self.capacity_rps * self.utilization, view.wanted)
+
+    def demand(self, view: FleetView) -> float | None:
+        """Return the forecast in requests/s; None before there are two samples."""
+        history = view.history
+        sample = history.latest
+        rate = history.rate(arrived, self.window_s)
+        if rate is None or sample is None:
+            return None
+        before = history.rate(arrived, self.window_s, self.window_s)
+        if before is not None and rate > before:
+            ahead_s = self.horizon_s + self.window_s / 2.0
+            rate += self.growth * (rate - before) / self.window_s * ahead_s
+        if self.season:
+            ago_s = DAY_S - self.horizon_s - self.window_s / 2.0
+            yesterday = history.rate(arrived, self.window_s, ago_s)
+            rate = max(rate, yesterday or 0.0)
+        waiting = sample.queued + sum([load.waiting for load in sample.ready])
+        return rate + waiting / self.backlog_s

@@ -1,0 +1,50 @@
+"""The rule `clairvoyant`: knows when requests will come; a bound for the others, in simulations.
+
+A greedy plan: in each interval as many replicas as its demand takes, each started so early that it
+is ready in time. It is not the least possible, since demand within an interval is taken as even.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import field, replace
+
+from toolkit.scaling.base import Rule
+from toolkit.scaling.types import FleetView
+from toolkit.sched.policies.parameters import parameter, policy
+
+
+@policy("clairvoyant", knows_lengths=True)
+class ClairvoyantRule(Rule):
+    """Wants what the demand takes from now until a replica that is started now is ready."""
+
+    capacity_rps: float = parameter(
+        1.0, low=1e-9, doc="requests/s that one replica serves within the targets"
+    )
+    utilization: float = parameter(1.0, low=0.05, high=1.5, doc="the share of it that is planned")
+    horizon_s: float = parameter(
+        120.0, high=7200, doc="seconds until a replica that is started now is ready"
+    )
+    interval_s: float = parameter(240.0, low=10, doc="seconds of an interval of the plan")
+    begin_s: float = 0.0
+    needed: tuple[int, ...] = field(default=(), repr=False)  # in each interval
+
+    def with_arrivals(self, arrival_s: Sequence[float]) -> ClairvoyantRule:
+        """Return the rule with its plan for requests that come at these times, ascending."""
+        begin_s = arrival_s[0]
+        needed: list[int] = []
+        first = 0
+        while first < len(arrival_s):
+            end_s = begin_s + (len(needed) + 1) * self.interval_s
+            last = bisect_left(arrival_s, end_s, first)
+            rate = (last - first) / self.interval_s
+            needed.append(math.ceil(rate / (self.capacity_rps * self.utilization)))
+            first = last
+        return replace(self, begin_s=begin_s, needed=tuple(needed))
+
+    def decide(self, view: FleetView) -> int:
+        first = int((view.now_s - self.begin_s) // self.interval_s)
+        last = int((view.now_s + self.horizon_s - self.begin_s) // self.interval_s)
+        return max(self.needed[first : last + 1], default=view.least)

@@ -1,0 +1,58 @@
+"""All rules by name: each says how many replicas a fleet needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from toolkit.errors import InputError, nearest
+from toolkit.scaling.base import Rule
+from toolkit.scaling.behaviour import Behaviour
+from toolkit.scaling.by_law import LawRule
+from toolkit.scaling.clairvoyant import ClairvoyantRule
+from toolkit.scaling.hpa import HpaRule
+from toolkit.scaling.keda import KedaRule
+from toolkit.scaling.planner import PlannerRule
+from toolkit.scaling.saturation import SaturationRule
+from toolkit.scaling.static import StaticRule
+from toolkit.scaling.tokens import TokensRule
+from toolkit.sched.policies.parameters import Value, declared
+
+_CLASSES: Sequence[type[Rule]] = (
+    StaticRule,
+    HpaRule,
+    KedaRule,
+    SaturationRule,
+    TokensRule,
+    PlannerRule,
+    LawRule,
+    ClairvoyantRule,
+)
+# A behaviour that lets a rule have its number at once, in both directions.
+SETTLED: Mapping[str, Value] = MappingProxyType(
+    {"up_pods": 0, "up_percent": 0, "down_window_s": 0.0, "down_percent": 0}
+)
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in _CLASSES}
+
+
+def make_rule(name: str, parameters: Mapping[str, Value]) -> Rule:
+    """Return the rule `name` with `parameters` over its defaults. Raises InputError for a rule or
+    a parameter that does not exist.
+    """
+    if name not in RULES:
+        raise InputError(f"there is no scaling rule '{name}'", nearest(name, RULES))
+    _check_keys(f"rule '{name}'", RULES[name], parameters)
+    return RULES[name](**parameters)
+
+
+def make_behaviour(parameters: Mapping[str, Value]) -> Behaviour:
+    """Return a behaviour with `parameters` over its defaults. Raises InputError as `make_rule`."""
+    _check_keys("behaviour", Behaviour, parameters)
+    return Behaviour(**parameters)  # type: ignore[arg-type]
+
+
+def _check_keys(owner: str, made: type, parameters: Mapping[str, Value]) -> None:
+    known = declared(made)
+    for key in parameters:
+        if key not in known:
+            raise InputError(f"{owner} has no parameter '{key}'", f"valid: {', '.join(known)}")

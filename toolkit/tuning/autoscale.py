@@ -1,0 +1,266 @@
+"""Which rule keeps the targets on a trace with the fewest GPU-hours.
+
+Every rule serves the whole trace, at the times of its requests: a rule is about how traffic changes
+over a day, so no part of the day stands for it. Beside the rules stand the fewest replicas that
+keep the targets without a rule, and a clairvoyant schedule, which knows what will come.
+
+1. `replica_rate`: what one replica serves within the targets, on requests of this trace that come
+   evenly (Poisson) at a rate. `by-law`, `planner` and the clairvoyant schedule plan by it.
+2. `fewest_static`: the static fleet.
+3. `clairvoyant`: demand in each interval over that rate; one share of it is searched.
+4. `search_rule`: a rule's parameters and behaviour, by Optuna's TPE. The least GPU-hours that keep
+   every limit win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import optuna
+
+from toolkit.files.recipe import RouterSpec, ScaleSpec, ScalingSpec
+from toolkit.files.tuning import Evaluation
+from toolkit.routing.routers import router_of
+from toolkit.scaling.behaviour import Behaviour
+from toolkit.scaling.rules import RULES, SETTLED, make_rule
+from toolkit.sched.policies.parameters import Value, declared, defaults, parameters
+from toolkit.sim.deployment import Deployment, Workload
+from toolkit.traces.types import Trace
+from toolkit.tuning.capacity import rate_capacity
+from toolkit.tuning.evaluate import Task
+from toolkit.tuning.executor import Evaluate
+from toolkit.tuning.spaces import distributions_of, drawn
+from toolkit.tuning.workload import whole_task
+
+STEADY_REQUESTS = 4000  # of the trace, by which a replica's rate is found
+BEGIN_S = 600.0  # the first seconds of the trace, by whose demand the first replicas are chosen
+BEGIN_SHARE = 0.7  # of a replica's rate that these are given
+PEAK_S = 300.0  # the busiest seconds, from which the search for a static fleet starts
+SHARES = (1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of a replica's rate, for the schedule
+BATCH = 4  # trials that are suggested at once
+FAILED_SHARE_MAX = 0.001  # of the requests that may be lost, or never be served
+
+
+@dataclass(slots=True, frozen=True)
+class ScaledFleet:
+    """A deployment whose number of replicas changes, on a trace.
+
+    Attributes:
+        deployment: one replica of it, with its router and `recipe.scale`.
+        trace: the requests.
+        rate_rps: what one replica serves within the targets.
+    """
+
+    deployment: Deployment
+    trace: Trace
+    rate_rps: float
+
+    @property
+    def spec(self) -> ScaleSpec:
+        """The bounds and times of the fleet."""
+        scale = self.deployment.recipe.scale
+        assert scale is not None
+        return scale
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds from a change of the traffic until a replica that it calls for is ready."""
+        spec = self.spec
+        return float(np.mean(spec.start_s)) + spec.poll_s + spec.scrape_s
+
+    @property
+    def begin(self) -> int:
+        """Replicas at the beginning: for the demand of the first minutes."""
+        arrival_s = self.trace.arrival_s
+        first = np.searchsorted(arrival_s, arrival_s[0] + BEGIN_S)
+        span_s = min(BEGIN_S, float(arrival_s[-1] - arrival_s[0])) or BEGIN_S
+        needed = math.ceil(float(first) / span_s / (BEGIN_SHARE * self.rate_rps))
+        return min(max(needed, self.spec.min, 1), self.spec.max)
+
+    def under(self, scaling: ScalingSpec, begin: int | None = None) -> Task:
+        """Return the task of serving the trace under a rule; `begin` replicas run at first."""
+        deployment = self.deployment
+        settings = deployment.settings.model_copy(update={"scaling": scaling})
+        workers = self.begin if begin is None else begin
+        recipe = deployment.recipe.model_copy(update={"workers": workers})
+        label = f"{scaling.rule}, {workers} at first"
+        own = replace(deployment, recipe=recipe, settings=settings)
+        return Task(own, [Workload(self.trace)], label, whole=True)
+
+
+def fleet_deployment(deployment: Deployment) -> Deployment:
+    """Return the deployment with the router of its replicas, also where its recipe has one."""
+    several = deployment.recipe.model_copy(update={"workers": 2})
+    router = deployment.settings.replica_router or router_of(several) or RouterSpec()
+    settings = deployment.settings.model_copy(update={"replica_router": router})
+    return replace(deployment, settings=settings)
+
+
+def steady(trace: Trace, seed: int) -> Trace:
+    """Return requests of all the trace, in their order, that come as a Poisson process of one a
+    second.
+    """
+    count = min(len(trace), STEADY_REQUESTS)
+    rows = np.linspace(0, len(trace) - 1, count).astype(np.int64)
+    gaps_s = np.random.default_rng(seed).exponential(1.0, count)
+    part = trace.take(rows)
+    return replace(part, arrival_s=np.cumsum(gaps_s))
+
+
+def replica_rate(deployment: Deployment, trace: Trace, evaluate: Evaluate) -> float | None:
+    """Return the highest rate, in requests/s, at which one replica keeps all limits; None: none."""
+    one = deployment.with_workers(1)
+    found = rate_capacity(whole_task(one, steady(trace, one.recipe.tune.seed)), evaluate)
+    return found.load if found else None
+
+
+def kept(evaluation: Evaluation) -> bool:
+    """Whether every limit is kept, and nearly all requests are served."""
+    metrics = evaluation.metrics
+    failed = metrics.get("failed", 0.0)
+    return evaluation.outcome.kept and failed <= FAILED_SHARE_MAX * metrics["requests"]
+
+
+def hours(evaluation: Evaluation) -> float:
+    """The hours that replicas are paid for."""
+    return evaluation.metrics["replica_hours"]
+
+
+def fewest_static(fleet: ScaledFleet, evaluate: Evaluate) -> tuple[int | None, list[Evaluation]]:
+    """Return the fewest replicas that keep all limits all the time, and what was tried, from the
+    most replicas to the fewest; None: not even `max` do.
+    """
+    tried: dict[int, Evaluation] = {}
+
+    def keeps(counts: Sequence[int]) -> None:
+        new = [count for count in counts if count not in tried]
+        tasks = [fleet.under(static(count), begin=count) for count in new]
+        tried.update(zip(new, evaluate(tasks), strict=True))
+
+    most = fleet.spec.max
+    guess = min(max(math.ceil(peak_rps(fleet.trace) / fleet.rate_rps), 1), most)
+    low, high = 0, most + 1  # too few, and enough
+    count = guess
+    while high - low > 1:
+        pair = [one for one in (count, count - 1) if low < one < high]
+        keeps(pair)
+        for one in pair:
+            if kept(tried[one]):
+                high = min(high, one)
+            else:
+                low = max(low, one)
+        count = high - 1 if high <= most else min(low + 2, most)
+    found = high if high <= most else None
+    return found, [tried[one] for one in sorted(tried, reverse=True)]
+
+
+def static(replicas: int) -> ScalingSpec:
+    """Return the rule of a fixed number."""
+    return ScalingSpec(rule="static", parameters={"replicas": replicas}, behaviour={})
+
+
+def peak_rps(trace: Trace) -> float:
+    """Return the rate of the busiest `PEAK_S` seconds."""
+    arrival_s = trace.arrival_s
+    ends = np.searchsorted(arrival_s, arrival_s + PEAK_S)
+    return float((ends - np.arange(len(arrival_s))).max()) / PEAK_S
+
+
+def clairvoyant(fleet: ScaledFleet, evaluate: Evaluate) -> Evaluation | None:
+    """Return the schedule with the fewest hours that keeps the limits, among `SHARES`: the demand
+    of each interval, which it knows, over that share of a replica's rate. None: none keeps them.
+
+    It is a bound by a greedy plan, not the least possible.
+    """
+    tasks = [fleet.under(known_ahead(fleet, share)) for share in SHARES]
+    found = []
+    for first in range(0, len(tasks), 2):
+        found = [one for one in evaluate(tasks[first : first + 2]) if kept(one)]
+        if found:
+            return min(found, key=hours)
+    return None
+
+
+def known_ahead(fleet: ScaledFleet, share: float) -> ScalingSpec:
+    """Return the clairvoyant rule that plans for a share of a replica's rate."""
+    of_rule: dict[str, Value] = {
+        "capacity_rps": fleet.rate_rps,
+        "utilization": share,
+        "horizon_s": fleet.ahead_s,
+        "interval_s": max(2.0 * float(np.mean(fleet.spec.start_s)), 120.0),
+    }
+    return ScalingSpec(rule="clairvoyant", parameters=of_rule, behaviour=dict(SETTLED))
+
+
+def search_rule(
+    fleet: ScaledFleet,
+    name: str,
+    trials: int,
+    evaluate: Evaluate,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Evaluation]:
+    """Return the trials of a rule: first its defaults, then what TPE suggests.
+
+    Args:
+        trials: how many are tried; 1: the defaults alone.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    first = facts(fleet, name)
+    of_rule = distributions_of(f"rule '{name}'", declared(RULES[name]), first)
+    own = fleet.spec.scaling.behaviour
+    standard = defaults(Behaviour) | dict(own)
+    of_behaviour = distributions_of("behaviour", declared(Behaviour), standard)
+    seed = fleet.deployment.recipe.tune.seed
+    sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=6)
+    study = optuna.create_study(direction="minimize", sampler=sampler)
+    study.enqueue_trial(
+        {key: first[key] for key in of_rule}
+        | {f"behaviour.{key}": standard[key] for key in of_behaviour}
+    )
+    done: list[Evaluation] = []
+    while len(done) < trials:
+        batch = [study.ask() for _ in range(min(BATCH if done else 1, trials - len(done)))]
+        tasks = []
+        for trial in batch:
+            values = first | {key: drawn(trial, key, of_rule[key]) for key in of_rule}
+            how = dict(own) | {
+                key: drawn(trial, f"behaviour.{key}", among) for key, among in of_behaviour.items()
+            }
+            whole = parameters(make_rule(name, values))
+            tasks.append(fleet.under(ScalingSpec(rule=name, parameters=whole, behaviour=how)))
+        for trial, one in zip(batch, evaluate(tasks), strict=True):
+            for key, share in one.outcome.used.items():
+                trial.set_constraint(key, share - 1.0)
+            failed = one.metrics.get("failed", 0.0) / one.metrics["requests"]
+            trial.set_constraint("failed", failed - FAILED_SHARE_MAX)
+            study.tell(trial, hours(one))
+            done.append(one)
+            tick()
+    return done
+
+
+def facts(fleet: ScaledFleet, name: str) -> dict[str, Value]:
+    """Return a rule's parameters at the start of its search: the recipe's, or its defaults, with
+    what the fit says of a replica.
+    """
+    chosen = fleet.spec.scaling
+    known: dict[str, Value] = {
+        "capacity_rps": fleet.rate_rps,
+        "horizon_s": fleet.ahead_s,
+    }
+    start = defaults(RULES[name])
+    start |= {key: value for key, value in known.items() if key in start}
+    return start | (chosen.parameters if chosen.rule == name else {})
+
+
+def best_of(trials: Sequence[Evaluation]) -> Evaluation:
+    """Return the trial with the fewest hours of those that keep every limit; where none does, the
+    one that is nearest to keeping them.
+    """
+    keeping = [one for one in trials if kept(one)]
+    if keeping:
+        return min(keeping, key=hours)
+    return min(trials, key=lambda one: max(one.outcome.used.values(), default=math.inf))
