@@ -22,7 +22,7 @@ FLOORS = {
     "adopt": 2,
     "estimators": 2, "engines": 2, "workers": 2, "cluster": 2, "traces": 2, "metrics": 2,
     "endpoints": 2,
-    "routing": 2, "sim": 3, "profiling": 3, "server": 3,
+    "routing": 2, "scaling": 2, "sim": 3, "profiling": 3, "server": 3,
     "backends": 4, "api": 4,
     "tuning": 5, "deploy": 5, "bench": 5, "report": 5,
     "live": 6,
@@ -283,11 +283,11 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # Statements (`ast.stmt`) of each room, at most. A new capability finds its place in a shape that
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
-    "sim": 4120, "backends": 3720, "sched": 3310, "cli": 3170, "engines": 2840, "server": 4335,
-    "files": 2570, "traces": 1830, "tuning": 1700, "estimators": 1730,
+    "sim": 4365, "backends": 3720, "sched": 3310, "cli": 3170, "engines": 2840, "server": 4335,
+    "files": 2590, "traces": 1830, "tuning": 1880, "estimators": 1730,
     "catalogue": 1640, "profiling": 1512, "deploy": 1510, "report": 1335, "openai": 980,
     "endpoints": 940, "adopt": 650, "workers": 450, "routing": 840, "bench": 660, "laws": 436,
-    "live": 330, "cluster": 290, "processes": 430,
+    "scaling": 640, "live": 330, "cluster": 290, "processes": 430,
 }  # fmt: skip
 
 

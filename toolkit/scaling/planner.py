@@ -1,5 +1,7 @@
-"""The rule `planner`: NVIDIA Dynamo's planner, by throughput: the next interval's demand over what
-one engine serves within the targets (ai-dynamo/dynamo, docs/design-docs/planner-design.md).
+"""The rule `planner`: the one of NVIDIA Dynamo's planner that goes by throughput.
+
+It wants the next interval's demand over what one engine serves within the targets
+(ai-dynamo/dynamo, the design page of its planner).
 
 Its predictors ARIMA, Kalman and Prophet are not modelled; `constant` is, and a straight line.
 """

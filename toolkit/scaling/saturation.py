@@ -1,7 +1,7 @@
 """The rule `saturation`: llm-d's workload variant autoscaler, version 1: spare KV cache and queue.
 
 The rule and its constants are those of the project's saturation analyzer
-(llm-d/llm-d-workload-variant-autoscaler, docs/saturation-scaling-config.md).
+(llm-d/llm-d-workload-variant-autoscaler).
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class TokensRule(Rule):
     usual_behaviour: ClassVar[Mapping[str, Value]] = BEHAVIOUR
 
     cache_tokens: int = parameter(100_000, low=1, doc="tokens that a replica's KV cache holds")
-    pass_tokens: int = parameter(8192, low=1, doc="max_num_batched_tokens of a replica")
-    rows: int = parameter(256, low=1, doc="max_num_seqs of a replica")
+    pass_tokens: int = parameter(8192, low=1, doc="new tokens of a pass of a replica, at most")
+    rows: int = parameter(256, low=1, doc="requests that a replica runs at once")
     up: float = parameter(
         0.85, low=0.05, high=2, search=(0.4, 1.0), doc="more above this used share of the capacity"
     )

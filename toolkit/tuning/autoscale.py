@@ -36,7 +36,7 @@ from toolkit.tuning.spaces import distributions_of, drawn
 from toolkit.tuning.workload import whole_task
 
 STEADY_REQUESTS = 4000  # of the trace, by which a replica's rate is found
-BEGIN_S = 600.0  # the first seconds of the trace, by whose demand the first replicas are chosen
+BEGIN_S = 600.0  # seconds of the trace: their demand says how many replicas run at first
 BEGIN_SHARE = 0.7  # of a replica's rate that these are given
 PEAK_S = 300.0  # the busiest seconds, from which the search for a static fleet starts
 SHARES = (1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of a replica's rate, for the schedule
@@ -46,7 +46,7 @@ FAILED_SHARE_MAX = 0.001  # of the requests that may be lost, or never be served
 
 @dataclass(slots=True, frozen=True)
 class ScaledFleet:
-    """A deployment whose number of replicas changes, on a trace.
+    """A deployment on a trace; its number of replicas changes.
 
     Attributes:
         deployment: one replica of it, with its router and `recipe.scale`.
