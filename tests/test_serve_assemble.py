@@ -9,8 +9,7 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts
 from toolkit.files.tuning import Settings
-from toolkit.server.assemble import make_scheduler
-from toolkit.server.engine import warm_up
+from toolkit.server.engine import make_scheduler, warm_up
 from toolkit.sim.world import world_from_fit
 
 

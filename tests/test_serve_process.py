@@ -17,7 +17,7 @@ from toolkit.files.io import read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import Settings
 from toolkit.sched.eventlog import from_lines, replay
-from toolkit.server.assemble import make_scheduler
+from toolkit.server.engine import make_scheduler
 
 pytestmark = pytest.mark.slow
 

@@ -244,7 +244,7 @@ async def serve_front(
 ) -> None:
     """Serve a front before these replicas, until the parent closes its end."""
     if asks_often:
-        replicas.PROBE_UP_S = replicas.IDENTIFY_EVERY_S = 0.02
+        replicas.PROBE_UP_S = 0.02
     options = ServerOptions(wait_up_s=20.0, request_timeout_s=deadline_s)
     async with front_on(urls, MODEL, "llm-d", options, hang_s=2.0) as (pool, listener):
         pool.background.start("silent replicas", pool.sweep)
@@ -462,7 +462,7 @@ async def hostile_replicas(count: int, seed: int) -> Found:
                 if rng.random() < 0.3:
                     rogue.pages[path] = hostile_page(rng, path)
             if number % 10 == 0:
-                await http.get("/replicas/metrics")
+                await http.get("/replicas/0/metrics")
             path = rng.choice((COMPLETIONS, COMPLETIONS, RESPONSES))
             body = good_body(path) | {"stream": rng.random() < 0.7}
             answer = await http.post(path, json=body)

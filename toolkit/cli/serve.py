@@ -282,8 +282,7 @@ def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOpt
     Raises InputError for keys, files or replicas that cannot be used.
     """
     from toolkit.backends.openai import KEY_VARIABLE
-    from toolkit.server.assemble import model_name
-    from toolkit.server.options import ServerOptions
+    from toolkit.server.options import ServerOptions, model_name
     from toolkit.server.process import Manager, is_loopback
 
     manager = Manager.take()

@@ -14,7 +14,7 @@ from toolkit.deploy.autoscaling import Autoscaling
 from toolkit.deploy.order import KEY_FOLDER, Order, Sourced, check_image, shortened
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
-from toolkit.server.assemble import model_name
+from toolkit.server.options import model_name
 from toolkit.units import GIB, MIB
 
 # After the drain: last bytes (5 s), workers that end their step or are killed (10 s), and a margin.

@@ -26,7 +26,6 @@ NOT_READY = 503
 KEY_REFUSED = (401, 403)
 NOT_READY_HINT = "try again when it is ready; llmctl's own server reports that at /ready"
 KEY_VARIABLE = "LLMCTL_API_KEY"
-REPLICA_METRICS = "/replicas/metrics"  # of all replicas of a front, with their URLs as a label
 # A first answer may take this long. A server that loads its model refuses connections meanwhile.
 ANSWER_TIMEOUT_S = 60.0
 MAX_METRIC_LINES = 250_000  # of a page of metrics: some six seconds; a server of vLLM has 1,000
@@ -343,10 +342,14 @@ def scrape(target: Target) -> list[Metric]:
 
     Raises `InputError` if the server does not answer.
     """
-    # The engines' metrics: of a front, those of its replicas.
-    path = REPLICA_METRICS if target.front else "/metrics"
-    status, body = _answer(target, path)
-    return page_metrics(body, target.url + path) if status == OK else []
+    paths = ["/metrics"]
+    if target.front:  # the engines' metrics are those of its replicas
+        paths = [f"/replicas/{place}/metrics" for place in range(len(front_state(target).replicas))]
+    found: list[Metric] = []
+    for path in paths:
+        status, body = _answer(target, path)
+        found += page_metrics(body, target.url + path) if status == OK else []
+    return found
 
 
 def total(metrics: Sequence[Metric], *names: str) -> float | None:

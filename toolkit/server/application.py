@@ -19,11 +19,12 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 import toolkit
-from toolkit.openai.errors import ApiError
+from toolkit.openai.errors import ApiError, error_body
 from toolkit.server.access import (
     ACCOUNT,
     UNKEYED,
@@ -34,7 +35,6 @@ from toolkit.server.access import (
 )
 from toolkit.server.backend import ServerBackend, unknown_model
 from toolkit.server.background import Work
-from toolkit.server.errors import error_response, on_api_error, on_bug, on_http_exception
 from toolkit.server.metrics import families_of_requests, text_of
 from toolkit.server.options import ServerOptions
 from toolkit.server.status import DATA, PAGE, StatusPage
@@ -243,3 +243,31 @@ class Written(Response):
 
 def json_page(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error_body(error), error.status, error.headers, "application/json")
+
+
+async def on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Errors of the router: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    reasons = {404: "there is no such route", 405: "this route does not take this method"}
+    reason = reasons.get(error.status_code, error.detail)
+    text = f"{reason}: {request.method} {request.url.path[:80]}"
+    return error_response(ApiError(text, status=error.status_code, headers=error.headers))
+
+
+async def on_bug(_: Request, __: Exception) -> Response:
+    """Any other exception. The server logs it; the client learns no details.
+
+    Starlette raises the exception again once this is sent, and uvicorn then closes the connection:
+    the client must not send its next request there.
+    """
+    headers = {"Connection": "close"}
+    return error_response(ApiError("internal error", status=500, headers=headers))

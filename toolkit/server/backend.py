@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.openai.errors import RETRY_AFTER_S, ApiError, overloaded, retry_after_s
 from toolkit.openai.requests import CHAT, COMPLETIONS
+from toolkit.routing.admission import PredictedLatency
 from toolkit.server.access import check_priority
 from toolkit.server.background import Background, Work
 from toolkit.server.bodies import check_json, read_body
@@ -190,6 +191,16 @@ class ServerBackend(ABC):
     def expected_wait_s(self) -> float:
         """Return the seconds that a new request would wait."""
         return RETRY_AFTER_S
+
+
+def late(predicted: PredictedLatency, wait_s: float) -> ApiError:
+    """Return the error for a request that would miss a target: its forecast, and for how many
+    seconds.
+    """
+    first = f"{predicted.ttft_s:.1f} s"
+    last = f"{predicted.e2e_s:.1f} s"
+    text = f"too many requests wait: the first token would come in {first}, the last in {last}"
+    return overloaded(text, retry_after_s(wait_s))
 
 
 def unknown_model(name: str) -> ApiError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,25 +21,30 @@ from toolkit.engine_traits import traits_of
 from toolkit.engines.protocol import SamplingParams
 from toolkit.engines.resources import require_gpu
 from toolkit.engines.tokenizer import Tokenizer, load_tokenizer
+from toolkit.errors import InputError
+from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, identity, refuse_foreign
 from toolkit.openai.answers import AnswerWriter, about_answer
 from toolkit.openai.engine_requests import EngineChat, EngineRequest
 from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import CHAT, COMPLETION_TOKENS, RESPONSES
+from toolkit.routing.admission import UNLIMITED, LatencyLimits
+from toolkit.sched.eventlog import FORMAT, Event, EventLogHeader, RecordingScheduler
 from toolkit.sched.memory import footprint_of
+from toolkit.sched.policies import make_policy, refuse_unservable
+from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request as PooledRequest
-from toolkit.server.assemble import make_limits, make_scheduler, make_stats
-from toolkit.server.backend import SendAnswer, ServerBackend, unavailable
+from toolkit.sched.types import Worker
+from toolkit.server.backend import SendAnswer, ServerBackend, late, unavailable
 from toolkit.server.bodies import BodyReader, LargeBodies, Prompts, check_room, short
 from toolkit.server.driver import Driver, RefusedError
-from toolkit.server.errors import late
 from toolkit.server.exchange import Exchange
 from toolkit.server.live import LiveRequest, Reply, TextOutput
 from toolkit.server.log import EventLog
 from toolkit.server.metrics import Labels, WorkerState, engine_families
 from toolkit.server.options import ServerOptions
-from toolkit.server.stats import LATE
+from toolkit.server.stats import LATE, Stats
 from toolkit.server.status import facts_of
 from toolkit.traces.write import TraceLine, ms_or_none
 from toolkit.workers.pool import Patience, ProcessWorkers
@@ -313,7 +318,7 @@ def engine_backend(plan: Plan, options: ServerOptions) -> Iterator[EngineBackend
         driver = Driver(
             make_scheduler(plan, events.add if events else None),
             workers,
-            make_stats(plan),
+            Stats(plan.fit.prefill.valid.both(plan.fit.decode.valid), plan.recipe.sla),
             limits=make_limits(plan, options),
             accept=accept,
         )
@@ -343,6 +348,51 @@ def _workers(plan: Plan, ray: str) -> Iterator[Workers]:
 
     with joined(ray, bundle_of(plan.recipe)["CPU"] * plan.workers):
         yield RayWorkers(plan.recipe, plan.workers, patience)
+
+
+def make_scheduler(plan: Plan, event_sink: Callable[[Event], None] | None = None) -> Scheduler:
+    """The plan's scheduler in its first state, for a server or for the replay of a server's log.
+
+    `event_sink` gets every call and decision of the scheduler. Raises `InputError` for a plan that
+    cannot be served.
+    """
+    policy = make_policy(plan.settings.policy, plan.settings.parameters)
+    engine = plan.recipe.engine
+    if not traits_of(engine.name).started:
+        raise InputError(
+            f"engine '{engine.name}' is a server already, at {engine.url}; "
+            "there is nothing to start",
+            f"put a front before it with --replica {engine.url}; or replay a trace against it: "
+            f"llmctl bench --plan plan.json --url {engine.url}",
+        )
+    refuse_unservable(policy, engine.name)
+    laws = laws_from_fit(plan.fit)
+    workers = [
+        Worker(
+            index,
+            laws.rounds if policy.continuous else laws.latency,
+            laws.round_memory if policy.continuous else laws.memory,
+            swap=laws.swap,
+            host_tokens=laws.host_tokens,
+            joining=laws.joining,
+            slots=laws.slots,
+        )
+        for index in range(plan.workers)
+    ]
+    if event_sink is None:
+        return Scheduler(policy, workers)
+    chosen = plan.settings
+    event_sink(EventLogHeader(FORMAT, chosen.policy, dict(chosen.parameters), plan.workers))
+    return RecordingScheduler(policy, workers, event_sink)
+
+
+def make_limits(plan: Plan, options: ServerOptions) -> LatencyLimits:
+    """Return the targets with which admission compares the forecast. A server for replays refuses
+    no request of a trace by a forecast, unless it is told to.
+    """
+    default = "queue" if options.allow_end_after else plan.recipe.serve.admission
+    admission = options.admission or default
+    return LatencyLimits.of(plan.recipe.sla) if admission == "targets" else UNLIMITED
 
 
 def warm_up(plan: Plan) -> None:

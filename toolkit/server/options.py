@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
 from toolkit.server.access import Callers
 from toolkit.server.process import Manager, is_loopback
@@ -20,6 +21,14 @@ MAX_BODY_BYTES = 8 << 20
 def one_key(key: str = "") -> Watched[Callers]:
     """Return the keys of a server with one key; '': it asks for none."""
     return Watched((key, ()))
+
+
+def model_name(plan: Plan) -> str:
+    """The default name by which clients call the model."""
+    recipe = plan.recipe
+    return recipe.serve.served_model_name or (
+        recipe.name if recipe.model.source == "random" else recipe.model.source
+    )
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

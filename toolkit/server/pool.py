@@ -14,11 +14,9 @@ page shows no address: it numbers replicas in the order of /replicas.
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,12 +27,10 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.samples import Sample
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from toolkit.endpoints.target import REPLICA_METRICS, families_in
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.files.plan import Plan
@@ -49,11 +45,10 @@ from toolkit.routing.simple import RoundRobinRouter
 from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import ROWS, TOKENS
-from toolkit.server.assemble import model_name
 from toolkit.server.backend import SendAnswer, ServerBackend
 from toolkit.server.http import possible_connections
-from toolkit.server.metrics import family_of, text_of
-from toolkit.server.options import ServerOptions, one_key
+from toolkit.server.metrics import family_of
+from toolkit.server.options import ServerOptions, model_name, one_key
 from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
 from toolkit.server.prompt_blocks import chained_ids, pieces_of
 from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
@@ -70,14 +65,10 @@ BYTES_PER_TOKEN = 4.0  # of text, before any was counted
 LEAST_BYTES_PER_TOKEN = 1.0  # of a prompt, whatever a server counts
 MOST_BYTES_PER_TOKEN = 8.0
 COUNTED_PROMPTS = 32  # then the bytes of a block are fixed
-GAUGED_PROMPTS = 256  # the last, of which the mean is
-GAUGED_TOKENS = 1024  # that one prompt counts for at most
-FIRST_TOKENS = 8 * GAUGED_TOKENS  # that the first value counts for
+GAUGED_PROMPTS = 64  # that the mean is of: older ones lose weight
+GAUGED_TOKENS = 1024  # a shorter prompt counts for less
 FIRST_PROBES_S = 15.0  # it can serve after this long even if no replica is up
-MERGE_EVERY_S = 1.0  # the metrics of replicas, for all readers
-MERGE_SHARE = 0.2  # of the time
 INDEX_LIMIT = 1 << 18  # blocks remembered for a replica: 16 M tokens
-MAX_METRIC_BYTES = 1 << 12  # of a line of a replica's metrics
 
 
 class PromptGauge:
@@ -93,7 +84,6 @@ class PromptGauge:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._gauged: deque[tuple[float, int]] = deque(maxlen=GAUGED_PROMPTS)  # bytes and tokens
         self._counted = 0
         self._block_bytes = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
         self.bytes_per_token = BYTES_PER_TOKEN
@@ -116,10 +106,8 @@ class PromptGauge:
         if not isinstance(prompt, bytes) or tokens < 1 or not prompt:
             return
         ratio = min(max(len(prompt) / tokens, LEAST_BYTES_PER_TOKEN), MOST_BYTES_PER_TOKEN)
-        weight = min(tokens, GAUGED_TOKENS)
-        self._gauged.append((ratio * weight, weight))
-        sums = [sum(each) for each in zip(*self._gauged, strict=True)]
-        self.bytes_per_token = (sums[0] + FIRST_TOKENS * BYTES_PER_TOKEN) / (sums[1] + FIRST_TOKENS)
+        weight = min(tokens / GAUGED_TOKENS, 1.0) / GAUGED_PROMPTS
+        self.bytes_per_token += weight * (ratio - self.bytes_per_token)
         self._counted += 1
         if self._counted == COUNTED_PROMPTS:
             self._block_bytes = max(round(BLOCK_TOKENS * self.bytes_per_token), 1)
@@ -156,9 +144,6 @@ class PoolBackend(ServerBackend):
         self.continued = 0
         self.numbers = count(1)  # of the requests
         self._replicas = replicas
-        self._merging = asyncio.Lock()
-        self._merged = b""
-        self._merge_at_s = -math.inf
         self.tasks["silent replicas"] = pool.sweep
         if self.balancer.router.reads_reports:
             self.tasks["reports of replicas"] = pool.read_reports
@@ -193,7 +178,7 @@ class PoolBackend(ServerBackend):
         super().add_routes(application)
         application.generates(RESPONSES)
         application.add("/replicas", self._show_replicas)
-        application.add(REPLICA_METRICS, self._replica_metrics)
+        application.add("/replicas/{number}/metrics", self._replica_metrics)
 
     async def start(self) -> None:
         """Start the replicas, and wait for all; or find those that run already, and wait until one
@@ -246,9 +231,15 @@ class PoolBackend(ServerBackend):
         if self.pool.name in headers.get("via", ""):
             raise ApiError("this request went through this front before", status=LOOP)
 
-    async def _replica_metrics(self) -> Response:
-        """The metrics of all replicas, each with its URL as a label."""
-        return Response(await self._merged_metrics(), media_type=CONTENT_TYPE_LATEST)
+    async def _replica_metrics(self, number: str) -> Response:
+        """Pass the page /metrics of a replica, by its place in /replicas."""
+        listed = self.pool.replicas
+        page = None
+        if number.isdecimal() and int(number[:9]) < len(listed):
+            page = await self.pool.metrics_page(listed[int(number)])
+        if page is None:
+            raise ApiError(f"replica {number[:9]} has no page of metrics", status=404)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def _show_replicas(self) -> Response:
         """The router and the replicas: their states, problems and counts."""
@@ -268,19 +259,6 @@ class PoolBackend(ServerBackend):
         ]
         about = {"router": router.name, "parameters": parameters(router)}
         return JSONResponse(about | {"state": self.state, "replicas": replicas})
-
-    async def _merged_metrics(self) -> bytes:
-        """The metrics of all replicas, read at most once a second, and for no more than a share of
-        the time: readers that come meanwhile get the same.
-        """
-        async with self._merging:
-            if self.now_s() >= self._merge_at_s:
-                pages = await self.pool.read_metrics()
-                start_s = self.now_s()
-                self._merged = await asyncio.to_thread(merged_metrics, pages)
-                took_s = self.now_s() - start_s
-                self._merge_at_s = self.now_s() + max(MERGE_EVERY_S, took_s / MERGE_SHARE)
-            return self._merged
 
     def families(self) -> Iterator[Metric]:
         labels = self.labels
@@ -332,22 +310,6 @@ class PoolBackend(ServerBackend):
             "replicas": replicas,
             "totals": {"continued": self.continued, "retry_budget": self.budget.share},
         }
-
-
-def merged_metrics(pages: Mapping[str, bytes]) -> bytes:
-    """The metrics of several servers, by URL, as one text with the URLs as the label `replica`. It
-    leaves out texts that are not in Prometheus' format, and lines that are too long.
-    """
-    merged: dict[str, Metric] = {}
-    for url, page in pages.items():
-        short = b"\n".join(line for line in page.split(b"\n") if len(line) <= MAX_METRIC_BYTES)
-        for family in families_in(short.decode(errors="replace")):
-            empty = Metric(family.name, family.documentation, family.type)
-            merged.setdefault(family.name, empty).samples += [
-                Sample(one.name, {"replica": url, **one.labels}, one.value)
-                for one in family.samples
-            ]
-    return text_of(merged.values())
 
 
 def traits_of_replicas(plan: Plan) -> ReplicaTraits:

@@ -17,8 +17,8 @@ from toolkit.openai.merge import MergedAnswer
 from toolkit.openai.requests import GenerationCall
 from toolkit.routing.admission import Overload
 from toolkit.routing.types import RoutedRequest
+from toolkit.server.backend import late
 from toolkit.server.background import while_connected
-from toolkit.server.errors import late
 from toolkit.server.exchange import send_whole
 from toolkit.server.replicas import NOT_SERVED, LiveReplica
 from toolkit.server.stats import LATE

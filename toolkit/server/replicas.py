@@ -45,7 +45,6 @@ PROBE_UP_S = 2.0  # between two probes of a replica that is up
 PROBE_DOWN_S = 0.5  # and of one that is not, at first
 PROBE_DOWN_MAX_S = 5.0
 PROBE_TIMEOUT_S = 5.0
-IDENTIFY_EVERY_S = 10.0  # a replica that is up: another model may run there since
 DOUBT_EVERY_S = 1.0  # between two questions whether a replica serves at all
 FAILED_PROBES = 2  # in a row take a replica out
 FAILED_ANSWERS = 5  # in a row, with a status of 500 and above: it is in doubt
@@ -84,7 +83,7 @@ class LiveReplica:
             known.
         in_doubt: the next probe asks it for a token; until then others are preferred.
         is_silent: it is in doubt because nothing came from it, though it has requests.
-        doubted_s, identified_s: when that was asked last, and when the model was.
+        doubted_s: when that was asked last.
         attempts: the requests that are there.
         heard_s: when the last byte of any answer came.
         lost_s: when it was lost; None while it is up, and before.
@@ -100,7 +99,6 @@ class LiveReplica:
     index: int
     state: State = "joining"
     problem: str = "not asked yet"
-    model: str = ""
     version: str = ""
     max_model_len: int | None = None
     speaks_ids: bool = False
@@ -108,7 +106,6 @@ class LiveReplica:
     in_doubt: bool = False
     is_silent: bool = False
     doubted_s: float = -math.inf
-    identified_s: float = -math.inf
     attempts: set[RelayedRequest] = field(default_factory=set)
     heard_s: float = 0.0
     lost_s: float | None = None
@@ -339,13 +336,6 @@ class ReplicaPool:
             await asyncio.gather(*(self._report(replica) for replica in self.up))
             await asyncio.sleep(max(REPORT_EVERY_S - (time.monotonic() - start_s), 0.01))
 
-    async def read_metrics(self) -> dict[str, bytes]:
-        """The pages /metrics of the replicas that are up and have one, by URL."""
-        up = self.up
-        pages = await asyncio.gather(*(self._metrics_page(replica) for replica in up))
-        pairs = zip(up, pages, strict=True)
-        return {one.url: page for one, page in pairs if page is not None}
-
     async def stop(self) -> None:
         await self.background.stop()
         await self.http.close()
@@ -424,7 +414,6 @@ class ReplicaPool:
 
     async def _probe(self, replica: LiveReplica) -> str:
         """Why a replica cannot serve; '' if it can."""
-        now_s = time.monotonic()
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 status, _ = await self._ask(replica, "/health")
@@ -432,11 +421,8 @@ class ReplicaPool:
                     return "it serves this front itself"
                 if status not in (200, 404):
                     return f"/health answered {status}"
-                is_known = now_s - replica.identified_s < IDENTIFY_EVERY_S
-                if replica.state != "up" or not is_known or replica.in_doubt or status == 404:
-                    if problem := await self._identify(replica):
-                        return problem
-                    replica.identified_s = now_s
+                if problem := await self._identify(replica):  # another model may run there since
+                    return problem
             if replica.in_doubt:
                 problem = await self._cannot_generate(replica)
                 heard = time.monotonic() - replica.heard_s < self.hang_s
@@ -476,7 +462,6 @@ class ReplicaPool:
         if needs.version and known and known != needs.version:
             return f"it runs version {replica.version}, not {needs.version}"
         self.model = self.model or plain(model.id)
-        replica.model = model.id
         replica.max_model_len = length
         replica.speaks_ids = model.owned_by in IDS_FROM
         if replica.state != "up":
@@ -492,7 +477,7 @@ class ReplicaPool:
         if not replica.speaks_ids:
             return None
         messages = [{"role": "user", "content": "a"}]
-        fields = {"model": replica.model, "messages": messages, "min_tokens": (1 << 31) - 1}
+        fields = {"model": self.model, "messages": messages, "min_tokens": (1 << 31) - 1}
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S / 5):
                 status, body = await self._ask(replica, CHAT, fields)
@@ -543,7 +528,7 @@ class ReplicaPool:
         any. Of several engines, requests are added, and the fullest cache counts.
         """
         at_s = time.monotonic()
-        found = _REPORTED.findall(await self._metrics_page(replica) or b"")[: 2 * MAX_ENGINES]
+        found = _REPORTED.findall(await self.metrics_page(replica) or b"")[: 2 * MAX_ENGINES]
         figures = {b"waiting": [0.0], b"cache_usage": [0.0]}
         for name, text in found:
             with suppress(ValueError):
@@ -554,7 +539,7 @@ class ReplicaPool:
             usage = min(max(figures[b"cache_usage"]), 1.0)
             self.balancer.report(replica.index, ReplicaReport(waiting, usage, at_s))
 
-    async def _metrics_page(self, replica: LiveReplica) -> bytes | None:
+    async def metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
