@@ -49,7 +49,6 @@ class EventLogHeader(msgspec.Struct, frozen=True, tag="header"):
     policy: str
     parameters: dict[str, bool | int | float | str]
     workers: int
-    plan_sha256: str = ""
     seed: int = 0
     capacity_tokens: int = 0  # set if there is no plan, as inside another engine
     slots: int = 0

@@ -81,18 +81,15 @@ def _outstanding(worker: Worker, expected: int) -> int:
     """Tokens that a worker's jobs hold and are expected to add."""
     running = worker.running
     waiting = worker.waiting
-    tokens = 0
-    tokens += running.used
+    paused = worker.paused
+    swapped = worker.swapped
+    tokens = waiting.tokens + paused.tokens + swapped.tokens + running.used
     for job in running.jobs:
         tokens += max(expected - job.generated - (running.steps - job.joined), 1)
     returned = waiting.returned
-    tokens += waiting.tokens + (waiting.count - len(returned)) * max(expected, 1)
-    for job in returned:
+    tokens += (waiting.count - len(returned)) * max(expected, 1)
+    for job in (*returned, *paused.jobs, *swapped.jobs):
         tokens += max(expected - job.generated, 1)
-    for parked in (worker.paused, worker.swapped):
-        tokens += parked.tokens
-        for job in parked.jobs:
-            tokens += max(expected - job.generated, 1)
     return tokens
 
 
