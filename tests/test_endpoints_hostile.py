@@ -14,7 +14,7 @@ from said import says
 from toolkit.endpoints import ask as asking
 from toolkit.endpoints import load
 from toolkit.endpoints.ask import ask
-from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer, make_request
+from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.endpoints.target import (
     Target,
@@ -118,9 +118,9 @@ def test_a_compressed_stream_is_a_failure_of_its_request():
     async def sent(url: str) -> str:
         sample = Sample(0.0, 1, 1)
         target = Target(url, "", "m", None, own=False)
-        request = make_request(target, {})
+        sample.write(target, {})
         async with LoadClient(target) as client:
-            await client.send(request, sample, time.perf_counter, 10.0)
+            await client.send(sample, time.perf_counter, 10.0)
         return sample.failure
 
     with hostile(BOMB) as url:

@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from toolkit.backends import Check
-from toolkit.endpoints.load import LoadClient, LoadRequest, Sample, make_request
+from toolkit.endpoints.load import LoadClient, Sample
 from toolkit.endpoints.target import (
     Dialect,
     Metric,
@@ -156,25 +156,22 @@ class Endpoint:
         model = self.target.model
         prompts = prompts or [self.prompt(sample.prompt_tokens) for sample in samples]
         names = names or [""] * len(samples)
-        requests = [
-            make_request(
-                self.target, dialect.request(model, prompt, sample.wanted_tokens), name=name
-            )
-            for sample, prompt, name in zip(samples, prompts, names, strict=True)
-        ]
+        for sample, prompt, name in zip(samples, prompts, names, strict=True):
+            fields = dialect.request(model, prompt, sample.wanted_tokens)
+            sample.write(self.target, fields, name=name)
         client = LoadClient(self.target)
         zero_s = time.perf_counter() if start_s is None else start_s
 
         def clock() -> float:
             return time.perf_counter() - zero_s
 
-        async def send(request: LoadRequest, sample: Sample) -> None:
+        async def send(sample: Sample) -> None:
             if sample.scheduled_s:
                 await asyncio.sleep(sample.scheduled_s - clock())
-            await client.send(request, sample, clock, GROUP_TIMEOUT_S)
+            await client.send(sample, clock, GROUP_TIMEOUT_S)
 
         async with client:
-            await asyncio.gather(*[send(*pair) for pair in zip(requests, samples, strict=True)])
+            await asyncio.gather(*map(send, samples))
         for sample in samples:
             if sample.failure:
                 raise Unmeasurable(sample.failure)

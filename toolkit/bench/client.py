@@ -26,10 +26,8 @@ from numpy.typing import NDArray
 from toolkit.endpoints.load import (
     INTERRUPTED,
     LoadClient,
-    LoadRequest,
     Sample,
     heartbeat,
-    make_request,
 )
 from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
 from toolkit.engine_traits import traits_of
@@ -346,9 +344,9 @@ class _Sender:
             await asyncio.gather(*self._running)
             return
         for row in self._firsts:
-            prompt, request = self._first(row)
+            prompt = self._first(row)
             await asyncio.sleep(self._samples[row].scheduled_s - self.clock())
-            task = asyncio.create_task(self._session(row, prompt, request))
+            task = asyncio.create_task(self._session(row, prompt))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
         while self._running:
@@ -360,15 +358,16 @@ class _Sender:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _first(self, row: int) -> tuple[Prompt, LoadRequest]:
-        """The prompt of a first turn, if a later one will need it, and its request."""
+    def _first(self, row: int) -> Prompt:
+        """Write the request of a first turn; its prompt, if a later one will need it."""
         return self._prepared.popleft() if self._prepared else self._make_first(row)
 
-    def _make_first(self, row: int) -> tuple[Prompt, LoadRequest]:
+    def _make_first(self, row: int) -> Prompt:
         prompt = self._prompts.prompt(row)
-        return prompt if row in self._next else "", self._request(row, prompt)
+        self._write(row, prompt)
+        return prompt if row in self._next else ""
 
-    def _request(self, row: int, prompt: Prompt) -> LoadRequest:
+    def _write(self, row: int, prompt: Prompt) -> None:
         load = self._load
         sample = self._samples[row]
         if load.lengths == "hidden":
@@ -387,27 +386,27 @@ class _Sender:
             keep=sample.keeps_answer,
         )
         session = str(self._sessions[row]) if self._sessions else ""
-        return make_request(self._target, fields, session)
+        sample.write(self._target, fields, session)
 
     async def _place(self, rows: Iterator[int]) -> None:
         """Take the next of `rows` and send its request, one after the other."""
         for row in rows:
             sample = self._samples[row]
             sample.scheduled_s = self.clock()
-            _, request = self._first(row)
-            await self._send(request, sample)
+            self._first(row)
+            await self._send(sample)
             if sample.failure == INTERRUPTED:
                 return
 
-    async def _send(self, request: LoadRequest, sample: Sample) -> None:
-        await self._client.send(request, sample, self.clock, self._load.timeout_s)
+    async def _send(self, sample: Sample) -> None:
+        await self._client.send(sample, self.clock, self._load.timeout_s)
         self._on_done()
 
-    async def _session(self, row: int, prompt: Prompt, request: LoadRequest) -> None:
+    async def _session(self, row: int, prompt: Prompt) -> None:
         """Send a request, then the later turns of its session in order, until one fails."""
         while True:
             sample = self._samples[row]
-            await self._send(request, sample)
+            await self._send(sample)
             after = self._next.get(row)
             if after is None or sample.failure == INTERRUPTED:
                 return
@@ -428,7 +427,7 @@ class _Sender:
             sample.scheduled_s = before.last_token_s + self._think_s[row]
             if not isinstance(prompt, str):
                 sample.prompt_tokens = len(prompt)
-            request = self._request(row, prompt)
+            self._write(row, prompt)
             await asyncio.sleep(sample.scheduled_s - self.clock())
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -37,8 +37,8 @@ OVERLOADED = (429, 503)  # statuses of a server that refuses load
 
 @dataclass(slots=True)
 class Sample:
-    """What the client saw of one request, in seconds since the replay began; NaN for events that
-    never happened.
+    """One request for completions: as it is sent, and what its client saw, in seconds since the
+    replay began; NaN for events that never happened.
     """
 
     scheduled_s: float
@@ -57,6 +57,28 @@ class Sample:
     answer_text: list[str] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
     connected_s: float = math.nan  # with TLS: after its handshake
+    # written before the clock starts, and gone once it is sent
+    headers: RawHeaders = field(default_factory=list)
+    body: bytes = b""
+
+    def write(
+        self, target: Target, fields: dict[str, object], session: str = "", name: str = ""
+    ) -> None:
+        """Write the request with these fields; `session` names its conversation, `name` the request
+        itself.
+        """
+        headers = {
+            "content-type": "application/json",
+            "accept": "text/event-stream",
+            "accept-encoding": "identity",
+        }
+        headers |= target.headers
+        if session:
+            headers["x-session-id"] = session
+        if name:
+            headers["x-request-id"] = name
+        self.headers = [(key.encode(), value.encode()) for key, value in headers.items()]
+        self.body = msgspec.json.encode(fields)
 
 
 class StreamedAnswer:
@@ -155,31 +177,6 @@ def heartbeat() -> Iterator[list[float]]:
         note()
 
 
-class LoadRequest(NamedTuple):
-    """One request for completions. Making it before the clock starts costs nothing later."""
-
-    headers: RawHeaders
-    body: bytes
-
-
-def make_request(
-    target: Target, fields: dict[str, object], session: str = "", name: str = ""
-) -> LoadRequest:
-    """A request with these fields; `session` names its conversation, `name` the request itself."""
-    headers = {
-        "content-type": "application/json",
-        "accept": "text/event-stream",
-        "accept-encoding": "identity",
-    }
-    headers |= target.headers
-    if session:
-        headers["x-session-id"] = session
-    if name:
-        headers["x-request-id"] = name
-    raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-    return LoadRequest(raw, msgspec.json.encode(fields))
-
-
 REACH_S = 1.0  # an address of several that does not answer within this time is not used
 
 
@@ -239,14 +236,12 @@ class LoadClient:
     async def __aexit__(self, *_: object) -> None:
         await self._server.close()
 
-    async def send(
-        self, request: LoadRequest, sample: Sample, clock: Callable[[], float], timeout_s: float
-    ) -> None:
+    async def send(self, sample: Sample, clock: Callable[[], float], timeout_s: float) -> None:
         """Send one request and wait for its end. Failures are in `sample`; none is raised."""
         sample.sent_s = clock()
         try:
             async with asyncio.timeout(timeout_s):
-                sample.failure = await self._answered(request, sample, clock)
+                sample.failure = await self._answered(sample, clock)
         except TimeoutError:
             sample.failure = f"no end within {timeout_s:g} s"
         except UpstreamError as error:
@@ -256,9 +251,7 @@ class LoadClient:
         except asyncio.CancelledError:
             sample.failure = INTERRUPTED
 
-    async def _answered(
-        self, request: LoadRequest, sample: Sample, clock: Callable[[], float]
-    ) -> str:
+    async def _answered(self, sample: Sample, clock: Callable[[], float]) -> str:
         """Read the answer to its end; what is wrong with it, or ''."""
 
         def connected() -> None:
@@ -266,7 +259,8 @@ class LoadClient:
 
         read = StreamedAnswer(sample)
         target = COMPLETIONS.encode()
-        sent = self._server.send("POST", target, request.headers, request.body, connected)
+        sent = self._server.send("POST", target, sample.headers, sample.body, connected)
+        sample.headers, sample.body = [], b""
         async with aclosing(await sent) as answer:
             if answer.status != 200:
                 sample.refused = answer.status in OVERLOADED
