@@ -11,8 +11,9 @@ from commands import llmctl
 from said import says
 from sse_server import serve_request, sse_server
 
+from toolkit.bench import rates
+from toolkit.bench.rates import find_rate, held_out_window
 from toolkit.cli import bench
-from toolkit.cli.bench import find_rate, held_out_window
 from toolkit.deploy.plan import make_plan
 from toolkit.errors import InputError
 from toolkit.files.io import read_file, write_file
@@ -64,7 +65,7 @@ def test_a_machine_that_is_slower_under_load_is_measured_at_the_rate_that_it_get
 def test_where_the_speed_never_settles_the_slowest_decides():
     machine = Machine(80.0, 5.0, 80.0, 5.5, 80.0)
     rate_rps, _ = find_rate(30.0, LOAD, machine.keeps)
-    assert len(machine.tried) == bench.TRIES
+    assert len(machine.tried) == rates.TRIES
     assert rate_rps == pytest.approx(LOAD * 5.0)
 
 

@@ -61,7 +61,7 @@ def test_the_most_requests_at_once_keep_the_targets_and_one_more_does_not(capaci
     "words",
     [
         "nothing-like-it",
-        "llama-3.1-8b-h200-measured --tp 2",
+        "llama-3.1-8b-h200-measured --also engine.tensor_parallel_size=2",
         f"{RECIPE} --price H200",
         f"{RECIPE} --price H200=-1",
         f"{RECIPE} --price H20=3",
@@ -93,15 +93,13 @@ def test_targets_that_no_rate_keeps_are_named(capsys):
 
 
 def test_two_servers_or_one_on_two_gpus_is_one_command(capacity):
-    one, two = capacity(f"{RECIPE} --tp 1,2")
+    one, two = capacity(
+        f"{RECIPE} --workers 2 --also engine.tensor_parallel_size=2,workers=1 --price H200=2"
+    )
+    assert one["cost"]["usd_per_hour"] == two["cost"]["usd_per_hour"]
     assert [(one["workers"], one["gpus"]), (two["workers"], two["gpus"])] == [(2, 2), (1, 2)]
     assert one["capacity_rps"] != two["capacity_rps"]
     assert one["analytic"]
-
-
-@pytest.mark.parametrize("words", ["--tp 3", "--tp x", "--tp 2 --workers 3"])
-def test_a_tensor_parallelism_that_cannot_be_is_refused(capsys, words):
-    assert refused(capsys, f"capacity {RECIPE} {TRACE} {words}")[0].startswith("error: --tp")
 
 
 def test_with_a_worker_lost_the_others_serve_and_sizing_counts_it(capacity):

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import os
 from pathlib import Path
-from toolkit.cli.serve import forget_variable
+from toolkit.server.process import forget_variable
 forget_variable("LLMCTL_API_KEY")
 forget_variable("NOT_THERE")
 shown = b"canary-7" in Path("/proc/self/environ").read_bytes()

@@ -14,8 +14,8 @@ from test_live_control import KEY, scheduler
 from toolkit.backends.vllm import control as module
 from toolkit.backends.vllm.control import EngineControl
 from toolkit.backends.vllm.knobs import LiveSettings
-from toolkit.cli.control_keys import kept_key, known_keys
 from toolkit.deploy.plan import make_plan
+from toolkit.endpoints.control_keys import kept_key, known_keys
 from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 

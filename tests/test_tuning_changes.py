@@ -15,7 +15,7 @@ from toolkit.files.fit import Fit
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.traces.types import SharedBlocks
-from toolkit.tuning.changes import RecipeChange, changed_recipe, on_gpus
+from toolkit.tuning.changes import RecipeChange, changed_recipe
 from toolkit.tuning.deployments import (
     Variant,
     changed_variant,
@@ -80,7 +80,6 @@ def test_bytes_follow_from_the_config(shipped: Recipe) -> None:
         ("max_num_seqs=3,max_num_seqs=4", "max_num_seqs"),
         ("model.quantization=int4", "int4"),
         ("sla.ttft=3", "ttft"),
-        ("engine.tensor_parallel_size=2", "--tp"),
         ("policy.name=past-future", "--policies"),
         ("hardware.usd_per_hour=3", "--price"),
         ("serve.max_new_tokens=64", "serve.max_new_tokens"),
@@ -224,23 +223,13 @@ def test_the_fewest_of_which_some_may_be_lost_are_so_many_more() -> None:
     assert spare.deployment.workers == alone.deployment.workers + 2
 
 
-def test_the_same_gpus_are_few_large_workers_or_many_small_ones() -> None:
+def test_the_price_of_a_worker_follows_its_gpus() -> None:
     one = load_recipe(recipe_path("llama-3.1-8b-h100-sxm"))
-    four = on_gpus(one, 4, 8)
-    assert (four.engine.tensor_parallel_size, four.workers) == (4, 2)
+    four = changed(one, "engine.tensor_parallel_size=4")
     assert one.hardware.usd_per_hour is not None
     assert four.hardware.usd_per_hour == pytest.approx(4 * one.hardware.usd_per_hour)
-    back = on_gpus(four, 1, 8)
-    assert back.hardware.usd_per_hour == pytest.approx(one.hardware.usd_per_hour)
-    assert back.model_copy(update={"workers": 1}).measured == one.measured
 
 
-@pytest.mark.parametrize(("size", "gpus"), [(2, 3), (3, 3), (64, 64)])
-def test_a_size_that_divides_neither_gpus_nor_heads_is_refused(size: int, gpus: int) -> None:
+def test_a_size_that_does_not_divide_the_heads_is_refused() -> None:
     with pytest.raises(InputError):
-        on_gpus(load_recipe(recipe_path("llama-3.1-8b-h100-sxm")), size, gpus)
-
-
-def test_kv_heads_are_repeated_on_more_gpus_than_there_are() -> None:
-    recipe = on_gpus(load_recipe(recipe_path("llama-3.1-8b-h100-sxm")), 16, 16)  # of 8 KV heads
-    assert recipe.engine.tensor_parallel_size == 16
+        changed(load_recipe(recipe_path("llama-3.1-8b-h100-sxm")), "engine.tensor_parallel_size=3")

@@ -63,7 +63,7 @@ def servers_in(path: Path, what: str) -> list[FoundServer]:
     Args:
         what: 'values', 'compose' or 'manifest'.
 
-    Raises `InputError` where there is none, and as `server_of`.
+    Raises `InputError` where there is none; `server_of` says what else is refused.
     """
     read: Callable[[dict[str, Any]], Iterator[FoundServer]]
     read, hint = {

@@ -11,12 +11,21 @@ from typing import Any
 
 from toolkit.adopt.command import FoundServer
 from toolkit.adopt.documents import NOT_GIVEN
-from toolkit.catalogue.classes import MODELLED, ClassFound, of_flag, refusal
+from toolkit.catalogue.classes import (
+    HINT,
+    MODELLED,
+    TEXT_ONLY,
+    ClassFound,
+    of_flag,
+    refusal,
+    senses_of,
+)
 from toolkit.catalogue.flags import GivenFlag, What, known_flags, of_variable, read_flags
+from toolkit.catalogue.gpus import Gpu, gpu_of
 from toolkit.errors import InputError
-from toolkit.files.find_model import FoundModel
-from toolkit.files.new_recipe import ServerSettings
-from toolkit.files.recipe import DraftsSpec, is_secret
+from toolkit.files.find_model import FoundModel, find_model
+from toolkit.files.new_recipe import NewRecipe, ServerSettings, TraceLengths, Wish, new_recipe
+from toolkit.files.recipe import DraftsSpec, Recipe, is_secret
 from toolkit.files.strict import load_documents
 from toolkit.units import MIB
 
@@ -331,3 +340,74 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
             value = merged(before, value)
         found[key] = value
     return found
+
+
+def made_recipe(
+    read: ReadServer,
+    origin: str,
+    gpu: str,
+    model_source: str,
+    targets: Mapping[str, float],
+    traffic: TraceLengths | None,
+) -> tuple[NewRecipe, Recipe]:
+    """Return the recipe of a server.
+
+    Args:
+        origin: where the server was read, in words.
+        gpu: its GPU; '': the file says it.
+        model_source: where the model's sizes are read; '': where the server reads it.
+        targets: in seconds.
+        traffic: the lengths to tune for.
+
+    Raises InputError for what is not modelled, with all of it, and for what neither the server nor
+    an argument says.
+    """
+    from toolkit.sched.policies import make_any  # it loads numba, which help does not need
+
+    if read.refusal:
+        raise InputError(f"the server asks for what llmctl does not model: {read.refusal}", HINT)
+    server = read.server
+    if not (model_source or server.model):
+        raise InputError("the command names no model", "add it, or give --model")
+    model = find_model(model_source or server.model)
+    if model_source and server.model:  # the sizes alone are of --model
+        model = replace(model, source=server.model, revision="", weights=True)
+    model = read.found_model(model)
+    takes = senses_of(model.config)
+    if takes and TEXT_ONLY not in read.args:
+        raise InputError(
+            f"{model.name} takes {' and '.join(takes)}, too, which llmctl does not model",
+            f"add {TEXT_ONLY} to the command: its text part is then served alone",
+        )
+    tensor_parallel = read.tensor_parallel
+    wish = Wish(
+        gpu=_gpu(gpu, server.gpu),
+        gpus=tensor_parallel * server.replicas,
+        tensor_parallel=tensor_parallel,
+        quantization=read.quantization,
+        max_model_len=read.max_model_len,
+        targets=targets,
+        traffic=traffic,
+        server=read.settings(origin),
+    )
+    made = new_recipe(model, wish)
+    recipe = made.recipe()
+    make_any(recipe.policy.name, recipe.policy.parameters)  # refuses what vLLM would
+    return made, recipe
+
+
+def _gpu(given: str, found: str) -> Gpu:
+    """Return the GPU of --gpu, else of a file. Raises `InputError` where neither is known."""
+    if given:
+        return gpu_of(given)
+    if not found:
+        raise InputError("--gpu is missing", "llmctl recipe gpus lists those that are known")
+    try:
+        return gpu_of(found.replace("-", " "))
+    except InputError:
+        try:
+            return gpu_of(found.removeprefix("nvidia-"))
+        except InputError as error:
+            raise InputError(
+                f"the file's GPU '{found}' is not known", f"--gpu; {error.hint}"
+            ) from None

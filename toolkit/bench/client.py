@@ -136,8 +136,8 @@ class LoadSpec:
     the trace has none), and only the engine gets the output length. With 'given', max_tokens is
     the output length, so the scheduler knows it.
 
-    With a `concurrency` so many requests run at once, in the trace's order. 0: they are sent at the
-    trace's times.
+    `concurrency`: the number of requests that run at once, in the trace's order. 0: they are sent
+    at the trace's times.
     """
 
     lengths: Lengths

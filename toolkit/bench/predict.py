@@ -83,7 +83,7 @@ def counts(target: Target) -> dict[str, float]:
 
 
 def counts_or_none(target: Target) -> dict[str, float]:
-    """As `counts`, but empty where the server does not answer."""
+    """Return `counts`; empty where the server does not answer."""
     try:
         return counts(target)
     except InputError:
@@ -97,8 +97,8 @@ SETTLING = 0.25  # of a warm-up's requests, which the server runs slowly (new sh
 
 def other_requests(trace: Trace, after_s: float, count: int, rate_rps: float = 0.0) -> Trace:
     """`count` requests of `trace` from `after_s` on, with their gaps; from the start of the trace
-    again after its end. They arrive by time, also those of sessions, and at `rate_rps` on average;
-    0: at the trace's own rate there.
+    again after its end. They arrive by time, requests of sessions too, and at `rate_rps` on
+    average; 0: at the trace's own rate there.
     """
     first = int(np.searchsorted(trace.arrival_s, after_s))
     rows = (first + np.arange(count)) % len(trace)
@@ -182,7 +182,7 @@ def warm_up(
 
 def slowdown_of(report: BenchReport) -> float:
     """Return the slowdown that a replay showed, which has more requests than its warm-up; without
-    the server's counters of the replay, that of the warm-up.
+    the server's counters of the replay, the slowdown of the warm-up.
 
     Raises InputError without either, and where the client was late.
     """

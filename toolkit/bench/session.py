@@ -176,7 +176,7 @@ class CountedReplay:
 def counted_run(
     target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None], *, counters: bool
 ) -> CountedReplay:
-    """`run`, reading the server's counters of batches if `counters`, and those of its cache."""
+    """`run`, reading the server's counters of batches if `counters`, and its cache's counters."""
     before = counts_or_none(target) if counters else {}
     cached = cache_counts(target)
     replay = run(target, trace, load, on_done)

@@ -74,9 +74,9 @@ def longest_blocks(groups: Sequence[CacheGroup], longest: int, in_flight: int) -
 
 
 def logged_tokens(groups: Sequence[CacheGroup], blocks: int, longest: int, in_flight: int) -> int:
-    """The tokens of cache that vLLM logs for so many usable blocks, and one that it never gives
-    out: how often the longest request fits, times its tokens. Requests of other lengths take more
-    or fewer blocks for each token.
+    """Return the tokens of cache that vLLM logs for `blocks` usable blocks, and one that it never
+    gives out: how often the longest request fits, times its tokens. Requests of other lengths take
+    more or fewer blocks for each token.
     """
     return int((blocks + 1) / longest_blocks(groups, longest, in_flight) * longest)
 

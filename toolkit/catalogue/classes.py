@@ -100,7 +100,7 @@ class ClassFound:
 
 
 def refused(found: Iterable[ClassFound]) -> list[ClassFound]:
-    """Those that llmctl does not model, each once."""
+    """Return the classes that llmctl does not model, each once."""
     return [one for one in dict.fromkeys(found) if one.name not in MODELLED]
 
 
@@ -244,7 +244,7 @@ DRAFTING = {"ngram": False, "eagle": True, "eagle3": True, "mtp": True}
 
 
 def _of_drafts(drafts: Drafts | None) -> list[ClassFound]:
-    """Speculative decoding with other rules than those of `toolkit.sim.drafts`."""
+    """Speculative decoding by rules that `toolkit.sim.drafts` does not have."""
     if drafts is None:
         return []
     which = f"speculative decoding ({drafts.method}, {drafts.tokens} drafts)"

@@ -2,7 +2,7 @@
 
 The sizes are sums over the model's modules (`catalogue.weights`), laid out as its family has them
 (`catalogue.families`). Nothing is loaded, and neither torch nor transformers is imported.
-docs/results/vllm.md has the sums beside those of vLLM's own classes.
+docs/results/vllm.md has the sums beside the sums of vLLM's own classes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ModelFacts:
         return round(sum(map(self._bytes, self.modules)))
 
     def weight_bytes_on(self, gpus: int) -> int:
-        """Bytes on each GPU of a group of so many: what is replicated is there whole."""
+        """Return the bytes on each GPU of a group of `gpus`: what is replicated is there whole."""
         total = 0.0
         for module in self.modules:
             total += self._bytes(module) / min(gpus, module.most_gpus or gpus)
@@ -275,7 +275,7 @@ COMPRESSED_STEP = 576  # bytes; vLLM pads a block's up to a multiple
 
 
 def _compressed_page(ratio: int) -> int:
-    """Return the bytes of a block of a layer with so many tokens in an entry; windows, which do
+    """Return the bytes of a block of a layer that has several tokens in an entry; windows, which do
     not grow with tokens, are left out.
     """
     entries = COMPRESSED_ENTRY if ratio == OVERLAPS else COMPRESSED_ENTRY[:1]

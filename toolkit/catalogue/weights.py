@@ -1,7 +1,7 @@
 """The weights of a model, module by module, from its config and its family's layout.
 
-Names are those of checkpoints, so that a quantization that keeps some modules in 16 bits is counted
-as it is stored. Sums are those that vLLM's own classes hold.
+Names are as in checkpoints, so that a quantization that keeps some modules in 16 bits is counted as
+it is stored. Sums equal what vLLM's own classes hold.
 """
 
 from __future__ import annotations

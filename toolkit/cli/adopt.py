@@ -4,14 +4,13 @@ vLLM server that exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.adopt.command import FoundServer, read_command
 from toolkit.adopt.documents import chosen, servers_in
-from toolkit.adopt.recipe import ReadServer, Verdict, read_server
-from toolkit.catalogue.classes import HINT, TEXT_ONLY, senses_of
-from toolkit.catalogue.gpus import GPUS, Gpu, gpu_of
+from toolkit.adopt.recipe import Verdict, made_recipe, read_server
+from toolkit.catalogue.gpus import GPUS
 from toolkit.cli.arguments import (
     JsonOption,
     ScenarioOptions,
@@ -24,10 +23,6 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import lengths_of
 from toolkit.cli.output import emit, note
-from toolkit.errors import InputError
-from toolkit.files.find_model import find_model
-from toolkit.files.new_recipe import NewRecipe, Wish, new_recipe
-from toolkit.files.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +100,8 @@ def from_manifest(args: FileOptions) -> None:
 def _show(args: AdoptOptions, server: FoundServer, origin: str) -> None:
     read = read_server(server)
     note(*(_line(one) for one in read.verdicts))
-    made, recipe = recipe_of(args, read, origin)
+    traffic = lengths_of(args.trace)
+    made, recipe = made_recipe(read, origin, args.gpu, args.model, parse_sla(args.sla), traffic)
     note(*made.notes)
     result = {
         "text": made.text,
@@ -118,58 +114,3 @@ def _show(args: AdoptOptions, server: FoundServer, origin: str) -> None:
 
 def _line(verdict: Verdict) -> str:
     return f"{verdict.what}: {verdict.subject}: {verdict.why}"
-
-
-def recipe_of(args: AdoptOptions, read: ReadServer, origin: str) -> tuple[NewRecipe, Recipe]:
-    """Return the recipe of a server. Raises `InputError` for what is not modelled, with all of it,
-    and for what the command does not say and no option gives.
-    """
-    from toolkit.sched.policies import make_any  # it loads numba, which help does not need
-
-    if read.refusal:
-        raise InputError(f"the server asks for what llmctl does not model: {read.refusal}", HINT)
-    server = read.server
-    if not (args.model or server.model):
-        raise InputError("the command names no model", "add it, or give --model")
-    model = find_model(args.model or server.model)
-    if args.model and server.model:  # the sizes alone are of --model
-        model = replace(model, source=server.model, revision="", weights=True)
-    model = read.found_model(model)
-    takes = senses_of(model.config)
-    if takes and TEXT_ONLY not in read.args:
-        raise InputError(
-            f"{model.name} takes {' and '.join(takes)}, too, which llmctl does not model",
-            f"add {TEXT_ONLY} to the command: its text part is then served alone",
-        )
-    tensor_parallel = read.tensor_parallel
-    wish = Wish(
-        gpu=_gpu(args.gpu, server.gpu),
-        gpus=tensor_parallel * server.replicas,
-        tensor_parallel=tensor_parallel,
-        quantization=read.quantization,
-        max_model_len=read.max_model_len,
-        targets=parse_sla(args.sla),
-        traffic=lengths_of(args.trace),
-        server=read.settings(origin),
-    )
-    made = new_recipe(model, wish)
-    recipe = made.recipe()
-    make_any(recipe.policy.name, recipe.policy.parameters)  # refuses what vLLM would
-    return made, recipe
-
-
-def _gpu(given: str, found: str) -> Gpu:
-    """Return the GPU of --gpu, else of a file. Raises `InputError` where neither is known."""
-    if given:
-        return gpu_of(given)
-    if not found:
-        raise InputError("--gpu is missing", "llmctl recipe gpus lists those that are known")
-    try:
-        return gpu_of(found.replace("-", " "))
-    except InputError:
-        try:
-            return gpu_of(found.removeprefix("nvidia-"))
-        except InputError as error:
-            raise InputError(
-                f"the file's GPU '{found}' is not known", f"--gpu; {error.hint}"
-            ) from None

@@ -82,7 +82,7 @@ def policies(incomplete: str) -> list[str]:
 
 
 def option(default: T, help: str, *names: str, **settings: Any) -> T:
-    """A field that `command_of` makes an option; `settings` are those of `typer.Option`.
+    """A field that `command_of` makes an option; `settings` go to `typer.Option`.
 
     Without `names` the option is called like the field, and a switch that is off by default has no
     `--no-NAME`.
@@ -207,8 +207,8 @@ _access = partial(option, rich_help_panel="Access to the server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioOptions:
-    """What several commands ask for, by one name, help and default. A command has those that it
-    names to `command_of`.
+    """What several commands ask for, by one name, help and default. A command has the options that
+    it names to `command_of`.
     """
 
     recipe: Path | None = option(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def warn(text: str) -> None:
-    """Print a warning, such as the one of `--force` in place of a refusal."""
+    """Print a warning, for example in place of a refusal (`--force`)."""
     note(f"warning: {text}")
 
 
@@ -157,7 +157,7 @@ def lengths_of(name: str | None) -> TraceLengths | None:
 
 
 def plain(trace: Trace) -> Requests:
-    """The trace as `--json` shows it."""
+    """Return what `--json` shows of the trace."""
     notes = list(trace.notes)
     return Requests(
         source=trace.source,

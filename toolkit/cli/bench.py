@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from toolkit.cli.basis import note_trace, plan_address, warn
 from toolkit.cli.output import emit, note, progress, show
 from toolkit.cli.scenario import Scenario
 from toolkit.errors import InputError, LlmctlError
-from toolkit.files.bench import BENCH, NOT_SERVERS, SAME_RATE, BenchReport, took_text
+from toolkit.files.bench import BENCH, NOT_SERVERS, BenchReport, took_text
 from toolkit.files.io import check_writable, read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.tuning import Tuning
@@ -115,6 +114,7 @@ def bench(args: BenchOptions) -> None:
     With --plan the report is written beside it. `tune`, `simulate`, `capacity` and `render` quote
     the errors of a bench.json that is about their fit.
     """
+    from toolkit.bench.rates import held_out_window, rate_notes
     from toolkit.bench.report import request_lines
     from toolkit.bench.session import Measurement, RequestSettings, hold, refuse_late, unused_seed
     from toolkit.traces.windows import excerpt
@@ -152,7 +152,7 @@ def bench(args: BenchOptions) -> None:
         part = excerpt(setup.trace, start_s, duration_s)
         note_trace(part)
         if not scenario.concurrency:
-            note(*_rate_notes(planned, setup.trace))
+            note(*rate_notes(planned, setup.trace))
         measurement = Measurement(setup, part, planned, dict(scenario.targets), note, alone)
         measurement.warm_up(args.warmup, start_s + float(part.arrival_s[-1]))
     except InterruptedReplayError:
@@ -199,46 +199,13 @@ def _prepare_replay(
     return prepare_replay(target, trace, planned, settings, warn if args.force else None)
 
 
-LEAST = 0.5  # the asked rate is replayed if it is at least this share of what the plan keeps
-ALIKE = 1.4  # a machine is as fast at rates that differ by no larger factor
-TRIES = 4  # measurements of the speed, each at the rate that the one before allows
-
-
-def find_rate(
-    asked_rps: float, load: float, keeps: Callable[[float], tuple[float, float | None]]
-) -> tuple[float, float]:
-    """Return `load` times the rate that a plan keeps at the machine's present speed, or the asked
-    rate if that is no more and not far less; and how many times as long as fitted batches take.
-
-    A machine that others use is slower under load. So the speed is measured again until that was
-    about at the rate that it allows. Where others come and go, so that this does not settle, the
-    slowest speed decides.
-
-    Args:
-        keeps: serves requests at a rate; returns the slowdown, and the rate that the plan keeps at
-            that speed. None: no rate; the rate is then slowed as the batches are.
-    """
-    rate_rps = asked_rps
-    seen: list[tuple[float, float]] = []  # allowed rates with their slowdowns
-    for _ in range(TRIES):
-        tried_rps = rate_rps
-        slowdown, found_rps = keeps(tried_rps)
-        capacity_rps = found_rps or asked_rps / max(slowdown, 1.0)
-        rate_rps = load * capacity_rps
-        if LEAST * capacity_rps <= asked_rps <= rate_rps:
-            rate_rps = asked_rps
-        seen.append((rate_rps, slowdown))
-        if 1.0 / ALIKE <= rate_rps / tried_rps <= ALIKE:
-            return rate_rps, slowdown
-    return min(seen)
-
-
 def _at_load(load: float, plan: Plan | None, setup: ReplaySetup, about_s: float) -> ReplaySetup:
     """Return the replay at the rate of `find_rate`; each warm-up takes about `about_s` seconds.
 
     Raises InputError where the speed of the server cannot be found, InterruptedReplayError.
     """
     from toolkit.bench.predict import SEEDS, other_requests, reports_batch_times, warm_up
+    from toolkit.bench.rates import find_rate
     from toolkit.traces.windows import mean_rate, scale_rate
 
     if plan is None or not about_s or not reports_batch_times(plan, setup.target):
@@ -278,44 +245,6 @@ def _kept_rate(plan: Plan, trace: Trace, slowdown: float) -> float | None:
     deployment = replace(Deployment.of_plan(plan), slowdown=slowdown)
     found = rate_capacity(whole_task(deployment, trace), in_process)
     return found.load if found else None
-
-
-def held_out_window(tuning: Tuning, trace: Trace) -> tuple[float, float]:
-    """Return the start and the duration, in seconds of the scaled `trace`, of the first window that
-    the search of a tuning did not see. At another rate it has the same requests.
-
-    `tune` repeats a short trace: the window is then the same part of the trace itself. Raises
-    InputError for a tuning without such windows, or at a fixed concurrency.
-    """
-    from toolkit.traces.windows import mean_rate
-
-    if tuning.concurrency or not tuning.held_out_windows:
-        raise InputError(
-            "--tuning: it has no window of a rate that its search did not see",
-            "leave it out; `llmctl trace convert --start` cuts a part",
-        )
-    window = tuning.held_out_windows[0]
-    slower = tuning.request_rate_rps / mean_rate(trace)
-    start_s = slower * window.start_s
-    lasts_s = slower * (window.end_s - window.start_s)
-    whole_s = float(trace.arrival_s[-1])
-    if start_s + lasts_s > whole_s:
-        start_s = max(min(start_s % whole_s, whole_s - lasts_s), 0.0)
-    return start_s, lasts_s
-
-
-def _rate_notes(plan: Plan | None, trace: Trace) -> list[str]:
-    """A line where the replay's rate is not the one that the plan was tuned and predicted for."""
-    from toolkit.traces.windows import mean_rate
-
-    if plan is None or plan.workload is None:
-        return []
-    tuned_rps = plan.workload.request_rate_rps
-    rate_rps = mean_rate(trace)
-    if abs(rate_rps / tuned_rps - 1.0) < SAME_RATE:
-        return []
-    rates = f"the plan was tuned for {tuned_rps:.4g} requests/s, and this replays {rate_rps:.4g}"
-    return [f"{rates}; for the tuned rate: --rate {tuned_rps:.6g}"]
 
 
 def _show(result: BenchReport) -> None:

@@ -96,12 +96,6 @@ class CapacityOptions(ScenarioOptions):
         "repeatable.",
         metavar="KEY=VALUE,...",
     )
-    tp: str | None = _beside(
-        None,
-        "GPUs of a worker, such as 1,2. Analytic laws of vLLM are computed for each, with as many "
-        "workers as the same GPUs make; of measured recipes only those measured so.",
-        metavar="N,...",
-    )
     html: Path | None = option(None, "Write a page with the curves to this file.")
     as_json: JsonOption = False
 
@@ -197,8 +191,8 @@ def _note_counts(found: Sequence[FoundCapacity]) -> None:
 
 
 def _also(args: CapacityOptions, scenario: Scenario, recipe: Recipe, seen: float) -> list[Variant]:
-    """Return the recipe with each change of --also. Raises InputError as `RecipeChange.parsed` and
-    `changed_variant`.
+    """Return the recipe with each change of --also. `RecipeChange.parsed` and `changed_variant` say
+    what is refused.
     """
     from toolkit.tuning.changes import RecipeChange
     from toolkit.tuning.deployments import changed_variant
@@ -229,10 +223,11 @@ def _seen(args: CapacityOptions, recipes: Sequence[object]) -> float:
 
 
 def _scenarios(args: CapacityOptions) -> list[Scenario]:
-    """Return what each recipe is about, of the wanted tensor parallelism.
+    """Return what each recipe is about.
 
-    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Others as
-    `find_fit`. Raises InputError as `Scenario.open`, and for a recipe without targets.
+    A fit of --fit belongs to the recipe that it was made from; with one recipe, to that. Without
+    --fit, `find_fit` finds it. Raises InputError for a recipe without targets; `Scenario.open` says
+    what else is refused.
     """
     given = args.fits or []
     files = [recipe_path(name) for name in args.recipes]
@@ -255,60 +250,7 @@ def _scenarios(args: CapacityOptions) -> list[Scenario]:
                 "give some with --sla ttft_p99_s=2, or in the recipe's sla",
             )
         found.append(scenario)
-    return _of_parallelism(found, names_in("--tp", args.tp))
-
-
-def _of_parallelism(scenarios: list[Scenario], wanted: Sequence[str] | None) -> list[Scenario]:
-    """Return those with a wanted tensor parallelism; all without a wish.
-
-    An analytic recipe of vLLM has each of the wanted sizes: its laws are computed for them, and it
-    has as many workers as the same GPUs make. Raises InputError for a size that no recipe has:
-    measured laws do not tell another size's.
-    """
-    if not wanted:
-        return scenarios
-    sizes = [_parallel_size(word) for word in wanted]
-    found: list[Scenario] = []
-    for one in scenarios:
-        own = one.deployment
-        if own.fit.engine.analytic:
-            found += [_computed(one, size, max(own.gpus, *sizes)) for size in sizes]
-        elif own.recipe.engine.tensor_parallel_size in sizes:
-            found.append(one)
-    known = {one.deployment.recipe.engine.tensor_parallel_size for one in found}
-    if missing := [size for size in sizes if size not in known]:
-        own_sizes = (one.deployment.recipe.engine.tensor_parallel_size for one in scenarios)
-        measured = ", ".join(map(str, own_sizes))
-        raise InputError(
-            f"--tp {missing[0]}: the recipes were measured with {measured}, and measured laws do "
-            "not tell another size's",
-            f"profile a recipe with engine.tensor_parallel_size: {missing[0]}, and name it too",
-        )
     return found
-
-
-def _parallel_size(word: str) -> int:
-    """A number of --tp. `InputError` for another word."""
-    if not word.isdecimal() or len(word) > 4 or int(word) < 1:
-        raise InputError(f"--tp {word}: it is a number of GPUs, 1 or more", "for example --tp 1,2")
-    return int(word)
-
-
-def _computed(scenario: Scenario, size: int, gpus: int) -> Scenario:
-    """Return the recipe on `gpus` GPUs in workers of `size` GPUs each, with its analytic fit."""
-    from toolkit.tuning.changes import on_gpus
-
-    file = scenario.recipe_file
-    assert scenario.recipe is not None
-    assert file is not None
-    try:
-        sized = on_gpus(scenario.recipe, size, gpus)
-        sized = sized.model_copy(update={"name": f"{sized.name}-tp{size}"[-64:]})
-        fit = computed_fit(file, sized)
-    except InputError as error:
-        raise InputError(f"--tp {size}: {error.message}", error.hint) from None
-    options = replace(scenario.options, workers=None)  # the sized recipe says how many
-    return replace(scenario, options=options, recipe=sized, fit=fit, fit_file=None)
 
 
 def _prices(words: Sequence[str], recipes: Sequence[Recipe]) -> dict[str, float]:
@@ -334,7 +276,7 @@ def _prices(words: Sequence[str], recipes: Sequence[Recipe]) -> dict[str, float]
 
 
 def _is_of(gpu: str, recipe: Recipe) -> bool:
-    """Whether the words of a price's GPU are among those of the recipe's hardware and name."""
+    """Whether the words of a price's GPU are among the words of the recipe's hardware and name."""
     words = gpu_words(gpu)
     hardware = recipe.hardware
     return bool(words) and words <= gpu_words(f"{hardware.name} {hardware.gpu} {recipe.name}")
@@ -362,7 +304,7 @@ def _traces(args: CapacityOptions, variants: Sequence[Variant]) -> list[Trace]:
 
 
 def _plain(found: FoundCapacity, trace: Trace) -> CapacityOf:
-    """What was found of a deployment, as `--json` prints it."""
+    """Return what `--json` prints of a deployment."""
     from toolkit.tuning.deployments import cost_of
     from toolkit.tuning.workload import most_requests
 

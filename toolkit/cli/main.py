@@ -86,7 +86,7 @@ COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.it
 
 
 class LazyGroup(TyperGroup):
-    """A group that lists commands from the table, and imports only the one that is called."""
+    """A group that lists commands from the table, and imports a command only when it is called."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)

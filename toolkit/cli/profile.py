@@ -28,7 +28,7 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, TargetMissedError
 from toolkit.files.fit import Fit, LatencyFit
 from toolkit.files.io import check_writable, head, read_file, write_file
-from toolkit.files.profile import EngineFacts, Profile
+from toolkit.files.profile import Profile
 from toolkit.files.recipe import Recipe
 from toolkit.report.parts import Sheet
 from toolkit.report.rows import fit_table
@@ -69,33 +69,36 @@ def profile(args: ProfileOptions) -> None:
     OUT.partial until the profile is written.
     """
     from toolkit.backends import backend_of
+    from toolkit.profiling.analytic import analytic_profile
     from toolkit.profiling.run import OtherLoad, journal_path
     from toolkit.profiling.run import profile as measure
 
     recipe = args.recipe
     out = args.out
     check_writable(out)
-    if args.analytic:
-        _profile_analytically(args)
-        return
+    loaded = open_recipe(recipe).measured
     others = OtherLoad()
-    with ExitStack() as stack:
-        loaded = _with_drafts(open_recipe(recipe).measured, args.drafts)
+    if args.analytic:
+        made_from = head(inputs={"recipe": recipe}, device=loaded.hardware.name)
+        measured = analytic_profile(loaded, made_from)
+    else:
+        loaded = _with_drafts(loaded, args.drafts)
         timed = backend_of(loaded.engine.name).timed
-        measured = measure(loaded, recipe, out, TerminalWatch(stack), timed=timed)
+        with ExitStack() as stack:
+            measured = measure(loaded, recipe, out, TerminalWatch(stack), timed=timed)
     write_file(measured, out)
     journal_path(out).unlink(missing_ok=True)
-    if not measured.engine.is_server:  # the CPU time of a server would count as other programs'
-        others_percent = others.percent()
-        if others_percent > OTHERS_MAX_PERCENT:
-            used = f"other programs used {others_percent:.0f} % of the CPUs meanwhile"
-            note(f"{used}: the fitted laws will be too slow")
+    # the CPU time of a server would count as other programs'
+    others_percent = others.percent()
+    if not (measured.engine.is_server or args.analytic) and others_percent > OTHERS_MAX_PERCENT:
+        used = f"other programs used {others_percent:.0f} % of the CPUs meanwhile"
+        note(f"{used}: the fitted laws will be too slow")
     emit(args.as_json, measured, lambda: show_profile(measured))
-    note(f"wrote {out}", f"next: {typed('fit', out)}")
+    note(*analytic_notes(measured.engine), f"wrote {out}", f"next: {typed('fit', out)}")
 
 
 def _with_drafts(recipe: Recipe, tokens: int | None) -> Recipe:
-    """The recipe with so many drafts of a row in a pass; None: with its own number."""
+    """Return the recipe with `tokens` drafts of a row in a pass; None: with its own number."""
     if tokens is None:
         return recipe
     policy = recipe.policy
@@ -140,9 +143,9 @@ class FitOptions:
 def fit(args: FitOptions) -> None:
     """Fit the laws of time and memory to a profile, and print their errors on held-out points.
 
-    Several forms of each law compete; the one with the least held-out error is kept and fitted to
-    all points. --from-log needs no profile: it says which terms the server's traffic does not
-    show, and refuses a log that shows too little.
+    Several forms of each law compete; the form with the least held-out error is kept and fitted to
+    all points. --from-log needs no profile: it says which terms the server's traffic does not show,
+    and refuses a log that shows too little.
     """
     from toolkit.estimators.fitting import fit_profile, laws_of_drafts
 
@@ -166,8 +169,8 @@ def fit(args: FitOptions) -> None:
             "passes overlap, and this profile does not say how they were launched: fitted by their "
             f"ends alone, {found:.0f} % off (held-out median); profile again for their own law"
         )
-    note(*missed_points("prefill", made.prefill, made.engine))
-    note(*missed_points("decode", made.decode, made.engine))
+    note(*missed_points("prefill", made.prefill))
+    note(*missed_points("decode", made.decode))
     off = {name: made.off_percent(getattr(made, name)) for name in ("prefill", "decode")}
     if made.rounds:
         off["rounds"] = found = made.rounds.overhead.error.median_percent
@@ -215,18 +218,6 @@ def _measured(args: FitOptions) -> tuple[Profile, dict[str, Path]]:
         note(f"this traffic does not tell apart {', '.join(shown.unsure)}")
     note("the front is not in a log of passes: predicted latencies are those at the engine")
     return made, inputs
-
-
-def _profile_analytically(args: ProfileOptions) -> None:
-    from toolkit.profiling.analytic import analytic_profile
-
-    loaded = open_recipe(args.recipe).measured
-    made_from = head(inputs={"recipe": args.recipe}, device=loaded.hardware.name)
-    made = analytic_profile(loaded, made_from)
-    write_file(made, args.out)
-    emit(args.as_json, made, lambda: show_profile(made))
-    note(*analytic_notes(made.engine))
-    note(f"wrote {args.out}", f"next: {typed('fit', args.out)}")
 
 
 class TerminalWatch:
@@ -306,31 +297,20 @@ def show_fit(fit: Fit) -> None:
         print(f"in rounds: rows x longest <= {usable} tokens, {of_capacity}")
 
 
-def missed_points(name: str, law: LatencyFit, engine: EngineFacts) -> list[str]:
-    """Which points a law misses most, and why if the samples say so; nothing for a close law."""
+def missed_points(name: str, law: LatencyFit) -> list[str]:
+    """Return a line on a law that is far off: the points that it misses most, and how noisy the
+    samples of one point are, which says whether the measurement or the law's form is to blame.
+    """
     off = law.error.median_percent
     if off <= EXPLAINED_PERCENT or not law.worst_points:
         return []
-    named = []
-    for point in law.worst_points:
-        spread = point.spread_percent
-        samples = "1 sample" if spread is None else f"samples spread by {spread:.0f} %"
-        error = percent(point.error_percent)
-        named.append(f"N={point.batch_size} L={point.length}: {error} ({samples})")
-    lines = [f"{name}: the held-out median error is {off:.0f} %; worst: {', '.join(named)}"]
-    if law.spread_percent is None:
-        lines.append(f"{name}: no point has two samples, so how noisy they are is unknown")
-    elif law.spread_percent >= off / 2:
-        why = "profile on a quieter machine, or with more repeats"
-        if engine.device != "cpu" and not engine.is_server:
-            why = f"passes that are not captured wait for the core that launches them; {why}"
-        lines.append(
-            f"{name}: the measurement is noisy, samples of one point spread by "
-            f"{law.spread_percent:.0f} %: {why}"
-        )
-    else:
-        lines.append(
-            f"{name}: samples of one point spread by only {law.spread_percent:.0f} %, so the law's "
-            "form does not suit these points"
-        )
-    return lines
+    points = ", ".join(
+        f"N={one.batch_size} L={one.length} {percent(one.error_percent)}"
+        for one in law.worst_points
+    )
+    noise = "no point has two samples"
+    if law.spread_percent is not None:
+        noise = f"samples of one point spread by {law.spread_percent:.0f} %"
+        if law.spread_percent >= off / 2:
+            noise += ": profile on a quieter machine, or with more repeats"
+    return [f"{name}: the held-out median error is {off:.0f} %; worst: {points}; {noise}"]

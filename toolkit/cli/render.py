@@ -152,7 +152,7 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     the fit's, or the recipe's where the laws are computed.
 
     Raises InputError for arguments that contradict each other, and without --force for a new plan
-    that is predicted to break limits; further errors as `Scenario.open` and `make_plan`.
+    that is predicted to break limits; `Scenario.open` and `make_plan` say what else is refused.
     """
     source = args.source
     settings = None

@@ -61,8 +61,8 @@ def engine_of(scenario: Scenario) -> str:
 
 
 def own_policy(scenario: Scenario) -> str:
-    """Return the policy of the tuning or the recipe; without either the one that the fit's engine
-    has built in, or else the default of recipes.
+    """Return the policy of the tuning or the recipe; without either, the policy that is built into
+    the fit's engine, or else the default of recipes.
     """
     own = scenario.own_settings
     if own:
@@ -94,7 +94,7 @@ def contenders(
     recipe gave. A router is only before a policy that is built into an engine.
 
     Args:
-        routers: each of them is before such a policy in turn; none: the one of the settings.
+        routers: each of them is before such a policy in turn; none: the settings' own router.
 
     Raises InputError for an unknown policy or router, and for settings that cannot be.
     """
@@ -224,7 +224,7 @@ def _compared(
     verdict: Verdict = None,
     metrics: Mapping[str, float] | None = None,
 ) -> ComparedRun:
-    """Return a run as `--json` shows it beside others."""
+    """Return what `--json` shows of a run beside others."""
     policy = contender.policy
     refused = refusal(policy.name, engine_of(scenario))
     return ComparedRun(
@@ -243,8 +243,8 @@ def _compared(
 def collect(
     scenario: Scenario, traces: Sequence[Trace], contenders: Sequence[Contender]
 ) -> list[PolicyRun]:
-    """Return the runs, best first at each rate; after Ctrl-C those that are finished. Where one
-    stalls, it has a `problem`.
+    """Return the runs, best first at each rate; after Ctrl-C the finished ones. Where one stalls,
+    it has a `problem`.
     """
     runs: list[PolicyRun] = []
     try:

@@ -70,7 +70,7 @@ class Scenario:
     def open(cls, options: ScenarioOptions) -> Scenario:
         """Find the recipe, its fit and its tuning.
 
-        A recipe without a given fit has the one of `find_fit`; with a tuning by computed laws,
+        For a recipe without a given fit, `find_fit` finds it; with a tuning by computed laws,
         these. Raises InputError for options that contradict each other, for files that are missing
         or of another form, and for what is not modelled; StaleError for a fit or a tuning that was
         made from other files.
@@ -104,7 +104,8 @@ class Scenario:
     @classmethod
     def of_plan(cls, options: ScenarioOptions) -> Scenario:
         """Read the plan, with the number of workers of the options; without a plan, nothing is
-        known of the server. Raises as `open`, and InputError for a recipe in the plan's place.
+        known of the server. Raises InputError for a recipe in the plan's place, and for what `open`
+        refuses.
         """
         _refuse_two_loads(options)
         targets = parse_sla(options.sla)
@@ -171,8 +172,8 @@ class Scenario:
         return self.recipe, self.fit
 
     def make_plan(self, settings: Settings | None = None) -> Plan:
-        """Return the plan of the recipe: with `settings`, those of the tuning, or its own. Raises
-        InputError as `toolkit.deploy.plan.make_plan`.
+        """Return the plan of the recipe: with `settings`, else with the tuning's, else with its
+        own. `toolkit.deploy.plan.make_plan` says what is refused.
         """
         from toolkit.deploy.plan import make_plan
 
@@ -217,7 +218,9 @@ class Scenario:
         return replace(trace, sessions=None, notes=(*trace.notes, text))
 
     def fitted_trace(self) -> Trace:
-        """Read the requests, with the lengths that the recipe or the fit takes, as in `tune`."""
+        """Read the requests, with the lengths that the recipe or the fit takes; `tune` does the
+        same.
+        """
         from toolkit.traces.windows import fit_lengths, prepare
 
         trace = self.read_trace()
@@ -267,7 +270,7 @@ def _refuse_two_loads(options: ScenarioOptions) -> None:
 def _fit_of(
     file: Path, recipe: Recipe, given: str | None, options: ScenarioOptions
 ) -> tuple[Fit, Path | None]:
-    """Return the fit as `find_fit`; computed laws where the tuning is by such."""
+    """Return the recipe's fit (`find_fit`); computed laws where the tuning is by such."""
     if options.tuning is not None and given is None:
         tuned = read_file(Tuning, options.tuning, {"recipe": file})
         if "fit" not in tuned.inputs:
@@ -279,8 +282,8 @@ def _fit_of(
 def find_fit(
     file: Path, recipe: Recipe, given: Path | None, *, force: bool = False
 ) -> tuple[Fit, Path | None]:
-    """Return the fit of the recipe in `file`, and its own file: the one that is `given`, fit.json
-    of this folder, the shipped one, or computed, without a file.
+    """Return the fit of the recipe in `file`, and its own file: a `given` file, fit.json of this
+    folder, the shipped fit, or computed laws, without a file.
 
     Raises InputError where none of these is possible, and for what is not modelled; StaleError for
     a fit of another recipe, or of sections that changed. With `force` that is a warning.
@@ -331,8 +334,8 @@ def _fit_here(recipe: Recipe) -> Path | None:
 
 
 def computed_fit(file: Path, recipe: Recipe) -> Fit:
-    """Return the analytic fit of a recipe, which may differ from its file. Raises InputError as
-    `analytic_fit`.
+    """Return the analytic fit of a recipe, which may differ from its file. `analytic_fit` says what
+    is refused.
     """
     from toolkit.profiling.analytic import analytic_fit
 

@@ -1,12 +1,11 @@
 """`llmctl serve`: start the server of a plan.
 
-That is our own server, that of an engine that is a server itself (vLLM), or one before several of
+It is llmctl's own server, an engine that is a server itself (vLLM), or a front before several of
 these. What a server needs to know is in one `ServerOptions`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import secrets
@@ -39,7 +38,6 @@ from toolkit.report.steps import typed
 from toolkit.units import counted
 
 if TYPE_CHECKING:
-    from toolkit.server.access import Callers
     from toolkit.server.options import ServerOptions
     from toolkit.server.watched import Watched
 
@@ -166,6 +164,7 @@ def command(args: ServeOptions) -> None:
     engine vllm and several workers it starts them.
     """
     from toolkit.backends import Serves, StartsReplicas, backend_of
+    from toolkit.server.process import forget_variable
     from toolkit.server.server import Server
 
     # the workers inherit the environment, and run models' own code
@@ -195,44 +194,6 @@ def command(args: ServeOptions) -> None:
             with Server.open(options, engine_backend(plan, options)) as server:
                 ended = server.run(ready)
     ready.say_how_it_ended(ended)
-
-
-def find_keys(key: str, file: Path | None) -> Watched[Callers]:
-    """Return the API key, or the keys of a file, which may change while the server runs.
-
-    Raises InputError if both are given, and for a file without a key.
-    """
-    from toolkit.server.access import read_callers
-    from toolkit.server.options import one_key
-    from toolkit.server.watched import WatchedFile
-
-    if file is None:
-        return one_key(key.strip())
-    if key:
-        raise InputError(
-            "the API key is given twice",
-            "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
-        )
-    return WatchedFile(file, read_callers)
-
-
-def forget_variable(name: str) -> None:
-    """Remove a variable from this process's environment, and from /proc/PID/environ on Linux.
-
-    The latter shows the memory that the process was started with, which unsetting a variable does
-    not touch.
-    """
-    value = os.environ.get(name)
-    if value is None:
-        return
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.getenv.restype = ctypes.c_void_p
-        address = libc.getenv(os.fsencode(name))
-        size = len(os.fsencode(value))
-        if address and ctypes.string_at(address) == os.fsencode(value):
-            ctypes.memset(address, 0, size)
-    del os.environ[name]
 
 
 def _refuse_what_it_lacks(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> None:
@@ -282,7 +243,7 @@ def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOpt
     Raises InputError for keys, files or replicas that cannot be used.
     """
     from toolkit.backends.openai import KEY_VARIABLE
-    from toolkit.server.options import ServerOptions, model_name
+    from toolkit.server.options import ServerOptions, find_keys, model_name
     from toolkit.server.process import Manager, is_loopback
 
     manager = Manager.take()
@@ -367,7 +328,7 @@ class Announcement:
 
     def __call__(self, url: str) -> None:
         """Say that the server at `url` is ready."""
-        from toolkit.cli.control_keys import kept_key
+        from toolkit.endpoints.control_keys import kept_key
 
         self._was_ready = True
         options = self._options

@@ -58,8 +58,8 @@ def command(args: SetOptions) -> None:
 
 
 def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
-    """The control of a server: at `url`, or of the one that was started here with --live."""
-    from toolkit.cli.control_keys import known_keys
+    """The control of a server: at `url`, or of the server that was started here with --live."""
+    from toolkit.endpoints.control_keys import known_keys
     from toolkit.endpoints.settings import SettingsClient
 
     known = known_keys()

@@ -234,7 +234,7 @@ def convert(args: ConvertOptions) -> None:
     """Write a trace or a log as canonical JSONL, cut and scaled as requested.
 
     Requests of --grow are added first, by the hours of the file. The cut comes last, so its seconds
-    are those of the scaled trace, as in `tune` and `bench`.
+    are seconds of the scaled trace, like in `tune` and `bench`.
     """
     from toolkit.traces.generate import Arrivals, draw_arrivals
     from toolkit.traces.growth import Growth, grown

@@ -35,7 +35,7 @@ from toolkit.files.io import (
 from toolkit.files.recipe import MAX_TRIALS, Recipe
 from toolkit.files.tuning import Tuning, breaks
 from toolkit.report.steps import fit_option, typed
-from toolkit.units import counted, number
+from toolkit.units import number
 
 if TYPE_CHECKING:
     from toolkit.tuning.executor import Runner
@@ -130,8 +130,8 @@ def command(args: TuneOptions) -> None:
     nevertheless.
 
     With --live the settings are tried on a running server, in short bursts of the trace, without a
-    restart. It ends with the best ones if their gain is sure, else, and after Ctrl-C, with those of
-    before. The same command goes on from its journal.
+    restart. It ends with the best settings if their gain is sure, else, and after Ctrl-C, with the
+    settings of before. The same command goes on from its journal.
     """
     if args.live is not None:
         from toolkit.cli.tune_live import tune_live
@@ -218,22 +218,17 @@ def _searched(
 
 
 def _note_search(inputs: TuneInputs, simulations: int) -> None:
-    """Print what is searched."""
+    """Print what is searched, and what so few trials do not reach."""
     from toolkit.tuning.search import search_settings
 
     settings = search_settings(inputs.recipe, inputs.fit)
-    count = len(settings.spaces)
-    kind = "policies"
-    policies = "the recipe's own policy"
-    if settings.spaces[0].start.replica_router is not None:
-        kind = "routers"
-        policies += f" behind {counted(count, 'router')}"
-    elif count > 1:
-        policies = f"{count} policies, {len(settings.served)} of which this engine can run"
-    hint = f"; --{kind} own searches the recipe's alone" if count > 1 else ""
-    note(f"{settings.trials} trials of {policies}; about {simulations} simulations in all{hint}")
-    if settings.trials < count:
-        left = ", ".join(space.key for space in settings.spaces[settings.trials :])
+    keys = [space.key for space in settings.spaces]
+    others = len(keys) > 1
+    kind = "routers" if settings.spaces[0].start.replica_router else "policies"
+    what = f"{len(keys)} {kind}" if others else "the recipe's own policy"
+    hint = f"; --{kind} own searches the recipe's alone" if others else ""
+    note(f"{settings.trials} trials of {what}; about {simulations} simulations in all{hint}")
+    if left := ", ".join(keys[settings.trials :]):
         note(f"warning: with {settings.trials} trials these are not tried: {left}")
     tried = [space.start.policy for space in settings.spaces]
     note(*sharing_notes(inputs.cut.windows.trace, tried))

@@ -1,4 +1,4 @@
-"""`llmctl vllm-check`: whether the installed vLLM is the one that llmctl knows."""
+"""`llmctl vllm-check`: compare the installed vLLM with what llmctl knows of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The flags of target `vllm`: vLLM with the plan's values, each with its reason.
 
-Where the plan's policy can run inside vLLM, llmctl's scheduler is used. Flags are those of `vllm
+Where the plan's policy can run inside vLLM, llmctl's scheduler is used. Flags are named as in `vllm
 serve --help` of 0.32; a test checks them with vLLM's own parser where vLLM is installed. The laws
 hold for the engine that was measured; for another engine the values are a starting point.
 """

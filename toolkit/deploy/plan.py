@@ -79,7 +79,7 @@ def make_plan(
 
     The settings are `given`, or the tuning's recommendation, or the recipe's own. Predictions are
     the tuning's. `inputs` maps a role to the file that an argument was read from; the files belong
-    together, as `read_file` checks by their digests.
+    together: `read_file` checks their digests.
 
     Raises `InputError` where a policy or parameter is unknown, the engine cannot run the policy, or
     the tuning is for another number of workers.
@@ -183,7 +183,7 @@ def _from_tuning(tuning: Tuning, recipe: Recipe) -> Choice:
 
 
 def _sources_of(chosen: Settings, recipe: Recipe, source: str) -> dict[str, str]:
-    """The sources of the recommended parameters, except those that have the policy's defaults: the
+    """Return the sources of the recommended parameters that differ from the policy's defaults: the
     search, where they differ from what it began with, or the recipe.
     """
     known = defaults(KNOWN[chosen.policy])

@@ -1,14 +1,13 @@
 """Numbers of one server, each with its source: drain, load, memory, and how many may wait.
 
-The server is the one that the order's plan describes: with all its workers, or one of the replicas
-of an engine that is a server of its own (`Values.server`). A number that rests on no measurement
-says so.
+The order's plan describes the server: with all its workers, or one of the replicas of an engine
+that is a server of its own (`Values.server`). A number that rests on no measurement says so.
 
 How many requests may wait before first tokens come too late: a backlog of n requests arrives at an
 idle server, and the simulator, with the plan's policy and the fit's laws, says when each gets its
 first token. The threshold is the largest n that keeps the recipe's TTFT targets, minus the requests
-that start at once: the others are those that /metrics counts as waiting. It does not include the
-time that a new replica takes to load.
+that start at once: /metrics counts the others as waiting. It does not include the time that a new
+replica takes to load.
 """
 
 from __future__ import annotations
@@ -241,7 +240,7 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
     """Requests that may wait for one replica, at least 1; or None with the reason.
 
     None means that no number of waiting requests tells whether the target is kept. Lengths are
-    those of the trace, scaled for the recipe, in its order and repeated; without a trace, those of
+    taken from the trace, scaled for the recipe, in its order and repeated; without a trace, from
     `default_trace`, unless the plan was tuned on a trace. The longest lengths that the recipe
     allows would not help: one batch of them takes the whole target, so no request could wait.
     """

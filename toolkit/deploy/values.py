@@ -195,7 +195,7 @@ class Values:
 
     @cached_property
     def devices(self) -> list[str]:
-        """The GPUs of each replica, like '0,1', on a machine that has those of all; '' for none."""
+        """The GPUs of each replica, like '0,1', on a machine that has all of them; '' for none."""
         return self._shares(self.gpus.value)
 
     @cached_property

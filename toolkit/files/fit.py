@@ -36,9 +36,9 @@ class PointError(Strict):
 class LatencyFit(Strict):
     """A fitted law of batches: the chosen form, fitted on all points, and how the forms compared.
 
-    A piece applies from its `rows_min` to that of the next one. Of prefills (SCLS paper, Eq. 3) it
-    has terms pass, row, token, length and attended; of decode steps (Eq. 4) pass, row, cached and
-    length.
+    A piece applies from its `rows_min` to the `rows_min` of the next piece. Of prefills (SCLS
+    paper, Eq. 3) it has terms pass, row, token, length and attended; of decode steps (Eq. 4) pass,
+    row, cached and length.
     """
 
     form: str
@@ -153,7 +153,7 @@ HELD_OUT = "the law's error of 95 % of held-out batches"
 
 
 class LawRange(Strict):
-    """By which factors true times may differ from those of a fit's laws, and how that is known."""
+    """By which factors true times may differ from a fit's laws, and how that is known."""
 
     fast: float = Field(description="the least factor of every time")
     slow: float = Field(description="the greatest")

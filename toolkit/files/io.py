@@ -3,7 +3,7 @@
 What a file was made from is recorded when it is written and compared when it is read. A recipe is
 recorded by the content of each section, so a new latency target makes a tuning stale but not a
 profile, and a comment makes nothing stale. After that come the head that all files share, finding
-fits, also those that ship under the names of their recipes, and logs of whole lines.
+fits, shipped ones too, by the names of their recipes, and logs of whole lines.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def write_file(model: BaseModel, path: AnyPath) -> None:
 
 
 def keep_sources(path: AnyPath, digests: Collection[str]) -> None:
-    """Raise `InputError` where the file at `path` has one of these sha256, those of the inputs of
-    what will be written there.
+    """Raise `InputError` where the file at `path` has one of these sha256, which are of the inputs
+    of what will be written there.
     """
     if os.path.isfile(path) and digest(path).sha256 in digests:
         raise overwriting(path)
@@ -198,7 +198,7 @@ def file_text(model: BaseModel) -> str:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write text as UTF-8; otherwise as `write_bytes`."""
+    """Write text as UTF-8; otherwise like `write_bytes`."""
     write_bytes(path, text.encode())
 
 
@@ -255,7 +255,7 @@ def _is_odd(place: Path) -> bool:
 
 
 def target_of(path: AnyPath) -> Path:
-    """The file that is written for `path`: behind a link, the one that it names.
+    """The file that is written for `path`: behind a link, the file that it names.
 
     Raises `OSError` for a folder, for a link that leads to itself, and for what no result is
     written to: a named pipe waits until something reads it, and a disk would be overwritten.
@@ -433,7 +433,7 @@ class LineLog:
         self._torn = self._size > 0 and os.pread(self._fd, 1, self._size - 1) != NEWLINE
 
     def write(self, lines: bytes) -> None:
-        """Append whole lines. Those that do not fit are lost."""
+        """Append whole lines. Lines that do not fit are lost."""
         if not self._ended:
             done, reason = self._append(lines)
             lines = lines[done:]

@@ -284,8 +284,8 @@ def _length(facts: ModelFacts, wish: Wish) -> int:
 
 
 def parallel_problem(facts: ModelFacts, gpus: int, *, whole_experts: bool = False) -> str:
-    """Return why a model cannot be divided among so many GPUs; '': it can. KV heads are repeated
-    where there are more GPUs than heads.
+    """Return why a model cannot be divided among this number of GPUs; '': it can. KV heads are
+    repeated where there are more GPUs than heads.
     """
     layers = layers_of(facts.config)
     for heads, kv_heads in dict.fromkeys((one.heads, one.kv_heads) for one in layers if one.heads):
@@ -309,7 +309,7 @@ def parallel_problem(facts: ModelFacts, gpus: int, *, whole_experts: bool = Fals
 
 def _choose(found: FoundModel, facts: ModelFacts, wish: Wish, longest: int) -> GroupMemory:
     """The smallest group of GPUs that holds the weights and `GOOD_ROWS` rows of the longest; where
-    no group does, the one with the most rows. `InputError` where not even one row fits.
+    no group does, the group with the most rows. `InputError` where not even one row fits.
     """
     most = wish.gpus or MOST_GPUS
     wanted = wish.tensor_parallel

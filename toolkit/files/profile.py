@@ -116,7 +116,7 @@ class RoundsProfile(Strict):
 
 
 class StepPoint(Strict):
-    """Forward passes of one composition, with a shape as in `laws.features.StepShape`.
+    """Forward passes of one composition, with the fields of `laws.features.StepShape`.
 
     A point of decodes only describes consecutive passes by their mean. The points of a profile are
     in the order of their passes: where passes overlap, a pass's time depends on its neighbours.

@@ -195,7 +195,7 @@ def analytic_profile(
 def pass_shape(
     rows: int, cached: int, prompts: int = 0, new: int = 0, before: int = 0, window: int = 0
 ) -> StepShape:
-    """Return the pass of `rows` decodes with `cached` tokens each, beside chunks of so many
+    """Return the pass of `rows` decodes with `cached` tokens each, beside chunks of these
     `prompts`: `new` tokens each, behind `before` cached ones. `window`: see `PassLaw`.
     """
     attended = prompts * chunk_attended(before, new)
@@ -213,7 +213,7 @@ def computed_profile(
     times: ComputedPasses,
     passes: StepsProfile,
 ) -> Profile:
-    """Return the recipe's grid as `times` compute it, beside `passes`."""
+    """Return the recipe's grid, computed by `times`, beside `passes`."""
     points, skipped = grid(recipe.profile, facts)
     prefill = []
     decode = []
@@ -297,7 +297,7 @@ def _refuse(reasons: list[str], hint: str) -> None:
 
 
 def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
-    """These numbers of a recipe. Raises `InputError` with the names of those that it lacks."""
+    """These numbers of a recipe. Raises `InputError` with the names of what it lacks."""
     if missing := [name for name, number in numbers.items() if number is None]:
         why = f"an analytic profile needs {', '.join(missing)}"
         raise InputError(why, "see the data sheet and the model")

@@ -58,7 +58,7 @@ class GridPoint:
 
 
 def grid(spec: ProfileSpec, facts: EngineFacts) -> tuple[list[GridPoint], list[FailedPoint]]:
-    """The recipe's points that fit the engine, and those that do not, with the reason."""
+    """Return the recipe's points that fit the engine, and the others with the reason."""
     lengths: dict[PointKind, list[int]] = {
         "prefill": spec.input_lengths,
         "decode": spec.cached_lengths,

@@ -327,7 +327,7 @@ def probe_shapes(spec: ProfileSpec, facts: EngineFacts) -> list[tuple[int, int]]
     """(L, S) of every probe of the memory edge; none for a server, which queues.
 
     At each memory length S is the recipe's longest slice, and all that the model can generate: the
-    two separate the memory of a row's prompt from that of its output.
+    two separate the memory of a row's prompt from the memory of its output.
     """
     if facts.is_server:
         return []

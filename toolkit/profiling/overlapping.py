@@ -1,11 +1,11 @@
 """The points of a profile where passes overlap, as vLLM's on a GPU do.
 
 There a pass may end with the launch of the next one, and how it is launched depends on its tokens:
-as a CUDA graph up to the largest size that was captured. So these points differ from those of other
-engines. Prompts arrive one at a time, several passes apart, so that each shows its own launch and
-its own work; others arrive at once, so that chunk follows chunk. Their tokens lie around the sizes
-of graphs, and beyond. Decodes go beyond the sizes, too. Traffic at two loads shows launches and the
-front as they are when serving.
+as a CUDA graph up to the largest size that was captured. So these points differ from the points of
+other engines. Prompts arrive one at a time, several passes apart, so that each shows its own launch
+and its own work; others arrive at once, so that chunk follows chunk. Their tokens lie around the
+sizes of graphs, and beyond. Decodes go beyond the sizes, too. Traffic at two loads shows launches
+and the front as they are when serving.
 
 Launches drift in spells of seconds. So the visits to all points are in random order, and points
 that cost little are visited several times.
@@ -61,8 +61,8 @@ def grid(facts: EngineFacts, steps: StepsProfile) -> list[GridPoint]:
 
 
 def _rows(wanted: Sequence[int], tokens: int, facts: EngineFacts) -> list[int]:
-    """Numbers of rows, of so many tokens each: those that are wanted and run at once, and the most
-    of these. They are at least four where as many run at once.
+    """Return numbers of rows, of `tokens` tokens each: the wanted numbers that run at once, and the
+    most that do. They are at least four where as many run at once.
     """
     most = min(facts.max_rows or ROWS_MAX, facts.capacity_tokens // tokens, max(wanted))
     rows = {number for number in wanted if number < most} | {most}

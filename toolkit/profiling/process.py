@@ -222,7 +222,7 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The request failed. `exit_code` is that of the error to raise, 0 for this point only."""
+    """The request failed. `exit_code` belongs to the error to raise, 0 for this point only."""
 
     message: str
     hint: str = ""

@@ -173,7 +173,7 @@ class _Reader:
         )
 
     def _precision(self, place: str, names: Sequence[str]) -> str:
-        """Return the precision that all these modules have, as `ModelShapes` names it."""
+        """Return the precision that all these modules have, named like in `ModelShapes`."""
         if self.scheme is None:
             return self.dtype
         scheme = self.scheme

@@ -104,7 +104,7 @@ def _effect(one: CapacityOf, group: list[CapacityOf]) -> str:
 
 
 def _fewest(group: list[CapacityOf], lost: int, wanted: str) -> list[str]:
-    """The fewest GPUs, and the cheapest settings, for the wanted rate."""
+    """Return the fewest GPUs for the wanted rate, in a sentence; the table has the costs."""
     able = [one for one in group if one.needed is not None]
     spare = f" with {lost} lost" if lost else ""
     if not able:
@@ -113,17 +113,7 @@ def _fewest(group: list[CapacityOf], lost: int, wanted: str) -> list[str]:
     assert fewest.needed is not None
     gpus = counted(fewest.needed.gpus, "GPU")
     about = bracketed(changes_in_words(fewest.scaling))
-    lines = [f"the fewest for {wanted}{spare}{about}: {gpus}, {fewest.name}"]
-    prices = [
-        (one.needed.usd_per_hour, one)
-        for one in able
-        if one.needed and one.needed.usd_per_hour is not None
-    ]
-    if prices:
-        usd, cheapest = min(prices, key=lambda pair: pair[0])
-        cost = f"{number(usd)} USD an hour, {cheapest.name}"
-        lines.append(f"the cheapest for {wanted}{spare}: {cost}")
-    return lines
+    return [f"the fewest for {wanted}{spare}{about}: {gpus}, {fewest.name}"]
 
 
 def capacity_page(result: Capacities) -> str:

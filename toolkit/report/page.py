@@ -1,9 +1,9 @@
 """The page: sections of words, charts and tables in one HTML file without scripts.
 
-A section shows its charts before its tables. Tables are folded, except for that of the verdict.
-The verdict comes first: what to run, its predicted results, each target kept or broken, and checks.
-Its badge is the conclusion in one sentence. A value counts as measured where a bench of
-the shown plan ran at the rate that the plan was tuned for.
+A section shows its charts before its tables. Tables are folded, except for the verdict's. The
+verdict comes first: what to run, its predicted results, each target kept or broken, and checks. Its
+badge is the conclusion in one sentence. A value counts as measured where a bench of the shown plan
+ran at the rate that the plan was tuned for.
 """
 
 from __future__ import annotations

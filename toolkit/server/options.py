@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.files.profile import OnForeign
-from toolkit.server.access import Callers
+from toolkit.server.access import Callers, read_callers
 from toolkit.server.process import Manager, is_loopback
-from toolkit.server.watched import Watched
+from toolkit.server.watched import Watched, WatchedFile
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -29,6 +30,21 @@ def model_name(plan: Plan) -> str:
     return recipe.serve.served_model_name or (
         recipe.name if recipe.model.source == "random" else recipe.model.source
     )
+
+
+def find_keys(key: str, file: Path | None) -> Watched[Callers]:
+    """Return the API key, or the keys of a file, which may change while the server runs.
+
+    Raises InputError if both are given, and for a file without a key.
+    """
+    if file is None:
+        return one_key(key.strip())
+    if key:
+        raise InputError(
+            "the API key is given twice",
+            "keep one of --api-key-file and --api-key or LLMCTL_API_KEY",
+        )
+    return WatchedFile(file, read_callers)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import ipaddress
 import os
@@ -17,6 +18,25 @@ from toolkit import interrupts
 from toolkit.errors import InputError
 
 BACKLOG = 2048  # connections that wait to be accepted
+
+
+def forget_variable(name: str) -> None:
+    """Remove a variable from this process's environment, and from /proc/PID/environ on Linux.
+
+    The latter shows the memory that the process was started with, which unsetting a variable does
+    not touch.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        return
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.getenv.restype = ctypes.c_void_p
+        address = libc.getenv(os.fsencode(name))
+        size = len(os.fsencode(value))
+        if address and ctypes.string_at(address) == os.fsencode(value):
+            ctypes.memset(address, 0, size)
+    del os.environ[name]
 
 
 def check_exposure(host: str, *, asks_key: bool, insecure: bool) -> None:

@@ -197,7 +197,7 @@ class Column:
         return seconds_of(self.of(record), self.unit)
 
     def values(self, sample: Iterable[Record]) -> list[object]:
-        """Return the values in these rows, without those that are missing."""
+        """Return the values in these rows, without missing ones."""
         found = (self.of(record) for record in sample if record is not None)
         return [value for value in found if value is not None]
 
@@ -249,7 +249,7 @@ def names_of(sample: Iterable[Record], source: str) -> list[str]:
 
 
 def _leaves(record: Mapping[str, object], outer: str = "", depth: int = 1) -> Iterator[str]:
-    """Yield the names of columns, those of nested objects with dots."""
+    """Yield the names of columns; names in nested objects have dots."""
     for key, value in record.items():
         if isinstance(value, dict) and depth < DEPTH:
             yield from _leaves(value, f"{outer}{key}.", depth + 1)
@@ -266,8 +266,8 @@ def find_columns(
         sample: its first rows, of which `names` are the columns.
         chosen: columns that the user named.
 
-    Raises `InputError` if a column of `chosen` is not there, and if lengths may be those of turns
-    without the turns before them.
+    Raises `InputError` if a column of `chosen` is not there, and if lengths may be of turns without
+    the turns before them.
     """
     taken = {role: _named(column, names, source) for role, column in chosen.items()}
     by_case = {name.lower(): name for name in reversed(names)}

@@ -66,7 +66,7 @@ class Growth:
 
         Args:
             hours: on one clock.
-            daily: the hours are those of each day, over midnight where the end is the earlier one.
+            daily: the hours are of each day, over midnight where the end is earlier.
 
         Raises `InputError` if this clock does not have these hours.
         """
@@ -144,7 +144,7 @@ def grown(
 def _refuse_hours(
     growth: Growth, growths: Sequence[Growth], there: Ints, taken: Ints, when: str
 ) -> None:
-    """Raise `InputError` where no request is in these hours, or some are in those of another
+    """Raise `InputError` where no request is in these hours, or some are in the hours of another
     growth; `taken` has the number of the growth of each request, or -1.
     """
     if not len(there):
@@ -190,7 +190,9 @@ def _with_copies(trace: Trace, first: Ints, rows: Ints, copy: Ints, shift_s: Flo
 
 
 def _renamed(shared: SharedBlocks, both: SharedBlocks, first: Ints, copy: Ints) -> SharedBlocks:
-    """The blocks with new ids in each copy for those that only one session of the trace holds."""
+    """Return the blocks; a block that only one session of the trace holds has a new id in each
+    copy.
+    """
     session = np.repeat(first, shared.counts)
     known, place = np.unique(shared.ids, return_inverse=True)
     lowest = np.full(len(known), len(first), dtype=np.int64)

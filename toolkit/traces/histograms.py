@@ -1,7 +1,7 @@
 """Lengths drawn from a server's own metrics: histograms of a page in Prometheus' format.
 
 A histogram says how many requests fell into each bucket of lengths, and the sum of all lengths.
-Lengths are drawn within the buckets so that both come out. The names are those of vLLM's metrics.
+Lengths are drawn within the buckets so that both come out. The names are of vLLM's metrics.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def _block_tokens(given: object, source: str, row: int) -> int:
 
 
 def _chains(shared: SharedBlocks, rows: Sequence[int], unshared: Problems) -> SharedBlocks | None:
-    """Return the blocks without those of rows in which an id stands behind another id than where it
-    stands first; None if none are left.
+    """Return the blocks, without rows in which an id stands behind another id than where it stands
+    first; None if none are left.
     """
     ids = shared.ids
     first = np.zeros(len(ids), dtype=np.bool_)

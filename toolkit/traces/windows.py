@@ -401,8 +401,8 @@ def split_windows(
     Args:
         warm: whether the requests of as many seconds before a window are its warm-up.
 
-    Raises `InputError` if the trace has not so many stretches, `EmptyWindowError` if no
-    request arrives in half of them or more.
+    Raises `InputError` if the trace has fewer stretches, `EmptyWindowError` if no request arrives
+    in half of them or more.
     """
     count = search + held_out
     duration_s = float(trace.arrival_s[-1])
@@ -453,8 +453,8 @@ def _stretches(
     """The edges of stretches of `window_s`, `least` or more, one after another, and their loads.
 
     The load is the share of all prompt tokens plus the share of all output tokens. Where the first
-    stretch begins decides which bursts a stretch holds whole. Of several beginnings, it is the one
-    with the busiest stretch.
+    stretch begins decides which bursts a stretch holds whole. Of several beginnings, the busiest
+    stretch decides.
     """
     duration_s = float(trace.arrival_s[-1])
     tokens = trace.prompt_tokens / max(trace.prompt_tokens.sum(), 1)

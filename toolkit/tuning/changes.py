@@ -1,4 +1,4 @@
-"""A recipe with some of its keys changed, to be shown beside itself: `capacity --also`, `--tp`.
+"""A recipe with some of its keys changed, to be shown beside itself: `capacity --also`.
 
 `RecipeChange.parsed` reads the words, `changed_recipe` applies them and checks the result with the
 recipe's own model. Some keys decide how long a pass takes or how much memory there is
@@ -58,7 +58,6 @@ OWN_RECIPE = "make a recipe of its own, and name both"
 # The keys that are changed in another way, or not at all.
 INSTEAD = {
     "policy.name": "use --policies NAME",
-    "engine.tensor_parallel_size": "use --tp, such as --tp 1,2",
     "engine.name": OWN_RECIPE,
     "hardware.usd_per_hour": "use --price GPU=USD",
     "hardware": OWN_RECIPE,
@@ -185,8 +184,9 @@ def _refuse_key(key: str, changed: Recipe, change: RecipeChange) -> None:
 
 
 def _with_bytes(recipe: Recipe, changed: Recipe, change: RecipeChange) -> Recipe:
-    """The changed recipe with the bytes of its weights and of a cached token, as its config gives
-    them. `InputError` where the unchanged bytes are not the ones that its config gives.
+    """Return the changed recipe with the bytes of its weights and of a cached token, by its config,
+    and with the price of a worker's GPUs. Raises `InputError` where the unchanged bytes are not the
+    ones that its config gives.
     """
     updates = {}
     for key, (bytes_of, sources) in BYTES.items():
@@ -205,7 +205,13 @@ def _with_bytes(recipe: Recipe, changed: Recipe, change: RecipeChange) -> Recipe
             problem = f"{key} changes with it: it is {own}, and model.config gives {before}"
             raise change.error(problem, hint)
         updates[name] = after
-    return changed.model_copy(update={"model": changed.model.model_copy(update=updates)})
+    made = changed.model_copy(update={"model": changed.model.model_copy(update=updates)})
+    usd = recipe.hardware.usd_per_hour
+    if usd is None:
+        return made
+    gpus, before_gpus = (one.engine.tensor_parallel_size for one in (changed, recipe))
+    price = {"usd_per_hour": usd * gpus / before_gpus}
+    return made.model_copy(update={"hardware": made.hardware.model_copy(update=price)})
 
 
 def _weight_bytes(recipe: Recipe) -> int:
@@ -230,29 +236,6 @@ BYTES: dict[str, tuple[Callable[[Recipe], int], tuple[str, ...]]] = {
     "model.weight_bytes": (_weight_bytes, ("model.quantization", "model.dtype")),
     "model.kv_bytes_per_token": (_cache_bytes, ("model.dtype", "engine.vllm.kv_cache_dtype")),
 }
-
-
-def on_gpus(recipe: Recipe, size: int, gpus: int) -> Recipe:
-    """Return the recipe with `gpus` GPUs in workers of `size` GPUs each.
-
-    A worker's price changes with its GPUs. Raises `InputError` where the size does not divide the
-    GPUs, or the model cannot be divided among so many.
-    """
-    if gpus % size:
-        raise InputError(
-            f"tensor parallelism {size}: it does not divide {gpus} GPUs", "change one of both"
-        )
-    usd = recipe.hardware.usd_per_hour
-    given = recipe.model_dump(exclude_unset=True)
-    given["workers"] = gpus // size
-    given["engine"] = {**given.get("engine", {}), "tensor_parallel_size": size}
-    if usd is not None:
-        given["hardware"]["usd_per_hour"] = usd * size / recipe.engine.tensor_parallel_size
-    try:
-        return Recipe.model_validate(given)
-    except ValidationError as error:
-        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise InputError(problem, "choose another tensor parallelism") from None
 
 
 def measured_laws(change: RecipeChange, recipe: Recipe) -> InputError:
