@@ -525,7 +525,11 @@ async def flaps(count: int, streams: int, seed: int) -> Found:
 
 
 def quantiles(times_s: list[float]) -> str:
-    """The median, the 99th percentile and the largest, in words."""
+    """The median, the 99th percentile and the largest, in words; of a part that ended before the
+    first was measured, none.
+    """
+    if not times_s:
+        return "none"
     ordered = sorted(times_s)
     shares = [ordered[min(int(len(ordered) * one), len(ordered) - 1)] for one in (0.5, 0.99, 1)]
     return ", ".join(f"{1000 * each:.0f}" for each in shares) + " ms"

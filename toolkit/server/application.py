@@ -143,7 +143,6 @@ class Application:
             scope[ACCOUNT] = account = self._account(scope["path"], headers)
             if account is not None:
                 account.requests += scope["method"] == "POST"
-            backend.check_head(headers)
             answers = backend.generate if backend.transparent else self._routes
             await answers(scope, receive, send_answer)
         except ApiError as refusal:

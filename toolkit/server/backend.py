@@ -119,10 +119,6 @@ class ServerBackend(ABC):
         for path in (COMPLETIONS, CHAT):
             application.generates(path)
 
-    def check_head(self, headers: Headers) -> None:
-        """Raise `ApiError` for a request that is refused by its head."""
-        return
-
     # Its life
 
     async def start(self) -> None:

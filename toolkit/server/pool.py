@@ -27,7 +27,6 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -52,7 +51,7 @@ from toolkit.server.options import ServerOptions, model_name, one_key
 from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
 from toolkit.server.prompt_blocks import chained_ids, pieces_of
 from toolkit.server.relay import NO_REPLICA, RelayedRequest, RetryBudget
-from toolkit.server.replicas import COUNTERS, LOOP, ReplicaNeeds, ReplicaPool
+from toolkit.server.replicas import COUNTERS, ReplicaNeeds, ReplicaPool
 from toolkit.server.stats import Stats
 from toolkit.server.status import facts_of
 from toolkit.server.watched import Watched, follow
@@ -213,11 +212,10 @@ class PoolBackend(ServerBackend):
                     await asyncio.sleep(POLL_EVERY_S / 10)
 
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
-        headers = request.headers
-        call = GenerationCall(request.scope["path"], body, headers.get("x-session-id", ""))
+        session = request.headers.get("x-session-id", "")
+        call = GenerationCall(request.scope["path"], body, session)
         self.admit(request, call.model or None, call.priority)
-        via = self.pool.forwarded(headers.get("via", ""))
-        relayed = RelayedRequest(self, call, arrival_s, via)
+        relayed = RelayedRequest(self, call, arrival_s)
         relayed.admit()
         return relayed.answer
 
@@ -226,10 +224,6 @@ class PoolBackend(ServerBackend):
         if not self.pool.up:
             self.stats.refusals[NO_REPLICA] += 1
             raise overloaded(NO_REPLICA)
-
-    def check_head(self, headers: Headers) -> None:
-        if self.pool.name in headers.get("via", ""):
-            raise ApiError("this request went through this front before", status=LOOP)
 
     async def _replica_metrics(self, number: str) -> Response:
         """Pass the page /metrics of a replica, by its place in /replicas."""

@@ -87,7 +87,6 @@ class RelayedRequest:
         backend: PoolBackend,
         call: GenerationCall,
         arrival_s: float,
-        headers: list[tuple[bytes, bytes]],
     ) -> None:
         self.heard_s = self.arrival_s = arrival_s
         self.streaming = False
@@ -98,7 +97,6 @@ class RelayedRequest:
         self.new_tokens = limit or 1
         self._backend = backend
         self._call = call
-        self._headers = headers
         self._merged = MergedAnswer(call, self.prompt_tokens)
         self._id = f"r{next(backend.numbers)}"
         self._blocks = backend.gauge.blocks(call.prompt)
@@ -260,7 +258,9 @@ class RelayedRequest:
         )
         reached = False
         try:
-            answer = await replica.upstream.send("POST", path.encode(), self._headers, body)
+            answer = await replica.upstream.send(
+                "POST", path.encode(), backend.pool.json_headers, body
+            )
             reached = True
             async with aclosing(answer):
                 self.heard_s = replica.heard_s = backend.now_s()

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import math
 import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
@@ -64,8 +63,6 @@ MAX_ROWS = 1 << 20  # that a replica may report
 _MAX_TOKENS = re.compile(r"max_tokens=(\d{1,9})\b")
 MAX_ENGINES = 1024  # of a replica, of which figures are read
 FOREIGN = ("it serves ", "it runs ")  # problems with which a replica is left out
-MAX_VIA_BYTES = 1024
-LOOP = 508  # the status for a request that went through this front before
 _logger = logging.getLogger(__name__)
 COUNTERS = ("requests", "failures", "moved")  # of a replica, which only grow
 IDS_FROM = ("vllm",)  # `owned_by` of the servers that give and take token ids
@@ -182,10 +179,8 @@ class ReplicaPool:
         self.by_index: dict[int, LiveReplica] = {}
         self.model = needs.model
         self.changed = asyncio.Event()  # a replica came up
-        self.name = f"llmctl-{secrets.token_hex(8)}"  # in `Via`: a list may name this front
         self.key = key
-        key_header = [(b"authorization", b"Bearer " + key.encode())] if key else []
-        self.headers = [*key_header, (b"via", f"1.1 {self.name}".encode())]
+        self.headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.json_headers = [*self.headers, (b"content-type", b"application/json")]
         self.balancer = balancer
         self._traits = traits
@@ -255,11 +250,6 @@ class ReplicaPool:
         if replica.state == "up":
             self._lose(replica, "down", f"is down: {why}", why)
         replica.wake.set()
-
-    def forwarded(self, via: str) -> list[tuple[bytes, bytes]]:
-        """The headers of a client's request that came `via` other proxies."""
-        before = via.encode("latin-1")[:MAX_VIA_BYTES]
-        return [*self.json_headers, (b"via", before)] if before else self.json_headers
 
     def answered(self, replica: LiveReplica, status: int) -> None:
         """Note the status of an answer. One that it cannot serve, or too many failures in a row,
@@ -417,8 +407,6 @@ class ReplicaPool:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 status, _ = await self._ask(replica, "/health")
-                if status == LOOP:
-                    return "it serves this front itself"
                 if status not in (200, 404):
                     return f"/health answered {status}"
                 if problem := await self._identify(replica):  # another model may run there since
@@ -450,6 +438,8 @@ class ReplicaPool:
         if not models.data:
             return "it serves no model"
         model = next((one for one in models.data if one.id == wanted), models.data[0])
+        if model.replicas is not None:  # requests could go round in a circle
+            return "it serves replicas itself"
         if wanted and model.id != wanted:
             return f"it serves '{plain(model.id, 80)}', not '{wanted}'"
         length = model.max_model_len or None
