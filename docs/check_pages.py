@@ -8,12 +8,14 @@ Each problem is a line, and then the exit code is 1:
 - a decision without a date;
 - an example that its page shows otherwise;
 - raw data of a result that no page links, or a row of a page's table that its raw data lack;
+- more phrases in docstrings that point back ("that of", "so many") than a reader can follow;
 - a word for people that is about a thing: a request, row, worker or file is "it". A word that comes
   directly after a word for people ("an operator whose key") is right.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import re
@@ -47,6 +49,13 @@ PERSON = re.compile(
 OF_PEOPLE = re.compile(
     r"\b(users?|operators?|readers?|authors?|people|persons?),?\s*$", re.IGNORECASE
 )
+# They make a reader look for the noun, so say it; the number is of 1,000 words of docstrings.
+POINTING_BACK = re.compile(
+    r"\b(?:that of|those (?:of|that|which|with)|that with|the ones? (?:that|of|with)|likewise"
+    r"|so (?:many|much|often)|as (?:in |of |for )?`[^`]+`)",
+    re.IGNORECASE,
+)
+MOST_POINTING_BACK = 2.0
 QUOTES = '"who" is for people'  # the glossary
 
 
@@ -155,6 +164,29 @@ def words_for_people() -> Iterator[str]:
                     yield f"{name(file)}:{number}: say 'it' or 'that': {line.strip()}"
 
 
+def docstrings_of(source: str) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds):
+            yield ast.get_docstring(node) or ""
+
+
+def pointing_back() -> Iterator[str]:
+    """Where there are too many phrases, the rooms that have most of them are named."""
+    words = 0
+    found: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "toolkit").rglob("*.py")):
+        for text in docstrings_of(read(file)):
+            words += len(text.split())
+            found.setdefault(name(file.parent), []).extend(POINTING_BACK.findall(text))
+    count = sum(map(len, found.values()))
+    if 1000 * count > MOST_POINTING_BACK * words:
+        most = sorted(found, key=lambda room: -len(found[room]))[:3]
+        rooms = ", ".join(f"{room} {len(found[room])}" for room in most)
+        share = f"{1000 * count / words:.2f} in 1,000 words, at most {MOST_POINTING_BACK:g}"
+        yield f"docstrings point back by 'that of', 'so many' and the like: {share}; most: {rooms}"
+
+
 def problems() -> list[str]:
     return [
         *broken_links(),
@@ -163,6 +195,7 @@ def problems() -> list[str]:
         *unlike_raw_data(),
         *unshown_examples(),
         *words_for_people(),
+        *pointing_back(),
     ]
 
 

@@ -79,10 +79,9 @@ def open_experiment(
     """Read a trace and a fit, each a file or the name of one that ships.
 
     `fit` may be "unit-step", a clock that counts decode steps. `rate_rps`: scale arrivals to this
-    mean rate. `workers`, `max_new_tokens`: 0 takes those of the fit and of its recipe. Requests are
-    fitted to the recipe's limits as in `llmctl tune`; `trace.changes` says how. `settings` are
-    those of the simulated world, such as `capacity_tokens`. `InputError` for a file that cannot be
-    used.
+    mean rate. `workers`, `max_new_tokens`: 0: the fit's and its recipe's. Requests are fitted to
+    the recipe's limits, like in `llmctl tune`; `trace.changes` says how. `settings` of the
+    simulated world, such as `capacity_tokens`. `InputError` for a file that cannot be used.
     """
     requests, _ = read_trace(trace_path(os.fspath(trace)))
     fitted: Fit | None = None

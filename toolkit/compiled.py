@@ -1,4 +1,4 @@
-"""Runs the modules that mypyc has compiled, as long as their sources are those that were compiled.
+"""Runs the modules that mypyc has compiled, as long as their sources were not changed since.
 
 `hatch_build.py` compiles them, at set-up and for a wheel. Their libraries lie in
 `toolkit/_compiled/`, in a folder for each Python and platform. The finder here hands them out if

@@ -4,13 +4,13 @@ TPOT = (E2E - TTFT) / (output tokens - 1). ITL is each gap between tokens. MTPOT
 within a request. A request with one output token has no gap: it has neither TPOT nor MTPOT, counts
 in none of their statistics, and keeps every target of theirs.
 
-Throughput is the successful requests, and goodput those within every latency target, both over the
-same time (`window_s`): so goodput is at most throughput. Where the server keeps up, that is the
-window in which the requests arrive; the drain, the time after the last arrival, does not count. For
-it says nothing of the server: the shorter a benchmark, the more of its makespan is drain, and one
-long request at the end may double it. Where all requests keep their targets, goodput is the rate of
-arrivals, as in DistServe (OSDI 2024, section 1): the greatest rate at which a given share of the
-requests keeps the targets.
+Throughput is the successful requests, and goodput the requests within every latency target, both
+over the same time (`window_s`): so goodput is at most throughput. Where the server keeps up, that
+is the window in which the requests arrive; the drain, the time after the last arrival, does not
+count. For it says nothing of the server: the shorter a benchmark, the more of its makespan is
+drain, and one long request at the end may double it. Where all requests keep their targets, goodput
+is the rate of arrivals, as in DistServe (OSDI 2024, section 1): the greatest rate at which a given
+share of the requests keeps the targets.
 
 Where the queue grows with the trace, the server takes longer for the requests than they took to
 arrive, and the window of arrivals would show the rate of arrivals in place of the server's. There,

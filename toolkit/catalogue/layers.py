@@ -276,7 +276,7 @@ def _adjusted(config: Config) -> int:
 
 
 def _block_feed(config: Config, block: Mapping[str, object]) -> tuple[str, int]:
-    """Return what follows a mixer of Nemotron-NAS: a multiple of 256 near 2/3 of `width` sizes."""
+    """Return what follows a mixer of Nemotron-NAS: a multiple of 256 near 2/3 of the width."""
     if block.get("no_op"):
         return "", 0
     if block.get("replace_with_linear"):

@@ -23,7 +23,7 @@ START = "start it with: llmctl serve PLAN.json --live"
 
 
 class LiveSetting(msgspec.Struct, frozen=True):
-    """A setting: its value, that of the start, and its bounds. `beyond` says what a larger value
+    """A setting: its value now and at the start, and its bounds. `beyond` says what a larger value
     needs.
     """
 

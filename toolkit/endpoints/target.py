@@ -307,7 +307,7 @@ def _counted(target: Target, dialect: Dialect, words: int) -> int:
 
 
 class CacheCounts(NamedTuple):
-    """Prompt tokens that a server has looked up in its prefix cache, and those that it found."""
+    """Prompt tokens that a server has looked up in its prefix cache, and the found ones."""
 
     queries: float
     hits: float

@@ -115,7 +115,7 @@ class FlashRows(TokenRows):
 
 
 def choose_rows(like: torch.Tensor, heads: int, shapes: Sequence[KVShape]) -> type[TokenRows]:
-    """How a model with so many query heads, and caches of these `shapes`, attends in steps of fixed
+    """How a model with `heads` query heads, and caches of these `shapes`, attends in steps of fixed
     shapes on the device and in the dtype of `like`.
 
     Flash attention is tried first, beside the plain result: its interface is not PyTorch's public
@@ -166,8 +166,8 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention [N, L, heads, head_dim] of queries [N, heads, L, head_dim]; L is 1 unless keys are
-    those of one padded batch.
+    """Attention [N, L, heads, head_dim] of queries [N, heads, L, head_dim]; L is 1 unless the keys
+    are of one padded batch.
     """
     if isinstance(key, RowTokens):
         return key.rows.attend(query[:, :, 0], key.tokens, value, scaling)[:, None], None

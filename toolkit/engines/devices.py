@@ -37,9 +37,8 @@ class CudaDevice:
 class Devices:
     """The versions of torch, CUDA and the driver, and the GPUs that torch can use.
 
-    `torch` is '' where it is not installed; the GPUs are then those that the driver lists. `cuda`
-    is the CUDA release that torch was built for, '' for a CPU build. `driver` is '' without an
-    NVIDIA driver.
+    `torch` is '' where it is not installed; the driver then lists the GPUs. `cuda` is the CUDA
+    release that torch was built for, '' for a CPU build. `driver` is '' without an NVIDIA driver.
     """
 
     torch: str
@@ -70,7 +69,7 @@ def find_devices() -> Devices:
 
 
 def choose_attention_kernels() -> None:
-    """Leave cuDNN's attention out of those that torch chooses from; call it on CUDA.
+    """Leave cuDNN out of the attentions that torch chooses from; call it on CUDA.
 
     cuDNN plans a kernel for each batch size and length, and a decode step has a length that the
     step before did not have: each would wait for a plan. On an H200 a step took 1.09 times as long

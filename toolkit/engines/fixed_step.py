@@ -50,7 +50,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, Cache], tor
 
 
 class FixedShape(NamedTuple):
-    """`rows` rows of at most `longest` tokens, with the one that the step writes."""
+    """`rows` rows of at most `longest` tokens, including the token that the step writes."""
 
     rows: int
     longest: int
@@ -76,7 +76,7 @@ class FixedSteps:
 
     Attributes:
         captures: whether shapes are captured; False after a capture has failed.
-        graphs: those that are captured, the one used least recently first.
+        graphs: the captured ones, the least recently used first.
     """
 
     def __init__(

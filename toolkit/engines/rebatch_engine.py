@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Retries:
-    """Makes the forward passes of one pass, and repeats those that do not fit into memory.
+    """Makes the forward passes of one pass, and repeats a pass that does not fit into memory.
 
     Attributes:
         free_spare: frees memory that is held without need.
@@ -309,7 +309,7 @@ class RebatchEngine(TransformersEngine):
         return self._suspended.copy_of(live, None)
 
     def _join(self, rows: Sequence[CachedRow], progress: PassRecord) -> None:
-        """Embed rows into the batch together, or else one by one; drop those that do not fit."""
+        """Embed rows into the batch together, or else one by one; drop what does not fit."""
         if self.ledger.attempt(partial(self._batch.join, rows)) is not None:
             return
         for row in rows:
@@ -345,7 +345,7 @@ class RebatchEngine(TransformersEngine):
     def _finish_prefill(
         self, group: PrefillBatch, logits: torch.Tensor, progress: PassRecord
     ) -> None:
-        """Give the rows of a group their first tokens, and let those that go on join the batch."""
+        """Give the rows of a group their first tokens; rows that go on join the batch."""
         newcomers = group.newcomers
         step = self._retries.make(
             lambda _: self._batch.first_tokens(newcomers, logits), parts_max=1

@@ -115,7 +115,7 @@ class Prefiller:
         """Make one pass of at most `bound` tokens (0: no bound).
 
         Args:
-            parts: make only the first of so many parts of the pass.
+            parts: make only the first of this number of parts of the pass.
             cuts: make a smaller pass if memory is too short for the whole one.
 
         Returns the group that the pass completes, if any, and the logits of each row's next token;

@@ -305,7 +305,7 @@ def candidates(points: Points, *, square: bool) -> list[Form]:
 
 
 def may_be_flat(points: Points) -> bool:
-    """Whether the points suffice for a flat form, also without those that are held out."""
+    """Return whether the points suffice for a flat form, also without the held-out ones."""
     fewest_seen = len(points) - -(-len(points) // HELD_OUT_PARTS)
     return fewest_seen >= FLAT_POINTS_MIN + LINEAR_POINTS_MIN
 

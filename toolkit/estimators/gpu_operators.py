@@ -13,10 +13,10 @@
     all-reduce             (start + bytes / bandwidth) * a factor for its size, by number of GPUs
 
 A GEMM is limited by what it moves or by what it computes; `p` says how well both overlap. Kernels
-are made for tiles of rows, so the time is then multiplied by a factor for its m (`tiles`). The
-experts of a layer read the weights of those that at least one of T tokens chose: of E experts, k
-per token, E * (1 - (1 - k / E)^T) are expected, if all are chosen alike. Bandwidths and FLOP/s are
-what was reached, not what the data sheet says.
+are made for tiles of rows, so the time is then multiplied by a factor for its m (`tiles`). A layer
+reads the weights of the experts that at least one of T tokens chose: of E experts, k per token, E *
+(1 - (1 - k / E)^T) are expected, if all are chosen alike. Bandwidths and FLOP/s are what was
+reached, not what the data sheet says.
 
     pass = the sum over layers of (GEMMs of attention, attention, GEMMs of the MLP or the experts,
            all-reduces, the rest of a layer) + output head + constant
@@ -171,7 +171,7 @@ class DecodeAttention:
     def reading_s(
         self, cached: Floats, kv_heads: int, head_dim: float, cache_bytes: int = ACTIVATION_BYTES
     ) -> Floats:
-        """Seconds of reading keys and values of so many tokens, in one layer."""
+        """Return the seconds of reading keys and values of `cached` tokens, in one layer."""
         bytes_per_s = self.bytes_per_s
         if cache_bytes < ACTIVATION_BYTES:
             bytes_per_s *= self.narrow
@@ -268,12 +268,12 @@ class DeltaAttention:
     mixed_per_s: float
 
     def decode_s(self, rows: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
-        """Seconds of one layer, for decodes of so many rows."""
+        """Return the seconds of one layer, for decodes of `rows` rows."""
         busy = self.start_s + rows * (sizes.row_bytes / ranks) / self.bytes_per_s
         return np.asarray(np.where(rows > 0, busy, 0.0))
 
     def chunk_s(self, chunks: Floats, tokens: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
-        """Seconds of one layer, for so many chunks that have `tokens` together."""
+        """Return the seconds of one layer, for `chunks` chunks that have `tokens` together."""
         each = self.head_s + tokens / np.maximum(chunks, 1.0) * self.token_s
         rounds = np.maximum(chunks * sizes.heads / ranks / self.at_once, 1.0)
         mixing = tokens * (sizes.mixed / ranks) / self.mixed_per_s
@@ -315,7 +315,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Coefficients of an all-reduce among so many GPUs.
+    """Coefficients of an all-reduce among a number of GPUs.
 
     Attributes:
         sizes: bytes, and the factor there; linear in the logarithm of the bytes between two. Small
@@ -327,7 +327,7 @@ class AllReduce:
     sizes: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, size_bytes: Floats) -> Floats:
-        """Return the seconds [n] of tensors of so many bytes [n] on each GPU."""
+        """Return the seconds [n] of tensors of these bytes [n] on each GPU."""
         seconds = self.start_s + size_bytes / self.bytes_per_s
         if not self.sizes:
             return np.asarray(seconds)

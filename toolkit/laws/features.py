@@ -152,7 +152,7 @@ GROWING: Final = ("cached", "inside", "length")  # from one pass of decodes to t
 
 
 def number_of(number: i64, shape: StepShape, tokens: int, experts: float) -> float:
-    """Return one of the `NUMBERS` of a pass, with so many new tokens and touched experts."""
+    """Return one of the `NUMBERS` of a pass with these new tokens and touched experts."""
     if number == ROWS:
         return float(shape.decodes + shape.prefills)
     if number == CACHED:
@@ -269,7 +269,7 @@ FEATURES: dict[str, Feature] = {
 
 
 def touched_experts(tokens: int, experts: int, per_token: int) -> float:
-    """How many of a layer's experts are expected to be chosen by at least one of so many tokens."""
+    """Return how many experts of a layer at least one of `tokens` is expected to choose."""
     return experts * (1.0 - math.pow(1.0 - per_token / experts, float(tokens)))
 
 

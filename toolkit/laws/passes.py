@@ -210,7 +210,7 @@ class TermSum:
                 self.terms.append(Term(feature, value))
 
     def of(self, shape: StepShape, tokens: int, experts: float) -> float:
-        """Return the seconds of a pass with so many (padded) tokens and touched experts."""
+        """Return the seconds of a pass with these (padded) tokens and touched experts."""
         total = self.constant_s
         for term in self.terms:
             found = term.seconds * number_of(term.number, shape, tokens, experts)
@@ -392,7 +392,7 @@ class PassLaw(Stored):
         return (self._mixed if shape.prefills else self._alone).growth(shape, tokens, experts)
 
     def prompt_token_s(self, attended: float) -> float:
-        """Return the seconds that a token of a long chunk adds, which attends to so many tokens."""
+        """Return the seconds that a token of a long chunk adds when it attends to `attended` tokens."""
         terms = self.terms
         inside_s = terms.get("attended_inside", 0.0) * min(attended, float(self.window))
         token_s = self.token_s[-1] if self.token_s else terms.get("token_arithmetic", 0.0)
@@ -413,7 +413,7 @@ class PassLaw(Stored):
         return self._launches[self.launch_of(shape)].of(shape, 0, 0.0)
 
     def drawn_launch_s(self, shape: StepShape, number: int) -> float:
-        """Return `launch_s` of the launch with this number; that of graphs does not vary."""
+        """Return `launch_s` of the launch with this number; graphs take no varying time."""
         seconds = self.launch_s(shape)
         if not self.spread or self.waits_for_launch(shape):
             return seconds

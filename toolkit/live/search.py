@@ -112,7 +112,7 @@ def dimensions(state: LiveState) -> list[Dimension]:
 
 
 def drawn(space: Sequence[Dimension], count: int, seed: int) -> list[Settings]:
-    """So many settings, spread evenly over each dimension (a Latin hypercube)."""
+    """Return `count` settings, spread evenly over each dimension (a Latin hypercube)."""
     rng = np.random.default_rng(seed)
     places = {one.name: (rng.permutation(count) + rng.random(count)) / count for one in space}
     return [{one.name: one.at(float(places[one.name][k])) for one in space} for k in range(count)]
@@ -157,7 +157,7 @@ def mean_of(several: Sequence[BurstFigures]) -> BurstFigures:
 class Bursts:
     """The windows that bursts are taken from, and the server that gets them.
 
-    Every burst has other prompts, so that no prefix cache holds those of the burst before.
+    Every burst has other prompts, so that no prefix cache holds a prompt of the burst before.
     """
 
     target: Target
@@ -195,7 +195,7 @@ class TriedSettings:
 
     @property
     def gain(self) -> float:
-        """The mean of its scores relative to those of the start."""
+        """Return the mean of its scores relative to the scores of the start."""
         return float(np.mean(self.gains)) if self.gains else -math.inf
 
     def described(self) -> LiveTrial:

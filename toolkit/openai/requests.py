@@ -3,10 +3,9 @@
 `GenerationCall` reads the fields that matter to a front, strictly: a field of another type is
 refused, because a replica might understand what the front's limits did not. All other fields pass
 as they are. It makes the body of the first attempt, and the body that asks another replica for the
-rest of an answer by token ids: those of the prompt and those that the client has. That is exact for
-greedy requests. It needs a server that gives and takes token ids (vLLM), one choice, no state
-beside the tokens (tools, grammars, log probabilities), and of chats only fields that are known:
-others would be lost.
+rest of an answer by token ids: the prompt's and the client's. That is exact for greedy requests. It
+needs a server that gives and takes token ids (vLLM), one choice, no state beside the tokens (tools,
+grammars, log probabilities), and of chats only fields that are known: others would be lost.
 
 A request to another path, such as /v1/responses, passes unchanged. Its answer is not read, so
 another replica can take it only before the first event.

@@ -42,7 +42,7 @@ class Child:
 
     Args:
         words: the command line.
-        environment: None: the one of this process.
+        environment: None: this process's.
         folder: where it runs; None: here.
         gives: a socket that it gets, closed here; its number becomes the last word of the line.
         shows: whether all that it prints is printed to stderr.

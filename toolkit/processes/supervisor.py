@@ -121,7 +121,7 @@ class Supervisor(ABC):
         await asyncio.gather(*[child.first for child in self.children])
 
     async def end_children(self, patience_s: float = 0.0) -> None:
-        """Start no child again, wait `patience_s` for their ends, and end those that are left."""
+        """Start no child again, wait `patience_s` for their ends, and end the rest."""
         self.ending.set()
         if self._timer:
             self._timer.cancel()

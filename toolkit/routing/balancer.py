@@ -127,7 +127,7 @@ class Balancer:
                 self._admission.first_token(sent, now_s)
 
     def ended(self, request_id: str, generated: int) -> None:
-        """A request ended with so many output tokens; -1: it was not answered to its end."""
+        """A request ended with this number of output tokens; -1: it was not answered to its end."""
         home = self._homes.pop(request_id, None)
         if home is not None:
             home.remove(request_id)
@@ -144,7 +144,7 @@ class Balancer:
         self.replicas[index].report = report
 
     def change(self, index: int, *, is_up: bool, is_fresh: bool = False) -> None:
-        """A replica may be sent requests from now on, or may not. It keeps those that it has."""
+        """A replica may be sent requests from now on, or may not. It keeps its requests."""
         replica = self.replicas[index]
         replica.is_up = is_up
         self._up = [replica for replica in self.replicas if replica.is_up]

@@ -64,7 +64,8 @@ class Replica:
         decode_tokens: prompt tokens of the others.
         prompt_tokens: of all.
         blocks: of all prompts that it has, each counted once.
-        in_time: of those with an expected first token, how many are expected to keep their targets.
+        in_time: of the requests with an expected first token, how many are expected to keep their
+            targets.
         prefilled_s: when the prompts that it has are expected to have been computed.
     """
 

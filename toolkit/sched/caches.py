@@ -105,8 +105,8 @@ class RunningJobs:
     def table(self) -> NDArray[np.int64]:
         """A row [length, generated, max_new_tokens] for each job, as of now: [n, 3].
 
-        The order is that of `Job.slot`, so that what is sampled for one job does not depend on the
-        order in which others left.
+        The order is by `Job.slot`, so that what is sampled for one job does not depend on the order
+        in which others left.
         """
         cells: list[int] = []
         steps = self.steps
@@ -155,7 +155,7 @@ def forget(worker: Worker, job: Job) -> None:
 
 
 def _transfer(worker: Worker, moves: Moves) -> None:
-    """Move the caches, except those of jobs that were cancelled meanwhile."""
+    """Move the caches, except of jobs that were cancelled meanwhile."""
     paused = worker.paused
     swapped = worker.swapped
     for job in moves.swap_out:

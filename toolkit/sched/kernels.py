@@ -116,7 +116,7 @@ def peaks_to_come(rows: Sequence[int], running: int, padded: bool) -> list[int]:
     """`future_peak` of the running rows with the first, with the first two, ... of the others.
 
     Args:
-        rows: for each row the tokens that it holds and those that it will generate, in turn.
+        rows: for each row the tokens that it holds and will generate, in turn.
         running: how many rows run, before the others.
         padded: whether the rows are one slab.
     """

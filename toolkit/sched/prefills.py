@@ -116,7 +116,7 @@ class PrefillChunks(Generic[Key]):
         return bool(self) and key in self.all_keys()
 
     def all_keys(self) -> list[Key]:
-        """All newcomers, those of the current group first."""
+        """All newcomers, the current group's first."""
         return [*(self.group.keys if self.group else ()), *[key for key, _ in self._waiting]]
 
     def copy(self) -> PrefillChunks[Key]:

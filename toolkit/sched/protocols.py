@@ -76,7 +76,7 @@ class MemoryLaw(Protocol):
 
 
 class SwapLaw(Protocol):
-    """How long a cache of so many tokens takes between device and host memory, each way."""
+    """How long a cache takes between device and host memory, each way, by its tokens."""
 
     @property
     def overlaps(self) -> bool:

@@ -45,9 +45,9 @@ _TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 class Scheduler:
     """Requests in, batches out.
 
-    `workers` has one `Worker` per engine instance, numbered from 0; all have equal laws.
-    `seed` is that of the policy's random draws. `finished` are output lengths of earlier requests,
-    with which the history starts. Raises `InputError` for an oracle that was not told the lengths.
+    `workers` has one `Worker` per engine instance, numbered from 0; all have equal laws. `seed`: of
+    the policy's random draws. `finished` are output lengths of earlier requests, with which the
+    history starts. Raises `InputError` for an oracle that was not told the lengths.
     """
 
     def __init__(

@@ -175,7 +175,7 @@ class Pass:
 
     A pass that keeps caches and is interrupted stops at the first step at which the worker's count
     of decode steps is a multiple of `stop_every`. With `chunk_tokens`, entering jobs are prefilled
-    in chunks of at most so many tokens while other rows decode, with one step after each. A
+    in chunks of at most this number of tokens while other rows decode, with one step after each. A
     prefill that has not ended with the pass continues in the next one.
 
     Attributes:

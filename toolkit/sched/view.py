@@ -19,7 +19,7 @@ _index = attrgetter("index")
 class LengthHistory:
     """The output lengths of the last `window` finished requests, in order of completion.
 
-    Real lengths replace those of `start`.
+    Real lengths replace the lengths of `start`.
     """
 
     def __init__(self, window: int, start: Iterable[int] = ()) -> None:

@@ -107,7 +107,7 @@ class ServerBackend(ABC):
         return {}
 
     def families(self) -> Iterable[Metric]:
-        """Return its metrics at the moment of a scrape, besides those of its requests."""
+        """Return its metrics at the moment of a scrape, besides its requests' metrics."""
         return ()
 
     def shown(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class ServerBackend(ABC):
         return {}
 
     def add_routes(self, application: Application) -> None:
-        """Add the routes of requests for tokens, and those of its own pages."""
+        """Add the routes of requests for tokens, and of its own pages."""
         for path in (COMPLETIONS, CHAT):
             application.generates(path)
 
@@ -130,7 +130,7 @@ class ServerBackend(ABC):
         await asyncio.Event().wait()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait at most `timeout_s` seconds for those that run."""
+        """Refuse new requests, and wait at most `timeout_s` seconds for the running ones."""
         self.draining = True
         await self.under_way.ended(timeout_s)
 

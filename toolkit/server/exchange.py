@@ -54,7 +54,7 @@ class Exchange:
     choices: list[LiveRequest] = field(default_factory=list)
 
     def cancel(self) -> None:
-        """Cancel all choices. It has no effect on those that have ended."""
+        """Cancel all choices. It has no effect on ended ones."""
         for active in self.choices:
             self.driver.cancel(active)
 

@@ -137,7 +137,7 @@ def family_of(
 def families_of_requests(
     stats: Stats, labels: Labels, accounts: Sequence[Account]
 ) -> Iterator[Metric]:
-    """Yield what every front counts: its requests, and those of each key of a keys file."""
+    """Yield what every front counts: its requests, and the requests of each key of a keys file."""
     yield from _histograms(stats, labels, _OF_REQUESTS)
     met = "Requests that met every target; of those that ended, and llmctl_refused_total."
     sent = {account.name: account.requests for account in accounts}

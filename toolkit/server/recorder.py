@@ -149,7 +149,7 @@ class RecordedRequest:
                 await self._recorder.write(self, self._call)
 
     def lines(self, call: GenerationCall, timestamp: float) -> list[TraceLine]:
-        """One line for each row. The usage is that of all rows, so each line has its share."""
+        """One line for each row. The usage is of all rows, so each line has its share."""
         usage = self._reader.usage if self._reader else None
         rows = min(call.choices, MAX_ROWS) if usage else 1
         counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)

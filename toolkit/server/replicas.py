@@ -162,7 +162,7 @@ class ReplicaPool:
         balancer: is told which replicas are up, and what they report.
         traits: what is known of each replica.
         needs: what a replica must be like.
-        hang_s: a replica is suspect after so many seconds without a byte.
+        hang_s: a replica is suspect after this number of seconds without a byte.
         key: sent to the replicas; '': none.
     """
 

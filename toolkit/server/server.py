@@ -80,7 +80,7 @@ class Server:
         return dict(self.application.stats.ended)
 
     async def serve(self, on_ready: Callable[[str], None]) -> None:
-        """Do as `run`, in the loop that runs."""
+        """Do what `run` does, in the loop that runs."""
         application = self.application
         backend = application.backend
         http = HttpServer(

@@ -49,9 +49,9 @@ class SimResult:
     """The times of the requests, the counters of the simulation, and the requests that were refused
     since they can never be served.
 
-    `concurrency`: so many requests at once were served in a closed loop; 0: they came by
-    themselves, so that arrivals have a rate. `front_s`: the part of the front in a mean time to
-    first token. `fleet`: when replicas came and went, where their number changes.
+    `concurrency`: requests that were served at once in a closed loop; 0: they came by themselves,
+    so that arrivals have a rate. `front_s`: the part of the front in a mean time to first token.
+    `fleet`: when replicas came and went, where their number changes.
     """
 
     served: Served
@@ -102,9 +102,9 @@ def requests_of(
 def simulate(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
     """Serve `trace` under `policy`: deterministic, in time proportional to the number of decisions.
 
-    The times are those of the requests after the trace's warm-up, the counters of all. Ctrl-C ends
-    it between two events (`toolkit.interrupts`).
-    `InputError` if the policy is built into an engine for which `world` has no laws.
+    The times are of the requests after the trace's warm-up, the counters of all. Ctrl-C ends it
+    between two events (`toolkit.interrupts`). `InputError` if the policy is built into an engine
+    for which `world` has no laws.
     """
     if world.concurrency < 0:
         load = f"{world.concurrency} requests at once are not possible"

@@ -241,7 +241,7 @@ class Decoding(SimulatedWorker):
         self._steps += ran
 
     def _beside(self, moves: Moves | None) -> int:
-        """Tokens on the device besides those of the decoding rows, including those in transfer."""
+        """Tokens on the device besides the decoding rows' own, including tokens in transfer."""
         store = self._swap_store
         arriving = store.arriving(moves) if moves is not None and moves.overlap else 0
         return store.device_tokens + arriving

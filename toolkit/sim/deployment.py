@@ -111,8 +111,8 @@ class Deployment:
         return server and self.settings.policy not in BUILT_IN
 
     def with_workers(self, workers: int) -> Deployment:
-        """Return the same settings on so many workers. Several replicas that have no router get the
-        recipe's.
+        """Return the same settings on this number of workers. Several replicas that have no router
+        get the recipe's.
         """
         recipe = self.recipe.model_copy(update={"workers": workers})
         own = router_of(recipe)

@@ -102,7 +102,7 @@ class SimulatedDriver(Clock):
 
     A pass ends at an event with the pass's id as its order, and the worker as its index. The
     scheduler ticks when all that happens at one time has happened, and when it asked for that. In a
-    closed loop, clients see requests end, and then send those that follow.
+    closed loop, clients see requests end, and then send the following ones.
     """
 
     def __init__(

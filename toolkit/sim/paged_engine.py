@@ -92,8 +92,8 @@ class PagedEngine:
         return replace(found[0], others=tuple(found[1:]))
 
     def with_drafts(self, tokens: int, acceptance: AcceptanceSpec | None, seed: int) -> PagedEngine:
-        """The engine with so many drafts of a row in a pass. `InputError` where their law was not
-        measured, or nothing says how many are accepted.
+        """Return the engine with `tokens` drafts of a row in a pass. `InputError` where their law
+        was not measured, or nothing says how many are accepted.
         """
         several = [self, *self.others]
         found = [engine for engine in several if engine.draft_tokens == tokens]
@@ -146,7 +146,7 @@ class PagedEngine:
         )
 
     def seen_after_s(self, rows: float) -> float:
-        """Return what clients wait beyond passes of so many rows. A single delay covers the way in
+        """Return what clients wait beyond passes of `rows` rows. A single delay covers the way in
         and the way out, so that the first and the last token are late by the same time.
         """
         return self.front_s + self.front_row_s * rows

@@ -1,8 +1,8 @@
 """Requests go to engines with their own scheduler: to one, or through a router to several.
 
-The router is the one that serves: `Balancer` of `toolkit.routing`, with what our front can know. It
-learns of a first token and of an end when a client would, and each engine's own figures come to it
-every `REPORT_EVERY_S` seconds.
+The router is the same object that serves: `Balancer` of `toolkit.routing`, with what our front can
+know. It learns of a first token and of an end when a client would, and each engine's own figures
+come to it every `REPORT_EVERY_S` seconds.
 """
 
 from __future__ import annotations

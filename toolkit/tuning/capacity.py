@@ -305,7 +305,7 @@ def lasts_long_enough(trace: Trace, wait_s: float) -> bool:
 
 
 def repeated_to(task: Task, requests: int) -> Trace:
-    """The only window, repeated until it has so many requests, or as often as is possible."""
+    """Return the only window, repeated to `requests` requests, or as often as is possible."""
     [workload] = task.windows
     trace = workload.trace
     times = min(math.ceil(requests / len(trace)), most_repeats(trace))
@@ -313,9 +313,9 @@ def repeated_to(task: Task, requests: int) -> Trace:
 
 
 def at_concurrency(task: Task, count: int, served_rps: float = 0.0) -> Task:
-    """The task with so many requests at once: the next one starts when one ends. The trace is
-    repeated until each place has `ROUNDS_AT_ONCE` of them and, at the rate that is served at most,
-    it lasts as long as where a rate is judged.
+    """Return the task with this number of requests at once: the next one starts when one ends. The
+    trace is repeated until each place has `ROUNDS_AT_ONCE` of them and, at the rate that is served
+    at most, it lasts as long as where a rate is judged.
     """
     requests = max(ROUNDS_AT_ONCE * count, math.ceil(served_rps * judged_s(task)))
     again = repeated_to(task, min(requests, MOST_REPEATED))

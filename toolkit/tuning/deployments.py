@@ -1,9 +1,9 @@
 """Deployments that are compared by their capacity, on one trace.
 
-`variants_of` lists the settings of a recipe: its own, those that a tuning recommends, other
-policies, other routers. `with_lost` adds each of them with some of its workers lost. `capacity_of`
-finds for each the highest rate and the highest concurrency that keep all limits, and how many
-workers a given rate takes.
+`variants_of` lists the settings of a recipe: its own, a tuning's recommendation, other policies,
+other routers. `with_lost` adds each of them with some of its workers lost. `capacity_of` finds for
+each the highest rate and the highest concurrency that keep all limits, and how many workers a given
+rate takes.
 """
 
 from __future__ import annotations
@@ -149,8 +149,7 @@ def changed_variant(
     """Return the recipe's own settings, with some of its keys changed.
 
     Args:
-        compute: gives the analytic fit of a recipe; None: other laws than those of `fit` are not
-            known.
+        compute: gives the analytic fit of a recipe; None: other laws than the fit's are not known.
 
     Raises `InputError` for a change that cannot be, for one that measured laws do not tell, and for
     one that changes nothing.

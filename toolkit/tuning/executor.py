@@ -179,7 +179,7 @@ def _tie_to_parent() -> None:
 class ClusterRunner:
     """Runs tasks on the cluster that this process has joined, at most `jobs` pieces at once.
 
-    Errors are those of `ProcessPool`.
+    It raises what `ProcessPool` raises.
     """
 
     def __init__(self, jobs: int) -> None:

@@ -70,7 +70,7 @@ def ranges_of_release(fit: Fit) -> dict[str, list[Value]]:
 def search_settings(recipe: Recipe, fit: Fit) -> SearchSettings:
     """The recipe's settings of the search.
 
-    "All" policies are those that the laws of `fit` can simulate. Raises `InputError` for wrong
+    "All" policies are the ones that the fit's laws can simulate. Raises `InputError` for wrong
     settings.
     """
     spec = recipe.tune

@@ -124,8 +124,8 @@ def router_spaces(space: PolicySpace, recipe: Recipe) -> list[PolicySpace]:
     """The space behind the recipe's own router, then behind each other one of `tune.routers`.
 
     There, "all" stands for all, "own" for the recipe's. The parameters of the recipe's router start
-    at its values, those of others at their defaults. Raises `InputError` for an unknown router or
-    parameter, and a range that cannot be searched.
+    at its values, the parameters of others at their defaults. Raises `InputError` for an unknown
+    router or parameter, and a range that cannot be searched.
     """
     own = recipe.replica_router.name
     routers = recipe.tune.routers

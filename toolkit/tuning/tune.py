@@ -69,8 +69,8 @@ def planned(inputs: TuneInputs) -> list[int]:
 
 
 def tune(inputs: TuneInputs, runner: Runner, head: EnvelopeFields, progress: Progress) -> Tuning:
-    """Search on windows, and judge on the whole trace. The recommended settings are those of a
-    policy that the recipe's engine can run.
+    """Search on windows, and judge on the whole trace. The recommended settings are for a policy
+    that the recipe's engine can run.
 
     Args:
         runner: runs the simulations, or returns the results that an interrupted run kept.

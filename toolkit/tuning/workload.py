@@ -2,7 +2,7 @@
 
 The verdict is about the whole trace, at the rate that was asked for. Windows serve the search, and
 the certainty of the gain. A trace that is longer than a policy can be judged on in reasonable time
-is judged on its busiest part (`busiest`); rates are those of the whole trace even so.
+is judged on its busiest part (`busiest`); rates are of the whole trace even so.
 """
 
 from __future__ import annotations

@@ -365,8 +365,8 @@ def _synthetic_rates(plan: Plan) -> Sequence[float]:
 
 
 def live_cost(plan: Plan, blocks: int) -> str:
-    """What a live server may be given, and what this start costs in blocks of KV cache; `blocks`
-    are those that it has (0: not known).
+    """What a live server may be given, and what this start costs in blocks of KV cache; `blocks`:
+    the number that it has (0: not known).
     """
     values = plan.settings.parameters
     words = [

@@ -47,7 +47,7 @@ class VllmCommand:
 
     `model` is a folder or a hub id, `flags` are the scheduler's, as vLLM spells them. `variables`
     are added to its environment. `own_cpus` are the CPUs of its threads, by their positions among
-    this machine's (none: the first), and `used_cpus` those of all servers here (none: its own).
+    this machine's (none: the first), and `used_cpus` the CPUs of all servers here (none: its own).
     """
 
     recipe: Recipe

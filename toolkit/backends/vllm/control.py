@@ -5,7 +5,7 @@ A client's request reaches `Control` in vLLM's API server (`MIDDLEWARE` is the v
 the engine's process. There `EngineControl` gives the settings to the scheduler between two passes.
 
 vLLM's own code is unchanged: `--middleware` is its flag, and its engine runs utility calls by name,
-in order with requests. Bounds, leases and requests are those of `toolkit.backends.vllm.settings`.
+in order with requests. `toolkit.backends.vllm.settings` has the bounds, leases and requests.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def steps_of_log(recipe: Recipe, history: PassHistory) -> StepsProfile:
 
 
 def coverage(law: PassLaw, steps: StepsProfile, passes: int, seed: int = 0) -> Coverage:
-    """Which terms the points identify: those of a single pass, also where `law` overlaps them."""
+    """Which terms the points identify: of a single pass, also where `law` overlaps passes."""
     passed = StepPasses.of(steps.points)
     single = law if law.graphs is None else fit_single(steps, passed, seed)[0]
     form = form_of(steps, single.knots, READS_APART)
@@ -163,7 +163,7 @@ def profile_of_log(
     recipe: Recipe, history: PassHistory, head: EnvelopeFields, seed: int = 0
 ) -> tuple[Profile, Coverage]:
     """A profile with the passes of the log; its prefills and decode steps follow from their law,
-    over the recipe's grid. Raises as `steps_of_log` and `refuse_unsure`.
+    over the recipe's grid. `steps_of_log` and `refuse_unsure` say what is refused.
     """
     steps = steps_of_log(recipe, history)
     law = fit_steps(steps, seed).law

@@ -1,9 +1,10 @@
 """The settings that a scheduler inside vLLM takes between two passes, without dropping a request.
 
-Knobs (`toolkit.backends.vllm.settings`) are called as vLLM's flags, those of llmctl's policy inside
-it `policy.NAME`. Bounds follow from the start: buffers, CUDA graphs and the profile of memory were
-made for its values, and a lower value uses a part of them. A request that was accepted is always
-served: fewer requests at once let those that run end, and no bound lets a prompt wait for ever.
+Knobs (`toolkit.backends.vllm.settings`) are called like vLLM's flags; knobs of llmctl's policy
+inside it are called `policy.NAME`. Bounds follow from the start: buffers, CUDA graphs and the
+profile of memory were made for its values, and a lower value uses a part of them. A request that
+was accepted is always served: fewer requests at once let running ones end, and no bound lets a
+prompt wait for ever.
 
 `LiveSettings` holds the knobs of one scheduler: vLLM's own, or llmctl's class inside it.
 `NEEDS_RESTART` says why other settings are none.

@@ -3,8 +3,8 @@ passes.
 
 It times the server that will serve, and the client's own delays affect `FrontPoint` only. A prefill
 of [N, L] lasts from the first pass with a chunk of the N prompts to the last one. A decode step of
-N rows is a pass of exactly these rows, plus the gap to the next pass. All passes, those of mixes
-and of traffic too, are kept for the law of passes.
+N rows is a pass of exactly these rows, plus the gap to the next pass. All passes, of mixes and of
+traffic too, are kept for the law of passes.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class ServerPace:
     token_s: float
 
     def steps_s(self, rows: int) -> float:
-        """Seconds of a decode step of so many rows."""
+        """Return the seconds of a decode step of `rows` rows."""
         return self.step_s + self.row_s * max(rows - 1, 0)
 
 
@@ -433,7 +433,7 @@ class VllmBench(ServerBench):
         return fmean(hits or [one.seconds for one in passes])
 
     def _requests(self, point: GridPoint) -> list[Sample]:
-        """The requests of a point, with their times. Those of traffic have exponential gaps, and
+        """The requests of a point, with their times. Requests of traffic have exponential gaps, and
         about N of them run at once.
         """
         length = point.length
@@ -560,7 +560,7 @@ def _emits(one: TimedPass, prompt: int) -> bool:
 
 def facts_of(recipe: Recipe, header: IterationLogHeader) -> EngineFacts:
     """The facts as vLLM resolved them, from the log's header. With several groups of caches, a
-    token's bytes are those of the longest request.
+    token's bytes are taken from the longest request.
     """
     capacity = header.blocks * header.block_tokens
     token_bytes = header.kv_bytes_per_token

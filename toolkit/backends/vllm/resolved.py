@@ -1,7 +1,8 @@
 """Reads what vLLM resolved (`toolkit.catalogue.resolved`) from its scheduler.
 
 What a version does not have keeps its default: 0.28 to 0.33 name these attributes alike, and
-`toolkit.backends.vllm.touched` lists those that came or went. This module imports nothing of vLLM.
+`toolkit.backends.vllm.touched` lists the attributes that came or went. This module imports nothing
+of vLLM.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def resolved_of(scheduler: Any) -> Resolved:
 
 def refuse_unlike(here: Resolved, measured: Resolved | None) -> None:
     """Raise `InputError` for a server that is not modelled, and for one with passes that take other
-    times than those of the server that was `measured`; None: what that was is not known.
+    times than the `measured` server's; None: what that was is not known.
     """
     refuse("this vLLM server", of_resolved(here))
     if measured is None:

@@ -28,7 +28,7 @@ MAX_NAME = 80
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """A setting of a scheduler. `limits` are those of the value, with its meaning; `beyond` says
+    """A setting of a scheduler. `limits`: the bounds of the value, with its meaning; `beyond` says
     what a value above them needs.
     """
 
@@ -41,7 +41,7 @@ class Knob:
 
 
 class Knobs:
-    """The knobs of a scheduler, which has just been made: its values are those of the start.
+    """The knobs of a scheduler, which has just been made: its values are the start's.
 
     Args:
         restarts: what other settings need instead, by name.
@@ -92,8 +92,8 @@ class Knobs:
             _check(knob, value)
 
     def apply(self, settings: Mapping[str, Any]) -> dict[str, Value]:
-        """Give the scheduler new values, all or none. Returns those that changed. Call it between
-        two passes. Raises as `refuse`.
+        """Give the scheduler new values, all or none. Returns the changed ones. Call it between two
+        passes. `refuse` says what is refused.
         """
         self.refuse(settings)
         changed: dict[str, Value] = {}

@@ -8,7 +8,7 @@ a `RecordingScheduler` replays. The engine may be one step ahead: a step that be
 counts to the pass that the order began, and only requests in both take part in it.
 
 `CountedBlocks` counts a block of tokens that several requests share once. `AdmissionGate` is the
-engine's queue of waiting requests: the engine sees only those that the policy admits.
+engine's queue of waiting requests: the engine sees only requests that the policy admits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Steps:
         self._begin()
 
     def resize(self, capacity_tokens: int) -> None:
-        """The engine's cache has room for so many tokens of requests."""
+        """Set the tokens of requests for which the engine's cache has room."""
         if capacity_tokens != self._worker.capacity_tokens:
             self.scheduler.resize(self._worker.index, capacity_tokens)
             self._changed = True
@@ -75,8 +75,8 @@ class Steps:
         """The pass that begins before the next step, in request ids; None if nothing changes.
 
         Requests that are evicted or released lose their cache and wait; some of them may have ended
-        meanwhile. Paused ones keep it and take no part in the steps. Those that enter are prefilled
-        as soon as the engine can, first come, first served.
+        meanwhile. Paused ones keep it and take no part in the steps. Entering requests are
+        prefilled as soon as the engine can, first come, first served.
         """
         batch = self._worker.batch
         if batch is not None:
@@ -97,7 +97,7 @@ class Steps:
         return orders
 
     def stepped(self, tokens: Collection[str], ended: Sequence[str], now_s: float) -> None:
-        """The engine has taken a step: requests that got a token, and those that ended with it."""
+        """The engine has taken a step: `tokens` got a token, and `ended` ended with it."""
         batch = self._worker.batch
         if batch is None or not tokens:
             return
@@ -233,7 +233,7 @@ class AdmissionGate:
         self._ready: OrderedDict[str, None] = OrderedDict()  # admitted and waiting, in order
 
     def open(self, request_ids: Iterable[str]) -> None:
-        """Admit these requests, behind those that are admitted already."""
+        """Admit these requests, behind the admitted ones."""
         for request_id in request_ids:
             self._open.add(request_id)
             if request_id in self._waiting:
@@ -280,7 +280,7 @@ class AdmissionGate:
         self._ready.pop(request.request_id, None)
 
     def remove_requests(self, requests: Iterable[Queued]) -> None:
-        """Remove those of the requests that wait."""
+        """Remove the requests that wait."""
         for request in list(requests):
             if request.request_id in self._waiting:
                 self.remove_request(request)

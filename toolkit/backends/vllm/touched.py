@@ -498,7 +498,7 @@ def _attributes_of(owner: ast.ClassDef) -> set[str]:
 
 
 def _differs(node: ast.AST, item: Touched) -> str:
-    """How a method's parameters differ from those that an item needs; '': they do not."""
+    """Return how a method's parameters differ from what an item needs; '': they do not."""
     if not isinstance(node, Function):
         return "it is no function"
     arguments = node.args

@@ -158,7 +158,7 @@ def marked(policy: str, engine: str) -> str:
 
 
 def footnote(policies: Iterable[str], engine: str) -> str:
-    """What the mark means for those of `policies` that have it; '' if none has."""
+    """Return what the mark means for the `policies` that have it; '' if none has."""
     needs: dict[str, list[str]] = {}
     shown = set(policies)
     for name in KNOWN:

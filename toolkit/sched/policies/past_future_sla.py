@@ -2,8 +2,8 @@
 
 Of the jobs that Past-Future would admit by memory, this policy admits as many as the worker's laws
 allow. An admission costs the running rows a stall (the newcomers' prefill between two of their
-tokens) and a slower step from then on; both must stay within MTPOT. Eviction is that of plain
-Past-Future.
+tokens) and a slower step from then on; both must stay within MTPOT. Eviction is plain
+Past-Future's.
 
 A job is late if it has no token yet and could not get one in time even alone, or if its prefill
 alone breaks MTPOT. Late jobs wait behind the others. In a `late_share` of a worker's attempts to

@@ -249,7 +249,7 @@ class PreemptivePolicy(Policy):
         return [(0.0, row.rank) for row in rows]
 
     def plan_worker(self, view: View, worker: Worker, now_s: float) -> Pass:
-        """Rank all jobs, choose those that run, and place the caches of the others."""
+        """Rank all jobs, choose which run, and place the caches of the others."""
         steps = self._unchanged(worker)
         if steps:
             return self.make_pass(worker, [], steps)
@@ -356,7 +356,7 @@ class PreemptivePolicy(Policy):
         return rows
 
     def _choose(self, worker: Worker, cached: Sequence[RankedRow], now_s: float) -> Placement:
-        """The jobs that should run: those that fit, by rank; lower ranks fill what room is left.
+        """The jobs that should run: the jobs that fit, by rank; lower ranks fill what room is left.
 
         A running job continues while one more step fits. A job that joins needs room for more
         steps, otherwise every step would move a cache. No cache is dropped to compute another: a
@@ -579,7 +579,9 @@ class PreemptivePolicy(Policy):
 
 
 def spare_tokens(worker: Worker, rows: int, steps: int) -> int:
-    """Tokens left free for so many rows to grow by `steps` steps; fewer in a small memory."""
+    """Return the tokens left free for `rows` rows to grow by `steps` steps; fewer in a small
+    memory.
+    """
     return min(rows * steps, worker.capacity_tokens // 16)
 
 

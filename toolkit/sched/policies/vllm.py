@@ -1,9 +1,9 @@
 """vLLM's own scheduler as a policy, with vLLM's flags as its parameters.
 
-vLLM runs it, not the toolkit's scheduler, and the simulator has a model of it
-(`toolkit.sim.vllm`). So it can be named, compared and tuned like other policies, but makes no
-plan. Parameters are named as vLLM's flags. The defaults are those of its server on a CPU; on a GPU
-`max_num_seqs` and `max_num_batched_tokens` are larger.
+vLLM runs it, not the toolkit's scheduler, and the simulator has a model of it (`toolkit.sim.vllm`).
+So it can be named, compared and tuned like other policies, but makes no plan. Parameters are named
+as vLLM's flags. The defaults are of its server on a CPU; on a GPU `max_num_seqs` and
+`max_num_batched_tokens` are larger.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LiveRange:
     """How a live search draws a flag: evenly, or evenly in its logarithm with `log`.
 
     Attributes:
-        least, most: bounds within those of the running server; None: only its own.
+        least, most: bounds within the running server's; None: only its own.
         off: the share of draws that switch it off (0).
     """
 

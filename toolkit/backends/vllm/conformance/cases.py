@@ -3,15 +3,15 @@
 A workload (`Case`) is JSON:
 
 - `requests`: [pass before which it arrives, prompt tokens, output tokens, limit] of each. In a
-  closed loop (`closed`), a turn arrives so many passes after the turn before has ended.
+  closed loop (`closed`), a turn arrives this number of passes after the turn before has ended.
 - `ids` and `previous`: what prompts share.
 - `kind` (`kinds.KINDS`), `seed` that it was drawn with, `ahead`: with vLLM's `AsyncScheduler`.
 - settings of the scheduler, named as vLLM's flags where it has one, further `flags` of vLLM's
   `EngineArgs`, and its usable `blocks` (vLLM keeps one more for itself).
 - `groups`: the caches of a model, each with its "kind" (full, window or state), the tokens of its
-  "block", those of its "window", of states vLLM's "mode" and the blocks for states inside the last
-  chunk of a prompt ("checkpoint"). Without it there is one full cache with blocks of
-  `block_tokens`. `retention`: vLLM's `prefix_cache_retention_interval`.
+  "block" and its "window", of states vLLM's "mode" and the blocks for states inside the last chunk
+  of a prompt ("checkpoint"). Without it there is one full cache with blocks of `block_tokens`.
+  `retention`: vLLM's `prefix_cache_retention_interval`.
 - `drafts`: vLLM's "method", "tokens" of a row in a pass, "rates" and "proposed" of
   `toolkit.sim.drafts.DrawnDrafts`; drawn from these, the drafts that are accepted ("accepts") and
   proposed ("offers") in each pass of each request, lists that begin again at their ends.

@@ -324,7 +324,7 @@ def _next(plan: list[int], turns: dict[int, int], number: int) -> int:
 
 
 def _class_of(policy: str, *, ahead: bool) -> Any:
-    """Return the class of the scheduler; with a `policy`, the one of llmctl inside vLLM."""
+    """Return the class of the scheduler; with a `policy`, llmctl's scheduler inside vLLM."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -62,7 +62,7 @@ def passes_of_case(case: Case) -> list[Pass]:
 
 
 def drafts_of_case(case: Case) -> dict[str, Any]:
-    """Return the drafts of a workload with those that are accepted and proposed in each pass."""
+    """Return the drafts of a workload, with the accepted and the proposed drafts of each pass."""
     drafts: dict[str, Any] = case["drafts"]
     drawn = _drawn(drafts)
     turns = range(max(one[3] for one in case["requests"]) + 1)

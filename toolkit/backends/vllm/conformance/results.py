@@ -1,7 +1,7 @@
 """What `llmctl vllm-check` found, kept by version of vLLM and cited in verdicts.
 
-Results of this machine are in XDG's folder for data; those of the releases that were tried ship
-with llmctl. A result of another version of llmctl's simulator is not cited.
+Results of this machine are in XDG's folder for data; the results of tried releases ship with
+llmctl. A result of another version of llmctl's simulator is not cited.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def keep(found: Conformance) -> Path:
 
 
 def result_of(version: str) -> Conformance | None:
-    """The result for a version of vLLM, of this machine before the one that ships."""
+    """Return the result for a version of vLLM: of this machine, else the shipped one."""
     release = version.partition("+")[0]
     for folder in (own_folder(), SHIPPED):
         path = folder / f"{release}.json"

@@ -66,7 +66,7 @@ def compare(python: str, cases: Sequence[Case]) -> Conformance:
 
     Kinds that are refused by name in this release, or that it does not have, are left out. Raises
     `EngineError` where there is no vLLM, where it cannot be loaded, or where Python loads another
-    than the one that was found.
+    vLLM than was found.
     """
     start_s = time.monotonic()
     installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
