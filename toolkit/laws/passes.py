@@ -392,7 +392,7 @@ class PassLaw(Stored):
         return (self._mixed if shape.prefills else self._alone).growth(shape, tokens, experts)
 
     def prompt_token_s(self, attended: float) -> float:
-        """Return the seconds that a token of a long chunk adds when it attends to `attended` tokens."""
+        """Return the seconds that a token of a long chunk adds, which attends to `attended`."""
         terms = self.terms
         inside_s = terms.get("attended_inside", 0.0) * min(attended, float(self.window))
         token_s = self.token_s[-1] if self.token_s else terms.get("token_arithmetic", 0.0)
