@@ -8,7 +8,7 @@ import numpy as np
 import samples
 
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.estimators.laws import LinearLaw, bilinear_law
 from toolkit.files.fit import Fit
 from toolkit.files.io import head
 from toolkit.files.profile import (
@@ -46,7 +46,7 @@ def make_profile(
     sizes: Sequence[int] = SIZES,
     lengths: Sequence[int] = LENGTHS,
     noise: float = 0.0,
-    law: SegmentedLaw = LAW,
+    law: LinearLaw = LAW,
     batch_s: float = 2e-3,
     stretch: float = 1.2,
     slices: int = 24,
@@ -116,7 +116,7 @@ def probe_all(
 
 
 def make_rounds(
-    law: SegmentedLaw,
+    law: LinearLaw,
     join: Latency = lambda rows, length: 2e-4 * rows + 1e-6 * rows * length,
     leave_s: Callable[[int], float] = lambda length: 3e-4,
     grow: Latency = lambda rows, length: 2e-8 * rows * length,

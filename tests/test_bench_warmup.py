@@ -114,8 +114,8 @@ def test_without_a_warm_up_bench_predicts_as_simulate_does():
     """The front is the fitted one, not what clients of any server wait besides its laws."""
     recipe = samples.recipe(engine={"name": "vllm"}, workers=1, policy={"name": "vllm"})
     fit = samples.paged_fit()
-    slow = [each.with_terms({"pass": 0.5}) for each in fit.prefill.pieces]
-    fit = fit.model_copy(update={"prefill": fit.prefill.model_copy(update={"pieces": slow})})
+    slow = fit.prefill.law.with_terms({"pass": 0.5})
+    fit = fit.model_copy(update={"prefill": fit.prefill.model_copy(update={"law": slow})})
     few = Trace(np.arange(4.0), np.full(4, 20), np.full(4, 9), np.zeros(4, dtype=np.int64))
     plan = make_plan(recipe, fit, None, {})
     world = world_from_fit(fit, workers=1, max_new_tokens=128)

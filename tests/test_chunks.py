@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from llmctl_fake import FakeConfig, FakeEngine
 
 from toolkit.engines.protocol import SamplingParams
-from toolkit.estimators.laws import LinearSwap, SegmentedLaw, piece_of
+from toolkit.estimators.laws import LinearLaw, LinearSwap
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.files.profile import EngineFacts
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.eventlog import RecordingScheduler, from_lines, replay, to_line
 from toolkit.sched.policies import make_policy
 from toolkit.sched.scheduler import Scheduler
@@ -27,9 +28,9 @@ CAPACITY = 400
 LIMIT = 30
 # Coefficients that are multiples of powers of two: no sum is rounded, so the same time is the same
 # number.
-PREFILL = piece_of({"token": 2**-14, "row": 2**-10, "length": 2**-13, "pass": 2**-6})
-DECODE = piece_of({"cached": 2**-16, "row": 2**-12, "length": 2**-14, "pass": 2**-7})
-LAW = SegmentedLaw((PREFILL,), (DECODE,), prefill_emits_token=True)
+PREFILL = PassLaw({"token": 2**-14, "row": 2**-10, "length": 2**-13, "pass": 2**-6})
+DECODE = PassLaw({"cached": 2**-16, "row": 2**-12, "length": 2**-14, "pass": 2**-7})
+LAW = LinearLaw(PREFILL, DECODE, prefill_emits_token=True)
 SWAP = LinearSwap(2**-7, 2**12, 2**12)
 
 CASES = {

@@ -8,43 +8,36 @@ from synthetic_profiles import FACTS, LAW, make_profile, probe_all
 
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.forms import Points, candidates, choose, typical
-from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.laws import LinearLaw
+from toolkit.estimators.least_squares import choose, typical
 from toolkit.estimators.load import memory_from_fit
 from toolkit.estimators.memory import RuleMemory
 from toolkit.estimators.part_fits import fit_memory
 from toolkit.files.profile import MemoryPoint, Profile
 from toolkit.laws.passes import PassLaw
 
-# of points at which forms are compared
-SIZE = np.repeat([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], 5)
-LENGTH = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 6)
 
-
-def predicted(pieces: list[PassLaw], size: int, length: int) -> float:
-    terms = [piece for piece in pieces if piece.rows_min <= size][-1].terms
+def predicted(law: PassLaw, size: int, length: int) -> float:
     tokens = size * length
     counts = {"pass": 1, "row": size, "length": length, "token": tokens, "cached": tokens}
     counts["attended"] = tokens * length / 2
-    return sum(seconds * counts[name] for name, seconds in terms.items())
+    return sum(seconds * counts[name] for name, seconds in law.terms.items())
 
 
 def test_the_fit_of_exact_times_has_the_true_coefficients():
     fit = fit_profile(make_profile(), HEAD).prefill
-    assert fit.form == "bilinear"
+    assert "attended" not in fit.law.terms
     assert fit.error.worst_percent < 1e-6
-    [found] = fit.pieces
-    [true] = LAW.prefill
-    assert found.terms == pytest.approx(true.terms)
+    assert fit.law.terms == pytest.approx(LAW.prefill.terms)
 
 
 def test_the_fit_of_noisy_times_predicts_the_true_times():
     fit = fit_profile(make_profile(noise=0.1), HEAD)
     for size, length in ((1, 16), (3, 100), (16, 64), (32, 256)):
-        assert predicted(fit.prefill.pieces, size, length) == pytest.approx(
+        assert predicted(fit.prefill.law, size, length) == pytest.approx(
             LAW.prefill_s(size, length), rel=0.1
         )
-        assert predicted(fit.decode.pieces, size, length) == pytest.approx(
+        assert predicted(fit.decode.law, size, length) == pytest.approx(
             LAW.decode_s(size, length - 1, 1), rel=0.1
         )
 
@@ -63,22 +56,7 @@ def test_the_square_is_chosen_when_prefill_is_quadratic():
         ),
         HEAD,
     ).prefill
-    assert fit.form == "bilinear + N*L^2"
-    assert fit.pieces[0].terms["attended"] == pytest.approx(2e-6, rel=0.1)
-
-
-def test_bends_are_chosen_for_kernels_of_small_batches():
-    def kernel(size: int, length: int) -> float:
-        slow = {1: 1.0, 2: 3.0, 3: 4.0}.get(size, 1.6)  # not monotone in N
-        return slow * 1e-3 + 1e-5 * slow * length + 1e-6 * size * length
-
-    sizes = (1, 2, 3, 4, 8, 16, 32)
-    fit = fit_profile(make_profile(decode=kernel, sizes=sizes, noise=0.02), HEAD).decode
-    assert fit.form == "bends at 1, 2, 3, 4"
-    assert [piece.rows_min for piece in fit.pieces] == [1, 2, 3, 4]
-    assert fit.error.median_percent < 3.0
-    for size in sizes:
-        assert predicted(fit.pieces, size, 100) == pytest.approx(kernel(size, 100), rel=0.05)
+    assert fit.law.terms["attended"] == pytest.approx(2e-6, rel=0.1)
 
 
 def launches(size: int, length: int) -> float:
@@ -96,21 +74,14 @@ def launched() -> Profile:
 def test_a_step_that_is_flat_and_then_linear_has_a_form():
     made = launched()
     fit = fit_profile(made, HEAD).decode
-    assert fit.form == "flat, then linear"
-    (piece,) = fit.pieces
-    assert piece.flat_s == pytest.approx(0.014, rel=0.02)
-    assert piece.terms["cached"] == pytest.approx(6e-8, rel=0.1)
+    assert fit.law.flat_s == pytest.approx(0.014, rel=0.02)
+    assert fit.law.terms["cached"] == pytest.approx(6e-8, rel=0.1)
     assert fit.error.median_percent < 3.0
-    law = SegmentedLaw(tuple(fit_profile(made, HEAD).prefill.pieces), (piece,), True)
+    law = LinearLaw(fit_profile(made, HEAD).prefill.law, fit.law, True)
     for size, length in ((1, 200), (64, 1500), (256, 4000)):
         assert law.decode_s(size, length - 1, 1) == pytest.approx(launches(size, length), rel=0.06)
-    assert fit_profile(make_profile(noise=0.02), HEAD).decode.form == "bilinear"
+    assert fit_profile(make_profile(noise=0.02), HEAD).decode.law.flat_s == 0.0
     assert not any("flat" in each.form for each in fit_profile(made, HEAD).prefill.candidates)
-
-
-def test_the_simplest_form_is_chosen_when_bends_gain_nothing():
-    made = make_profile(noise=0.05, sizes=(1, 2, 3, 4, 8, 16, 32))
-    assert fit_profile(made, HEAD).decode.form == "bilinear"
 
 
 def test_a_better_form_must_be_better_by_more_than_luck():
@@ -125,19 +96,14 @@ def test_a_better_form_must_be_better_by_more_than_luck():
 
 
 def test_no_law_falls_beyond_its_data():
+    """The measured times have no order in them at all."""
     rng = np.random.default_rng(0)
-    points = Points(SIZE, LENGTH, rng.lognormal(-5, 1.0, 30))  # no order in it at all
-    for form in candidates(points, square=True):
-        pieces = form.solve(points)
-        far = [
-            predicted(pieces, rows, length) for rows in (32, 64, 128) for length in (256, 512, 2048)
-        ]
-        assert min(far) >= 0.0
-        assert (
-            predicted(pieces, 128, 2048)
-            >= predicted(pieces, 64, 2048)
-            >= predicted(pieces, 32, 512)
-        )
+    drawn = make_profile(*[lambda size, length: float(rng.lognormal(-5, 1.0))] * 2)
+    fit = fit_profile(drawn, HEAD)
+    for law in (fit.prefill.law, fit.decode.law):
+        assert min(law.terms.values()) >= 0.0
+        far = [predicted(law, *at) for at in ((128, 2048), (64, 2048), (32, 512))]
+        assert far == sorted(far, reverse=True)
 
 
 def test_a_point_is_the_mean_of_its_samples_and_a_disturbed_one_hardly_moves_it():
@@ -152,11 +118,12 @@ def test_the_fitted_overhead_equals_the_true_one():
     assert overhead.error.points == 24
 
 
-def test_a_disturbed_slice_does_not_bend_the_overhead():
+def test_a_disturbed_slice_hardly_bends_the_overhead():
+    """One of 24 took ten times as long, and counts as half as much again."""
     profile = make_profile(batch_s=4e-3, stretch=1.3)
     first = profile.slices[0].model_copy(update={"seconds": 10 * profile.slices[0].seconds})
     disturbed = profile.model_copy(update={"slices": [first, *profile.slices[1:]]})
-    assert fit_profile(disturbed, HEAD).overhead.stretch == pytest.approx(1.3, rel=0.05)
+    assert fit_profile(disturbed, HEAD).overhead.stretch == pytest.approx(1.3, rel=0.08)
 
 
 def test_zeta_is_fitted_from_probes():

@@ -12,54 +12,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import InputError
-from toolkit.estimators.laws import SegmentedLaw, piece_of
+from toolkit.estimators.laws import DECODE_TERMS, PREFILL_TERMS, LinearLaw
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.laws.features import StepShape, chunk_attended
 from toolkit.laws.passes import PassLaw
 
-FLAT = piece_of({"pass": 1.0})
+FLAT = PassLaw({"pass": 1.0})
 
 coefficient = st.floats(0.0, 0.1)
 
 
-@st.composite
-def pieces(draw, *terms: str) -> tuple[PassLaw, ...]:
-    starts = [1, *sorted(draw(st.sets(st.integers(2, 20), max_size=3)))]
-    return tuple(piece_of({term: draw(coefficient) for term in terms}, start) for start in starts)
+def law_with(*terms: str) -> st.SearchStrategy[PassLaw]:
+    return st.builds(PassLaw, st.fixed_dictionaries(dict.fromkeys(terms, coefficient)))
 
 
-laws = st.builds(
-    SegmentedLaw,
-    pieces("pass", "row", "length", "token", "attended"),
-    pieces("pass", "row", "length", "cached"),
-    st.booleans(),
-)
+laws = st.builds(LinearLaw, law_with(*PREFILL_TERMS), law_with(*DECODE_TERMS), st.booleans())
 batches = st.tuples(st.integers(1, 40), st.integers(1, 2000), st.integers(0, 150))
-
-
-def at(law_pieces: tuple[PassLaw, ...], size: int) -> PassLaw:
-    return [piece for piece in law_pieces if piece.rows_min <= size][-1]
 
 
 @pytest.mark.slow
 @given(laws, batches)
-def test_prefill_is_equation_3_with_the_square_of_its_piece(law, batch):
+def test_prefill_is_equation_3_with_a_square(law, batch):
     size, length, _ = batch
-    piece = at(law.prefill, size)
-    s = piece.terms
+    s = law.prefill.terms
     expected = s["token"] * size * length + s["row"] * size + s["length"] * length + s["pass"]
     expected += s["attended"] * size * length**2 / 2
     assert law.prefill_s(size, length) == pytest.approx(expected)
     shape = StepShape(0, 0, size, size * length, size * chunk_attended(0, length))
-    assert piece.forward_s(shape) == pytest.approx(expected), "the piece itself says the same"
+    assert law.prefill.forward_s(shape) == pytest.approx(expected), "the law of passes agrees"
 
 
 @given(laws, batches)
 def test_decode_in_closed_form_equals_the_sum_over_steps(law, batch):
     size, length, steps = batch
-    piece = at(law.decode, size)
     expected = math.fsum(
-        piece.forward_s(StepShape(size, size * (length + i))) for i in range(1, steps + 1)
+        law.decode.forward_s(StepShape(size, size * (length + i))) for i in range(1, steps + 1)
     )
     assert law.decode_s(size, length, steps) == pytest.approx(expected)
 
@@ -74,10 +61,9 @@ def test_the_table_equals_the_scalar_law(law, batch):
     assert law.serve_s(size, length, tokens) == pytest.approx(expected)
 
 
-def flat_to(law: SegmentedLaw, flat: float) -> SegmentedLaw:
+def flat_to(law: LinearLaw, flat: float) -> LinearLaw:
     """The law with decode steps that take at least `flat` seconds."""
-    decode = tuple(replace(piece, flat_s=flat) for piece in law.decode)
-    return SegmentedLaw(law.prefill, decode, law.prefill_emits_token)
+    return replace(law, decode=replace(law.decode, flat_s=flat))
 
 
 @given(laws, batches, st.floats(1e-6, 20))
@@ -128,18 +114,9 @@ def test_overhead_adds_once_per_batch_and_stretches_the_rest(law, batch, batch_s
     assert slower.prefill_emits_token == law.prefill_emits_token
 
 
-@pytest.mark.parametrize("starts", [[], [2], [1, 1], [1, 8, 4]])
-def test_pieces_begin_at_one_and_ascend(starts):
-    bad = tuple(replace(FLAT, rows_min=start) for start in starts)
-    with pytest.raises(InputError, match=r"prefill: pieces.*1"):
-        SegmentedLaw(bad, (FLAT,), True)
-
-
-def test_prefill_has_no_flat_part_and_decode_no_square():
-    with pytest.raises(InputError, match="prefill: flat"):
-        SegmentedLaw((replace(FLAT, flat_s=1.0),), (FLAT,), True)
+def test_a_law_of_batches_has_terms_of_batches():
     with pytest.raises(InputError, match=r"decode: .*attended"):
-        SegmentedLaw((FLAT,), (FLAT.with_terms({"attended": 1e-9}),), True)
+        LinearLaw(FLAT, FLAT.with_terms({"attended": 1e-9}), True)
 
 
 def test_zeta_memory_is_equation_9():

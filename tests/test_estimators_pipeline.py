@@ -9,7 +9,7 @@ from overlapping_server import chunk, decodes, ends_of, grid, profile_of
 
 from toolkit.errors import InputError
 from toolkit.estimators import pipeline_fit
-from toolkit.estimators.laws import OverlappingRounds, SegmentedLaw, piece_of
+from toolkit.estimators.laws import RoundsByPass
 from toolkit.estimators.part_fits import fit_steps
 from toolkit.files.fit import StepsFit
 from toolkit.files.profile import StepsProfile
@@ -87,7 +87,7 @@ def test_a_pass_alone_waits_for_its_launch_and_then_for_the_gpu():
 @pytest.mark.parametrize("law", [LAW, DEFAULT, APART, NO_GRAPHS])
 def test_the_recursion_is_what_the_loop_does(law):
     measured = profile_of(law, grid(SIZES), stamps=False)
-    passes = pipeline_fit.PassColumns.of(measured.points, law.graphs)
+    passes = pipeline_fit.PassSequence.of(measured, law.graphs)
     took_s = pipeline_fit.timeline(passes, law, measured=False).took_s
     assert took_s == pytest.approx(passes.seconds, abs=2e-6)
 
@@ -153,13 +153,6 @@ def test_the_spread_of_launches_keeps_their_mean():
     assert law.drawn_launch_s(graph, 3) == law.launch_s(graph)
 
 
-SLICES = SegmentedLaw(
-    (piece_of({"token": 2e-5, "pass": 1e-2}),),
-    (piece_of({"cached": 1e-7, "pass": 5e-3}),),
-    prefill_emits_token=True,
-)
-
-
 @pytest.mark.parametrize("tokens", [64, 512, 1024, 4096, 8064])
 def test_policies_believe_what_a_chunk_costs_decodes(tokens):
     """Both gaps around the chunk, less the step that one of them would have been anyway."""
@@ -167,14 +160,20 @@ def test_policies_believe_what_a_chunk_costs_decodes(tokens):
     ends = [end for _, end in ends_of(LAW, run, [LAW.launch_s(shape) for shape in run])]
     lost_s = ends[4] - ends[2]
     step_s = ends[2] - ends[1]
-    believed = OverlappingRounds(LAW, SLICES)
+    believed = RoundsByPass(LAW)
     assert believed.prefill_s(1, tokens) == pytest.approx(lost_s - step_s, rel=0.05)
 
 
+ONE_BY_ONE = PassLaw(
+    {"pass": 5e-3, "row": 1e-5, "cached": 3e-8, "host": 1e-3, "host_row": 1e-6}, (2e-5,), (0,)
+)
+
+
 @pytest.mark.parametrize("rows", [1, 64, 200])
-def test_steps_take_what_their_passes_take_one_after_another(rows):
-    believed = OverlappingRounds(LAW, SLICES)
-    each = [LAW.step_s(StepShape(rows, rows * (300 + k))) for k in range(1, 401)]
+@pytest.mark.parametrize("law", [LAW, ONE_BY_ONE])
+def test_steps_take_what_their_passes_take_one_after_another(law, rows):
+    believed = RoundsByPass(law)
+    each = [law.step_s(StepShape(rows, rows * (300 + k))) for k in range(1, 401)]
     assert believed.decode_s(rows, 300, 400) == pytest.approx(sum(each))
     assert believed.decode_s(rows, 300, 1) == pytest.approx(each[0])
     assert believed.decode_s(rows, 300, 0) == 0.0

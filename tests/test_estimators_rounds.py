@@ -9,7 +9,7 @@ from synthetic_profiles import FACTS, LAW, make_profile, make_rounds
 
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.laws import SegmentedLaw, law_of_rounds
+from toolkit.estimators.laws import LinearLaw, law_of_rounds
 from toolkit.files.profile import Profile
 
 
@@ -93,4 +93,4 @@ def test_the_error_names_the_missing_measurement(change, named):
 def test_a_profile_without_rounds_and_passes_has_no_laws_of_them():
     found = fit_profile(make_profile(), HEAD)
     assert (found.rounds, found.steps) == (None, None)
-    assert SegmentedLaw(LAW.prefill, LAW.decode, True).round_s == replace(LAW).leave_s(100) == 0.0
+    assert LinearLaw(LAW.prefill, LAW.decode, True).round_s == replace(LAW).leave_s(100) == 0.0

@@ -62,8 +62,6 @@ def test_reading_the_cache_is_told_from_computing_a_chunk():
 def test_the_fitted_law_equals_the_law_of_the_passes():
     fit = fit_steps(measured(), 0)
     found = fit.law
-    assert found.knots == (0, 128)
-    assert found.std["row"] < 0.02 * found.terms["row"]
     for shape in shapes(30, np.random.default_rng(1)):
         assert found.step_s(shape) == pytest.approx(LAW.step_s(shape), rel=0.01)
     assert fit.error.worst_percent < 1.0

@@ -110,16 +110,14 @@ def test_equal_laws_are_equal_and_survive_a_process():
     same = PassLaw(dict(reversed(LAW.terms.items())), LAW.token_s, LAW.knots)
     assert same == LAW
     assert hash(same) == hash(LAW)
-    law = replace(LAW, valid=PassRange(rows_max=3), error=samples.ERROR, std={"row": 0.1})
+    law = replace(LAW, valid=PassRange(rows_max=3), error=samples.ERROR)
     again = pickle.loads(pickle.dumps(law))
     assert again == law
     assert again.forward_s(StepShape(3, 9)) == law.forward_s(StepShape(3, 9))
 
 
 def test_a_file_holds_the_law_itself(tmp_path: Path):
-    law = replace(
-        LAW, valid=PassRange(rows_max=3, tokens_max=64), error=samples.ERROR, std={"row": 0.1}
-    )
+    law = replace(LAW, valid=PassRange(rows_max=3, tokens_max=64), error=samples.ERROR)
     fit = samples.paged_fit()
     steps = fit.steps.model_copy(update={"law": law})
     write_file(fit.model_copy(update={"steps": steps}), tmp_path / "fit.json")
@@ -162,7 +160,7 @@ def test_a_new_term_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             shape = StepShape(rows, rows * cached)
             mixed = StepShape(rows, rows * cached, 1, 64, chunk_attended(0, 64))
             points += [part_fits.point_of(one, law.forward_s(one)) for one in (shape, mixed)]
-    monkeypatch.setattr(part_fits, "READS", ("cached", "pair"))
+    monkeypatch.setattr(part_fits, "TERMS", (*part_fits.TERMS, "pair"))
     steps = part_fits.fit_steps(steps_profile(points), 0)
     write_file(samples.paged_fit().model_copy(update={"steps": steps}), tmp_path / "fit.json")
     found = read_file(Fit, tmp_path / "fit.json").steps.law

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.estimators.laws import bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.sched.kernels import split_by_serving_time
 from toolkit.sched.policies.slice import SlicePolicy, offload_in_turn, offload_max_min
@@ -70,8 +70,7 @@ coefficient = st.floats(0, 1e-2)
 )
 def test_algorithm_1_equals_brute_force(lengths, p, d, steps, capacity, flat):
     law = bilinear_law(p, d)
-    decode = tuple(replace(piece, flat_s=flat) for piece in law.decode)
-    law = SegmentedLaw(law.prefill, decode, law.prefill_emits_token)
+    law = replace(law, decode=replace(law.decode, flat_s=flat))
 
     def serve_s(size, length):
         """As the table has it, which is a little low for slices that begin flat."""

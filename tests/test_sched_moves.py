@@ -10,7 +10,8 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import LinearSwap, unit_step
 from toolkit.estimators.load import laws_from_fit
 from toolkit.estimators.memory import ZetaMemory
-from toolkit.files.fit import SwapFit
+from toolkit.files.fit import Fit, SwapFit
+from toolkit.files.io import read_file, write_file
 from toolkit.sched.eventlog import RecordingScheduler, from_lines, to_line
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.types import Moves, Pass, PassResult, Request, Worker
@@ -238,9 +239,10 @@ def test_a_fit_with_a_link_gives_its_law_in_tokens():
     assert laws_from_fit(fit()).swap is None
 
 
-@pytest.mark.parametrize(
-    ("law", "named"), [((-1.0, 1.0, 1.0), r"latency -1\.0 s"), ((0.0, 1.0, 0.0), r"swap: .*0\.0")]
-)
-def test_a_link_that_cannot_be_is_refused(law, named):
-    with pytest.raises(InputError, match=named):
-        LinearSwap(*law)
+@pytest.mark.parametrize("change", [{"latency_s": -1.0}, {"in_bytes_per_s": 0.0}])
+def test_a_file_with_a_link_that_cannot_be_is_refused(tmp_path, change):
+    link = SwapFit(latency_s=0.0, out_bytes_per_s=1.0, in_bytes_per_s=1.0, host_bytes=1)
+    path = tmp_path / "fit.json"
+    write_file(fit().model_copy(update={"swap": link.model_copy(update=change)}), path)
+    with pytest.raises(InputError, match=f"swap.{next(iter(change))}"):
+        read_file(Fit, path)

@@ -9,8 +9,9 @@ from around import Around
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.estimators.laws import SegmentedLaw, piece_of
+from toolkit.estimators.laws import LinearLaw
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies import make_policy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
@@ -63,14 +64,14 @@ PARAMETERS = {
 }
 
 
-def law(emits: bool, padded: bool) -> SegmentedLaw:
+def law(emits: bool, padded: bool) -> LinearLaw:
     """Coefficients and times that are multiples of 2^-18, so that no sum is rounded."""
-    prefill = piece_of({"token": 2**-14, "row": 2**-10, "length": 2**-13, "pass": 2**-6})
-    decode = piece_of({"cached": 2**-16, "row": 2**-12, "length": 2**-14, "pass": 2**-7})
-    return SegmentedLaw((prefill,), (decode,), emits, padded)
+    prefill = PassLaw({"token": 2**-14, "row": 2**-10, "length": 2**-13, "pass": 2**-6})
+    decode = PassLaw({"cached": 2**-16, "row": 2**-12, "length": 2**-14, "pass": 2**-7})
+    return LinearLaw(prefill, decode, emits, padded)
 
 
-def plain(rows: list[Row], law: SegmentedLaw, admits, interval: int, max_prefill: int) -> None:
+def plain(rows: list[Row], law: LinearLaw, admits, interval: int, max_prefill: int) -> None:
     """One worker, one step at a time. Fills in the times of each row's tokens."""
     emits = law.prefill_emits_token
     coming = deque(rows)

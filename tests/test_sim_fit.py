@@ -5,6 +5,7 @@ import pytest
 import samples
 
 from toolkit.estimators.load import laws_from_fit
+from toolkit.laws.features import StepShape, chunk_attended
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import world_from_fit
@@ -57,8 +58,8 @@ def test_the_laws_of_a_server_elsewhere_include_http_already():
 
 def test_only_clients_of_a_server_elsewhere_wait_for_http():
     fit = samples.fit()
-    slower = [each.with_terms({"pass": each.terms["pass"] + 0.5}) for each in fit.prefill.pieces]
-    prefill = fit.prefill.model_copy(update={"pieces": slower})
+    slower = fit.prefill.law.with_terms({"pass": fit.prefill.law.terms["pass"] + 0.5})
+    prefill = fit.prefill.model_copy(update={"law": slower})
     engine = fit.engine.model_copy(update={"engine": "openai"})
     served = fit.model_copy(update={"engine": engine, "prefill": prefill})
     world = world_from_fit(served, workers=1, max_new_tokens=64).under(
@@ -80,9 +81,8 @@ def test_only_clients_of_a_server_elsewhere_wait_for_http():
 def test_laws_of_timed_passes_have_no_front_in_them():
     """A prompt that is computed inside vLLM delays rows that decode by all of its pass."""
     fit = samples.paged_fit()
-    slower = [each.with_terms({"pass": each.terms["pass"] + 0.5}) for each in fit.prefill.pieces]
-    prefill = fit.prefill.model_copy(update={"pieces": slower})
-    laws = laws_from_fit(fit.model_copy(update={"prefill": prefill}))
     assert fit.steps is not None
-    assert laws.rounds.prefill_s(1, 64) == laws.engine.prefill_s(1, 64) > 0.5
+    laws = laws_from_fit(fit)
+    shape = StepShape(0, 0, 1, 64, chunk_attended(0, 64))
+    assert laws.rounds.prefill_s(1, 64) == pytest.approx(fit.steps.law.step_s(shape))
     assert laws.front_s == fit.steps.front_s

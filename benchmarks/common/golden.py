@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from toolkit.estimators.laws import LinearSwap, SegmentedLaw, bilinear_law
+from toolkit.estimators.laws import LinearSwap, bilinear_law
 from toolkit.estimators.memory import ZetaMemory
 from toolkit.laws.passes import PassLaw, PassRange
 from toolkit.sched.eventlog import Event, RecordingScheduler, to_line
@@ -98,10 +98,7 @@ def world_of(
     law = bilinear_law(
         p=(2e-5, 1e-3, 1e-6, 5e-3), d=(2e-7, 1e-4, 1e-8, 0.02), prefill_emits_token=emits
     )
-    segments = law.prefill, law.decode
-    latency = SegmentedLaw(
-        *segments, emits, padded=joining is not None, round_s=1e-3, leaving=(1e-4, 1e-7)
-    )
+    latency = replace(law, padded=joining is not None, round_s=1e-3, leaving=(1e-4, 1e-7))
     paged = PagedEngine(
         PassLaw(
             {"pass": 0.02, "row": 1e-4, "chunk": 1e-3, "cached": 2e-7, "attended": 1e-9},

@@ -20,14 +20,12 @@ ERROR = HeldOutError(median_percent=1.0, p95_percent=2.0, worst_percent=3.0, poi
 
 
 def latency(term: str, nl: float, n: float, l: float, const: float) -> LatencyFit:  # noqa: E741
-    piece = PassLaw({"pass": const, "row": n, "length": l, term: nl}, rows_min=1)
-    return LatencyFit(
-        form="bilinear",
-        pieces=[piece],
-        error=ERROR,
-        candidates=[Candidate(form="bilinear", error=ERROR)],
+    law = PassLaw(
+        {"pass": const, "row": n, "length": l, term: nl},
         valid=PassRange(rows_max=32, length_max=512),
+        error=ERROR,
     )
+    return LatencyFit(law=law, candidates=[Candidate(form=law.form, error=ERROR)])
 
 
 def fit(

@@ -34,7 +34,7 @@ from benchmarks.common.results_file import markdown
 from toolkit.estimators.pipeline_fit import (
     LAUNCH_TERMS,
     SHORT_TOKENS,
-    PassColumns,
+    PassSequence,
     fit_law,
     graphs_of,
     held_out_s,
@@ -103,7 +103,7 @@ def in_conditions(engine: PagedEngine, known: dict[str, float]) -> PagedEngine:
     slowed = engine.slowed(known.get("slowdown", 1.0))
     factor = known.get("launch_slowdown", 1.0) / known.get("slowdown", 1.0)
     terms = slowed.steps.terms
-    launches = {term: factor * terms[term] for _, own in LAUNCH_TERMS for term in own}
+    launches = {term: factor * terms[term] for own in LAUNCH_TERMS.values() for term in own}
     engine = replace(slowed, steps=slowed.steps.with_terms(launches))
     if "front_first_s" in known:
         engine = replace(engine, front_s=known["front_first_s"], front_row_s=0.0)
@@ -156,7 +156,7 @@ def errors_of(fit: Fit) -> list[dict[str, Any]]:
     return found
 
 
-def standard_errors(passes: PassColumns) -> list[tuple[str, float, float]]:
+def standard_errors(passes: PassSequence) -> list[tuple[str, float, float]]:
     """Return each coefficient of a law that is not 0, with its standard error in percent."""
     law = fit_law(passes)
     part = np.random.default_rng(0).permutation(passes.point[-1] + 1) % PARTS
@@ -170,7 +170,7 @@ def standard_errors(passes: PassColumns) -> list[tuple[str, float, float]]:
     return found
 
 
-def held_out(measured: StepsProfile, passes: PassColumns) -> list[tuple[str, int, float, float]]:
+def held_out(measured: StepsProfile, passes: PassSequence) -> list[tuple[str, int, float, float]]:
     """Return how many points there are, and the median and p95 of their held-out errors: of all,
     and of short prompts from idle.
     """
@@ -204,7 +204,7 @@ def main() -> None:
     assert measured is not None
     graphs = graphs_of(measured)
     assert graphs is not None
-    passes = PassColumns.of(measured.points, graphs)
+    passes = PassSequence.of(measured, graphs)
     law = [[name, f"{value:.4g}", f"{off:.1f} %"] for name, value, off in standard_errors(passes)]
     print(markdown(["coefficient", "seconds", "standard error"], law))
     off = [

@@ -27,8 +27,9 @@ import numpy as np
 
 from benchmarks.common.command import make_parser, over_seeds
 from benchmarks.common.results_file import markdown
-from toolkit.estimators.laws import LinearSwap, SegmentedLaw, piece_of
+from toolkit.estimators.laws import LinearLaw, LinearSwap
 from toolkit.estimators.memory import ZetaMemory
+from toolkit.laws.passes import PassLaw
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.base import Policy
 from toolkit.sched.protocols import LatencyLaw
@@ -41,10 +42,10 @@ from toolkit.traces.generate import Arrivals, Lengths, generate
 ROWS = 16
 STARVATION_S = 60.0
 LONGEST_OUTPUT = 2048
-PREFILL = piece_of({"token": 1e-4, "row": 1e-3, "pass": 0.01})
-DECODE = piece_of({"cached": 3e-8, "row": 2e-4, "pass": 0.025})
+PREFILL = PassLaw({"token": 1e-4, "row": 1e-3, "pass": 0.01})
+DECODE = PassLaw({"cached": 3e-8, "row": 2e-4, "pass": 0.025})
 WORLD = World(
-    SegmentedLaw((PREFILL,), (DECODE,), prefill_emits_token=True, padded=False),
+    LinearLaw(PREFILL, DECODE, prefill_emits_token=True, padded=False),
     ZetaMemory(40_000),
     workers=1,
     max_new_tokens=LONGEST_OUTPUT,

@@ -25,7 +25,7 @@ from statistics import fmean
 
 from benchmarks.common.command import make_parser, over_seeds
 from benchmarks.common.results_file import markdown
-from toolkit.estimators.laws import SegmentedLaw, bilinear_law
+from toolkit.estimators.laws import LinearLaw, bilinear_law
 from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
@@ -168,7 +168,7 @@ def gain_percent(new: Metrics, old: Metrics, metric: str) -> float:
     return 100.0 * (new[metric] / old[metric] - 1.0)
 
 
-def figure_11(law: SegmentedLaw = HF_LAW) -> tuple[float, float]:
+def figure_11(law: LinearLaw = HF_LAW) -> tuple[float, float]:
     """Seconds of 15 requests of 10 tokens and one of 1,024 in one batch, and in two, with a slice
     of 128.
     """

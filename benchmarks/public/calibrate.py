@@ -28,13 +28,13 @@ from benchmarks.common.command import make_parser
 from benchmarks.public.asking import Checkpoint, Fits, Question, checkpoint_of
 from benchmarks.public.operators import flat_json
 from benchmarks.public.servers import IN_MXFP4, UNEXPLAINED, Row, protocol_of, split_rows
-from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
     TABLE,
     EngineConstants,
     engine_constants,
     family_of,
 )
+from toolkit.estimators.least_squares import Floats
 
 FAMILIES = ("h100", "h200", "blackwell")
 Constants = dict[str, EngineConstants]  # by family

@@ -27,7 +27,6 @@ from scipy.optimize import least_squares
 
 from benchmarks.common.command import make_parser
 from toolkit.catalogue.gpus import gpu_of
-from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
     CACHES,
     SHORT_HEAD,
@@ -44,6 +43,7 @@ from toolkit.estimators.gpu_operators import (
     GpuOperators,
     LatentAttention,
 )
+from toolkit.estimators.least_squares import Floats
 from toolkit.estimators.model_shapes import DeltaShapes, LatentShapes
 
 CORE = "aic-core/src/aiconfigurator_core"

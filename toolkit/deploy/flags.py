@@ -148,7 +148,7 @@ def _queued_tokens(order: Order) -> Flag:
     fit = order.plan.fit
     length = fit.prefill.valid.length_max
     error = fit.off_percent(fit.prefill)
-    rate = length / laws_from_fit(fit).latency.prefill_s(1, length)
+    rate = length / laws_from_fit(fit).rounds.prefill_s(1, length)
     measured = f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %"
     source = f"{key} {limit:g} s x {rate:,.0f} tokens/s: {measured}"
     return Sourced(["--max-num-queued-tokens", str(max(int(limit * rate), 1))], source)

@@ -294,7 +294,7 @@ def _explain_laws(recipe: Recipe, fit: Fit) -> Explained:
 def _explain_law(law: LatencyFit) -> Explanation:
     valid = f"valid to batch {law.valid.rows_max}, length {law.valid.length_max}"
     source = f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
-    return _explanation(law.form, source)
+    return _explanation(law.law.form, source)
 
 
 def _error(error: HeldOutError) -> str:

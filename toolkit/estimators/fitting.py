@@ -8,31 +8,38 @@ all points. `fit_profile` does that for every law of a profile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.estimators import forms
-from toolkit.estimators.forms import Floats, Form, Points, Rows
-from toolkit.estimators.laws import SegmentedLaw
+from toolkit.estimators.laws import DECODE_TERMS, PREFILL_TERMS, LinearLaw
+from toolkit.estimators.least_squares import (
+    TimedPasses,
+    best_law,
+    fit_overhead,
+    typical_seconds,
+)
 from toolkit.estimators.part_fits import fit_memory, fit_rounds, fit_steps
-from toolkit.files.fit import Candidate, Fit, LatencyFit, PointError, StepsFit
+from toolkit.files.fit import Fit, LatencyFit, OverheadFit, PointError, StepsFit
 from toolkit.files.io import EnvelopeFields
-from toolkit.files.profile import DecodePoint, PrefillPoint, Profile
-from toolkit.laws.passes import PassRange
+from toolkit.files.profile import Profile, SlicePoint
+from toolkit.laws.features import StepShape, chunk_attended
+from toolkit.laws.passes import PassLaw, PassRange
 
 Name = Literal["prefill", "decode"]  # of a law
+GridPoint = tuple[int, int, list[float]]  # batch size N, length L, and samples
 
 POINTS_MIN = 8
-LEAST_S = 1e-9  # of a sample: no clock measures less, and a relative error has no bound there
+SLICES_MIN = 6
 WORST_POINTS = 3  # named in a fit
 
 
 def laws_of_drafts(profile: Profile, others: Sequence[Profile], seed: int = 0) -> list[StepsFit]:
-    """The laws of passes of `others`, which differ from `profile` in the number of drafts.
+    """Return the laws of passes of `others`, which differ from `profile` in the number of drafts.
 
-    `InputError` for a profile of another recipe, of a number that is there already, or without
+    Raises InputError for a profile of another recipe, of a number that is there already, or without
     passes.
     """
     known = {profile.steps.draft_tokens if profile.steps else 0}
@@ -66,14 +73,14 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
         made_from: the common fields of the file.
         seed: deals the points into held-out parts.
 
-    Raises `InputError` that names what the profile lacks: points, lengths, batch sizes, slices,
+    Raises InputError that names what the profile lacks: points, lengths, batch sizes, slices,
     rounds or memory probes.
     """
-    prefill = fit_latency("prefill", profile.prefill, seed)
-    decode = fit_latency("decode", profile.decode, seed)
-    law = SegmentedLaw(
-        tuple(prefill.pieces), tuple(decode.pieces), profile.engine.prefill_emits_token
-    )
+    prefills = [(one.batch_size, one.input_length, one.seconds) for one in profile.prefill]
+    decodes = [(one.batch_size, one.cached_length, one.seconds) for one in profile.decode]
+    prefill = fit_latency("prefill", prefills, seed)
+    decode = fit_latency("decode", decodes, seed)
+    law = LinearLaw(prefill.law, decode.law, profile.engine.prefill_emits_token)
     rounds, swap = fit_rounds(profile, law, seed)
     passes = profile.steps
     return Fit(
@@ -83,7 +90,7 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
         engine=profile.engine,
         prefill=prefill,
         decode=decode,
-        overhead=forms.overhead_of_slices(profile.slices, law, seed),
+        overhead=overhead_of_slices(profile.slices, law, seed),
         memory=fit_memory(profile.memory, profile.engine),
         rounds=rounds,
         swap=swap,
@@ -91,99 +98,80 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
     )
 
 
-def fit_latency(
-    name: Name, measured: Sequence[PrefillPoint | DecodePoint], seed: int
-) -> LatencyFit:
-    """The best form for the points by held-out error, fitted to all of them. Forms of prefills may
-    have a term N*L^2.
+def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LatencyFit:
+    """Return the law of prefills, T_prefill(N, L), or of decode steps, tau(l, N): the form with the
+    least held-out error, fitted to all points. Prefills may have a term N * L^2; decode steps may
+    be flat, and then linear.
 
-    Raises `InputError` if there are too few points, batch sizes or lengths.
+    Raises InputError if there are too few points, batch sizes or lengths, or a point without a
+    sample, or one that took no time.
     """
-    points = points_of(name, measured)
-    _check_points(name, points)
-    competing = forms.candidates(points, square=name == "prefill")
-    predicted = [_held_out(form, points, seed) for form in competing]
-    candidates = [
-        Candidate(form=form.name, error=forms.percent_error(prediction, points.seconds))
-        for form, prediction in zip(competing, predicted, strict=True)
-    ]
-    kept = forms.choose(predicted, points.seconds)
-    form = competing[kept]
-    spreads = [_spread_percent(point.seconds) for point in measured]
+    _check_grid(name, grid)
+    seconds = typical_seconds((f"{name} at N={n}, L={length}", own) for n, length, own in grid)
+    if name == "prefill":
+        shapes = [StepShape(0, 0, n, n * long, n * chunk_attended(0, long)) for n, long, _ in grid]
+        square = PassLaw(dict.fromkeys(PREFILL_TERMS, 0.0))
+        forms = [PassLaw(dict.fromkeys(PREFILL_TERMS[:-1], 0.0)), square]
+    else:
+        shapes = [StepShape(n, n * length) for n, length, _ in grid]
+        linear = PassLaw(dict.fromkeys(DECODE_TERMS, 0.0))
+        forms = [linear, replace(linear, flat_s=1.0)]
+    best = best_law(forms, TimedPasses.alike(shapes, seconds), seed)
+    sizes, lengths, samples = zip(*grid, strict=True)
+    valid = PassRange(rows_max=max(sizes), length_max=max(lengths))
+    spreads = [_spread_percent(own) for own in samples]
     known = [spread for spread in spreads if spread is not None]
+    errors = 100.0 * (best.predicted_s / seconds - 1.0)
+    worst = np.argsort(-np.abs(errors), kind="stable")[:WORST_POINTS].tolist()
     return LatencyFit(
-        form=form.name,
-        pieces=form.solve(points),
-        error=candidates[kept].error,
-        candidates=candidates,
-        valid=PassRange(rows_max=int(points.batch_size.max()), length_max=int(points.length.max())),
-        worst_points=_worst_points(points, predicted[kept], spreads),
+        law=replace(best.law, valid=valid),
+        candidates=best.candidates,
+        worst_points=[
+            PointError(
+                batch_size=sizes[k],
+                length=lengths[k],
+                error_percent=float(errors[k]),
+                spread_percent=spreads[k],
+            )
+            for k in worst
+        ],
         spread_percent=float(np.median(known)) if known else None,
     )
 
 
-def _worst_points(
-    points: Points, predicted_s: Floats, spreads: Sequence[float | None]
-) -> list[PointError]:
-    """The points that the law misses most, with how far the samples of each are apart."""
-    errors = 100.0 * (predicted_s / points.seconds - 1.0)
-    return [
-        PointError(
-            batch_size=int(points.batch_size[index]),
-            length=int(points.length[index]),
-            error_percent=float(errors[index]),
-            spread_percent=spreads[index],
-        )
-        for index in np.argsort(-np.abs(errors), kind="stable")[:WORST_POINTS]
-    ]
-
-
 def _spread_percent(samples: Sequence[float]) -> float | None:
-    """The standard deviation over the mean, in percent; None of fewer than two samples."""
+    """Return the standard deviation over the mean, in percent; None of fewer than two samples."""
     if len(samples) < 2:
         return None
     return float(100.0 * np.std(samples, ddof=1) / np.mean(samples))
 
 
-def _check_points(name: Name, points: Points) -> None:
+def _check_grid(name: Name, grid: Sequence[GridPoint]) -> None:
     lengths = "input_lengths" if name == "prefill" else "cached_lengths"
     remedy = "profile.{} in the recipe needs more values; then: llmctl profile RECIPE"
-    if len(points) < POINTS_MIN:
+    if len(grid) < POINTS_MIN:
         raise InputError(
-            f"{name}: {len(points)} points measured, at least {POINTS_MIN} are needed",
+            f"{name}: {len(grid)} points measured, at least {POINTS_MIN} are needed",
             remedy.format(lengths),
         )
-    for what, values, key in (
-        ("batch size", points.batch_size, "batch_sizes"),
-        ("length", points.length, lengths),
-    ):
-        if len(np.unique(values)) < 2:
-            only = int(values[0])
-            message = f"{name}: all {len(points)} points have {what} {only}, at least 2 are needed"
+    for place, what, key in ((0, "batch size", "batch_sizes"), (1, "length", lengths)):
+        values = {point[place] for point in grid}
+        if len(values) < 2:
+            message = (
+                f"{name}: all {len(grid)} points have {what} {values.pop()}, at least 2 are needed"
+            )
             raise InputError(message, remedy.format(key))
 
 
-def _held_out(form: Form, points: Points, seed: int) -> Floats:
-    def predict(seen: Rows, rows: Rows) -> Floats:
-        return forms.seconds_of(form.solve(points.take(seen)), points.take(rows))
-
-    return forms.predict_held_out(len(points), predict, seed)
-
-
-def points_of(name: Name, measured: Sequence[PrefillPoint | DecodePoint]) -> Points:
-    """T_prefill(N, L) or tau(l, N) of each point, by the `typical` of its samples.
-
-    Raises `InputError` for a point without samples, or with one that took no time.
+def overhead_of_slices(slices: Sequence[SlicePoint], law: LinearLaw, seed: int) -> OverheadFit:
+    """Return what a slice costs beyond `law` when it goes through a worker process and all workers
+    run. Raises InputError if fewer than six slices were measured, or if one took no time.
     """
-    sizes = [point.batch_size for point in measured]
-    lengths = [p.input_length if isinstance(p, PrefillPoint) else p.cached_length for p in measured]
-    for point, size, length in zip(measured, sizes, lengths, strict=True):
-        if not point.seconds or min(point.seconds) < LEAST_S:
-            problem = f"a sample of {min(point.seconds)} s" if point.seconds else "no samples"
-            raise InputError(
-                f"{name} at N={size}, L={length}: {problem}",
-                "measure again with: llmctl profile RECIPE",
-            )
-    seconds = [forms.typical(point.seconds) for point in measured]
-    columns = np.array(sizes, dtype=float), np.array(lengths, dtype=float), np.array(seconds)
-    return Points(*columns, term="token" if name == "prefill" else "cached")
+    if len(slices) < SLICES_MIN:
+        raise InputError(
+            f"overhead: {len(slices)} slices measured, at least {SLICES_MIN} are needed",
+            "set profile.slices in the recipe; then: llmctl profile RECIPE",
+        )
+    seconds = typical_seconds(("overhead: a slice", [point.seconds]) for point in slices)
+    served = [law.serve_s(point.batch_size, point.input_length, point.steps) for point in slices]
+    return fit_overhead(list(np.stack([served, seconds]).T[:, :, None]), seed)

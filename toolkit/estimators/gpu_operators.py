@@ -55,7 +55,7 @@ import msgspec
 import numpy as np
 
 from toolkit.errors import InputError
-from toolkit.estimators.forms import Floats
+from toolkit.estimators.least_squares import Floats
 from toolkit.estimators.model_shapes import (
     ACTIVATION_BYTES,
     PLAIN_NORMS,

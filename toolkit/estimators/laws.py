@@ -4,17 +4,15 @@ A law answers in closed form from its coefficients, so the simulator computes th
 slice with one call. A law does not know where its coefficients came from (`fitting`) or how
 accurate they are (`toolkit.files.fit`).
 
-In this order: the law of an engine's batches (`SegmentedLaw`, of pieces that are `PassLaw`s), which
-the simulator asks several times a round, the laws of rounds (`law_of_rounds`, `OverlappingRounds`),
-and the law of swapping (`LinearSwap`).
+In this order: the law of an engine's batches (`LinearLaw`, of two `PassLaw`s), which the simulator
+asks several times a round, the laws of rounds (`law_of_rounds`, `RoundsByPass`), and the law
+of swapping (`LinearSwap`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +25,8 @@ from toolkit.laws.passes import PassLaw
 # A search over slice lengths needs one table per trial and never returns to an old one.
 TABLES_KEPT = 64
 # The terms that have a closed form of their sum over the steps of a slice.
-PREFILL_TERMS = ("pass", "row", "token", "length", "attended")
-DECODE_TERMS = ("pass", "row", "cached", "length")
-LEAST_SIZES = 64  # batch sizes with coefficients that are computed together
+PREFILL_TERMS = ("pass", "row", "length", "token", "attended")
+DECODE_TERMS = ("pass", "row", "length", "cached")
 
 
 class BatchLaw:
@@ -47,6 +44,10 @@ class BatchLaw:
         """Sum of tau(L + i, N) over i = 1..steps, in seconds (Eq. 2), in closed form."""
         raise NotImplementedError
 
+    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
+        """T_serve of static batches as coefficients of 1, L and L^2 [3, max_batch_size + 1]."""
+        raise NotImplementedError
+
     def leave_s(self, length: float) -> float:
         """Seconds until a row of about `length` tokens has left a running batch."""
         return 0.0
@@ -62,32 +63,13 @@ def steps_s(flat: float, before: float, slope: float, steps: int) -> float:
     return under * flat + over * (before + slope * (under + (over + 1) * 0.5))
 
 
-def by_size(pieces: Sequence[PassLaw], sizes: NDArray[Any]) -> NDArray[np.float64]:
-    """Coefficients of 1, L and L^2, and the flat time, for each batch size: [4, len(sizes)].
-
-    N rows of L tokens are N * L new or cached tokens, which attend to N * L^2 / 2.
-    """
-    starts = np.array([piece.rows_min for piece in pieces])
-    chosen = np.maximum(np.searchsorted(starts, sizes, side="right") - 1, 0)
-    rows = []
-    for piece in pieces:
-        terms = piece.terms
-        tokens = terms.get("token", 0.0) + terms.get("cached", 0.0)
-        others = [terms.get(name, 0.0) for name in ("row", "length", "pass")]
-        rows.append([tokens, *others, terms.get("attended", 0.0) / 2, piece.flat_s])
-    nl, n, l, const, nll, flat = np.array(rows)[chosen].T  # noqa: E741
-    return np.array([n * sizes + const, nl * sizes + l, nll * sizes, flat])
-
-
 @dataclass(frozen=True)
-class SegmentedLaw(BatchLaw):
-    """SCLS paper, Eq. 1-4, with an optional N * L^2 term in prefill and coefficients that may
-    change with the batch size.
+class LinearLaw(BatchLaw):
+    """SCLS paper, Eq. 1-4, with an optional N * L^2 term in prefill.
 
     T_prefill(N, L) = token*N*L + row*N + length*L + pass + attended*N*L^2/2. tau(l, N) has the same
     form with the cached length l (`cached` in place of `token`) and no square; it is at least
-    `flat_s`, as on a GPU that waits for the launches of a step's kernels. The piece that applies to
-    N is the last one with `rows_min` <= N.
+    `flat_s`, as on a GPU that waits for the launches of a step's kernels.
 
     Attributes:
         prefill_emits_token: True for an engine that samples from the prefill's logits: a slice of S
@@ -99,41 +81,35 @@ class SegmentedLaw(BatchLaw):
         batch_s: seconds of a batch in addition to its prefill: dispatch, tokenizer and pipe.
     """
 
-    prefill: tuple[PassLaw, ...]
-    decode: tuple[PassLaw, ...]
+    prefill: PassLaw
+    decode: PassLaw
     prefill_emits_token: bool
     padded: bool = True
     round_s: float = 0.0
     leaving: tuple[float, float] = (0.0, 0.0)
     batch_s: float = 0.0
-    # By batch size, computed at its first use: the coefficients of 1, L and L^2 in T_prefill, and
-    # of 1 and l in tau, with its flat part.
-    _prefills: list[tuple[float, float, float]] = field(
-        init=False, repr=False, compare=False, default_factory=list
+    # The seconds of `PREFILL_TERMS` and of `DECODE_TERMS`, which evaluation reads.
+    _prefill: tuple[float, float, float, float, float] = field(
+        init=False, repr=False, compare=False, default=(0.0, 0.0, 0.0, 0.0, 0.0)
     )
-    _steps: list[tuple[float, float, float]] = field(
-        init=False, repr=False, compare=False, default_factory=list
+    _decode: tuple[float, float, float, float] = field(
+        init=False, repr=False, compare=False, default=(0.0, 0.0, 0.0, 0.0)
     )
-    _has_flat: bool = field(init=False, repr=False, compare=False, default=False)
     # `serve_table`s by (max_batch_size, steps)
     _tables: dict[tuple[int, int], NDArray[np.float64]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        both = (("prefill", self.prefill, PREFILL_TERMS), ("decode", self.decode, DECODE_TERMS))
-        for name, pieces, known in both:
-            starts = [piece.rows_min for piece in pieces]
-            if not starts or starts[0] != 1 or starts != sorted(set(starts)):
-                raise InputError(
-                    f"{name}: pieces start at batch sizes {starts}; they must begin at 1 and ascend"
-                )
-            others = {term for piece in pieces for term in piece.terms} - set(known)
+        for name, law, known in (
+            ("prefill", self.prefill, PREFILL_TERMS),
+            ("decode", self.decode, DECODE_TERMS),
+        ):
+            others = set(law.terms) - set(known)
             if others:
                 raise InputError(f"{name}: it has terms {sorted(others)}, and may have {known}")
-        if any(piece.flat_s for piece in self.prefill):
-            raise InputError("prefill: flat_s is not 0, and T_prefill has no flat part (Eq. 3)")
-        object.__setattr__(self, "_has_flat", any(piece.flat_s for piece in self.decode))
+            seconds = tuple([law.terms.get(term, 0.0) for term in known])
+            object.__setattr__(self, f"_{name}", seconds)
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of a prefill pass over the columns from `start` to `end` of N rows.
@@ -141,49 +117,41 @@ class SegmentedLaw(BatchLaw):
         T_prefill(N, end) - T_prefill(N, start) + T_prefill(N, 0): each pass pays the part that does
         not depend on L, but only the first one the constant cost of the batch.
         """
-        if batch_size >= len(self._steps):
-            self._extend(batch_size)
-        fixed, slope, square = self._prefills[batch_size]
-        seconds = fixed + (end - start) * (slope + (end + start) * square)
+        fixed_s, row_s, length_s, token_s, attended_s = self._prefill
+        slope = token_s * batch_size + length_s
+        square = attended_s / 2 * batch_size
+        seconds = row_s * batch_size + fixed_s + (end - start) * (slope + (end + start) * square)
         return seconds if start else self.batch_s + seconds
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
-        if batch_size >= len(self._steps):
-            self._extend(batch_size)
-        fixed, slope, flat = self._steps[batch_size]
-        if not self._has_flat:
-            return steps * (fixed + slope * (input_length + (steps + 1) * 0.5))
-        return steps_s(flat, fixed + slope * input_length, slope, steps)
+        fixed_s, row_s, length_s, cached_s = self._decode
+        fixed_s += row_s * batch_size
+        slope = cached_s * batch_size + length_s
+        flat_s = self.decode.flat_s
+        if not flat_s:
+            return steps * (fixed_s + slope * (input_length + (steps + 1) * 0.5))
+        return steps_s(flat_s, fixed_s + slope * input_length, slope, steps)
 
     def leave_s(self, length: float) -> float:
         return self.leaving[0] + self.leaving[1] * length
 
-    def times(self, factor: float) -> SegmentedLaw:
+    def times(self, factor: float) -> LinearLaw:
         """Return the law of an engine on which everything takes `factor` times as long."""
         return replace(
             self,
-            prefill=tuple([piece.times(factor) for piece in self.prefill]),
-            decode=tuple([piece.times(factor) for piece in self.decode]),
+            prefill=self.prefill.times(factor),
+            decode=self.decode.times(factor),
             round_s=factor * self.round_s,
             leaving=(factor * self.leaving[0], factor * self.leaving[1]),
             batch_s=factor * self.batch_s,
         )
 
-    def with_overhead(self, batch_s: float, stretch: float) -> SegmentedLaw:
+    def with_overhead(self, batch_s: float, stretch: float) -> LinearLaw:
         """Return the law with what serving adds: `stretch` times its seconds, since workers that
         run at the same time slow one another down, and `batch_s` per batch.
         """
-        if not (batch_s >= 0 and stretch > 0):
-            raise InputError(f"overhead: batch_s {batch_s} must be >= 0 and stretch {stretch} > 0")
         slower = self.times(stretch)
         return replace(slower, batch_s=batch_s + slower.batch_s)
-
-    def _extend(self, batch_size: int) -> None:
-        sizes = np.arange(max(2 * batch_size, LEAST_SIZES))
-        fixed, slope, square, _ = by_size(self.prefill, sizes).tolist()
-        self._prefills[:] = zip(fixed, slope, square, strict=True)
-        fixed, slope, _, flat = by_size(self.decode, sizes).tolist()
-        self._steps[:] = zip(fixed, slope, flat, strict=True)
 
     def iterations(self, tokens: int) -> int:
         """Decode iterations after the prefill until a row has `tokens` tokens."""
@@ -206,13 +174,16 @@ class SegmentedLaw(BatchLaw):
         if key not in self._tables:
             iterations = self.iterations(steps)
             sizes = np.arange(max_batch_size + 1)
-            fixed, slope, square, _ = by_size(self.prefill, sizes)
-            step_fixed, step_slope, _, step_flat = by_size(self.decode, sizes)
-            fixed += self.batch_s
+            fixed_s, row_s, length_s, token_s, attended_s = self._prefill
+            fixed = row_s * sizes + fixed_s + self.batch_s
+            slope = token_s * sizes + length_s
+            fixed_s, row_s, length_s, cached_s = self._decode
+            step_fixed = row_s * sizes + fixed_s
+            step_slope = cached_s * sizes + length_s
             rising = fixed + iterations * (step_fixed + step_slope * (iterations + 1) * 0.5)
-            rows = [rising, slope + iterations * step_slope, square]
-            if self._has_flat:
-                rows += [fixed + iterations * step_flat, slope]
+            rows = [rising, slope + iterations * step_slope, attended_s / 2 * sizes]
+            if self.decode.flat_s:
+                rows += [fixed + iterations * self.decode.flat_s, slope]
             table = np.array(rows)
             if len(self._tables) >= TABLES_KEPT:
                 self._tables.clear()
@@ -225,43 +196,36 @@ def bilinear_law(
     p: tuple[float, float, float, float],
     d: tuple[float, float, float, float],
     prefill_emits_token: bool = False,
-) -> SegmentedLaw:
+) -> LinearLaw:
     """Eq. 3 and 4 as the paper writes them: p = (p1..p4) and d = (d1..d4), in seconds per N*L, per
     N, per L, and constant.
     """
-    return SegmentedLaw(
-        (piece_of(dict(zip(("token", "row", "length", "pass"), p, strict=True))),),
-        (piece_of(dict(zip(("cached", "row", "length", "pass"), d, strict=True))),),
+    return LinearLaw(
+        PassLaw(dict(zip(("token", "row", "length", "pass"), p, strict=True))),
+        PassLaw(dict(zip(("cached", "row", "length", "pass"), d, strict=True))),
         prefill_emits_token,
     )
 
 
-def piece_of(terms: dict[str, float], rows_min: int = 1, flat_s: float = 0.0) -> PassLaw:
-    """Return a piece of a law of batches, which applies from `rows_min` rows on."""
-    return PassLaw(terms, flat_s=flat_s, rows_min=rows_min)
-
-
-def unit_step() -> SegmentedLaw:
+def unit_step() -> LinearLaw:
     """A clock that counts decode steps: each takes 1, prefill takes 0."""
     return bilinear_law((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 1.0))
 
 
-def law_of_parts(
-    engine: SegmentedLaw, join: PassLaw, leave: PassLaw, grow: PassLaw
-) -> SegmentedLaw:
+def law_of_parts(engine: LinearLaw, join: PassLaw, leave: PassLaw, grow: PassLaw) -> LinearLaw:
     """The engine's law plus the cost of joins (into prefills), cache moves (into decode steps) and
     leaves, as measured in one process.
     """
     left = leave.terms
     return replace(
         engine,
-        prefill=tuple([piece.plus(join) for piece in engine.prefill]),
-        decode=tuple([piece.plus(grow) for piece in engine.decode]),
+        prefill=engine.prefill.plus(join),
+        decode=engine.decode.plus(grow),
         leaving=(left.get("pass", 0.0) + left.get("row", 0.0), left.get("cached", 0.0)),
     )
 
 
-def law_of_rounds(engine: SegmentedLaw, fit: RoundsFit) -> SegmentedLaw:
+def law_of_rounds(engine: LinearLaw, fit: RoundsFit) -> LinearLaw:
     """The law of rounds: from a round's dispatch to a worker process until its result, with all
     workers busy.
 
@@ -272,51 +236,47 @@ def law_of_rounds(engine: SegmentedLaw, fit: RoundsFit) -> SegmentedLaw:
 
 
 @dataclass(frozen=True)
-class OverlappingRounds(BatchLaw):
-    """What a policy inside an engine with overlapping passes believes of them: a `LatencyLaw`.
+class RoundsByPass(BatchLaw):
+    """What a policy inside an engine believes of its rounds, by the law of the engine's passes.
 
-    A chunk between decodes costs the decodes two gaps. With d a pass of decodes alone, e and g the
-    launch and the GPU's time of the chunk, and c the next launch, both gaps together last
-    max(d + g, e + c). So a chunk takes that long, less the d that a step takes anyway.
-
-    Attributes:
-        law: of the passes.
-        slices: of static batches, which such an engine does not run; `serve_table` is its.
+    A chunk between decodes costs the decodes two gaps where passes overlap. With d a pass of
+    decodes alone, e and g the launch and the GPU's time of the chunk, and c the next launch, both
+    gaps together last max(d + g, e + c). So a chunk takes that long, less the d that a step takes
+    anyway.
     """
 
     law: PassLaw
-    slices: SegmentedLaw
     prefill_emits_token: bool = True
     padded: bool = False
     round_s: float = 0.0
 
     def pass_s(self, batch_size: int, start: float, end: float) -> float:
         """Seconds of chunks from `start` to `end` tokens, [batch_size] at once."""
+        law = self.law
         new = end - start
         attended = batch_size * new * (start + new / 2)
-        shape = StepShape(0, 0, batch_size, round(batch_size * new), attended)
+        tokens = round(batch_size * new)
+        shape = StepShape(0, 0, batch_size, tokens, attended, round(batch_size * start))
         alone = StepShape(1, 0)
-        decodes_s = self.law.gpu_s(alone)
-        gpu_s = decodes_s + self.law.gpu_s(shape)
-        launches_s = self.law.launch_s(shape) + self.law.launch_s(alone)
-        return max(gpu_s, launches_s) - decodes_s
+        decodes_s = law.gpu_s(alone)
+        launches_s = law.launch_s(shape) + law.launch_s(alone)
+        both_s = max(decodes_s + law.gpu_s(shape), launches_s)
+        return both_s - decodes_s + law.after_s(batch_size)
 
     def decode_s(self, batch_size: int, input_length: float, steps: int) -> float:
         """Seconds of `steps` decode steps of rows that have `input_length` tokens before them."""
         if steps <= 0:
             return 0.0
+        law = self.law
         first = StepShape(batch_size, round(batch_size * (input_length + 1)))
-        growth_s = self.law.growth_s(first)  # of each step over the one before
-        before_s = self.law.gpu_s(first) - growth_s
-        return steps_s(self.law.launch_s(first), before_s, growth_s, steps)
+        growth_s = law.growth_s(first)  # of each step over the one before
+        before_s = law.gpu_s(first) - growth_s
+        passes_s = steps_s(law.launch_s(first), before_s, growth_s, steps)
+        return passes_s + steps * law.after_s(batch_size)
 
-    def times(self, factor: float) -> OverlappingRounds:
+    def times(self, factor: float) -> RoundsByPass:
         """Return the law of passes that take `factor` times as long."""
-        return replace(self, law=self.law.times(factor), slices=self.slices.times(factor))
-
-    def serve_table(self, max_batch_size: int, steps: int) -> NDArray[np.float64]:
-        """Of static batches."""
-        return self.slices.serve_table(max_batch_size, steps)
+        return replace(self, law=self.law.times(factor))
 
 
 @dataclass(frozen=True)
@@ -336,15 +296,6 @@ class LinearSwap:
     in_tokens_per_s: float
     overlaps: bool = True
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.latency_s < math.inf:
-            raise InputError(
-                f"swap: latency {self.latency_s} s is invalid; it must be finite and at least 0"
-            )
-        if not (self.out_tokens_per_s > 0 and self.in_tokens_per_s > 0):
-            rates = f"{self.out_tokens_per_s} and {self.in_tokens_per_s}"
-            raise InputError(f"swap: rates {rates} tokens/s are invalid; both must be above 0")
-
     def out_s(self, tokens: int) -> float:
         """Seconds from the device to host memory."""
         return self.latency_s + tokens / self.out_tokens_per_s
@@ -356,10 +307,5 @@ class LinearSwap:
 
 def swap_from_fit(fit: SwapFit, kv_bytes_per_token: int) -> tuple[LinearSwap, int]:
     """The law of a measured link, and the number of tokens of KV cache that host memory holds."""
-    if kv_bytes_per_token < 1:
-        raise InputError(
-            f"swap: {kv_bytes_per_token} bytes of KV cache per token is invalid; it must be at "
-            "least 1"
-        )
     rates = fit.out_bytes_per_s / kv_bytes_per_token, fit.in_bytes_per_s / kv_bytes_per_token
     return LinearSwap(fit.latency_s, *rates, fit.overlaps), fit.host_bytes // kv_bytes_per_token

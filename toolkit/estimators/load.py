@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from toolkit.engine_traits import traits_of
 from toolkit.estimators.laws import (
+    LinearLaw,
     LinearSwap,
-    OverlappingRounds,
-    SegmentedLaw,
+    RoundsByPass,
     law_of_rounds,
     swap_from_fit,
 )
@@ -23,8 +23,8 @@ from toolkit.sched.types import NO_LIMIT, Joining
 class Laws:
     """The laws of one worker."""
 
-    latency: SegmentedLaw  # of batches, with what serving adds to the engine's own time
-    engine: SegmentedLaw
+    latency: LinearLaw  # of batches, with what serving adds to the engine's own time
+    engine: LinearLaw
     memory: ZetaMemory | RuleMemory
     swap: LinearSwap | None  # to host memory; None: it was not measured
     host_tokens: int  # of KV cache that host memory holds; 0 without `swap`
@@ -38,13 +38,11 @@ class Laws:
 
 
 def laws_from_fit(fit: Fit) -> Laws:
-    """The laws that a fit file holds. Raises `InputError` if pieces or rules are out of order, or
-    for a server that is not modelled.
+    """The laws that a fit file holds. Raises InputError if rules are out of order, or for a
+    server that is not modelled.
     """
     refuse_fit(fit)
-    prefill = tuple(fit.prefill.pieces)
-    decode = tuple(fit.decode.pieces)
-    engine = SegmentedLaw(prefill, decode, fit.engine.prefill_emits_token)
+    engine = LinearLaw(fit.prefill.law, fit.decode.law, fit.engine.prefill_emits_token)
     latency = engine.with_overhead(fit.overhead.batch_s, fit.overhead.stretch)
     memory = memory_from_fit(fit.memory)
     swap, host_tokens = (
@@ -60,8 +58,7 @@ def laws_from_fit(fit: Fit) -> Laws:
         rounds = in_rounds
         if fit.steps is not None:
             front_s = fit.steps.front_s
-            if fit.steps.law.graphs is not None:
-                rounds = OverlappingRounds(fit.steps.law, in_rounds)
+            rounds = RoundsByPass(fit.steps.law)
     elif fit.engine.is_server:
         # A server's laws describe what clients measure. They include HTTP in every step already,
         # which a slice adds only once.
@@ -83,7 +80,7 @@ def laws_from_fit(fit: Fit) -> Laws:
     )
 
 
-def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
+def without_front(seen: LinearLaw) -> tuple[LinearLaw, float]:
     """Split a server's law as clients measure it into the engine's own law and the seconds of HTTP
     and text.
 
@@ -92,13 +89,9 @@ def without_front(seen: SegmentedLaw) -> tuple[SegmentedLaw, float]:
     the time of a prompt of length 0, less that of such a step, belongs to the front. The front's
     time is assumed to be equal for all requests, and to cover the way in and out.
     """
-    front_s = seen.prefill_s(1, 0.0) - seen.decode_s(1, 0.0, 1)
-    least_s = min(seen.prefill_s(piece.rows_min, 0.0) for piece in seen.prefill)
-    front_s = max(min(front_s, least_s), 0.0)
-    inside = tuple(
-        piece.with_terms({"pass": piece.terms["pass"] - front_s}) for piece in seen.prefill
-    )
-    return replace(seen, prefill=inside), front_s
+    pass_s = seen.prefill.terms["pass"]
+    front_s = min(max(seen.prefill_s(1, 0.0) - seen.decode_s(1, 0.0, 1), 0.0), pass_s)
+    return replace(seen, prefill=seen.prefill.with_terms({"pass": pass_s - front_s})), front_s
 
 
 def memory_from_fit(fit: MemoryFit) -> ZetaMemory | RuleMemory:

@@ -37,13 +37,8 @@ class ZetaMemory:
     workspace: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.capacity_tokens < 1 or not self.zeta > 0:
-            raise InputError(
-                f"memory: capacity of {self.capacity_tokens} tokens and zeta {self.zeta} must be "
-                "positive"
-            )
-        if not self.workspace >= 0:
-            raise InputError(f"memory: workspace {self.workspace} must not be negative")
+        if self.capacity_tokens < 1:
+            raise InputError(f"memory: capacity of {self.capacity_tokens} tokens; at least 1")
 
     @property
     def usable_tokens(self) -> int:

@@ -19,27 +19,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.estimators import forms
-from toolkit.estimators.forms import Floats
+from toolkit.estimators.least_squares import (
+    HELD_OUT_PARTS,
+    SAMPLES_COUNTED_MAX,
+    TYPICAL_MAX,
+    Floats,
+    percent_error,
+    solve_passes,
+)
 from toolkit.files.profile import StepPoint, StepsProfile
 from toolkit.laws.features import (
     ALONE,
     ARITHMETIC,
-    CACHED,
-    CHUNKS,
     EAGER,
-    EXPERTS,
     FEATURES,
     GRAPH,
     LEAST,
     MIXED,
-    NUMBERS,
     PIECEWISE,
-    ROWS,
-    TOKENS,
     StepShape,
-    number_of,
-    touched_experts,
 )
 from toolkit.laws.passes import GraphSettings, PassLaw, overlapped
 
@@ -52,11 +50,11 @@ SHARE_SHOWN = 0.5  # of the short passes with chunks that must show their work o
 GPU_MIN_S = 1e-4  # a shorter rest between two ends says nothing of the GPU
 QUANTILES = 16  # of the eager launches' spread
 
-LAUNCH_TERMS = (
-    (GRAPH, ("graph", "graph_row")),
-    (PIECEWISE, ("piece", "piece_row")),
-    (EAGER, ("eager", "eager_chunk")),
-)
+LAUNCH_TERMS = {
+    GRAPH: ("graph", "graph_row"),
+    PIECEWISE: ("piece", "piece_row"),
+    EAGER: ("eager", "eager_chunk"),
+}
 
 # Where the alternation begins. Any guess of this order of magnitude leads to the same law.
 FIRST_GUESS = {
@@ -93,76 +91,77 @@ def shape_of(point: StepPoint) -> StepShape:
     )
 
 
+def shapes_of(point: StepPoint) -> list[StepShape]:
+    """Return the compositions of the passes of a point. A point of decodes has their mean."""
+    found = []
+    for k in range(len(point.seconds)):
+        shape = shape_of(point)
+        if not shape.prefills:
+            from_mean = k - (len(point.seconds) - 1) / 2
+            shape.decode_cached = round(point.decode_cached + from_mean * shape.decodes)
+        found.append(shape)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
-class PassColumns:
-    """The passes of a profile in order, as columns [n].
+class PassSequence:
+    """The passes of a profile in order, [n] each.
 
     Attributes:
-        numbers: of each pass, [k, n] in the order of `NUMBERS`; tokens are padded where a graph
-            computes them.
+        guess: the law where the alternation begins, with every term.
+        counts: what each term of `guess` counts in each pass [n, k].
         seconds: from the end of the pass before (from idle: from scheduling) to the pass's tokens.
         launches: seconds of its launch; 0: not known.
         launch: GRAPH, PIECEWISE or EAGER.
+        mixed: it has chunks.
         idle: no pass was under way when it was scheduled.
         point: the number of its point.
         root_weight: the square root of its weight.
-        experts: of a layer, and of a token; 0: there are none.
     """
 
-    graphs: GraphSettings
-    numbers: Floats
+    guess: PassLaw
+    counts: Floats
     seconds: Floats
     launches: Floats
     launch: NDArray[np.int_]
+    mixed: Flags
     idle: Flags
     point: NDArray[np.int_]
     root_weight: Floats
-    experts: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(
-        cls, points: Sequence[StepPoint], graphs: GraphSettings, experts: tuple[int, int] = (0, 0)
-    ) -> PassColumns:
-        """The passes of the points, in order, of a model with `experts` of a layer and a token."""
-        counts = np.array([len(point.seconds) for point in points])
-        number = np.repeat(np.arange(len(points)), counts)
-        place = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-        launch = []
-        of_points = []
-        for shape in map(shape_of, points):
-            how = graphs.launch_of(shape)
-            tokens = shape.tokens if how == EAGER else graphs.padded(shape.tokens)
-            touched = touched_experts(shape.tokens, *experts) if experts[0] else 0.0
-            launch.append(how)
-            of_points.append([number_of(k, shape, tokens, touched) for k in range(len(NUMBERS))])
-        numbers = np.array(of_points)[number].T
-        # A point of decodes has the mean of its passes.
-        from_mean = np.where(numbers[CHUNKS] > 0, 0.0, place - (counts[number] - 1) / 2)
-        cached = np.array([point.decode_cached for point in points])[number]
-        numbers[CACHED] = cached + from_mean * (numbers[ROWS] - numbers[CHUNKS])
-        idle = (place == 0) & np.array([point.idle for point in points])[number]
-        idle[0] = True
-        weights = [min(count, forms.SAMPLES_COUNTED_MAX) / count for count in counts.tolist()]
-        unknown = [[0.0] * count for count in counts.tolist()]
-        known = [one.launch_s or none for one, none in zip(points, unknown, strict=True)]
-        return cls(
+    def of(cls, measured: StepsProfile, graphs: GraphSettings) -> PassSequence:
+        """Return the passes of a profile; `graphs`: how its engine launches them."""
+        guess = PassLaw(
+            FIRST_GUESS | (EXPERTS_GUESS if measured.experts else {}),
+            experts=measured.experts,
+            experts_per_token=measured.experts_per_token,
             graphs=graphs,
-            numbers=numbers,
+        )
+        points = measured.points
+        counts = [len(point.seconds) for point in points]
+        shapes = [shape for point in points for shape in shapes_of(point)]
+        number = np.repeat(np.arange(len(points)), counts)
+        idle = np.array([point.idle for point in points])[number]
+        idle = idle & (np.diff(number, prepend=-1) > 0)
+        idle[0] = True
+        weights = np.array([min(count, SAMPLES_COUNTED_MAX) / count for count in counts])
+        return cls(
+            guess=guess,
+            counts=np.array(guess.columns(shapes)),
             seconds=np.concatenate([point.seconds for point in points]),
-            launches=np.concatenate(known),
-            launch=np.array(launch)[number],
+            launches=np.concatenate([p.launch_s or [0.0] * len(p.seconds) for p in points]),
+            launch=np.array([graphs.launch_of(shape) for shape in shapes]),
+            mixed=np.array([shape.prefills > 0 for shape in shapes]),
             idle=idle,
             point=number,
-            root_weight=np.array([weight**0.5 for weight in weights])[number],
-            experts=experts,
+            root_weight=np.sqrt(weights)[number],
         )
-
-    def __len__(self) -> int:
-        return len(self.seconds)
 
     def columns(self, terms: Sequence[str]) -> Floats:
         """Return what each of the terms counts in each pass [n, k]."""
-        return np.stack([self.numbers[FEATURES[term].number] for term in terms], axis=1)
+        names = list(self.guess.terms)
+        return self.counts[:, [names.index(term) for term in terms]]
 
     def part_s(self, law: PassLaw, part: int) -> Floats:
         """Return the seconds of the terms of one part [n], as if it applied to all passes."""
@@ -172,14 +171,13 @@ class PassColumns:
 
     def work_s(self, law: PassLaw) -> Floats:
         """Return the seconds of each pass on the GPU."""
-        mixed = np.maximum(self.part_s(law, LEAST), self.part_s(law, ARITHMETIC))
-        mixed = mixed + self.part_s(law, MIXED)
-        return np.where(self.numbers[CHUNKS] > 0, mixed, self.part_s(law, ALONE))
+        least_s = np.maximum(self.part_s(law, LEAST), self.part_s(law, ARITHMETIC))
+        return np.where(self.mixed, least_s + self.part_s(law, MIXED), self.part_s(law, ALONE))
 
     def launch_s(self, law: PassLaw) -> Floats:
         """Return the seconds of each launch by the law."""
-        graph, piece, eager = (self.part_s(law, part) for part, _ in LAUNCH_TERMS)
-        return np.select([self.launch == GRAPH, self.launch == PIECEWISE], [graph, piece], eager)
+        by_launch = [self.part_s(law, launch) for launch in LAUNCH_TERMS]
+        return np.asarray(np.choose(self.launch, by_launch), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,87 +196,78 @@ class PassTimeline:
     gpu_s: Floats
 
 
-def timeline(passes: PassColumns, law: PassLaw, *, measured: bool) -> PassTimeline:
+def timeline(passes: PassSequence, law: PassLaw, *, measured: bool) -> PassTimeline:
     """The recursion of `toolkit.laws.passes` over all runs, each from idle.
 
     With `measured`, each pass follows the measured ends and launches of the passes before it, which
     says what it waited for. Without, nothing measured comes in but the passes' compositions.
     """
-    count = len(passes)
-    apart = law.apart
     launch_s = passes.launch_s(law)
     if measured:
         launch_s = np.where(passes.launches > 0.0, passes.launches, launch_s)
-    launch = launch_s.tolist()
-    work = passes.work_s(law).tolist()
+    launch = [*launch_s.tolist(), 0.0]  # of the pass behind the last, too
+    idle = [*passes.idle.tolist(), True]
     graph = (passes.launch == GRAPH).tolist()
-    idle = passes.idle.tolist()
-    seconds = passes.seconds.tolist()
-    took_s = np.zeros(count)
-    for_launch = np.zeros(count, dtype=bool)
-    gpu_s = np.zeros(count)
-    launched_s = 0.0  # of the pass before: the end of its launch
-    done_s = 0.0  # its end on the GPU
-    end_s = 0.0  # its tokens
-    before_s = 0.0  # the tokens of the pass before that one
-    for k in range(count):
+    apart = law.apart
+    found = []
+    before_s = 0.0  # the tokens of the pass before the one before
+    for k, (work_s, seconds) in enumerate(
+        zip(passes.work_s(law).tolist(), passes.seconds.tolist(), strict=True)
+    ):
         if idle[k]:
-            scheduled_s = 0.0
-            launched_s = 0.0
-            done_s = 0.0
-            end_s = 0.0
+            # of the pass before: the end of its launch, its end on the GPU, its tokens
+            scheduled_s = launched_s = done_s = end_s = 0.0
         elif idle[k - 1]:
             scheduled_s = 0.0 if apart else launched_s
         else:
             scheduled_s = before_s
         launched_s, gpu_begins_s, done_s = overlapped(
-            scheduled_s, launched_s, done_s, launch[k], work[k], waits=graph[k], apart=apart
+            scheduled_s, launched_s, done_s, launch[k], work_s, waits=graph[k], apart=apart
         )
         tokens_s = done_s
-        if k + 1 < count and not idle[k + 1] and not apart:
+        if not idle[k + 1] and not apart:
             next_s = launched_s if idle[k] else end_s
             tokens_s = max(done_s, next_s + launch[k + 1])
-        took_s[k] = tokens_s - end_s
-        for_launch[k] = tokens_s > done_s
+        for_launch = tokens_s > done_s
+        took_s = tokens_s - end_s
         before_s = end_s
-        end_s = end_s + seconds[k] if measured else tokens_s
-        gpu_s[k] = end_s - gpu_begins_s
+        end_s = end_s + seconds if measured else tokens_s
+        found.append((took_s, for_launch, end_s - gpu_begins_s))
         if measured:
-            done_s = min(done_s, end_s) if for_launch[k] else end_s
-    return PassTimeline(took_s, for_launch, gpu_s)
+            done_s = min(done_s, end_s) if for_launch else end_s
+    took, waited, on_gpu = (np.array(column) for column in zip(*found, strict=True))
+    return PassTimeline(took, waited, on_gpu)
 
 
-def fit_law(passes: PassColumns, seen: Flags | None = None) -> PassLaw:
+def fit_law(passes: PassSequence, seen: Flags | None = None) -> PassLaw:
     """Return the law that the passes show, of which the fit may use those that are `seen` [n].
 
     The coefficients of launches that no pass had are 0. Without launch times in the profile,
     launches that no pass waited for stay as guessed: shorter than what hid them.
     """
-    chosen = np.ones(len(passes), dtype=bool) if seen is None else seen
-    experts, per_token = passes.experts
-    guess = FIRST_GUESS | (EXPERTS_GUESS if experts else {})
-    law = PassLaw(guess, experts=experts, experts_per_token=per_token, graphs=passes.graphs)
+    chosen = np.ones(len(passes.seconds), dtype=bool) if seen is None else seen
+    law = passes.guess
     for _ in range(ROUNDS):
         found = timeline(passes, law, measured=True)
         law = _with_launches(law, passes, found, chosen)
         law = _with_work(law, passes, found, chosen)
-    for launch, terms in LAUNCH_TERMS:
+    for launch, terms in LAUNCH_TERMS.items():
         if not (passes.launch == launch).any():
             law = law.with_terms(dict.fromkeys(terms, 0.0))
     return law
 
 
-def _with_launches(law: PassLaw, passes: PassColumns, found: PassTimeline, seen: Flags) -> PassLaw:
+def _with_launches(law: PassLaw, passes: PassSequence, found: PassTimeline, seen: Flags) -> PassLaw:
     """The law with the launches that passes show."""
     of, seconds, root_weight = _shown_launches(passes, found, seen)
-    for launch, terms in LAUNCH_TERMS:
+    for launch, terms in LAUNCH_TERMS.items():
         columns = passes.columns(terms)[of]
         law = _with(law, terms, passes.launch[of] == launch, columns, seconds, root_weight)
     return law
 
 
 def _shown_launches(
-    passes: PassColumns, found: PassTimeline, seen: Flags
+    passes: PassSequence, found: PassTimeline, seen: Flags
 ) -> tuple[NDArray[np.int_], Floats, Floats]:
     """Launches [k] that are known, or else that a pass waited for: their passes, seconds and roots
     of weights.
@@ -291,17 +280,17 @@ def _shown_launches(
     return shown + 1, passes.seconds[shown], passes.root_weight[shown]
 
 
-def _with_work(law: PassLaw, passes: PassColumns, found: PassTimeline, seen: Flags) -> PassLaw:
+def _with_work(law: PassLaw, passes: PassSequence, found: PassTimeline, seen: Flags) -> PassLaw:
     """The law with the GPU's times from passes that did not wait for a launch."""
     shows = ~found.for_launch & ~passes.idle & seen & (found.gpu_s > GPU_MIN_S)
     root_weight = passes.root_weight
-    mixed = passes.numbers[CHUNKS] > 0
-    short = mixed & (passes.numbers[TOKENS] <= SHORT_TOKENS)
+    mixed = passes.mixed
+    short = mixed & (passes.columns(["token_arithmetic"])[:, 0] <= SHORT_TOKENS)
+    has_experts = passes.guess.experts > 0
     terms = ["pass_alone", "token_alone", "cached_alone"]
-    if passes.experts[0]:
-        terms.append("expert_alone")
+    terms += ["expert_alone"] if has_experts else []
     law = _with(law, terms, shows & ~mixed, passes.columns(terms), found.gpu_s, root_weight)
-    if passes.experts[0]:
+    if has_experts:
         law = law.with_terms({"expert_least": law.terms["expert_alone"]})
     terms = ["token_arithmetic", "attended", "cached_beside"]
     its = shows & mixed & ~short
@@ -309,11 +298,11 @@ def _with_work(law: PassLaw, passes: PassColumns, found: PassTimeline, seen: Fla
     if (shows & short).sum() < SHARE_SHOWN * (short & seen).sum() + SHOWN_MIN:
         # Launches hide the least time of short passes; it reads the weights, as decodes do.
         return law.with_terms({"pass_least": law.terms["pass_alone"], "token_least": 0.0})
-    least_s = passes.part_s(law, LEAST)
-    experts_s = law.terms.get("expert_least", 0.0) * passes.numbers[EXPERTS]
-    rest_s = found.gpu_s - passes.part_s(law, MIXED) - experts_s
-    its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= passes.part_s(law, ARITHMETIC))
     terms = ["pass_least", "token_least"]
+    least_s = passes.part_s(law, LEAST)
+    others_s = least_s - passes.columns(terms) @ [law.terms[term] for term in terms]
+    rest_s = found.gpu_s - passes.part_s(law, MIXED) - others_s
+    its = shows & short & (rest_s > GPU_MIN_S) & (least_s >= passes.part_s(law, ARITHMETIC))
     return _with(law, terms, its, passes.columns(terms), rest_s, root_weight)
 
 
@@ -326,13 +315,11 @@ def _with(
     root_weight: Floats,
 ) -> PassLaw:
     """The law with other seconds for `terms`, one for each of the `columns` [n, k], from the passes
-    `its` [n], by `forms.solve_passes`; as it is where these are too few.
+    `its` [n], by `solve_passes`; as it is where these are too few.
     """
     if its.sum() < SHOWN_MIN:
         return law
-    values = forms.solve_passes(
-        columns[its], seconds[its], root_weight[its], below=forms.TYPICAL_MAX
-    )
+    values = solve_passes(columns[its], seconds[its], root_weight[its], below=TYPICAL_MAX)
     return law.with_terms(dict(zip(terms, values.tolist(), strict=True)))
 
 
@@ -348,37 +335,43 @@ def graphs_of(measured: StepsProfile) -> GraphSettings | None:
     )
 
 
-def fit_pipeline(passes: PassColumns) -> PassLaw:
-    """Return the law of a profile's passes, with the spread of its launches."""
+def fit_pipeline(passes: PassSequence, seed: int) -> PassLaw:
+    """Return the law of a profile's passes, with its held-out error and the spread of launches."""
     law = fit_law(passes)
-    return replace(law, spread=_spread(passes, law))
+    error = percent_error(held_out_s(passes, seed), of_points(passes, passes.seconds))
+    return replace(law, error=error, spread=_spread(passes, law))
 
 
-def held_out_s(passes: PassColumns, seed: int) -> Floats:
+def of_points(passes: PassSequence, values: Floats) -> Floats:
+    """Return the mean of each point's passes [points]."""
+    return np.bincount(passes.point, values) / np.bincount(passes.point)
+
+
+def held_out_s(passes: PassSequence, seed: int) -> Floats:
     """Seconds of a pass of each point [points], by a law that did not see a fifth of the points,
     this one among them.
     """
-    predicted = np.empty(len(passes))
-    part = np.random.default_rng(seed).permutation(passes.point[-1] + 1) % forms.HELD_OUT_PARTS
-    for number in range(forms.HELD_OUT_PARTS):
+    predicted = np.empty(len(passes.seconds))
+    part = np.random.default_rng(seed).permutation(passes.point[-1] + 1) % HELD_OUT_PARTS
+    for number in range(HELD_OUT_PARTS):
         unseen = part[passes.point] == number
         by_law = timeline(passes, fit_law(passes, ~unseen), measured=False)
         predicted[unseen] = by_law.took_s[unseen]
-    return np.bincount(passes.point, predicted) / np.bincount(passes.point)
+    return of_points(passes, predicted)
 
 
-def _spread(passes: PassColumns, law: PassLaw) -> tuple[float, ...]:
+def _spread(passes: PassSequence, law: PassLaw) -> tuple[float, ...]:
     """Quantiles of launches other than graphs over the law, their mean 1, in an order in which
     neighbours differ; empty where too few are known.
     """
     found = timeline(passes, law, measured=True)
-    of, seconds, _ = _shown_launches(passes, found, np.ones(len(passes), dtype=bool))
+    of, seconds, _ = _shown_launches(passes, found, np.ones(len(passes.seconds), dtype=bool))
     other = passes.launch[of] != GRAPH
     ratios = seconds[other] / passes.launch_s(law)[of[other]]
     if len(ratios) < QUANTILES:
         return ()
     shares = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    quantiles = np.quantile(np.minimum(ratios, forms.TYPICAL_MAX), shares)
+    quantiles = np.quantile(np.minimum(ratios, TYPICAL_MAX), shares)
     quantiles = quantiles / quantiles.mean()
     bits = QUANTILES.bit_length() - 1
     order = [int(f"{k:0{bits}b}"[::-1], 2) for k in range(QUANTILES)]

@@ -12,7 +12,7 @@ from toolkit.files.recipe import Workers
 from toolkit.files.strict import Envelope, Strict, optional
 from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
 
-LAWS_FORMAT: Literal[3] = 3  # of files that hold laws
+LAWS_FORMAT: Literal[4] = 4  # of files that hold laws
 
 
 class Candidate(Strict):
@@ -33,19 +33,29 @@ class PointError(Strict):
     )
 
 
-class LatencyFit(Strict):
-    """A fitted law of batches: the chosen form, fitted on all points, and how the forms compared.
+class LawFit(Strict):
+    """A fitted law, and how the forms that were tried for it compared."""
 
-    A piece applies from its `rows_min` to the `rows_min` of the next piece. Of prefills (SCLS
-    paper, Eq. 3) it has terms pass, row, token, length and attended; of decode steps (Eq. 4) pass,
-    row, cached and length.
+    law: PassLaw
+    candidates: list[Candidate]
+
+    @property
+    def error(self) -> HeldOutError:
+        """The law's error on held-out points."""
+        assert self.law.error is not None
+        return self.law.error
+
+    @property
+    def valid(self) -> PassRange:
+        """Where the law was measured."""
+        return self.law.valid or PassRange()
+
+
+class LatencyFit(LawFit):
+    """A fitted law of batches. Of prefills (SCLS paper, Eq. 3) it has terms pass, row, length,
+    token and attended; of decode steps (Eq. 4) pass, row, length and cached.
     """
 
-    form: str
-    pieces: list[PassLaw]
-    error: HeldOutError
-    candidates: list[Candidate]
-    valid: PassRange
     worst_points: list[PointError] = Field([], description="the largest held-out errors")
     spread_percent: float | None = optional(
         "the median spread of a point's samples; none: no point has two samples"
@@ -58,8 +68,8 @@ class OverheadFit(Strict):
     T_serve is the time by the laws.
     """
 
-    batch_s: float
-    stretch: float
+    batch_s: float = Field(ge=0)
+    stretch: float = Field(gt=0)
     error: HeldOutError
 
 
@@ -77,12 +87,14 @@ class MemoryFit(Strict):
     """
 
     form: Literal["zeta", "rules"]
-    capacity_tokens: int
-    kv_bytes_per_token: int
-    zeta: float
-    zeta_std: float
+    capacity_tokens: int = Field(ge=1)
+    kv_bytes_per_token: int = Field(ge=1)
+    zeta: float = Field(gt=0)
+    zeta_std: float = Field(ge=0)
     workspace: float = Field(
-        0.0, description="memory of a prefill besides the cache: tokens of KV cache per input token"
+        0.0,
+        ge=0,
+        description="memory of a prefill besides the cache: tokens of KV cache per input token",
     )
     rules: list[BatchRule] = Field([], description="by length_above, descending")
 
@@ -90,9 +102,9 @@ class MemoryFit(Strict):
 class SwapFit(Strict):
     """Swapping between device and host memory: seconds = latency_s + bytes / rate, per cache."""
 
-    latency_s: float
-    out_bytes_per_s: float
-    in_bytes_per_s: float
+    latency_s: float = Field(ge=0)
+    out_bytes_per_s: float = Field(gt=0)
+    in_bytes_per_s: float = Field(gt=0)
     host_bytes: int = Field(description="host memory for caches, per worker")
     overlaps: bool = Field(
         True, description="transfers run beside compute; on a CPU the thread copies"
@@ -117,16 +129,12 @@ class RoundsFit(Strict):
     )
 
 
-class StepsFit(Strict):
+class StepsFit(LawFit):
     """A paged engine's forward pass, its KV cache, and its front.
 
     Where passes overlap, `law.graphs` says how they are launched.
     """
 
-    law: PassLaw
-    candidates: list[Candidate] = Field(
-        description="the forms that were tried: knots of a single pass, and overlapping passes"
-    )
     launches: Literal["measured", "inferred", ""] = Field(
         "",
         description="of overlapping passes; inferred: from passes that waited for the next launch",
@@ -141,12 +149,6 @@ class StepsFit(Strict):
     draft_method: str = Field("", description="of speculative decoding; empty: there was none")
     draft_tokens: int = Field(0, description="drafts of a row in a pass")
     resolved: Resolved | None = optional("what vLLM resolved when it was measured; none: not known")
-
-    @property
-    def error(self) -> HeldOutError:
-        """The law's error on held-out passes."""
-        assert self.law.error is not None
-        return self.law.error
 
 
 HELD_OUT = "the law's error of 95 % of held-out batches"
@@ -167,7 +169,7 @@ class Fit(Envelope):
     remeasure: ClassVar[str] = "llmctl profile RECIPE; llmctl fit PROFILE"
     recipe_sections: ClassVar[tuple[str, ...]] = MEASURED_SECTIONS
 
-    schema_version: Literal[3] = LAWS_FORMAT  # type: ignore[assignment]
+    schema_version: Literal[4] = LAWS_FORMAT  # type: ignore[assignment]
     recipe_name: str
     workers: Workers
     engine: EngineFacts

@@ -246,12 +246,8 @@ class PassLaw(Stored):
         graphs: passes overlap, and are launched so; None: one ends before the next begins.
         spread: launches other than graphs take these times as long, in turn; their mean is 1.
             Empty: all take as long.
-        rows_min: where a law has pieces, the batch size from which this one applies, and terms may
-            be below 0; 0: it is no piece.
         valid: where it was measured; None: not known.
         error: on held-out points; None: not known.
-        std: standard deviations of terms by their names, of those of new tokens by "token_s[k]".
-            Terms that the passes do not tell apart have none.
     """
 
     terms: dict[str, float]
@@ -264,10 +260,8 @@ class PassLaw(Stored):
     window: int = 0
     graphs: GraphSettings | None = None
     spread: tuple[float, ...] = ()
-    rows_min: int = 0
     valid: PassRange | None = None
     error: HeldOutError | None = None
-    std: dict[str, float] = field(default_factory=dict)
     # what evaluation reads
     behind_s: float = field(init=False, repr=False, compare=False, default=0.0)
     _alone: TermSum = field(init=False, repr=False, compare=False)
@@ -327,11 +321,11 @@ class PassLaw(Stored):
         values |= {"least_s": self.least_s, "flat_s": self.flat_s}
         values |= {"the last of token_s": self.token_s[-1]} if self.token_s else {}
         for what, value in values.items():
-            if not (abs(value) < math.inf and (value >= 0.0 or self.rows_min)):
+            if not (abs(value) < math.inf and value >= 0.0):
                 raise InputError(f"law of passes: {what} is {value}; it must be finite and >= 0")
 
     def __hash__(self) -> int:
-        return hash((tuple(sorted(self.terms.items())), self.token_s, self.knots, self.rows_min))
+        return hash((tuple(sorted(self.terms.items())), self.token_s, self.knots))
 
     def __reduce__(self) -> tuple[object, ...]:
         return PassLaw, (
@@ -345,10 +339,8 @@ class PassLaw(Stored):
             self.window,
             self.graphs,
             self.spread,
-            self.rows_min,
             self.valid,
             self.error,
-            self.std,
         )
 
     @property
@@ -362,9 +354,7 @@ class PassLaw(Stored):
 
     def _work_s(self, shape: StepShape, launch: int) -> float:
         tokens = shape.decodes + shape.draft_tokens + shape.prefill_tokens
-        experts = 0.0
-        if self.experts:
-            experts = touched_experts(tokens, self.experts, self.experts_per_token)
+        experts = self._touched(tokens)
         if launch != EAGER:
             graphs = self.graphs
             assert graphs is not None
@@ -383,12 +373,16 @@ class PassLaw(Stored):
             seconds += least_s if least_s > arithmetic_s else arithmetic_s
         return self.least_s if seconds < self.least_s else seconds
 
+    def _touched(self, tokens: int) -> float:
+        """Return how many experts of a layer so many tokens touch."""
+        if not self.experts:
+            return 0.0
+        return touched_experts(tokens, self.experts, self.experts_per_token)
+
     def growth_s(self, shape: StepShape) -> float:
         """Return by how many seconds each following pass of the same decodes takes longer."""
         tokens = shape.tokens
-        experts = 0.0
-        if self.experts:
-            experts = touched_experts(tokens, self.experts, self.experts_per_token)
+        experts = self._touched(tokens)
         return (self._mixed if shape.prefills else self._alone).growth(shape, tokens, experts)
 
     def prompt_token_s(self, attended: float) -> float:
@@ -479,21 +473,20 @@ class PassLaw(Stored):
             token_s=tuple([factor * value for value in self.token_s]),
             least_s=factor * self.least_s,
             flat_s=factor * self.flat_s,
-            std={name: factor * value for name, value in self.std.items()},
         )
 
     def columns(self, shapes: Sequence[StepShape]) -> list[list[float]]:
         """Return what each term counts in each pass [n, k]: the terms in their order, then the new
-        tokens between each knot and the next.
+        tokens between each knot and the next. A graph's padding counts.
         """
         found = []
         chosen = [FEATURES[name] for name in self.terms]
         ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
         for shape in shapes:
             tokens = shape.tokens
-            experts = 0.0
-            if self.experts:
-                experts = touched_experts(tokens, self.experts, self.experts_per_token)
+            experts = self._touched(tokens)
+            if self.graphs is not None and self.launch_of(shape) != EAGER:
+                tokens = self.graphs.padded(tokens)
             row = [feature.of(shape, tokens, experts) for feature in chosen]
             for start, end in zip(self.knots, ends, strict=False):
                 row.append(max(0.0, min(float(tokens), end) - start))
@@ -502,15 +495,13 @@ class PassLaw(Stored):
 
     @property
     def form(self) -> str:
-        """Its form in words, for reports and fit.json."""
+        """Its form in words, for reports: its terms, or how many they are, and what bends it."""
         if self.graphs is not None:
             return "overlapping passes"
-        words = f"knots {', '.join([str(knot) for knot in self.knots])}"
-        if self.experts:
-            words += f", {self.experts} experts"
-        if self.window:
-            words += f", windows of {self.window}"
-        return f"{words}, reads beside chunks" if "cached_beside" in self.terms else words
+        if self.knots:
+            return f"{len(self.terms)} terms, {len(self.knots) - 1} knots"
+        words = ", ".join(self.terms)
+        return f"{words}; flat at first" if self.flat_s else words
 
     @property
     def names(self) -> list[str]:
@@ -566,5 +557,4 @@ FIELD_TYPES: dict[str, Any] = {
     "spread": tuple[float, ...],
     "valid": PassRange,
     "error": HeldOutError,
-    "std": dict[str, float],
 }

@@ -39,13 +39,13 @@ from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import error_words, measured_elsewhere
 from toolkit.estimators.fitting import fit_profile
-from toolkit.estimators.forms import Floats
 from toolkit.estimators.gpu_operators import (
     MEASURE,
     EngineConstants,
     GpuOperators,
     operators_of,
 )
+from toolkit.estimators.least_squares import Floats
 from toolkit.estimators.model_shapes import ACTIVATION_BYTES, LatentShapes, ModelShapes
 from toolkit.estimators.part_fits import COMPUTED_KNOTS, point_of
 from toolkit.files.fit import Fit

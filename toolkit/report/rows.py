@@ -32,7 +32,7 @@ def fit_table(fit: Fit) -> Table:
     rows: list[list[Cell]] = []
     for name, law in (("prefill", fit.prefill), ("decode", fit.decode)):
         reach = f"N {law.valid.rows_max}, L {law.valid.length_max}"
-        rows.append([name, law.form, *error_cells(law.error), reach])
+        rows.append([name, law.law.form, *error_cells(law.error), reach])
     rows.append(_overhead("slice", fit.overhead, fit.workers))
     rows += _other_laws(fit)
     points = "computed points" if fit.engine.analytic else "points"
@@ -69,7 +69,7 @@ def _other_laws(fit: Fit) -> list[list[Cell]]:
         form = steps.law.form
         if steps.launches:
             form = f"overlapping, launches {steps.launches}"
-        reach = f"{steps.law.valid.tokens_max:,} new tokens" if steps.law.valid else ""
+        reach = f"{steps.valid.tokens_max:,} new tokens" if steps.law.valid else ""
         lines.append(["pass", form, *error_cells(steps.error), reach])
     return lines
 

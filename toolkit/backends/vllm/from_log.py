@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -27,15 +27,9 @@ from toolkit.backends.vllm.profile import (
 )
 from toolkit.catalogue.caches import window_of
 from toolkit.errors import InputError
-from toolkit.estimators import forms
-from toolkit.estimators.forms import Floats
-from toolkit.estimators.part_fits import (
-    READS_APART,
-    StepPasses,
-    fit_single,
-    fit_steps,
-    form_of,
-)
+from toolkit.estimators.least_squares import Floats, standard_deviations
+from toolkit.estimators.part_fits import fit_steps, form_of
+from toolkit.estimators.pipeline_fit import shape_of
 from toolkit.files.fit import Fit
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
@@ -129,15 +123,16 @@ def steps_of_log(recipe: Recipe, history: PassHistory) -> StepsProfile:
     return steps_of_header(header, recipe).model_copy(update={"points": found})
 
 
-def coverage(law: PassLaw, steps: StepsProfile, passes: int, seed: int = 0) -> Coverage:
-    """Which terms the points identify: of a single pass, also where `law` overlaps passes."""
-    passed = StepPasses.of(steps.points)
-    single = law if law.graphs is None else fit_single(steps, passed, seed)[0]
-    form = form_of(steps, single.knots, READS_APART)
-    columns = np.array(form.columns(passed.shapes))
+def coverage(law: PassLaw, steps: StepsProfile, passes: int) -> Coverage:
+    """Return which terms the points identify, of a law in which all new tokens cost the same and
+    no passes overlap.
+    """
+    shapes = [shape_of(point) for point in steps.points]
+    form = form_of(steps, (0,))
+    columns = np.array(form.columns(shapes))
     seconds = np.array([float(np.mean(point.seconds)) for point in steps.points])
-    predicted = np.array([law.forward_s(shape) for shape in passed.shapes])
-    std = forms.standard_deviations(columns, seconds, predicted)
+    predicted = np.array([law.forward_s(shape) for shape in shapes])
+    std = standard_deviations(columns, seconds, predicted)
     unsure = []
     absent = []
     for name, column, deviation in zip(form.names, columns.T, std.tolist(), strict=True):
@@ -173,7 +168,7 @@ def profile_of_log(
 
     facts = facts_of(recipe, history.header)
     times = ComputedPasses(seconds, "passes of a server's log", window=law.window)
-    found = coverage(law, steps, len(history.passes), seed)
+    found = coverage(law, steps, len(history.passes))
     refuse_unsure(found)
     return computed_profile(recipe, head, facts, times, steps), found
 
@@ -183,6 +178,10 @@ def with_pass_errors(fit: Fit) -> Fit:
     passes: they were computed by the law of these.
     """
     assert fit.steps is not None
-    error = {"error": fit.steps.error}
-    laws = {"prefill": fit.prefill, "decode": fit.decode, "overhead": fit.overhead}
-    return fit.model_copy(update={name: law.model_copy(update=error) for name, law in laws.items()})
+    error = fit.steps.error
+    prefill, decode = (
+        one.model_copy(update={"law": replace(one.law, error=error)})
+        for one in (fit.prefill, fit.decode)
+    )
+    overhead = fit.overhead.model_copy(update={"error": error})
+    return fit.model_copy(update={"prefill": prefill, "decode": decode, "overhead": overhead})
