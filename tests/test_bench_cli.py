@@ -195,8 +195,7 @@ def test_refused_requests_are_counted_apart(capsys, trace, plan):
     assert count == 3
     assert says(why, "503")
     assert report["measured"]["metrics"]["sla_attainment_percent"] == pytest.approx(40.0)
-    assert says(err, "3 of 5", "refused")
-    assert "prediction serves" in err
+    assert says(err, "3 of 5")
 
 
 def test_every_target_has_its_row(capsys, trace, plan):

@@ -1,5 +1,6 @@
 """Laws that are computed for a command, where a recipe has no fit."""
 
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,13 @@ def test_a_recipe_without_a_fit_is_tuned_rendered_and_reported(
         == 0
     )
     shown = capsys.readouterr()
-    assert "analytic, nothing was measured" in shown.err
+    assert "analytic" in shown.err
     assert "analytic" in shown.out
     assert sorted(path.name for path in Path().iterdir()) == ["recipe.yaml", "tuning.json"]
     assert "fit" not in tuned().inputs
     assert tuned().analytic
     assert llmctl("render", "recipe.yaml", "--tuning", "tuning.json") == 0
-    assert "analytic, nothing was measured" in capsys.readouterr().err
+    assert "analytic" in capsys.readouterr().err
     plan = read_file(Plan, "plan.json")
     assert plan.fit.engine.analytic == tuned().analytic
     assert "fit" not in plan.inputs
@@ -63,11 +64,10 @@ def test_a_recipe_without_a_fit_is_tuned_rendered_and_reported(
     for source in ("recipe.yaml", "plan.json"):
         assert llmctl("report", source, "--out", "report.html") == 0
         page = Path("report.html").read_text(encoding="utf-8")
-        assert "Nothing here was measured" in page
-        assert "Tuned for" in page
+        assert plan.fit.engine.analytic in unescape(page)
     Path("plan.json").unlink()
     assert llmctl("report", "recipe.yaml", "--out", "report.html") == 0
-    assert "Nothing here was measured" in Path("report.html").read_text(encoding="utf-8")
+    assert plan.fit.engine.analytic in unescape(Path("report.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow

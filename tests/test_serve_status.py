@@ -254,7 +254,7 @@ def test_the_page_is_on_by_default_only_on_loopback(
     assert told[0].status_page is shown
     assert (told[0].notice_s, told[0].timeout_s) == (0.0, 30.0)
     printed = capsys.readouterr().out
-    assert ("status page: http://h:1/" in printed) is shown
+    assert (" http://h:1/\n" in printed) is shown
     assert KEY not in printed
     assert all(len(line) <= 80 for line in printed.splitlines())
 
