@@ -32,7 +32,7 @@ from toolkit.sim.world import (
 from toolkit.traces.types import Trace
 from toolkit.traces.windows import mean_rate
 from toolkit.tuning.capacity import lasts_long_enough, longest_wait_s
-from toolkit.units import counted, number, words
+from toolkit.units import bracketed, counted, number, words
 
 ALL = "all"  # of policies, or of routers
 
@@ -185,25 +185,26 @@ def _own_parameters(
 def _note_recipe(
     scenario: Scenario, front: Mapping[str, Value], own: Mapping[str, Value] | None
 ) -> None:
-    """Print in one line what was taken from the recipe."""
+    """Print in one line what was taken from the recipe, where no option replaces it."""
     recipe = scenario.recipe
-    options = scenario.options
     if recipe is None or scenario.tuning:
         return
-    said = []
-    if own is not None:
-        flags = {name.rpartition(".")[2]: value for name, value in own.items()}
-        said.append(f"policy {own_policy(scenario)}{f' ({words(flags)})' if flags else ''}")
-    if "replica_router" in front:
-        said.append(f"router {front['replica_router']}")
-    if not options.sla:
-        said.append(f"targets {words(recipe.sla)}" if recipe.sla else "no targets")
-    if options.workers is None:
-        said.append(counted(scenario.workers, "worker"))
-    if options.seed is None:
-        said.append(f"seed {scenario.seed}")
-    if said:
-        note(f"from recipe {recipe.name}: {'; '.join(said)}")
+    flags = {name.rpartition(".")[2]: value for name, value in (own or {}).items()}
+    router = front.get("replica_router")
+    said = {
+        "policy": own is not None and f"policy {own_policy(scenario)}{bracketed(words(flags))}",
+        "router": router and f"router {router}",
+        "sla": f"targets {words(recipe.sla)}" if recipe.sla else "no targets",
+        "workers": counted(scenario.workers, "worker"),
+        "seed": f"seed {scenario.seed}",
+    }
+    taken = [text for key, text in said.items() if text and not _given(scenario, key)]
+    if taken:
+        note(f"from recipe {recipe.name}: {'; '.join(map(str, taken))}")
+
+
+def _given(scenario: Scenario, option: str) -> bool:
+    return getattr(scenario.options, option, None) not in (None, [])
 
 
 def run_of(scenario: Scenario, trace: Trace, contender: Contender) -> PolicyRun:

@@ -19,14 +19,12 @@ from toolkit.cli.settings import control_of
 from toolkit.errors import InputError
 from toolkit.files.io import check_writable, head, write_file
 from toolkit.files.live import LiveTuning
-from toolkit.files.plan import Plan
 from toolkit.files.tuning import NO_OUTCOME
 from toolkit.interrupts import EXIT_CODE, InterruptedReplayError
 from toolkit.units import seconds
 
 if TYPE_CHECKING:
     from toolkit.cli.tune import TuneOptions
-    from toolkit.live.search import LiveSearch
 
 OUT = Path("tuning.json")  # the default of `llmctl tune`, which has another form
 LIVE_OUT = Path("live-tuning.json")
@@ -103,7 +101,7 @@ def tune_live(args: TuneOptions) -> None:
         except InterruptedReplayError:
             note("interrupted: the server has the settings of before")
             raise typer.Exit(EXIT_CODE) from None
-    result = _result(args, plan, search, head(inputs))
+    result = search.result(head(inputs), recipe.name, args.minutes)
     write_file(result, out)
     chosen = result.best if result.applied else result.start
     parameters = plan.settings.parameters | chosen
@@ -112,44 +110,6 @@ def tune_live(args: TuneOptions) -> None:
     write_file(made, args.plan_out)
     emit(args.as_json, result, lambda: _show(result))
     note(f"wrote {out}, and {args.plan_out}, which starts with the settings that it has now")
-
-
-def _result(args: TuneOptions, plan: Plan, search: LiveSearch, made_from: object) -> LiveTuning:
-    """Return the result; the server gets the best settings if they are sure."""
-    from toolkit.live.search import prediction_error
-    from toolkit.traces.windows import mean_rate
-
-    trials = [trial for trial in search.trials if trial.first is not None]
-    gain = search.gain
-    best = search.best
-    chosen = search.start
-    sure = False
-    if best is not None and gain is not None and gain.percent > 0.0:
-        chosen = best.settings
-        sure = gain.low_percent > 0.0
-    if sure:
-        search.finish(chosen)
-    assert isinstance(made_from, dict)
-    return LiveTuning.model_validate(
-        {
-            **made_from,
-            "recipe_name": plan.recipe.name,
-            "url": search.control.url,
-            "minutes": args.minutes,
-            "spent_s": search.spent_s,
-            "window_s": search.bursts.window_s,
-            "rate_rps": mean_rate(search.bursts.windows[0].trace),
-            "sla": plan.recipe.sla,
-            "bursts": search.count,
-            "start": search.start,
-            "best": chosen,
-            "gain": gain,
-            "sure": sure,
-            "applied": sure,
-            "trials": [trial.described() for trial in trials],
-            "prediction": prediction_error([(t.predicted, t.first) for t in trials if t.first]),
-        }
-    )
 
 
 def _show(result: LiveTuning) -> None:

@@ -28,7 +28,14 @@ from toolkit.bench.session import unused_seed
 from toolkit.endpoints.settings import LiveState, SettingsClient
 from toolkit.endpoints.target import Target
 from toolkit.errors import InputError
-from toolkit.files.live import BurstFigures, LiveInterval, LiveTrial, PredictionError
+from toolkit.files.io import EnvelopeFields
+from toolkit.files.live import (
+    BurstFigures,
+    LiveInterval,
+    LiveTrial,
+    LiveTuning,
+    PredictionError,
+)
 from toolkit.interrupts import check, held
 from toolkit.metrics import Served, latencies, meets_sla
 from toolkit.sched.policies.parameters import Value
@@ -36,7 +43,7 @@ from toolkit.sched.policies.vllm import FLAGS, VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import World
 from toolkit.traces.types import Trace
-from toolkit.traces.windows import TraceWindow
+from toolkit.traces.windows import TraceWindow, mean_rate
 
 POOL = 240  # settings that are simulated
 PROPOSED = 0.75  # of the tried ones are the best of them; the rest are of all kinds
@@ -234,6 +241,40 @@ class LiveSearch:
     count: int = 0
     best: TriedSettings | None = None
     gain: LiveInterval | None = None
+
+    def result(self, made_from: EnvelopeFields, recipe: str, minutes: float) -> LiveTuning:
+        """Return what was found, and give the server the best settings if their gain is sure.
+
+        Args:
+            recipe: the name of the plan's recipe.
+            minutes: the time that was asked for.
+        """
+        chosen = self.start
+        sure = False
+        if self.best is not None and self.gain is not None and self.gain.percent > 0.0:
+            chosen = self.best.settings
+            sure = self.gain.low_percent > 0.0
+        if sure:
+            self.finish(chosen)
+        trials = [trial for trial in self.trials if trial.first is not None]
+        return LiveTuning(
+            **made_from,
+            recipe_name=recipe,
+            url=self.control.url,
+            minutes=minutes,
+            spent_s=self.spent_s,
+            window_s=self.bursts.window_s,
+            rate_rps=mean_rate(self.bursts.windows[0].trace),
+            sla=dict(self.bursts.sla),
+            bursts=self.count,
+            start=self.start,
+            best=chosen,
+            gain=self.gain,
+            sure=sure,
+            applied=sure,
+            trials=[trial.described() for trial in trials],
+            prediction=prediction_error([(t.predicted, t.first) for t in trials if t.first]),
+        )
 
     def run(self) -> None:
         """Search until the time is over. Raises `InputError` where the server refuses, and

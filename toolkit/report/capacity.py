@@ -218,19 +218,4 @@ def _curves(result: Capacities) -> Sheet:
     ]
     svg = chart("requests/s that arrive", "within all targets, %", reached)
     section.figures.append(Figure(svg, "the share of requests within all targets"))
-    rows: list[list[Cell]] = []
-    for one in result.capacities:
-        for p in one.curve:
-            worst = max(p.usage, key=lambda name: p.usage[name])
-            share = f"{metric_name(worst)} {p.usage[worst]:.2f}"
-            rows.append([one.name, p.load, p.kept, p.attainment_percent, p.goodput_rps, share])
-    columns = [
-        "",
-        "requests/s",
-        "kept",
-        "within targets, %",
-        "goodput, requests/s",
-        "nearest limit",
-    ]
-    section.tables.append(Table("Every rate that was tried", columns, rows))
     return section

@@ -77,16 +77,10 @@ def _title(bench: BenchResult) -> str:
 def _bench_line(bench: BenchResult, rate_rps: float | None) -> str:
     """What was replayed, and its caveats."""
     content = bench.content
-    if bench.at_rate(rate_rps):
-        what = "this plan at the rate that it was tuned for"
-    elif content.request_rate_rps is None or rate_rps is None:
-        what = "this plan"
-    else:
-        times = content.request_rate_rps / rate_rps
-        what = f"this plan at {times:.2f} times the rate that it was tuned for"
+    what = " at the rate that it was tuned for" if bench.at_rate(rate_rps) else ""
     failed = sum(content.failures.values())
     counts = f"{content.answered:,} of {content.requests:,} requests, {failed:,} failed"
-    parts = [f"{_title(bench)} ({what}): {counts}"]
+    parts = [f"{_title(bench)}{what}: {counts}"]
     if content.warmup and content.replay_slowdown:
         slow = content.replay_slowdown
         warm = content.warmup.slowdown
