@@ -888,8 +888,6 @@ class KVCache:
         self.unit = gcd(*sizes) if caches else self.whole
         self.smallest = min(sizes)
         self.groups: list[FullGroup] = []
-        self.states: list[StateGroup] = []  # with prefix caching
-        self.is_aligned = True
         alike: dict[tuple[str, int, int], list[FullGroup]] = {}
         for number, spec in enumerate(groups):
             group = self._made(number, spec)
@@ -899,7 +897,13 @@ class KVCache:
         # groups with equal rules are looked up together, full attention first
         self._alike = [one for one in alike.values() if one[0].is_full]
         self._alike += [one for one in alike.values() if not one[0].is_full]
-        gives = any(isinstance(group, WindowGroup) for group in self.groups)
+        windows = [group for group in self.groups if isinstance(group, WindowGroup)]
+        # with prefix caching
+        self.states = [group for group in windows if isinstance(group, StateGroup)]
+        self.is_aligned = not self.states and (
+            not windows or (late == 1 and all(one.window % one.block == 0 for one in windows))
+        )
+        gives = len(windows) > 0
         chunks = any(isinstance(group, ChunkGroup) for group in self.groups)
         self.can_step = not chunks and not (gives and caches and retention != 0)
         self.only_takes: list[int] = [] if chunks or gives else sizes
@@ -911,17 +915,12 @@ class KVCache:
         if spec.kind in FULL_KINDS:
             return FullGroup(number, spec, self)
         if spec.kind == "window":
-            self.is_aligned &= self.late == 1 and spec.window % spec.block == 0
             return WindowGroup(number, spec, self)
         if spec.kind == "chunk":
             return ChunkGroup(number, spec, self)
-        if spec.kind == "state" and spec.mode == "align":
-            self.is_aligned = False
-            states = StateGroup(number, spec, self)
-            self.states.append(states)
-            return states
         if spec.kind == "state":
-            return OneStateGroup(number, spec, self)
+            aligned = spec.mode == "align"
+            return (StateGroup if aligned else OneStateGroup)(number, spec, self)
         raise InputError(
             f"a cache of kind '{spec.kind or spec.spec}' is not modelled",
             "full, mla, window, chunk and state are",
