@@ -63,8 +63,9 @@ class ReplicaClock(Clock):
         self.refusals: list[Refusal] = []  # by the front
         router = world.router
         self._alone: bool = ledger.workers == 1 and world.fleet is None  # all come to one engine
-        if router is None and not self._alone:
+        if router is None and world.fleet is not None:
             router = RoundRobinRouter()
+        self._turn = -1  # without a router: the engine that got the last request
         tells = router is not None or self.arrivals.follow
         self._runs = [
             PagedRun(index, engine, flags, ledger, tells=tells) for index in range(ledger.workers)
@@ -173,7 +174,8 @@ class ReplicaClock(Clock):
     def _choose(self, number: int, excluded: tuple[int, ...] = ()) -> int | Refusal:
         """Return the engine that gets a request, or why it is refused."""
         if self._balancer is None:
-            return 0
+            self._turn = (self._turn + 1) % len(self._runs)
+            return self._turn
         request = self._requests[number]
         index = self._balancer.offer(self._routed(number, request), self.now_s, excluded)
         if isinstance(index, Overload):
