@@ -111,10 +111,10 @@ def new(args: NewOptions) -> None:
     )
     made = new_recipe(found, wish)
     recipe = made.recipe()
-    note(*made.notes)
     for check in check_sizes(recipe):
         if check.status != "ok":
             note(f"doctor: {check.name}: {check.found}; {check.remedy}")
+    note(*made.notes)
     result = {"text": made.text, "recipe": recipe, "notes": made.notes}
     emit(args.as_json, result, lambda: print(made.text, end=""))
 

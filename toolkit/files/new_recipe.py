@@ -408,13 +408,13 @@ def _notes(
         notes.append(f"measure it: --analytic refuses {', '.join(reasons)}")
     elif not gpu.measured:
         notes.append(f"measure it: operators of {gpu.name} were not measured")
-    command = "tune" if gpu.measured and not reasons else "profile"
-    notes.append(f"next, with this text in recipe.yaml: llmctl {command} recipe.yaml")
     if wish.traffic is not None and (longer := wish.traffic.longer_than(longest)):
         count = f"{longer:,} of {len(wish.traffic.totals):,} requests of {wish.traffic.file}"
         notes.append(f"{count} are left out: longer than max_model_len, {longest:,}")
     if gpu.note:
         notes.append(f"{gpu.name}: {gpu.note}")
+    command = "tune" if gpu.measured and not reasons else "profile"
+    notes.append(f"next, with this text in recipe.yaml: llmctl {command} recipe.yaml")
     return notes
 
 
