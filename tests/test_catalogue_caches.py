@@ -11,8 +11,8 @@ from toolkit.catalogue.caches import (
     is_plain,
     logged_tokens,
     longest_blocks,
+    read_tokens,
     row_bytes,
-    window_of,
 )
 from toolkit.catalogue.resolved import CacheGroup
 from toolkit.units import GIB
@@ -136,7 +136,7 @@ def test_one_cache_is_plain() -> None:
     assert groups is not None
     assert is_plain(groups)
     assert row_bytes(llama, "bfloat16", 8192) is None
-    assert not window_of(groups)
+    assert not read_tokens(groups)
 
 
 @pytest.mark.parametrize(

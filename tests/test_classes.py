@@ -77,7 +77,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "deepseek-v3.2": (
         {"model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048},
-        {"sparse attention"},
+        {"best tokens"},
     ),
     "deepseek-v4": (
         {"model_type": "deepseek_v4", "compress_ratios": [4, 128], "num_hidden_layers": 2},
@@ -109,7 +109,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "layer_types": ["deepseek_sparse_attention"] * 2,
             "num_hidden_layers": 2,
         },
-        {"sparse attention"},
+        {"best tokens"},
     ),
     "a kind of its own": (
         {"model_type": "new", "layer_types": ["a_new_kind", "full_attention"]},
@@ -131,6 +131,7 @@ PLAIN = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": None},
 }
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+MLA = CacheGroup("mla", "MLAAttentionSpec", 16, 61, 18432)
 FULL = CacheGroup("full", "FullAttentionSpec", 16, 16, 32768)
 WINDOW = CacheGroup("window", "SlidingWindowSpec", 16, 16, 32768, window=128)
 STATE = CacheGroup("state", "MambaSpec", 1056, 12, 1 << 20, mode="align")
@@ -257,6 +258,7 @@ def test_flags_that_change_nothing_are_not_found() -> None:
         ({"groups": [replace(FULL, replay=64)]}, "replay"),
         ({"groups": [CacheGroup("", "RSWASpec", 16, 2, 1024)]}, "unknown cache"),
         ({"index_topk": 2048}, "sparse attention"),
+        ({"index_topk": 2048, "groups": [MLA]}, "best tokens"),
         ({"fine_hits": True}, "fine hits"),
         ({"drafts": Drafts("mtp", 3)}, "drafts"),
         ({"dp": 2}, "data parallel"),

@@ -18,15 +18,18 @@ from toolkit.catalogue.models import (
     not_computed,
     weight_bytes_on,
 )
+from toolkit.deploy.doctor import check_kv_bytes
 from toolkit.errors import InputError
+from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.model_shapes import AttentionShapes, DeltaShapes, LatentShapes
 from toolkit.files.find_model import find_model
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.new_recipe import Wish, new_recipe
 from toolkit.files.recipe import Recipe
 from toolkit.files.shipped import load_recipe
-from toolkit.profiling.analytic import RESERVED, analytic_profile
+from toolkit.profiling.analytic import RESERVED, analytic_profile, pass_shape, pass_times
 from toolkit.profiling.shapes import shapes_of
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.units import GIB
 
 ROWS = json.loads(Path(__file__, "../data/families.json").resolve().read_text("utf-8"))["models"]
@@ -87,12 +90,11 @@ def test_the_bytes_of_a_token_are_those_of_vllms_specs(
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("deepseek-ai/DeepSeek-V3.2", "sparse"),
         ("deepseek-ai/DeepSeek-V4-Flash", "compressed"),
         ("nvidia/Nemotron-H-56B-Base-8K", "Mamba"),
         ("cohere2", "side by side"),
         ("lfm2", "convolutions"),
-        ("zai-org/GLM-5", "sparse"),
+        ("zai-org/GLM-5.2", "an index that layers share"),
         ("nvidia/MiniMax-M3-NVFP4", "sparse"),
     ],
 )
@@ -118,6 +120,7 @@ def test_laws_of_latent_attention_are_computed(name: str) -> None:
         ("gemma2", [2, 2], AttentionShapes),
         ("glm4", [4], AttentionShapes),
         ("deepseek-ai/DeepSeek-V3", [3, 58], LatentShapes),
+        ("zai-org/GLM-5", [3, 75], LatentShapes),
         ("XiaomiMiMo/MiMo-V2-Flash", [1, 39, 8], AttentionShapes),
         ("step3p5", [1, 2, 1], AttentionShapes),
     ],
@@ -160,6 +163,73 @@ def test_a_layer_has_the_sizes_of_its_config(tmp_path: Path) -> None:
     sorts = shapes_of(recipe_of(tmp_path, nas)).sorts
     assert sum(one.count for one in sorts if one.mixer) == 49
     assert {one.reduces for one in sorts} == {1, 2}
+
+
+def sparse_recipe(tmp_path: Path, gpu: str, dtype: str) -> Recipe:
+    """A recipe of DeepSeek V3.2 in fp8 with a cache in a dtype."""
+    cache = {"num_bits": 8, "type": "float"} if dtype == "fp8" else None
+    given = {"quant_method": "fp8", "weight_block_size": [128, 128], "kv_cache_scheme": cache}
+    config = MODELS["deepseek-ai/DeepSeek-V3.2"]["config"] | {"quantization_config": given}
+    folder = tmp_path / "a-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return new_recipe(find_model(str(folder)), Wish(GPUS[gpu], gpus=16)).recipe()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "each"),
+    [
+        ("h200", "bfloat16", 2 * 576 + 132),
+        ("h100-sxm", "fp8", 656 + 132),  # with scales, and keys with a position in 16 bits
+        ("b200", "fp8", 576 + 132),
+    ],
+)
+def test_a_token_of_sparse_attention_has_the_bytes_of_the_gpus_kernels(
+    tmp_path: Path, gpu: str, dtype: str, each: int
+) -> None:
+    recipe = sparse_recipe(tmp_path, gpu, dtype)
+    assert recipe.engine.vllm is not None
+    assert recipe.engine.vllm.kv_cache_dtype == dtype
+    assert recipe.model.kv_bytes_per_token == 61 * each
+    check_kv_bytes(recipe)
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("h200", "bfloat16"), ("b200", "fp8")])
+def test_sparse_attention_has_one_cache_and_reads_the_best_of_it(
+    tmp_path: Path, gpu: str, dtype: str
+) -> None:
+    recipe = sparse_recipe(tmp_path, gpu, dtype)
+    profile = analytic_profile(recipe, HEAD)
+    assert profile.engine.kv_bytes_per_token == recipe.model.kv_bytes_per_token  # whole on each GPU
+    assert profile.steps is not None
+    assert profile.steps.resolved is not None
+    (group,) = profile.steps.resolved.groups
+    assert group.kind == "mla"
+    assert group.page_bytes == group.block * profile.engine.kv_bytes_per_token
+    fit = fit_profile(profile, HEAD)
+    assert fit.steps is not None
+    assert fit.steps.law.window == 2049
+    engine = PagedEngine.of(fit)
+    assert engine is not None
+    assert engine.caches is not None
+    assert engine.caches.window == 2049
+    # Beyond the best 2,048, a step pays for the index alone.
+    times = [
+        fit.steps.law.forward_s(pass_shape(64, tokens, window=2049)) for tokens in (512, 2048, 3584)
+    ]
+    assert times[1] - times[0] > 2 * (times[2] - times[1]) > 0
+
+
+def test_a_cache_that_vllm_chooses_by_the_gpu_is_asked_for(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, MODELS["zai-org/GLM-5"]["config"], "b300")
+    vllm = recipe.engine.vllm
+    assert vllm is not None
+    assert vllm.kv_cache_dtype == "bfloat16"
+    engine = recipe.engine.model_copy(
+        update={"vllm": vllm.model_copy(update={"kv_cache_dtype": None})}
+    )
+    with pytest.raises(InputError, match="chooses the dtype"):
+        pass_times(recipe.model_copy(update={"engine": engine}))
 
 
 @pytest.mark.parametrize(("name", "state_bytes"), [("qwen3_next", 2), ("Qwen/Qwen3.5-27B", 4)])

@@ -16,6 +16,7 @@ from toolkit.estimators.gpu_operators import (
     Experts,
     Gemm,
     LatentAttention,
+    SparseAttention,
     measured_gpus,
     measured_operators,
     operators_of,
@@ -24,6 +25,7 @@ from toolkit.estimators.gpu_operators import (
 from toolkit.estimators.model_shapes import (
     AttentionShapes,
     DeltaShapes,
+    IndexShapes,
     LatentShapes,
     LayerShapes,
     Mixer,
@@ -157,6 +159,52 @@ def test_a_pass_of_latent_attention_is_the_sum_of_its_operators() -> None:
     assert decode == pytest.approx(32 * (3 + 2 + 10) + 1)
     assert prompt == pytest.approx(32 * (4 + 2 + 100) + 1)
     assert mixed == pytest.approx(32 * (4 + 2 + 110) + 1)
+
+
+def test_sparse_attention_by_hand() -> None:
+    factors = ((2, 1.0), (4, 3.0))
+    law = SparseAttention(
+        *(1.0, 0.5, 0.25, 0.125, 0.01, 0.1, factors),
+        *(2.0, 0.5, 0.001, 0.2, factors),
+    )
+    # 3 rows with 100 tokens each, of which 10 are attended to; 4 heads
+    decodes = law.decode_s(3 * ONE, 300 * ONE, 30 * ONE, 4)[0]
+    assert decodes == pytest.approx(3 * (0.25 + 0.125 * 4) + 300 * 0.01 + 30 * 0.1 * 3)
+    chunks = law.chunk_s(5 * ONE, 40 * ONE, 20 * ONE, 3, 64)[0]
+    assert chunks == pytest.approx(5 * (2.0 + 0.5 * 3) + 40 * 64 * 0.001 + 20 * 0.2 * 2)
+
+
+def test_a_pass_of_sparse_attention_is_the_sum_of_its_operators() -> None:
+    """It starts once in any pass, its index is whole on each GPU, and chunks make no keys."""
+    nothing = ((1, 1.0),)
+    law = SparseAttention(10.0, *[0.0] * 5, nothing, *[0.0] * 4, nothing)
+    gpu = replace(
+        measured_operators("b200_sxm"),
+        gemm={"bfloat16": Gemm(1.0, 1e30, 1e30, 2.0)},
+        sparse={"bfloat16": law},
+        engine=EngineConstants(),
+    )
+    sizes = replace(MLA, index=IndexShapes(best=2048, heads=64, dim=128))
+    model = dense_of(sizes)
+    assert model.window == 2049
+    both = StepShape(1, 1024, 1, 2048, 2048 * 1024.0)
+    for seconds in gpu.pass_seconds(model, [DECODE, PROMPT, both]):
+        assert seconds == pytest.approx(32 * (5 + 2 + 10) + 1)
+    with pytest.raises(InputError, match=r"sparse .*MLA.*rtx_pro"):
+        measured_operators("rtx_pro_6000_server").pass_seconds(model, [DECODE])
+
+
+@pytest.mark.parametrize("name", ["h100_sxm", "h200_sxm", "b200_sxm", "b300_sxm", "gb200"])
+def test_beyond_the_best_tokens_a_step_reads_the_index_alone(name: str) -> None:
+    """132 bytes a token, no faster than the memory is, and less than MLA reads of all."""
+    gpu = measured_operators(name)
+    sizes = replace(MLA, heads=16, index=IndexShapes(best=2048, heads=64, dim=128))
+    rows = [StepShape(64, 64 * n, decode_inside=64 * 2048) for n in (4096, 65536)]
+    model = replace(dense_of(sizes), sorts=(LayerShapes(1, sizes),))
+    index = np.diff(gpu.pass_seconds(model, rows))[0]
+    assert index > 64 * 61440 * 132 / gpu.bandwidth
+    all_of_it = replace(model, sorts=(LayerShapes(1, replace(sizes, index=None)),))
+    assert index < np.diff(gpu.pass_seconds(all_of_it, rows))[0] / 3
 
 
 def test_linear_attention_by_hand() -> None:

@@ -43,10 +43,10 @@ OTHERS = (
 SOURCES = (RECIPES, STACK, LLM_D, *OTHERS)
 # What names say of models without a config at hand: (a part of the name, its class).
 FAMILIES = (
-    ("DeepSeek-V3.2", "sparse attention"),
+    ("DeepSeek-V3.2", ""),
     ("DeepSeek-V4", "compressed caches"),
     ("DeepSeek-OCR", "media"),
-    ("GLM-5", "sparse attention"),
+    ("GLM-5", ""),
     ("MiniMax-M3", "sparse attention"),
     ("Kimi-Linear", ""),
     ("Llama-4", "chunks"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,10 @@ from toolkit.estimators.gpu_operators import (
     Gemm,
     GpuOperators,
     LatentAttention,
+    SparseAttention,
 )
 from toolkit.estimators.least_squares import Floats
-from toolkit.estimators.model_shapes import DeltaShapes, LatentShapes
+from toolkit.estimators.model_shapes import DeltaShapes, IndexShapes, LatentShapes
 
 CORE = "aic-core/src/aiconfigurator_core"
 COMMIT = "095f58a51c4ca8e61b66ec108d86f223f8d559ce"
@@ -469,6 +470,171 @@ def latent_gemms_s(gemm: Any, tokens: Floats, heads: Floats) -> Floats:
     return np.asarray(found + gemm.seconds(tokens, HIDDEN, heads * LATENT.value, 2.0))
 
 
+# Of the models with sparse attention that were measured, by their names in the data.
+SPARSE = {
+    "deepseek-ai/DeepSeek-V3.2": (
+        7168,
+        replace(LATENT, index=IndexShapes(best=2048, heads=64, dim=128)),
+    ),
+    "zai-org/GLM-5": (
+        6144,
+        replace(
+            LATENT,
+            plain=192,
+            value=256,
+            query_rank=2048,
+            index=IndexShapes(best=2048, heads=32, dim=128),
+        ),
+    ),
+}
+SPARSE_HEADS = (8, 16, 32, 64, 128)
+# Chunks were measured with their launches by the CPU: of what takes so many times as long as the
+# shortest, the GPU's work decides.
+LAUNCHED = 2.5
+
+
+@dataclass(frozen=True)
+class SparseModules:
+    """Modules of sparse latent attention that were measured, with projections in bf16.
+
+    Attributes:
+        known: seconds of their GEMMs, and of what plain norms take longer than an engine's.
+        inside, attended: tokens that are attended to, and that the index reads, of all rows.
+    """
+
+    model: np.ndarray[Any, Any]
+    heads: Floats
+    batch: Floats
+    tokens: Floats
+    attended: Floats
+    inside: Floats
+    seconds: Floats
+    known: Floats
+
+    @property
+    def index_heads(self) -> Floats:
+        return np.array([_index_of(name).heads for name in self.model], dtype=float)
+
+    def some(self, rows: np.ndarray[Any, Any]) -> SparseModules:
+        return SparseModules(*(getattr(self, one.name)[rows] for one in fields(self)))
+
+
+def _index_of(name: str) -> IndexShapes:
+    index = SPARSE[name][1].index
+    assert index is not None
+    return index
+
+
+def sparse_modules(data: Path, gpu: str, phase: str, cache: str, gemm: Gemm) -> SparseModules:
+    """Return the modules of a phase: generation or context."""
+    table = read_table(newest(data, gpu, "sparse_attention", f"dsa_{phase}_module"))
+    rows = (table["kv_cache_dtype"] == cache) & (table["gemm_type"] == "bfloat16")
+    rows = rows & (table["num_heads"] >= SPARSE_HEADS[0])
+    if phase == "generation":
+        rows = rows & (table["step"] >= 60)
+    else:
+        rows = rows & (table["isl"] >= 16) & (table["isl"] * table["batch_size"] <= 32768)
+    names = ("num_heads", "batch_size", "isl", "step")
+    heads, batch, length, before, seconds = chosen(table, rows, names)
+    model = table["model"][rows]
+    tokens = batch * length
+    known = fit_plain(data).value.seconds(tokens, heads)
+    best = np.array([_index_of(name).best for name in model], dtype=float)
+    if phase == "generation":
+        attended, inside = batch * before, batch * np.minimum(before, best)
+    else:
+        attended = tokens * (before + length / 2)
+        inside = tokens * np.minimum(before + length / 2, best + 1)
+    for name, (hidden, sizes) in SPARSE.items():
+        at = model == name
+        m, own = tokens[at], heads[at]
+        index = _index_of(name)
+        made = gemm.seconds(m, sizes.query_rank + sizes.rank + sizes.rope, hidden, 2.0)
+        queries: Any = own * (sizes.plain + sizes.rope)
+        made = made + gemm.seconds(m, queries, sizes.query_rank, 2.0)
+        values: Any = own * sizes.value
+        made = made + gemm.seconds(m, hidden, values, 2.0)
+        made = made + gemm.seconds(m, index.heads * index.dim, sizes.query_rank, 2.0)
+        known[at] += made + gemm.seconds(m, index.dim + index.heads, hidden, 2.0)
+    return SparseModules(model, heads, batch, tokens, attended, inside, seconds, known)
+
+
+def fit_sparse(data: Path, gpu: str, cache: str, gemm: Gemm) -> list[Fitted]:
+    """Latent attention to the best tokens, of decodes and of chunks, by modules of DeepSeek V3.2
+    and GLM 5. Errors are of batches that a fit to every second batch did not see. Empty: not
+    measured with all numbers of heads, or too far off.
+    """
+    try:
+        decodes = sparse_modules(data, gpu, "generation", cache, gemm)
+    except SystemExit:
+        return []
+    if not set(SPARSE_HEADS) <= set(decodes.heads.tolist()):
+        return []
+
+    def by_heads(factors: Sequence[float]) -> tuple[tuple[int, float], ...]:
+        return tuple(zip(SPARSE_HEADS, (1.0, *factors), strict=True))
+
+    def decoding(*values: float) -> SparseAttention:
+        start_s, head_s, row_s, row_head_s, index_s, best_s, *factors = values
+        return SparseAttention(
+            start_s,
+            head_s,
+            row_s,
+            row_head_s,
+            index_s,
+            best_s,
+            heads=by_heads(factors),
+            token_s=0.0,
+            token_head_s=0.0,
+            pair_s=0.0,
+            chunk_best_s=0.0,
+            chunk_heads=by_heads([1.0] * 4),
+        )
+
+    def decodes_s(law: SparseAttention) -> Floats:
+        found = decodes.known + law.start_s + law.head_s * decodes.heads
+        for number in np.unique(decodes.heads):
+            at = decodes.heads == number
+            one = decodes.some(at)
+            found[at] += law.decode_s(one.batch, one.attended, one.inside, number)
+        return np.asarray(found)
+
+    guesses = [6e-5, 1e-7, 2e-7, 5e-9, 1e-11, 1e-10, *[1.0] * 4]
+    name = f"sparse decodes, {cache}"
+    alone = solve_unseen(name, decoding, decodes_s, decodes.seconds, guesses, decodes.batch)
+    law: SparseAttention = alone.value
+    chunks = sparse_modules(data, gpu, "context", cache, gemm)
+    launched = np.median(chunks.seconds[chunks.tokens <= 64])
+    chunks = chunks.some(chunks.seconds > LAUNCHED * launched)
+    index_heads = chunks.index_heads
+
+    def chunking(*values: float) -> SparseAttention:
+        token_s, token_head_s, pair_s, chunk_best_s, *factors = values
+        return replace(
+            law,
+            token_s=token_s,
+            token_head_s=token_head_s,
+            pair_s=pair_s,
+            chunk_best_s=chunk_best_s,
+            chunk_heads=by_heads(factors),
+        )
+
+    def chunks_s(law: SparseAttention) -> Floats:
+        found = chunks.known + law.start_s + law.head_s * chunks.heads
+        for number in np.unique(chunks.heads):
+            at = chunks.heads == number
+            one = chunks.some(at)
+            keys: Any = index_heads[at]
+            found[at] += law.chunk_s(one.tokens, one.attended, one.inside, number, keys)
+        return np.asarray(found)
+
+    guesses = [1e-8, 1e-9, 3e-13, 1e-10, *[1.0] * 4]
+    name = f"sparse chunks, {cache}"
+    both = solve_unseen(name, chunking, chunks_s, chunks.seconds, guesses, chunks.batch)
+    far = max(alone.median, both.median) > UNSEEN_OFF
+    return [] if far else [replace(alone, value=both.value), both]
+
+
 def fit_delta(data: Path, gpu: str) -> list[Fitted]:
     """Gated delta-net attention of decodes and of chunks. Errors are of batches that a fit to every
     second batch did not see. Empty: not measured, or too far off.
@@ -585,6 +751,11 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
         for one in CACHES.values()
         if (both := fit_latent(data, gpu, one, gemm["bfloat16"].value))
     }
+    sparse = {
+        one: both
+        for one in CACHES.values()
+        if (both := fit_sparse(data, gpu, one, gemm["bfloat16"].value))
+    }
     delta = fit_delta(data, gpu)
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
     bandwidth, flops, link = peaks_of(gpu)
@@ -599,11 +770,13 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
         experts={one: fitted.value for one, fitted in experts.items()},
         all_reduce={ranks: fitted.value for ranks, fitted in reduce.items()},
         latent={one: both[0].value for one, both in latent.items()},
+        sparse={one: both[0].value for one, both in sparse.items()},
         delta=delta[0].value if delta else None,
         engine=EngineConstants(),
         source=f"vLLM {version}, ai-dynamo/aiconfigurator {COMMIT[:8]} (Apache-2.0)",
     )
-    attention = [decode, chunk, *(one for both in latent.values() for one in both), *delta]
+    of_latent = [one for both in (*latent.values(), *sparse.values()) for one in both]
+    attention = [decode, chunk, *of_latent, *delta]
     return operators, [*gemm.values(), *attention, *experts.values(), *reduce.values()]
 
 
@@ -629,6 +802,7 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
                 "decode": asdict(one.decode),
                 "chunk": asdict(one.chunk),
                 "latent": {key: asdict(law) for key, law in one.latent.items()},
+                "sparse": {key: asdict(law) for key, law in one.sparse.items()},
                 "delta": asdict(one.delta) if one.delta else None,
                 "experts": {key: asdict(law) for key, law in one.experts.items()},
                 "all_reduce": {str(key): asdict(law) for key, law in one.all_reduce.items()},

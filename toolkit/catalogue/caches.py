@@ -23,13 +23,14 @@ from toolkit.catalogue.layers import (
     text_config,
     window_of_config,
 )
-from toolkit.catalogue.models import CACHE_BYTES, DTYPE_BYTES, special_of
+from toolkit.catalogue.models import CACHE_BYTES, DTYPE_BYTES, kv_bytes_per_token, special_of
 from toolkit.catalogue.quantization import Config
 from toolkit.catalogue.resolved import CacheGroup
 
 FULL_KINDS = ("full", "mla")
 SPECS = {
     "full": "FullAttentionSpec",
+    "mla": "MLAAttentionSpec",
     "window": "SlidingWindowSpec",
     "chunk": "ChunkedLocalAttentionSpec",
     "state": "MambaSpec",
@@ -38,8 +39,12 @@ IN_FLIGHT = 2 * 8192  # tokens of passes that may be under way, by vLLM's defaul
 STATE_ALIGN = 16  # tokens; vLLM rounds the long blocks of models with states up to it
 
 
-def window_of(groups: Sequence[CacheGroup]) -> int:
-    """Tokens of the sliding windows of most layers; 0: there are none."""
+def read_tokens(groups: Sequence[CacheGroup], best: int = 0) -> int:
+    """Return how many tokens, its own included, a step attends to at most in most of the layers
+    with a limit: of a sliding window, or the `best` of sparse attention; 0: there is no limit.
+    """
+    if best:
+        return best + 1
     layers: Counter[int] = Counter()
     for group in groups:
         if group.kind == "window":
@@ -87,7 +92,11 @@ def bytes_per_block(groups: Sequence[CacheGroup]) -> int:
 
 
 def groups_of_config(
-    config: Config, dtype: str, block: int = 16, gpus: int = 1, longest: int = 0
+    config: Config,
+    dtype: str,
+    block: int = 16,
+    gpus: int = 1,
+    longest: int = 0,
 ) -> list[CacheGroup] | None:
     """The groups that vLLM makes of a model's layers; None: its layers' caches are not all known,
     or have several sizes.
@@ -101,6 +110,9 @@ def groups_of_config(
     """
     config = text_config(config)
     special = special_of(config, longest)
+    if special.best:  # one table of blocks; a block has the latent values and the index
+        each = kv_bytes_per_token(config, dtype)
+        return [CacheGroup("mla", SPECS["mla"], block, 1, block * each[0])] if each else None
     if special.sparse or config.get("compress_ratios"):
         return None
     layers = [layer for layer in layers_of(config) if layer.mixer]

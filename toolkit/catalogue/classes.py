@@ -32,6 +32,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
     "block sizes": "groups with blocks of several sizes share one pool",
     "compressed caches": "a cache keeps one entry for several tokens",
     "sparse attention": "a step reads only the best cached tokens, and the index reads all",
+    "best tokens": "a step reads only the best cached tokens of MLA, and the index reads all",
     "replay": "tokens are computed again after a hit",
     "rings": "a cache of fixed size per request is in the pool, too",
     "fine hits": "prefixes hit at less than a block",
@@ -76,6 +77,7 @@ CLASSES = {  # each with the reason why it needs rules of its own
 RELEASES: dict[str, Release] = {"states": (0, 32), "drafts": (0, 31)}
 MODELLED: tuple[str, ...] = (
     *("windows", "window only", "states", "groups", "block sizes", "idle connector"),
+    "best tokens",
 )
 TEXT_ONLY = "--language-model-only"
 TRANSFER = "--kv-transfer-config"
@@ -162,7 +164,8 @@ def of_config(config: Config, longest: int = 0) -> list[ClassFound]:
         name = "window only" if whole and layers >= whole and not special.states else "windows"
         found.append(ClassFound(name, f"sliding windows of {window:,} tokens in {layers} layers"))
     if special.sparse:
-        found.append(ClassFound("sparse attention", special.sparse))
+        name = "best tokens" if special.best else "sparse attention"
+        found.append(ClassFound(name, special.sparse))
     if text.get("canvas_length") is not None:
         found.append(ClassFound("diffusion", "a diffusion model of text"))
     if config.get("is_encoder_decoder"):
@@ -277,7 +280,8 @@ def _of_groups(resolved: Resolved) -> list[ClassFound]:
         found.append(ClassFound("fine hits", "--prefix-match-unit"))
     if resolved.index_topk:
         what = f"sparse attention to {resolved.index_topk:,} tokens"
-        found.append(ClassFound("sparse attention", what))
+        is_plain_mla = len(groups) == 1 and groups[0].kind == "mla"
+        found.append(ClassFound("best tokens" if is_plain_mla else "sparse attention", what))
     return found
 
 

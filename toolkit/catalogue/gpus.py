@@ -51,6 +51,13 @@ class Gpu:
     note: str = ""
 
     @property
+    def packs_sparse(self) -> bool:
+        """Return whether kernels of sparse attention keep scales and 16 bits within a KV cache of 8
+        bits: FlashMLA's do, and FlashInfer's, which vLLM takes on Blackwell, do not.
+        """
+        return "fp4" not in self.tflops
+
+    @property
     def usual_limits(self) -> tuple[int, int]:
         """Return the most rows and the most tokens of a pass of vLLM's server where no flag sets
         them: by the memory, and less on an A100 (`get_batch_defaults`, vLLM 0.28 to 0.33).

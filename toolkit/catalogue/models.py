@@ -65,6 +65,7 @@ class ModelFacts:
         scheme: how they are quantized; None: not at all.
         special: what llmctl's laws and its model of a cache do not know (`Special`).
         kv_bytes_per_token: of all layers with attention, as if each cached every token.
+        kv_formula: the same for readers.
         stored_bytes: of the checkpoint, by its index; 0: not known, or not needed.
         config: that the sizes follow from.
     """
@@ -86,6 +87,7 @@ class ModelFacts:
     scheme: Scheme | None
     special: Special
     kv_bytes_per_token: int
+    kv_formula: str
     stored_bytes: int = 0
     config: Config = field(default_factory=dict, repr=False, compare=False)
 
@@ -133,6 +135,8 @@ class Special:
         states: what holds a state per request, such as 'linear attention'; '': nothing.
         unknown: a kind of layer that is not known; '': all are.
         sparse: what sparse attention reads, in words; '': there is none.
+        best: tokens that attention reads at most, the best by an index of all (DeepSeek sparse
+            attention, over MLA's cache); 0: all.
     """
 
     experts: int = 0
@@ -142,6 +146,7 @@ class Special:
     states: str = ""
     unknown: str = ""
     sparse: str = ""
+    best: int = 0
 
 
 def special_of(config: Config, longest: int = 0) -> Special:
@@ -174,15 +179,15 @@ def special_of(config: Config, longest: int = 0) -> Special:
         next((STATES[one] for one in mixers if one in STATES), ""),
         unknown[0].replace("_", " ") if unknown else "",
         _sparse(config),
+        integer_at(config, "index_topk") if latent and not config.get("compress_ratios") else 0,
     )
 
 
-LATENT = {  # of the modules of multi-head latent attention that were measured: DeepSeek V3's
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-}
+# Sizes of the modules of multi-head latent attention that were measured: DeepSeek V3's; of those
+# with sparse attention GLM 5's, too.
+LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+MEASURED_LATENT = ((512, 64, 128, 128),)
+MEASURED_SPARSE = (*MEASURED_LATENT, (512, 64, 192, 256))
 MEASURED_STATES = "linear"  # of `STATES`: gated delta nets
 ATTENTION_OUT = "model.layers.0.self_attn.o_proj"
 KNOWN_PARTS = ("", "dense", "experts", "both")
@@ -220,12 +225,16 @@ def not_computed(config: Config, longest: int, scheme: Scheme | None) -> list[st
     special = special_of(config, longest)
     text = text_config(config)
     reasons = []
-    if special.latent and any(integer_at(text, key) != size for key, size in LATENT.items()):
+    measured = MEASURED_SPARSE if special.best else MEASURED_LATENT
+    if special.latent and tuple(integer_at(text, key) for key in LATENT) not in measured:
         sizes = ", ".join(f"{key} {integer_at(text, key)}" for key in LATENT)
         reasons.append(f"MLA (multi-head latent attention) with {sizes}")
+    if special.best and _index(text, 1)[0] < len(layers_of(text)):
+        reasons.append(f"{special.sparse} by an index that layers share")
     states = dict.fromkeys(one.mixer for one in layers_of(text) if one.mixer in STATES)
     others = [STATES[one] for one in states if one != MEASURED_STATES]
-    reasons += [one for one in (special.sparse, *others, special.unknown) if one]
+    sparse = "" if special.best else special.sparse
+    reasons += [one for one in (sparse, *others, special.unknown) if one]
     family = FAMILIES.get(str(text.get("model_type")))
     if family and family.laws:
         reasons.append(family.laws)
@@ -236,9 +245,14 @@ def not_computed(config: Config, longest: int, scheme: Scheme | None) -> list[st
     return reasons
 
 
-def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
+def kv_bytes_per_token(
+    config: Config, dtype: str, *, packed: bool = True
+) -> tuple[int, str] | None:
     """Return the bytes that every token adds to a full cache of all layers with attention, and the
     formula; None: a size is missing, or `dtype` keeps scales, too.
+
+    Args:
+        packed: see `Gpu.packs_sparse`.
     """
     if dtype not in CACHE_BYTES:
         return None
@@ -251,7 +265,7 @@ def kv_bytes_per_token(config: Config, dtype: str) -> tuple[int, str] | None:
     if ratios := ratios_of(config)[: len(layers)]:
         total = -(-sum(map(_compressed_page, ratios)) // COMPRESSED_BLOCK)
         return total, f"{len(layers)} layers of compressed caches with an index, as vLLM pads them"
-    if latent and element == 1 and integer_at(config, "index_topk"):
+    if latent and packed and element == 1 and integer_at(config, "index_topk"):
         rank = integer_at(config, "kv_lora_rank")  # as FlashMLA keeps it: scales, and 16 bits
         latent += rank // 128 * 4 + integer_at(config, "qk_rope_head_dim")
     counts: dict[tuple[int, int, int], int] = {}
@@ -368,6 +382,7 @@ def facts_of(config: Config, quantization: str = "", stored_bytes: int = 0) -> M
         scheme=scheme,
         special=special,
         kv_bytes_per_token=found[0],
+        kv_formula=found[1],
         stored_bytes=stored_bytes,
         config=config,
     )

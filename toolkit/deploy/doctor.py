@@ -17,6 +17,7 @@ import psutil
 from toolkit.backends import Check, backend_of
 from toolkit.catalogue.caches import row_bytes
 from toolkit.catalogue.classes import HINT, not_simulated, refusal
+from toolkit.catalogue.gpus import gpu_of
 from toolkit.catalogue.models import cache_parts, kv_bytes_per_token, weight_bytes_on
 from toolkit.engine_traits import MODEL_LIBRARIES
 from toolkit.engines.devices import CudaDevice, Devices
@@ -134,7 +135,9 @@ def check_kv_bytes(recipe: Recipe) -> None:
     vllm = recipe.engine.vllm
     claimed = model.kv_bytes_per_token
     dtype = (vllm.kv_cache_dtype if vllm else None) or model.dtype
-    found = kv_bytes_per_token(model.config, dtype)
+    gpu = recipe.hardware.gpu
+    packed = gpu_of(gpu).packs_sparse if gpu else True
+    found = kv_bytes_per_token(model.config, dtype, packed=packed)
     if claimed is None or found is None:
         return
     right, formula = found

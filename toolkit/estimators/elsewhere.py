@@ -68,8 +68,8 @@ def _beyond(recipe: Recipe, reach: dict[str, Any]) -> list[str]:
         found.append(f"requests of {tokens:,} tokens (compared: {reach['tokens_max']:,})")
     if ranks > reach["ranks_max"]:
         found.append(f"{ranks} GPUs a worker (compared: {reach['ranks_max']})")
-    if states := special_of(recipe.model.config).states:
-        found.append(f"{states} (compared: none)")
+    special = special_of(recipe.model.config)
+    found += [f"{one} (compared: none)" for one in (special.states, special.sparse) if one]
     return found
 
 

@@ -32,7 +32,9 @@ Multi-head latent attention (MLA) caches one latent vector per token, which all 
 multiplies its queries into the latent space and its output back (absorbed weights), and attends
 there. Chunks of prompts make keys and values of each head from the latent vectors of all tokens
 that they attend to, and attend as usual. vLLM runs both kernels one after the other where a pass
-has both. GPUs divide the heads, and each has the whole cache.
+has both. GPUs divide the heads, and each has the whole cache. With an index (DeepSeek sparse
+attention) chunks attend in the latent space, too, both to the best tokens alone, and the index
+reads all.
 
 Gated delta nets (linear attention) keep a state per request, which each decode reads and writes,
 however many tokens it has seen. GPUs divide the heads and their states. vLLM computes the decodes
@@ -237,11 +239,70 @@ class LatentAttention:
         self, rows: Floats, cached: Floats, heads: float, latent: LatentShapes, cache_bytes: int
     ) -> Floats:
         """Seconds of one layer, for rows that have `cached` tokens together."""
-        known, factors = zip(*self.heads, strict=True)
-        slower = np.interp(heads, known, factors)
+        slower = _between(self.heads, heads)
         reading = cached * (latent.rank + latent.rope) * cache_bytes / self.bytes_per_s
         busy = self.start_s + self.head_s * heads + rows * (self.row_s + self.row_head_s * heads)
         return np.asarray(np.where(rows > 0, busy + slower * reading, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class SparseAttention:
+    """Coefficients of latent attention to the best tokens, with one dtype of the cache: all of a
+    layer's attention besides GEMMs, so its index, norms and absorbed weights, too. Decodes and
+    chunks attend alike, in the latent space; GPUs divide the heads, and each has the whole index.
+
+    Attributes:
+        start_s, head_s: of a pass, constant and per head.
+        row_s, row_head_s: per row of decodes, and per head of a row.
+        index_s: per cached token that the index of decodes reads.
+        best_s, heads: per token that decodes attend to; heads on a GPU, and the factor there,
+            linear between two.
+        token_s, token_head_s: per token of chunks, and per head of a token.
+        pair_s: per head of the index and pair of a chunk's token and one that it might attend to.
+        chunk_best_s, chunk_heads: as `best_s` and `heads`, of chunks.
+    """
+
+    start_s: float
+    head_s: float
+    row_s: float
+    row_head_s: float
+    index_s: float
+    best_s: float
+    heads: tuple[tuple[int, float], ...]
+    token_s: float
+    token_head_s: float
+    pair_s: float
+    chunk_best_s: float
+    chunk_heads: tuple[tuple[int, float], ...]
+
+    def decode_s(self, rows: Floats, cached: Floats, inside: Floats, heads: float) -> Floats:
+        """Seconds of one layer beside its start, for rows that have `cached` tokens together, and
+        attend to `inside` of them.
+        """
+        each = self.row_s + self.row_head_s * heads
+        best_s = self.best_s * _between(self.heads, heads)
+        return np.asarray(rows * each + cached * self.index_s + inside * best_s)
+
+    def chunk_s(
+        self,
+        tokens: Floats,
+        attended: Floats,
+        inside: Floats,
+        heads: float,
+        index_heads: int,
+    ) -> Floats:
+        """Seconds of one layer beside its start, for chunks of `tokens` that might attend to
+        `attended` keys, and attend to `inside` of them.
+        """
+        each = self.token_s + self.token_head_s * heads
+        best_s = self.chunk_best_s * _between(self.chunk_heads, heads)
+        return np.asarray(tokens * each + attended * index_heads * self.pair_s + inside * best_s)
+
+
+def _between(known: tuple[tuple[int, float], ...], at: float) -> Floats:
+    """Return a factor that is linear between two known places."""
+    places, factors = zip(*known, strict=True)
+    return np.asarray(np.interp(at, places, factors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +444,7 @@ class GpuOperators:
         link: bytes/s to another GPU of the machine, in one direction, by the data sheet.
         gemm, experts: by precision; all_reduce: by number of GPUs.
         latent: by dtype of the cache, as `CACHES` names it by its bytes; empty: not measured.
+        sparse: of latent attention to the best tokens, likewise.
         delta: of linear attention; None: not measured.
         engine: what no kernel tells.
         source: where the coefficients come from, for readers.
@@ -400,6 +462,7 @@ class GpuOperators:
     engine: EngineConstants
     source: str
     latent: Mapping[str, LatentAttention] = field(default_factory=dict)
+    sparse: Mapping[str, SparseAttention] = field(default_factory=dict)
     delta: DeltaAttention | None = None
 
     def kernels_of(self, model: ModelShapes) -> ModelShapes:
@@ -454,12 +517,6 @@ class GpuOperators:
             seconds = seconds + self._mlp_s(model, sort, tokens, ranks)
         return np.asarray(seconds)
 
-    def _latent_of(self, model: ModelShapes) -> LatentAttention:
-        name = CACHES[model.cache_bytes]
-        what = f"modules of MLA (multi-head latent attention) with a cache in {name} on {self.name}"
-        found: LatentAttention = _known(self.latent, name, what)
-        return found
-
     def _projections_s(
         self, model: ModelShapes, mixer: Mixer, shapes: Sequence[StepShape], ranks: int
     ) -> Floats:
@@ -481,6 +538,11 @@ class GpuOperators:
         seconds = self._gemm_s(weights, tokens, together, model.hidden)
         seconds = seconds + self._gemm_s(weights, tokens, queries, mixer.query_rank or model.hidden)
         seconds = seconds + self._gemm_s(mixer.out, tokens, model.hidden, mixer.value * heads)
+        if (index := mixer.index) is not None:  # whole on each GPU
+            width = index.heads * index.dim
+            seconds = seconds + self._gemm_s(index.weights, tokens, width, mixer.query_rank)
+            width = index.dim + index.heads
+            return seconds + self._gemm_s("bfloat16", tokens, width, model.hidden)
         # Keys and values of each head, for chunks and what was cached before them.
         before = [shape.prefill_tokens + shape.prefill_cached for shape in shapes]
         vectors = np.array(before, dtype=float)
@@ -504,10 +566,19 @@ class GpuOperators:
             count = np.array([shape.prefills for shape in shapes], dtype=float)
             decoding = self.delta.decode_s(decodes, mixer, ranks)
             return decoding + self.delta.chunk_s(count, chunks, mixer, ranks)
-        law = self._latent_of(model)
+        name = CACHES[model.cache_bytes]
+        what = f"modules of MLA (multi-head latent attention) with a cache in {name} on {self.name}"
         heads = mixer.heads // ranks
         cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
         attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
+        if mixer.index is not None:
+            best: SparseAttention = _known(self.sparse, name, f"sparse {what}")
+            inside = np.array([shape.decode_inside for shape in shapes], dtype=float)
+            found = best.decode_s(decodes, cached, inside, heads)
+            inside = np.array([shape.prefill_inside for shape in shapes], dtype=float)
+            found = found + best.chunk_s(chunks, attended, inside, heads, mixer.index.heads)
+            return np.asarray(best.start_s + best.head_s * heads + found)
+        law: LatentAttention = _known(self.latent, name, what)
         decoding = law.decode_s(decodes, cached, heads, mixer, model.cache_bytes)
         return decoding + law.chunk.seconds(chunks, attended, heads, heads, mixer.head_dim)
 

@@ -59,6 +59,24 @@ class AttentionShapes:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexShapes:
+    """The sizes of an index that finds the best tokens for latent attention. Each GPU has all of
+    it.
+
+    Attributes:
+        best: tokens that are attended to at most.
+        heads: of its queries, which are made of the latent queries.
+        dim: numbers of a head, and of a key, which is made of the hidden state.
+        weights: precision of both.
+    """
+
+    best: int
+    heads: int
+    dim: int
+    weights: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
 class LatentShapes:
     """The sizes of multi-head latent attention.
 
@@ -68,6 +86,7 @@ class LatentShapes:
         plain, value: of a head: numbers of a key without a position, and of a value.
         query_rank: latent numbers of the queries; 0: they are made of the hidden state.
         weights, out: precisions, as in `AttentionShapes`.
+        index: of sparse attention; None: all tokens are attended to.
     """
 
     rank: int
@@ -78,6 +97,7 @@ class LatentShapes:
     heads: int = 0
     weights: str = "bfloat16"
     out: str = "bfloat16"
+    index: IndexShapes | None = None
 
     @property
     def head_dim(self) -> int:
@@ -173,6 +193,12 @@ class ModelShapes:
 
     @property
     def window(self) -> int:
-        """Tokens of sliding windows; 0: there are none."""
-        mixers = [sort.mixer for sort in self.sorts]
-        return max((one.window for one in mixers if isinstance(one, AttentionShapes)), default=0)
+        """Tokens, its own included, that a step attends to at most in some layers; 0: all."""
+        return max((window_of(sort.mixer) for sort in self.sorts), default=0)
+
+
+def window_of(mixer: Mixer | None) -> int:
+    """Return how many tokens, its own included, a step attends to at most; 0: all."""
+    if isinstance(mixer, LatentShapes) and mixer.index is not None:
+        return mixer.index.best + 1
+    return mixer.window if isinstance(mixer, AttentionShapes) else 0

@@ -27,7 +27,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import ndtr  # of scipy.stats, which takes long to import, only this is needed
 
-from toolkit.catalogue.caches import window_of
+from toolkit.catalogue.caches import read_tokens
 from toolkit.catalogue.classes import of_resolved, refuse
 from toolkit.errors import InputError
 from toolkit.estimators import pipeline_fit
@@ -318,8 +318,8 @@ def form_of(measured: StepsProfile, knots: tuple[int, ...]) -> PassLaw:
 
     Decodes beside chunks read their caches at a cost of their own.
     """
-    groups = measured.resolved.groups if measured.resolved is not None else []
-    window = window_of(groups)
+    resolved = measured.resolved
+    window = read_tokens(resolved.groups, resolved.index_topk) if resolved is not None else 0
     terms = [*TERMS]
     terms += ["expert"] if measured.experts else []
     terms += ["inside", "attended_inside"] if window else []

@@ -249,8 +249,8 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
         longest = wish.max_model_len or context
     refuse(found.name, of_recipe(found.config, flags, longest))
     facts = facts_of(found.config, wish.quantization, found.stored_bytes)
-    if wish.server is not None and wish.server.cache_dtype:
-        facts = _with_cache(facts, wish.server.cache_dtype)
+    named = wish.server.cache_dtype if wish.server is not None else ""
+    facts = _with_cache(facts, named or facts.cache_dtype, wish.gpu)
     longest = wish.max_model_len or _length(facts, wish)
     refuse(found.name, of_recipe(found.config, flags, longest))
     if longest > facts.context:
@@ -262,12 +262,12 @@ def new_recipe(found: FoundModel, wish: Wish) -> NewRecipe:
     return NewRecipe(_text(found, facts, wish, room, workers, longest), facts, room, workers, notes)
 
 
-def _with_cache(facts: ModelFacts, dtype: str) -> ModelFacts:
-    """Return the sizes with a KV cache of another dtype."""
-    found = kv_bytes_per_token(facts.config, dtype)
+def _with_cache(facts: ModelFacts, dtype: str, gpu: Gpu) -> ModelFacts:
+    """Return the sizes with a KV cache of a dtype on a GPU."""
+    found = kv_bytes_per_token(facts.config, dtype, packed=gpu.packs_sparse)
     if found is None:
         raise InputError(f"--kv-cache-dtype {dtype}: its bytes are not counted", HINT)
-    return replace(facts, cache_dtype=dtype, kv_bytes_per_token=found[0])
+    return replace(facts, cache_dtype=dtype, kv_bytes_per_token=found[0], kv_formula=found[1])
 
 
 def _length(facts: ModelFacts, wish: Wish) -> int:
@@ -541,8 +541,7 @@ def _traffic_lines(wish: Wish, longest: int) -> list[str]:
 
 
 def _cache_reason(facts: ModelFacts) -> str:
-    found = kv_bytes_per_token(facts.config, facts.cache_dtype)
-    formula = found[1] if found else ""  # facts have it
+    formula = facts.kv_formula
     return f"{formula}, whole on every GPU" if facts.special.latent else formula
 
 
@@ -616,10 +615,12 @@ def _server_lines(server: ServerSettings, facts: ModelFacts) -> list[str]:
 
 
 def _cache_lines(facts: ModelFacts) -> list[str]:
-    """The dtype of a KV cache, where it is not the model's."""
-    if facts.cache_dtype == facts.dtype:
-        return []
-    return _line(f"    kv_cache_dtype: {facts.cache_dtype}", "the checkpoint asks for it")
+    """The dtype of a KV cache, where it is not the model's, or vLLM would choose it by the GPU."""
+    line = f"    kv_cache_dtype: {facts.cache_dtype}"
+    if facts.cache_dtype != facts.dtype:
+        return _line(line, "the checkpoint asks for it")
+    why = "with sparse attention vLLM chooses by the GPU where none is named"
+    return _line(line, why) if facts.special.best else []
 
 
 def _pairs(values: Mapping[str, tuple[object, str]], indent: int) -> list[str]:

@@ -31,6 +31,7 @@ from toolkit.catalogue.models import (
     cache_parts,
     kv_bytes_per_token,
     not_computed,
+    special_of,
     weight_bytes_on,
 )
 from toolkit.catalogue.quantization import scheme_of
@@ -163,6 +164,9 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
     """
     vllm = recipe.engine.vllm
     dtype = vllm.kv_cache_dtype if vllm else None
+    if special_of(recipe.model.config).best and dtype is None:
+        problem = "with sparse attention vLLM chooses the dtype of the KV cache by the GPU"
+        raise InputError(problem, "name one: engine.vllm.kv_cache_dtype: bfloat16, or fp8")
     if model.cache_bytes >= ACTIVATION_BYTES or dtype is None:
         return
     read = operators.decode
@@ -170,7 +174,9 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
     unknown = read.narrow == 1.0 or read.narrow * read.bytes_per_s > operators.bandwidth
     if unknown and not any(isinstance(sort.mixer, LatentShapes) for sort in model.sorts):
         _refuse([f"a KV cache in {dtype} on {operators.name}"], MEASURE)
-    found = kv_bytes_per_token(recipe.model.config, dtype)
+    gpu = recipe.hardware.gpu
+    packed = gpu_of(gpu).packs_sparse if gpu else True
+    found = kv_bytes_per_token(recipe.model.config, dtype, packed=packed)
     claimed = recipe.model.kv_bytes_per_token
     if found and claimed not in (None, found[0]):
         problem = f"model.kv_bytes_per_token is {claimed}, and a cache in {dtype} has {found[0]}"
@@ -305,8 +311,8 @@ def _needed(numbers: Mapping[str, Number | None]) -> list[Number]:
 
 
 def _resolved(recipe: Recipe, budget: int) -> Resolved | None:
-    """Return the cache groups of a model with several, in `budget` bytes of each GPU; None: it has
-    one cache of full attention.
+    """Return the cache groups of a model with several, or with sparse attention, in `budget` bytes
+    of each GPU; None: it has one cache of full attention.
 
     Raises `InputError` where the caches of its layers are not all known.
     """
@@ -321,8 +327,11 @@ def _resolved(recipe: Recipe, budget: int) -> Resolved | None:
     )
     if groups is None:
         _refuse(["the caches of this model's layers"], MEASURE)
-    if not groups or is_plain(groups):
+    best = special_of(model.config).best
+    if not groups or (is_plain(groups) and not best):
         return None
+    if best and model.kv_bytes_per_token:
+        groups = [replace(one, page_bytes=one.block * model.kv_bytes_per_token) for one in groups]
     size = bytes_per_block(groups)
     return Resolved(
         groups,
@@ -330,6 +339,7 @@ def _resolved(recipe: Recipe, budget: int) -> Resolved | None:
         size,
         retention=0,
         max_in_flight_tokens=IN_FLIGHT,
+        index_topk=best,
         tp=recipe.engine.tensor_parallel_size,
     )
 

@@ -18,6 +18,7 @@ from toolkit.estimators.model_shapes import (
     ACTIVATION_BYTES,
     AttentionShapes,
     DeltaShapes,
+    IndexShapes,
     LatentShapes,
     LayerShapes,
     Mixer,
@@ -147,6 +148,14 @@ class _Reader:
             return None
         name = f"{place}{family.part('attention')}"
         if rank := integer_at(config, "kv_lora_rank"):
+            index = None
+            if best := special_of(config).best:
+                index = IndexShapes(
+                    best=best,
+                    heads=integer_at(config, "index_n_heads"),
+                    dim=integer_at(config, "index_head_dim"),
+                    weights=self._precision(f"{name}.indexer", ("wq_b",)),
+                )
             return LatentShapes(
                 rank=rank,
                 rope=integer_at(config, "qk_rope_head_dim"),
@@ -156,6 +165,7 @@ class _Reader:
                 heads=layer.heads,
                 weights=self._precision(name, LATENT[0]),
                 out=self._precision(name, LATENT[1]),
+                index=index,
             )
         normed = family.qk_norm if condition_holds(config, family.qk_norm_if) else ""
         gates = {"query": 1, "head": layer.value_dim}

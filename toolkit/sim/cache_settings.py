@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from toolkit.catalogue.caches import is_plain, logged_tokens, longest_blocks, window_of
+from toolkit.catalogue.caches import is_plain, logged_tokens, longest_blocks, read_tokens
 from toolkit.catalogue.resolved import CacheGroup, Resolved
 from toolkit.errors import InputError
 from toolkit.sched.policies.vllm import VllmPolicy
@@ -26,6 +26,7 @@ class CacheSettings:
             0.33).
         rows_within_blocks: whether vLLM starts with states only if there are as many blocks as
             max_num_seqs, as it does with CUDA graphs.
+        best: tokens that sparse attention reads; 0: all.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -34,11 +35,12 @@ class CacheSettings:
     in_flight: int = 0
     rehashes: bool = False
     rows_within_blocks: bool = False
+    best: int = 0
 
     @property
     def window(self) -> int:
-        """Tokens of the sliding windows of most layers; 0: there are none."""
-        return window_of(self.groups)
+        """Tokens, its own included, that a step attends to at most in most layers; 0: all."""
+        return read_tokens(self.groups, self.best)
 
     def capacity_tokens(self, blocks: int) -> int:
         """The tokens of cache that vLLM logs for so many blocks; see `logged_tokens`."""
@@ -101,7 +103,7 @@ def settings_of(
     if resolved is None:
         return None
     groups = resolved.groups
-    if not groups or is_plain(groups):
+    if not groups or (is_plain(groups) and not resolved.index_topk):
         return None
     return CacheSettings(
         tuple(groups),
@@ -110,4 +112,5 @@ def settings_of(
         resolved.max_in_flight_tokens,
         not keeps_known_outputs(version),
         device != "cpu",
+        resolved.index_topk,
     )

@@ -25,7 +25,7 @@ from toolkit.backends.vllm.profile import (
     steps_of_header,
     timed,
 )
-from toolkit.catalogue.caches import window_of
+from toolkit.catalogue.caches import read_tokens
 from toolkit.errors import InputError
 from toolkit.estimators.least_squares import Floats, standard_deviations
 from toolkit.estimators.part_fits import fit_steps, form_of
@@ -107,7 +107,8 @@ def steps_of_log(recipe: Recipe, history: PassHistory) -> StepsProfile:
             f"the log has {len(made):,} passes, and a law needs {PASSES_MIN:,}",
             "wait for more traffic",
         )
-    window = window_of(header.resolved.groups) if header.resolved is not None else 0
+    resolved = header.resolved
+    window = read_tokens(resolved.groups, resolved.index_topk) if resolved is not None else 0
     found = points(timed(made, window))[-POINTS_MAX:]
     shown_s = least_sampler_s(made)
     if shown_s < math.inf:

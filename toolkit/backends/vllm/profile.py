@@ -35,7 +35,7 @@ from toolkit.backends.vllm.command import (
 )
 from toolkit.backends.vllm.overlap import Following, sampler_s
 from toolkit.backends.vllm.setup import ITERATIONS_VARIABLE, log_of_rank
-from toolkit.catalogue.caches import is_plain, logged_tokens, window_of
+from toolkit.catalogue.caches import is_plain, logged_tokens, read_tokens
 from toolkit.catalogue.classes import ClassFound, of_resolved, refuse
 from toolkit.catalogue.families import always_has_experts
 from toolkit.catalogue.layers import experts_of, text_config
@@ -259,7 +259,9 @@ class VllmBench(ServerBench):
         refuse_unknown_experts(recipe, self._header.model_type)
         self.facts = facts_of(recipe, self._header)
         resolved = self._header.resolved
-        self._window = window_of(resolved.groups) if resolved is not None else 0
+        self._window = 0
+        if resolved is not None:
+            self._window = read_tokens(resolved.groups, resolved.index_topk)
         self._endpoint.vocab_size = self.facts.vocab_size
         self._rng = random.Random(recipe.profile.seed)
         self._longest = recipe.serve.max_new_tokens
