@@ -23,7 +23,7 @@ from toolkit.cli.main import run
 from toolkit.metrics import Served, meets_sla
 from toolkit.server.driver import Driver
 from toolkit.server.options import one_key
-from toolkit.server.stats import TOKEN_BUCKETS, Histogram, Stats, finer, quantile
+from toolkit.server.stats import TOKEN_BUCKETS, Histogram, RequestTimes, Stats, finer, quantile
 from toolkit.server.status import (
     SAMPLES,
     Facts,
@@ -169,13 +169,13 @@ def test_percentiles_cover_only_the_last_minute():
     stats = Stats()
     clock = iter(range(10**6))
     recent = RecentMinute(stats, lambda: 2.0 * next(clock))
-    stats.count_tokens(1, 0.0, float("nan"), 9.0)
+    stats.count_tokens(1, RequestTimes(0.0), 9.0)
     recent.sample()
     assert recent.statistic("ttft_p99_s") == pytest.approx(9.0, rel=0.1)
     for _ in range(SAMPLES):
         recent.sample()
     assert recent.statistic("ttft_p99_s") is None
-    stats.count_tokens(1, 0.0, float("nan"), 0.02)
+    stats.count_tokens(1, RequestTimes(0.0), 0.02)
     recent.sample()
     assert recent.statistic("ttft_max_s") == pytest.approx(0.02, rel=0.1)
     assert recent.statistic("ttft_mean_s") == pytest.approx(0.02)
@@ -209,7 +209,7 @@ def test_within_targets_agrees_with_the_summaries(request, limits):
     keys = ("ttft_p99_s", "tpot_mean_s", "itl_p50_s", "mtpot_max_s", "e2e_p95_s")
     sla = dict(zip(keys, limits, strict=True))
     stats = Stats(sla=sla)
-    stats.count_end("stop", arrival, first, last, tokens, gap)
+    stats.count_end("stop", RequestTimes(arrival, first, last, gap), tokens)
     one = [np.array([value]) for value in (arrival, first, last, tokens, gap, True)]
     tpot = (last - first) / max(tokens - 1, 1)
     if (

@@ -50,7 +50,7 @@ class Client:
             "method": "POST",
             "path": "/v1/completions",
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
         }
         return asyncio.create_task(app(scope, self.receive, self.send))
 

@@ -12,12 +12,10 @@ How much a client may use is decided by a proxy in front (docs/how-to/expose.md)
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import json
 import re
 import stat
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -127,51 +125,44 @@ class Account:
 class Keyring:
     """The accounts of all keys. Without any key, all clients share one account."""
 
-    def __init__(self, api_key: str = "", keys: Sequence[ApiKey] = ()) -> None:
+    def __init__(self, callers: Callers) -> None:
         self._accounts: dict[str, Account] = {}  # by name, of removed keys too
-        self.replace(api_key, keys)
+        self.named: list[Account] = []
+        self.renew(callers)
 
-    def replace(self, api_key: str, keys: Sequence[ApiKey]) -> None:
-        """Accept these keys from now on, and no others.
+    def renew(self, callers: Callers) -> str:
+        """Accept these keys from now on, and no others. Return a message about the change, which
+        contains no key.
 
         A name that stays, or returns, keeps its count. Accepted requests are answered to their end.
         """
-        self.named: list[Account] = []
-        self._entries: list[tuple[str, Account]] = []  # the digests, in hexadecimal
-        for key in keys:
-            account = self._accounts.setdefault(key.name, Account(key.name))
+        api_key, keys = callers
+        before = {account.name for account in self.named}
+        self.named = [self._accounts.setdefault(key.name, Account(key.name)) for key in keys]
+        self._owners: dict[str, Account] = {}  # by the digest of their key, in hexadecimal
+        for key, account in zip(keys, self.named, strict=True):
             account.urgent = key.urgent
-            self.named.append(account)
-            self._entries.append((key.sha256, account))
+            self._owners[key.sha256] = account
         shared = self._accounts.setdefault("", Account())
         if api_key:
-            self._entries.append((hashlib.sha256(api_key.encode()).hexdigest(), shared))
-        self._keyless = None if self._entries else shared
-
-    def renew(self, callers: Callers) -> str:
-        """Replace the keys. Returns a message about the change, which contains no key."""
-        before = {account.name for account in self.named}
-        self.replace(*callers)
+            self._owners[hashlib.sha256(api_key.encode()).hexdigest()] = shared
+        self._keyless = None if self._owners else shared
         now = {account.name for account in self.named}
-        if not now:
-            return "the API key was read again"
         changes = {"new": now - before, "gone": before - now}
         listed = "".join(
             f"; {word}: {', '.join(sorted(names))}" for word, names in changes.items() if names
         )
-        return f"the keys were read again: {len(now)}{listed}"
+        return f"the keys were read again: {len(self._owners)}{listed}"
 
     def find(self, headers: Headers) -> Account | None:
-        """The account of the request's key, or None. Compares all digests, in constant time."""
+        """Return the account of the request's key, or None. The digest of a long random key gives
+        away nothing by the time of its search.
+        """
         if self._keyless:
             return self._keyless
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).hexdigest()
-        owner = None
-        for known, account in self._entries:
-            if hmac.compare_digest(digest, known):
-                owner = account
-        return owner if scheme.lower() == "bearer" else None
+        return self._owners.get(digest) if scheme.lower() == "bearer" else None
 
 
 def refused_key(headers: Headers) -> ApiError:

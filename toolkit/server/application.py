@@ -58,7 +58,7 @@ class Application:
         self.backend = backend
         self.options = options
         self.stats = backend.stats
-        self.keyring = Keyring(*options.keys.value)
+        self.keyring = Keyring(options.keys.value)
         self.leaving = False
         self._start_s = time.monotonic()
         self._created = int(time.time())

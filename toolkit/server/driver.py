@@ -144,7 +144,7 @@ class Driver:
         """Submit a request. Raises `RefusedError` if it can never fit."""
         if self.state != "ready":
             raise ValueError(f"submitted while the driver is {self.state}")
-        now_s = active.arrival_s = self.now_s
+        now_s = active.times.arrival_s = self.now_s
         active.predicted = self.forecast.predict_by_laws(now_s)
         submitted = Request(
             active.request_id, now_s, len(active.prompt), active.max_new_tokens, active.priority
@@ -207,7 +207,7 @@ class Driver:
             for active in self._activity.launch(batches):
                 if math.isnan(active.started_s):
                     active.started_s = now_s
-                    self.stats.queue.observe(now_s - active.arrival_s)
+                    self.stats.queue.observe(now_s - active.times.arrival_s)
             for worker in self.scheduler.take_interrupts():
                 self._activity.interrupt(worker)
             for refusal in self.scheduler.take_refusals():

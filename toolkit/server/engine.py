@@ -46,7 +46,6 @@ from toolkit.server.metrics import Labels, WorkerState, engine_families
 from toolkit.server.options import ServerOptions
 from toolkit.server.stats import LATE, Stats
 from toolkit.server.status import facts_of
-from toolkit.traces.write import TraceLine, ms_or_none
 from toolkit.workers.pool import Patience, ProcessWorkers
 from toolkit.workers.protocol import Workers
 
@@ -283,8 +282,9 @@ class EngineBackend(ServerBackend):
     def _write(self, active: LiveRequest, start_s: float) -> None:
         """Write a request that has ended to the log."""
         if self.log is not None:
-            timestamp = self.log.timestamp(start_s + active.arrival_s)
-            self.log.add(trace_line(active, timestamp))
+            at = self.log.timestamp(start_s + active.times.arrival_s)
+            tokens = len(active.prompt), active.output.tokens, active.max_new_tokens
+            self.log.add(active.times.line(at, tokens, active.status, active.priority))
 
 
 async def responses() -> None:
@@ -401,20 +401,6 @@ def warm_up(plan: Plan) -> None:
     for number in range(WARM_UP_REQUESTS * plan.workers):
         scheduler.submit(PooledRequest(f"warm-up-{number}", 0.0, 1 + number, 1), 0.0)
     scheduler.tick(0.0)
-
-
-def trace_line(active: LiveRequest, timestamp: float) -> TraceLine:
-    """The line of a trace for a request that has ended."""
-    return TraceLine(
-        timestamp=timestamp,
-        input_length=len(active.prompt),
-        output_length=active.output.tokens,
-        max_tokens=active.max_new_tokens,
-        priority=active.priority,
-        ttft_ms=ms_or_none(active.first_token_s - active.arrival_s),
-        e2e_ms=ms_or_none(active.last_token_s - active.arrival_s),
-        status="ok" if active.status in ("stop", "length") else active.status,
-    )
 
 
 def families_of(driver: Driver, labels: Labels) -> Iterable[Metric]:

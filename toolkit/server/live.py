@@ -18,7 +18,7 @@ from toolkit.engines.tokenizer import Detokenizer
 from toolkit.routing.admission import NO_PREDICTION, PredictedLatency
 from toolkit.sched.types import Pass
 from toolkit.server.forecast import Forecast
-from toolkit.server.stats import Stats
+from toolkit.server.stats import RequestTimes, Stats
 
 
 @dataclass(slots=True)
@@ -189,7 +189,6 @@ class LiveRequest:
         timeout_s: from its arrival to its last token.
         predicted: the forecast when it arrived.
         tokens: generated so far.
-        max_gap_s: between two tokens; tokens that arrive together share their gap.
         status: how it ended, or '' while it runs.
         flight: the pass without kept caches that runs it.
     """
@@ -203,13 +202,10 @@ class LiveRequest:
     priority: int = 0
     end_after: int | None = None
     timeout_s: float = math.inf
-    arrival_s: float = math.nan
+    times: RequestTimes = field(default_factory=RequestTimes)
     predicted: PredictedLatency = NO_PREDICTION
     tokens: list[int] = field(default_factory=list)
     started_s: float = math.nan
-    first_token_s: float = math.nan
-    last_token_s: float = math.nan
-    max_gap_s: float = 0.0
     status: Status = ""
     flight: Pass | None = None
     deadline: asyncio.TimerHandle | None = None
@@ -270,20 +266,17 @@ class ActiveRequests:
         active.tokens += tokens
         delta = active.output.feed(tokens, finish)
         if delta.tokens:
-            if math.isnan(active.first_token_s):
-                active.first_token_s = now_s
-                self._forecast.first_token(active.predicted, now_s - active.arrival_s)
-            else:
-                gap_s = (now_s - active.last_token_s) / delta.tokens
-                active.max_gap_s = max(active.max_gap_s, gap_s)
-            self._stats.count_tokens(delta.tokens, active.arrival_s, active.last_token_s, now_s)
-            active.last_token_s = now_s
+            times = active.times
+            if math.isnan(times.first_s):
+                self._forecast.first_token(active.predicted, now_s - times.arrival_s)
+            self._stats.count_tokens(delta.tokens, times, now_s)
+            times.came(now_s, delta.tokens)
         stopped = bool(delta.finish) and (not finish or active.output.tokens < len(active.tokens))
         if stopped:
             del active.tokens[active.output.tokens :]
         if delta.finish:
             self.end(active, delta.finish)
-            latency_s = now_s - active.arrival_s
+            latency_s = now_s - active.times.arrival_s
             self._forecast.ended(active.predicted, latency_s, active.output.tokens)
         active.reply.put(delta)
         return stopped
@@ -299,12 +292,5 @@ class ActiveRequests:
         del self.by_id[active.request_id]
         if not self.by_id:
             self.empty.set()
-        self._stats.count_end(
-            status,
-            active.arrival_s,
-            active.first_token_s,
-            active.last_token_s,
-            active.output.tokens,
-            active.max_gap_s,
-        )
+        self._stats.count_end(status, active.times, active.output.tokens)
         self._on_end(active)

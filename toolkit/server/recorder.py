@@ -8,7 +8,6 @@ cannot be read passes unread. What prompts share is noted by `toolkit.server.pro
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,9 +31,9 @@ from toolkit.server.bodies import LargeBodies
 from toolkit.server.options import ServerOptions
 from toolkit.server.process import is_loopback
 from toolkit.server.prompt_blocks import PromptBlocks
-from toolkit.server.stats import Stats
+from toolkit.server.stats import RequestTimes, Stats
 from toolkit.traces.types import MOONCAKE_BLOCK
-from toolkit.traces.write import TraceLine, ms_or_none
+from toolkit.traces.write import TraceLine
 
 TOKEN_PATHS = (COMPLETIONS, CHAT)
 SILENCE_S = 600.0  # of the upstream, after which a request is given up
@@ -106,7 +105,7 @@ class Recorder(ServerBackend):
         self.stats.ended[recorded.status] += 1
         if self.log is None:
             return
-        lines = recorded.lines(call, self.log.timestamp(recorded.arrival_s))
+        lines = recorded.lines(call, self.log.timestamp(recorded.times.arrival_s))
         if self._block_tokens and recorded.status == "ok" and len(lines) == 1:
             ids = await self._blocks.ids(call.prompt, lines[0].input_length)
             size = self._block_tokens if self._block_tokens != MOONCAKE_BLOCK else None
@@ -119,7 +118,7 @@ class RecordedRequest:
     """A request that passes through. Without a `call` nothing of it is recorded.
 
     Attributes:
-        first_token_s, last_token_s: of `time.monotonic`, as `arrival_s`, or NaN.
+        times: of `time.monotonic`.
         status: "cancelled" until it ends otherwise.
     """
 
@@ -131,8 +130,7 @@ class RecordedRequest:
         call: GenerationCall | None,
         arrival_s: float,
     ) -> None:
-        self.arrival_s = arrival_s
-        self.first_token_s = self.last_token_s = math.nan
+        self.times = RequestTimes(arrival_s)
         self.status = "cancelled"
         self._recorder = recorder
         self._scope = scope
@@ -154,13 +152,9 @@ class RecordedRequest:
         rows = min(call.choices, MAX_ROWS) if usage else 1
         counts = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         inputs, outputs = (split(tokens, rows) for tokens in counts)
-        ttft_ms = ms_or_none(self.first_token_s - self.arrival_s)
-        e2e_ms = ms_or_none(self.last_token_s - self.arrival_s)
         limit = max(call.max_tokens or 0, 0)
-        return [
-            TraceLine(timestamp, *lengths, limit, ttft_ms, e2e_ms, self.status)
-            for lengths in zip(inputs, outputs, strict=True)
-        ]
+        pairs = zip(inputs, outputs, strict=True)
+        return [self.times.line(timestamp, (*lengths, limit), self.status) for lengths in pairs]
 
     async def _pass(self, send: Send) -> None:
         answer = None
@@ -218,9 +212,7 @@ class RecordedRequest:
         async for piece in in_parts(answer.body()) if reader else answer.body():
             passed = reader.feed(piece) if reader else piece
             if reader and reader.has_tokens:
-                self.last_token_s = time.monotonic()
-                if math.isnan(self.first_token_s):
-                    self.first_token_s = self.last_token_s
+                self.times.came(time.monotonic())
             if passed:
                 await send(_piece(passed, more=True))
         await send(_piece(reader.end() if reader else b"", more=False))
@@ -231,7 +223,7 @@ class RecordedRequest:
         if reader.failed:
             self.status = "failed"
         if not reader.streams:
-            self.last_token_s = time.monotonic()
+            self.times.last_s = time.monotonic()
 
 
 def _without(headers: RawHeaders, name: bytes) -> RawHeaders:

@@ -21,8 +21,7 @@ from toolkit.server.backend import late
 from toolkit.server.background import while_connected
 from toolkit.server.exchange import send_whole
 from toolkit.server.replicas import NOT_SERVED, LiveReplica
-from toolkit.server.stats import LATE
-from toolkit.traces.write import TraceLine, ms_or_none
+from toolkit.server.stats import ENDED_WELL, LATE, RequestTimes
 
 if TYPE_CHECKING:
     from toolkit.server.pool import PoolBackend
@@ -88,7 +87,8 @@ class RelayedRequest:
         call: GenerationCall,
         arrival_s: float,
     ) -> None:
-        self.heard_s = self.arrival_s = arrival_s
+        self.heard_s = arrival_s
+        self.times = RequestTimes(arrival_s)
         self.streaming = False
         self.midway = False
         self.waiting = True
@@ -102,8 +102,6 @@ class RelayedRequest:
         self._blocks = backend.gauge.blocks(call.prompt)
         self._timer: asyncio.Timeout | None = None  # of the attempt
         self._cut = ""
-        self._first_s = self._last_s = math.nan
-        self._max_gap_s = 0.0
         self._seen_tokens = 0  # that the statistics have, as they came
         self._head_sent = False
         self._excluded: set[int] = set()
@@ -237,7 +235,7 @@ class RelayedRequest:
         try:
             async with asyncio.timeout(None) as self._timer:
                 await self._ask(replica)
-            if self._status in ("stop", "length"):
+            if self._status in ENDED_WELL:
                 generated = self.generated
         except TimeoutError:  # of `cut`: the limit of the whole request cancels
             raise AttemptFailedError(self._cut) from None
@@ -333,16 +331,12 @@ class RelayedRequest:
     def _count_tokens(self, tokens: int, at_s: float) -> None:
         """Tokens came."""
         backend = self._backend
-        if math.isnan(self._first_s):
-            self._first_s = at_s
-        else:
-            self._max_gap_s = max(self._max_gap_s, at_s - self._last_s)
         if not self.streaming:
             self.streaming = True
             backend.balancer.first_token(self._id, at_s)
-        backend.stats.count_tokens(tokens, self.arrival_s, self._last_s, at_s)
+        backend.stats.count_tokens(tokens, self.times, at_s)
+        self.times.came(at_s)
         self._seen_tokens += tokens
-        self._last_s = at_s
 
     async def _send_piece(self, answer: UpstreamAnswer, piece: bytes) -> None:
         """Send a piece of the answer's body, behind its head."""
@@ -363,7 +357,7 @@ class RelayedRequest:
         self._merged.whole(content)
         if self._merged.failure:
             raise AttemptFailedError(self._merged.failure)
-        self._last_s = self._backend.now_s()
+        self.times.last_s = self._backend.now_s()
         self._status = _reason(self._merged.finish_reason)
         self._is_answered = True
         await send_whole(self._send, 200, kept_headers(answer), content)
@@ -406,16 +400,10 @@ class RelayedRequest:
             backend.gauge.count(self._call.prompt, prompt)
         if self._merged.usage is not None:  # without ids an event may have several tokens
             stats.generation_tokens += max(tokens - self._seen_tokens, 0)
-        times = self.arrival_s, self._first_s, self._last_s
-        stats.count_end(self._status, *times, tokens, self._max_gap_s)
+        stats.count_end(self._status, self.times, tokens)
         if backend.log is not None:
-            arrival_s = self.arrival_s
-            ok = self._status in ("stop", "length")
-            first, last = (ms_or_none(at_s - arrival_s) for at_s in (self._first_s, self._last_s))
-            most = self.new_tokens
-            at = backend.log.timestamp(arrival_s)
-            status = "ok" if ok else self._status
-            backend.log.add(TraceLine(at, prompt, tokens, most, first, last, status))
+            at = backend.log.timestamp(self.times.arrival_s)
+            backend.log.add(self.times.line(at, (prompt, tokens, self.new_tokens), self._status))
 
 
 def _reason(told: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from toolkit.laws.passes import PassRange
 from toolkit.sched.prefills import groups_alike
 from toolkit.sched.types import Pass, PassResult, Worker
+from toolkit.traces.write import TraceLine, ms_or_none
 
 # The buckets of vLLM, in seconds: a panel shows both alike.
 TTFT_BUCKETS = (
@@ -33,6 +34,7 @@ COST_BUCKETS = (
     *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
     *(1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5),
 )
+ENDED_WELL = ("stop", "length")
 # Why requests are refused for overload.
 QUEUE_FULL = "the queue is full"
 LATE = "they would miss their targets"
@@ -97,6 +99,41 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
             return low + (high - low) * (wanted - below) / count
         below += count
     return bounds[-1]
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request came, and its tokens, for the counters and the log of any server. Times are in
+    seconds of one clock, or NaN.
+
+    Attributes:
+        max_gap_s: the longest time between two tokens.
+    """
+
+    arrival_s: float = math.nan
+    first_s: float = math.nan
+    last_s: float = math.nan
+    max_gap_s: float = 0.0
+
+    def came(self, at_s: float, tokens: int = 1) -> None:
+        """Note tokens that came together, and share the time since the last one."""
+        if math.isnan(self.first_s):
+            self.first_s = at_s
+        else:
+            self.max_gap_s = max(self.max_gap_s, (at_s - self.last_s) / tokens)
+        self.last_s = at_s
+
+    def line(
+        self, timestamp: float, tokens: tuple[int, int, int], status: str, priority: int = 0
+    ) -> TraceLine:
+        """Return the line of a log. `timestamp`: when the request came, in ms; `tokens`: of its
+        prompt, of its output, and the most that its client asked for.
+        """
+        first_ms, last_ms = (
+            ms_or_none(at_s - self.arrival_s) for at_s in (self.first_s, self.last_s)
+        )
+        word = "ok" if status in ENDED_WELL else status
+        return TraceLine(timestamp, *tokens, first_ms, last_ms, word, priority)
 
 
 @dataclass(slots=True)
@@ -167,41 +204,31 @@ class Stats:
     def predicted_batch_s(self) -> float:
         return sum(worker.predicted_s for worker in self.compared.values())
 
-    def count_tokens(
-        self, tokens: int, arrival_s: float, last_token_s: float, now_s: float
-    ) -> None:
-        """`tokens` arrived together. The last before them came at `last_token_s`, or NaN."""
+    def count_tokens(self, tokens: int, times: RequestTimes, now_s: float) -> None:
+        """Count `tokens` that arrived together, before `times` has them."""
         self.generation_tokens += tokens
-        if math.isnan(last_token_s):
-            self.ttft.observe(now_s - arrival_s)
+        if math.isnan(times.last_s):
+            self.ttft.observe(now_s - times.arrival_s)
         else:
-            self.itl.observe((now_s - last_token_s) / tokens, tokens)
+            self.itl.observe((now_s - times.last_s) / tokens, tokens)
 
-    def count_end(
-        self,
-        status: str,
-        arrival_s: float,
-        first_token_s: float,
-        last_token_s: float,
-        tokens: int,
-        max_gap_s: float = 0.0,
-    ) -> None:
+    def count_end(self, status: str, times: RequestTimes, tokens: int) -> None:
         """Count a request that has ended. Latencies count only if it ended well, and of an answer
-        that came in one piece (`first_token_s` is NaN) only the last.
+        that came in one piece (`first_s` is NaN) only the last.
         """
         self.ended[status] += 1
-        if status not in ("stop", "length"):
+        if status not in ENDED_WELL:
             return
-        is_whole = math.isnan(first_token_s)
-        ttft = 0.0 if is_whole else first_token_s - arrival_s
-        e2e = last_token_s - arrival_s
+        is_whole = math.isnan(times.first_s)
+        ttft = 0.0 if is_whole else times.first_s - times.arrival_s
+        e2e = times.last_s - times.arrival_s
         self.e2e.observe(e2e)
         latency = {"ttft": ttft, "e2e": e2e, "tpot": 0.0, "mtpot": 0.0, "itl": 0.0}
         if tokens > 1 and not is_whole:  # as in `toolkit.metrics`
             tpot = (e2e - ttft) / (tokens - 1)
-            latency |= {"tpot": tpot, "mtpot": max_gap_s, "itl": max_gap_s}
+            latency |= {"tpot": tpot, "mtpot": times.max_gap_s, "itl": times.max_gap_s}
             self.tpot.observe(tpot)
-            self.mtpot.observe(max_gap_s)
+            self.mtpot.observe(times.max_gap_s)
         self.within_targets += all(
             latency[key.partition("_")[0]] <= limit for key, limit in self.sla.items()
         )
