@@ -616,6 +616,42 @@ async def test_a_deadline_ends_a_stream_and_a_whole_answer(front: Front, servers
     assert all(not each.requests for each in front.backend.balancer.replicas)
 
 
+@pytest.mark.slow
+@behind({"token_s": 0.002}, {"token_s": 0.002})
+async def test_the_official_clients(front: Front, servers: list[StandIn]):
+    """Whole, streamed and cancelled, synchronously and not."""
+    openai = pytest.importorskip("openai")
+    given = {"base_url": f"{front.http.base_url}/v1", "api_key": "x", "max_retries": 0}
+    more = {"extra_body": {"ignore_eos": True}}
+    prompt = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, **more}
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}]}
+    chat |= {"max_tokens": 4000, **more}
+    wanted = answer_of(asked())
+    async with openai.AsyncOpenAI(**given) as client:
+        whole = await client.completions.create(**prompt)
+        stream = await client.completions.create(**prompt, stream=True)
+        texts = [event.choices[0].text async for event in stream]
+        assert "".join(texts) == whole.choices[0].text == wanted
+        leaving = await client.chat.completions.create(**chat, stream=True)
+        assert (await anext(leaving)).choices[0].delta.content is not None
+        assert front.backend.left == 1
+        await leaving.close()
+        while front.backend.left:
+            await asyncio.sleep(0.005)
+
+    def use() -> None:
+        with openai.OpenAI(**given) as client:
+            pieces = client.completions.create(**prompt, stream=True)
+            texts = [event.choices[0].text for event in pieces]
+            assert "".join(texts) == client.completions.create(**prompt).choices[0].text == wanted
+            with client.chat.completions.create(**chat, stream=True) as leaving:
+                next(leaving)
+
+    await asyncio.to_thread(use)
+    while front.backend.left:
+        await asyncio.sleep(0.005)
+
+
 @behind({"token_s": 0.002})
 async def test_a_client_that_leaves_frees_its_replica(front: Front, servers: list[StandIn]):
     body = asked(4000) | {"stream": True}
