@@ -66,6 +66,10 @@ GROUPS = {
             "the highest rate at which all targets hold, its cost, the GPUs",
             "nothing is kept; the same command begins anew",
         ),
+        "autoscale": CommandEntry(
+            "which rule scales replicas best on a day or week of traffic, and at what cost",
+            "nothing is kept; the same command begins anew",
+        ),
         "doctor": CommandEntry("what this machine has and a recipe lacks", module="listings"),
         "vllm-check": CommandEntry(
             "the installed vLLM beside what llmctl knows of it", module="vllm_check"

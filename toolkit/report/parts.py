@@ -107,6 +107,7 @@ TITLES = {  # by key; those of a page in their order there
     "plan": "The plan",
     "verdict": "The verdict",
     "capacity": "The curves",
+    "scaling": "Replicas over time",
     "bench": "The benches",
     "tuning": "The tuning",
     "fit": "The fit",

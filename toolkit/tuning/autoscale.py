@@ -15,19 +15,24 @@ keep the targets without a rule, and a clairvoyant schedule, which knows what wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import optuna
 
 from toolkit.files.recipe import RouterSpec, ScaleSpec, ScalingSpec
+from toolkit.files.scaling import FleetCurve, FleetResult
 from toolkit.files.tuning import Evaluation
+from toolkit.metrics import Floats, Served, meets_sla
 from toolkit.routing.routers import router_of
 from toolkit.scaling.behaviour import Behaviour
 from toolkit.scaling.rules import RULES, SETTLED, make_rule
 from toolkit.sched.policies.parameters import Value, declared, defaults, parameters
+from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sim.api import simulate
 from toolkit.sim.deployment import Deployment, Workload
+from toolkit.sim.paged_engine import PagedEngine
 from toolkit.traces.types import Trace
 from toolkit.tuning.capacity import rate_capacity
 from toolkit.tuning.evaluate import Task
@@ -41,6 +46,7 @@ BEGIN_SHARE = 0.7  # of a replica's rate that these are given
 PEAK_S = 300.0  # the busiest seconds, from which the search for a static fleet starts
 SHARES = (1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of a replica's rate, for the schedule
 BATCH = 4  # trials that are suggested at once
+SEASON_S = 2 * 86400.0  # a trace of more days has a day before, for rules that look at it
 FAILED_SHARE_MAX = 0.001  # of the requests that may be lost, or never be served
 
 
@@ -210,8 +216,10 @@ def search_rule(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     first = facts(fleet, name)
     of_rule = distributions_of(f"rule '{name}'", declared(RULES[name]), first)
-    own = fleet.spec.scaling.behaviour
-    standard = defaults(Behaviour) | dict(own)
+    chosen = fleet.spec.scaling
+    usual = RULES[name].usual_behaviour
+    own = {**usual, **(chosen.behaviour if chosen.rule == name else {})}
+    standard = defaults(Behaviour) | own
     of_behaviour = distributions_of("behaviour", declared(Behaviour), standard)
     seed = fleet.deployment.recipe.tune.seed
     sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=6)
@@ -226,7 +234,7 @@ def search_rule(
         tasks = []
         for trial in batch:
             values = first | {key: drawn(trial, key, of_rule[key]) for key in of_rule}
-            how = dict(own) | {
+            how = own | {
                 key: drawn(trial, f"behaviour.{key}", among) for key, among in of_behaviour.items()
             }
             whole = parameters(make_rule(name, values))
@@ -247,9 +255,18 @@ def facts(fleet: ScaledFleet, name: str) -> dict[str, Value]:
     what the fit says of a replica.
     """
     chosen = fleet.spec.scaling
+    deployment = fleet.deployment
+    engine = PagedEngine.of(deployment.fit)
+    flags = deployment.policy()
+    assert engine is not None
+    assert isinstance(flags, VllmPolicy)
     known: dict[str, Value] = {
         "capacity_rps": fleet.rate_rps,
         "horizon_s": fleet.ahead_s,
+        "cache_tokens": engine.capacity_tokens,
+        "pass_tokens": flags.max_num_batched_tokens,
+        "rows": flags.max_num_seqs,
+        "season": float(fleet.trace.arrival_s[-1] - fleet.trace.arrival_s[0]) > SEASON_S,
     }
     start = defaults(RULES[name])
     start |= {key: value for key, value in known.items() if key in start}
@@ -264,3 +281,122 @@ def best_of(trials: Sequence[Evaluation]) -> Evaluation:
     if keeping:
         return min(keeping, key=hours)
     return min(trials, key=lambda one: max(one.outcome.used.values(), default=math.inf))
+
+
+@dataclass(slots=True, frozen=True)
+class FoundRule:
+    """The best settings of a rule, and how many were tried."""
+
+    best: Evaluation
+    trials: int
+
+
+@dataclass(slots=True, frozen=True)
+class FoundFleets:
+    """What keeps the targets: without a rule, with foresight, and by each rule.
+
+    Attributes:
+        static: None: not even `max` replicas do.
+        clairvoyant: None: no schedule that was tried does.
+        rules: in the order in which they were given.
+    """
+
+    fleet: ScaledFleet
+    static: FoundRule | None
+    clairvoyant: FoundRule | None
+    rules: list[FoundRule]
+
+
+def find_fleets(
+    fleet: ScaledFleet,
+    rules: Sequence[str],
+    trials: int,
+    evaluate: Evaluate,
+    tick: Callable[[], None] = lambda: None,
+) -> FoundFleets:
+    """Return the static fleet, the clairvoyant schedule, and the best settings of each rule."""
+    fewest, tried = fewest_static(fleet, evaluate)
+    alone = None
+    if fewest is not None:
+        [own] = [one for one in tried if one.settings.scaling == static(fewest)]
+        alone = FoundRule(own, len(tried))
+    ahead = clairvoyant(fleet, evaluate)
+    found = []
+    for name in rules:
+        done = search_rule(fleet, name, trials, evaluate, tick)
+        found.append(FoundRule(best_of(done), len(done)))
+    known = None if ahead is None else FoundRule(ahead, len(SHARES))
+    return FoundFleets(fleet, alone, known, found)
+
+
+def fleet_result(fleet: ScaledFleet, found: FoundRule, points: int) -> FleetResult:
+    """Simulate the best settings once more, and return their figures with a curve of `points`."""
+    best = found.best
+    scaling = best.settings.scaling
+    assert scaling is not None
+    begin = int(scaling.parameters["replicas"]) if scaling.rule == "static" else None
+    task = fleet.under(scaling, begin)
+    [workload] = task.windows
+    result = simulate(workload.trace, task.deployment.policy(), task.deployment.world(workload))
+    log = result.fleet
+    assert log is not None
+    edges_s = _edges_s(fleet.trace, points)
+    metrics = best.metrics
+    per_day = 24.0 * metrics["replica_hours"] / metrics["run_hours"]
+    recipe = fleet.deployment.recipe
+    price = recipe.hardware.usd_per_hour
+    return FleetResult(
+        rule=scaling.rule,
+        scaling=scaling,
+        begin=task.deployment.workers,
+        outcome=best.outcome,
+        kept=kept(best),
+        failed=round(metrics.get("failed", 0.0)),
+        gpu_hours_per_day=per_day * recipe.engine.tensor_parallel_size,
+        usd_per_day=None if price is None else per_day * price,
+        replicas_mean=metrics["replicas_mean"],
+        replicas_max=round(metrics["replicas_max"]),
+        starts=round(metrics["replica_starts"]),
+        period_s=log.period_s(),
+        trials=found.trials,
+        curve=FleetCurve(
+            ready=_means_between(log.steps(("ready",)), edges_s),
+            attainment_percent=_attainment(result.served, recipe.sla, edges_s),
+        ),
+    )
+
+
+def demand_rps(trace: Trace, points: int) -> list[float]:
+    """Return the rate of arrivals in each of `points` equal parts of the trace."""
+    edges_s = _edges_s(trace, points)
+    found: list[float] = (np.histogram(trace.arrival_s, edges_s)[0] / np.diff(edges_s)).tolist()
+    return found
+
+
+def _edges_s(trace: Trace, points: int) -> Floats:
+    """Return the ends of the parts."""
+    begin_s, end_s = float(trace.arrival_s[0]), float(trace.arrival_s[-1])
+    return np.linspace(begin_s, np.nextafter(end_s, np.inf), points + 1)
+
+
+def _means_between(steps: Sequence[tuple[float, int]], edges_s: Floats) -> list[float]:
+    """Return the mean of a number in each part, from (since when, number)."""
+    times_s = np.array([at_s for at_s, _ in steps] + [np.inf])
+    numbers = np.array([number for _, number in steps], dtype=float)
+    begins_s = np.maximum(times_s[:-1], edges_s[0])
+    ends_s = np.minimum(times_s[1:], edges_s[-1])
+    summed = np.concatenate([[0.0], np.cumsum(numbers * np.maximum(ends_s - begins_s, 0.0))])
+    at_s = np.concatenate([begins_s, [edges_s[-1]]])
+    means: list[float] = (np.diff(np.interp(edges_s, at_s, summed)) / np.diff(edges_s)).tolist()
+    return means
+
+
+def _attainment(served: Served, sla: Mapping[str, float], edges_s: Floats) -> list[float | None]:
+    """Return the percentage of the requests that keep every target, by when they arrive."""
+    good = meets_sla(served, sla)
+    all_counts = np.histogram(served.arrival_s, edges_s)[0]
+    good_counts = np.histogram(served.arrival_s[good], edges_s)[0]
+    return [
+        100.0 * float(kept_ones) / float(count) if count else None
+        for kept_ones, count in zip(good_counts, all_counts, strict=True)
+    ]
