@@ -168,11 +168,12 @@ class Deployment:
             )
         rule = make_rule(chosen.rule, chosen.parameters)
         behaviour = make_behaviour(chosen.behaviour)
+        gpus = spec.gpus_free
         return Fleet(
             ScalingRule(rule, behaviour, spec.min, spec.max, spec.scrape_s, spec.poll_s),
             begin=self.workers,
             starts=StartTimes(tuple(spec.start_s), tuple(spec.warm_start_s), self.recipe.tune.seed),
-            free=(spec.gpus_free or math.inf) // self.recipe.engine.tensor_parallel_size,
+            free=math.inf if gpus is None else gpus // self.recipe.engine.tensor_parallel_size,
             drain_s=spec.drain_s or math.inf,
             replica_requests=spec.replica_requests,
         )
