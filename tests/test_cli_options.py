@@ -54,6 +54,7 @@ OTHER_MEANINGS = {
             "becomes the recipe's",
         ),
     },
+    "--trials": {"autoscale": "of each rule"},
     "--tuning": {
         "capacity": "one of several settings",
         "bench": "a window of its trace",

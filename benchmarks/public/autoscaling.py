@@ -1,6 +1,6 @@
 """Published runs of autoscalers beside the same rules in the simulator.
 
-Runs: docs/benchmark.md of github.com/deanlorenz/llm-d-workload-variant-autoscaler at 2976e4ee,
+Runs: the benchmark page of github.com/deanlorenz/llm-d-workload-variant-autoscaler at 2976e4ee,
 Qwen3-32B on one H100 a replica, GuideLLM with Poisson arrivals at 20 requests/s for 600 s, three
 runs each; their means stand in `RUNS`. 20 requests/s are far above what ten replicas serve, and
 GuideLLM has at most 512 requests under way, so this load is a closed loop of 512, which all begin

@@ -19,6 +19,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import note_trace, plain
 from toolkit.cli.output import emit, note, progress, show
 from toolkit.cli.scenario import Scenario
+from toolkit.cli.tune import MAX_JOBS
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError, nearest
 from toolkit.files.io import check_writable, head, usable_cpus, write_file, write_text
@@ -48,7 +49,7 @@ class AutoscaleOptions(ScenarioOptions):
     trials: int = option(
         8, "Try this number of settings of each rule; 1: its defaults.", min=1, max=MAX_TRIALS
     )
-    start: str | None = _fleet(
+    start_s: str | None = _fleet(
         None,
         "Seconds from the start of a replica until it takes requests, as measured; several are "
         "drawn from. Default: the recipe's scale.start_s.",
@@ -57,7 +58,10 @@ class AutoscaleOptions(ScenarioOptions):
     least: int | None = _fleet(None, "The fewest replicas; default: the recipe's, or 1.", min=0)
     most: int | None = _fleet(None, "The most replicas; default: the recipe's, or 10.", min=1)
     jobs: int | None = option(
-        None, "Simulate in this many processes; default: as many as there are cores.", min=1
+        None,
+        "Simulate in this many processes; default: as many as there are cores.",
+        min=1,
+        max=MAX_JOBS,
     )
     html: Path | None = option(None, "Write a page with the curves to this file.")
     as_json: JsonOption = False
@@ -160,8 +164,8 @@ def _spec(args: AutoscaleOptions, recipe: Recipe) -> ScaleSpec:
     """
     spec = recipe.scale or ScaleSpec()
     changed: dict[str, object] = {}
-    if args.start is not None:
-        changed |= {"start_s": _seconds(args.start), "warm_start_s": []}
+    if args.start_s is not None:
+        changed |= {"start_s": _seconds(args.start_s), "warm_start_s": []}
     for name, value in (("min", args.least), ("max", args.most)):
         if value is not None:
             changed[name] = value
@@ -174,22 +178,22 @@ def _spec(args: AutoscaleOptions, recipe: Recipe) -> ScaleSpec:
     if not spec.start_s:
         raise InputError(
             f"recipe '{recipe.name}' does not say how long a replica takes to start",
-            "measure it, and give --start 95,110,130 or scale.start_s; 60 to 480 s are common",
+            "measure it, and give --start-s 95,110,130 or scale.start_s; 60 to 480 s are common",
         )
     return spec
 
 
 def _seconds(words: str) -> list[float]:
-    """Return the numbers of --start. Raises InputError for others."""
+    """Return the numbers of --start-s. Raises InputError for others."""
     found = []
-    for word in names_in("--start", words) or []:
+    for word in names_in("--start-s", words) or []:
         try:
             found.append(float(word))
         except ValueError:
             found.append(0.0)
         if not 0.0 < found[-1] < 86_400.0:
             raise InputError(
-                f"--start {word}: it is seconds, above 0 and below a day", "for example 95,110,130"
+                f"--start-s {word}: it is seconds, above 0 and below a day", "for example 95,110,130"
             )
     return found
 

@@ -67,7 +67,7 @@ GROUPS = {
             "nothing is kept; the same command begins anew",
         ),
         "autoscale": CommandEntry(
-            "which rule scales replicas best on a day or week of traffic, and at what cost",
+            "the rule that scales replicas best on a day of traffic, its cost",
             "nothing is kept; the same command begins anew",
         ),
         "doctor": CommandEntry("what this machine has and a recipe lacks", module="listings"),

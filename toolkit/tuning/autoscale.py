@@ -29,7 +29,7 @@ from toolkit.routing.routers import router_of
 from toolkit.scaling.behaviour import Behaviour
 from toolkit.scaling.rules import RULES, SETTLED, make_rule
 from toolkit.sched.policies.parameters import Value, declared, defaults, parameters
-from toolkit.sched.policies.vllm import VllmPolicy
+from toolkit.sched.policies.vllm import ROWS, TOKENS, VllmPolicy
 from toolkit.sim.api import simulate
 from toolkit.sim.deployment import Deployment, Workload
 from toolkit.sim.paged_engine import PagedEngine
@@ -264,8 +264,8 @@ def facts(fleet: ScaledFleet, name: str) -> dict[str, Value]:
         "capacity_rps": fleet.rate_rps,
         "horizon_s": fleet.ahead_s,
         "cache_tokens": engine.capacity_tokens,
-        "pass_tokens": flags.max_num_batched_tokens,
-        "rows": flags.max_num_seqs,
+        "pass_tokens": parameters(flags)[TOKENS],
+        "rows": parameters(flags)[ROWS],
         "season": float(fleet.trace.arrival_s[-1] - fleet.trace.arrival_s[0]) > SEASON_S,
     }
     start = defaults(RULES[name])
