@@ -24,13 +24,13 @@ BEGINNINGS = """\
 No recipe lies in this folder. Begin with one of these:
 
   llmctl recipes                                     the recipes that ship
-  llmctl tune llama-3.1-8b-h200                      try one of them, in seconds
+  llmctl tune llama-3.1-8b-h200                      tune one of them, without a GPU
   llmctl recipe new MODEL --gpu GPU > recipe.yaml    a recipe for your model
   llmctl recipe from-command "vllm serve ..." --gpu GPU > recipe.yaml
                                                      of a server that runs
   llmctl trace inspect LOG                           what your traffic is like"""
 MOST_FILES = 6  # that are shown
-KINDS: dict[str, type[Envelope]] = {
+BY_ROLE: dict[str, type[Envelope]] = {
     "plan": Plan, "tuning": Tuning, "fit": Fit, "profile": Profile,
 }  # fmt: skip
 
@@ -67,7 +67,7 @@ def _files_here() -> Material | None:
 
 def _recipes_here() -> Iterator[Path]:
     """Yield the recipes that other files here were made from, then the others, the newest first."""
-    for role, kind in KINDS.items():
+    for role, model in BY_ROLE.items():
         with contextlib.suppress(InputError):
-            yield recipe_of(read_file(kind, f"{role}.json"), Path())
+            yield recipe_of(read_file(model, f"{role}.json"), Path())
     yield from sorted(Path().glob("*.yaml"), key=lambda path: -path.stat().st_mtime)
