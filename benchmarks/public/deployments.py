@@ -27,11 +27,17 @@ from typing import Any
 import yaml
 
 from benchmarks.common.command import make_parser
+from benchmarks.engines.family_sizes import config_of
 from toolkit.adopt.command import FoundServer, read_command
 from toolkit.adopt.documents import servers_in
 from toolkit.adopt.recipe import Verdict, merged, read_server
 from toolkit.catalogue.classes import TEXT_ONLY, of_config, refused
+from toolkit.catalogue.gpus import GPUS
+from toolkit.catalogue.models import facts_of, not_computed
 from toolkit.errors import InputError
+from toolkit.files.find_model import FoundModel
+from toolkit.files.new_recipe import MODEL_LEN, Wish, new_recipe
+from toolkit.profiling.analytic import pass_times
 
 RECIPES = "vllm-project+recipes"
 STACK = "vllm-project+production-stack"
@@ -40,6 +46,7 @@ OTHERS = (
     "vllm-project+aibrix",
     "GoogleCloudPlatform+kubernetes-engine-samples",
 )
+MOST_GPUS = 64  # that share a model
 SOURCES = (RECIPES, STACK, LLM_D, *OTHERS)
 # What names say of models without a config at hand: (a part of the name, its class).
 FAMILIES = (
@@ -313,14 +320,64 @@ def configs_in(folder: Path) -> dict[str, Any]:
     return found
 
 
+def models_in(folder: Path) -> list[tuple[str, str, str]]:
+    """Return what llmctl makes of each config.json: the model, how far it gets (nothing, sizes,
+    recipe, or laws, on some of the GPUs with measured operators), and why no further.
+    """
+    found = []
+    for file in sorted(folder.glob("*_config.json")):
+        if "hf_quant" not in file.name:
+            name = file.name.removesuffix("_config.json").replace("--", "/")
+            found.append((name, *_how_far(config_of(file))))
+    return found
+
+
+def _how_far(config: Mapping[str, Any]) -> tuple[str, str]:
+    try:
+        facts = facts_of(config)
+    except InputError as error:
+        return "nothing", error.message.partition(":")[0]
+    model = FoundModel("a model", "a", "", config, "a public config")
+    reached, why = "sizes", ""
+    for gpu in GPUS.values():
+        if not gpu.measured:
+            continue
+        try:
+            recipe = new_recipe(model, Wish(gpu, gpus=MOST_GPUS)).recipe()
+            reached = "recipe"
+            pass_times(recipe)
+            return "laws", ""
+        except InputError as error:
+            why = why or error.message.removeprefix("a model has what llmctl does not model: ")
+    return reached, ", ".join(not_computed(config, MODEL_LEN, facts.scheme)) or why
+
+
 def commit_of(folder: Path) -> str:
     """Return the commit of a checkout."""
     words = ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def page_of(found: list[Judged], commits: Mapping[str, str]) -> str:
-    """Return the page of results."""
+def model_lines(models: list[tuple[str, str, str]]) -> list[str]:
+    """Return the page's section about models."""
+    whys: dict[str, list[str]] = {}
+    for name, reached, why in models:
+        if reached != "laws":
+            whys.setdefault(f"{why} | {reached}", []).append(name)
+    steps = ("sizes", "recipe", "laws")
+    counts = [sum(steps.index(to) >= at for _, to, _ in models if to in steps) for at in range(3)]
+    most_first = sorted(whys.items(), key=lambda one: -len(one[1]))
+    return [
+        MODELS_HEAD.format(len(models), *counts),
+        "| no laws, since | gets | models |",
+        "|---|---|---|",
+        *(f"| {why} | {', '.join(names)} |" for why, names in most_first),
+        "",
+    ]
+
+
+def page_of(found: list[Judged], commits: Mapping[str, str], models: list[str]) -> str:
+    """Return the page of results; `models`: lines of the section about models."""
     lines = [
         PAGE_HEAD,
         "| source | deployments | usable | refused | not read | model judged by its config |",
@@ -352,7 +409,7 @@ def page_of(found: list[Judged], commits: Mapping[str, str]) -> str:
     whats = Counter(verdict.what for one in found for verdict in one.verdicts)
     total = sum(whats.values())
     words = ", ".join(f"{count:,} {what}" for what, count in whats.most_common())
-    lines += ["", f"Of {total:,} flags and variables: {words}.", ""]
+    lines += ["", f"Of {total:,} flags and variables: {words}.", "", *models]
     return "\n".join(lines)
 
 
@@ -370,6 +427,14 @@ attention, chunks or no tokens. vLLM's recipes are read with the features that a
 and as text where they offer that.
 """
 
+MODELS_HEAD = """\
+## Models
+
+Of {} config.json in aiconfigurator's `model_configs` {} are sized, {} make a recipe (as text where
+they also see), and {} have [laws computed from measured operators](../explanation/profiling.md)
+on a GPU that holds them. The others are refused by name:
+"""
+
 
 def main() -> None:
     parser = make_parser(__doc__)
@@ -380,7 +445,8 @@ def main() -> None:
     given = parser.parse_args()
     found = judged(given.sources, configs_in(given.configs))
     commits = {source: commit_of(given.sources / source) for source in SOURCES}
-    given.page.write_text(page_of(found, commits), encoding="utf-8")
+    models = model_lines(models_in(given.configs))
+    given.page.write_text(page_of(found, commits, models), encoding="utf-8")
     rows = [
         {
             "source": one.source.replace("+", "/"),

@@ -87,15 +87,15 @@ class Row:
 DP_ATTENTION = ("cfg707", "cfg727", "cfg827")
 
 
-def read_rows(data: Path) -> list[Row]:
-    """All rows of vLLM without disaggregation, each once, though the file has some twice."""
+def read_rows(data: Path, engine: str = "vllm") -> list[Row]:
+    """All rows of an engine without disaggregation, each once, though the file has some twice."""
     path = data / CORE / "systems" / "silicon_sample.csv"
     if not path.exists():
         raise SystemExit(f"{path}: it is missing; is it a checkout of ai-dynamo/aiconfigurator?")
     found: dict[tuple[object, ...], Row] = {}
     with path.open(encoding="utf-8") as file:
         for given in csv.DictReader(file):
-            if (given["backend"], given["mode"]) != ("vllm", "agg"):
+            if (given["backend"], given["mode"]) != (engine, "agg"):
                 continue
             row = read_row(given)
             times = f"{row.ttft_s:.6g}", f"{row.tpot_s:.6g}"
