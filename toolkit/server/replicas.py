@@ -417,6 +417,7 @@ class ReplicaPool:
                 if problem and not (heard and replica.state == "up" and problem == self._silent):
                     return problem
                 replica.in_doubt = replica.is_silent = False
+                replica.heard_s = time.monotonic()  # asked again after `hang_s`
         except TimeoutError:
             return f"no answer within {PROBE_TIMEOUT_S:g} s"
         except UpstreamError as error:
