@@ -256,10 +256,8 @@ def _in_template(error: Exception, own: Path, template: str) -> InputError:
     for frame in traceback.extract_tb(error.__traceback__):
         if frame.filename.startswith(str(own)):
             place = f"{frame.filename}:{frame.lineno}"
-    if isinstance(error, jinja2.TemplateSyntaxError):
-        place = f"{error.filename}:{error.lineno}"
-    shown = " ".join(str(error).split())
-    return InputError(f"{place}: {shown}", f"the shipped ones are in {shipped_templates()}")
+    problem = " ".join(str(error).split())
+    return InputError(f"{place}: {problem}", f"the shipped ones are in {shipped_templates()}")
 
 
 def unknown_templates(own: Path, target: str) -> list[str]:

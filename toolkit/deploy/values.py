@@ -28,6 +28,7 @@ UNKNOWN_MODELS_GIB = 1024  # the models' cache, where a size is not known
 IN_EVERY_IMAGE = "engines"  # an extra that the Dockerfile installs
 MAX_USER = 31  # characters of a user's name
 MIN_DRIFT_PERCENT = 15.0  # the times of a shared machine vary by about this much anyway
+CHECK_S = 15  # that the check of a replica takes besides waiting for a token
 MIN_AWAY_S = 900  # before one that is away alerts: others have its requests
 # Preemptions of 100 requests that a plan without a prediction may have; else twice the predicted.
 USUAL_PREEMPTED_PERCENT = 5.0
@@ -62,7 +63,6 @@ class Values:
     """
 
     notice_s = 5  # until a cluster's proxies know that /ready answers 503
-    check_s = 15  # that the check of a replica takes besides waiting for a token
     front_mib = 768  # host memory of `serve` itself
     # A pod's memory limit over its request: libraries and loading were not measured exactly.
     limit_factor = 2
@@ -82,6 +82,7 @@ class Values:
         self.served_model = model_name(order.plan)
         self.port = self.recipe.serve.port or 8000
         self.hang_s = math.ceil(self.recipe.serve.hang_s)
+        self.alive_s = self.hang_s + CHECK_S
         self.key_file = f"{KEY_FOLDER}/{order.name}.key"
         # Where the model is a folder, a sandbox must show it.
         self.model_folder = self.model if self.model.startswith("/") else ""
@@ -228,6 +229,15 @@ class Values:
     def startup(self) -> Sourced[int]:
         """Seconds that a load may take."""
         return reckon.startup_s(self.order)
+
+    @property
+    def startup_checks(self) -> int:
+        """How often a probe asks, every 5 s, before a load has taken too long."""
+        return self.startup.value // 5
+
+    def replica_port(self, number: int) -> int:
+        """Return the port of a replica on the machine of its front."""
+        return self.port + 1 + number
 
     @property
     def away_s(self) -> int:
