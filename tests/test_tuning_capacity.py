@@ -85,12 +85,38 @@ def test_no_tried_load_below_the_capacity_is_broken(guess, edge, holes):
 
 
 @pytest.mark.parametrize("guess", [9.7, 10.0, 10.3, 7.0, 20.0])
-def test_a_rough_search_ends_at_its_tolerance(guess):
-    found = search(lambda load: load <= 10.0, tolerance=2.1 * NEAR, below=(), above=()).found(
-        guess, NEAR
-    )
-    assert found.load <= 10.0 < found.broken <= found.load * (1 + 2.1 * NEAR) * (1 + 1e-9)
-    assert len(found.points) <= (2 if abs(guess - 10.0) <= 10.0 * NEAR else 12)
+def test_a_search_from_a_good_guess_takes_two_loads(guess):
+    found = search(lambda load: load <= 10.0, tolerance=0.05, below=()).found(guess, NEAR)
+    assert found.load <= 10.0 < found.broken <= found.load * 1.05 * (1 + 1e-9)
+    assert len(found.points) <= (2 if abs(guess - 10.0) <= 10.0 * (NEAR - 1.0) else 12)
+
+
+@pytest.mark.parametrize("edge", [0.3, 1.0, 3.0])
+def test_two_loads_say_where_a_limit_breaks(edge):
+    """A share that grows with the load's square is known from two loads."""
+
+    def evaluate(tasks) -> list[Evaluation]:
+        used = [{"tpot_p99_s": (task.own_rps / edge) ** 2} for task in tasks]
+        return [samples.evaluation("slice", {}, {}, one) for one in used]
+
+    found = LoadSearch(lambda load: Task(None, [], own_rps=load), evaluate).found(1.0)
+    assert found.load <= edge < found.broken <= found.load * (1 + TOLERANCE) * (1 + 1e-9)
+    assert len(found.points) <= 12
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.95, 1.05])
+def test_slower_passes_serve_a_rate_that_is_as_much_lower_in_longer_time(factor):
+    """A target is then as if it were shorter, and the points say where that one breaks."""
+
+    def evaluate(tasks) -> list[Evaluation]:
+        used = [
+            {"ttft_p99_s": task.own_rps / 10.0, "behind_percent": task.own_rps / 30.0}
+            for task in tasks
+        ]
+        return [samples.evaluation("slice", {}, {}, one) for one in used]
+
+    found = LoadSearch(lambda load: Task(None, [], own_rps=load), evaluate).found(20.0)
+    assert found.load_if(factor) == pytest.approx(10.0 / factor / factor, rel=0.01)
 
 
 def test_a_whole_number_of_requests_at_once_is_found_exactly():

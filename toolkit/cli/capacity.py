@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from toolkit.tuning.capacity import Capacity
     from toolkit.tuning.deployments import FoundCapacity, Variant
 
-SIMULATIONS = 24  # of each capacity, about
+SIMULATIONS = 16  # of each capacity, about
 LONG_TRACE = 5000  # requests: simulations take longer than the start of processes
 
 
@@ -206,11 +206,11 @@ def _also(args: CapacityOptions, scenario: Scenario, recipe: Recipe, seen: float
 
 def _seen(args: CapacityOptions, recipes: Sequence[object]) -> float:
     """Return the slowdown that --bench found, the geometric mean of several; without it, 1."""
+    if not args.bench:
+        return 1.0
     from toolkit.bench.predict import slowdown_of
     from toolkit.files.bench import BenchReport, took_text
 
-    if not args.bench:
-        return 1.0
     if len(recipes) > 1:
         raise InputError(
             f"--bench: it is of one server, and {len(recipes)} recipes are given",

@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
@@ -42,9 +41,8 @@ BELOW = (0.5, 0.75, 0.9, 0.98)  # shares of the capacity that must be kept
 BELOW_LONG = (0.9, 0.98)  # of a very long trace, of which each simulation takes seconds
 TOLERANCE_LONG = 0.02
 ABOVE = 1.05  # times the capacity: must be broken
-BEYOND = 1.2  # times the capacity, for the curve
-STEPS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.03, 0.01, 0.001)  # shares of a guess, while none is kept
-GROWTH = (1.25, 2.5)  # of a load that is kept, at least and at most
+LEAST = 0.001  # of a guess: no lower load is tried while none is kept
+GROWTH = (1.25, 2.5)  # the first and the greatest step up or down from a guess
 SHRINKS = 0.5  # of the bracket, at most, by an interpolation; else it is split next
 ROUNDS = 6  # times that the answer is checked and mended, at most
 WAITS = ("ttft", "e2e")  # metrics that waiting in a queue adds to
@@ -56,7 +54,7 @@ MOST_REPEATED = 1_000_000  # requests that a trace is repeated to, at most
 LONG = 100_000  # requests: a longer trace is searched on its busiest part first
 PART = 50_000  # requests of that part
 ROUNDS_AT_ONCE = 10  # requests for each place, where so many are served at once
-NEAR = 0.04  # how far from a guess the capacity is sought first
+NEAR = 1.04  # the first step from a good guess
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,6 +94,21 @@ class Capacity:
         """How much higher the capacity may be, by the loads that were tried."""
         return 100.0 * (self.broken / self.load - 1.0) if self.broken else 0.0
 
+    def load_if(self, factor: float) -> float:
+        """Return about which load keeps every limit where all times are `factor` as long: what is
+        served at a load `factor` times as high, in time that runs slower.
+        """
+        used = [
+            max(
+                share * (factor if name.endswith("_s") else 1.0)
+                for name, share in one.usage.items()
+            )
+            for one in self.points
+        ]
+        logs = np.log(np.clip(np.maximum.accumulate(used), 1e-9, 1e9))
+        loads = np.log([one.load for one in self.points])
+        return float(np.exp(np.interp(0.0, logs, loads))) / factor
+
     @property
     def at_capacity(self) -> LoadPoint:
         """The settings at the capacity."""
@@ -112,8 +125,8 @@ class LoadSearch:
         most: the greatest load that can be judged; beyond it, the trace says nothing.
         whole: loads are whole numbers.
         tolerance: of the load, as `TOLERANCE`.
-        below: shares of the answer that must be kept.
-        above: shares that are tried too; the first must be broken. Empty: nothing is checked.
+        below: shares of the answer that must be kept, while `ABOVE` times the answer must be
+            broken. Empty: nothing is checked.
     """
 
     at: Callable[[float], Task]
@@ -122,7 +135,6 @@ class LoadSearch:
     whole: bool = False
     tolerance: float = TOLERANCE
     below: Sequence[float] = BELOW
-    above: Sequence[float] = (ABOVE, BEYOND)
     points: dict[float, LoadPoint] = field(default_factory=dict)
 
     def tried(self, loads: Sequence[float]) -> list[LoadPoint]:
@@ -140,18 +152,18 @@ class LoadSearch:
             self.points[load] = LoadPoint(load, evaluation, kept, usage)
         return [self.points[load] for load in loads]
 
-    def found(self, guess: float, near: float = 0.0) -> Capacity | None:
+    def found(self, guess: float, step: float = GROWTH[0]) -> Capacity | None:
         """The capacity, searched from `guess` on; None where no load was found that is kept.
 
-        `near`: a share of the guess, within which the capacity is expected on both sides.
+        `step`: by which factor the second load differs from the guess.
         """
-        low, high = self._around(guess, near) if near else self._bracket(guess)
+        low, high = self._bracket(guess, step)
         if low is None:
             return None
         cap = math.inf  # a broken load below which the capacity is sought
         for _ in range(ROUNDS):
             low, high = self._narrowed(low, high)
-            shares = self.below if high is None else (*self.below, *self.above)
+            shares = [*self.below, ABOVE] if self.below and high is not None else self.below
             checked = self.tried([share * low for share in shares])
             if broken := [point.load for point in checked if not point.kept and point.load < low]:
                 high = cap = min(broken)
@@ -160,12 +172,12 @@ class LoadSearch:
                     return None
                 low = max(kept)
                 continue
-            if high is None or not self.above or ABOVE * low >= cap:
+            if high is None or not self.below or ABOVE * low >= cap:
                 break
-            above = checked[len(self.below)]
+            above = checked[-1]
             if not above.kept or above.load <= low:
                 break
-            low, high = (above.load, cap) if cap < math.inf else self._bracket(above.load)
+            low, high = (above.load, cap) if cap < math.inf else self._bracket(above.load, step)
             assert low is not None
         return self._answer(low, high)
 
@@ -179,67 +191,44 @@ class LoadSearch:
         repeats = windows[0].trace.repeats if windows else 1
         return Capacity(low, above[0].load if above else None, binding, points, repeats)
 
-    def _around(self, guess: float, near: float) -> tuple[float | None, float | None]:
-        """As `_bracket`, from the two loads that are `near` the guess on."""
-        below, above = self.tried([guess * (1.0 - near), guess * (1.0 + near)])
-        if below.kept and not above.kept:
-            return below.load, above.load
-        return self._bracket(above.load if below.kept else below.load)
-
-    def _bracket(self, guess: float) -> tuple[float | None, float | None]:
-        """A load that is kept and a higher one that is not. The first is None where none was found,
-        the second where the greatest possible load is kept.
+    def _bracket(self, guess: float, step: float) -> tuple[float | None, float | None]:
+        """A load that is kept and a higher one that is not: the guess, and loads up or down from
+        it in steps that grow. The first is None where none was found, the second where the
+        greatest possible load is kept.
         """
-        low = None
-        high = None
-        for share, next_share in pairwise(STEPS):
-            first, second = self.tried([share * guess, next_share * guess])
-            if first.kept:
-                low = first.load
-                break
-            high = first.load
-            if second.kept:
-                low = second.load
-                break
-        if low is None:
-            return None, high
-        while high is None and low < self.most:
-            used = max(self.points[low].usage.values(), default=0.0)
-            growth = min(max(1.0 / used if used else math.inf, GROWTH[0]), GROWTH[1])
-            further = growth * low + int(self.whole)
-            for point in self.tried([further, GROWTH[0] * further]):
-                if not point.kept:
-                    high = point.load
-                    break
-                low = point.load
-        return low, high
+        [point] = self.tried([guess])
+        goes_up = point.kept
+        while True:
+            last = point.load
+            if goes_up and last >= self.most:
+                return last, None
+            if not goes_up and last <= max(LEAST * guess, float(self.whole)):
+                return None, last
+            [point] = self.tried([step * last + int(self.whole) if goes_up else last / step])
+            if point.kept != goes_up:
+                return (last, point.load) if goes_up else (point.load, last)
+            step = min(step * step, GROWTH[1])
 
     def _narrowed(self, low: float, high: float | None) -> tuple[float, float | None]:
         """The same bracket, narrowed to the tolerance.
 
-        Two loads at once keep two processes busy. They are close to each other, around the load
-        where interpolation breaks the first limit. After a round in which that did not halve the
-        bracket, they split it into thirds.
+        The next load is where the first limit breaks by interpolation, but nearly as far from
+        both ends as the tolerance: so one more load beside a good guess ends the search. After two
+        loads that did not halve the bracket, the next one does.
         """
-        interpolates = True
+        slow = 0
+        least = 1.0 + 0.9 * self.tolerance
         while high is not None and high > low * (1.0 + self.tolerance):
             width = math.log(high / low)
-            if interpolates:
-                middle = self.crossing(low, high)
-                around = math.exp(0.45 * math.log1p(self.tolerance))
-                inner = [middle / around, middle * around]
-            else:
-                inner = [low * math.exp(width / 3), low * math.exp(2 * width / 3)]
-            loads = [self._possible(load) for load in inner]
-            loads = [load for load in loads if low < load < high]
-            if not loads and not interpolates:
+            load = self.crossing(low, high) if slow < 2 else math.sqrt(low * high)
+            load = self._possible(min(max(load, least * low), high / least))
+            if self.whole:
+                load = min(max(load, low + 1.0), high - 1.0)
+            if not low < load < high:
                 break
-            for point in self.tried(loads):
-                if not point.kept:
-                    high = point.load
-                    break
-                low = point.load
-            interpolates = math.log(high / low) < SHRINKS * width
+            [point] = self.tried([load])
+            low, high = (load, high) if point.kept else (low, load)
+            slow = 0 if math.log(high / low) < SHRINKS * width else slow + 1
         return low, high
 
     def crossing(self, low: float, high: float) -> float:
@@ -249,7 +238,7 @@ class LoadSearch:
         shares = [1.0]
         for name, above in self.points[high].usage.items():
             below = self.points[low].usage.get(name, 0.0)
-            if 0.0 < below < 1.0 < above < math.inf:
+            if 0.0 < below <= 1.0 < above < math.inf:
                 shares.append(math.log(1.0 / below) / math.log(above / below))
         share = min(shares) if len(shares) > 1 else 0.5
         return low * math.exp(share * math.log(high / low))
@@ -366,7 +355,7 @@ def rate_capacity(
         backlog_rps = backlog_rate_rps(task, evaluate)
         found = search.found(backlog_rps) if backlog_rps else None
     else:
-        search = _rate_search(task, evaluate, TOLERANCE_LONG, BELOW_LONG, (ABOVE,))
+        search = _rate_search(task, evaluate, TOLERANCE_LONG, BELOW_LONG)
         guess_rps = _part_rate_rps(part, evaluate)
         found = search.found(guess_rps, NEAR) if guess_rps else None
     if tried is not None:
@@ -381,8 +370,8 @@ def rate_near(task: Task, evaluate: Evaluate, guess_rps: float) -> float | None:
     It is interpolated between a rate that is kept and one that is not, at most `TOLERANCE_LONG` of
     it higher.
     """
-    search = _rate_search(task, evaluate, TOLERANCE_LONG, (), ())
-    found = search.found(guess_rps, NEAR)
+    search = _rate_search(task, evaluate, TOLERANCE_LONG, ())
+    found = search.found(guess_rps, 1.0 + TOLERANCE_LONG)
     if found is None or found.broken is None:
         return found.served_rps if found else None
     return found.served_rps * search.crossing(found.load, found.broken) / found.load
@@ -401,7 +390,7 @@ def busiest_part(task: Task) -> Task | None:
 
 def _part_rate_rps(part: Task, evaluate: Evaluate) -> float | None:
     """A rate near the capacity of a part of the trace; None where none was found."""
-    search = _rate_search(part, evaluate, TOLERANCE, (), ())
+    search = _rate_search(part, evaluate, TOLERANCE, ())
     backlog_rps = backlog_rate_rps(part, evaluate)
     found = search.found(backlog_rps) if backlog_rps else None
     return found.load if found else None
@@ -412,7 +401,6 @@ def _rate_search(
     evaluate: Evaluate,
     tolerance: float = TOLERANCE,
     below: Sequence[float] = BELOW,
-    above: Sequence[float] = (ABOVE, BEYOND),
 ) -> LoadSearch:
     """A search among rates. `InputError` where the trace has no rate that could be changed."""
     [workload] = task.windows
@@ -422,6 +410,4 @@ def _rate_search(
             "draw arrival times first: llmctl trace convert IN OUT --draw-rate REQUESTS_PER_S",
         )
     most_rps = most_rate_rps(task)
-    return LoadSearch(
-        partial(at_rate, task), evaluate, most_rps, tolerance=tolerance, below=below, above=above
-    )
+    return LoadSearch(partial(at_rate, task), evaluate, most_rps, tolerance=tolerance, below=below)

@@ -261,7 +261,7 @@ def capacity_of(
     rate = rate_capacity(task, evaluate, tried)
     at_once = None
     if concurrency:
-        at_once = concurrency_capacity(task, evaluate, rate.load if rate else 0.0)
+        at_once = concurrency_capacity(task, evaluate, rate)
     needed = None
     if rate_rps is not None:
         guess = rate_rps / rate.load * left.workers + variant.lost if rate else 1.0
@@ -275,15 +275,14 @@ def capacity_of(
 def _interval(
     deployment: Deployment, trace: Trace, evaluate: Evaluate, rate: Capacity
 ) -> LawInterval:
-    """Search the capacity with times at both ends of the law's range, from `rate` on: a server
-    that is so much slower serves about so much less. Of a very long trace the busiest part says by
-    how much.
+    """Search the capacity with times at both ends of the law's range, from what the tried rates
+    say of it. Of a very long trace the busiest part says by how much the rate differs.
     """
     law = deployment.fit.law_range()
 
     def served_rps(factor: float) -> float | None:
         whole = whole_task(replace(deployment, slowdown=factor * deployment.slowdown), trace)
-        return rate_near(busiest_part(whole) or whole, evaluate, rate.load / factor)
+        return rate_near(busiest_part(whole) or whole, evaluate, rate.load_if(factor))
 
     low_rps, high_rps = served_rps(law.slow), served_rps(law.fast)
     if busiest_part(whole_task(deployment, trace)) is not None:
@@ -338,19 +337,25 @@ def _breaks(tried: Sequence[LoadPoint], rate_rps: float) -> bool:
     return any(point.load <= rate_rps and not point.kept for point in tried)
 
 
-def concurrency_capacity(task: Task, evaluate: Evaluate, served_rps: float) -> Capacity | None:
+def concurrency_capacity(task: Task, evaluate: Evaluate, rate: Capacity | None) -> Capacity | None:
     """The most requests at once that keep every limit; None where not even one does.
 
-    `served_rps`: the most that is served, by which the trace is repeated.
+    `rate`: the capacity in requests/s. The trace is repeated by it, and the search begins with as
+    many requests as are in progress at it: those that come while one is served.
     """
     [workload] = task.windows
+    served_rps = 0.0
+    guess = FIRST_CONCURRENCY * task.deployment.workers
+    if rate is not None:
+        served_rps = rate.load
+        guess = served_rps * rate.at_capacity.evaluation.metrics["e2e_mean_s"]
     search = LoadSearch(
         lambda count: at_concurrency(task, int(count), served_rps),
         evaluate,
         most=float(max(len(workload.trace), MOST_REPEATED) // ROUNDS_AT_ONCE),
         whole=True,
     )
-    return search.found(FIRST_CONCURRENCY * task.deployment.workers)
+    return search.found(guess)
 
 
 def fewest_workers(
