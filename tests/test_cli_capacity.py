@@ -10,7 +10,7 @@ OTHER = "llama-3.1-8b-a100-80gb"
 # A short wait, so that the trace need not be repeated for long
 TRACE = "--trace chat-small --sla ttft_p99_s=1"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short_chat")]
 
 
 @pytest.fixture

@@ -121,9 +121,10 @@ def named_files(page: Path) -> dict[str, str]:
     return dict(blocks)
 
 
-# Runs each command of a line in a fork, so that what takes seconds to import is imported once.
+# Runs each command of a line in a fork, so that what takes seconds to import is imported once, and
+# keeps simulations: pages ask for the same capacity again, beside others.
 FORKS = """
-import gc, json, os, sys
+import gc, hashlib, json, os, pathlib, pickle, sys
 import optuna, rich.console, rich.table
 import toolkit.api, toolkit.estimators.fitting, toolkit.report.capacity, toolkit.tuning.tune
 import toolkit.tuning.capacity, toolkit.tuning.workload
@@ -131,6 +132,15 @@ from toolkit import __main__ as llmctl
 from toolkit.cli import main
 for name in main.COMMANDS:
     main._load(name)
+kept = pathlib.Path(sys.argv[1])
+simulate = toolkit.tuning.evaluate.Task.simulate
+def simulated(task, window):
+    asked = pickle.dumps((task.deployment, task.windows[window], task.sla))
+    file = kept / hashlib.sha256(asked).hexdigest()
+    if not file.exists():
+        file.write_bytes(pickle.dumps(simulate(task, window)))
+    return pickle.loads(file.read_bytes())
+toolkit.tuning.evaluate.Task.simulate = simulated
 gc.freeze()
 for line in sys.stdin:
     folder, streams, environment, whole, sys.argv[1:] = json.loads(line)
@@ -304,7 +314,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     for recipe in (site / "toolkit" / "_data" / "recipes").glob("*.yaml"):
         recipe.write_text(recipe.read_text().replace("port: 8000", f"port: {ports['8000']}"))
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", FORKS],
+        [sys.executable, "-P", "-c", FORKS, str(tmp_path_factory.mktemp("simulations"))],
         env=environment(site),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
