@@ -11,7 +11,7 @@ from toolkit.tuning.evaluate import (
     Evaluation,
     Screen,
     Task,
-    make_screen,
+    make_screens,
     rank,
 )
 from toolkit.tuning.executor import InProcessRunner
@@ -39,9 +39,7 @@ def requests_of(task: Task) -> int:
 
 
 def screen_of(where: Task) -> Screen:
-    screen = make_screen(where)
-    assert screen is not None
-    return screen
+    return make_screens(where)[-1]
 
 
 def test_more_than_all_windows_may_have_must_be_late_in_the_part() -> None:
@@ -53,18 +51,35 @@ def test_more_than_all_windows_may_have_must_be_late_in_the_part() -> None:
     assert percentile == pytest.approx(100 - 2 * 1 / share)
 
 
+def test_the_first_look_is_at_one_window_where_more_must_be_late() -> None:
+    where = setup(20.0)
+    one, every = make_screens(where)
+    assert [len(screen.task.windows) for screen in (one, every)] == [1, 2]
+    assert requests_of(one.task) < requests_of(every.task)
+    share = requests_of(one.task) / requests_of(where)
+    (key,) = one.targets
+    percentile = float(key.removeprefix("ttft_p").removesuffix("_s"))
+    assert percentile == pytest.approx(100 - 2 * 1 / share)
+
+
+def test_a_single_window_is_looked_at_once() -> None:
+    where = setup(20.0)
+    assert len(make_screens(where.on(0))) == 1
+
+
 @pytest.mark.parametrize("sla", [{}, {"e2e_mean_s": 9.0}, {"ttft_p50_s": 1.0}])
 def test_without_a_target_that_can_tell_early_nothing_is_screened(sla: dict[str, float]) -> None:
-    assert make_screen(setup(20.0, sla)) is None
+    assert make_screens(setup(20.0, sla)) == []
 
 
 @pytest.mark.parametrize("policy", ["sequence", "slice"])
 def test_what_is_hopeless_on_the_part_breaks_the_limits_on_the_whole(policy: str) -> None:
     where = setup(400.0)
-    found = screen_of(where).hopeless(screen_of(where).task.under(samples.chosen(policy)).run())
-    assert found is not None
-    assert (found.screened_out, found.outcome.kept) == (True, False)
-    assert found.outcome.used.keys() == {*SLA, "oom_percent"}
+    for screen in make_screens(where):
+        found = screen.hopeless(screen.task.under(samples.chosen(policy)).run())
+        assert found is not None
+        assert (found.screened_out, found.outcome.kept) == (True, False)
+        assert found.outcome.used.keys() == {*SLA, "oom_percent"}
     assert not where.under(samples.chosen(policy)).run().outcome.kept
 
 
@@ -109,7 +124,10 @@ def test_once_a_trial_keeps_the_limits_the_others_are_screened() -> None:
     assert runner.ran[0] == ("slice", 600)
     # trial 0 keeps the limits: every first try of another policy is screened
     assert {policy for policy, size in runner.ran if size < 600} == {"sequence", "past-future"}
-    assert [policy for policy, size in runner.ran if size < 600].count("sequence") == 1
+    looks = [policy for policy, size in runner.ran if size < 600]
+    assert looks.count("sequence") == 2  # at one window, then at both
+    late = sum(trial.screened_out for trial in found)
+    assert looks.count("past-future") == late  # at one window, which tells
     assert "past-future" not in {policy for policy, size in runner.ran if size == 600}
     assert {trial.settings.policy for trial in found if trial.screened_out} == {"past-future"}
     best = max(found, key=rank)

@@ -196,9 +196,9 @@ def _joined(parts: Sequence[Served]) -> Served:
 
 @dataclass(slots=True, frozen=True)
 class Screen:
-    """A cheap first look at candidates, on the first part of each window after its warm-up.
+    """A cheap first look at candidates, on the first part of windows after their warm-up.
 
-    A candidate is hopeless if so many requests of that part miss a target that the percentile of
+    A candidate is hopeless if so many requests of the parts miss a target that the percentile of
     all requests would miss it even if no other request were late, `SCREEN_MARGIN` times over. The
     margin is for schedulers that would serve a request earlier if more requests arrived later.
     """
@@ -216,14 +216,27 @@ class Screen:
         return evaluation.model_copy(update={"outcome": outcome, "screened_out": True})
 
 
-def make_screen(task: Task) -> Screen | None:
-    """The screen of a task; None where no target can tell early, or a part has few requests."""
-    traces = [window.trace for window in task.windows]
-    parts = [_first_part(trace) for trace in traces]
-    if min(part.counted for part in parts) < SCREEN_REQUESTS:
-        return None
-    more = SCREEN_MARGIN * sum(trace.counted for trace in traces)
-    more /= sum(part.counted for part in parts)
+def make_screens(task: Task) -> list[Screen]:
+    """Return the screens of a task, in the order in which they are tried: the first part of the
+    window that tells most, then those of all windows. One that no target can tell on is left out,
+    and all are where a part has few requests.
+    """
+    parts = [_first_part(window.trace) for window in task.windows]
+    counted = [part.counted for part in parts]
+    if min(counted) < SCREEN_REQUESTS:
+        return []
+    most = counted.index(max(counted))
+    one = _screen(task, {most: parts[most]}, f"first part of window {most}")
+    every = _screen(task, dict(enumerate(parts)), "first part")
+    return [screen for screen in ([one] if len(parts) > 1 else []) + [every] if screen]
+
+
+def _screen(task: Task, parts: Mapping[int, Trace], label: str) -> Screen | None:
+    """Return the screen on the first parts of some windows, by their numbers; None where no target
+    can tell on so few of the requests.
+    """
+    more = SCREEN_MARGIN * sum(window.trace.counted for window in task.windows)
+    more /= sum(part.counted for part in parts.values())
     targets = {}
     for key, limit in task.sla.items():
         metric, stat, unit = key.split("_")
@@ -234,9 +247,9 @@ def make_screen(task: Task) -> Screen | None:
         return None
     recipe = task.deployment.recipe.model_copy(update={"sla": {**task.sla, **targets}})
     deployment = replace(task.deployment, recipe=recipe)
-    windows = [replace(old, trace=part) for old, part in zip(task.windows, parts, strict=True)]
-    label = f"{task.label}, first part"
-    return Screen(replace(task, deployment=deployment, windows=windows, label=label), targets)
+    windows = [replace(task.windows[number], trace=part) for number, part in parts.items()]
+    screened = replace(task, deployment=deployment, windows=windows, label=f"{task.label}, {label}")
+    return Screen(screened, targets)
 
 
 def _first_part(window: Trace) -> Trace:

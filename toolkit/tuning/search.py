@@ -25,7 +25,7 @@ from toolkit.sched.policies import BUILT_IN, refusal
 from toolkit.sched.policies.parameters import Value
 from toolkit.sched.policies.vllm import FLAGS, VllmPolicy
 from toolkit.sim.api import usual_policies
-from toolkit.tuning.evaluate import SCREEN_SHARE, Screen, Task, make_screen, rank, score
+from toolkit.tuning.evaluate import SCREEN_SHARE, Screen, Task, make_screens, rank, score
 from toolkit.tuning.executor import Runner, collect
 from toolkit.tuning.spaces import (
     PolicySpace,
@@ -121,7 +121,7 @@ def search(
         study.enqueue_trial(({POLICY: space.key} if several else {}) | start)
     evaluations: list[Evaluation] = []
     next_policies = _next_policies(settings, evaluations)
-    screen = make_screen(task)
+    screens = make_screens(task)
     best_rps = 0.0
     size = 1  # trial 0 alone: if it keeps the limits, the other starts are screened
     while len(evaluations) < settings.trials:
@@ -132,7 +132,7 @@ def search(
             batch.append(study.ask())
         tasks = [task.under(_suggest(trial, settings.spaces)) for trial in batch]
         screened = _screened(evaluations, settings)
-        done = _evaluate(runner, tasks, screen, screened, partial(progress, best_rps))
+        done = _evaluate(runner, tasks, screens, screened, partial(progress, best_rps))
         for trial, evaluation in zip(batch, done, strict=True):
             _tell(study, trial, evaluation)
         evaluations += done
@@ -163,19 +163,19 @@ def _screened(trials: Sequence[Evaluation], settings: SearchSettings) -> set[str
 def _evaluate(
     runner: Runner,
     tasks: Sequence[Task],
-    screen: Screen | None,
+    screens: Sequence[Screen],
     screened: Collection[str],
     tick: Callable[[], None],
 ) -> list[Evaluation]:
     """The evaluations of `tasks`. A task of a `screened` space is simulated on the first part of
-    each window, and on the whole windows only if it is not hopeless there.
+    one window, then of each, and on the whole windows only if it is hopeless on neither.
     """
     hopeless: dict[int, Evaluation] = {}
-    if screen:
+    for screen in screens:
         looks = {
             number: screen.task.under(task.settings)
             for number, task in enumerate(tasks)
-            if task.settings.key in screened
+            if task.settings.key in screened and number not in hopeless
         }
         for number, look in zip(looks, collect(runner, [*looks.values()]), strict=True):
             if evaluation := screen.hopeless(look):
