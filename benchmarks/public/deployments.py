@@ -48,6 +48,7 @@ OTHERS = (
 )
 MOST_GPUS = 64  # that share a model
 SOURCES = (RECIPES, STACK, LLM_D, *OTHERS)
+GUIDES = "## From a guide to an answer"  # a section of the page that is written by hand
 # What names say of models without a config at hand: (a part of the name, its class).
 FAMILIES = (
     ("DeepSeek-V3.2", ""),
@@ -446,7 +447,9 @@ def main() -> None:
     found = judged(given.sources, configs_in(given.configs))
     commits = {source: commit_of(given.sources / source) for source in SOURCES}
     models = model_lines(models_in(given.configs))
-    given.page.write_text(page_of(found, commits, models), encoding="utf-8")
+    _, guides, by_hand = given.page.read_text(encoding="utf-8").partition(GUIDES)
+    page = f"{page_of(found, commits, models)}\n{guides}{by_hand}"
+    given.page.write_text(page, encoding="utf-8")
     rows = [
         {
             "source": one.source.replace("+", "/"),
