@@ -97,7 +97,7 @@ def paged_fit(capacity_tokens: int = 4096) -> Fit:
         valid=PassRange(rows_max=64, tokens_max=2048, cached_max=4096),
     )
     steps = StepsFit(
-        law=law, candidates=[], front_s=4e-3, front_row_s=1e-5, block_tokens=16,
+        law=law, front_s=4e-3, front_row_s=1e-5, block_tokens=16,
         blocks=capacity_tokens // 16, async_scheduling=False,
     )  # fmt: skip
     return plain.model_copy(

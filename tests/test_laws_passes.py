@@ -149,32 +149,27 @@ def test_a_file_with_another_law_is_refused_by_key(tmp_path: Path, change, named
 
 
 def test_a_new_term_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A made-up feature, pairs of rows that read each other's caches: it is listed, and with that
-    it is fitted, stored, read, evaluated, and grows from pass to pass.
+    """A made-up feature, the longest row of decodes alone: it is listed, and with that it is
+    fitted, stored, read, evaluated, and grows from pass to pass.
     """
-    monkeypatch.setitem(FEATURES, "pair", Feature("both", "cached", "cached pairs", times="rows"))
-    law = PassLaw({"pass": 5e-3, "row": 1e-4, "pair": 2e-9}, (2e-5,), (0,))
+    monkeypatch.setitem(FEATURES, "longest", Feature("alone", "length", "the longest row"))
+    law = PassLaw({"pass": 5e-3, "row": 1e-4, "longest": 2e-6}, (2e-5,), (0,))
     points = []
     for rows in range(1, 65):
         for cached in (16, 256, 1024):
             shape = StepShape(rows, rows * cached)
             mixed = StepShape(rows, rows * cached, 1, 64, chunk_attended(0, 64))
             points += [part_fits.point_of(one, law.forward_s(one)) for one in (shape, mixed)]
-    monkeypatch.setattr(part_fits, "TERMS", (*part_fits.TERMS, "pair"))
+    monkeypatch.setattr(part_fits, "TERMS", (*part_fits.TERMS, "longest"))
     steps = part_fits.fit_steps(steps_profile(points), 0)
     write_file(samples.paged_fit().model_copy(update={"steps": steps}), tmp_path / "fit.json")
     found = read_file(Fit, tmp_path / "fit.json").steps.law
-    assert found.terms["pair"] == pytest.approx(2e-9, rel=1e-3)
+    assert found.terms["longest"] == pytest.approx(2e-6, rel=1e-3)
     shape = StepShape(10, 3000)
     assert found.forward_s(shape) == pytest.approx(law.forward_s(shape), rel=1e-3)
     grown_s = law.forward_s(grown_shape(shape, 8)) - law.forward_s(shape)
     assert 7 * law.growth_s(shape) == pytest.approx(grown_s)
-    assert law.times(2.0).terms["pair"] == 4e-9
-
-
-def test_a_product_of_two_numbers_that_grow_is_refused():
-    with pytest.raises(ValueError, match="cached"):
-        Feature("both", "cached", "squares", times="cached")
+    assert law.times(2.0).terms["longest"] == 4e-6
 
 
 def test_a_range_says_where_a_law_was_measured():

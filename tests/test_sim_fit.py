@@ -5,7 +5,6 @@ import pytest
 import samples
 
 from toolkit.estimators.load import laws_from_fit
-from toolkit.laws.features import StepShape, chunk_attended
 from toolkit.sched.policies import POLICIES, make_policy
 from toolkit.sim.api import simulate
 from toolkit.sim.world import world_from_fit
@@ -83,6 +82,5 @@ def test_laws_of_timed_passes_have_no_front_in_them():
     fit = samples.paged_fit()
     assert fit.steps is not None
     laws = laws_from_fit(fit)
-    shape = StepShape(0, 0, 1, 64, chunk_attended(0, 64))
-    assert laws.rounds.prefill_s(1, 64) == pytest.approx(fit.steps.law.step_s(shape))
+    assert laws.rounds.prefill_s(1, 64) == laws.engine.prefill_s(1, 64)
     assert laws.front_s == fit.steps.front_s

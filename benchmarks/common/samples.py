@@ -2,7 +2,6 @@
 
 import toolkit
 from toolkit.files.fit import (
-    Candidate,
     Fit,
     LatencyFit,
     MemoryFit,
@@ -25,7 +24,7 @@ def latency(term: str, nl: float, n: float, l: float, const: float) -> LatencyFi
         valid=PassRange(rows_max=32, length_max=512),
         error=ERROR,
     )
-    return LatencyFit(law=law, candidates=[Candidate(form=law.form, error=ERROR)])
+    return LatencyFit(law=law)
 
 
 def fit(

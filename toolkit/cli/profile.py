@@ -143,9 +143,9 @@ class FitOptions:
 def fit(args: FitOptions) -> None:
     """Fit the laws of time and memory to a profile, and print their errors on held-out points.
 
-    Several forms of each law compete; the form with the least held-out error is kept and fitted to
-    all points. --from-log needs no profile: it says which terms the server's traffic does not show,
-    and refuses a log that shows too little.
+    Each law is a sum of terms; those that the profile does not show are 0. --from-log needs no
+    profile: it says which terms the server's traffic does not show, and refuses a log that shows
+    too little.
     """
     from toolkit.estimators.fitting import fit_profile, laws_of_drafts
 

@@ -14,6 +14,7 @@ from toolkit.deploy.order import Order, Sourced
 from toolkit.deploy.reckon import gap_target, rows, ttft_targets
 from toolkit.deploy.values import Values
 from toolkit.errors import InputError
+from toolkit.estimators.laws import RoundsByPass
 from toolkit.estimators.load import laws_from_fit
 from toolkit.files.recipe import Recipe
 from toolkit.sched.policies import make_policy
@@ -148,7 +149,8 @@ def _queued_tokens(order: Order) -> Flag:
     fit = order.plan.fit
     length = fit.prefill.valid.length_max
     error = fit.off_percent(fit.prefill)
-    rate = length / laws_from_fit(fit).rounds.prefill_s(1, length)
+    law = RoundsByPass(fit.steps.law) if fit.steps else laws_from_fit(fit).rounds
+    rate = length / law.prefill_s(1, length)
     measured = f"fit, a prompt of {length:,} tokens alone; median error {error:.1f} %"
     source = f"{key} {limit:g} s x {rate:,.0f} tokens/s: {measured}"
     return Sourced(["--max-num-queued-tokens", str(max(int(limit * rate), 1))], source)

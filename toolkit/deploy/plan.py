@@ -293,7 +293,7 @@ def _explain_laws(recipe: Recipe, fit: Fit) -> Explained:
 
 def _explain_law(law: LatencyFit) -> Explanation:
     valid = f"valid to batch {law.valid.rows_max}, length {law.valid.length_max}"
-    source = f"best of {len(law.candidates)} forms; {_error(law.error)}; {valid}"
+    source = f"fit; {_error(law.error)}; {valid}"
     return _explanation(law.law.form, source)
 
 

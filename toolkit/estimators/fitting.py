@@ -1,8 +1,7 @@
-"""From a profile to its laws: the form of each, its coefficients, and its error on points that the
-fit did not see.
+"""From a profile to its laws: the terms of each, and its error on points that the fit did not see.
 
-Forms compete on held-out error, where a point is all its repeats; the chosen form is then fitted to
-all points. `fit_profile` does that for every law of a profile.
+A point is all its repeats, and a law is fitted to all points. `fit_profile` does that for every law
+of a profile.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from toolkit.errors import InputError
 from toolkit.estimators.laws import DECODE_TERMS, PREFILL_TERMS, LinearLaw
 from toolkit.estimators.least_squares import (
     TimedPasses,
-    best_law,
     fit_overhead,
+    fit_terms,
     typical_seconds,
 )
 from toolkit.estimators.part_fits import fit_memory, fit_rounds, fit_steps
@@ -99,9 +98,8 @@ def fit_profile(profile: Profile, made_from: EnvelopeFields, seed: int = 0) -> F
 
 
 def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LatencyFit:
-    """Return the law of prefills, T_prefill(N, L), or of decode steps, tau(l, N): the form with the
-    least held-out error, fitted to all points. Prefills may have a term N * L^2; decode steps may
-    be flat, and then linear.
+    """Return the law of prefills, T_prefill(N, L), or of decode steps, tau(l, N). Steps may be
+    flat, and then linear.
 
     Raises InputError if there are too few points, batch sizes or lengths, or a point without a
     sample, or one that took no time.
@@ -110,22 +108,19 @@ def fit_latency(name: Name, grid: Sequence[GridPoint], seed: int) -> LatencyFit:
     seconds = typical_seconds((f"{name} at N={n}, L={length}", own) for n, length, own in grid)
     if name == "prefill":
         shapes = [StepShape(0, 0, n, n * long, n * chunk_attended(0, long)) for n, long, _ in grid]
-        square = PassLaw(dict.fromkeys(PREFILL_TERMS, 0.0))
-        forms = [PassLaw(dict.fromkeys(PREFILL_TERMS[:-1], 0.0)), square]
+        form = PassLaw(dict.fromkeys(PREFILL_TERMS, 0.0))
     else:
         shapes = [StepShape(n, n * length) for n, length, _ in grid]
-        linear = PassLaw(dict.fromkeys(DECODE_TERMS, 0.0))
-        forms = [linear, replace(linear, flat_s=1.0)]
-    best = best_law(forms, TimedPasses.alike(shapes, seconds), seed)
+        form = PassLaw(dict.fromkeys(DECODE_TERMS, 0.0), flat_s=1.0)
+    law, predicted_s = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
     sizes, lengths, samples = zip(*grid, strict=True)
     valid = PassRange(rows_max=max(sizes), length_max=max(lengths))
     spreads = [_spread_percent(own) for own in samples]
     known = [spread for spread in spreads if spread is not None]
-    errors = 100.0 * (best.predicted_s / seconds - 1.0)
+    errors = 100.0 * (predicted_s / seconds - 1.0)
     worst = np.argsort(-np.abs(errors), kind="stable")[:WORST_POINTS].tolist()
     return LatencyFit(
-        law=replace(best.law, valid=valid),
-        candidates=best.candidates,
+        law=replace(law, valid=valid),
         worst_points=[
             PointError(
                 batch_size=sizes[k],

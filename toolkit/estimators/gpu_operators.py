@@ -101,6 +101,14 @@ USUAL_HEAD = 128
 QUANTIZED_APART = ("fp8_block", "nvfp4")  # activations by a kernel before each GEMM; else fused
 
 
+def factor_at(at: Any, factors: Sequence[tuple[float, float]]) -> Any:
+    """Return the factor at a number or at each of many: linear between two that are known, and 1
+    where none is.
+    """
+    known, values = zip(*factors or ((0.0, 1.0),), strict=True)
+    return np.interp(at, known, values)
+
+
 @dataclass(frozen=True, slots=True)
 class Gemm:
     """Coefficients of GEMMs in one precision."""
@@ -122,10 +130,7 @@ class Gemm:
         shares = (moving / longest) ** self.overlap + (computing / longest) ** self.overlap
         quantizing = self.quantize_s * m * k
         seconds = self.start_s + quantizing + longest * shares ** (1.0 / self.overlap)
-        if not self.tiles:
-            return np.asarray(seconds)
-        rows, factors = zip(*self.tiles, strict=True)
-        return np.asarray(seconds * np.interp(m, rows, factors))
+        return np.asarray(seconds * factor_at(m, self.tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +205,7 @@ class ChunkAttention:
         """Return so many times the speed with which heads of so many numbers are computed."""
         if head_dim <= SHORT_HEAD:
             return self.short
-        known, factors = zip((USUAL_HEAD, 1.0), *self.long, strict=True)
-        return float(np.interp(head_dim, known, factors))
+        return float(factor_at(head_dim, ((USUAL_HEAD, 1.0), *self.long)))
 
     def seconds(
         self, tokens: Floats, attended: Floats, heads: int, kv_heads: int, head_dim: float
@@ -239,7 +243,7 @@ class LatentAttention:
         self, rows: Floats, cached: Floats, heads: float, latent: LatentShapes, cache_bytes: int
     ) -> Floats:
         """Seconds of one layer, for rows that have `cached` tokens together."""
-        slower = _between(self.heads, heads)
+        slower = factor_at(heads, self.heads)
         reading = cached * (latent.rank + latent.rope) * cache_bytes / self.bytes_per_s
         busy = self.start_s + self.head_s * heads + rows * (self.row_s + self.row_head_s * heads)
         return np.asarray(np.where(rows > 0, busy + slower * reading, 0.0))
@@ -280,7 +284,7 @@ class SparseAttention:
         attend to `inside` of them.
         """
         each = self.row_s + self.row_head_s * heads
-        best_s = self.best_s * _between(self.heads, heads)
+        best_s = self.best_s * factor_at(heads, self.heads)
         return np.asarray(rows * each + cached * self.index_s + inside * best_s)
 
     def chunk_s(
@@ -295,14 +299,8 @@ class SparseAttention:
         `attended` keys, and attend to `inside` of them.
         """
         each = self.token_s + self.token_head_s * heads
-        best_s = self.chunk_best_s * _between(self.chunk_heads, heads)
+        best_s = self.chunk_best_s * factor_at(heads, self.chunk_heads)
         return np.asarray(tokens * each + attended * index_heads * self.pair_s + inside * best_s)
-
-
-def _between(known: tuple[tuple[int, float], ...], at: float) -> Floats:
-    """Return a factor that is linear between two known places."""
-    places, factors = zip(*known, strict=True)
-    return np.asarray(np.interp(at, places, factors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +388,8 @@ class AllReduce:
     def seconds(self, size_bytes: Floats) -> Floats:
         """Return the seconds [n] of tensors of these bytes [n] on each GPU."""
         seconds = self.start_s + size_bytes / self.bytes_per_s
-        if not self.sizes:
-            return np.asarray(seconds)
-        known, factors = zip(*self.sizes, strict=True)
-        return np.asarray(seconds * np.interp(np.log2(size_bytes), np.log2(known), factors))
+        sizes = [(math.log2(size), factor) for size, factor in self.sizes]
+        return np.asarray(seconds * factor_at(np.log2(size_bytes), sizes))
 
 
 @dataclass(frozen=True, slots=True)

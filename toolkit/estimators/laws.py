@@ -221,7 +221,7 @@ def law_of_parts(engine: LinearLaw, join: PassLaw, leave: PassLaw, grow: PassLaw
         engine,
         prefill=engine.prefill.plus(join),
         decode=engine.decode.plus(grow),
-        leaving=(left.get("pass", 0.0) + left.get("row", 0.0), left.get("cached", 0.0)),
+        leaving=(left.get("row", 0.0), left.get("cached", 0.0)),
     )
 
 

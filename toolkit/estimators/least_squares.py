@@ -4,8 +4,8 @@ A law is linear in its terms, so its fit is a non-negative least squares problem
 residuals, with one optimum and no start values. The paper's `curve_fit`, with the same bounds and
 weights, ends at the same optimum in about a hundred times the time (30 ms against 0.2 ms).
 
-In this order: typical times of samples, solvers, held-out errors and the choice of a form by them,
-`best_law`, and lines: the overhead of slices and rounds, and seconds by the number of rows.
+In this order: typical times of samples, solvers, held-out errors, `fit_terms`, which fits a law,
+and lines: the overhead of slices and rounds, and seconds by the number of rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from toolkit.errors import InputError
-from toolkit.files.fit import Candidate, OverheadFit
+from toolkit.files.fit import OverheadFit
 from toolkit.laws.features import StepShape
 from toolkit.laws.passes import HeldOutError, PassLaw
 
@@ -31,7 +31,6 @@ MEASURE_AGAIN = "measure again with: llmctl profile RECIPE"
 
 LEAST_S = 1e-9  # of a sample: no clock measures less, and a relative error has no bound there
 HELD_OUT_PARTS = 5
-CHOICE_TOLERANCE = 1e-3  # of mean relative error: a smaller difference does not decide
 TYPICAL_MAX = 1.5  # times the median (or the law): how much a longer sample counts
 SAMPLES_COUNTED_MAX = 16  # of a point of passes: one with more weighs no more
 CLIP_ROUNDS = 4  # of fitting passes and clipping them
@@ -115,14 +114,13 @@ def standard_deviations(columns: Floats, seconds: Floats, predicted: Floats) -> 
     noise = float(np.sqrt(np.mean(np.square(np.minimum(seconds / predicted, TYPICAL_MAX) - 1.0))))
     relative = columns / seconds[:, None]
     seen = np.any(columns > 0.0, axis=0)
-    found: Floats = np.full(columns.shape[1], math.inf)
     scale = np.linalg.norm(relative[:, seen], axis=0)
-    _, singular, right = np.linalg.svd(relative[:, seen] / scale, full_matrices=False)
-    lost = singular <= SINGULAR * singular[0]
-    part = np.square(right)
-    variance = (part[~lost] / np.square(singular[~lost, None])).sum(axis=0)
-    replaced = (part[lost] > SINGULAR).any(axis=0)
-    found[seen] = np.where(replaced, math.inf, noise * np.sqrt(variance) / scale)
+    unit = relative[:, seen] / scale
+    inverse = np.linalg.pinv(unit, rcond=SINGULAR)
+    replaced = 1.0 - (inverse * unit.T).sum(axis=1) > SINGULAR  # of what it explains by itself
+    found: Floats = np.full(columns.shape[1], math.inf)
+    deviation = noise * np.linalg.norm(inverse, axis=1) / scale
+    found[seen] = np.where(replaced, math.inf, deviation)
     return found
 
 
@@ -154,23 +152,6 @@ def relative_error(predicted: Floats, measured: Floats) -> Floats:
     return np.asarray(np.abs(predicted / measured - 1.0), dtype=np.float64)
 
 
-def choose(predicted: Sequence[Floats], measured: Floats) -> int:
-    """Return the index of the form to keep, given each form's held-out predictions [n], simplest
-    first.
-
-    This is the first form with a mean relative error that exceeds the least by no more than the
-    standard error of the paired difference: that may come from which points were held out.
-    """
-    errors = [relative_error(prediction, measured) for prediction in predicted]
-    best = min(errors, key=np.mean)
-
-    def as_good(error: Floats) -> bool:
-        worse = error - best
-        return bool(worse.mean() <= worse.std() / np.sqrt(len(worse)) + CHOICE_TOLERANCE)
-
-    return next(index for index, error in enumerate(errors) if as_good(error))
-
-
 @dataclass(frozen=True, slots=True)
 class TimedPasses:
     """Measured points of passes: compositions, seconds, and square roots of weights, [n] each."""
@@ -194,46 +175,29 @@ class TimedPasses:
         return np.array([law.forward_s(shape) for shape in self.shapes])
 
 
-@dataclass(frozen=True, slots=True)
-class BestLaw:
-    """The chosen law with its held-out error, its held-out predictions [n], and all forms that were
-    tried.
-    """
-
-    law: PassLaw
-    predicted_s: Floats
-    candidates: list[Candidate]
-
-
-def best_law(
-    tried: Sequence[PassLaw], passes: TimedPasses, seed: int, solve: Solve = solve_relative
-) -> BestLaw:
-    """Return the form with the least held-out error, fitted to all passes.
+def fit_terms(
+    form: PassLaw, passes: TimedPasses, seed: int, solve: Solve = solve_relative
+) -> tuple[PassLaw, Floats]:
+    """Return the law that the passes show, with its held-out error, and its held-out predictions
+    [n], each by a law that did not see a fifth of the passes, this one among them.
 
     Args:
-        tried: forms: laws with any seconds, the simplest first. A form with `flat_s` is flat, then
-            linear.
+        form: which terms and knots the law has, with any seconds. With `flat_s` it may be flat, and
+            then linear.
         seed: deals the passes into held-out parts.
     """
 
-    def held_out_s(form: PassLaw) -> Floats:
-        def predict(seen: Rows, rows: Rows) -> Floats:
-            return passes.take(rows).seconds_by(fitted(form, passes.take(seen), solve))
+    def predict(seen: Rows, rows: Rows) -> Floats:
+        return passes.take(rows).seconds_by(fitted(form, passes.take(seen), solve))
 
-        return predict_held_out(len(passes.seconds), predict, seed)
-
-    predicted = [held_out_s(form) for form in tried]
-    candidates = [
-        Candidate(form=form.form, error=percent_error(prediction, passes.seconds))
-        for form, prediction in zip(tried, predicted, strict=True)
-    ]
-    kept = choose(predicted, passes.seconds)
-    law = replace(fitted(tried[kept], passes, solve), error=candidates[kept].error)
-    return BestLaw(law, predicted[kept], candidates)
+    predicted = predict_held_out(len(passes.seconds), predict, seed)
+    error = percent_error(predicted, passes.seconds)
+    return replace(fitted(form, passes, solve), error=error), predicted
 
 
 def fitted(form: PassLaw, passes: TimedPasses, solve: Solve) -> PassLaw:
-    """Return the law of this form with the least sum of squared relative residuals.
+    """Return the law of this form with the least sum of squared relative residuals. Terms that the
+    passes do not show are 0.
 
     A decode step on a GPU takes as long as the launches of its kernels, until the weights and the
     caches that it reads take longer. Which points of a flat form are flat is not known before: they
@@ -241,21 +205,19 @@ def fitted(form: PassLaw, passes: TimedPasses, solve: Solve) -> PassLaw:
     """
     columns = np.array(form.columns(passes.shapes))
     seconds = passes.seconds
-    if not form.flat_s:
-        return form.with_values(solve(columns, seconds, passes.root_weight).tolist())
     order = np.argsort(seconds, kind="stable")
 
     def flat_below(count: int) -> PassLaw:
         fast, slow = np.split(order, [count])
-        [flat_s] = solve_relative(np.ones((count, 1)), seconds[fast], passes.root_weight[fast])
-        linear = solve(columns[slow], seconds[slow], passes.root_weight[slow])
-        return replace(form.with_values(linear.tolist()), flat_s=float(flat_s))
+        values = solve(columns[slow], seconds[slow], passes.root_weight[slow]).tolist()
+        flat_s = float(1.0 / np.mean(1.0 / seconds[fast])) if count else 0.0
+        return replace(form.with_values(values), flat_s=flat_s)
 
     def error(law: PassLaw) -> float:
         return float(np.square(relative_error(passes.seconds_by(law), seconds)).sum())
 
-    counts = range(FLAT_POINTS_MIN, len(seconds) - LINEAR_POINTS_MIN + 1)
-    return min(map(flat_below, counts), key=error)
+    most = len(seconds) - LINEAR_POINTS_MIN if form.flat_s else 0
+    return min(map(flat_below, (0, *range(FLAT_POINTS_MIN, most + 1))), key=error)
 
 
 def fit_overhead(times: Sequence[Floats], seed: int) -> OverheadFit:

@@ -58,7 +58,8 @@ def laws_from_fit(fit: Fit) -> Laws:
         rounds = in_rounds
         if fit.steps is not None:
             front_s = fit.steps.front_s
-            rounds = RoundsByPass(fit.steps.law)
+            if fit.steps.law.graphs is not None:
+                rounds = RoundsByPass(fit.steps.law)
     elif fit.engine.is_server:
         # A server's laws describe what clients measure. They include HTTP in every step already,
         # which a slice adds only once.

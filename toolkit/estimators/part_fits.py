@@ -12,8 +12,7 @@ In this order:
 - `fit_steps`: measured forward passes to the law of a pass; `fit_front`: requests to the delay of
   the engine's front.
 
-Forms of a part compete on held-out error, the fewest terms first: a term that the data do not show
-is left out.
+A term that the data do not show is 0.
 """
 
 from __future__ import annotations
@@ -36,18 +35,17 @@ from toolkit.estimators.least_squares import (
     HELD_OUT_PARTS,
     MEASURE_AGAIN,
     SAMPLES_COUNTED_MAX,
-    BestLaw,
     Floats,
     TimedPasses,
-    best_law,
     fit_overhead,
+    fit_terms,
     line_in_rows,
     solve_passes,
     solve_relative,
     typical,
     typical_seconds,
 )
-from toolkit.files.fit import BatchRule, Candidate, MemoryFit, RoundsFit, StepsFit, SwapFit
+from toolkit.files.fit import BatchRule, MemoryFit, RoundsFit, StepsFit, SwapFit
 from toolkit.files.profile import (
     EngineFacts,
     MemoryPoint,
@@ -58,7 +56,7 @@ from toolkit.files.profile import (
     StepsProfile,
 )
 from toolkit.laws.features import StepShape
-from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
+from toolkit.laws.passes import PassLaw, PassRange
 
 TERMS = ("pass", "row", "chunk", "cached_alone", "cached_beside", "attended", "behind")
 
@@ -175,10 +173,13 @@ def _rules(totals: Floats, ran: Floats, max_model_len: int) -> list[BatchRule]:
     return rules[::-1]
 
 
-PARTS = ("row", "tokens", "pass row", "pass tokens", "row tokens", "pass row tokens")  # their terms
-PART_SECONDS_MIN = 1e-7  # a part that takes less is not measurable and has no terms
+PART_TERMS = {
+    "join": ("pass", "row", "token"),
+    "leave": ("row", "cached"),
+    "grow": ("pass", "row", "cached"),
+}
+PART_SECONDS_MIN = 1e-7  # a part that takes less is not measurable
 BYTES_PER_S_MAX = 1e15  # of a transfer that takes no measurable time
-NO_ERROR = HeldOutError(median_percent=0.0, p95_percent=0.0, worst_percent=0.0, points=0)
 
 
 def fit_rounds(
@@ -193,7 +194,7 @@ def fit_rounds(
     measured = profile.rounds
     if measured is None:
         return None, None
-    join, leave, grow = (_fit_part(name, measured, seed) for name in ("join", "leave", "grow"))
+    join, leave, grow = (_fit_part(name, measured, seed) for name in PART_TERMS)
     times = _times_by_sequence(measured, law_of_parts(law, join, leave, grow))
     overhead = fit_overhead(times, seed)
     if not measured.memory:
@@ -244,8 +245,8 @@ def _times_by_sequence(measured: RoundsProfile, law: LinearLaw) -> list[Floats]:
 
 
 def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PassLaw:
-    """The law of a part of rounds, its terms by held-out error; without terms if it takes no
-    measurable time. Newcomers compute their tokens, other rows have them cached.
+    """Return the law of a part of rounds. Newcomers compute their tokens, other rows have them
+    cached.
     """
     points = [point for point in measured.parts if point.part == name]
     if len(points) < HELD_OUT_PARTS:
@@ -254,20 +255,15 @@ def _fit_part(name: str, measured: RoundsProfile, seed: int) -> PassLaw:
             f"{HELD_OUT_PARTS} are needed",
             MEASURE_AGAIN,
         )
-    seconds = np.array([typical(point.seconds) for point in points])
-    if seconds.min() <= PART_SECONDS_MIN:
-        return PassLaw({}, error=NO_ERROR)
-    tokens = "token" if name == "join" else "cached"
-    tried = [
-        PassLaw(dict.fromkeys(terms.replace("tokens", tokens).split(), 0.0)) for terms in PARTS
-    ]
+    seconds = np.maximum([typical(point.seconds) for point in points], PART_SECONDS_MIN)
     shapes = []
     for point in points:
         # A move of the cache affects all rows. A join or a leave affects only its own rows.
         rows = point.rows + (point.others if name == "grow" else 0)
         both = rows, rows * point.length
         shapes.append(StepShape(0, 0, *both) if name == "join" else StepShape(*both))
-    return best_law(tried, TimedPasses.alike(shapes, seconds), seed).law
+    form = PassLaw(dict.fromkeys(PART_TERMS[name], 0.0))
+    return fit_terms(form, TimedPasses.alike(shapes, seconds), seed)[0]
 
 
 def fit_swap(
@@ -291,7 +287,7 @@ def fit_swap(
         for point in points
     ]
     form = PassLaw({"row": 0.0, "cached": 0.0, "behind": 0.0})
-    law = best_law([form], TimedPasses.alike(shapes, seconds), seed).law
+    law, _ = fit_terms(form, TimedPasses.alike(shapes, seconds), seed)
     out_s, in_s = (law.terms[name] / bytes_per_token for name in ("cached", "behind"))
     return SwapFit(
         latency_s=law.terms["row"],
@@ -355,12 +351,10 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
     if graphs is not None:
         passes = pipeline_fit.PassSequence.of(measured, graphs)
         law = pipeline_fit.fit_pipeline(passes, seed)
-        candidates = [Candidate(form=law.form, error=law.error)]
         launches = "measured" if passes.launches.any() else "inferred"
     else:
-        best = (_fit_computed if computed else _fit_single)(measured, shapes, seconds, seed)
-        law = best.law.with_terms(_host_terms(points))
-        candidates = best.candidates
+        fit = _fit_computed if computed else _fit_single
+        law = fit(measured, shapes, seconds, seed).with_terms(_host_terms(points))
     front_s, front_row_s = fit_front(measured)
     # Computed passes are linear in cached tokens, so their law holds for a full cache.
     full = measured.blocks * measured.block_tokens
@@ -371,7 +365,6 @@ def fit_steps(measured: StepsProfile, seed: int, *, computed: bool = False) -> S
     )
     return StepsFit(
         law=replace(law, valid=valid),
-        candidates=candidates,
         launches=launches,
         front_s=front_s,
         front_row_s=front_row_s,
@@ -392,16 +385,16 @@ def _below(knots: tuple[int, ...], shapes: Sequence[StepShape]) -> tuple[int, ..
 
 def _fit_single(
     measured: StepsProfile, shapes: list[StepShape], seconds: Floats, seed: int
-) -> BestLaw:
+) -> PassLaw:
     """Return the law of measured passes, as if none overlapped."""
     counted = [min(len(point.seconds), SAMPLES_COUNTED_MAX) for point in measured.points]
     passes = TimedPasses(shapes, seconds, np.sqrt(counted))
-    return best_law([form_of(measured, _below(KNOTS, shapes))], passes, seed, solve_passes)
+    return fit_terms(form_of(measured, _below(KNOTS, shapes)), passes, seed, solve_passes)[0]
 
 
 def _fit_computed(
     measured: StepsProfile, shapes: list[StepShape], seconds: Floats, seed: int
-) -> BestLaw:
+) -> PassLaw:
     """Return the law of computed passes, with what its form loses of them.
 
     They have no noise, so a token may cost less than nothing where a tile fills up. Passes with
@@ -417,7 +410,7 @@ def _fit_computed(
     def solve(columns: Floats, its_seconds: Floats, root_weight: Floats) -> Floats:
         return solve_relative(columns, its_seconds, root_weight, free)
 
-    return best_law([form], TimedPasses(shapes, seconds, weight), seed, solve)
+    return fit_terms(form, TimedPasses(shapes, seconds, weight), seed, solve)[0]
 
 
 def _check_passes(points: Sequence[StepPoint]) -> None:

@@ -73,7 +73,6 @@ FIRST_GUESS = {
     "eager": 2e-2,
     "eager_chunk": 0.0,
 }
-EXPERTS_GUESS = {"expert_alone": 0.0, "expert_least": 0.0}
 
 
 def shape_of(point: StepPoint) -> StepShape:
@@ -133,7 +132,7 @@ class PassSequence:
     def of(cls, measured: StepsProfile, graphs: GraphSettings) -> PassSequence:
         """Return the passes of a profile; `graphs`: how its engine launches them."""
         guess = PassLaw(
-            FIRST_GUESS | (EXPERTS_GUESS if measured.experts else {}),
+            FIRST_GUESS | ({"expert_read": 0.0} if measured.experts else {}),
             experts=measured.experts,
             experts_per_token=measured.experts_per_token,
             graphs=graphs,
@@ -286,12 +285,9 @@ def _with_work(law: PassLaw, passes: PassSequence, found: PassTimeline, seen: Fl
     root_weight = passes.root_weight
     mixed = passes.mixed
     short = mixed & (passes.columns(["token_arithmetic"])[:, 0] <= SHORT_TOKENS)
-    has_experts = passes.guess.experts > 0
     terms = ["pass_alone", "token_alone", "cached_alone"]
-    terms += ["expert_alone"] if has_experts else []
+    terms += ["expert_read"] if law.experts else []
     law = _with(law, terms, shows & ~mixed, passes.columns(terms), found.gpu_s, root_weight)
-    if has_experts:
-        law = law.with_terms({"expert_least": law.terms["expert_alone"]})
     terms = ["token_arithmetic", "attended", "cached_beside"]
     its = shows & mixed & ~short
     law = _with(law, terms, its, passes.columns(terms), found.gpu_s, root_weight)

@@ -15,13 +15,6 @@ from toolkit.laws.passes import HeldOutError, PassLaw, PassRange
 LAWS_FORMAT: Literal[4] = 4  # of files that hold laws
 
 
-class Candidate(Strict):
-    """A form that was tried for a law, and its held-out error."""
-
-    form: str
-    error: HeldOutError
-
-
 class PointError(Strict):
     """What a fit without this point predicts for it, and how far its own samples are apart."""
 
@@ -34,10 +27,9 @@ class PointError(Strict):
 
 
 class LawFit(Strict):
-    """A fitted law, and how the forms that were tried for it compared."""
+    """A fitted law: it has its held-out error, and where it was measured."""
 
     law: PassLaw
-    candidates: list[Candidate]
 
     @property
     def error(self) -> HeldOutError:
@@ -115,9 +107,9 @@ class SwapFit(Strict):
 class RoundsFit(Strict):
     """The time of a round besides its prefills and decode steps, and the memory rounds can use.
 
-    `join` is per group of newcomers, in terms pass, row and token; `leave` per row that leaves, and
-    `grow` per decode step, in terms pass, row and cached. A term is left out where the data do not
-    show it. A round takes seconds = batch_s + stretch * (the sum of these parts and the laws).
+    `join` is per group of newcomers, in terms pass, row and token; `leave` per row that leaves, in
+    terms row and cached; `grow` per decode step, in terms pass, row and cached. A round takes
+    seconds = batch_s + stretch * (the sum of these parts and the laws).
     """
 
     join: PassLaw

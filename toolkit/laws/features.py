@@ -1,13 +1,13 @@
 """What a forward pass computes, and the features that a law of its time is a sum over.
 
 `FEATURES` is the one list of terms. A new term is a line there: fits can use it, fit.json can name
-it, and every law evaluates it. It counts a number of the pass (`NUMBERS`), or the product of two,
-in one part of the time:
+it, and every law evaluates it. It counts a number of the pass (`NUMBERS`) in one part of the time:
 
     both         the work of any pass
     alone        the work of a pass of decodes alone
     mixed        the work of a pass with chunks of prompts
     least        with chunks: the work takes at least this, beside what is `mixed`
+    reads        what decodes alone read, and with chunks the `least`
     arithmetic   with chunks: and at least this
     host         between two passes that do not overlap
     graph, piece, eager      the launch of a CUDA graph, in pieces, or kernel by kernel
@@ -148,7 +148,6 @@ NUMBERS: Final = (
     "attended_inside",
     "length",
 )
-GROWING: Final = ("cached", "inside", "length")  # from one pass of decodes to the next
 
 
 def number_of(number: i64, shape: StepShape, tokens: int, experts: float) -> float:
@@ -201,28 +200,26 @@ PARTS: Final[dict[str, tuple[int, ...]]] = {
     "alone": (ALONE,),
     "mixed": (MIXED,),
     "least": (LEAST,),
+    "reads": (ALONE, LEAST),
     "arithmetic": (ARITHMETIC,),
     "host": (HOST,),
 }
 
 
 class Feature:
-    """What a term counts: a number of a pass, or its product with another one.
+    """What a term counts: a number of a pass.
 
     Attributes:
-        number, times: places in `NUMBERS`.
+        number: its place in `NUMBERS`.
         parts: of the time, in which it counts.
         words: for messages.
     """
 
-    __slots__ = ("number", "parts", "times", "words")
+    __slots__ = ("number", "parts", "words")
 
-    def __init__(self, part: str, number: str, words: str, times: str = "one") -> None:
-        if times in GROWING:
-            raise ValueError(f"{times} grows from pass to pass: it must be the first of two")
+    def __init__(self, part: str, number: str, words: str) -> None:
         self.parts = PARTS[part]
-        self.number = NUMBERS.index(number)
-        self.times = NUMBERS.index(times)
+        self.number: i64 = NUMBERS.index(number)
         self.words = words
 
     def of(self, shape: StepShape, tokens: int, experts: float) -> float:
@@ -231,8 +228,7 @@ class Feature:
             return 0.0
         if self.parts == (MIXED,) and not shape.prefills:
             return 0.0
-        found = number_of(self.number, shape, tokens, experts)
-        return found * number_of(self.times, shape, tokens, experts)
+        return number_of(self.number, shape, tokens, experts)
 
 
 FEATURES: dict[str, Feature] = {
@@ -254,10 +250,9 @@ FEATURES: dict[str, Feature] = {
     # of passes that overlap
     "pass_alone": Feature("alone", "one", "a pass of decodes alone"),
     "token_alone": Feature("alone", "tokens", "new tokens of decodes alone"),
-    "expert_alone": Feature("alone", "experts", "experts that decodes alone touch"),
+    "expert_read": Feature("reads", "experts", "experts that are read"),
     "pass_least": Feature("least", "one", "the least of a pass with chunks"),
     "token_least": Feature("least", "tokens", "new tokens in the least of a pass with chunks"),
-    "expert_least": Feature("least", "experts", "touched experts in the least of such a pass"),
     "token_arithmetic": Feature("arithmetic", "tokens", "new tokens where arithmetic limits"),
     "graph": Feature("graph", "one", "the launch of a CUDA graph"),
     "graph_row": Feature("graph", "rows", "the launch of a CUDA graph, a row"),
@@ -270,6 +265,8 @@ FEATURES: dict[str, Feature] = {
 
 def touched_experts(tokens: int, experts: int, per_token: int) -> float:
     """Return how many experts of a layer at least one of `tokens` is expected to choose."""
+    if not experts:
+        return 0.0
     return experts * (1.0 - math.pow(1.0 - per_token / experts, float(tokens)))
 
 

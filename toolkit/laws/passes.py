@@ -59,7 +59,6 @@ from toolkit.laws.features import (
     MIXED,
     ONE,
     PIECEWISE,
-    Feature,
     StepShape,
     growth_of,
     number_of,
@@ -180,13 +179,12 @@ class GraphSettings(Stored):
 
 
 class Term:
-    """A term of a law, with places in `NUMBERS`."""
+    """A term of a law: a place in `NUMBERS`, and seconds."""
 
-    __slots__ = ("number", "seconds", "times")
+    __slots__ = ("number", "seconds")
 
-    def __init__(self, feature: Feature, seconds: float) -> None:
-        self.number: i64 = feature.number
-        self.times: i64 = feature.times
+    def __init__(self, number: i64, seconds: float) -> None:
+        self.number: i64 = number
         self.seconds = seconds
 
 
@@ -204,28 +202,23 @@ class TermSum:
             value = seconds.get(name, 0.0)
             if not value or part not in feature.parts:
                 continue
-            if feature.number == ONE and feature.times == ONE:
+            if feature.number == ONE:
                 self.constant_s += value
             else:
-                self.terms.append(Term(feature, value))
+                self.terms.append(Term(feature.number, value))
 
     def of(self, shape: StepShape, tokens: int, experts: float) -> float:
         """Return the seconds of a pass with these (padded) tokens and touched experts."""
         total = self.constant_s
         for term in self.terms:
-            found = term.seconds * number_of(term.number, shape, tokens, experts)
-            if term.times:
-                found *= number_of(term.times, shape, tokens, experts)
-            total += found
+            total += term.seconds * number_of(term.number, shape, tokens, experts)
         return total
 
-    def growth(self, shape: StepShape, tokens: int, experts: float) -> float:
+    def growth(self, shape: StepShape) -> float:
         """Return by how many seconds the next pass of the same decodes takes longer."""
         total = 0.0
         for term in self.terms:
-            grown = growth_of(term.number, shape)
-            if grown:
-                total += term.seconds * grown * number_of(term.times, shape, tokens, experts)
+            total += term.seconds * growth_of(term.number, shape)
         return total
 
 
@@ -354,7 +347,7 @@ class PassLaw(Stored):
 
     def _work_s(self, shape: StepShape, launch: int) -> float:
         tokens = shape.decodes + shape.draft_tokens + shape.prefill_tokens
-        experts = self._touched(tokens)
+        experts = touched_experts(tokens, self.experts, self.experts_per_token)
         if launch != EAGER:
             graphs = self.graphs
             assert graphs is not None
@@ -373,17 +366,9 @@ class PassLaw(Stored):
             seconds += least_s if least_s > arithmetic_s else arithmetic_s
         return self.least_s if seconds < self.least_s else seconds
 
-    def _touched(self, tokens: int) -> float:
-        """Return how many experts of a layer so many tokens touch."""
-        if not self.experts:
-            return 0.0
-        return touched_experts(tokens, self.experts, self.experts_per_token)
-
     def growth_s(self, shape: StepShape) -> float:
         """Return by how many seconds each following pass of the same decodes takes longer."""
-        tokens = shape.tokens
-        experts = self._touched(tokens)
-        return (self._mixed if shape.prefills else self._alone).growth(shape, tokens, experts)
+        return (self._mixed if shape.prefills else self._alone).growth(shape)
 
     def prompt_token_s(self, attended: float) -> float:
         """Return the seconds that a token of a long chunk adds, which attends to `attended`."""
@@ -419,12 +404,9 @@ class PassLaw(Stored):
 
     def forward_s(self, shape: StepShape) -> float:
         """Return the seconds of a pass that nothing overlaps, from its schedule to its tokens."""
-        if not self._overlaps:
-            return self._work_s(shape, EAGER)
-        launch = self.launch_of(shape)
-        gpu_s = self._work_s(shape, launch)
-        launch_s = self._launches[launch].of(shape, 0, 0.0)
-        return launch_s + gpu_s if launch == GRAPH else max(launch_s, gpu_s)
+        gpu_s = self.gpu_s(shape)
+        launch_s = self.launch_s(shape)
+        return launch_s + gpu_s if self.waits_for_launch(shape) else max(launch_s, gpu_s)
 
     def after_s(self, rows: int) -> float:
         """Return the seconds from the end of a pass that nothing overlaps to the next; 0 where they
@@ -484,7 +466,7 @@ class PassLaw(Stored):
         ends = (*[float(knot) for knot in self.knots[1:]], math.inf)
         for shape in shapes:
             tokens = shape.tokens
-            experts = self._touched(tokens)
+            experts = touched_experts(tokens, self.experts, self.experts_per_token)
             if self.graphs is not None and self.launch_of(shape) != EAGER:
                 tokens = self.graphs.padded(tokens)
             row = [feature.of(shape, tokens, experts) for feature in chosen]
@@ -500,19 +482,8 @@ class PassLaw(Stored):
             return "overlapping passes"
         if self.knots:
             return f"{len(self.terms)} terms, {len(self.knots) - 1} knots"
-        words = ", ".join(self.terms)
+        words = ", ".join([name for name, value in self.terms.items() if value])
         return f"{words}; flat at first" if self.flat_s else words
-
-    @property
-    def names(self) -> list[str]:
-        """The terms by name, in the order of `columns`."""
-        return [*self.terms, *[f"token_s[{k}]" for k in range(len(self.token_s))]]
-
-    def words_of(self, name: str) -> str:
-        """Return one of `names` in words."""
-        if name in FEATURES:
-            return FEATURES[name].words
-        return f"new tokens from {self.knots[self.names.index(name) - len(self.terms)]}"
 
     def with_values(self, values: Sequence[float]) -> PassLaw:
         """Return the law with these seconds, in the order of `columns`."""

@@ -6,7 +6,7 @@ Compiled classes keep no annotations that pydantic could read, so it gets their 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 from pydantic_core import core_schema
@@ -26,7 +26,7 @@ def stored_schema(kind: Any, handler: Any, types: Mapping[str, Any]) -> core_sch
     record = core_schema.typed_dict_schema(
         {
             each.name: core_schema.typed_dict_field(
-                handler.generate_schema(hints[each.name]), required=_default(each) is MISSING
+                handler.generate_schema(hints[each.name]), required=each.default is MISSING
             )
             for each in own
         },
@@ -41,7 +41,7 @@ def stored_schema(kind: Any, handler: Any, types: Mapping[str, Any]) -> core_sch
 
     def written(one: Any) -> dict[str, Any]:
         values = {each.name: getattr(one, each.name) for each in own}
-        return {each.name: values[each.name] for each in own if values[each.name] != _default(each)}
+        return {each.name: values[each.name] for each in own if values[each.name] != each.default}
 
     from_file = core_schema.no_info_after_validator_function(read, record)
     return core_schema.json_or_python_schema(
@@ -51,8 +51,3 @@ def stored_schema(kind: Any, handler: Any, types: Mapping[str, Any]) -> core_sch
             written, return_schema=record
         ),
     )
-
-
-def _default(each: Field[Any]) -> Any:
-    """Return a field's default, or MISSING."""
-    return each.default_factory() if each.default_factory is not MISSING else each.default

@@ -35,7 +35,7 @@ from toolkit.files.io import EnvelopeFields
 from toolkit.files.iterations import IterationLogHeader, LoggedPass, header_of, passes_of
 from toolkit.files.profile import Profile, StepsProfile
 from toolkit.files.recipe import Recipe
-from toolkit.laws.features import StepShape
+from toolkit.laws.features import FEATURES, StepShape
 from toolkit.laws.passes import PassLaw
 from toolkit.profiling.analytic import ComputedPasses, computed_profile
 from toolkit.profiling.run import with_sampler
@@ -136,13 +136,14 @@ def coverage(law: PassLaw, steps: StepsProfile, passes: int) -> Coverage:
     std = standard_deviations(columns, seconds, predicted)
     unsure = []
     absent = []
-    for name, column, deviation in zip(form.names, columns.T, std.tolist(), strict=True):
+    words = [*(FEATURES[term].words for term in form.terms), "new tokens"]
+    for name, column, deviation in zip(words, columns.T, std.tolist(), strict=True):
         shares = (column / seconds)[column > 0.0]
         if not len(shares):
-            absent.append(form.words_of(name))
+            absent.append(name)
         elif deviation * np.median(shares) > UNSURE:
-            unsure.append(form.words_of(name))
-    shown = len(form.names) - len(absent)
+            unsure.append(name)
+    shown = len(words) - len(absent)
     return Coverage(passes, len(steps.points), shown, unsure, absent)
 
 
