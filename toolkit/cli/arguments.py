@@ -17,7 +17,14 @@ import typer
 import toolkit
 from toolkit.errors import InputError
 from toolkit.files.io import overwriting, shipped_fits
-from toolkit.files.recipe import MAX_WORKERS, MORE_WORKERS, WORKERS_LIMIT, Recipe, sla_problem
+from toolkit.files.recipe import (
+    MAX_WORKERS,
+    MORE_WORKERS,
+    WORKERS_LIMIT,
+    Recipe,
+    ScalingSpec,
+    sla_problem,
+)
 from toolkit.files.shipped import load_recipe, recipe_path, shipped_names
 from toolkit.sched.catalogue import ABOUT
 
@@ -293,7 +300,22 @@ def open_recipe(path: Path) -> Recipe:
         make_any(recipe.policy.name, recipe.policy.parameters)
     except InputError as error:
         raise InputError(f"{path.name}: policy: {error.message}", error.hint) from None
+    if recipe.scale is not None:
+        check_scaling(path.name, recipe.scale.scaling)
     return recipe
+
+
+def check_scaling(name: str, chosen: ScalingSpec) -> None:
+    """Raise InputError for a scaling rule, or a parameter of it or its behaviour, that does not
+    exist or is beyond its limits; `name` is the file's.
+    """
+    from toolkit.scaling.rules import make_behaviour, make_rule
+
+    try:
+        make_rule(chosen.rule, chosen.parameters)
+        make_behaviour(chosen.behaviour)
+    except InputError as error:
+        raise InputError(f"{name}: scale: {error.message}", error.hint) from None
 
 
 def names_in(option: str, listed: str | None) -> list[str] | None:

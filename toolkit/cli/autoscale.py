@@ -193,7 +193,8 @@ def _seconds(words: str) -> list[float]:
             found.append(0.0)
         if not 0.0 < found[-1] < 86_400.0:
             raise InputError(
-                f"--start-s {word}: it is seconds, above 0 and below a day", "for example 95,110,130"
+                f"--start-s {word}: it is seconds, above 0 and below a day",
+                "for example 95,110,130",
             )
     return found
 

@@ -10,10 +10,10 @@ from toolkit.report.parts import (
     ChartSeries,
     Figure,
     Judged,
-    MetricKey,
     Sheet,
     Table,
     chart,
+    metric_name,
 )
 from toolkit.units import bracketed, counted, number, seconds
 
@@ -70,30 +70,21 @@ def _rules(result: ScalingResult) -> Table:
     rows: list[list[Cell]] = []
     beside = [one for one in (result.static, result.clairvoyant) if one is not None]
     for one in (*result.rules, *beside):
-        binding = one.outcome.binding
-        rows.append(
-            [
-                one.rule,
-                Judged("kept" if one.kept else "broken", one.kept),
-                one.gpu_hours_per_day,
-                one.usd_per_day,
-                f"{number(one.replicas_mean)} ({one.replicas_max})",
-                one.starts,
-                binding and MetricKey(binding),
-                one.outcome.used.get(binding) if binding else None,
-            ]
-        )
-    columns = [
-        "rule", "targets", ">GPU-hours a day", ">USD a day", ">replicas (most)", ">starts",
-        "nearest limit", ">used",
-    ]  # fmt: skip
+        limit = one.outcome.binding
+        used = f"{metric_name(limit)} {one.outcome.used[limit]:.2f}" if limit else None
+        targets = Judged("kept" if one.kept else "broken", one.kept)
+        cost = [one.gpu_hours_per_day, one.usd_per_day]
+        rows.append([one.rule, targets, *cost, one.replicas_mean, one.replicas_max, used])
+    columns = ["rule", "targets", ">GPU-hours", ">USD", ">replicas", ">most", "nearest limit"]
     if all(row[3] is None for row in rows):
         columns.pop(3)
         for row in rows:
             row.pop(3)
-    days = number(result.hours / 24.0)
     about = bracketed(result.trace.changes)
-    title = f"{result.trace.requests:,} requests of {result.trace.source}{about}, {days} days"
+    title = (
+        f"a day of {result.trace.source}{about}: {result.trace.requests:,} requests in "
+        f"{number(result.hours)} hours"
+    )
     return Table(title, columns, rows, folded=False)
 
 

@@ -32,7 +32,7 @@ class Behaviour:
         15.0, low=1, high=MAX_PERIOD_S, doc="seconds that up_pods and up_percent are for"
     )
     down_window_s: float = parameter(
-        300.0, high=MAX_WINDOW_S, search=(30, 1800), log=True,
+        300.0, high=MAX_WINDOW_S, search=(0, 1200),
         doc="down: the highest number of this time holds, s",
     )  # fmt: skip
     down_pods: int = parameter(0, doc="down: at most this many replicas in down_period_s; 0: none")

@@ -37,7 +37,7 @@ from toolkit.traces.types import Trace
 from toolkit.tuning.capacity import rate_capacity
 from toolkit.tuning.evaluate import Task
 from toolkit.tuning.executor import Evaluate
-from toolkit.tuning.spaces import distributions_of, drawn
+from toolkit.tuning.spaces import Distribution, distributions_of, drawn
 from toolkit.tuning.workload import whole_task
 
 STEADY_REQUESTS = 4000  # of the trace, by which a replica's rate is found
@@ -224,16 +224,17 @@ def search_rule(
     seed = fleet.deployment.recipe.tune.seed
     sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=6)
     study = optuna.create_study(direction="minimize", sampler=sampler)
-    study.enqueue_trial(
-        {key: first[key] for key in of_rule}
-        | {f"behaviour.{key}": standard[key] for key in of_behaviour}
-    )
+    starts = {key: _start(first[key], among) for key, among in of_rule.items()}
+    study.enqueue_trial(starts | {f"behaviour.{key}": standard[key] for key in of_behaviour})
     done: list[Evaluation] = []
     while len(done) < trials:
         batch = [study.ask() for _ in range(min(BATCH if done else 1, trials - len(done)))]
         tasks = []
         for trial in batch:
-            values = first | {key: drawn(trial, key, of_rule[key]) for key in of_rule}
+            values = first | {
+                key: _value(first[key], drawn(trial, key, among), among)
+                for key, among in of_rule.items()
+            }
             how = own | {
                 key: drawn(trial, f"behaviour.{key}", among) for key, among in of_behaviour.items()
             }
@@ -248,6 +249,21 @@ def search_rule(
             done.append(one)
             tick()
     return done
+
+
+def _start(first: Value, among: Distribution) -> Value:
+    """Return how the first value is drawn: the upper end of a range stands for 0, which leaves a
+    threshold out and is not in it.
+    """
+    if isinstance(among, optuna.distributions.FloatDistribution) and not first:
+        return max(float(first), among.low) if among.low == 0.0 else among.high
+    return first
+
+
+def _value(first: Value, value: Value, among: Distribution) -> Value:
+    """Return the value that was drawn as `value`."""
+    stands = isinstance(among, optuna.distributions.FloatDistribution) and among.low > 0.0
+    return 0.0 if stands and not first and value == among.high else value
 
 
 def facts(fleet: ScaledFleet, name: str) -> dict[str, Value]:
