@@ -201,19 +201,17 @@ def test_planner_decides_once_an_interval() -> None:
 
 
 def test_by_law_looks_ahead_and_has_room() -> None:
-    rule = LawRule(capacity_rps=1.0, utilization=0.8, horizon_s=200.0)
+    rule = LawRule(capacity_rps=1.0, spare=0.5, horizon_s=200.0)
     assert rule.decide(view(rising(4.0), 5)) == 5
     assert rule.decide(view(rising(4.0), 9)) == 5
-    assert rule.decide(view(rising(4.0, growth=0.005), 5)) == 14  # 10 now, 11 in 200 s
+    assert rule.decide(view(rising(4.0, growth=0.005), 5)) == 13  # 10 now, 11 in 200 s
     assert (
-        LawRule(capacity_rps=1.0, utilization=0.8, growth=0.0).decide(
-            view(rising(4.0, growth=0.005), 5)
-        )
+        LawRule(capacity_rps=1.0, spare=0.5, growth=0.0).decide(view(rising(4.0, growth=0.005), 5))
         == 12
     )
     # what waits is served in 300 s besides
     late = [*rising(4.0), sample(1215.0, [(300, 4, 0.2)] * 2, requests=4.0 * 1215)]
-    assert rule.decide(view(late, 5)) == math.ceil((4.0 + 2.0) / 0.8)
+    assert rule.decide(view(late, 5)) == math.ceil(6.0 + 0.5 * math.sqrt(6.0))
 
 
 def test_by_law_knows_the_day_before() -> None:
@@ -223,10 +221,10 @@ def test_by_law_knows_the_day_before() -> None:
     ]
     quiet = day[-1].arrived
     day += [sample(60.0 * k, [(0, 4, 0.2)], requests=quiet + k - 120) for k in range(120, 1498)]
-    rule = LawRule(capacity_rps=1.0, utilization=1.0, season=True, horizon_s=300.0)
+    rule = LawRule(capacity_rps=1.0, spare=0.0, season=True, horizon_s=300.0)
     # 57 minutes into the second day: 5 minutes later ten times the requests came
     assert rule.decide(view(day, 1)) == 10
-    assert LawRule(capacity_rps=1.0, utilization=1.0).decide(view(day, 1)) == 1
+    assert LawRule(capacity_rps=1.0, spare=0.0).decide(view(day, 1)) == 1
 
 
 def test_clairvoyant_plans_each_interval_and_starts_ahead() -> None:

@@ -29,7 +29,7 @@ from toolkit.report.steps import fit_option, typed
 
 if TYPE_CHECKING:
     from toolkit.traces.types import Trace
-    from toolkit.tuning.autoscale import FoundFleets, ScaledFleet
+    from toolkit.tuning.autoscale import FoundFleets
 
 USUAL_RULES = ("by-law", "hpa", "keda", "saturation", "tokens", "planner")
 POINTS = 288  # of a curve: each five minutes of a day
@@ -114,7 +114,7 @@ def command(args: AutoscaleOptions) -> None:
             )
         fleet = ScaledFleet(deployment, trace, rate_rps)
         found = find_fleets(fleet, rules, args.trials, evaluate, advance)
-    result = _result(scenario, fleet, found)
+    result = _result(scenario, found)
     write_file(result, args.out)
     emit(args.as_json, result, lambda: show(scaling_sheet(result)))
     scenario.note_basis()
@@ -218,10 +218,11 @@ def _trace(scenario: Scenario, spec: ScaleSpec) -> Trace:
     return trace
 
 
-def _result(scenario: Scenario, fleet: ScaledFleet, found: FoundFleets) -> ScalingResult:
+def _result(scenario: Scenario, found: FoundFleets) -> ScalingResult:
     """Return the file's content; each of the fleets in it is simulated once more for its curves."""
     from toolkit.tuning.autoscale import demand_rps, fleet_result
 
+    fleet = found.fleet
     trace = fleet.trace
     recipe = fleet.deployment.recipe
     span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])

@@ -51,7 +51,7 @@ class ScalingResult(Envelope):
     scale: ScaleSpec = Field(description="bounds, start times and intervals that were simulated")
     gpus_per_replica: int
     replica_rps: float = Field(
-        description="requests/s that one replica serves within the targets, come as they may"
+        description="requests/s that a replica among others serves within the targets"
     )
     hours: float = Field(description="from the first arrival of the trace to the last completion")
     step_s: float = Field(description="between two values of the curves")

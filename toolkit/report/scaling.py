@@ -51,9 +51,10 @@ def _answer(result: ScalingResult, best: FleetResult) -> str:
 
 def _lines(result: ScalingResult) -> list[str]:
     """What a reader must know besides the table."""
+    start_s = sum(result.scale.start_s) / len(result.scale.start_s)
     lines = [
-        f"one replica serves {number(result.replica_rps)} requests/s within the targets, and takes "
-        f"{seconds(sum(result.scale.start_s) / len(result.scale.start_s))} to start"
+        f"a replica among others serves {number(result.replica_rps)} requests/s within the "
+        f"targets, and takes {seconds(start_s)} to start"
     ]
     lines += [
         f"{one.rule} does not settle: its number swings with a period of {seconds(one.period_s)}"

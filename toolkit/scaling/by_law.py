@@ -1,11 +1,15 @@
 """The rule `by-law`: the demand to come over what one replica serves by the fitted law.
 
-The capacity of one replica, on this traffic and within the targets, is what `llmctl capacity`
-finds. The demand is forecast until a replica that is started now would be ready. In a cluster it
-is one Prometheus query, with the capacity as a constant, that KEDA divides by the replicas.
+The capacity of a replica, on this traffic and within the targets, is the simulator's, of a replica
+among others: several share their waiting requests, so each serves more than one alone. The fewer
+there are, the more spare ones it takes, by the square root of their number (square-root staffing:
+Halfin and Whitt, Operations Research 29, 1981). The demand is forecast until a replica that is
+started now would be ready. In a cluster it is one Prometheus query with these constants.
 """
 
 from __future__ import annotations
+
+import math
 
 from toolkit.scaling.base import Rule
 from toolkit.scaling.hpa import for_total
@@ -17,7 +21,7 @@ DAY_S = 86400.0
 
 @policy("by-law")
 class LawRule(Rule):
-    """Wants the forecast demand over the used share of a replica's capacity.
+    """Wants q + spare * sqrt(q) replicas, where q is the forecast demand over a replica's capacity.
 
     The demand is the rate of arrivals over `window_s`, and its growth since the window before goes
     on for `horizon_s`; a fall does not. With `season` it is at least what came a day before at the
@@ -25,10 +29,10 @@ class LawRule(Rule):
     """
 
     capacity_rps: float = parameter(
-        1.0, low=1e-9, doc="requests/s that one replica serves within the targets"
+        1.0, low=1e-9, doc="requests/s that a replica among others serves within the targets"
     )
-    utilization: float = parameter(
-        0.8, low=0.05, high=1.5, search=(0.4, 1.1), doc="the share of it that is planned for"
+    spare: float = parameter(
+        0.5, high=10, search=(0, 1.5), doc="replicas besides, times the square root of those needed"
     )
     window_s: float = parameter(
         180.0, low=30, high=3600, search=(60, 900), log=True, doc="seconds that rates are over"
@@ -57,7 +61,8 @@ class LawRule(Rule):
         demand = self.demand(view)
         if demand is None:
             return view.wanted
-        return for_total(demand, self.capacity_rps * self.utilization, view.wanted)
+        needed = demand / self.capacity_rps
+        return for_total(needed + self.spare * math.sqrt(needed), 1.0, view.wanted)
 
     def demand(self, view: FleetView) -> float | None:
         """Return the forecast in requests/s; None before there are two samples."""

@@ -21,9 +21,11 @@ class ClairvoyantRule(Rule):
     """Wants what the demand takes from now until a replica that is started now is ready."""
 
     capacity_rps: float = parameter(
-        1.0, low=1e-9, doc="requests/s that one replica serves within the targets"
+        1.0, low=1e-9, doc="requests/s that a replica among others serves within the targets"
     )
-    utilization: float = parameter(1.0, low=0.05, high=1.5, doc="the share of it that is planned")
+    spare: float = parameter(
+        0.0, low=-2, high=10, doc="replicas besides, times the square root of those needed"
+    )
     horizon_s: float = parameter(
         120.0, high=7200, doc="seconds until a replica that is started now is ready"
     )
@@ -39,8 +41,8 @@ class ClairvoyantRule(Rule):
         while first < len(arrival_s):
             end_s = begin_s + (len(needed) + 1) * self.interval_s
             last = bisect_left(arrival_s, end_s, first)
-            rate = (last - first) / self.interval_s
-            needed.append(math.ceil(rate / (self.capacity_rps * self.utilization)))
+            share = (last - first) / self.interval_s / self.capacity_rps
+            needed.append(math.ceil(share + self.spare * math.sqrt(share)))
             first = last
         return replace(self, begin_s=begin_s, needed=tuple(needed))
 

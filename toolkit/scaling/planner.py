@@ -28,7 +28,7 @@ class PlannerRule(Rule):
     )
 
     capacity_rps: float = parameter(
-        1.0, low=1e-9, doc="requests/s that one replica serves within the targets"
+        1.0, low=1e-9, doc="requests/s that a replica among others serves within the targets"
     )
     interval_s: float = parameter(
         180.0, low=30, high=3600, search=(60, 900), log=True, doc="seconds of an interval"

@@ -4,10 +4,11 @@ Every rule serves the whole trace, at the times of its requests: a rule is about
 over a day, so no part of the day stands for it. Beside the rules stand the fewest replicas that
 keep the targets without a rule, and a clairvoyant schedule, which knows what will come.
 
-1. `replica_rate`: what one replica serves within the targets, on requests of this trace that come
-   evenly (Poisson) at a rate. `by-law`, `planner` and the clairvoyant schedule plan by it.
-2. `fewest_static`: the static fleet.
-3. `clairvoyant`: demand in each interval over that rate; one share of it is searched.
+1. `replica_rate`: what a replica serves within the targets, on requests of this trace that come
+   evenly (Poisson) at a rate.
+2. `fewest_static`: the static fleet. Among its replicas, which share what waits, each serves more
+   than one alone: that rate is what `by-law`, `planner` and the clairvoyant schedule plan by.
+3. `clairvoyant`: demand in each interval over that rate; how many are spare is searched.
 4. `search_rule`: a rule's parameters and behaviour, by Optuna's TPE. The least GPU-hours that keep
    every limit win.
 """
@@ -43,8 +44,9 @@ from toolkit.tuning.workload import whole_task
 STEADY_REQUESTS = 4000  # of the trace, by which a replica's rate is found
 BEGIN_S = 600.0  # seconds of the trace: their demand says how many replicas run at first
 BEGIN_SHARE = 0.7  # of a replica's rate that these are given
+INTERVAL_S = 600.0  # of the clairvoyant schedule, at least
 PEAK_S = 300.0  # the busiest seconds, from which the search for a static fleet starts
-SHARES = (1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of a replica's rate, for the schedule
+SPARES = (-0.2, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5)  # replicas besides, of the schedule
 BATCH = 4  # trials that are suggested at once
 SEASON_S = 2 * 86400.0  # a trace of more days has a day before, for rules that look at it
 FAILED_SHARE_MAX = 0.001  # of the requests that may be lost, or never be served
@@ -57,7 +59,7 @@ class ScaledFleet:
     Attributes:
         deployment: one replica of it, with its router and `recipe.scale`.
         trace: the requests.
-        rate_rps: what one replica serves within the targets.
+        rate_rps: what a replica serves within the targets.
     """
 
     deployment: Deployment
@@ -116,11 +118,15 @@ def steady(trace: Trace, seed: int) -> Trace:
     return replace(part, arrival_s=np.cumsum(gaps_s))
 
 
-def replica_rate(deployment: Deployment, trace: Trace, evaluate: Evaluate) -> float | None:
-    """Return the highest rate, in requests/s, at which one replica keeps all limits; None: none."""
-    one = deployment.with_workers(1)
-    found = rate_capacity(whole_task(one, steady(trace, one.recipe.tune.seed)), evaluate)
-    return found.load if found else None
+def replica_rate(
+    deployment: Deployment, trace: Trace, evaluate: Evaluate, among: int = 1
+) -> float | None:
+    """Return the highest rate of each of `among` replicas, in requests/s, at which they keep all
+    limits; None: there is none.
+    """
+    fleet = deployment.with_workers(among)
+    found = rate_capacity(whole_task(fleet, steady(trace, fleet.recipe.tune.seed)), evaluate)
+    return found.load / among if found else None
 
 
 def kept(evaluation: Evaluation) -> bool:
@@ -176,12 +182,12 @@ def peak_rps(trace: Trace) -> float:
 
 
 def clairvoyant(fleet: ScaledFleet, evaluate: Evaluate) -> Evaluation | None:
-    """Return the schedule with the fewest hours that keeps the limits, among `SHARES`: the demand
-    of each interval, which it knows, over that share of a replica's rate. None: none keeps them.
+    """Return the schedule with the fewest hours that keeps the limits, among `SPARES`: the demand
+    of each interval, which it knows, over a replica's rate, and spare ones. None: none keeps them.
 
     It is a bound by a greedy plan, not the least possible.
     """
-    tasks = [fleet.under(known_ahead(fleet, share)) for share in SHARES]
+    tasks = [fleet.under(known_ahead(fleet, spare)) for spare in SPARES]
     found = []
     for first in range(0, len(tasks), 2):
         found = [one for one in evaluate(tasks[first : first + 2]) if kept(one)]
@@ -190,13 +196,13 @@ def clairvoyant(fleet: ScaledFleet, evaluate: Evaluate) -> Evaluation | None:
     return None
 
 
-def known_ahead(fleet: ScaledFleet, share: float) -> ScalingSpec:
-    """Return the clairvoyant rule that plans for a share of a replica's rate."""
+def known_ahead(fleet: ScaledFleet, spare: float) -> ScalingSpec:
+    """Return the clairvoyant rule with so many spare replicas, times the root of those needed."""
     of_rule: dict[str, Value] = {
         "capacity_rps": fleet.rate_rps,
-        "utilization": share,
+        "spare": spare,
         "horizon_s": fleet.ahead_s,
-        "interval_s": max(2.0 * float(np.mean(fleet.spec.start_s)), 120.0),
+        "interval_s": max(2.0 * float(np.mean(fleet.spec.start_s)), INTERVAL_S),
     }
     return ScalingSpec(rule="clairvoyant", parameters=of_rule, behaviour=dict(SETTLED))
 
@@ -256,7 +262,7 @@ def _start(first: Value, among: Distribution) -> Value:
     threshold out and is not in it.
     """
     if isinstance(among, optuna.distributions.FloatDistribution) and not first:
-        return max(float(first), among.low) if among.low == 0.0 else among.high
+        return among.high if among.low > 0.0 else 0.0
     return first
 
 
@@ -336,12 +342,14 @@ def find_fleets(
     if fewest is not None:
         [own] = [one for one in tried if one.settings.scaling == static(fewest)]
         alone = FoundRule(own, len(tried))
+        rate_rps = replica_rate(fleet.deployment, fleet.trace, evaluate, fewest)
+        fleet = replace(fleet, rate_rps=rate_rps or fleet.rate_rps)
     ahead = clairvoyant(fleet, evaluate)
     found = []
     for name in rules:
         done = search_rule(fleet, name, trials, evaluate, tick)
         found.append(FoundRule(best_of(done), len(done)))
-    known = None if ahead is None else FoundRule(ahead, len(SHARES))
+    known = None if ahead is None else FoundRule(ahead, len(SPARES))
     return FoundFleets(fleet, alone, known, found)
 
 
