@@ -201,12 +201,12 @@ def test_planner_decides_once_an_interval() -> None:
 
 
 def test_by_law_looks_ahead_and_has_room() -> None:
-    rule = LawRule(capacity_rps=1.0, spare=0.5, horizon_s=200.0)
+    rule = LawRule(capacity=50.0, spare=0.5, horizon_s=200.0)
     assert rule.decide(view(rising(4.0), 5)) == 5
     assert rule.decide(view(rising(4.0), 9)) == 5
     assert rule.decide(view(rising(4.0, growth=0.005), 5)) == 13  # 10 now, 11 in 200 s
     assert (
-        LawRule(capacity_rps=1.0, spare=0.5, growth=0.0).decide(view(rising(4.0, growth=0.005), 5))
+        LawRule(capacity=50.0, spare=0.5, growth=0.0).decide(view(rising(4.0, growth=0.005), 5))
         == 12
     )
     # what waits is served in 300 s besides
@@ -221,16 +221,16 @@ def test_by_law_knows_the_day_before() -> None:
     ]
     quiet = day[-1].arrived
     day += [sample(60.0 * k, [(0, 4, 0.2)], requests=quiet + k - 120) for k in range(120, 1498)]
-    rule = LawRule(capacity_rps=1.0, spare=0.0, season=True, horizon_s=300.0)
+    rule = LawRule(capacity=50.0, spare=0.0, season=True, horizon_s=300.0)
     # 57 minutes into the second day: 5 minutes later ten times the requests came
     assert rule.decide(view(day, 1)) == 10
-    assert LawRule(capacity_rps=1.0, spare=0.0).decide(view(day, 1)) == 1
+    assert LawRule(capacity=50.0, spare=0.0).decide(view(day, 1)) == 1
 
 
 def test_clairvoyant_plans_each_interval_and_starts_ahead() -> None:
     times = [float(k) for k in range(600)] + [600.0 + k / 4 for k in range(1200)]
-    rule = ClairvoyantRule(capacity_rps=1.0, interval_s=300.0, horizon_s=100.0)
-    planned = rule.with_arrivals(times)
+    rule = ClairvoyantRule(capacity=10.0, prompt_share=0.5, interval_s=300.0, horizon_s=100.0)
+    planned = rule.with_requests(times, [10] * len(times), [5] * len(times))
     assert planned.needed == (1, 1, 4)
     history = view([sample(0, [])], 1)
     assert planned.decide(FleetView(100.0, 1, 1, 1, 9, history.history)) == 1

@@ -7,7 +7,6 @@ is ready in time. It is not the least possible, since demand within an interval 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import field, replace
 
@@ -20,8 +19,11 @@ from toolkit.sched.policies.parameters import parameter, policy
 class ClairvoyantRule(Rule):
     """Wants what the demand takes from now until a replica that is started now is ready."""
 
-    capacity_rps: float = parameter(
-        1.0, low=1e-9, doc="requests/s that a replica among others serves within the targets"
+    capacity: float = parameter(
+        1.0, low=1e-9, doc="tokens/s that a replica serves within the targets"
+    )
+    prompt_share: float = parameter(
+        0.0, high=10, doc="tokens of output that take as long as one of a prompt"
     )
     spare: float = parameter(
         0.0, low=-2, high=10, doc="replicas besides, times the square root of those needed"
@@ -33,17 +35,17 @@ class ClairvoyantRule(Rule):
     begin_s: float = 0.0
     needed: tuple[int, ...] = field(default=(), repr=False)  # in each interval
 
-    def with_arrivals(self, arrival_s: Sequence[float]) -> ClairvoyantRule:
+    def with_requests(
+        self, arrival_s: Sequence[float], prompts: Sequence[int], outputs: Sequence[int]
+    ) -> ClairvoyantRule:
         """Return the rule with its plan for requests that come at these times, ascending."""
         begin_s = arrival_s[0]
-        needed: list[int] = []
-        first = 0
-        while first < len(arrival_s):
-            end_s = begin_s + (len(needed) + 1) * self.interval_s
-            last = bisect_left(arrival_s, end_s, first)
-            share = (last - first) / self.interval_s / self.capacity_rps
-            needed.append(math.ceil(share + self.spare * math.sqrt(share)))
-            first = last
+        tokens = [0.0] * (int((arrival_s[-1] - begin_s) // self.interval_s) + 1)
+        for at_s, prompt, output in zip(arrival_s, prompts, outputs, strict=True):
+            place = int((at_s - begin_s) // self.interval_s)
+            tokens[place] += output + self.prompt_share * prompt
+        shares = [total / self.interval_s / self.capacity for total in tokens]
+        needed = [math.ceil(share + self.spare * math.sqrt(share)) for share in shares]
         return replace(self, begin_s=begin_s, needed=tuple(needed))
 
     def decide(self, view: FleetView) -> int:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from toolkit.scaling.base import Rule
 from toolkit.scaling.saturation import BEHAVIOUR
-from toolkit.scaling.types import FleetSample, FleetView, arrived
+from toolkit.scaling.types import FleetView, arrived, ended, output_tokens, prompt_tokens
 from toolkit.sched.policies.parameters import Value, parameter, policy
 
 KV_SHARE = 0.80  # of a cache, that is planned for
@@ -52,8 +52,8 @@ class TokensRule(Rule):
         if sample is None:
             return view.wanted
         history = view.history
-        prompt = _mean(history.rate(_prompt, MEANS_S), history.rate(arrived, MEANS_S))
-        output = _mean(history.rate(_output, MEANS_S), history.rate(_ended, MEANS_S))
+        prompt = _mean(history.rate(prompt_tokens, MEANS_S), history.rate(arrived, MEANS_S))
+        output = _mean(history.rate(output_tokens, MEANS_S), history.rate(ended, MEANS_S))
         if prompt is None or output is None:
             return view.wanted
         capacity = self._capacity(view, prompt, output)
@@ -84,15 +84,3 @@ class TokensRule(Rule):
 
 def _mean(total: float | None, count: float | None) -> float | None:
     return total / count if total is not None and count else None
-
-
-def _prompt(sample: FleetSample) -> float:
-    return sample.prompt_tokens
-
-
-def _output(sample: FleetSample) -> float:
-    return sample.output_tokens
-
-
-def _ended(sample: FleetSample) -> float:
-    return sample.ended

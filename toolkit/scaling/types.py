@@ -130,3 +130,18 @@ class FleetView(msgspec.Struct, frozen=True):
 def arrived(sample: FleetSample) -> float:
     """Return the counter of requests that have come."""
     return sample.arrived
+
+
+def prompt_tokens(sample: FleetSample) -> float:
+    """Return the counter of tokens of prompts that have come."""
+    return sample.prompt_tokens
+
+
+def ended(sample: FleetSample) -> float:
+    """Return the counter of requests that have ended."""
+    return sample.ended
+
+
+def output_tokens(sample: FleetSample) -> float:
+    """Return the counter of tokens of the requests that have ended."""
+    return sample.output_tokens

@@ -101,7 +101,9 @@ class FleetClock(ReplicaClock):
         self.log = FleetLog(begin_s)
         scaling = fleet.scaling
         if isinstance(scaling.rule, ClairvoyantRule):
-            rule = scaling.rule.with_arrivals(trace.arrival_s.tolist())
+            rule = scaling.rule.with_requests(
+                trace.arrival_s.tolist(), trace.prompt_tokens.tolist(), self._outputs
+            )
             scaling = replace(scaling, rule=rule)
         self._scaler = Autoscaler(scaling, fleet.begin, begin_s)
         self._rng = np.random.default_rng(fleet.starts.seed)

@@ -25,6 +25,7 @@ import optuna
 from toolkit.files.recipe import RouterSpec, ScaleSpec, ScalingSpec
 from toolkit.files.scaling import FleetCurve, FleetResult
 from toolkit.files.tuning import Evaluation
+from toolkit.laws.features import StepShape
 from toolkit.metrics import Floats, Served, meets_sla
 from toolkit.routing.routers import router_of
 from toolkit.scaling.behaviour import Behaviour
@@ -74,6 +75,18 @@ class ScaledFleet:
         return scale
 
     @property
+    def prompt_share(self) -> float:
+        """See the function."""
+        return prompt_share(self.deployment, self.trace)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What a replica serves, as `by-law` counts tokens."""
+        trace = self.trace
+        prompt, output = float(trace.prompt_tokens.mean()), float(trace.output_tokens.mean())
+        return self.rate_rps * (output + self.prompt_share * prompt)
+
+    @property
     def ahead_s(self) -> float:
         """Seconds from a change of the traffic until a replica that it calls for is ready."""
         spec = self.spec
@@ -108,14 +121,26 @@ def fleet_deployment(deployment: Deployment) -> Deployment:
 
 
 def steady(trace: Trace, seed: int) -> Trace:
-    """Return requests of all the trace, in their order, that come as a Poisson process of one a
-    second.
-    """
+    """Return requests drawn from all the trace that come as a Poisson process of one a second."""
+    rng = np.random.default_rng(seed)
     count = min(len(trace), STEADY_REQUESTS)
-    rows = np.linspace(0, len(trace) - 1, count).astype(np.int64)
-    gaps_s = np.random.default_rng(seed).exponential(1.0, count)
-    part = trace.take(rows)
-    return replace(part, arrival_s=np.cumsum(gaps_s))
+    rows = rng.permutation(len(trace))[:count]
+    return replace(trace.take(rows), arrival_s=np.cumsum(rng.exponential(1.0, count)))
+
+
+def prompt_share(deployment: Deployment, trace: Trace) -> float:
+    """Return how many tokens of output take as long as one of a prompt, by the law of a pass with
+    as many rows as half of the cache holds.
+    """
+    steps = deployment.fit.steps
+    engine = PagedEngine.of(deployment.fit)
+    assert steps is not None
+    assert engine is not None
+    prompt = float(trace.prompt_tokens.mean())
+    context = prompt + float(trace.output_tokens.mean()) / 2.0
+    rows = max(round(0.5 * engine.capacity_tokens / context), 1)
+    out_s = steps.law.step_s(StepShape(rows, round(rows * context))) / rows
+    return steps.law.prompt_token_s(prompt / 2.0) / out_s
 
 
 def replica_rate(
@@ -199,7 +224,8 @@ def clairvoyant(fleet: ScaledFleet, evaluate: Evaluate) -> Evaluation | None:
 def known_ahead(fleet: ScaledFleet, spare: float) -> ScalingSpec:
     """Return the clairvoyant rule with so many spare replicas, times the root of those needed."""
     of_rule: dict[str, Value] = {
-        "capacity_rps": fleet.rate_rps,
+        "capacity": fleet.tokens_per_s,
+        "prompt_share": fleet.prompt_share,
         "spare": spare,
         "horizon_s": fleet.ahead_s,
         "interval_s": max(2.0 * float(np.mean(fleet.spec.start_s)), INTERVAL_S),
@@ -284,6 +310,9 @@ def facts(fleet: ScaledFleet, name: str) -> dict[str, Value]:
     assert isinstance(flags, VllmPolicy)
     known: dict[str, Value] = {
         "capacity_rps": fleet.rate_rps,
+        "capacity": fleet.tokens_per_s,
+        "prompt_share": fleet.prompt_share,
+        "output_tokens": float(fleet.trace.output_tokens.mean()),
         "horizon_s": fleet.ahead_s,
         "cache_tokens": engine.capacity_tokens,
         "pass_tokens": parameters(flags)[TOKENS],
