@@ -73,9 +73,7 @@ plans = completing(lambda: (), "*.json")
 recipes_and_plans = completing(shipped_names, "*.yaml", "*.json")
 fits = completing(shipped_fits, "*.json")
 fits_and_clock = completing(lambda: [*shipped_fits(), UNIT_STEP], "*.json")
-traces = completing(
-    lambda: (path.stem for path in TRACES.glob("*.jsonl")), "*.jsonl", "*.csv", "*.gz"
-)
+traces = completing(lambda: (path.stem for path in TRACES.iterdir()), "*.jsonl", "*.csv", "*.gz")
 policy = completing(lambda: ABOUT)
 router = completing(_routers)
 rendered_targets = completing(lambda: RENDERED)
@@ -171,8 +169,8 @@ def _files(name: str, value: object) -> Iterator[str]:
             yield from _files(name, one)
     elif isinstance(value, str | Path):
         text = os.fspath(value)
-        shipped = str(TRACES / f"{text}.jsonl") if name == "trace" else ""
-        candidates = [text, text.partition("=")[2], shipped]
+        shipped = [str(file) for file in TRACES.iterdir() if name == "trace" and file.stem == text]
+        candidates = [text, text.partition("=")[2], *shipped]
         yield from filter(os.path.isfile, candidates)
 
 

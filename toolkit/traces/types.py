@@ -7,7 +7,6 @@ docs/reference/traces.md has the commands that made the shipped traces.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import InputError, nearest
-from toolkit.files.recipe import NAME_PATTERN
 from toolkit.files.tuning import Scaling, changes_in_words
 
 FOLDER = Path(__file__).parent / "data"  # of the shipped traces
@@ -173,13 +171,13 @@ def trace_path(trace: str | os.PathLike[str]) -> Path:
         return path
     if path.is_dir():
         raise InputError(f"{text}: a folder, not a trace", "name a file in it")
-    shipped = FOLDER / f"{text}.jsonl"
-    if re.fullmatch(NAME_PATTERN, text) and shipped.is_file():
-        return shipped
+    for shipped in FOLDER.iterdir():
+        if shipped.stem == text:
+            return shipped
     hint = nearest(path.stem, shipped_traces())
     raise InputError(f"{text}: no such file, and no shipped trace has that name", hint)
 
 
 def shipped_traces() -> list[str]:
     """The names of the traces that ship."""
-    return sorted(file.stem for file in FOLDER.glob("*.jsonl"))
+    return sorted(file.stem for file in FOLDER.iterdir())
