@@ -22,7 +22,7 @@ from toolkit.cli.arguments import (
     option,
 )
 from toolkit.cli.basis import note_basis, note_other_count, note_trace, plain
-from toolkit.cli.output import emit, note, paragraph, progress, show
+from toolkit.cli.output import emit, note, progress, show
 from toolkit.cli.scenario import Scenario, computed_fit
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError, LimitsBrokenError
@@ -115,6 +115,7 @@ def command(args: CapacityOptions) -> None:
     would change them. With a price, it says what requests and tokens cost at that rate. With
     --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps the limits.
     """
+    from toolkit.report.capacity import capacity_page, capacity_sheet
     from toolkit.tuning.deployments import capacity_of, check_sharing, variants_of, with_lost
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
 
@@ -162,13 +163,11 @@ def command(args: CapacityOptions) -> None:
         wanted_rps=args.rate,
         capacities=[_plain(one, trace) for one, trace in zip(found, traces, strict=True)],
     )
-    emit(args.as_json, result, lambda: _show(result))
+    emit(args.as_json, result, lambda: show(capacity_sheet(result)))
     fits = [(one.deployment.fit, one.fit_file) for one in scenarios]
     note_basis(*fits, *((one.deployment.fit, None) for one in variants if one.changed))
     _note_counts(found)
     if args.html:
-        from toolkit.report.capacity import capacity_page
-
         write_text(args.html, capacity_page(result))
         note(f"wrote {args.html}")
     if all(one.capacity_rps is None for one in result.capacities):
@@ -381,12 +380,3 @@ def _none_keeps(found: FoundCapacity) -> LimitsBrokenError:
         f"no rate keeps all limits: even at {number(lowest.load)} requests/s {binding} is {used}",
         hint,
     )
-
-
-def _show(result: Capacities) -> None:
-    from toolkit.report.capacity import capacity_sheet, conclusion
-
-    show(capacity_sheet(result))
-    print()
-    for line in conclusion(result):
-        paragraph(line)

@@ -130,10 +130,11 @@ def capacity_sheet(result: Capacities) -> Sheet:
     one.
     """
     kept = any(one.capacity_rps is not None for one in result.capacities)
-    badge = Badge("kept", f"{'; '.join(conclusion(result))}.")
+    lines = conclusion(result)
+    badge = Badge("kept", f"{'; '.join(lines)}.")
     if not kept:
         badge = Badge("broken", "No rate that was tried keeps every target.")
-    sheet = Sheet("verdict", "", badge=badge, tables=[_highest_rates(result)])
+    sheet = Sheet("verdict", "", badge=badge, tables=[_highest_rates(result)], lines=lines)
     costs: list[list[Cell]] = []
     for one in result.capacities:
         cost = one.cost
