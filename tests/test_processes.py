@@ -153,3 +153,42 @@ def test_a_bug_in_a_life_is_told_and_the_child_is_started_again(
     things = asyncio.run(main())
     assert things.reason == "ZeroDivisionError: a bug"
     assert sum(record.exc_info is not None for record in caplog.records) == things.lives == 3
+
+
+class Coming(Supervisor):
+    """Children that come and go; the one with number 1 never starts."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.lives: list[int] = []
+
+    async def live(self, number: int) -> str:
+        self.lives.append(number)
+        if number != 1:
+            self.ready(number)
+            while not self.children[number].is_retired:
+                await asyncio.sleep(0)
+            return "it was retired"
+        await asyncio.Event().wait()
+        return ""
+
+
+def test_further_children_come_and_go_and_their_places_are_taken_again():
+    async def main() -> list[int]:
+        things = Coming()
+        await things.start_children()
+        for number in (1, 2):
+            things.start_child(number)
+        await things.children[2].first
+        for number in (1, 2):
+            things.retire(number)
+            while not things.is_over(number):
+                await asyncio.sleep(0)
+        things.start_child(2)
+        await things.children[2].first
+        assert not things.is_over(0)
+        assert things.children[0].is_ready
+        await things.end_children()
+        return things.lives
+
+    assert asyncio.run(main()) == [0, 1, 2, 2]

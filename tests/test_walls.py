@@ -283,11 +283,11 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # Statements (`ast.stmt`) of each room, at most. A new capability finds its place in a shape that
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
-    "sim": 4365, "backends": 3720, "sched": 3300, "cli": 3065, "engines": 2840, "server": 3980,
+    "sim": 4355, "backends": 3720, "sched": 3300, "cli": 3070, "engines": 2840, "server": 4165,
     "files": 2645, "traces": 1830, "tuning": 1970, "estimators": 1555,
     "catalogue": 1658, "profiling": 1524, "deploy": 1515, "report": 1325, "openai": 955,
     "endpoints": 910, "adopt": 670, "workers": 450, "routing": 830, "bench": 710, "laws": 402,
-    "scaling": 650, "live": 340, "cluster": 290, "processes": 430,
+    "scaling": 700, "live": 340, "cluster": 290, "processes": 440,
 }  # fmt: skip
 
 

@@ -122,7 +122,8 @@ class ServeOptions(ScenarioOptions):
     )
     event_log: Path | None = _watch(
         None,
-        "Write every call of the scheduler to this file; it replays exactly.",
+        "Write every call of the scheduler to this file; it replays exactly. Where a rule scales "
+        "the servers that are started: every call of the autoscaler.",
     )
     pass_log: Path | None = _watch(
         None,
@@ -174,7 +175,8 @@ def command(args: ServeOptions) -> None:
     assert plan is not None
     warn_broken(plan, str(args.plan))
     engine = backend_of(plan.recipe.engine.name)
-    starts = engine if isinstance(engine, StartsReplicas) and plan.workers > 1 else None
+    several = plan.workers > 1 or plan.settings.scaling is not None
+    starts = engine if isinstance(engine, StartsReplicas) and several else None
     has_replicas = bool(args.replica or args.replicas or starts)
     _refuse_what_it_lacks(args, plan, has_replicas=has_replicas)
     options = _options(args, plan, has_replicas=has_replicas)
@@ -206,7 +208,9 @@ def _refuse_what_it_lacks(args: ServeOptions, plan: Plan, *, has_replicas: bool)
             "leave it out; for servers on several machines: llmctl render --target kubernetes",
         )
     if has_replicas:
-        _refuse(args, "a front before replicas", "--allow-end-after", "--pass-log", "--event-log")
+        scales = plan.settings.scaling is not None and not (args.replica or args.replicas)
+        unknown = ["--allow-end-after", "--pass-log", *([] if scales else ["--event-log"])]
+        _refuse(args, "a front before replicas", *unknown)
         if args.live:
             raise InputError(
                 "--live is about one server, and a front has several",

@@ -33,6 +33,7 @@ class SupervisedChild:
         sign_s: its last sign of life.
         silence_s, total_s: how long it may be silent, and how long what it does may take.
         killed: why the supervisor killed its present process; '': it did not.
+        is_retired: it is not started again.
         is_ready: it has started, and can be used.
         ends: of its processes in a row, without a success between them.
         failed_starts: in a row.
@@ -47,6 +48,7 @@ class SupervisedChild:
     total_s: float = math.inf
     killed: str = ""
     is_ready: bool = False
+    is_retired: bool = False
     ends: int = 0
     failed_starts: int = 0
     lost_s: float | None = None
@@ -68,7 +70,7 @@ class SupervisedChild:
 
 
 class Supervisor(ABC):
-    """Keeps `size` children running, numbered from 0.
+    """Keeps `size` children running, numbered from 0; others may come and go.
 
     A subclass runs a process of a child in `live`, and calls there `ready` when the child can be
     used, `succeeded` when it has done its work, and `enter` and `sign` if it may take too long.
@@ -111,14 +113,29 @@ class Supervisor(ABC):
         """Start all children at once, and return when each is ready. Raises the error of the first
         one that cannot be started; the others run on.
         """
-        self.children = [SupervisedChild() for _ in range(self.size)]
-        self._tasks = [
-            asyncio.create_task(self._keep(number), name=f"{self.called} {number}")
-            for number in range(self.size)
-        ]
+        for number in range(self.size):
+            self.start_child(number)
         self._checked_s = time.monotonic()
         self.check()
         await asyncio.gather(*[child.first for child in self.children])
+
+    def start_child(self, number: int) -> None:
+        """Start a child with the next number, or one in the place of a child that is over."""
+        child = SupervisedChild()
+        task = asyncio.create_task(self._keep(number), name=f"{self.called} {number}")
+        self.children[number : number + 1] = [child]
+        self._tasks[number : number + 1] = [task]
+
+    def retire(self, number: int) -> None:
+        """Start a child not again. One that is not ready is ended; otherwise `live` ends it."""
+        child = self.children[number]
+        child.is_retired = True
+        if not child.is_ready:
+            self._tasks[number].cancel()
+
+    def is_over(self, number: int) -> bool:
+        """Whether nothing of a child is left, and it is not started again."""
+        return self._tasks[number].done()
 
     async def end_children(self, patience_s: float = 0.0) -> None:
         """Start no child again, wait `patience_s` for their ends, and end the rest."""
@@ -193,6 +210,8 @@ class Supervisor(ABC):
         while not self.ending.is_set():
             child.killed = ""
             error = await self._end_of(number)
+            if child.is_retired:
+                return
             self.enter(number, "")
             child.ends += 1
             child.failed_starts += not child.is_ready

@@ -1,4 +1,6 @@
-"""What happened to a fleet: when each replica started, took requests, drained and was gone."""
+"""What happened to a fleet: when each replica started, took requests, drained and was gone; and the
+lines of a live fleet's log, from which its decisions can be made again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,11 @@ from statistics import median
 from typing import Literal
 
 import msgspec
+
+from toolkit.scaling.autoscaler import ScalingRule
+from toolkit.scaling.rules import make_behaviour, make_rule
+from toolkit.scaling.types import FleetSample
+from toolkit.sched.policies.parameters import Value, parameters
 
 State = Literal["starting", "ready", "draining", "gone"]
 SWINGS = 8  # turns in a row after about the same time: the number does not settle
@@ -19,12 +26,62 @@ LIVES: tuple[State, ...] = (
 )  # states in which a replica has its GPUs
 
 
-class ReplicaChange(msgspec.Struct, frozen=True):
+class ReplicaChange(msgspec.Struct, frozen=True, tag="replica"):
     """A replica enters a state. `place` is where it runs: a gone replica's place is used again."""
 
     at_s: float
     place: int
     state: State
+
+
+class FleetHeader(msgspec.Struct, frozen=True, tag="fleet"):
+    """The first line of a live fleet's log: the autoscaler, and the replicas at the beginning."""
+
+    rule: str
+    parameters: dict[str, Value]
+    behaviour: dict[str, Value]
+    least: int
+    most: int
+    scrape_s: float
+    poll_s: float
+    begin: int
+
+    @classmethod
+    def of(cls, scaling: ScalingRule, begin: int) -> FleetHeader:
+        """Return the line for an autoscaler that begins with this many replicas."""
+        return cls(
+            scaling.rule.name,
+            parameters(scaling.rule),
+            parameters(scaling.behaviour),
+            scaling.least,
+            scaling.most,
+            scaling.scrape_s,
+            scaling.poll_s,
+            begin,
+        )
+
+    def scaling(self) -> ScalingRule:
+        """Return the rule."""
+        return ScalingRule(
+            make_rule(self.rule, self.parameters),
+            make_behaviour(self.behaviour),
+            self.least,
+            self.most,
+            self.scrape_s,
+            self.poll_s,
+        )
+
+
+class FleetStep(msgspec.Struct, frozen=True, tag="step"):
+    """A call of a live fleet's autoscaler: what it was told, and what it wants then."""
+
+    at_s: float
+    ready: int
+    wanted: int
+    sample: FleetSample | None  # None: none was due
+
+
+FleetLine = FleetHeader | FleetStep | ReplicaChange
 
 
 class FleetPoint(msgspec.Struct, frozen=True):

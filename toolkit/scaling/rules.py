@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from toolkit.errors import InputError, nearest
+from toolkit.files.recipe import ScaleSpec, ScalingSpec
+from toolkit.scaling.autoscaler import ScalingRule
 from toolkit.scaling.base import Rule
 from toolkit.scaling.behaviour import Behaviour
 from toolkit.scaling.by_law import LawRule
@@ -49,6 +51,20 @@ def make_behaviour(parameters: Mapping[str, Value]) -> Behaviour:
     """Return a behaviour with `parameters` over its defaults. Raises InputError as `make_rule`."""
     _check_keys("behaviour", Behaviour, parameters)
     return Behaviour(**parameters)  # type: ignore[arg-type]
+
+
+def scaling_rule(chosen: ScalingSpec, spec: ScaleSpec) -> ScalingRule:
+    """Return a rule with its behaviour, and the bounds and intervals of a recipe. Raises InputError
+    as `make_rule`.
+    """
+    return ScalingRule(
+        make_rule(chosen.rule, chosen.parameters),
+        make_behaviour(chosen.behaviour),
+        spec.min,
+        spec.max,
+        spec.scrape_s,
+        spec.poll_s,
+    )
 
 
 def _check_keys(owner: str, made: type, parameters: Mapping[str, Value]) -> None:

@@ -1,5 +1,5 @@
 """The logs of a server: on stderr, a line for what an operator has to know, with its time and
-level; and in a file, the calls of its scheduler.
+level; and in a file, the calls of its scheduler, or of its autoscaler.
 
 Modules use Python's `logging`. Lost workers and replicas, and their return, are logged where they
 are noticed (`toolkit.processes`, `toolkit.server`).
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Self
 
 from toolkit.files.io import LineLog
+from toolkit.scaling.log import FleetLine
 from toolkit.sched.eventlog import Event, to_line
 
 FORM = "%(asctime)s.%(msecs)03dZ %(levelname)s %(message)s"
 TIME_FORM = "%Y-%m-%dT%H:%M:%S"  # in UTC
 # Their returns are of level INFO. Of other modules, only warnings are for an operator.
-TALKING = ("toolkit.processes.supervisor", "toolkit.server.replicas")
+TALKING = ("toolkit.processes.supervisor", "toolkit.server.fleet", "toolkit.server.replicas")
 PENDING_BYTES_MAX = 1 << 16  # of an event log, before they are written
 EVENT_LOG_BYTES_MAX = 1 << 30  # an hour or so of a busy server
 FLUSH_EVERY_S = 1.0
@@ -45,7 +46,7 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 class EventLog:
-    """The calls of a scheduler, in a new file that can be replayed.
+    """The calls of a scheduler, or of an autoscaler, in a new file that can be replayed.
 
     `flushing` writes it once a second: a killed server loses little, and an event costs no system
     call. Only whole lines are written. Where an event cannot be written, the log ends
@@ -63,7 +64,7 @@ class EventLog:
         self.flush()
         self._log.close()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event | FleetLine) -> None:
         self._pending += to_line(event)
         if len(self._pending) >= PENDING_BYTES_MAX:
             self.flush()

@@ -1,8 +1,11 @@
-"""The servers that a front before replicas starts itself, and restarts when they end."""
+"""The servers that a front before replicas starts itself, and restarts when they end. Further ones
+may start, and drain, while it serves (`toolkit.server.fleet`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +17,7 @@ from typing import Protocol, TypeVar
 from toolkit.errors import LlmctlError
 from toolkit.files.plan import Plan
 from toolkit.processes.supervisor import Supervisor
+from toolkit.scaling.log import State
 from toolkit.server.options import ServerOptions
 from toolkit.server.replicas import LiveReplica, ReplicaPool
 
@@ -66,8 +70,24 @@ def new_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="llmctl-replica-", ignore_cleanup_errors=True)
 
 
+def most_replicas(plan: Plan) -> int:
+    """Return how many servers of a plan there may be at once: its workers, or more by a rule."""
+    scale = plan.recipe.scale
+    if plan.settings.scaling is None or scale is None:
+        return plan.workers
+    most = scale.max
+    if scale.gpus_free is not None:
+        most = min(most, scale.gpus_free // plan.recipe.engine.tensor_parallel_size)
+    return max(most, plan.workers)
+
+
 class OwnReplicas(Supervisor):
-    """The servers that the front starts, each with its own port and devices."""
+    """The servers that the front starts, each with its own port and devices.
+
+    Attributes:
+        most: servers that there may be, between which the devices are divided.
+        servers: those that have started and run, by their number.
+    """
 
     called = "replica"
 
@@ -75,12 +95,16 @@ class OwnReplicas(Supervisor):
         self, starts: StartsServers, plan: Plan, options: ServerOptions, pool: ReplicaPool
     ) -> None:
         super().__init__(plan.workers)
+        self.most = most_replicas(plan)
         self._starts = starts
-        self._plan = plan
+        self._plan = plan.model_copy(update={"workers": self.most})
         self._options = options
         self._pool = pool
+        scale = plan.recipe.scale
+        self._drain_s = (scale and scale.drain_s) or math.inf
+        self.servers: dict[int, LiveReplica] = {}
         # One thread of a server may wait until it is ready, and another one stop it meanwhile.
-        self._threads = ThreadPoolExecutor(2 * plan.workers, "replica")
+        self._threads = ThreadPoolExecutor(2 * self.most, "replica")
 
     async def start(self) -> None:
         """Start all, and wait until they are up. Raises what the first one raised that could not be
@@ -89,6 +113,23 @@ class OwnReplicas(Supervisor):
         await self.start_children()
         while len(self._pool.up) < self.size:
             await asyncio.sleep(POLL_EVERY_S / 4)
+
+    def drain(self, number: int) -> None:
+        """Send a server no more requests, and end it when it has none; at once where it starts."""
+        self.retire(number)
+        if number in self.servers:
+            self._pool.remove(self.servers[number])
+
+    def states(self) -> list[State]:
+        """Return what each server does, by its number. One that is down is starting again."""
+        return [self._state(number) for number in range(len(self.children))]
+
+    def _state(self, number: int) -> State:
+        if self.is_over(number):
+            return "gone"
+        if self.children[number].is_retired:
+            return "draining"
+        return "ready" if number in self.servers and self.servers[number].up else "starting"
 
     async def stop(self) -> None:
         """End all servers."""
@@ -110,12 +151,15 @@ class OwnReplicas(Supervisor):
                 self.ready(number)
                 replica = self._pool.add(server.url)
                 replica.name = f"{number} at {server.url}"
+                self.servers[number] = replica
                 why = "its task failed"
                 try:
                     why = await self._until_over(number, server, replica)
                 finally:
+                    del self.servers[number]
                     self._pool.losses += replica.state == "up"
-                    self._pool.remove(replica)
+                    if replica.state != "gone":
+                        self._pool.remove(replica)
                     replica.cut_all(why)
                 return why
             finally:
@@ -124,17 +168,22 @@ class OwnReplicas(Supervisor):
                     await asyncio.shield(self._in_thread((await starting).stop))
 
     async def _until_over(self, number: int, server: HostedServer, replica: LiveReplica) -> str:
-        """Wait until the server has ended or hangs, or its probes have failed for `hang_s` seconds.
-        Returns why.
+        """Wait until the server has ended, has drained or hangs, or its probes have failed for
+        `hang_s` seconds. Returns why.
         """
+        child = self.children[number]
         now_s = asyncio.get_running_loop().time
         limit_s = self._plan.recipe.serve.hang_s
-        begin_s = answered_s = now_s()
+        begin_s = answered_s = drains_s = now_s()
         while True:
             if not server.running:
                 return f"its process ended: {server.ended_by()}"
             if replica.state == "hung":
                 return replica.problem
+            if child.is_retired and (not replica.attempts or now_s() - drains_s > self._drain_s):
+                return "it was drained"
+            if not child.is_retired:
+                drains_s = now_s()
             if replica.state != "down":
                 answered_s = now_s()
             elif now_s() - answered_s > limit_s:

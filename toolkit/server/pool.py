@@ -17,7 +17,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -45,7 +45,9 @@ from toolkit.routing.types import BLOCK_TOKENS, ReplicaTraits
 from toolkit.sched.policies.parameters import parameters
 from toolkit.sched.policies.vllm import ROWS, TOKENS
 from toolkit.server.backend import SendAnswer, ServerBackend
+from toolkit.server.fleet import LiveFleet, scaling_of
 from toolkit.server.http import possible_connections
+from toolkit.server.log import EventLog
 from toolkit.server.metrics import family_of
 from toolkit.server.options import ServerOptions, model_name, one_key
 from toolkit.server.own_replicas import POLL_EVERY_S, OwnReplicas, StartsServers
@@ -118,6 +120,7 @@ class PoolBackend(ServerBackend):
     Args:
         replicas: those that it starts, or where the list of those that run comes from; None: the
             pool is filled by other code.
+        fleet: changes the number of the replicas that it starts; None: that is fixed.
 
     Attributes:
         continued: answers that went on at another replica.
@@ -132,6 +135,7 @@ class PoolBackend(ServerBackend):
         *,
         stats: Stats | None = None,
         replicas: OwnReplicas | Watched[list[str]] | None = None,
+        fleet: LiveFleet | None = None,
     ) -> None:
         super().__init__(options, stats or Stats())
         self.background = pool.background
@@ -143,6 +147,7 @@ class PoolBackend(ServerBackend):
         self.continued = 0
         self.numbers = count(1)  # of the requests
         self._replicas = replicas
+        self._fleet = fleet
         self.tasks["silent replicas"] = pool.sweep
         if self.balancer.router.reads_reports:
             self.tasks["reports of replicas"] = pool.read_reports
@@ -186,6 +191,8 @@ class PoolBackend(ServerBackend):
         replicas = self._replicas
         if isinstance(replicas, OwnReplicas):
             await replicas.start()
+            if self._fleet is not None:
+                self.background.start("autoscaler", self._fleet.run)
         elif replicas is not None:
             await self._find(replicas)
         if not self.pool.up:
@@ -216,6 +223,8 @@ class PoolBackend(ServerBackend):
         call = GenerationCall(request.scope["path"], body, session)
         self.admit(request, call.model or None, call.priority)
         relayed = RelayedRequest(self, call, arrival_s)
+        self.stats.arrived += 1
+        self.stats.arrived_tokens += relayed.prompt_tokens
         relayed.admit()
         return relayed.answer
 
@@ -266,6 +275,9 @@ class PoolBackend(ServerBackend):
             (Counter, "continued", "Answers that another replica continued.", self.continued),
         ):
             yield family_of(kind, f"llmctl_{name}", text, labels, value)
+        for name, number in self._counts().items():
+            text = f"Replicas that the scaling rule has: {name}."
+            yield family_of(Gauge, f"llmctl_replicas_{name}", text, labels, number)
         by_replica = {
             "up": "1 while a replica may be sent requests.",
             "running": "Requests that a replica has.",
@@ -280,6 +292,10 @@ class PoolBackend(ServerBackend):
         text = "Failures of tasks that run beside requests."
         failures = self.pool.background.failures
         yield family_of(Counter, "llmctl_background_task_failures", text, labels, failures, "task")
+
+    def _counts(self) -> dict[str, int]:
+        """Return how many replicas are wanted, ready and starting; nothing without a rule."""
+        return {} if self._fleet is None else self._fleet.counts()
 
     def shown(self) -> dict[str, Any]:
         router = self.balancer.router
@@ -302,6 +318,7 @@ class PoolBackend(ServerBackend):
             "router": router.name,
             "knobs": parameters(router),
             "replicas": replicas,
+            "fleet": self._counts(),
             "totals": {"continued": self.continued, "retry_budget": self.budget.share},
         }
 
@@ -411,14 +428,23 @@ def pool_backend(
         hang_s=recipe.serve.hang_s,
         key=secrets.token_urlsafe(24) if options.replicas is None else options.replica_key,
     )
+    stats = Stats(sla=recipe.sla)
+    fleet: LiveFleet | None = None
+    log = EventLog(options.event_log) if options.event_log else nullcontext()
     replicas: OwnReplicas | Watched[list[str]] | None = options.replicas
-    if replicas is None:
-        assert starts is not None
-        options.say(f"starting {counted(plan.workers, 'server')} of {recipe.engine.name}")
-        keys = one_key(pool.key)
-        each = replace(options, host="127.0.0.1", port=0, keys=keys, event_log=None)
-        replicas = OwnReplicas(starts, plan, each, pool)
-    backend = PoolBackend(pool, options, stats=Stats(sla=recipe.sla), replicas=replicas)
-    pool.http.most_kept = possible_connections(backend.descriptors_each) // 2
-    backend.facts = facts_of(plan, options.model or model_name(plan))
-    yield backend
+    with log as decisions:
+        if replicas is None:
+            assert starts is not None
+            scaling = scaling_of(plan)
+            text = f"starting {counted(plan.workers, 'server')} of {recipe.engine.name}"
+            keys = one_key(pool.key)
+            each = replace(options, host="127.0.0.1", port=0, keys=keys, event_log=None)
+            replicas = OwnReplicas(starts, plan, each, pool)
+            if scaling is not None:
+                text += f"; {scaling.least} to {replicas.most} by the rule {scaling.rule.name}"
+                fleet = LiveFleet(scaling, replicas, pool, stats, decisions)
+            options.say(text)
+        backend = PoolBackend(pool, options, stats=stats, replicas=replicas, fleet=fleet)
+        pool.http.most_kept = possible_connections(backend.descriptors_each) // 2
+        backend.facts = facts_of(plan, options.model or model_name(plan))
+        yield backend

@@ -56,7 +56,7 @@ MAX_PAGE_BYTES = 1 << 20  # of metrics, which are read four times a second
 # Bounded by the line, so that a page is read in one pass.
 _REPORTED = re.compile(
     rb"^(?:vllm:num_requests|llmctl_requests|vllm:kv|vllm:gpu|llmctl_kv)_"
-    rb"(waiting|cache_usage)(?:_perc|_ratio)?(?:\{[^\n]*\})? ([^\s]+)",
+    rb"(waiting|running|cache_usage)(?:_perc|_ratio)?(?:\{[^\n]*\})? ([^\s]+)",
     re.MULTILINE,
 )
 MAX_ROWS = 1 << 20  # that a replica may report
@@ -378,13 +378,12 @@ class ReplicaPool:
                         replica.state = "left out" if foreign else "down"
                     replica.problem = problem
                 case _:
-                    first = replica.state == "joining"
                     if any(other.requests for other in self.replicas):
                         replica.slow_since_s = time.monotonic()
                     replica.state = "up"
                     replica.problem = ""
                     replica.failed_answers = 0
-                    self.balancer.change(replica.index, is_up=True, is_fresh=not first)
+                    self.balancer.change(replica.index, is_up=True, is_fresh=True)
                     away = ""
                     if replica.lost_s is not None:
                         away = f": it was away for {time.monotonic() - replica.lost_s:.1f} s"
@@ -515,20 +514,30 @@ class ReplicaPool:
         return f"it answered {status} when asked for a token" if refused else ""
 
     async def _report(self, replica: LiveReplica) -> None:
-        """Give the balancer a replica's figures from its /metrics, vLLM's or llmctl's, if there are
-        any. Of several engines, requests are added, and the fullest cache counts.
-        """
+        """Give the balancer a replica's own figures, if there are any."""
         at_s = time.monotonic()
-        found = _REPORTED.findall(await self.metrics_page(replica) or b"")[: 2 * MAX_ENGINES]
-        figures = {b"waiting": [0.0], b"cache_usage": [0.0]}
+        figures = await self.figures(replica)
+        if replica.state == "up" and figures is not None:
+            waiting, _, usage = figures
+            self.balancer.report(replica.index, ReplicaReport(waiting, usage, at_s))
+
+    async def figures(self, replica: LiveReplica) -> tuple[int, int, float] | None:
+        """Return a replica's waiting and running requests and the used share of its KV cache, from
+        its /metrics, vLLM's or llmctl's; None where it has none of them. Of several engines,
+        requests are added, and the fullest cache counts.
+        """
+        found = _REPORTED.findall(await self.metrics_page(replica) or b"")[: 3 * MAX_ENGINES]
+        figures = {b"waiting": [0.0], b"running": [0.0], b"cache_usage": [0.0]}
         for name, text in found:
             with suppress(ValueError):
                 if math.isfinite(value := float(text)):
                     figures[name].append(value)
-        if replica.state == "up" and any(values[1:] for values in figures.values()):
-            waiting = int(min(max(sum(figures[b"waiting"]), 0), MAX_ROWS))
-            usage = min(max(figures[b"cache_usage"]), 1.0)
-            self.balancer.report(replica.index, ReplicaReport(waiting, usage, at_s))
+        if not any(values[1:] for values in figures.values()):
+            return None
+        waiting, running = (
+            int(min(max(sum(figures[name]), 0), MAX_ROWS)) for name in (b"waiting", b"running")
+        )
+        return waiting, running, min(max(figures[b"cache_usage"]), 1.0)
 
     async def metrics_page(self, replica: LiveReplica) -> bytes | None:
         """A replica's /metrics; None where it has none."""

@@ -159,9 +159,12 @@ class Stats:
     e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
     queue: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS, finer(E2E_BUCKETS)))
     batch_ratio: Histogram = field(default_factory=lambda: Histogram(RATIO_BUCKETS))
+    arrived: int = 0  # before replicas: requests that have come, also those that still run
+    arrived_tokens: int = 0  # of their prompts, as far as they are known then
     prompt_tokens: int = 0
     generation_tokens: int = 0
     ended: Counter[str] = field(default_factory=Counter)
+    ended_tokens: int = 0  # generated for requests that have ended
     within_targets: int = 0  # ended well and met every target, as in `toolkit.metrics.meets_sla`
     batches: int = 0
     # By worker.
@@ -197,6 +200,11 @@ class Stats:
         return self.refusals.total()
 
     @property
+    def departed(self) -> int:
+        """Requests that have come, and have ended or were refused by a forecast."""
+        return self.ended.total() + self.refusals[LATE]
+
+    @property
     def batch_s(self) -> float:
         return sum(worker.took_s for worker in self.compared.values())
 
@@ -217,6 +225,7 @@ class Stats:
         that came in one piece (`first_s` is NaN) only the last.
         """
         self.ended[status] += 1
+        self.ended_tokens += tokens
         if status not in ENDED_WELL:
             return
         is_whole = math.isnan(times.first_s)

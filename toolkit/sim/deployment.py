@@ -13,8 +13,7 @@ from toolkit.files.recipe import Recipe, RouterSpec
 from toolkit.files.tuning import Settings
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
 from toolkit.routing.routers import make_router, router_of
-from toolkit.scaling.autoscaler import ScalingRule
-from toolkit.scaling.rules import make_behaviour, make_rule
+from toolkit.scaling.rules import scaling_rule
 from toolkit.sched.policies import BUILT_IN, make_any
 from toolkit.sched.protocols import AnyPolicy
 from toolkit.sim.fleet import Fleet, StartTimes
@@ -166,11 +165,9 @@ class Deployment:
                 f"recipe '{self.recipe.name}' does not say how long a replica takes to start",
                 "give it as scale.start_s, in seconds as measured",
             )
-        rule = make_rule(chosen.rule, chosen.parameters)
-        behaviour = make_behaviour(chosen.behaviour)
         gpus = spec.gpus_free
         return Fleet(
-            ScalingRule(rule, behaviour, spec.min, spec.max, spec.scrape_s, spec.poll_s),
+            scaling_rule(chosen, spec),
             begin=self.workers,
             starts=StartTimes(tuple(spec.start_s), tuple(spec.warm_start_s), self.recipe.tune.seed),
             free=math.inf if gpus is None else gpus // self.recipe.engine.tensor_parallel_size,

@@ -19,6 +19,7 @@ import numpy as np
 from toolkit.scaling.autoscaler import Autoscaler, ScalingRule
 from toolkit.scaling.clairvoyant import ClairvoyantRule
 from toolkit.scaling.log import FleetLog, FleetPoint, State
+from toolkit.scaling.places import to_end, to_start
 from toolkit.scaling.types import FleetSample, ReplicaLoad
 from toolkit.sched.policies.vllm import VllmPolicy
 from toolkit.sched.types import Refusal, Request
@@ -241,29 +242,18 @@ class FleetClock(ReplicaClock):
         """Start and end replicas until there are as many as are wanted, or no GPU is free."""
         states = self._states
         wanted = self._scaler.wanted
-        living = states.count("ready") + states.count("starting")
-        held = living + states.count("draining")
-        while living < wanted and held < self._fleet.free:
-            self._start()
-            living += 1
-            held += 1
-        while living > wanted:
-            last = self._last_of("starting")
-            if last >= 0:
-                self._enter(last, "gone")
+        for place in to_start(states, wanted, self._fleet.free):
+            self._start(place)
+        for place in to_end(states, wanted):
+            if states[place] == "starting":
+                self._enter(place, "gone")
             else:
-                self._empty(self._last_of("ready"))
-            living -= 1
+                self._empty(place)
 
-    def _last_of(self, state: State) -> int:
-        """Return the highest place in this state; -1: there is none."""
-        return max([place for place, own in enumerate(self._states) if own == state], default=-1)
-
-    def _start(self) -> None:
-        """Start a replica in the lowest free place."""
+    def _start(self, place: int) -> None:
+        """Start a replica in a free place."""
         starts = self._fleet.starts
-        fresh = "gone" not in self._states
-        place = len(self._states) if fresh else self._states.index("gone")
+        fresh = place == len(self._states)
         samples = starts.cold if fresh else starts.warm or starts.cold
         if fresh:
             self._states.append("gone")
