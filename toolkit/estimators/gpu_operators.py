@@ -485,8 +485,13 @@ class GpuOperators:
             rows, model.vocab / ranks, model.hidden, WEIGHT_BYTES["bfloat16"]
         )
         seconds = head + self.engine.pass_s
+        mixers = dict.fromkeys(sort.mixer for sort in model.sorts if sort.mixer is not None)
+        mixing = {one: self._mixer_s(model, one, shapes, ranks) for one in mixers}
         for sort in model.sorts:
-            seconds = seconds + sort.count * self._layer_s(model, sort, shapes, ranks)
+            layer = self._layer_s(model, sort, shapes, ranks)
+            if sort.mixer is not None:
+                layer = layer + mixing[sort.mixer]
+            seconds = seconds + sort.count * layer
         with_chunks = np.array([shape.prefills > 0 for shape in shapes])
         least = np.where(with_chunks, model.layers * self.engine.launch_s, 0.0)
         return np.maximum(seconds, least)
@@ -494,23 +499,27 @@ class GpuOperators:
     def _layer_s(
         self, model: ModelShapes, sort: LayerShapes, shapes: Sequence[StepShape], ranks: int
     ) -> Floats:
-        """Seconds [n] of one layer in each pass [n]."""
+        """Seconds [n] of one layer in each pass [n], beside what mixes its tokens."""
         tokens = np.array([shape.tokens for shape in shapes], dtype=float)
         seconds = self._rest_s(model, sort, tokens, ranks)
-        mixer = sort.mixer
-        if mixer is not None:
-            seconds = seconds + self._projections_s(model, mixer, shapes, ranks)
-            seconds = seconds + self._mixing_s(model, mixer, shapes, ranks)
         if ranks > 1:
             hidden = tokens * model.hidden * ACTIVATION_BYTES
             seconds = seconds + sort.reduces * self._reduce_s(ranks, hidden)
-            if isinstance(mixer, AttentionShapes):
-                norms = self._reduce_s(ranks, tokens * NORM_BYTES)
-                seconds = seconds + mixer.norm_reduces * norms
         if sort.experts:
             seconds = seconds + self._experts_s(model, sort.expert_weights, tokens, ranks)
         if sort.inner:
             seconds = seconds + self._mlp_s(model, sort, tokens, ranks)
+        return np.asarray(seconds)
+
+    def _mixer_s(
+        self, model: ModelShapes, mixer: Mixer, shapes: Sequence[StepShape], ranks: int
+    ) -> Floats:
+        """Seconds [n] of what mixes the tokens of one layer in each pass [n]."""
+        seconds = self._projections_s(model, mixer, shapes, ranks)
+        seconds = seconds + self._mixing_s(model, mixer, shapes, ranks)
+        if ranks > 1 and isinstance(mixer, AttentionShapes) and mixer.norm_reduces:
+            tokens = np.array([shape.tokens for shape in shapes], dtype=float)
+            seconds = seconds + mixer.norm_reduces * self._reduce_s(ranks, tokens * NORM_BYTES)
         return np.asarray(seconds)
 
     def _projections_s(

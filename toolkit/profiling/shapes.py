@@ -10,7 +10,7 @@ from toolkit.catalogue.caches import state_number_bytes
 from toolkit.catalogue.families import FAMILIES, Family
 from toolkit.catalogue.general import RULE
 from toolkit.catalogue.layers import Layer, experts_of, integer_at, layers_of, text_config
-from toolkit.catalogue.models import CACHE_BYTES, special_of
+from toolkit.catalogue.models import CACHE_BYTES, Special, special_of
 from toolkit.catalogue.quantization import Config, Scheme, scheme_of
 from toolkit.catalogue.weights import condition_holds, shared_inner
 from toolkit.errors import InputError
@@ -61,8 +61,8 @@ def shapes_of(recipe: Recipe) -> ModelShapes:
     if scheme and scheme.cache and cache is None:
         problem = f"the checkpoint asks for a KV cache in {scheme.cache}, and the recipe names none"
         raise InputError(problem, f"set engine.vllm.kv_cache_dtype: {scheme.cache}")
-    window = special_of(model.config, model.max_model_len).windows[1]
-    reader = _Reader(config, family, scheme, model.dtype, window)
+    special = special_of(model.config, model.max_model_len)
+    reader = _Reader(config, family, scheme, model.dtype, special)
     sorts = Counter(reader.layer(number, layer) for number, layer in enumerate(layers))
     return ModelShapes(
         hidden=integer_at(config, "hidden_size"),
@@ -86,14 +86,14 @@ class _Reader:
 
     Attributes:
         scheme: of its weights; None: all have `dtype`.
-        window: tokens of windows that slide; 0: none does.
+        special: of windows and sparse attention.
     """
 
     config: Config
     family: Family
     scheme: Scheme | None
     dtype: str
-    window: int
+    special: Special
 
     def layer(self, number: int, layer: Layer) -> LayerShapes:
         """Return one layer's shapes."""
@@ -149,7 +149,7 @@ class _Reader:
         name = f"{place}{family.part('attention')}"
         if rank := integer_at(config, "kv_lora_rank"):
             index = None
-            if best := special_of(config).best:
+            if best := self.special.best:
                 index = IndexShapes(
                     best=best,
                     heads=integer_at(config, "index_n_heads"),
@@ -174,7 +174,7 @@ class _Reader:
             kv_heads=layer.kv_heads,
             head_dim=layer.key_dim,
             value_dim=layer.value_dim,
-            window=self.window if layer.mixer == "window" else 0,
+            window=self.special.windows[1] if layer.mixer == "window" else 0,
             gate=gates.get(family.gate, 0),
             qk_norm=bool(normed),
             norm_reduces=NORM_REDUCES if normed == "all" else 0,
