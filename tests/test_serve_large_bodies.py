@@ -12,20 +12,23 @@ from within import in_a_loop
 
 from toolkit.engines.tokenizer import VOCAB_SIZE, ByteTokenizer, FileTokenizer
 from toolkit.openai.bodies import MAX_CONTAINERS, MAX_VALUES, parse_json
+from toolkit.openai.engine_requests import read_engine_request
 from toolkit.openai.errors import ApiError
 from toolkit.server import bodies
-from toolkit.server.bodies import BodyReader, LargeBodies
+from toolkit.server.bodies import LargeBodies, PromptReader, check_room
 
-READER = BodyReader(ByteTokenizer(), VOCAB_SIZE, 512)
+READER = PromptReader(ByteTokenizer(), VOCAB_SIZE)
 MANY = 200_000
 
 
 def completion(body: bytes) -> object:
-    return READER.read(body, chat=False)
+    for prompt in READER.tokens(read_engine_request(body, chat=False)):
+        check_room(len(prompt), 512)
+    return body
 
 
 def chat(body: bytes) -> object:
-    return READER.read(body, chat=True)
+    return READER.tokens(read_engine_request(body, chat=True))
 
 
 def listed(item: bytes, count: int) -> bytes:
@@ -72,7 +75,7 @@ WORST: dict[str, tuple[Callable[[bytes], object], bytes, str]] = {
 @in_a_loop
 async def test_the_worst_bodies_are_refused_while_the_loop_turns(name: str):
     read, body, message = WORST[name]
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     asking = asyncio.create_task(LargeBodies().read(read, body))
     turns = 0
     while not asking.done():
@@ -80,7 +83,7 @@ async def test_the_worst_bodies_are_refused_while_the_loop_turns(name: str):
         turns += 1
     with pytest.raises(ApiError, match=message):
         await asking
-    assert turns > 1 or time.monotonic() - begin_s < 0.05
+    assert turns > 1 or time.process_time() - begin_s < 0.05
 
 
 def test_what_is_inside_strings_is_no_value():

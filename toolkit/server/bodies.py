@@ -20,7 +20,6 @@ from toolkit.openai.engine_requests import (
     EngineChat,
     EngineCompletion,
     EngineRequest,
-    read_engine_request,
 )
 from toolkit.openai.errors import ApiError, overloaded
 
@@ -97,21 +96,12 @@ class LargeBodies:
             self._waiting -= 1
 
 
-class BodyReader:
-    """Reads bodies for one model. Raises only ApiError."""
+class PromptReader:
+    """Reads the prompts of requests for one model. Raises only ApiError."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-
-    def read(self, body: bytes, *, chat: bool) -> tuple[EngineRequest, Prompts]:
-        """Return the request in a body, and its prompts in tokens."""
-        asked = read_engine_request(body, chat=chat)
-        prompts = self.tokens(asked)
-        for prompt in prompts:
-            check_room(len(prompt), self._max_model_len)
-        return asked, prompts
 
     def tokens(self, asked: EngineRequest) -> list[list[int]]:
         """Return the tokens of all prompts of a request. New clients call 'system' 'developer'."""

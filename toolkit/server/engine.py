@@ -26,7 +26,7 @@ from toolkit.estimators.load import laws_from_fit
 from toolkit.files.plan import Plan
 from toolkit.files.profile import EngineFacts, identity, refuse_foreign
 from toolkit.openai.answers import AnswerWriter, about_answer
-from toolkit.openai.engine_requests import EngineChat, EngineRequest
+from toolkit.openai.engine_requests import EngineChat, EngineRequest, read_engine_request
 from toolkit.openai.errors import ApiError
 from toolkit.openai.requests import CHAT, COMPLETION_TOKENS, RESPONSES
 from toolkit.routing.admission import UNLIMITED, LatencyLimits
@@ -37,7 +37,7 @@ from toolkit.sched.scheduler import Scheduler
 from toolkit.sched.types import Request as PooledRequest
 from toolkit.sched.types import Worker
 from toolkit.server.backend import SendAnswer, ServerBackend, late, unavailable
-from toolkit.server.bodies import BodyReader, LargeBodies, Prompts, check_room, short
+from toolkit.server.bodies import LargeBodies, PromptReader, Prompts, check_room, is_large, short
 from toolkit.server.driver import Driver, RefusedError
 from toolkit.server.exchange import Exchange
 from toolkit.server.live import LiveRequest, Reply, TextOutput
@@ -78,7 +78,7 @@ class EngineBackend(ServerBackend):
         self.driver = driver
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._reader = BodyReader(tokenizer, vocab_size, max_model_len)
+        self._reader = PromptReader(tokenizer, vocab_size)
         self._large_bodies = LargeBodies()
         driver.on_end = self._write
 
@@ -159,10 +159,12 @@ class EngineBackend(ServerBackend):
 
     async def take(self, request: Request, body: bytes, arrival_s: float) -> SendAnswer:
         chat = request.scope["path"] == CHAT
-        self.check_room()
-        read = partial(self._reader.read, chat=chat)
-        asked, prompts = await self._large_bodies.read(read, body)
+        read = partial(read_engine_request, chat=chat)
+        asked = await self._large_bodies.read(read, body)
         self._admit(request, asked)
+        prompts = await self._large_bodies.read(lambda _: self._reader.tokens(asked), body)
+        if is_large(body):  # others were admitted, or a drain began, while a thread read
+            self._admit(request, asked)
         return self._submit(asked, prompts).answer
 
     def check_open(self) -> None:
