@@ -43,7 +43,7 @@ html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
 NAVIGATION = {
-    "Tutorials": ["first-run", "your-model", "reading-a-verdict"],
+    "Tutorials": ["first-run", "your-model", "your-week", "reading-a-verdict"],
     "How-to": [
         "recipe-for-my-model",
         "install",

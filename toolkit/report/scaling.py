@@ -9,7 +9,6 @@ from toolkit.report.parts import (
     Cell,
     ChartSeries,
     Figure,
-    Judged,
     Sheet,
     Table,
     chart,
@@ -52,7 +51,9 @@ def _answer(result: ScalingResult, best: FleetResult) -> str:
 def _lines(result: ScalingResult) -> list[str]:
     """What a reader must know besides the table."""
     start_s = sum(result.scale.start_s) / len(result.scale.start_s)
-    lines = [
+    best = result.best
+    lines = [] if best is None else [_answer(result, best)]
+    lines += [
         f"a replica among others serves {number(result.replica_rps)} requests/s within the "
         f"targets, and takes {seconds(start_s)} to start"
     ]
@@ -73,9 +74,9 @@ def _rules(result: ScalingResult) -> Table:
     for one in (*result.rules, *beside):
         limit = one.outcome.binding
         used = f"{metric_name(limit)} {one.outcome.used[limit]:.2f}" if limit else None
-        targets = Judged("kept" if one.kept else "broken", one.kept)
         cost = [one.gpu_hours_per_day, one.usd_per_day]
-        rows.append([one.rule, targets, *cost, one.replicas_mean, one.replicas_max, used])
+        state = "kept" if one.kept else "broken"
+        rows.append([one.rule, state, *cost, one.replicas_mean, one.replicas_max, used])
     columns = ["rule", "targets", ">GPU-hours", ">USD", ">replicas", ">most", "nearest limit"]
     if all(row[3] is None for row in rows):
         columns.pop(3)
