@@ -35,6 +35,7 @@ class Made:
 
 FP8_ON_TWO: dict[str, Any] = {"gpus": 2, "tensor_parallel": 2, "quantization": "fp8"}
 ON_FOUR: dict[str, Any] = {"gpus": 4, "tensor_parallel": 4}
+LONG_ON_ONE: dict[str, Any] = {"gpus": 1, "tensor_parallel": 1, "max_model_len": 16_384}
 RECIPES = (
     Made("llama-3.1-8b", "h100-sxm"),
     Made("llama-3.1-8b", "l40s"),
@@ -42,6 +43,7 @@ RECIPES = (
     Made("llama-3.3-70b", "h200", FP8_ON_TWO),
     Made("qwen3-8b", "h100-sxm"),
     Made("qwen3-32b", "h100-sxm"),
+    Made("qwen3-32b", "h100-sxm", LONG_ON_ONE),
     Made("qwen3-32b", "h200"),
     Made("qwen3-30b-a3b", "h100-sxm"),
     Made("qwen3-30b-a3b", "h200"),

@@ -502,7 +502,9 @@ class ScaleSpec(Strict):
         description="requests that the router gives one replica at once; more wait before the "
         "router, where a new replica gets them. 0: any number",
     )
-    scaling: ScalingSpec = ScalingSpec()
+    scaling: ScalingSpec = Field(
+        ScalingSpec(), description="the rule that decides, where none was found by a search"
+    )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> ScaleSpec:
