@@ -55,7 +55,12 @@ SCALED = {
     "triggers": {
         "type": ANY,
         "metricType": ANY,
-        "metadata": {"serverAddress": ANY, "query": ANY, "threshold": ANY},
+        "metadata": {
+            "serverAddress": ANY,
+            "query": ANY,
+            "ignoreNullValues": ANY,
+            "threshold": ANY,
+        },
     },
 }
 KUSTOMIZATION = {

@@ -128,6 +128,8 @@ def command(args: AutoscaleOptions) -> None:
             f"allow more than {spec.max} replicas with --most, or longer targets with --sla",
         )
     basis = fit_option(args.recipe, scenario.fit_file)
+    if args.tuning is not None:
+        basis += ["--tuning", args.tuning]
     note(f"next: {typed('render', args.recipe, *basis, '--scaling', args.out)}")
 
 
@@ -228,7 +230,7 @@ def _result(scenario: Scenario, found: FoundFleets) -> ScalingResult:
     span_s = float(trace.arrival_s[-1] - trace.arrival_s[0])
     rules = [fleet_result(fleet, one, POINTS) for one in found.rules]
     rules.sort(key=lambda one: (not one.kept, one.gpu_hours_per_day))
-    inputs = scenario.inputs | {"trace": scenario.trace_file}
+    inputs = scenario.sources | {"trace": scenario.trace_file}
     return ScalingResult(
         **head(inputs),
         recipe_name=recipe.name,

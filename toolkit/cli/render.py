@@ -50,6 +50,13 @@ class RenderOptions(ScenarioOptions):
         "Without a tuning: use this policy instead of the recipe's, with the parameters of --set.",
         autocompletion=arguments.policy,
     )
+    scaling: Path | None = option(
+        None,
+        "scaling.json, from `llmctl autoscale`: replicas come and go by its best rule.",
+    )
+    rule: str | None = option(
+        None, "Take this rule of --scaling; `static`: a fixed number.", metavar="NAME"
+    )
     target: str | None = option(
         None,
         "Write files for local, systemd, compose, kubernetes or vllm; see docs/how-to/deploy.md.",
@@ -135,7 +142,9 @@ def command(args: RenderOptions) -> None:
     write_file(plan, out)
     emit(args.as_json, plan, lambda: show(plan_sheet(plan)))
     note_basis((plan.fit, near if "fit" in plan.inputs else None))
-    note(f"wrote {out}", f"next: {typed('serve', out)}")
+    scales = plan.settings.scaling is not None
+    following = ("render", out, "--target", "kubernetes") if scales else ("serve", out)
+    note(f"wrote {out}", f"next: {typed(*following)}")
 
 
 def _check(changes: Mapping[str, str], place: Path, *, as_json: bool) -> None:
@@ -159,16 +168,24 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
     if args.policy is not None:
         refuse_useless({"--tuning": args.tuning}, "--policy takes the place of what it recommends")
         settings = Settings(policy=args.policy, parameters=parse_settings(args.settings))
+        refuse_useless({"--policy": args.policy if args.scaling else None}, "--scaling has its own")
     elif args.settings:
         raise InputError("--set needs --policy", "add --policy NAME")
+    if args.scaling is None:
+        refuse_useless({"--rule": args.rule}, "it is a rule of --scaling", "add --scaling FILE")
     if not is_recipe(source):
-        if args.fit or args.tuning or settings:
+        if args.fit or args.tuning or settings or args.scaling:
             raise InputError(
-                "a plan holds its fit, tuning and policy", "give a recipe to make another plan"
+                "a plan holds its fit, tuning, policy and rule",
+                "give a recipe to make another plan",
             )
         return read_file(Plan, source), source
     scenario = Scenario.open(replace(args, recipe=recipe_path(source), settings=None))
-    plan, near = scenario.make_plan(settings), scenario.fit_file or source
+    if args.scaling is not None:
+        plan = scenario.scaled_plan(args.scaling, args.rule, force=args.force)
+    else:
+        plan = scenario.make_plan(settings)
+    near = scenario.fit_file or source
     if broken(plan.limits) and not args.force:
         raise InputError(
             f"{args.tuning or source}: its settings are predicted to {breaks(plan.limits)}",
@@ -193,6 +210,7 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
         _check(changes(files, folder), folder, as_json=args.as_json)
         return
     inputs = {"source": args.source, "fit": args.fit, "tuning": args.tuning, "trace": args.lengths}
+    inputs["scaling"] = args.scaling
     for name, content in files.items():
         if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode():
             keep_inputs(inputs | {"out": folder / name})
@@ -250,7 +268,8 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         replica_image=args.replica_image,
         templates=args.templates,
     )
-    folders = [Path(), near.parent, *([args.tuning.parent] if args.tuning else [])]
+    beside = [one.parent for one in (args.tuning, args.scaling) if one]
+    folders = [Path(), near.parent, *beside]
     path = trace_path(args.lengths) if args.lengths else tuned_trace(plan, folders)
     trace = read_trace(path)[0] if path else None
     return Order(plan, text, options, bench, trace)

@@ -20,7 +20,7 @@ from toolkit.cli.arguments import (
 )
 from toolkit.cli.basis import note_basis, note_other_count, warn
 from toolkit.cli.output import note
-from toolkit.errors import InputError, StaleError
+from toolkit.errors import InputError, StaleError, nearest
 from toolkit.files.fit import Fit
 from toolkit.files.io import (
     FIT,
@@ -34,6 +34,7 @@ from toolkit.files.io import (
 from toolkit.files.modelled import refuse_recipe
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import Recipe, TuneSpec
+from toolkit.files.scaling import FleetResult, ScalingResult
 from toolkit.files.shipped import is_recipe, recipe_path, shipped_names
 from toolkit.files.tuning import REFUSED, Settings, Tuning
 from toolkit.report.steps import fit_option, recipe_of, typed
@@ -171,15 +172,46 @@ class Scenario:
         assert self.fit is not None
         return self.recipe, self.fit
 
+    @property
+    def sources(self) -> dict[str, Path]:
+        """The files by role, with the tuning's."""
+        tuning = self.options.tuning
+        return self.inputs | ({"tuning": tuning} if tuning else {})
+
     def make_plan(self, settings: Settings | None = None) -> Plan:
         """Return the plan of the recipe: with `settings`, else with the tuning's, else with its
         own. `toolkit.deploy.plan.make_plan` says what is refused.
         """
         from toolkit.deploy.plan import make_plan
 
-        tuning = self.options.tuning
-        made_from = self.inputs | ({"tuning": tuning} if tuning else {})
-        return make_plan(*self._measured, self.tuning, made_from, settings)
+        return make_plan(*self._measured, self.tuning, self.sources, settings)
+
+    def scaled_plan(self, file: Path, rule: str | None, *, force: bool) -> Plan:
+        """Return the plan of the recipe with a rule of the scaling.json `file`: the best, or
+        `rule`; its static fleet has a fixed number.
+
+        Raises StaleError for a result that was made from other files, and InputError for a rule
+        that is not in it, and without `force` for one that does not keep the targets.
+        """
+        from toolkit.deploy.plan import ScaledFleet, make_plan
+
+        result = read_file(ScalingResult, file, self.sources)
+        if "tuning" in result.inputs and self.tuning is None:
+            raise InputError(
+                f"{file} was made with a tuning, {result.inputs['tuning'].name}",
+                "give the same --tuning",
+            )
+        fleet = result.best if rule is None else _fleet_called(rule, result)
+        if fleet is None or not (fleet.kept or force):
+            whose = f"rule '{rule}' does not keep" if rule else "no rule keeps"
+            raise InputError(
+                f"{file}: {whose} the targets",
+                "allow `llmctl autoscale` more replicas with --most, or make a plan anyway: --rule "
+                "NAME --force",
+            )
+        made_from = self.sources | {"scaling": file}
+        scaled = ScaledFleet(result, fleet)
+        return make_plan(*self._measured, self.tuning, made_from, scaled=scaled)
 
     @property
     def own_settings(self) -> Settings | None:
@@ -258,6 +290,15 @@ def _with_workers(plan: Plan, workers: int) -> Plan:
     if plan.outcome.metrics and not made.outcome.metrics:
         note("note: the tuning's predictions are for another number of workers")
     return made
+
+
+def _fleet_called(rule: str, result: ScalingResult) -> FleetResult:
+    """Return the fleet of a rule. Raises InputError where the result has no such rule."""
+    fleets = [*result.rules, *([result.static] if result.static else [])]
+    by_name = {one.rule: one for one in fleets}
+    if rule not in by_name:
+        raise InputError(f"--rule {rule}: it was not simulated", nearest(rule, by_name))
+    return by_name[rule]
 
 
 def _refuse_two_loads(options: ScenarioOptions) -> None:

@@ -161,7 +161,7 @@ class Order:
     def stamp(self) -> dict[str, str]:
         """Return the origin that every rendered file records: role to sha256."""
         digests = {}
-        for role in ("profile", "fit", "tuning"):
+        for role in ("profile", "fit", "tuning", "scaling"):
             if role in self.plan.inputs:
                 digests[role] = self.plan.inputs[role].sha256
                 if not re.fullmatch(r"[0-9a-f]{64}", digests[role]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.engine_traits import traits_of
@@ -19,7 +19,8 @@ from toolkit.files.fit import Fit, LatencyFit
 from toolkit.files.io import head
 from toolkit.files.modelled import refuse_fit, refuse_recipe
 from toolkit.files.plan import PREDICTED, Explanation, Plan, PlannedWorkload
-from toolkit.files.recipe import Recipe, RouterSpec
+from toolkit.files.recipe import Recipe, RouterSpec, ScalingSpec
+from toolkit.files.scaling import FleetResult, ScalingResult
 from toolkit.files.tuning import (
     NO_OUTCOME,
     Limit,
@@ -33,15 +34,29 @@ from toolkit.files.tuning import (
 )
 from toolkit.laws.passes import HeldOutError
 from toolkit.routing.routers import ROUTERS, TARGETS, router_of
+from toolkit.scaling.behaviour import Behaviour
+from toolkit.scaling.rules import RULES, make_behaviour, make_rule
+from toolkit.scaling.static import StaticRule
 from toolkit.sched.policies import KNOWN, make_any, refuse_unservable
 from toolkit.sched.policies.parameters import defaults, parameters
 from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
-from toolkit.units import bracketed
+from toolkit.units import bracketed, counted, number
 
 Explained = dict[str, Explanation]
 NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
+BEHAVIOUR = "behaviour."  # how the keys of limits of a change of the number begin
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
 
+CAPACITY = "capacity_rps"
+# Parameters of rules that are no choice, and what they are.
+MEASURED = {
+    CAPACITY: "what one replica serves within the targets, on requests of this trace",
+    "horizon_s": "the mean start, a reading and a decision later",
+    "cache_tokens": "the fit's capacity",
+    "pass_tokens": "the engine's setting",
+    "rows": "the engine's setting",
+    "season": "whether the trace has more than two days",
+}
 NO_POLICY = "default of recipes that name no policy"
 NO_ROUTER = "default of recipes that name no router"
 RECIPE = "recipe"
@@ -68,18 +83,65 @@ class Choice:
     workers_source: str = RECIPE
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledFleet:
+    """A rule of scaling.json, or its static fleet, that a plan is made for."""
+
+    result: ScalingResult
+    fleet: FleetResult
+
+    def of(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with this fleet: its bounds and times, and its targets."""
+        found = self.result
+        update = {"workers": self.fleet.begin, "scale": found.scale, "sla": dict(found.sla)}
+        return recipe.model_copy(update=update)
+
+    @property
+    def gain(self) -> str:
+        """The predicted cost, beside that of the static fleet, and whether the targets are kept."""
+        own = self.fleet
+        text = f"{number(own.gpu_hours_per_day)} GPU-hours a day predicted"
+        beside = self.result.static
+        saved = self.result.saved_percent(own)
+        if beside is not None and saved is not None and own.rule != beside.rule:
+            static = f"{counted(beside.replicas_max, 'replica')} all the time"
+            text += f", {number(saved)} % fewer than {static}"
+        return f"{text}; {'every target is kept' if own.kept else 'it BREAKS targets'}"
+
+    @property
+    def traffic(self) -> str:
+        """What the prediction is of."""
+        trace = self.result.trace
+        about = f"{trace.requests:,} requests of {trace.source}{bracketed(trace.changes)}"
+        return f"simulated with the fit on the whole trace, {about}, under rule '{self.fleet.rule}'"
+
+    @property
+    def count_source(self) -> str:
+        """What its number of replicas is."""
+        fixed = self.fleet.rule == StaticRule.name
+        return "the fewest that keep the targets" if fixed else "replicas at the beginning"
+
+    @property
+    def workload(self) -> PlannedWorkload:
+        """The trace, at its mean rate."""
+        rate = self.result.trace.requests / (3600.0 * self.result.hours)
+        return PlannedWorkload(trace=self.result.inputs["trace"].name, request_rate_rps=rate)
+
+
 def make_plan(
     recipe: Recipe,
     fit: Fit,
     tuning: Tuning | None,
     inputs: Mapping[str, Path],
     given: Settings | None = None,
+    scaled: ScaledFleet | None = None,
 ) -> Plan:
     """The plan for serving `recipe`.
 
     The settings are `given`, or the tuning's recommendation, or the recipe's own. Predictions are
-    the tuning's. `inputs` maps a role to the file that an argument was read from; the files belong
-    together: `read_file` checks their digests.
+    the tuning's. With `scaled` the fleet is that one, and so are the predictions. `inputs` maps a
+    role to the file that an argument was read from; the files belong together: `read_file` checks
+    their digests.
 
     Raises `InputError` where a policy or parameter is unknown, the engine cannot run the policy, or
     the tuning is for another number of workers.
@@ -95,15 +157,31 @@ def make_plan(
             numbers = f"{tuning.workers} workers, and the recipe has {recipe.workers}"
             raise InputError(f"the tuning is for {numbers}", "tune it again")
     choice = _choice(given, recipe, tuning)
+    if scaled is not None:
+        recipe = scaled.of(recipe)
+        choice = replace(
+            choice,
+            predicted_on=scaled.traffic,
+            outcome=scaled.fleet.outcome,
+            workers_source=f"scaling.json: {scaled.count_source}",
+        )
+    scaling = _scaling_of(recipe, scaled)
+    several = recipe
+    if scaling is not None:  # a router stands before one replica, too: others may come
+        several = recipe.model_copy(update={"workers": max(recipe.workers, 2)})
     chosen = choice.settings
     policy = make_any(chosen.policy, chosen.parameters)
     refuse_unservable(policy, recipe.engine.name)
     if chosen.policy == VllmPolicy.name:
         refuse_later(chosen.parameters, fit.engine.engine_version)
-    router = chosen.replica_router or router_of(recipe)
-    whole = {"parameters": parameters(policy), "replica_router": router}
+    router = chosen.replica_router or router_of(several)
+    whole = {"parameters": parameters(policy), "replica_router": router, "scaling": scaling}
     settings = chosen.model_copy(update=whole)
     explained, workload = _traffic(tuning) if tuning and choice.outcome.metrics else ({}, None)
+    if scaled is not None:
+        explained, workload = {}, scaled.workload
+    if scaling is not None:
+        explained |= _explain_scaling(scaling, recipe, scaled)
     return Plan(
         **head(inputs, fit.engine.device, fit.environment.device_memory_bytes),
         recipe=recipe,
@@ -127,6 +205,31 @@ def _choice(given: Settings | None, recipe: Recipe, tuning: Tuning | None) -> Ch
     given_by = dict.fromkeys(recipe.policy.parameters, RECIPE)
     settings = Settings(policy=recipe.policy.name, parameters=recipe.policy.parameters)
     return Choice(settings, source, given_by)
+
+
+def _scaling_of(recipe: Recipe, scaled: ScaledFleet | None) -> ScalingSpec | None:
+    """Return the rule with all its parameters: the one of `scaled`, or the one that the recipe
+    names; None: the number of replicas is fixed.
+
+    Raises `InputError` for a rule or a parameter that does not exist, and for one of the recipe
+    that lacks the capacity of a replica, of which no default is right.
+    """
+    own = recipe.scale
+    named = own is not None and "scaling" in own.model_fields_set
+    spec = scaled.fleet.scaling if scaled else own.scaling if own and named else None
+    if spec is None:
+        return None
+    values = parameters(make_rule(spec.rule, spec.parameters))
+    if CAPACITY in values and CAPACITY not in spec.parameters:
+        raise InputError(
+            f"scale.scaling: rule '{spec.rule}' needs {CAPACITY}, what one replica serves",
+            "llmctl autoscale finds it: give its scaling.json with --scaling",
+        )
+    return ScalingSpec(
+        rule=spec.rule,
+        parameters=values,
+        behaviour=parameters(make_behaviour(spec.behaviour)),
+    )
 
 
 def _traffic(tuning: Tuning) -> tuple[Explained, PlannedWorkload | None]:
@@ -248,6 +351,35 @@ def _explain_router(router: RouterSpec, recipe: Recipe, choice: Choice) -> Expla
         elif name in TARGETS.values():
             origin = "recipe: sla"
         explained[f"{router.name}.{name}"] = _explanation(value, origin)
+    return explained
+
+
+def _explain_scaling(spec: ScalingSpec, recipe: Recipe, scaled: ScaledFleet | None) -> Explained:
+    """Explain the rule that changes the number of replicas, its parameters and its bounds."""
+    scale = recipe.scale
+    assert scale is not None
+    rule = RULES[spec.rule]
+    origin = f"scaling.json: the best of {scaled.fleet.trials} settings" if scaled else RECIPE
+    explained = {"scaling rule": _explanation(spec.rule, scaled.gain if scaled else RECIPE)}
+    standard = defaults(rule)
+    for name, value in spec.parameters.items():
+        source = origin
+        if scaled and name in MEASURED:
+            source = f"scaling.json: {MEASURED[name]}"
+        elif value == standard[name]:
+            source = f"default of rule '{spec.rule}'"
+        explained[f"{spec.rule}.{name}"] = _explanation(value, source)
+    kubernetes = defaults(Behaviour)
+    for name, value in spec.behaviour.items():
+        source = origin
+        if value == rule.usual_behaviour.get(name):
+            source = f"rule '{spec.rule}' is run so by its project"
+        elif value == kubernetes[name]:
+            source = "Kubernetes' default"
+        explained[f"{BEHAVIOUR}{name}"] = _explanation(value, source)
+    bounds = "scaling.json: as simulated" if scaled else RECIPE
+    for name, value in (("min", scale.min), ("max", scale.max)):
+        explained[f"scale.{name}"] = _explanation(value, bounds)
     return explained
 
 

@@ -76,6 +76,11 @@ def render_target(name: str, order: Order) -> dict[str, str]:
         )
     cluster = name == "kubernetes"
     front = own_server and name in ("systemd", "compose", "kubernetes")
+    if front and not cluster and plan.settings.scaling is not None:
+        raise InputError(
+            f"'{name}' starts a fixed number of replicas, and the plan has a rule for them",
+            "render it for kubernetes, or make a plan with --rule static",
+        )
     values = Values(order, front=front, cluster=cluster)
     files = TARGETS[name](values)
     plan_file = "base/plan.json" if cluster else "plan.json"
@@ -137,7 +142,7 @@ def _compose(values: Values) -> dict[str, str]:
 
 
 def _kubernetes(values: Values) -> dict[str, str]:
-    """Return base/, the overlay monitoring/, and autoscaling/ over it where a queue tells."""
+    """Return base/, the overlay monitoring/, and autoscaling/ over it where something scales."""
     options = values.options
     if values.model.startswith(("/", ".", "~")) and not values.model.startswith(f"{MODELS}/"):
         raise InputError(
@@ -173,11 +178,9 @@ def _kubernetes(values: Values) -> dict[str, str]:
     # Its file is in no kustomization, so that deleting the deployment keeps the models.
     if options.model_claim and values.models_gib:
         files["base/models-claim.yaml"] = fill("kubernetes/base/models-claim.yaml", values)
-    if values.scaling.threshold.value is not None:
-        metric = "vllm:num_requests_waiting" if values.front else "llmctl_requests_waiting"
-        selector = values.replica_selector if values.front else values.selector
-        scaled = {"scaledobject.yaml": {"waiting": f"{metric}{{{selector}}}"}}
-        files |= _overlay("autoscaling", values, scaled)
+    if values.scaling.needs:
+        scaler = "hpa.yaml" if values.scaling.pod_metric else "scaledobject.yaml"
+        files |= _overlay("autoscaling", values, {scaler: {}})
     return files
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import toolkit
 from toolkit.backends import ServerCommand, StartsReplicas, backend_of
 from toolkit.deploy import reckon
-from toolkit.deploy.autoscaling import Autoscaling
+from toolkit.deploy.autoscaling import Autoscaling, Pods, of_queue, of_rule
 from toolkit.deploy.order import KEY_FOLDER, Order, Sourced, check_image, shortened
 from toolkit.engine_traits import traits_of
 from toolkit.errors import InputError
@@ -89,11 +89,13 @@ class Values:
 
     @cached_property
     def server(self) -> Order:
-        """The order of one server: behind a front its plan has one worker."""
+        """The order of one server: behind a front its plan has one worker, and no rule."""
         if not self.front:
             return self.order
         recipe = self.recipe.model_copy(update={"workers": 1})
-        plan = self.plan.model_copy(update={"workers": 1, "recipe": recipe})
+        settings = self.plan.settings.model_copy(update={"scaling": None})
+        update = {"workers": 1, "recipe": recipe, "settings": settings}
+        plan = self.plan.model_copy(update=update)
         return replace(self.order, plan=plan)
 
     @cached_property
@@ -383,10 +385,17 @@ class Values:
 
     @cached_property
     def scaling(self) -> Autoscaling:
-        """When pods are added and taken away."""
+        """When pods are added and taken away. Raises `InputError` as `of_rule` does."""
+        own, front = self.selector, ""
+        waiting = "llmctl_requests_waiting"
+        if self.front:
+            own, front = self.replica_selector, self.selector
+            waiting = "vllm:num_requests_waiting"
+        pods = Pods(self.count, self.options.max_replicas, own, front)
+        if self.plan.settings.scaling is not None:
+            return of_rule(self.plan, pods)
         load = reckon.load_s(self.order)
-        most = self.options.max_replicas
-        return Autoscaling(load, self.threshold, self.count.value, most, self.grace.value)
+        return of_queue(pods, load, self.threshold, waiting, self.grace.value)
 
     @cached_property
     def surge(self) -> Sourced[int]:

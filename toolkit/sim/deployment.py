@@ -77,7 +77,8 @@ class Deployment:
         """Return what a plan deploys. Replicas without a planned router get requests in turn."""
         recipe = plan.recipe.model_copy(update={"workers": plan.workers})
         router = None
-        if router_of(recipe) is not None and plan.settings.policy in BUILT_IN:
+        several = router_of(recipe) is not None or plan.settings.scaling is not None
+        if several and plan.settings.policy in BUILT_IN:
             router = plan.settings.replica_router or RouterSpec()
         settings = plan.settings.model_copy(update={"replica_router": router})
         return replace(cls.of(recipe, plan.fit), settings=settings)
