@@ -1,10 +1,11 @@
-"""A rule of scaling.json in a plan and in Kubernetes' objects: the constants are the file's, and the
-query of `by-law` gives what the rule itself asks for.
+"""A rule of scaling.json in a plan and in Kubernetes' objects: the constants are the file's, and
+the query of `by-law` gives what the rule itself asks for.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from operator_kinds import check_object
 
 from toolkit.cli.arguments import ScenarioOptions
 from toolkit.cli.scenario import Scenario
-from toolkit.deploy.autoscaling import ENDED, RECEIVED, SERIES, law_query
+from toolkit.deploy.autoscaling import ENDED, OUTPUTS, PROMPTS, RECEIVED, SERIES, Pods, law_query
+from toolkit.deploy.order import Sourced
 from toolkit.files.capacity import Requests
 from toolkit.files.io import head, read_file, write_file
 from toolkit.files.plan import Plan
@@ -31,7 +33,14 @@ from toolkit.sim.deployment import Deployment
 
 RECIPE = "llama-3.1-8b-h200"
 RULES: dict[str, dict[str, Any]] = {
-    "by-law": {"capacity_rps": 4.0, "utilization": 0.75, "window_s": 120.0, "horizon_s": 130.0},
+    "by-law": {
+        "capacity": 1500.0,
+        "prompt_share": 0.02,
+        "output_tokens": 300.0,
+        "spare": 0.75,
+        "window_s": 120.0,
+        "horizon_s": 130.0,
+    },
     "keda": {"waiting": 3.5, "running": 40.0},
     "hpa": {"metric": "requests", "target": 24.5},
     "tokens": {},
@@ -136,7 +145,7 @@ def test_the_plan_has_the_best_rule_and_its_reasons(
     chosen = plan.settings.scaling
     assert chosen is not None
     assert chosen.rule == "by-law"
-    assert chosen.parameters["utilization"] == 0.75
+    assert chosen.parameters["spare"] == 0.75
     assert chosen.parameters["backlog_s"] == 300.0, "all parameters, with the defaults"
     assert chosen.behaviour["up_period_s"] == 15.0
     assert plan.recipe.scale is not None
@@ -147,8 +156,8 @@ def test_the_plan_has_the_best_rule_and_its_reasons(
     assert "48 GPU-hours a day" in told["scaling rule"]
     assert "50 % fewer than 4 replicas" in told["scaling rule"]
     assert "every target is kept" in told["scaling rule"]
-    assert "one replica serves" in told["by-law.capacity_rps"]
-    assert "8 settings" in told["by-law.utilization"]
+    assert "a replica among others serves" in told["by-law.capacity"]
+    assert "8 settings" in told["by-law.spare"]
     assert told["by-law.backlog_s"] == "default of rule 'by-law'"
     assert told["behaviour.up_period_s"] == "Kubernetes' default"
     assert plan.inputs["scaling"].name == "scaling.json"
@@ -160,12 +169,12 @@ def test_the_plan_has_the_best_rule_and_its_reasons(
 def test_by_law_is_one_query_with_the_capacity_as_a_constant(rendered: Rendered) -> None:
     spec = rendered(fleet("by-law", 48.0), STATIC)["scaledobject.yaml"]["spec"]
     (trigger,) = spec["triggers"]
-    assert float(trigger["metadata"]["threshold"]) == pytest.approx(4.0 * 0.75)
+    assert trigger["metadata"]["threshold"] == "1", "the query counts replicas"
     query = trigger["metadata"]["query"]
     assert query.count(f"{RECEIVED}{{") == 3
-    assert query.startswith(f'sum(rate({RECEIVED}{{namespace="default",job="default/llmctl-llama-')
+    assert query.startswith(f'(sqrt((sum(rate({RECEIVED}{{namespace="default",job="default/llmctl-')
     assert " + 1.58333 * (clamp_min(" in query, "(130 + 120 / 2) / 120: its growth goes on"
-    assert query.endswith('-replica"}) or vector(0)) / 300')
+    assert query.endswith(" or vector(300)) / 1500) + 0.375) ^ 2 - 0.140625")
     assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["pollingInterval"]) == (
         1,
         12,
@@ -181,7 +190,7 @@ def test_by_law_is_one_query_with_the_capacity_as_a_constant(rendered: Rendered)
         "policies": [{"type": "Pods", "value": 1, "periodSeconds": 90}],
     }
     text = Path("kubernetes/autoscaling/scaledobject.yaml").read_text()
-    assert "capacity_rps 4 (scaling.json: what one replica serves" in text
+    assert "capacity 1500: scaling.json: tokens/s that a replica among others serves" in text
     assert f"sum(delta({SERIES['running']}" in text, "the query of a cluster without the front"
     for line in text.splitlines():
         if re.search(r"(stabilization\w+|\w+ReplicaCount|pollingInterval|threshold): ", line):
@@ -318,7 +327,7 @@ def test_by_law_in_a_recipe_needs_its_capacity(
     scale = "scale: {start_s: [90], scaling: {rule: by-law}}\n"
     Path("own.yaml").write_text(recipe_path(RECIPE).read_text() + scale)
     said = ran(capsys, "render own.yaml --fit", fit, code=2)
-    assert "capacity_rps" in said.err
+    assert "needs capacity" in said.err
 
 
 # The query of by-law, evaluated as Prometheus does, over one series of each name.
@@ -340,6 +349,15 @@ class Value(dict[str, float]):
 
     def __truediv__(self, other: Value | float) -> Value:
         return self._with(other, lambda one, two: one / two)
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._with(other, lambda one, two: one * two)
+
+    def __pow__(self, power: float) -> Value:
+        return Value({key: one**power for key, one in self.items()})
+
+    def __gt__(self, least: float) -> Value:  # type: ignore[override]
+        return Value({key: one for key, one in self.items() if one > least})
 
     def __rmul__(self, other: float) -> Value:
         return self._with(other, lambda one, two: one * two)
@@ -371,19 +389,20 @@ def evaluated(query: str, samples: Sequence[tuple[float, dict[str, float]]]) -> 
         (begin_s, first), (end_s, last) = found[0], found[-1]
         return Value({"": (last - first) / (end_s - begin_s)})
 
-    python = re.sub(r" or ", " | ", SELECTOR.sub(selected, query))
+    python = SELECTOR.sub(selected, query).replace(" or ", " | ").replace(" ^ ", " ** ")
     known: dict[str, Any] = {
         "series": series,
         "rate": rate,
         "delta": lambda selected: selected[1] * rate(selected),
+        "sqrt": lambda found: found**0.5,
         "sum": lambda found: found,
         "max": lambda found: Value({"": max(found.values())}) if found else Value(),
         "vector": lambda value: Value({"": value}),
         "clamp_min": lambda found, least: Value({k: max(one, least) for k, one in found.items()}),
-        "label_replace": lambda found, *_: Value({"before": one for one in found.values()}),
+        "label_replace": lambda found, *_: Value({"before": found[""]} if found else {}),
         "__builtins__": {},
     }
-    value: Value = eval(python, known)  # noqa: S307
+    value: Value = eval(python, known)
     assert set(value) <= {""}
     return value.get("")
 
@@ -396,6 +415,7 @@ def day(came: Callable[[float], float], until_s: float, step_s: float = 15.0) ->
         arrived = int(came(at_s))
         waiting = min(arrived, int(at_s / 60) % 7)
         running = min(arrived - waiting, 20 + k % 3)
+        ended = arrived - waiting - running
         found.append(
             FleetSample(
                 at_s=at_s,
@@ -403,9 +423,9 @@ def day(came: Callable[[float], float], until_s: float, step_s: float = 15.0) ->
                 starting=0,
                 queued=0,
                 arrived=arrived,
-                prompt_tokens=0,
-                ended=arrived - waiting - running,
-                output_tokens=0,
+                prompt_tokens=700 * arrived,
+                ended=ended,
+                output_tokens=250 * ended,
             )
         )
     return found
@@ -420,21 +440,14 @@ SHAPES: dict[str, tuple[Callable[[float], float], float, float]] = {
 }
 
 
-@pytest.mark.parametrize("season", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_query_gives_what_the_rule_asks_for(shape: str, *, season: bool) -> None:
-    came, until_s, step_s = SHAPES[shape]
-    rule = LawRule(
-        capacity_rps=2.0, window_s=180.0, horizon_s=120.0, growth=0.9, backlog_s=60.0, season=season
-    )
-    samples = day(came, until_s, step_s)
-    history = History(rule.memory_s + 60.0)
-    for one in samples:
-        history.add(one)
-    own = rule.demand(FleetView(samples[-1].at_s, 1, 1, 1, 9, history))
-    assert own is not None
-    assert own > 0.0
-    seen = [
+PODS = Pods(Sourced(1, "test"), 0, 'job="x"', 'job="y"')
+OF_VLLM = [PODS.series(name) for name in (ENDED, SERIES["running"], SERIES["waiting"])]
+OF_FRONT = [f'{RECEIVED}{{job="y"}}']
+
+
+def seen(samples: Sequence[FleetSample]) -> list[tuple[float, dict[str, float]]]:
+    """What Prometheus has scraped, by series."""
+    return [
         (
             one.at_s,
             {
@@ -442,35 +455,56 @@ def test_the_query_gives_what_the_rule_asks_for(shape: str, *, season: bool) -> 
                 ENDED: float(one.ended),
                 SERIES["running"]: float(one.ready[0].running),
                 SERIES["waiting"]: float(one.ready[0].waiting),
+                f"{PROMPTS}_sum": 700.0 * one.ended,
+                f"{OUTPUTS}_sum": float(one.output_tokens),
+                f"{OUTPUTS}_count": float(one.ended),
             },
         )
         for one in samples
     ]
-    waiting = f'{SERIES["waiting"]}{{job="x"}}'
-    own_series = [f'{name}{{job="x"}}' for name in (ENDED, SERIES["running"], SERIES["waiting"])]
-    for series in ([f'{RECEIVED}{{job="y"}}'], own_series):
-        found = evaluated(law_query(rule, series, waiting), seen)
-        assert found == pytest.approx(own, rel=1e-5), series
+
+
+def wanted(rule: LawRule, samples: Sequence[FleetSample]) -> float:
+    """What the rule wants, before it is rounded."""
+    history = History(rule.memory_s + 60.0)
+    for one in samples:
+        history.add(one)
+    demand = rule.demand(FleetView(samples[-1].at_s, 1, 1, 1, 9, history))
+    assert demand is not None
+    needed = demand / rule.capacity
+    return needed + rule.spare * math.sqrt(needed)
+
+
+@pytest.mark.parametrize("changed", [{}, {"season": True}, {"spare": 0.0, "prompt_share": 0.0}])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("series", [OF_FRONT, OF_VLLM])
+def test_the_query_gives_what_the_rule_asks_for(
+    series: list[str], shape: str, changed: dict[str, Any]
+) -> None:
+    usual: dict[str, Any] = {"capacity": 400.0, "prompt_share": 0.05, "growth": 0.9, "spare": 0.6}
+    rule = LawRule(window_s=180.0, horizon_s=120.0, backlog_s=60.0, **usual | changed)
+    samples = day(*SHAPES[shape])
+    own = wanted(rule, samples)
+    assert own > 0.1
+    found = evaluated(law_query(rule, series, PODS), seen(samples))
+    assert found == pytest.approx(own, rel=1e-4)
 
 
 def test_a_season_takes_the_demand_of_the_day_before() -> None:
-    came, until_s, step_s = SHAPES["day"]
-    rules = [LawRule(window_s=180.0, season=season) for season in (False, True)]
-    samples = day(came, until_s, step_s)
-    found = []
-    for rule in rules:
-        history = History(rule.memory_s)
-        for one in samples:
-            history.add(one)
-        demand = rule.demand(FleetView(until_s, 1, 1, 1, 9, history))
-        assert demand is not None
-        found.append(demand)
-    assert found[1] > 4.0 * found[0]
+    samples = day(*SHAPES["day"])
+    rules = [LawRule(window_s=180.0, spare=0.0, season=season) for season in (False, True)]
+    now, with_season = [wanted(rule, samples) for rule in rules]
+    assert with_season > 4.0 * now
 
 
-def test_no_history_gives_no_value() -> None:
-    query = law_query(LawRule(), [f"{RECEIVED}{{}}"], f"{SERIES['waiting']}{{}}")
-    assert evaluated(query, [(0.0, {RECEIVED: 3.0, SERIES["waiting"]: 0.0})]) is None
+def test_no_history_gives_no_value_and_no_ended_request_the_constant() -> None:
+    rule = LawRule(window_s=180.0, spare=0.0, growth=0.0, output_tokens=80.0)
+    query = law_query(rule, OF_FRONT, PODS)
+    samples = seen(day(lambda at_s: at_s, 15.0))
+    assert evaluated(query, samples[:1]) is None
+    for _, one in samples:
+        one |= {SERIES["waiting"]: 0.0, f"{OUTPUTS}_count": 0.0, f"{OUTPUTS}_sum": 0.0}
+    assert evaluated(query, samples) == pytest.approx(80.0)
 
 
 def test_json_names_the_rule(

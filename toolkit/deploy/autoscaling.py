@@ -25,7 +25,7 @@ from toolkit.errors import InputError
 from toolkit.files.plan import Plan
 from toolkit.scaling.base import Rule
 from toolkit.scaling.behaviour import MAX_PERIOD_S, MAX_WINDOW_S, Behaviour
-from toolkit.scaling.by_law import DAY_S, LawRule
+from toolkit.scaling.by_law import DAY_S, MEANS_S, LawRule
 from toolkit.scaling.hpa import TOLERANCE, HpaRule
 from toolkit.scaling.keda import KedaRule
 from toolkit.scaling.planner import PlannerRule
@@ -56,6 +56,8 @@ SERIES = {
     "kv_usage": "vllm:kv_cache_usage_perc",
 }
 ENDED = "vllm:request_success_total"
+PROMPTS = "vllm:request_prompt_tokens"
+OUTPUTS = "vllm:request_generation_tokens"
 RECEIVED = "llmctl_requests_received_total"
 
 
@@ -318,32 +320,29 @@ def _totals(rule: KedaRule, pods: Pods, why: Mapping[str, str]) -> tuple[Trigger
 
 
 def _demand(rule: LawRule, pods: Pods, why: Mapping[str, str]) -> Trigger:
-    """Return the trigger of `by-law`: requests/s to come, for each replica what it is to serve."""
-    capacity, share = (f"by-law.{name}" for name in ("capacity_rps", "utilization"))
-    reason = (
-        f"capacity_rps {rule.capacity_rps:.6g} ({why[capacity]}) x utilization "
-        f"{rule.utilization:.6g} ({why[share]})"
+    """Return the trigger of `by-law`: replicas for the tokens/s to come."""
+    values = parameters(rule)
+    parts = [f"{name} {value}: {why[f'by-law.{name}']}" for name, value in values.items()]
+    about = (
+        f"q + spare x sqrt(q) replicas, q the tokens/s to come over capacity; {'; '.join(parts)}"
     )
     front = (f"{RECEIVED}{{{pods.front_selector}}}",)
     series = [pods.series(name) for name in (ENDED, SERIES["running"], SERIES["waiting"])]
-    parts = ("window_s", "growth", "horizon_s", "backlog_s", "season")
-    about = "; ".join(f"{name} {getattr(rule, name)}: {why[f'by-law.{name}']}" for name in parts)
-    waiting = pods.series(SERIES["waiting"])
     return Trigger(
-        law_query(rule, front, waiting),
-        f"requests/s that will come, and those that wait over backlog_s; {about}",
-        Sourced(f"{rule.capacity_rps * rule.utilization:.6g}", reason),
-        law_query(rule, series, waiting),
+        law_query(rule, front, pods),
+        about,
+        Sourced("1", "the query counts replicas"),
+        law_query(rule, series, pods),
     )
 
 
-def law_query(rule: LawRule, came: Sequence[str], waiting: str) -> str:
-    """Return the PromQL of `LawRule.demand`, in requests/s.
+def law_query(rule: LawRule, came: Sequence[str], pods: Pods) -> str:
+    """Return the PromQL of what `LawRule` wants, in replicas.
 
     Args:
         came: series that add up to the requests that have come: a counter, and then gauges, such
             as the requests that have ended, that run and that wait.
-        waiting: the series of requests that wait.
+        pods: the replicas, whose own series say what waits and how many tokens requests have.
     """
     window_s = round(rule.window_s)
     now = _rate(came, window_s, 0)
@@ -356,7 +355,23 @@ def law_query(rule: LawRule, came: Sequence[str], waiting: str) -> str:
         before = _rate(came, window_s, round(DAY_S - ahead_s))
         # The label keeps both, so that `max` has the larger.
         demand = f'max({demand} or label_replace({before}, "day", "before", "", ""))'
-    return f"{demand} + (sum({waiting}) or vector(0)) / {rule.backlog_s:.6g}"
+    waiting = f"(sum({pods.series(SERIES['waiting'])}) or vector(0)) / {rule.backlog_s:.6g}"
+    needed = f"({demand} + {waiting}) * {_tokens(rule, pods)} / {rule.capacity:.6g}"
+    if not rule.spare:
+        return needed
+    # The square of this sum is q + spare * sqrt(q) and a constant, with q once.
+    return f"(sqrt({needed}) + {rule.spare / 2:.6g}) ^ 2 - {rule.spare**2 / 4:.6g}"
+
+
+def _tokens(rule: LawRule, pods: Pods) -> str:
+    """Return the PromQL of a request's mean tokens, of those that ended in the last minutes."""
+    over = f"[{round(MEANS_S)}s]"
+    prompts, outputs, count = (
+        f"sum(rate({pods.series(name)}{over}))"
+        for name in (f"{PROMPTS}_sum", f"{OUTPUTS}_sum", f"{OUTPUTS}_count")
+    )
+    both = f"({outputs} + {rule.prompt_share:.6g} * {prompts})" if rule.prompt_share else outputs
+    return f"({both} / ({count} > 0) or vector({rule.output_tokens:.6g}))"
 
 
 def _rate(came: Sequence[str], window_s: int, ago_s: int) -> str:

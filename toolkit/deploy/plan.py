@@ -47,10 +47,13 @@ NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differ
 BEHAVIOUR = "behaviour."  # how the keys of limits of a change of the number begin
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
 
-CAPACITY = "capacity_rps"
+CAPACITIES = ("capacity", "capacity_rps")  # of a replica, by rule
 # Parameters of rules that are no choice, and what they are.
 MEASURED = {
-    CAPACITY: "what one replica serves within the targets, on requests of this trace",
+    "capacity_rps": "requests/s that a replica among others serves within the targets",
+    "capacity": "tokens/s that a replica among others serves within the targets",
+    "prompt_share": "a prompt's token beside one of output, by the law of a pass",
+    "output_tokens": "the mean of the trace",
     "horizon_s": "the mean start, a reading and a decision later",
     "cache_tokens": "the fit's capacity",
     "pass_tokens": "the engine's setting",
@@ -220,9 +223,10 @@ def _scaling_of(recipe: Recipe, scaled: ScaledFleet | None) -> ScalingSpec | Non
     if spec is None:
         return None
     values = parameters(make_rule(spec.rule, spec.parameters))
-    if CAPACITY in values and CAPACITY not in spec.parameters:
+    lacking = [one for one in CAPACITIES if one in values and one not in spec.parameters]
+    if lacking:
         raise InputError(
-            f"scale.scaling: rule '{spec.rule}' needs {CAPACITY}, what one replica serves",
+            f"scale.scaling: rule '{spec.rule}' needs {lacking[0]}, what one replica serves",
             "llmctl autoscale finds it: give its scaling.json with --scaling",
         )
     return ScalingSpec(
