@@ -190,7 +190,7 @@ def test_by_law_is_one_query_with_the_capacity_as_a_constant(rendered: Rendered)
         "policies": [{"type": "Pods", "value": 1, "periodSeconds": 90}],
     }
     text = Path("kubernetes/autoscaling/scaledobject.yaml").read_text()
-    assert "capacity 1500: scaling.json: tokens/s that a replica among others serves" in text
+    assert "capacity 1500.0: scaling.json: tokens/s that a replica among others serves" in text
     assert f"sum(delta({SERIES['running']}" in text, "the query of a cluster without the front"
     for line in text.splitlines():
         if re.search(r"(stabilization\w+|\w+ReplicaCount|pollingInterval|threshold): ", line):
@@ -240,7 +240,7 @@ def test_the_static_fleet_has_no_autoscaler(rendered: Rendered) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "whose"),
+    ("rule", "text"),
     [("tokens", "llm-d"), ("saturation", "kv_spare 0.1"), ("planner", "interval_s 180.0")],
 )
 def test_rules_of_other_autoscalers_are_named_with_their_constants(
@@ -248,12 +248,12 @@ def test_rules_of_other_autoscalers_are_named_with_their_constants(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     rule: str,
-    whose: str,
+    text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     scaling(tmp_path, fleet(rule, 50.0))
     said = ran(capsys, f"render {RECIPE} --scaling scaling.json --target kubernetes", code=2)
-    assert whose in said.err
+    assert text in said.err
     assert "--rule by-law" in said.err
     ran(capsys, f"render {RECIPE} --scaling scaling.json")
 

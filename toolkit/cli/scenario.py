@@ -193,7 +193,7 @@ class Scenario:
         Raises StaleError for a result that was made from other files, and InputError for a rule
         that is not in it, and without `force` for one that does not keep the targets.
         """
-        from toolkit.deploy.plan import ScaledFleet, make_plan
+        from toolkit.deploy.plan import PlannedFleet, make_plan
 
         result = read_file(ScalingResult, file, self.sources)
         if "tuning" in result.inputs and self.tuning is None:
@@ -203,14 +203,14 @@ class Scenario:
             )
         fleet = result.best if rule is None else _fleet_called(rule, result)
         if fleet is None or not (fleet.kept or force):
-            whose = f"rule '{rule}' does not keep" if rule else "no rule keeps"
+            kept = f"rule '{rule}' does not keep" if rule else "no rule keeps"
             raise InputError(
-                f"{file}: {whose} the targets",
+                f"{file}: {kept} the targets",
                 "allow `llmctl autoscale` more replicas with --most, or make a plan anyway: --rule "
                 "NAME --force",
             )
         made_from = self.sources | {"scaling": file}
-        scaled = ScaledFleet(result, fleet)
+        scaled = PlannedFleet(result, fleet)
         return make_plan(*self._measured, self.tuning, made_from, scaled=scaled)
 
     @property

@@ -1,7 +1,7 @@
 """When pods are added, and when they are taken away, as Kubernetes' autoscaler reads it.
 
 An `Autoscaling` has bounds, what decides, and how fast the number may change. Two things decide:
-KEDA's triggers, each a Prometheus query whose value over its threshold is the number of pods, or a
+KEDA's triggers, each a Prometheus query that gives the pods by its value over its threshold, or a
 metric of each pod, which a HorizontalPodAutoscaler brings to a target. `of_rule` makes it from the
 rule of a plan, with the source of each value as the plan explains it. A plan without a rule is
 scaled by its queue (`of_queue`).
@@ -40,7 +40,7 @@ SCRAPE_S = 15  # how often Prometheus asks the pods
 SPEED = "[2m]"  # of the queue's growth: eight scrapes
 BURST_S = 30  # one burst of requests does not scale
 IDLE_S = 300  # for which the queue must call for fewer replicas: Kubernetes' default
-# Rules that a cluster runs in an autoscaler of its own: whose, and what is set there.
+# Rules that a cluster runs in an autoscaler of its own: which one, and what is set there.
 ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
     SaturationRule.name: (
         "llm-d's workload variant autoscaler, version 1",
@@ -61,7 +61,7 @@ OUTPUTS = "vllm:request_generation_tokens"
 RECEIVED = "llmctl_requests_received_total"
 
 
-class Policy(NamedTuple):
+class PodLimit(NamedTuple):
     """At most so many pods, or percent of the pods, in a period."""
 
     type: str
@@ -74,7 +74,7 @@ class Direction:
     """How fast pods are added, or taken away: a direction of Kubernetes' `behavior`."""
 
     window_s: Sourced[int]
-    policies: Sourced[list[Policy]]
+    policies: Sourced[list[PodLimit]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Autoscaling:
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """The pods that an autoscaler changes the number of, and who sees their requests.
+    """The pods that an autoscaler adds and takes away, and the labels of their series.
 
     Attributes:
         count: pods at the beginning.
@@ -237,10 +237,10 @@ def of_rule(plan: Plan, pods: Pods) -> Autoscaling:
     assert scale is not None
     rule = make_rule(spec.rule, spec.parameters)
     if rule.name in ELSEWHERE:
-        whose, names = ELSEWHERE[rule.name]
+        other, names = ELSEWHERE[rule.name]
         constants = ", ".join(f"{name} {spec.parameters[name]}" for name in names)
         raise InputError(
-            f"rule '{rule.name}' runs in {whose}, which is not rendered: set {constants} there",
+            f"rule '{rule.name}' runs in {other}, which is not rendered: set {constants} there",
             "or render --rule by-law of the same scaling.json",
         )
     if not pods.front_selector:
@@ -342,7 +342,7 @@ def law_query(rule: LawRule, came: Sequence[str], pods: Pods) -> str:
     Args:
         came: series that add up to the requests that have come: a counter, and then gauges, such
             as the requests that have ended, that run and that wait.
-        pods: the replicas, whose own series say what waits and how many tokens requests have.
+        pods: the replicas: their own series say what waits and how many tokens requests have.
     """
     window_s = round(rule.window_s)
     now = _rate(came, window_s, 0)
@@ -402,10 +402,10 @@ def _directions(
     for way in ("up", "down"):
         period_s = round(float(of[f"{way}_period_s"]))
         names = {"Pods": f"{way}_pods", "Percent": f"{way}_percent"}
-        limits = [Policy(word, int(of[name]), period_s) for word, name in names.items() if of[name]]
+        limits = [PodLimit(word, int(of[name]), period_s) for word, name in names.items() if of[name]]
         reason = "; ".join([why[name] for name in names.values() if of[name] and name in why])
         if not limits:
-            limits = [Policy("Pods", most, POLL_S)]
+            limits = [PodLimit("Pods", most, POLL_S)]
             reason = "no limit: as many at once as there may be"
         window = f"{way}_window_s"
         window_s = Sourced(round(float(of[window])), why.get(window, ""))

@@ -87,7 +87,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledFleet:
+class PlannedFleet:
     """A rule of scaling.json, or its static fleet, that a plan is made for."""
 
     result: ScalingResult
@@ -137,7 +137,7 @@ def make_plan(
     tuning: Tuning | None,
     inputs: Mapping[str, Path],
     given: Settings | None = None,
-    scaled: ScaledFleet | None = None,
+    scaled: PlannedFleet | None = None,
 ) -> Plan:
     """The plan for serving `recipe`.
 
@@ -210,7 +210,7 @@ def _choice(given: Settings | None, recipe: Recipe, tuning: Tuning | None) -> Ch
     return Choice(settings, source, given_by)
 
 
-def _scaling_of(recipe: Recipe, scaled: ScaledFleet | None) -> ScalingSpec | None:
+def _scaling_of(recipe: Recipe, scaled: PlannedFleet | None) -> ScalingSpec | None:
     """Return the rule with all its parameters: the one of `scaled`, or the one that the recipe
     names; None: the number of replicas is fixed.
 
@@ -358,7 +358,7 @@ def _explain_router(router: RouterSpec, recipe: Recipe, choice: Choice) -> Expla
     return explained
 
 
-def _explain_scaling(spec: ScalingSpec, recipe: Recipe, scaled: ScaledFleet | None) -> Explained:
+def _explain_scaling(spec: ScalingSpec, recipe: Recipe, scaled: PlannedFleet | None) -> Explained:
     """Explain the rule that changes the number of replicas, its parameters and its bounds."""
     scale = recipe.scale
     assert scale is not None
