@@ -18,7 +18,7 @@ from operator_kinds import check_object
 
 from toolkit.cli.arguments import ScenarioOptions
 from toolkit.cli.scenario import Scenario
-from toolkit.deploy.autoscaling import ENDED, OUTPUTS, PROMPTS, RECEIVED, SERIES, Pods, law_query
+from toolkit.deploy.autoscaling import ARRIVED, ENDED, OUTPUTS, PROMPTS, SERIES, Pods, law_query
 from toolkit.deploy.order import Sourced
 from toolkit.files.capacity import Requests
 from toolkit.files.io import head, read_file, write_file
@@ -171,8 +171,8 @@ def test_by_law_is_one_query_with_the_capacity_as_a_constant(rendered: Rendered)
     (trigger,) = spec["triggers"]
     assert trigger["metadata"]["threshold"] == "1", "the query counts replicas"
     query = trigger["metadata"]["query"]
-    assert query.count(f"{RECEIVED}{{") == 3
-    assert query.startswith(f'(sqrt((sum(rate({RECEIVED}{{namespace="default",job="default/llmctl-')
+    assert query.count(f"{ARRIVED}{{") == 3
+    assert query.startswith(f'(sqrt((sum(rate({ARRIVED}{{namespace="default",job="default/llmctl-')
     assert " + 1.58333 * (clamp_min(" in query, "(130 + 120 / 2) / 120: its growth goes on"
     assert query.endswith(" or vector(300)) / 1500) + 0.375) ^ 2 - 0.140625")
     assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["pollingInterval"]) == (
@@ -442,7 +442,7 @@ SHAPES: dict[str, tuple[Callable[[float], float], float, float]] = {
 
 PODS = Pods(Sourced(1, "test"), 0, 'job="x"', 'job="y"')
 OF_VLLM = [PODS.series(name) for name in (ENDED, SERIES["running"], SERIES["waiting"])]
-OF_FRONT = [f'{RECEIVED}{{job="y"}}']
+OF_FRONT = [f'{ARRIVED}{{job="y"}}']
 
 
 def seen(samples: Sequence[FleetSample]) -> list[tuple[float, dict[str, float]]]:
@@ -451,7 +451,7 @@ def seen(samples: Sequence[FleetSample]) -> list[tuple[float, dict[str, float]]]
         (
             one.at_s,
             {
-                RECEIVED: float(one.arrived),
+                ARRIVED: float(one.arrived),
                 ENDED: float(one.ended),
                 SERIES["running"]: float(one.ready[0].running),
                 SERIES["waiting"]: float(one.ready[0].waiting),

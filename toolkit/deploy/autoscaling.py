@@ -58,7 +58,7 @@ SERIES = {
 ENDED = "vllm:request_success_total"
 PROMPTS = "vllm:request_prompt_tokens"
 OUTPUTS = "vllm:request_generation_tokens"
-RECEIVED = "llmctl_requests_received_total"
+ARRIVED = "llmctl_requests_arrived_total"
 
 
 class PodLimit(NamedTuple):
@@ -326,7 +326,7 @@ def _demand(rule: LawRule, pods: Pods, why: Mapping[str, str]) -> Trigger:
     about = (
         f"q + spare x sqrt(q) replicas, q the tokens/s to come over capacity; {'; '.join(parts)}"
     )
-    front = (f"{RECEIVED}{{{pods.front_selector}}}",)
+    front = (f"{ARRIVED}{{{pods.front_selector}}}",)
     series = [pods.series(name) for name in (ENDED, SERIES["running"], SERIES["waiting"])]
     return Trigger(
         law_query(rule, front, pods),
@@ -402,7 +402,9 @@ def _directions(
     for way in ("up", "down"):
         period_s = round(float(of[f"{way}_period_s"]))
         names = {"Pods": f"{way}_pods", "Percent": f"{way}_percent"}
-        limits = [PodLimit(word, int(of[name]), period_s) for word, name in names.items() if of[name]]
+        limits = [
+            PodLimit(word, int(of[name]), period_s) for word, name in names.items() if of[name]
+        ]
         reason = "; ".join([why[name] for name in names.values() if of[name] and name in why])
         if not limits:
             limits = [PodLimit("Pods", most, POLL_S)]

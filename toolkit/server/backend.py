@@ -142,7 +142,6 @@ class ServerBackend(ABC):
 
     async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request for tokens. Raises `ApiError` where nothing of an answer was sent."""
-        self.stats.received += 1
         self.check_open()
         arrival_s = time.monotonic()
         request = Request(scope, receive)

@@ -146,7 +146,6 @@ def families_of_requests(
         ("prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens, ""),
         ("generation_tokens", "Tokens generated.", stats.generation_tokens, ""),
         ("requests_within_targets", met, stats.within_targets, ""),
-        ("requests_received", "Requests that came, also the refused.", stats.received, ""),
         ("refused", "Requests that got 503 because of overload.", stats.refused, ""),
         ("requests", "Requests that ended, and how.", dict(stats.ended), "finish_reason"),
         ("http_responses", "Answers by HTTP status.", stats.statuses, "status"),

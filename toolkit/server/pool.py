@@ -266,11 +266,13 @@ class PoolBackend(ServerBackend):
     def families(self) -> Iterator[Metric]:
         labels = self.labels
         beyond = "Requests beyond the rows that replicas run at once."
+        came = "Requests that have come, also those that still run."
         lost = "Replicas that were up and failed, each time."
         for kind, name, text, value in (
             (Gauge, "requests_running", "Requests that have not ended.", self.left),
             (Gauge, "requests_waiting", beyond, self.waiting),
             (Gauge, "replicas_up", "Replicas that may be sent requests.", len(self.pool.up)),
+            (Counter, "requests_arrived", came, self.stats.arrived),
             (Counter, "replica_losses", lost, self.pool.losses),
             (Counter, "continued", "Answers that another replica continued.", self.continued),
         ):

@@ -64,9 +64,7 @@ def recorder_of(url: str, options: ServerOptions, block_tokens: int = 16) -> Ite
 
 
 class Recorder(ServerBackend):
-    """The server that is recorded. Its counters count requests for tokens alone, by status;
-    `received` counts every request.
-    """
+    """The server that is recorded. Its counters count requests for tokens alone, by status."""
 
     transparent = True
     descriptors_each = 2

@@ -163,7 +163,6 @@ class Stats:
     arrived_tokens: int = 0  # of their prompts, as far as they are known then
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    received: int = 0  # requests that came, also those that were refused
     ended: Counter[str] = field(default_factory=Counter)
     ended_tokens: int = 0  # generated for requests that have ended
     within_targets: int = 0  # ended well and met every target, as in `toolkit.metrics.meets_sla`
