@@ -29,7 +29,7 @@ from toolkit.server.metrics import text_of
 from toolkit.server.options import ServerOptions
 from toolkit.server.pool import PoolBackend
 from toolkit.server.replicas import LiveReplica, ReplicaNeeds, ReplicaPool
-from toolkit.server.stats import Stats
+from toolkit.server.stats import RequestTimes, Stats
 
 OWN = {
     "kubernetes": {"namespace": "default", "job": "default/llmctl-test"},
@@ -142,14 +142,14 @@ def test_the_share_beyond_a_limit_is_exact() -> None:
     stats = Stats(sla={"ttft_p99_s": 2.0, "mtpot_p99_s": 0.33})
     for ttft, gap in ((1.9, 0.1), (2.0, 0.33), (2.1, 0.34), (2.4, 0.2)):
         stats.ttft.observe(ttft)
-        stats.count_end("stop", 0.0, ttft, ttft + 1, 5, gap)
+        stats.count_end("stop", RequestTimes(0.0, ttft, ttft + 1, gap), 5)
     assert dict(stats.ttft.cumulative())["2.0"] == 2
     assert dict(stats.mtpot.cumulative())["0.33"] == 3
 
 
 def test_a_request_of_one_token_counts_in_no_histogram_of_gaps() -> None:
     stats = Stats(sla={"mtpot_p99_s": 0.33, "tpot_p99_s": 0.01})
-    stats.count_end("stop", 0.0, 1.0, 2.0, 1, 0.9)
+    stats.count_end("stop", RequestTimes(0.0, 1.0, 2.0, 0.9), 1)
     assert dict(stats.mtpot.cumulative())["+Inf"] == dict(stats.tpot.cumulative())["+Inf"] == 0
     assert (dict(stats.e2e.cumulative())["+Inf"], stats.within_targets) == (1, 1)
 

@@ -37,7 +37,9 @@ def recipe_with(config: dict[str, Any] | None = None, args: list[str] | None = N
     recipe = samples.recipe(**changes)
     if config is None:
         return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})
+    # longer than any chunk of attention: one that no request outgrows is full attention
+    changed = {"config": config, "max_model_len": 65_536}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)})
 
 
 def unmodelled(config: dict[str, Any]) -> list[str]:
