@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import Printed, ran
+from commands import Printed, llmctl, ran
 from operator_kinds import check_object
 
 from toolkit.cli.arguments import ScenarioOptions
@@ -237,6 +237,10 @@ def test_the_static_fleet_has_no_autoscaler(rendered: Rendered) -> None:
     assert plan.workers == 4
     deployed = yaml.safe_load(Path("kubernetes/base/statefulset.yaml").read_text())
     assert deployed["spec"]["replicas"] == 4
+    # a fixed number runs under systemd, too; a rule does not
+    assert llmctl("render", "kubernetes/base/plan.json", "--target", "systemd", "--force") == 0
+    rendered(fleet("by-law", 9.0), STATIC)
+    assert llmctl("render", "kubernetes/base/plan.json", "--target", "systemd", "--force") == 2
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def command(args: AutoscaleOptions) -> None:
     one factor, so a day is over sooner. Exit code 5 means that nothing keeps the targets; the
     result is written and printed nevertheless.
     """
+    from toolkit.deploy.autoscaling import ELSEWHERE
     from toolkit.report.scaling import scaling_page, scaling_sheet
     from toolkit.tuning.autoscale import ScaledFleet, find_fleets, fleet_deployment, replica_rate
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
@@ -130,6 +131,10 @@ def command(args: AutoscaleOptions) -> None:
     basis = fit_option(args.recipe, scenario.fit_file)
     if args.tuning is not None:
         basis += ["--tuning", args.tuning]
+    able = [one for one in (*result.rules, result.static) if one is not None and one.kept]
+    rendered = [one for one in able if one.rule not in ELSEWHERE]
+    if result.best.rule in ELSEWHERE and rendered:
+        basis += ["--rule", min(rendered, key=lambda one: one.gpu_hours_per_day).rule]
     note(f"next: {typed('render', args.recipe, *basis, '--scaling', args.out)}")
 
 

@@ -38,6 +38,7 @@ from toolkit.files.io import write_file, write_text
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import shipped_templates
 from toolkit.files.strict import Strict, documents, read_bytes, validate
+from toolkit.scaling.static import StaticRule
 from toolkit.traces.types import FOLDER
 
 SHOWN = ("goodput_rps", "throughput_rps", "output_tokens_per_s", "sla_attainment_percent")
@@ -76,7 +77,8 @@ def render_target(name: str, order: Order) -> dict[str, str]:
         )
     cluster = name == "kubernetes"
     front = own_server and name in ("systemd", "compose", "kubernetes")
-    if front and not cluster and plan.settings.scaling is not None:
+    rule = plan.settings.scaling
+    if front and not cluster and rule is not None and rule.rule != StaticRule.name:
         raise InputError(
             f"'{name}' starts a fixed number of replicas, and the plan has a rule for them",
             "render it for kubernetes, or make a plan with --rule static",
