@@ -1,6 +1,6 @@
 """A replica without a model and with an exactly known law.
 
-    python -m benchmarks.common.fixed_server PORT
+python -m benchmarks.common.fixed_server PORT
 """
 
 from __future__ import annotations
