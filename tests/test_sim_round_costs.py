@@ -53,7 +53,7 @@ FIT = samples.fit().model_copy(
     update={
         "rounds": RoundsFit(
             join=PassLaw({"pass": 1e-3, "row": 2e-3, "token": 3e-6}, error=samples.ERROR),
-            leave=PassLaw({"pass": 4e-3, "cached": 5e-6}, error=samples.ERROR),
+            leave=PassLaw({"row": 4e-3, "cached": 5e-6}, error=samples.ERROR),
             grow=PassLaw({"row": 6e-5}, error=samples.ERROR),
             overhead=OverheadFit(batch_s=7e-3, stretch=2.0, error=samples.ERROR),
             usable_share=0.75,

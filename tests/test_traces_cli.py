@@ -29,9 +29,9 @@ def test_the_documented_command_makes_the_shipped_trace(capsys, tmp_path, monkey
 
 
 def test_every_shipped_trace_is_documented():
-    assert {file.name for file in FOLDER.iterdir()} == {
-        shlex.split(command)[-1] for command in COMMANDS
-    }
+    lines = [line for line in DOCS.splitlines() if line.startswith("    ") and " --out " in line]
+    made = {shlex.split(line)[-1] for line in lines}
+    assert {file.name for file in FOLDER.iterdir()} <= made
 
 
 def test_no_row_of_a_shipped_trace_is_dropped():

@@ -24,7 +24,7 @@ BEGINNINGS = """\
 No recipe lies in this folder. Begin with one of these:
 
   llmctl recipes                                     the recipes that ship
-  llmctl tune llama-3.1-8b-h200                      tune one of them, without a GPU
+  llmctl tune llama-3.1-8b-h200                      tune one, without a GPU
   llmctl recipe new MODEL --gpu GPU > recipe.yaml    a recipe for your model
   llmctl recipe from-command "vllm serve ..." --gpu GPU > recipe.yaml
                                                      of a server that runs
