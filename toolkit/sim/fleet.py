@@ -51,10 +51,6 @@ class StartTimes:
     warm: tuple[float, ...] = ()
     seed: int = 0
 
-    def mean_s(self) -> float:
-        """The mean of a cold start."""
-        return sum(self.cold) / len(self.cold)
-
 
 @dataclass(frozen=True, slots=True)
 class Fleet:

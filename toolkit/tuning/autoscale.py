@@ -206,7 +206,7 @@ def peak_rps(trace: Trace) -> float:
     return float((ends - np.arange(len(arrival_s))).max()) / PEAK_S
 
 
-def clairvoyant(fleet: ScaledFleet, evaluate: Evaluate) -> Evaluation | None:
+def clairvoyant(fleet: ScaledFleet, evaluate: Evaluate) -> FoundRule | None:
     """Return the schedule with the fewest hours that keeps the limits, among `SPARES`: the demand
     of each interval, which it knows, over a replica's rate, and spare ones. None: none keeps them.
 
@@ -217,7 +217,7 @@ def clairvoyant(fleet: ScaledFleet, evaluate: Evaluate) -> Evaluation | None:
     for first in range(0, len(tasks), 2):
         found = [one for one in evaluate(tasks[first : first + 2]) if kept(one)]
         if found:
-            return min(found, key=hours)
+            return FoundRule(min(found, key=hours), first + 2)
     return None
 
 
@@ -378,8 +378,7 @@ def find_fleets(
     for name in rules:
         done = search_rule(fleet, name, trials, evaluate, tick)
         found.append(FoundRule(best_of(done), len(done)))
-    known = None if ahead is None else FoundRule(ahead, len(SPARES))
-    return FoundFleets(fleet, alone, known, found)
+    return FoundFleets(fleet, alone, ahead, found)
 
 
 def fleet_result(fleet: ScaledFleet, found: FoundRule, points: int) -> FleetResult:
