@@ -13,7 +13,7 @@ from synthetic_profiles import steps_profile
 
 from toolkit.backends.vllm.profile import refuse_unknown_experts
 from toolkit.errors import InputError
-from toolkit.estimators.gpu_operators import touched_experts as touched_by_arrays
+from toolkit.estimators.gpu_operators import Kernel, experts_s
 from toolkit.estimators.part_fits import fit_steps, point_of
 from toolkit.files.profile import StepsProfile
 from toolkit.laws.features import StepShape, chunk_attended, touched_experts
@@ -73,7 +73,8 @@ def test_one_token_touches_its_own_experts_and_many_touch_all() -> None:
     assert touched_experts(10_000, 128, 8) == pytest.approx(128.0)
     tokens = np.array([1.0, 7.0, 300.0])
     each = [touched_experts(int(n), 128, 8) for n in tokens]
-    assert touched_by_arrays(tokens, 128, 8) == pytest.approx(np.array(each))
+    read = Kernel({"start_s": 0.0, "expert_s": 1.0, "bytes_per_s": 1e30, "flops_per_s": 1e30})
+    assert experts_s(read, tokens, 1, 1.0, 128, 8, 2.0) == pytest.approx(np.array(each))
 
 
 def test_the_law_of_a_pass_finds_the_seconds_of_an_expert() -> None:

@@ -8,19 +8,21 @@ import pytest
 from toolkit.catalogue.gpus import GPUS
 from toolkit.errors import InputError
 from toolkit.estimators.gpu_operators import (
-    AllReduce,
-    ChunkAttention,
-    DecodeAttention,
-    DeltaAttention,
     EngineConstants,
-    Experts,
-    Gemm,
-    LatentAttention,
-    SparseAttention,
+    GpuOperators,
+    Kernel,
+    chunk_s,
+    decode_s,
+    delta_chunk_s,
+    delta_decode_s,
+    experts_s,
+    gemm_s,
+    latent_decode_s,
     measured_gpus,
     measured_operators,
     operators_of,
-    touched_experts,
+    reduce_s,
+    sparse_s,
 )
 from toolkit.estimators.model_shapes import (
     AttentionShapes,
@@ -63,47 +65,86 @@ DECODE = StepShape(1, 1024)
 PROMPT = StepShape(0, 0, 1, 2048, 2048 * 1024.0)
 
 
+def kernel(overlap: float = 1.0, factors: tuple[tuple[float, float], ...] = (), **terms: float):
+    return Kernel(terms, overlap, factors)
+
+
+def starting(**starts: float) -> dict[str, Kernel]:
+    """Kernels that only start, by the name of what they are for."""
+    endless = dict.fromkeys(
+        ("rows_per_s", "bytes_per_s", "flops_per_s", "mixed_per_s", "at_once"), 1e30
+    )
+    counted = ("quantize_s", "expert_s", "head_s", "row_s", "row_head_s", "index_s", "best_s")
+    nothing = dict.fromkeys((*counted, "token_s"), 0.0)
+    return {
+        name: Kernel({**nothing, **endless, "start_s": seconds}) for name, seconds in starts.items()
+    }
+
+
+def of_kernels(
+    name: str, constants: EngineConstants | None = None, **tables: dict[str, Kernel]
+) -> GpuOperators:
+    """A GPU with other kernels."""
+    gpu = measured_operators(name)
+    return replace(gpu, kernels={**gpu.kernels, **tables}, engine=constants or EngineConstants())
+
+
+def test_a_kernel_is_a_sum_of_its_terms() -> None:
+    law = kernel(start_s=1.0, row_s=0.5, bytes_per_s=4.0, flops_per_s=2.0)
+    found = law.seconds(start_s=1.0, row_s=2 * ONE, bytes_per_s=8 * ONE, flops_per_s=3.0)
+    assert found == pytest.approx([1.0 + 1.0 + 2.0 + 1.5])
+    assert replace(law, overlap=2.0).seconds(bytes_per_s=12.0, flops_per_s=8.0) == pytest.approx(5)
+    assert law.seconds(bytes_per_s=0 * ONE) == [0.0]
+    assert law.factor(7.0) == 1.0
+    assert replace(law, factors=((2, 1.0), (4, 3.0))).factor(np.array([1, 3, 9])).tolist() == [
+        *(1.0, 2.0, 3.0)
+    ]
+
+
 def test_a_gemm_is_limited_by_what_it_moves_or_computes() -> None:
-    law = Gemm(start_s=1.0, bytes_per_s=10.0, flops_per_s=1e9, overlap=50.0)
+    law = kernel(50.0, start_s=1.0, bytes_per_s=10.0, flops_per_s=1e9, quantize_s=0.0)
     moved = 20 * 30 * 2 + 30 * 2 + 20 * 2  # weights, inputs, outputs
-    assert law.seconds(ONE, 20, 30, 2.0)[0] == pytest.approx(1.0 + moved / 10.0)
-    law = Gemm(start_s=0.0, bytes_per_s=1e12, flops_per_s=10.0, overlap=50.0)
-    assert law.seconds(4 * ONE, 20, 30, 2.0)[0] == pytest.approx(2 * 4 * 20 * 30 / 10.0)
+    assert gemm_s(law, ONE, 20, 30, 2.0)[0] == pytest.approx(1.0 + moved / 10.0)
+    law = kernel(50.0, start_s=0.0, bytes_per_s=1e12, flops_per_s=10.0, quantize_s=0.0)
+    assert gemm_s(law, 4 * ONE, 20, 30, 2.0)[0] == pytest.approx(2 * 4 * 20 * 30 / 10.0)
+    tiled = replace(law, factors=((4, 2.0),))
+    assert gemm_s(tiled, 4 * ONE, 20, 30, 2.0) == pytest.approx(2 * gemm_s(law, 4 * ONE, 20, 30, 2))
 
 
 def test_without_overlap_both_add_up_and_quantizing_is_extra() -> None:
-    law = Gemm(1.0, 10.0, 100.0, overlap=1.0, quantize_s=0.5)
+    law = kernel(start_s=1.0, bytes_per_s=10.0, flops_per_s=100.0, quantize_s=0.5)
     moved = 20 * 30 * 1 + 30 * 1 + 20 * 2
     expected = 1.0 + moved / 10.0 + 2 * 20 * 30 / 100.0 + 0.5 * 30
-    assert law.seconds(ONE, 20, 30, 1.0)[0] == pytest.approx(expected)
+    assert gemm_s(law, ONE, 20, 30, 1.0)[0] == pytest.approx(expected)
 
 
 def test_attention_by_hand() -> None:
-    decode = DecodeAttention(start_s=1.0, row_s=3.0, bytes_per_s=8.0, beside=1.6)
-    assert decode.seconds(ONE, 2 * ONE, 1, 2)[0] == pytest.approx(1.0 + np.hypot(3.0, 2.0))
-    assert decode.seconds(0 * ONE, 0 * ONE, 1, 2)[0] == 0.0
-    chunk = ChunkAttention(start_s=1.0, flops_per_s=16.0, bytes_per_s=24.0)
-    assert chunk.seconds(ONE, 4 * ONE, 2, 1, 2)[0] == pytest.approx(1.0 + 4.0 + 1.0)
+    law = kernel(2.0, start_s=1.0, rows_per_s=1 / 3, bytes_per_s=8.0)
+    assert decode_s(law, ONE, 1, 16 * ONE)[0] == pytest.approx(1.0 + np.hypot(3.0, 2.0))
+    assert decode_s(law, 0 * ONE, 1, 0 * ONE)[0] == 0.0
+    law = kernel(start_s=1.0, flops_per_s=16.0, bytes_per_s=24.0)
+    assert chunk_s(law, ONE, 4 * ONE, 2, 1, 2)[0] == pytest.approx(1.0 + 4.0 + 1.0)
+    faster = replace(law, factors=((2, 2.0),))
+    assert chunk_s(faster, ONE, 4 * ONE, 2, 1, 2)[0] == pytest.approx(1.0 + 2.0 + 0.5)
 
 
 def test_the_expected_number_of_touched_experts() -> None:
     tokens = np.array([1.0, 2.0, 1e4])
-    assert touched_experts(tokens, 8, 2) == pytest.approx([2.0, 8 * (1 - 0.75**2), 8.0])
-    law = Experts(start_s=0.0, expert_s=1.0, bytes_per_s=1e30, flops_per_s=1e30)
-    assert law.seconds(tokens, 1, 1.0, 8, 2, 2.0) == pytest.approx(touched_experts(tokens, 8, 2))
+    law = kernel(start_s=0.0, expert_s=1.0, bytes_per_s=1e30, flops_per_s=1e30)
+    found = experts_s(law, tokens, 1, 1.0, 8, 2, 2.0)
+    assert found == pytest.approx([2.0, 8 * (1 - 0.75**2), 8.0])
 
 
 def test_a_pass_is_the_sum_of_its_operators() -> None:
     """With operators that only start, it counts them."""
-    start = Gemm(1.0, 1e30, 1e30, 2.0)
-    gpu = replace(
-        measured_operators("h200_sxm"),
-        gemm={"bfloat16": start},
-        decode=DecodeAttention(10.0, 0.0, 1e30, 1.0),
-        chunk=ChunkAttention(100.0, 1e30, 1e30),
-        experts={"bfloat16": Experts(1000.0, 0.0, 1e30, 1e30)},
-        all_reduce={2: AllReduce(0.5, 1e30)},
-        engine=EngineConstants(pass_s=0.25, reduce_s=0.5),
+    gpu = of_kernels(
+        "h200_sxm",
+        EngineConstants(pass_s=0.25, reduce_s=0.5),
+        gemm=starting(bfloat16=1.0),
+        decode=starting(bfloat16=10.0),
+        chunk=starting(bfloat16=100.0),
+        experts=starting(bfloat16=1000.0),
+        all_reduce={"2": starting(two=0.5)["two"]},
     )
     layer = 2 + 2  # GEMMs of attention and of the MLP
     decode, prompt = gpu.pass_seconds(DENSE, [DECODE, PROMPT])
@@ -123,23 +164,30 @@ def test_decodes_beside_a_chunk_read_their_caches_more_slowly() -> None:
     alone = np.diff(gpu.pass_seconds(DENSE, [StepShape(8, 8 * 4096), StepShape(8, 8 * 65536)]))[0]
     shapes = [StepShape(8, 8 * 4096, *chunk), StepShape(8, 8 * 65536, *chunk)]
     beside = np.diff(gpu.pass_seconds(DENSE, shapes))[0]
-    assert beside / alone == pytest.approx(gpu.decode.beside, rel=0.02)
+    assert beside / alone == pytest.approx(gpu.beside, rel=0.02)
 
 
 def test_latent_attention_by_hand() -> None:
     sizes = LatentShapes(rank=3, rope=1, plain=2, value=1)
-    chunk = ChunkAttention(start_s=1.0, flops_per_s=16.0, bytes_per_s=16.0)
-    law = LatentAttention(1.0, 0.5, 0.25, 0.125, 8.0, ((2, 1.0), (4, 3.0)), chunk)
-    read = 10 * (3 + 1) * 2 / 8.0
-    found = law.decode_s(2 * ONE, 10 * ONE, 2, sizes, 2)[0]
-    assert found == pytest.approx(1.0 + 0.5 * 2 + 2 * (0.25 + 0.125 * 2) + read)
-    slower = law.decode_s(2 * ONE, 10 * ONE, 3, sizes, 2)[0]
-    assert slower == pytest.approx(1.0 + 0.5 * 3 + 2 * (0.25 + 0.125 * 3) + 2 * read)
-    assert law.decode_s(0 * ONE, 0 * ONE, 2, sizes, 2)[0] == 0.0
+    law = kernel(
+        factors=((2, 1.0), (4, 3.0)),
+        start_s=1.0,
+        head_s=0.5,
+        row_s=0.25,
+        row_head_s=0.125,
+        bytes_per_s=8.0,
+    )
+    read = 10 * (3 + 1) * 2 * ONE
+    found = latent_decode_s(law, 2 * ONE, 2, read)[0]
+    assert found == pytest.approx(1.0 + 0.5 * 2 + 2 * (0.25 + 0.125 * 2) + read[0] / 8)
+    slower = latent_decode_s(law, 2 * ONE, 3, read)[0]
+    assert slower == pytest.approx(1.0 + 0.5 * 3 + 2 * (0.25 + 0.125 * 3) + 2 * read[0] / 8)
+    assert latent_decode_s(law, 0 * ONE, 2, 0 * ONE)[0] == 0.0
     # 5 tokens, 2 heads: scores over 3 numbers of a key, outputs over 1 of a value; 16 bits moved
     computed = 2 * 2 * (3 + 1) * 40 / 16.0
     moved = 5 * 2 * 2 * (3 + 1 + 3 + 1) / 16.0
-    found = law.chunk.seconds(5 * ONE, 40 * ONE, 2, 2, sizes.head_dim)[0]
+    chunk = kernel(start_s=1.0, flops_per_s=16.0, bytes_per_s=16.0)
+    found = chunk_s(chunk, 5 * ONE, 40 * ONE, 2, 2, sizes.head_dim)[0]
     assert found == pytest.approx(1.0 + computed + moved)
 
 
@@ -147,12 +195,11 @@ def test_a_pass_of_latent_attention_is_the_sum_of_its_operators() -> None:
     """With operators that only start, it counts them: chunks also make keys and values, and a pass
     with both runs both kernels.
     """
-    chunk = ChunkAttention(100.0, 1e30, 1e30)
-    gpu = replace(
-        measured_operators("b200_sxm"),
-        gemm={"bfloat16": Gemm(1.0, 1e30, 1e30, 2.0)},
-        latent={"bfloat16": LatentAttention(10.0, 0.0, 0.0, 0.0, 1e30, ((1, 1.0),), chunk)},
-        engine=EngineConstants(),
+    gpu = of_kernels(
+        "b200_sxm",
+        gemm=starting(bfloat16=1.0),
+        latent_decode=starting(bfloat16=10.0),
+        latent_chunk=starting(bfloat16=100.0),
     )
     both = StepShape(1, 1024, 1, 2048, 2048 * 1024.0)
     decode, prompt, mixed = gpu.pass_seconds(LATENT, [DECODE, PROMPT, both])
@@ -163,26 +210,19 @@ def test_a_pass_of_latent_attention_is_the_sum_of_its_operators() -> None:
 
 def test_sparse_attention_by_hand() -> None:
     factors = ((2, 1.0), (4, 3.0))
-    law = SparseAttention(
-        *(1.0, 0.5, 0.25, 0.125, 0.01, 0.1, factors),
-        *(2.0, 0.5, 0.001, 0.2, factors),
-    )
+    law = kernel(factors=factors, row_s=0.25, row_head_s=0.125, index_s=0.01, best_s=0.1)
     # 3 rows with 100 tokens each, of which 10 are attended to; 4 heads
-    decodes = law.decode_s(3 * ONE, 300 * ONE, 30 * ONE, 4)[0]
-    assert decodes == pytest.approx(3 * (0.25 + 0.125 * 4) + 300 * 0.01 + 30 * 0.1 * 3)
-    chunks = law.chunk_s(5 * ONE, 40 * ONE, 20 * ONE, 3, 64)[0]
-    assert chunks == pytest.approx(5 * (2.0 + 0.5 * 3) + 40 * 64 * 0.001 + 20 * 0.2 * 2)
+    found = sparse_s(law, 3 * ONE, 300 * ONE, 30 * ONE, 4)[0]
+    assert found == pytest.approx(3 * (0.25 + 0.125 * 4) + 300 * 0.01 + 30 * 0.1 * 3)
 
 
 def test_a_pass_of_sparse_attention_is_the_sum_of_its_operators() -> None:
     """It starts once in any pass, its index is whole on each GPU, and chunks make no keys."""
-    nothing = ((1, 1.0),)
-    law = SparseAttention(10.0, *[0.0] * 5, nothing, *[0.0] * 4, nothing)
-    gpu = replace(
-        measured_operators("b200_sxm"),
-        gemm={"bfloat16": Gemm(1.0, 1e30, 1e30, 2.0)},
-        sparse={"bfloat16": law},
-        engine=EngineConstants(),
+    gpu = of_kernels(
+        "b200_sxm",
+        gemm=starting(bfloat16=1.0),
+        sparse_decode=starting(bfloat16=10.0),
+        sparse_chunk=starting(bfloat16=0.0),
     )
     sizes = replace(MLA, index=IndexShapes(best=2048, heads=64, dim=128))
     model = dense_of(sizes)
@@ -211,28 +251,26 @@ def test_linear_attention_by_hand() -> None:
     sizes = DeltaShapes(heads=4, key_heads=2, key_dim=3, value_dim=5, kernel=4)
     mixed = 2 * 2 * 3 + 4 * 5
     row = 2 * (4 * 3 * 5 * 4 + mixed * 4 * 2)  # read and written: states in 32 bits, inputs in 16
-    law = DeltaAttention(1.0, 8.0, 2.0, 0.5, 0.25, at_once=6.0, mixed_per_s=16.0)
-    assert law.decode_s(3 * ONE, sizes)[0] == pytest.approx(1.0 + 3 * row / 8.0)
-    assert law.decode_s(3 * ONE, sizes, 2)[0] == pytest.approx(1.0 + 3 * row / 2 / 8.0)
-    assert law.decode_s(0 * ONE, sizes)[0] == 0.0
+    law = kernel(start_s=1.0, bytes_per_s=8.0)
+    assert delta_decode_s(law, 3 * ONE, sizes)[0] == pytest.approx(1.0 + 3 * row / 8.0)
+    assert delta_decode_s(law, 3 * ONE, sizes, 2)[0] == pytest.approx(1.0 + 3 * row / 2 / 8.0)
+    assert delta_decode_s(law, 0 * ONE, sizes)[0] == 0.0
+    law = kernel(start_s=2.0, head_s=0.5, token_s=0.25, at_once=6.0, mixed_per_s=16.0)
     # one chunk of 10 tokens: its 4 heads are fewer than are computed at once
     one = 2.0 + (0.5 + 10 * 0.25) + 10 * mixed / 16.0
-    assert law.chunk_s(ONE, 10 * ONE, sizes)[0] == pytest.approx(one)
+    assert delta_chunk_s(law, ONE, 10 * ONE, sizes)[0] == pytest.approx(one)
     # three of 10 tokens: 12 heads, in two rounds
     three = 2.0 + 2 * (0.5 + 10 * 0.25) + 30 * mixed / 16.0
-    assert law.chunk_s(3 * ONE, 30 * ONE, sizes)[0] == pytest.approx(three)
-    assert law.chunk_s(0 * ONE, 0 * ONE, sizes)[0] == 0.0
+    assert delta_chunk_s(law, 3 * ONE, 30 * ONE, sizes)[0] == pytest.approx(three)
+    assert delta_chunk_s(law, 0 * ONE, 0 * ONE, sizes)[0] == 0.0
 
 
 def test_a_pass_of_linear_attention_is_the_sum_of_its_operators() -> None:
     """A decode costs as much behind any number of tokens, and both kernels run in a pass with
     both.
     """
-    gpu = replace(
-        measured_operators("b200_sxm"),
-        gemm={"bfloat16": Gemm(1.0, 1e30, 1e30, 2.0)},
-        delta=DeltaAttention(10.0, 1e30, 100.0, 0.0, 0.0, 1e30, 1e30),
-        engine=EngineConstants(),
+    gpu = of_kernels(
+        "b200_sxm", gemm=starting(bfloat16=1.0), delta=starting(decodes=10.0, chunks=100.0)
     )
     both = StepShape(1, 1024, 1, 2048, 2048 * 1024.0)
     shapes = [DECODE, StepShape(1, 1 << 20), PROMPT, both]
@@ -247,10 +285,9 @@ def test_states_are_read_and_written_by_each_row(name: str) -> None:
     """Qwen3.5-27B's 3 MiB a layer, no faster than the memory is; GPUs divide them."""
     gpu = measured_operators(name)
     rows = [StepShape(64, 64 * 1024), StepShape(128, 128 * 1024)]
-    assert gpu.delta is not None
-    found = np.diff(gpu.delta.decode_s(np.array([64.0, 128.0]), DELTA))[0]
+    found = np.diff(delta_decode_s(gpu.kernels["delta"]["decodes"], np.array([64.0, 128.0]), DELTA))
     moved = 64 * 2 * (48 * 128 * 128 * 4 + 10240 * 4 * 2)
-    assert 1.0 < found / (moved / gpu.bandwidth) < 1.5
+    assert 1.0 < found[0] / (moved / gpu.bandwidth) < 1.5
     alone, shared = (np.diff(gpu.pass_seconds(dense_of(DELTA), rows, n))[0] for n in (1, 4))
     assert shared < alone / 2
 
@@ -260,11 +297,11 @@ def test_heads_of_other_sizes_are_refused_where_they_were_not_measured() -> None
     b200 = measured_operators("b200_sxm")
     long = dense_of(replace(ATTENTION, head_dim=512))
     assert b200.pass_seconds(long, [DECODE])[0] > 0
-    with pytest.raises(InputError, match=r"heads of 512 .*bfloat16 on h200_sxm"):
+    with pytest.raises(InputError, match=r"keys of 512 .*bfloat16 on h200_sxm"):
         h200.pass_seconds(long, [DECODE])
     narrow = replace(dense_of(replace(ATTENTION, head_dim=256)), cache_bytes=1)
     assert b200.pass_seconds(narrow, [DECODE])[0] > 0
-    with pytest.raises(InputError, match=r"heads of 256 .*fp8 on h200_sxm"):
+    with pytest.raises(InputError, match=r"keys of 256 .*fp8 on h200_sxm"):
         h200.pass_seconds(narrow, [DECODE])
     uneven = dense_of(replace(ATTENTION, head_dim=192, value_dim=128))
     assert h200.pass_seconds(uneven, [DECODE])[0] > 0
@@ -378,3 +415,10 @@ def test_what_was_not_measured_is_refused_by_name() -> None:
     pro = measured_operators("rtx_pro_6000_server")
     with pytest.raises(InputError, match=r"MLA.*fp8.*rtx_pro"):
         pro.pass_seconds(replace(LATENT, cache_bytes=1), [DECODE])
+    with pytest.raises(InputError, match=r"fp8.*a100_sxm"):
+        a100.pass_seconds(replace(DENSE, cache_bytes=1), [DECODE])
+
+
+def test_all_reduces_of_some_sizes_have_kernels_of_their_own() -> None:
+    law = kernel(factors=((10, 1.0), (12, 2.0)), start_s=1.0, bytes_per_s=1024.0)
+    assert reduce_s(law, np.array([512.0, 2048.0])) == pytest.approx([1.5, 1.5 * 3.0])

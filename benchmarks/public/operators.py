@@ -28,24 +28,29 @@ from scipy.optimize import least_squares
 from benchmarks.common.command import make_parser
 from toolkit.catalogue.gpus import gpu_of
 from toolkit.estimators.gpu_operators import (
-    CACHES,
-    SHORT_HEAD,
+    BYTES,
     TABLE,
-    USUAL_HEAD,
     WEIGHT_BYTES,
-    AllReduce,
-    ChunkAttention,
-    DecodeAttention,
-    DeltaAttention,
     EngineConstants,
-    Experts,
-    Gemm,
     GpuOperators,
-    LatentAttention,
-    SparseAttention,
+    Kernel,
+    chunk_s,
+    decode_s,
+    delta_chunk_s,
+    delta_decode_s,
+    experts_s,
+    gemm_s,
+    latent_decode_s,
+    reduce_s,
+    sparse_s,
 )
 from toolkit.estimators.least_squares import Floats
-from toolkit.estimators.model_shapes import DeltaShapes, IndexShapes, LatentShapes
+from toolkit.estimators.model_shapes import (
+    ACTIVATION_BYTES,
+    DeltaShapes,
+    IndexShapes,
+    LatentShapes,
+)
 
 CORE = "aic-core/src/aiconfigurator_core"
 COMMIT = "095f58a51c4ca8e61b66ec108d86f223f8d559ce"
@@ -99,13 +104,18 @@ AS_SERVED = "b200_sxm"
 PLAIN_VERSION = "0.22.0"  # of vLLM: modules of the B200 kernel by kernel
 LEAST_START_S = 1e-6
 UNSEEN_OFF = 10.0  # percent: of held-out kernels in the median; a law that is further off is none
-LONG_HEADS = (256, 512)  # numbers
+SHORT_HEAD = 64  # numbers
+USUAL_HEAD = 128
+LONG_HEADS = (256, 512)
 UNEVEN_HEAD = 192  # numbers of keys; values of MiMo-V2 have 128, which the data does not say
 HEADS_OFF = 20.0  # percent: kernels that are further off are others
 DELTA_TOKENS = 32768  # of chunks together
 TILE_KERNELS = 50  # fewer tell no factor of an m
 
 
+CHUNK_TERMS = "start_s flops_per_s bytes_per_s"
+ROW_TERMS = "start_s head_s row_s row_head_s"  # of latent attention
+DELTA_TERMS = "start_s head_s token_s at_once mixed_per_s"
 Table = dict[str, np.ndarray[Any, Any]]
 
 
@@ -140,6 +150,27 @@ def chosen(table: Table, rows: np.ndarray[Any, Any], names: Sequence[str]) -> li
     """Columns as numbers, and the latency in seconds."""
     columns = [table[name][rows].astype(float) for name in names]
     return [*columns, MS * table["latency"][rows].astype(float)]
+
+
+def kernel_of(names: str, **more: Any) -> Callable[..., Kernel]:
+    """Return what makes a kernel of coefficients with these names, in their order; further ones are
+    factors.
+
+    Args:
+        more: further fields of the kernel; `heads`: at which factors are, the first of them 1.
+    """
+    own = names.split()
+    heads = more.pop("heads", ())
+
+    def make(*values: float) -> Kernel:
+        terms = dict(zip(own, values[: len(own)], strict=True))
+        found = Kernel(terms, **more)
+        if not heads:
+            return found
+        factors = (1.0, *values[len(own) :])
+        return replace(found, factors=tuple(zip(heads, factors, strict=True)))
+
+    return make
 
 
 def solve(
@@ -179,16 +210,21 @@ def fit_gemm(data: Path, gpu: str, precision: str) -> Fitted | None:
     m, n, k, seconds = chosen(table, rows, ("m", "n", "k"))
     bandwidth, flops, _link = peaks_of(gpu)
 
-    def predict(law: Gemm) -> Floats:
-        return law.seconds(m, n, k, WEIGHT_BYTES[precision])  # type: ignore[arg-type]
+    def make(*values: float) -> Kernel:
+        start_s, bytes_per_s, flops_per_s, overlap, *quantize = values
+        terms = {"start_s": start_s, "bytes_per_s": bytes_per_s, "flops_per_s": flops_per_s}
+        return Kernel({**terms, "quantize_s": sum(quantize)}, overlap)
+
+    def predict(law: Kernel) -> Floats:
+        return gemm_s(law, m, n, k, WEIGHT_BYTES[precision])
 
     guesses = [3e-6, 0.8 * bandwidth, 0.7 * flops, 3.0]
     lowest = [1e-12, 1e9, 1e9, 1.0]
     if precision != "bfloat16":
         guesses = [*guesses[:2], 2.0 * guesses[2], 2.0, 10.0 / bandwidth]
         lowest = [*lowest, 1e-30]
-    smooth = solve(f"GEMM {precision}", Gemm, predict, seconds, guesses, lowest)
-    law = replace(smooth.value, tiles=tiles_of(m, seconds / predict(smooth.value)))
+    smooth = solve(f"GEMM {precision}", make, predict, seconds, guesses, lowest)
+    law = replace(smooth.value, factors=tiles_of(m, seconds / predict(smooth.value)))
     error = 100.0 * np.abs(predict(law) / seconds - 1.0)
     median, p90 = np.percentile(error, [50, 90])
     return replace(smooth, value=law, median=float(median), p90=float(p90))
@@ -204,24 +240,41 @@ def tiles_of(m: Floats, ratio: Floats) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-def fit_decode(data: Path, gpu: str) -> Fitted:
-    """Attention of decodes alone, with no window: with a cache of 16 bits, and how many times the
-    bytes per second are read of one of 8 bits.
+@dataclass(frozen=True)
+class Decodes:
+    """Attention of decodes alone, with no window.
+
+    Attributes:
+        fitted: with a cache of 16 bits.
+        kernels, longest: by dtype of the cache, as in `GpuOperators`.
+        uneven: see `GpuOperators`.
+    """
+
+    fitted: Fitted
+    kernels: dict[str, Kernel]
+    longest: dict[str, int]
+    uneven: bool
+
+
+def fit_decode(data: Path, gpu: str) -> Decodes:
+    """Return attention of decodes alone. With a cache of 8 bits it differs in the bytes per
+    second that are read.
     """
     fitted = fit_reads(data, gpu, "bfloat16")
     assert fitted is not None
-    law: DecodeAttention = fitted.value
+    law: Kernel = fitted.value
+    kernels = {"bfloat16": law}
     narrow = fit_reads(data, gpu, "fp8")
     if narrow is not None:
-        times = float(f"{narrow.value.bytes_per_s / law.bytes_per_s:.3g}")
-        law = replace(law, narrow=times)
-    holds = {cache: longest_held(data, gpu, law, cache) for cache in CACHES.values()}
+        rate = law.terms["bytes_per_s"]
+        times = float(f"{narrow.value.terms['bytes_per_s'] / rate:.3g}")
+        kernels["fp8"] = replace(law, terms={**law.terms, "bytes_per_s": times * rate})
+    longest = {cache: longest_held(data, gpu, kernel, cache) for cache, kernel in kernels.items()}
     uneven = abs(decode_off(data, gpu, law, "bfloat16", UNEVEN_HEAD)) < HEADS_OFF
-    found = replace(law, longest=holds["bfloat16"], longest_narrow=holds["fp8"], uneven=uneven)
-    return replace(fitted, value=found)
+    return Decodes(fitted, kernels, longest, uneven)
 
 
-def longest_held(data: Path, gpu: str, law: DecodeAttention, cache: str) -> int:
+def longest_held(data: Path, gpu: str, law: Kernel, cache: str) -> int:
     """The longest heads for which the law of usual ones holds with such a cache."""
     held = USUAL_HEAD
     for head_dim in LONG_HEADS:
@@ -231,7 +284,7 @@ def longest_held(data: Path, gpu: str, law: DecodeAttention, cache: str) -> int:
     return held
 
 
-def decode_off(data: Path, gpu: str, law: DecodeAttention, cache: str, head_dim: int) -> float:
+def decode_off(data: Path, gpu: str, law: Kernel, cache: str, head_dim: int) -> float:
     """By how many percent the law is off for the longest fifth of decodes with such heads, in the
     median; infinite: not measured.
     """
@@ -243,8 +296,8 @@ def decode_off(data: Path, gpu: str, law: DecodeAttention, cache: str, head_dim:
         return np.inf
     names = ("batch_size", "step", "num_key_value_heads")
     batch, step, kv_heads, seconds = chosen(table, rows, names)
-    size = next(size for size, name in CACHES.items() if name == cache)
-    predicted = law.seconds(batch, batch * step, kv_heads, head_dim, size)  # type: ignore[arg-type]
+    read = batch * step * 2 * kv_heads * head_dim * BYTES[cache]
+    predicted = decode_s(law, batch, kv_heads, read)
     longest = seconds >= np.percentile(seconds, 80)
     return float(100.0 * (np.median((predicted / seconds)[longest]) - 1.0))
 
@@ -261,46 +314,39 @@ def fit_reads(data: Path, gpu: str, cache: str) -> Fitted | None:
         return None
     names = ("batch_size", "step", "num_key_value_heads")
     batch, step, kv_heads, seconds = chosen(table, rows, names)
+    read = batch * step * 2 * kv_heads * 128 * BYTES[cache]
+    make = kernel_of("start_s rows_per_s bytes_per_s", overlap=2.0)
 
-    def make(start_s: float, row_s: float, bytes_per_s: float) -> DecodeAttention:
-        return DecodeAttention(start_s, row_s, bytes_per_s, 1.0)
+    def predict(law: Kernel) -> Floats:
+        return decode_s(law, batch, kv_heads, read)
 
-    def predict(law: DecodeAttention) -> Floats:
-        size = 2 if cache == "bfloat16" else 1
-        return law.seconds(batch, batch * step, kv_heads, 128, size)  # type: ignore[arg-type]
-
-    return solve("decodes", make, predict, seconds, [8e-6, 1e-8, 0.7 * peaks_of(gpu)[0]])
+    return solve("decodes", make, predict, seconds, [8e-6, 1e8, 0.7 * peaks_of(gpu)[0]])
 
 
 def fit_chunk(data: Path, gpu: str) -> Fitted:
     """Attention of prompts, and how many times its speed short heads reach, where measured."""
     guesses = [8e-6, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
-    fitted = fit_prompts(data, gpu, 128, ChunkAttention, guesses)
+    fitted = fit_prompts(data, gpu, USUAL_HEAD, kernel_of(CHUNK_TERMS), guesses)
     assert fitted is not None
-    law: ChunkAttention = fitted.value
+    law: Kernel = fitted.value
+    factors = []
+    for head_dim in (SHORT_HEAD, *LONG_HEADS):
 
-    def make(short: float) -> ChunkAttention:
-        return replace(law, short=short)
-
-    found = fit_prompts(data, gpu, SHORT_HEAD, make, [0.8])
-    if found is not None:
-        law = make(float(f"{found.value.short:.3g}"))
-    long = []
-    for head_dim in LONG_HEADS:
-
-        def faster(factor: float, head_dim: int = head_dim) -> ChunkAttention:
-            return replace(law, long=((head_dim, factor),))
+        def faster(factor: float, head_dim: int = head_dim) -> Kernel:
+            return replace(law, factors=((head_dim, factor),))
 
         if (found := fit_prompts(data, gpu, head_dim, faster, [0.8])) is not None:
-            long.append((head_dim, float(f"{found.value.long[0][1]:.3g}")))
-    return replace(fitted, value=replace(law, long=tuple(long)))
+            factors.append((head_dim, float(f"{found.value.factors[0][1]:.3g}")))
+    # Short heads are slower up to their length, longer ones from the usual one on.
+    usual = [(SHORT_HEAD + 1, 1.0), (USUAL_HEAD, 1.0)] if factors else []
+    return replace(fitted, value=replace(law, factors=tuple(sorted(factors + usual))))
 
 
 def fit_prompts(
     data: Path,
     gpu: str,
     head_dim: int,
-    make: Callable[..., ChunkAttention],
+    make: Callable[..., Kernel],
     guesses: Sequence[float],
 ) -> Fitted | None:
     """Attention of prompts with such heads, with a cache in bf16 and no window; None: not
@@ -316,15 +362,14 @@ def fit_prompts(
     names = ("batch_size", "isl", "num_heads", "num_key_value_heads")
     batch, length, heads, kv_heads, seconds = chosen(table, rows, names)
 
-    def predict(law: ChunkAttention) -> Floats:
+    def predict(law: Kernel) -> Floats:
         attended = batch * length * length / 2
-        sizes = (heads, kv_heads, head_dim)
-        return law.seconds(batch * length, attended, *sizes)  # type: ignore[arg-type]
+        return chunk_s(law, batch * length, attended, heads, kv_heads, head_dim)
 
     return solve("chunks", make, predict, seconds, guesses)
 
 
-def fit_latent(data: Path, gpu: str, cache: str, gemm: Gemm) -> list[Fitted]:
+def fit_latent(data: Path, gpu: str, cache: str, gemm: Kernel) -> list[Fitted]:
     """Latent attention of decodes and of prompts with such a cache: what modules take beside their
     GEMMs in bf16. Errors are of batches that a fit to every second batch did not see. Empty: not
     measured with all numbers of heads, too far off, or nothing is left of the start.
@@ -340,35 +385,23 @@ def fit_latent(data: Path, gpu: str, cache: str, gemm: Gemm) -> list[Fitted]:
     prompts = fit_latent_chunk(data, gpu, cache, gemm)
     names = ("num_heads", "batch_size", "step")
     heads, batch, step, seconds = chosen(table, rows, names)
-    cache_bytes = next(size for size, name in CACHES.items() if name == cache)
     gemms = latent_gemms_s(gemm, batch, heads)
     if gpu != AS_SERVED:
         gemms = gemms + fit_plain(data).value.seconds(batch, heads)
+    make = kernel_of(f"{ROW_TERMS} bytes_per_s", heads=LATENT_HEADS)
+    read = batch * step * (LATENT.rank + LATENT.rope) * BYTES[cache]
 
-    def make(
-        start_s: float,
-        head_s: float,
-        row_s: float,
-        row_head_s: float,
-        bytes_per_s: float,
-        *factors: float,
-    ) -> LatentAttention:
-        by_heads = tuple(zip(LATENT_HEADS, (1.0, *factors), strict=True))
-        return LatentAttention(
-            start_s, head_s, row_s, row_head_s, bytes_per_s, by_heads, prompts.value
-        )
-
-    def modules(law: LatentAttention) -> Floats:
-        sizes: Any = (heads, LATENT, cache_bytes)
-        return gemms + law.decode_s(batch, batch * step, *sizes)
+    def modules(law: Kernel) -> Floats:
+        return gemms + latent_decode_s(law, batch, heads, read)
 
     guesses = [2e-5, 1e-7, 5e-8, 3e-9, 0.7 * peaks_of(gpu)[0], *[1.0] * (len(LATENT_HEADS) - 1)]
     fitted = solve_unseen(f"latent decodes, {cache}", make, modules, seconds, guesses, batch)
     off = max(fitted.median, prompts.median)
-    return [fitted, prompts] if off < UNSEEN_OFF and fitted.value.start_s > LEAST_START_S else []
+    started = fitted.value.terms["start_s"] > LEAST_START_S
+    return [fitted, prompts] if off < UNSEEN_OFF and started else []
 
 
-def fit_latent_chunk(data: Path, gpu: str, cache: str, gemm: Gemm) -> Fitted:
+def fit_latent_chunk(data: Path, gpu: str, cache: str, gemm: Kernel) -> Fitted:
     """Latent attention of prompts, by modules with the kernel that vLLM takes for them."""
     table = read_table(newest(data, gpu, "mla", "mla_context_module"))
     rows = (table["kv_cache_dtype"] == cache) & (table["gemm_type"] == "bfloat16")
@@ -377,17 +410,17 @@ def fit_latent_chunk(data: Path, gpu: str, cache: str, gemm: Gemm) -> Fitted:
     heads, batch, length, seconds = chosen(table, rows, ("num_heads", "batch_size", "isl"))
     tokens = batch * length
     wide: Any = heads * (LATENT.plain + LATENT.value)
-    gemms = latent_gemms_s(gemm, tokens, heads) + gemm.seconds(tokens, wide, LATENT.rank, 2.0)
+    gemms = latent_gemms_s(gemm, tokens, heads) + gemm_s(gemm, tokens, wide, LATENT.rank, 2.0)
     if gpu != AS_SERVED:
         gemms = gemms + fit_plain(data).value.seconds(tokens, heads)
 
-    def predict(law: ChunkAttention) -> Floats:
-        sizes: Any = (heads, heads, LATENT.head_dim)
-        return gemms + law.seconds(tokens, tokens * length / 2, *sizes)
+    def predict(law: Kernel) -> Floats:
+        attended = tokens * length / 2
+        return gemms + chunk_s(law, tokens, attended, heads, heads, LATENT.head_dim)
 
     guesses = [3e-5, 0.5 * peaks_of(gpu)[1], 0.5 * peaks_of(gpu)[0]]
     name = f"latent chunks, {cache}"
-    return solve_unseen(name, ChunkAttention, predict, seconds, guesses, batch)
+    return solve_unseen(name, kernel_of(CHUNK_TERMS), predict, seconds, guesses, batch)
 
 
 @dataclass(frozen=True)
@@ -462,12 +495,18 @@ def solve_unseen(
     return replace(found, median=float(median), p90=float(p90))
 
 
-def latent_gemms_s(gemm: Any, tokens: Floats, heads: Floats) -> Floats:
+def latent_gemms_s(gemm: Kernel, tokens: Floats, heads: Floats) -> Floats:
     """Seconds of the GEMMs of DeepSeek V3's attention that all passes have, with so many heads."""
-    queries = heads * (LATENT.plain + LATENT.rope)
-    found = gemm.seconds(tokens, LATENT.query_rank + LATENT.rank + LATENT.rope, HIDDEN, 2.0)
-    found = found + gemm.seconds(tokens, queries, LATENT.query_rank, 2.0)
-    return np.asarray(found + gemm.seconds(tokens, HIDDEN, heads * LATENT.value, 2.0))
+    return gemms_s(gemm, tokens, heads, LATENT, HIDDEN)
+
+
+def gemms_s(
+    gemm: Kernel, tokens: Floats, heads: Floats, sizes: LatentShapes, hidden: int
+) -> Floats:
+    """Return the seconds [n] of the GEMMs of latent attention, with so many heads [n]."""
+    own: Any = heads
+    found = replace(sizes, heads=own).gemms(hidden, 1)
+    return np.asarray(sum(gemm_s(gemm, tokens, n, k, 2.0) for _, n, k in found))
 
 
 # Of the models with sparse attention that were measured, by their names in the data.
@@ -515,6 +554,10 @@ class SparseModules:
     def index_heads(self) -> Floats:
         return np.array([_index_of(name).heads for name in self.model], dtype=float)
 
+    def reads(self, indexed: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return what `sparse_s` takes, given the tokens that the index reads [n]."""
+        return self.tokens, indexed, self.inside, self.heads
+
     def some(self, rows: np.ndarray[Any, Any]) -> SparseModules:
         return SparseModules(*(getattr(self, one.name)[rows] for one in fields(self)))
 
@@ -525,7 +568,7 @@ def _index_of(name: str) -> IndexShapes:
     return index
 
 
-def sparse_modules(data: Path, gpu: str, phase: str, cache: str, gemm: Gemm) -> SparseModules:
+def sparse_modules(data: Path, gpu: str, phase: str, cache: str, gemm: Kernel) -> SparseModules:
     """Return the modules of a phase: generation or context."""
     table = read_table(newest(data, gpu, "sparse_attention", f"dsa_{phase}_module"))
     rows = (table["kv_cache_dtype"] == cache) & (table["gemm_type"] == "bfloat16")
@@ -548,18 +591,11 @@ def sparse_modules(data: Path, gpu: str, phase: str, cache: str, gemm: Gemm) -> 
     for name, (hidden, sizes) in SPARSE.items():
         at = model == name
         m, own = tokens[at], heads[at]
-        index = _index_of(name)
-        made = gemm.seconds(m, sizes.query_rank + sizes.rank + sizes.rope, hidden, 2.0)
-        queries: Any = own * (sizes.plain + sizes.rope)
-        made = made + gemm.seconds(m, queries, sizes.query_rank, 2.0)
-        values: Any = own * sizes.value
-        made = made + gemm.seconds(m, hidden, values, 2.0)
-        made = made + gemm.seconds(m, index.heads * index.dim, sizes.query_rank, 2.0)
-        known[at] += made + gemm.seconds(m, index.dim + index.heads, hidden, 2.0)
+        known[at] += gemms_s(gemm, m, own, sizes, hidden)
     return SparseModules(model, heads, batch, tokens, attended, inside, seconds, known)
 
 
-def fit_sparse(data: Path, gpu: str, cache: str, gemm: Gemm) -> list[Fitted]:
+def fit_sparse(data: Path, gpu: str, cache: str, gemm: Kernel) -> list[Fitted]:
     """Latent attention to the best tokens, of decodes and of chunks, by modules of DeepSeek V3.2
     and GLM 5. Errors are of batches that a fit to every second batch did not see. Empty: not
     measured with all numbers of heads, or too far off.
@@ -571,68 +607,31 @@ def fit_sparse(data: Path, gpu: str, cache: str, gemm: Gemm) -> list[Fitted]:
     if not set(SPARSE_HEADS) <= set(decodes.heads.tolist()):
         return []
 
-    def by_heads(factors: Sequence[float]) -> tuple[tuple[int, float], ...]:
-        return tuple(zip(SPARSE_HEADS, (1.0, *factors), strict=True))
+    decoding = kernel_of(f"{ROW_TERMS} index_s best_s", heads=SPARSE_HEADS)
 
-    def decoding(*values: float) -> SparseAttention:
-        start_s, head_s, row_s, row_head_s, index_s, best_s, *factors = values
-        return SparseAttention(
-            start_s,
-            head_s,
-            row_s,
-            row_head_s,
-            index_s,
-            best_s,
-            heads=by_heads(factors),
-            token_s=0.0,
-            token_head_s=0.0,
-            pair_s=0.0,
-            chunk_best_s=0.0,
-            chunk_heads=by_heads([1.0] * 4),
-        )
-
-    def decodes_s(law: SparseAttention) -> Floats:
-        found = decodes.known + law.start_s + law.head_s * decodes.heads
-        for number in np.unique(decodes.heads):
-            at = decodes.heads == number
-            one = decodes.some(at)
-            found[at] += law.decode_s(one.batch, one.attended, one.inside, number)
-        return np.asarray(found)
+    def decodes_s(law: Kernel) -> Floats:
+        started = law.seconds(start_s=1.0, head_s=decodes.heads)
+        found = sparse_s(law, *decodes.reads(decodes.attended))
+        return np.asarray(decodes.known + started + found)
 
     guesses = [6e-5, 1e-7, 2e-7, 5e-9, 1e-11, 1e-10, *[1.0] * 4]
     name = f"sparse decodes, {cache}"
     alone = solve_unseen(name, decoding, decodes_s, decodes.seconds, guesses, decodes.batch)
-    law: SparseAttention = alone.value
     chunks = sparse_modules(data, gpu, "context", cache, gemm)
     launched = np.median(chunks.seconds[chunks.tokens <= 64])
     chunks = chunks.some(chunks.seconds > LAUNCHED * launched)
-    index_heads = chunks.index_heads
+    chunking = kernel_of("row_s row_head_s index_s best_s", heads=SPARSE_HEADS)
+    started = alone.value.seconds(start_s=1.0, head_s=chunks.heads)
+    reads = chunks.reads(chunks.attended * chunks.index_heads)
 
-    def chunking(*values: float) -> SparseAttention:
-        token_s, token_head_s, pair_s, chunk_best_s, *factors = values
-        return replace(
-            law,
-            token_s=token_s,
-            token_head_s=token_head_s,
-            pair_s=pair_s,
-            chunk_best_s=chunk_best_s,
-            chunk_heads=by_heads(factors),
-        )
-
-    def chunks_s(law: SparseAttention) -> Floats:
-        found = chunks.known + law.start_s + law.head_s * chunks.heads
-        for number in np.unique(chunks.heads):
-            at = chunks.heads == number
-            one = chunks.some(at)
-            keys: Any = index_heads[at]
-            found[at] += law.chunk_s(one.tokens, one.attended, one.inside, number, keys)
-        return np.asarray(found)
+    def chunks_s(law: Kernel) -> Floats:
+        return np.asarray(chunks.known + started + sparse_s(law, *reads))
 
     guesses = [1e-8, 1e-9, 3e-13, 1e-10, *[1.0] * 4]
     name = f"sparse chunks, {cache}"
     both = solve_unseen(name, chunking, chunks_s, chunks.seconds, guesses, chunks.batch)
     far = max(alone.median, both.median) > UNSEEN_OFF
-    return [] if far else [replace(alone, value=both.value), both]
+    return [] if far else [alone, both]
 
 
 def fit_delta(data: Path, gpu: str) -> list[Fitted]:
@@ -649,8 +648,8 @@ def fit_delta(data: Path, gpu: str) -> list[Fitted]:
         both.setdefault(row[:-1], []).append(MS * row[-1])
     found = []
     for phase, make, guesses in (
-        ("generation", delta_decodes, [6e-6, 0.8 * peaks_of(gpu)[0]]),
-        ("context", delta_chunks, [5e-6, 5e-6, 4e-8, 132.0, 5e11]),
+        ("generation", kernel_of("start_s bytes_per_s"), [6e-6, 0.8 * peaks_of(gpu)[0]]),
+        ("context", kernel_of(DELTA_TERMS), [5e-6, 5e-6, 4e-8, 132.0, 5e11]),
     ):
         # A convolution and a state update; a kernel that failed leaves its partner alone.
         kernels = {key: two for key, two in both.items() if key[0] == phase and len(two) == 2}
@@ -661,27 +660,15 @@ def fit_delta(data: Path, gpu: str) -> list[Fitted]:
         batch, length, key_heads, heads = (one[rows] for one in (batch, length, key_heads, heads))
         sizes: Any = DeltaShapes(heads, key_heads, 128, 128, 4)
 
-        def predict(law: Any, at: Any = (phase, batch, length, sizes)) -> Floats:
+        def predict(law: Kernel, at: Any = (phase, batch, length, sizes)) -> Floats:
             if at[0] == "generation":
-                return np.asarray(law.decode_s(at[1], at[3]))
-            return np.asarray(law.chunk_s(at[1], at[1] * at[2], at[3]))
+                return delta_decode_s(law, at[1], at[3])
+            return delta_chunk_s(law, at[1], at[1] * at[2], at[3])
 
         name = f"delta net, {'decodes' if phase == 'generation' else 'chunks'}"
         found.append(solve_unseen(name, make, predict, seconds[rows], guesses, batch))
-    decodes, chunks = found
-    law = replace(
-        chunks.value, start_s=decodes.value.start_s, bytes_per_s=decodes.value.bytes_per_s
-    )
-    far = max(decodes.median, chunks.median) > UNSEEN_OFF
-    return [] if far else [replace(decodes, value=law), chunks]
-
-
-def delta_decodes(start_s: float, bytes_per_s: float) -> DeltaAttention:
-    return DeltaAttention(start_s, bytes_per_s, 0.0, 0.0, 0.0, 1.0, 1.0)
-
-
-def delta_chunks(*coefficients: float) -> DeltaAttention:
-    return DeltaAttention(0.0, 1.0, *coefficients)
+    far = max(one.median for one in found) > UNSEEN_OFF
+    return [] if far else found
 
 
 def fit_experts(data: Path, gpu: str, precision: str) -> Fitted | None:
@@ -695,18 +682,20 @@ def fit_experts(data: Path, gpu: str, precision: str) -> Fitted | None:
     names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size")
     tokens, hidden, inter, per_token, experts, ranks, seconds = chosen(table, rows, names)
 
-    def predict(law: Experts) -> Floats:
-        sizes: Any = (hidden, inter / ranks, experts, per_token, WEIGHT_BYTES[precision])
-        return law.seconds(tokens, *sizes)
+    make = kernel_of("start_s expert_s bytes_per_s flops_per_s")
+
+    def predict(law: Kernel) -> Floats:
+        sizes = (hidden, inter / ranks, experts, per_token, WEIGHT_BYTES[precision])
+        return experts_s(law, tokens, *sizes)
 
     bandwidth, flops, _link = peaks_of(gpu)
     guesses = [2e-5, 1e-7, 0.7 * bandwidth, 0.5 * flops]
-    return solve(f"experts {precision}", Experts, predict, seconds, guesses)
+    return solve(f"experts {precision}", make, predict, seconds, guesses)
 
 
-def fit_all_reduce(data: Path, gpu: str) -> dict[int, Fitted]:
+def fit_all_reduce(data: Path, gpu: str) -> dict[str, Fitted]:
     """vLLM's all-reduce in a CUDA graph; sizes are in numbers of bf16."""
-    found: dict[int, Fitted] = {}
+    found: dict[str, Fitted] = {}
     try:
         table = read_table(newest(data, gpu, "comm", "custom_allreduce"))
     except SystemExit:
@@ -716,27 +705,30 @@ def fit_all_reduce(data: Path, gpu: str) -> dict[int, Fitted]:
         rows = rows & (table["message_size"] <= 2**27)
         sizes, seconds = chosen(table, rows, ("message_size",))
 
-        def predict(law: AllReduce, sizes: Floats = sizes) -> Floats:
-            return law.seconds(2.0 * sizes)
+        def predict(law: Kernel, sizes: Floats = sizes) -> Floats:
+            return reduce_s(law, ACTIVATION_BYTES * sizes)
 
         name = f"all-reduce, {ranks} GPUs"
-        smooth = solve(name, AllReduce, predict, seconds, [5e-6, 1e11])
-        factors = by_size(2.0 * sizes, seconds / predict(smooth.value))
-        law = replace(smooth.value, sizes=factors)
+        make = kernel_of("start_s bytes_per_s")
+        smooth = solve(name, make, predict, seconds, [5e-6, 1e11])
+        factors = by_size(ACTIVATION_BYTES * sizes, seconds / predict(smooth.value))
+        law = replace(smooth.value, factors=factors)
         error = 100.0 * np.abs(predict(law) / seconds - 1.0)
         median, p90 = np.percentile(error, [50, 90])
-        found[int(ranks)] = replace(smooth, value=law, median=float(median), p90=float(p90))
+        found[str(ranks)] = replace(smooth, value=law, median=float(median), p90=float(p90))
     return found
 
 
-def by_size(sizes: Floats, ratio: Floats) -> tuple[tuple[int, float], ...]:
-    """Return the median of measured over predicted at each size from `LEAST_BYTES` on, and at the
-    smaller ones together.
+def by_size(sizes: Floats, ratio: Floats) -> tuple[tuple[float, float], ...]:
+    """Return the median of measured over predicted at the logarithm of each size from `LEAST_BYTES`
+    on, and at the smaller ones together.
     """
     known = [LEAST_BYTES // 2, *np.unique(sizes[sizes >= LEAST_BYTES]).astype(int).tolist()]
     nearest = np.maximum(sizes, known[0])
     nearest[sizes < LEAST_BYTES] = known[0]
-    return tuple((size, float(f"{np.median(ratio[nearest == size]):.3g}")) for size in known)
+    return tuple(
+        (float(np.log2(size)), float(f"{np.median(ratio[nearest == size]):.3g}")) for size in known
+    )
 
 
 def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
@@ -747,36 +739,42 @@ def fit_gpu(data: Path, gpu: str) -> tuple[GpuOperators, list[Fitted]]:
     chunk = fit_chunk(data, gpu)
     reduce = fit_all_reduce(data, gpu)
     latent = {
-        one: both
-        for one in CACHES.values()
-        if (both := fit_latent(data, gpu, one, gemm["bfloat16"].value))
+        one: both for one in BYTES if (both := fit_latent(data, gpu, one, gemm["bfloat16"].value))
     }
     sparse = {
-        one: both
-        for one in CACHES.values()
-        if (both := fit_sparse(data, gpu, one, gemm["bfloat16"].value))
+        one: both for one in BYTES if (both := fit_sparse(data, gpu, one, gemm["bfloat16"].value))
     }
     delta = fit_delta(data, gpu)
     version = newest(data, gpu, "gemm", "gemm").parts[-2]
     bandwidth, flops, link = peaks_of(gpu)
+    tables: dict[str, dict[str, Fitted]] = {
+        "gemm": gemm,
+        "chunk": {"bfloat16": chunk},
+        "latent_decode": {one: both[0] for one, both in latent.items()},
+        "latent_chunk": {one: both[1] for one, both in latent.items()},
+        "sparse_decode": {one: both[0] for one, both in sparse.items()},
+        "sparse_chunk": {one: both[1] for one, both in sparse.items()},
+        "delta": dict(zip(("decodes", "chunks"), delta, strict=False)),
+        "experts": experts,
+        "all_reduce": reduce,
+    }
+    kernels = {
+        sort: {key: one.value for key, one in table.items()} for sort, table in tables.items()
+    }
     operators = GpuOperators(
         name=gpu,
         bandwidth=bandwidth,
         flops=flops,
         link=link,
-        gemm={one: fitted.value for one, fitted in gemm.items()},
-        decode=replace(decode.value, beside=BESIDE.get(gpu, BESIDE_ELSE)),
-        chunk=chunk.value,
-        experts={one: fitted.value for one, fitted in experts.items()},
-        all_reduce={ranks: fitted.value for ranks, fitted in reduce.items()},
-        latent={one: both[0].value for one, both in latent.items()},
-        sparse={one: both[0].value for one, both in sparse.items()},
-        delta=delta[0].value if delta else None,
+        kernels={"decode": decode.kernels, **kernels},
+        beside=BESIDE.get(gpu, BESIDE_ELSE),
+        longest=decode.longest,
+        uneven=decode.uneven,
         engine=EngineConstants(),
         source=f"vLLM {version}, ai-dynamo/aiconfigurator {COMMIT[:8]} (Apache-2.0)",
     )
     of_latent = [one for both in (*latent.values(), *sparse.values()) for one in both]
-    attention = [decode, chunk, *of_latent, *delta]
+    attention = [decode.fitted, chunk, *of_latent, *delta]
     return operators, [*gemm.values(), *attention, *experts.values(), *reduce.values()]
 
 
@@ -798,14 +796,13 @@ def as_json(gpus: dict[str, GpuOperators], kept: Mapping[str, Any]) -> str:
                 "link": one.link,
                 "names": GPUS[name][1],
                 "source": one.source,
-                "gemm": {key: asdict(law) for key, law in one.gemm.items()},
-                "decode": asdict(one.decode),
-                "chunk": asdict(one.chunk),
-                "latent": {key: asdict(law) for key, law in one.latent.items()},
-                "sparse": {key: asdict(law) for key, law in one.sparse.items()},
-                "delta": asdict(one.delta) if one.delta else None,
-                "experts": {key: asdict(law) for key, law in one.experts.items()},
-                "all_reduce": {str(key): asdict(law) for key, law in one.all_reduce.items()},
+                "beside": one.beside,
+                "longest": one.longest,
+                "uneven": one.uneven,
+                "kernels": {
+                    sort: {key: asdict(law) for key, law in table.items()}
+                    for sort, table in one.kernels.items()
+                },
             }
             for name, one in gpus.items()
         },

@@ -1,8 +1,11 @@
 """Times of a model's operators on a GPU, from a handful of coefficients, and their sum: a pass.
 
+A `Kernel` is a table of coefficients: seconds of each thing that it counts, and rates of what it
+moves and computes. A function below says what each sort of kernel counts:
+
     GEMM [m, k] x [k, n]   start + (moving^p + computing^p)^(1/p)
                            moving = bytes / bandwidth, computing = 2 m n k / (FLOP/s)
-    attention of decodes   start + the hypotenuse of row * rows * KV heads and cache / bandwidth
+    attention of decodes   start + the hypotenuse of rows * KV heads / rate and cache / bandwidth
     attention of chunks    start + 4 * heads * head_dim * attended / (FLOP/s) + bytes / bandwidth
     latent decodes         start + head * heads + row * rows + row_head * rows * heads
                            + cache / bandwidth * a factor for the heads
@@ -13,7 +16,7 @@
     all-reduce             (start + bytes / bandwidth) * a factor for its size, by number of GPUs
 
 A GEMM is limited by what it moves or by what it computes; `p` says how well both overlap. Kernels
-are made for tiles of rows, so the time is then multiplied by a factor for its m (`tiles`). A layer
+are made for tiles of rows, so the time is then multiplied by a factor for its m. A layer
 reads the weights of the experts that at least one of T tokens chose: of E experts, k per token, E *
 (1 - (1 - k / E)^T) are expected, if all are chosen alike. Bandwidths and FLOP/s are what was
 reached, not what the data sheet says.
@@ -37,8 +40,10 @@ attention) chunks attend in the latent space, too, both to the best tokens alone
 reads all.
 
 Gated delta nets (linear attention) keep a state per request, which each decode reads and writes,
-however many tokens it has seen. GPUs divide the heads and their states. vLLM computes the decodes
-and the chunks of a pass one after the other here, too.
+however many tokens it has seen. GPUs divide the heads and their states. In a chunk each head goes
+over the tokens one after the other, and a GPU computes some heads at once, so a chunk of few heads
+leaves most of it idle. vLLM computes the decodes and the chunks of a pass one after the other here,
+too.
 
 Nothing here knows launches by the CPU, or adapters.
 """
@@ -48,7 +53,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,10 +70,9 @@ from toolkit.estimators.model_shapes import (
     DeltaShapes,
     LatentShapes,
     LayerShapes,
-    Mixer,
     ModelShapes,
 )
-from toolkit.laws.features import StepShape
+from toolkit.laws.features import SHAPE_NUMBERS, StepShape
 
 TABLE = Path(__file__).with_name("operators.json")
 # Bytes of a weight, with its scales: blocks of 16 share one of 8 bits (nvfp4), of 32 (mxfp4).
@@ -82,7 +86,8 @@ WEIGHT_BYTES = {
     "mxfp4_mxfp8": 0.53125,  # activations of 8 bits
     "nvfp4": 0.5625,
 }
-CACHES = {2: "bfloat16", 1: "fp8"}  # of latent attention, by the bytes of a number
+CACHES = {2: "bfloat16", 1: "fp8"}  # by the bytes of a number
+BYTES = {name: size for size, name in CACHES.items()}
 # Precisions with GEMMs, and with experts, that are taken to be as fast as those of another.
 GEMMS_LIKE = {"float16": "bfloat16", "fp8_block": "fp8"}
 EXPERTS_LIKE = {"float16": "bfloat16"}
@@ -96,300 +101,157 @@ ROTARY_TENSORS = 3
 GATE_TENSORS = 3
 PREPARED_TENSORS = 2
 NORM_BYTES = 4  # of a norm's sum of squares
-SHORT_HEAD = 64  # numbers of a head
-USUAL_HEAD = 128
 QUANTIZED_APART = ("fp8_block", "nvfp4")  # activations by a kernel before each GEMM; else fused
-
-
-def factor_at(at: Any, factors: Sequence[tuple[float, float]]) -> Any:
-    """Return the factor at a number or at each of many: linear between two that are known, and 1
-    where none is.
-    """
-    known, values = zip(*factors or ((0.0, 1.0),), strict=True)
-    return np.interp(at, known, values)
+LEAST_S = 1e-300  # of what is divided by
 
 
 @dataclass(frozen=True, slots=True)
-class Gemm:
-    """Coefficients of GEMMs in one precision."""
-
-    start_s: float
-    bytes_per_s: float
-    flops_per_s: float
-    overlap: float
-    quantize_s: float = 0.0  # per activation that a kernel of its own quantizes
-    tiles: tuple[tuple[int, float], ...] = ()  # m, and the factor there; linear between two
-
-    def seconds(self, m: Floats, n: float, k: float, weight_bytes: float) -> Floats:
-        """Seconds of [m, k] x [k, n] for each m; a weight has `weight_bytes`."""
-        input_bytes = min(weight_bytes, 1.0) if weight_bytes < ACTIVATION_BYTES else weight_bytes
-        moved = n * k * weight_bytes + m * k * input_bytes + m * n * ACTIVATION_BYTES
-        moving = moved / self.bytes_per_s
-        computing = 2.0 * m * n * k / self.flops_per_s
-        longest = np.maximum(moving, computing)
-        shares = (moving / longest) ** self.overlap + (computing / longest) ** self.overlap
-        quantizing = self.quantize_s * m * k
-        seconds = self.start_s + quantizing + longest * shares ** (1.0 / self.overlap)
-        return np.asarray(seconds * factor_at(m, self.tiles))
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeAttention:
-    """Coefficients of attention in passes of decodes alone. `row_s` is per row and KV head.
+class Kernel:
+    """The law of a kernel: a coefficient for each thing that it counts.
 
     Attributes:
-        beside: a cached token takes so many times as long in a pass with chunks.
-        narrow: of a cache of 8 bits so many times the bytes per second are read.
-        longest, longest_narrow: the most numbers of a head for which all this holds, with a cache
-            of 16 bits and of 8. Kernels for longer heads are others, or slower.
-        uneven: whether all this holds for heads with values shorter than keys.
+        terms: seconds of one, or where the name ends with `_per_s`, how many a second.
+        overlap: p: how well what has a rate overlaps. 1: not at all.
+        factors: by what the kernel is made for (tiles of rows, numbers of heads or of a head, the
+            logarithm of bytes), and the factor there.
     """
 
-    start_s: float
-    row_s: float
-    bytes_per_s: float
-    beside: float
-    narrow: float = 1.0
-    longest: int = USUAL_HEAD
-    longest_narrow: int = USUAL_HEAD
-    uneven: bool = False
+    terms: Mapping[str, float]
+    overlap: float = 1.0
+    factors: tuple[tuple[float, float], ...] = ()
 
-    def unknown(self, sizes: AttentionShapes, cache_bytes: int) -> str:
-        """Return what of a layer's attention was not measured, in words; '': nothing."""
-        most = self.longest if cache_bytes == ACTIVATION_BYTES else self.longest_narrow
-        cache = f"a cache in {CACHES[cache_bytes]}"
-        if sizes.value != sizes.head_dim and not (self.uneven and cache_bytes == ACTIVATION_BYTES):
-            return f"keys of {sizes.head_dim} and values of {sizes.value} numbers with {cache}"
-        return f"heads of {sizes.head_dim} numbers with {cache}" if sizes.head_dim > most else ""
+    def seconds(self, **counts: Any) -> Floats:
+        """Return the seconds [n] of a kernel that counts so many [n] of each of its terms."""
+        seconds: Any = 0.0
+        at_rates = []
+        for name, count in counts.items():
+            if name.endswith("_per_s"):
+                at_rates.append(count / self.terms[name])
+            else:
+                seconds = seconds + count * self.terms[name]
+        if at_rates:
+            parts = np.stack(np.broadcast_arrays(*at_rates))
+            longest = np.maximum(parts.max(axis=0), LEAST_S)
+            seconds = seconds + longest * np.linalg.norm(parts / longest, self.overlap, axis=0)
+        return np.asarray(seconds)
 
-    def seconds(
-        self,
-        rows: Floats,
-        cached: Floats,
-        kv_heads: int,
-        head_dim: float,
-        cache_bytes: int = ACTIVATION_BYTES,
-    ) -> Floats:
-        """Seconds of one layer, for rows that have `cached` tokens together."""
-        reading = self.reading_s(cached, kv_heads, head_dim, cache_bytes)
-        busy = np.hypot(self.row_s * rows * kv_heads, reading)
-        return np.asarray(np.where(rows > 0, self.start_s + busy, 0.0))
-
-    def reading_s(
-        self, cached: Floats, kv_heads: int, head_dim: float, cache_bytes: int = ACTIVATION_BYTES
-    ) -> Floats:
-        """Return the seconds of reading keys and values of `cached` tokens, in one layer."""
-        bytes_per_s = self.bytes_per_s
-        if cache_bytes < ACTIVATION_BYTES:
-            bytes_per_s *= self.narrow
-        return cached * (2 * kv_heads * head_dim * cache_bytes) / bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkAttention:
-    """Coefficients of attention in passes with chunks.
-
-    Attributes:
-        short: with heads of `SHORT_HEAD` numbers or less, so many times the speed is reached.
-        long: numbers of a head, and so many times the speed; linear between two, from 1 at
-            `USUAL_HEAD`.
-    """
-
-    start_s: float
-    flops_per_s: float
-    bytes_per_s: float
-    short: float = 1.0
-    long: tuple[tuple[int, float], ...] = ()
-
-    def speed_of(self, head_dim: float) -> float:
-        """Return so many times the speed with which heads of so many numbers are computed."""
-        if head_dim <= SHORT_HEAD:
-            return self.short
-        return float(factor_at(head_dim, ((USUAL_HEAD, 1.0), *self.long)))
-
-    def seconds(
-        self, tokens: Floats, attended: Floats, heads: int, kv_heads: int, head_dim: float
-    ) -> Floats:
-        """Seconds of one layer, for chunks of `tokens` that attend to `attended` keys."""
-        speed = self.speed_of(head_dim)
-        computing = 4.0 * heads * head_dim * attended / (speed * self.flops_per_s)
-        moved = 2 * (heads + kv_heads) * head_dim * ACTIVATION_BYTES * tokens
-        busy = self.start_s + computing + moved / (speed * self.bytes_per_s)
-        return np.asarray(np.where(tokens > 0, busy, 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Coefficients of latent attention with one dtype of the cache: all of a layer's attention
-    besides GEMMs, so norms, the rotary embedding, cache writes and absorbed weights, too.
-
-    Attributes:
-        head_s, row_s, row_head_s: per head, per row, and per head of a row, of decodes.
-        bytes_per_s: of the cache, by decodes.
-        heads: heads on a GPU, and the factor of reading there; linear between two. Kernels are made
-            for tiles of heads, and many heads compute longer than the cache is read.
-        chunk: of prompts, as of attention with a KV head for each head of `LatentShapes.head_dim`.
-    """
-
-    start_s: float
-    head_s: float
-    row_s: float
-    row_head_s: float
-    bytes_per_s: float
-    heads: tuple[tuple[int, float], ...]
-    chunk: ChunkAttention
-
-    def decode_s(
-        self, rows: Floats, cached: Floats, heads: float, latent: LatentShapes, cache_bytes: int
-    ) -> Floats:
-        """Seconds of one layer, for rows that have `cached` tokens together."""
-        slower = factor_at(heads, self.heads)
-        reading = cached * (latent.rank + latent.rope) * cache_bytes / self.bytes_per_s
-        busy = self.start_s + self.head_s * heads + rows * (self.row_s + self.row_head_s * heads)
-        return np.asarray(np.where(rows > 0, busy + slower * reading, 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class SparseAttention:
-    """Coefficients of latent attention to the best tokens, with one dtype of the cache: all of a
-    layer's attention besides GEMMs, so its index, norms and absorbed weights, too. Decodes and
-    chunks attend alike, in the latent space; GPUs divide the heads, and each has the whole index.
-
-    Attributes:
-        start_s, head_s: of a pass, constant and per head.
-        row_s, row_head_s: per row of decodes, and per head of a row.
-        index_s: per cached token that the index of decodes reads.
-        best_s, heads: per token that decodes attend to; heads on a GPU, and the factor there,
-            linear between two.
-        token_s, token_head_s: per token of chunks, and per head of a token.
-        pair_s: per head of the index and pair of a chunk's token and one that it might attend to.
-        chunk_best_s, chunk_heads: as `best_s` and `heads`, of chunks.
-    """
-
-    start_s: float
-    head_s: float
-    row_s: float
-    row_head_s: float
-    index_s: float
-    best_s: float
-    heads: tuple[tuple[int, float], ...]
-    token_s: float
-    token_head_s: float
-    pair_s: float
-    chunk_best_s: float
-    chunk_heads: tuple[tuple[int, float], ...]
-
-    def decode_s(self, rows: Floats, cached: Floats, inside: Floats, heads: float) -> Floats:
-        """Seconds of one layer beside its start, for rows that have `cached` tokens together, and
-        attend to `inside` of them.
+    def factor(self, at: Any) -> Any:
+        """Return the factor at a number or at each of many: linear between two that are known, and
+        1 where none is.
         """
-        each = self.row_s + self.row_head_s * heads
-        best_s = self.best_s * factor_at(heads, self.heads)
-        return np.asarray(rows * each + cached * self.index_s + inside * best_s)
-
-    def chunk_s(
-        self,
-        tokens: Floats,
-        attended: Floats,
-        inside: Floats,
-        heads: float,
-        index_heads: int,
-    ) -> Floats:
-        """Seconds of one layer beside its start, for chunks of `tokens` that might attend to
-        `attended` keys, and attend to `inside` of them.
-        """
-        each = self.token_s + self.token_head_s * heads
-        best_s = self.chunk_best_s * factor_at(heads, self.chunk_heads)
-        return np.asarray(tokens * each + attended * index_heads * self.pair_s + inside * best_s)
+        known, values = zip(*self.factors or ((0.0, 1.0),), strict=True)
+        return np.interp(at, known, values)
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaAttention:
-    """Coefficients of gated delta-net attention: its convolution and its states.
+def gemm_s(law: Kernel, m: Floats, n: Any, k: Any, weight_bytes: float) -> Floats:
+    """Return the seconds of [m, k] x [k, n] for each m; a weight has `weight_bytes`.
 
-    A decode reads and writes its states. In a chunk each head goes over the tokens one after the
-    other, and a GPU computes some heads at once, so a chunk of few heads leaves most of it idle.
-
-    Attributes:
-        start_s, bytes_per_s: of decodes.
-        chunk_start_s: of chunks.
-        head_s, token_s: of each head of a chunk, constant and per token.
-        at_once: heads of all chunks that are computed at the same time.
-        mixed_per_s: numbers that the convolution of chunks mixes.
+    `quantize_s` is of each activation that a kernel of its own quantizes.
     """
-
-    start_s: float
-    bytes_per_s: float
-    chunk_start_s: float
-    head_s: float
-    token_s: float
-    at_once: float
-    mixed_per_s: float
-
-    def decode_s(self, rows: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
-        """Return the seconds of one layer, for decodes of `rows` rows."""
-        busy = self.start_s + rows * (sizes.row_bytes / ranks) / self.bytes_per_s
-        return np.asarray(np.where(rows > 0, busy, 0.0))
-
-    def chunk_s(self, chunks: Floats, tokens: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
-        """Return the seconds of one layer, for `chunks` chunks that have `tokens` together."""
-        each = self.head_s + tokens / np.maximum(chunks, 1.0) * self.token_s
-        rounds = np.maximum(chunks * sizes.heads / ranks / self.at_once, 1.0)
-        mixing = tokens * (sizes.mixed / ranks) / self.mixed_per_s
-        busy = self.chunk_start_s + rounds * each + mixing
-        return np.asarray(np.where(tokens > 0, busy, 0.0))
+    input_bytes = min(weight_bytes, 1.0) if weight_bytes < ACTIVATION_BYTES else weight_bytes
+    moved = n * k * weight_bytes + m * k * input_bytes + m * n * ACTIVATION_BYTES
+    seconds = law.seconds(
+        start_s=1.0, quantize_s=m * k, bytes_per_s=moved, flops_per_s=2.0 * m * n * k
+    )
+    return np.asarray(law.factor(m) * seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """Coefficients of a layer's experts, in one precision."""
-
-    start_s: float
-    expert_s: float
-    bytes_per_s: float
-    flops_per_s: float
-
-    def seconds(
-        self,
-        tokens: Floats,
-        hidden: int,
-        intermediate: float,
-        experts: float,
-        per_token: float,
-        weight_bytes: float,
-    ) -> Floats:
-        """Seconds of one layer's experts, each with a gated MLP of `intermediate`.
-
-        Where several GPUs have whole experts, `experts` and `per_token` are each GPU's share.
-        """
-        touched = touched_experts(tokens, experts, per_token)
-        chosen = tokens * per_token
-        weights = 3.0 * hidden * intermediate
-        moved = touched * weights * weight_bytes
-        moved = moved + chosen * (2 * hidden + 3 * intermediate) * ACTIVATION_BYTES
-        computing = 2.0 * weights * chosen / self.flops_per_s
-        moving = moved / self.bytes_per_s
-        return np.asarray(self.start_s + self.expert_s * touched + moving + computing)
+def decode_s(law: Kernel, rows: Floats, kv_heads: Any, read_bytes: Floats) -> Floats:
+    """Return the seconds of a layer's attention of decodes alone, which read `read_bytes`."""
+    return law.seconds(start_s=rows > 0, rows_per_s=rows * kv_heads, bytes_per_s=read_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduce:
-    """Coefficients of an all-reduce among a number of GPUs.
-
-    Attributes:
-        sizes: bytes, and the factor there; linear in the logarithm of the bytes between two. Small
-            tensors, larger ones and the largest have kernels of their own.
+def chunk_s(
+    law: Kernel, tokens: Floats, attended: Floats, heads: Any, kv_heads: Any, head_dim: float
+) -> Floats:
+    """Return the seconds of a layer's attention of chunks of `tokens`, which attend to `attended`
+    keys. The factor is of the speed with heads of `head_dim` numbers.
     """
+    speed = law.factor(head_dim)
+    computed = 4.0 * heads * head_dim * attended
+    moved = 2 * (heads + kv_heads) * head_dim * ACTIVATION_BYTES * tokens
+    return law.seconds(start_s=tokens > 0, flops_per_s=computed / speed, bytes_per_s=moved / speed)
 
-    start_s: float
-    bytes_per_s: float
-    sizes: tuple[tuple[int, float], ...] = ()
 
-    def seconds(self, size_bytes: Floats) -> Floats:
-        """Return the seconds [n] of tensors of these bytes [n] on each GPU."""
-        seconds = self.start_s + size_bytes / self.bytes_per_s
-        sizes = [(math.log2(size), factor) for size, factor in self.sizes]
-        return np.asarray(seconds * factor_at(np.log2(size_bytes), sizes))
+def latent_decode_s(law: Kernel, rows: Floats, heads: Any, read_bytes: Floats) -> Floats:
+    """Return the seconds of a layer's latent attention of decodes besides GEMMs: norms, the rotary
+    embedding, cache writes and absorbed weights, too. The factor is of reading by so many heads:
+    kernels are made for tiles of heads, and many heads compute longer than the cache is read.
+    """
+    return law.seconds(
+        start_s=rows > 0,
+        head_s=(rows > 0) * heads,
+        row_s=rows,
+        row_head_s=rows * heads,
+        bytes_per_s=law.factor(heads) * read_bytes,
+    )
+
+
+def sparse_s(law: Kernel, tokens: Floats, indexed: Floats, best: Floats, heads: Any) -> Floats:
+    """Return the seconds of a layer's latent attention to the best tokens, besides GEMMs and the
+    start of a pass: of new `tokens` whose index reads `indexed` tokens, and which attend to `best`
+    of them. Decodes and chunks attend alike, in the latent space; the factor is of so many heads.
+    """
+    return law.seconds(
+        row_s=tokens,
+        row_head_s=tokens * heads,
+        index_s=indexed,
+        best_s=law.factor(heads) * best,
+    )
+
+
+def delta_decode_s(law: Kernel, rows: Floats, sizes: DeltaShapes, ranks: int = 1) -> Floats:
+    """Return the seconds of a layer's linear attention, for decodes of `rows` rows."""
+    return law.seconds(start_s=rows > 0, bytes_per_s=rows * (sizes.row_bytes / ranks))
+
+
+def delta_chunk_s(
+    law: Kernel, chunks: Floats, tokens: Floats, sizes: DeltaShapes, ranks: int = 1
+) -> Floats:
+    """Return the seconds of a layer's linear attention, for `chunks` chunks that have `tokens`
+    together. `at_once` heads of all chunks are computed at the same time.
+    """
+    rounds = np.maximum(chunks * sizes.heads / ranks / law.terms["at_once"], chunks > 0)
+    return law.seconds(
+        start_s=tokens > 0,
+        head_s=rounds,
+        token_s=rounds * tokens / np.maximum(chunks, 1.0),
+        mixed_per_s=tokens * (sizes.mixed / ranks),
+    )
+
+
+def experts_s(
+    law: Kernel,
+    tokens: Floats,
+    hidden: Any,
+    intermediate: Any,
+    experts: Any,
+    per_token: Any,
+    weight_bytes: float,
+) -> Floats:
+    """Return the seconds of one layer's experts, each with a gated MLP of `intermediate`.
+
+    Where several GPUs have whole experts, `experts` and `per_token` are each GPU's share.
+    """
+    touched = experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+    chosen = tokens * per_token
+    weights = 3.0 * hidden * intermediate
+    read = touched * weights * weight_bytes
+    activations = chosen * (2 * hidden + 3 * intermediate) * ACTIVATION_BYTES
+    return law.seconds(
+        start_s=1.0,
+        expert_s=touched,
+        bytes_per_s=read + activations,
+        flops_per_s=2.0 * weights * chosen,
+    )
+
+
+def reduce_s(law: Kernel, size_bytes: Floats) -> Floats:
+    """Return the seconds [n] of all-reduces of these bytes [n] on each GPU. Small tensors, larger
+    ones and the largest have kernels of their own, so the factor is of the logarithm of the bytes.
+    """
+    seconds = law.seconds(start_s=1.0, bytes_per_s=size_bytes)
+    return np.asarray(law.factor(np.log2(size_bytes)) * seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,10 +300,12 @@ class GpuOperators:
         bandwidth: bytes/s of the memory, by the data sheet.
         flops: FLOP/s in bf16, by the data sheet.
         link: bytes/s to another GPU of the machine, in one direction, by the data sheet.
-        gemm, experts: by precision; all_reduce: by number of GPUs.
-        latent: by dtype of the cache, as `CACHES` names it by its bytes; empty: not measured.
-        sparse: of latent attention to the best tokens, likewise.
-        delta: of linear attention; None: not measured.
+        kernels: by sort, and then by precision (of weights, or of the cache, as in `CACHES`), by
+            number of GPUs (all-reduces), or of decodes and of chunks (linear attention).
+        beside: a cached token takes so many times as long in a pass with chunks.
+        longest: by dtype of the cache, the most numbers of a head for which attention of decodes
+            was measured. Kernels for longer heads are others, or slower.
+        uneven: whether it was measured for heads with values shorter than keys, too.
         engine: what no kernel tells.
         source: where the coefficients come from, for readers.
     """
@@ -450,202 +314,164 @@ class GpuOperators:
     bandwidth: float
     flops: float
     link: float
-    gemm: Mapping[str, Gemm]
-    decode: DecodeAttention
-    chunk: ChunkAttention
-    experts: Mapping[str, Experts]
-    all_reduce: Mapping[int, AllReduce]
+    kernels: Mapping[str, Mapping[str, Kernel]]
+    beside: float
+    longest: Mapping[str, int]
+    uneven: bool
     engine: EngineConstants
     source: str
-    latent: Mapping[str, LatentAttention] = field(default_factory=dict)
-    sparse: Mapping[str, SparseAttention] = field(default_factory=dict)
-    delta: DeltaAttention | None = None
-
-    def kernels_of(self, model: ModelShapes) -> ModelShapes:
-        """Return the model with the kernels that servers run on this GPU: experts in mxfp4 take
-        activations of 8 bits where such kernels were measured (Blackwell; vLLM's
-        VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1).
-        """
-
-        def served(sort: LayerShapes) -> LayerShapes:
-            narrow = f"{sort.expert_weights}_mxfp8"
-            return replace(sort, expert_weights=narrow) if narrow in self.experts else sort
-
-        return replace(model, sorts=tuple(map(served, model.sorts)))
 
     def pass_seconds(
         self, model: ModelShapes, shapes: Sequence[StepShape], ranks: int = 1
     ) -> Floats:
-        """Seconds [n] of each pass [n] of the model on `ranks` GPUs.
+        """Return the seconds [n] of each pass [n] of the model on `ranks` GPUs.
 
-        `InputError` names a precision or a number of GPUs that has no coefficients.
+        Raises InputError with the name of a precision, sort of attention or number of GPUs that was
+        not measured.
         """
-        rows = np.array([shape.rows for shape in shapes], dtype=float)
-        head = self.gemm["bfloat16"].seconds(
-            rows, model.vocab / ranks, model.hidden, WEIGHT_BYTES["bfloat16"]
-        )
-        seconds = head + self.engine.pass_s
-        mixers = dict.fromkeys(sort.mixer for sort in model.sorts if sort.mixer is not None)
-        mixing = {one: self._mixer_s(model, one, shapes, ranks) for one in mixers}
+        passes = columns_of(shapes)
+        plain = self.kernels["gemm"]["bfloat16"]
+        rows = passes.decodes + passes.prefills
+        seconds = self.engine.pass_s + gemm_s(plain, rows, model.vocab / ranks, model.hidden, 2.0)
         for sort in model.sorts:
-            layer = self._layer_s(model, sort, shapes, ranks)
-            if sort.mixer is not None:
-                layer = layer + mixing[sort.mixer]
-            seconds = seconds + sort.count * layer
-        with_chunks = np.array([shape.prefills > 0 for shape in shapes])
-        least = np.where(with_chunks, model.layers * self.engine.launch_s, 0.0)
+            seconds = seconds + sort.count * self._layer_s(model, sort, passes, ranks)
+        least = np.where(passes.prefills > 0, model.layers * self.engine.launch_s, 0.0)
         return np.maximum(seconds, least)
 
-    def _layer_s(
-        self, model: ModelShapes, sort: LayerShapes, shapes: Sequence[StepShape], ranks: int
-    ) -> Floats:
-        """Seconds [n] of one layer in each pass [n], beside what mixes its tokens."""
-        tokens = np.array([shape.tokens for shape in shapes], dtype=float)
+    def _kernel(self, sort: str, key: str, what: str) -> Kernel:
+        """Return a kernel. Raises InputError if `what` was not measured."""
+        table = self.kernels[sort]
+        if key not in table:
+            known = ", ".join(table) or "none"
+            problem = f"{what} on {self.name} were not measured"
+            raise InputError(problem, f"measured there: {known}; else {MEASURE}")
+        return table[key]
+
+    def _layer_s(self, model: ModelShapes, sort: LayerShapes, passes: Any, ranks: int) -> Floats:
+        """Return the seconds [n] of one layer in each pass [n]."""
+        tokens = passes.decodes + passes.draft_tokens + passes.prefill_tokens
+        mixer = sort.mixer
         seconds = self._rest_s(model, sort, tokens, ranks)
+        for weights, n, k in sort.gemms(model.hidden, ranks):
+            seconds = seconds + self._gemm_s(weights, tokens, n, k)
+        if isinstance(mixer, AttentionShapes):
+            seconds = seconds + self._attention_s(mixer, CACHES[model.cache_bytes], passes, ranks)
+        elif isinstance(mixer, LatentShapes):
+            seconds = seconds + self._latent_s(mixer, CACHES[model.cache_bytes], passes, ranks)
+        elif isinstance(mixer, DeltaShapes):
+            seconds = seconds + self._delta_s(mixer, passes, ranks)
+        if sort.experts:
+            seconds = seconds + self._experts_s(model, sort.expert_weights, tokens, ranks)
         if ranks > 1:
             hidden = tokens * model.hidden * ACTIVATION_BYTES
             seconds = seconds + sort.reduces * self._reduce_s(ranks, hidden)
-        if sort.experts:
-            seconds = seconds + self._experts_s(model, sort.expert_weights, tokens, ranks)
-        if sort.inner:
-            seconds = seconds + self._mlp_s(model, sort, tokens, ranks)
+            if isinstance(mixer, AttentionShapes):
+                norms = self._reduce_s(ranks, tokens * NORM_BYTES)
+                seconds = seconds + mixer.norm_reduces * norms
         return np.asarray(seconds)
 
-    def _mixer_s(
-        self, model: ModelShapes, mixer: Mixer, shapes: Sequence[StepShape], ranks: int
-    ) -> Floats:
-        """Seconds [n] of what mixes the tokens of one layer in each pass [n]."""
-        seconds = self._projections_s(model, mixer, shapes, ranks)
-        seconds = seconds + self._mixing_s(model, mixer, shapes, ranks)
-        if ranks > 1 and isinstance(mixer, AttentionShapes) and mixer.norm_reduces:
-            tokens = np.array([shape.tokens for shape in shapes], dtype=float)
-            seconds = seconds + mixer.norm_reduces * self._reduce_s(ranks, tokens * NORM_BYTES)
-        return np.asarray(seconds)
-
-    def _projections_s(
-        self, model: ModelShapes, mixer: Mixer, shapes: Sequence[StepShape], ranks: int
-    ) -> Floats:
-        """GEMMs that make queries, keys and values, and the output of one layer's attention."""
-        tokens = np.array([shape.tokens for shape in shapes], dtype=float)
-        heads = mixer.heads / ranks
-        weights = mixer.weights
-        if isinstance(mixer, AttentionShapes):
-            made = self._gemm_s(weights, tokens, mixer.made(ranks), model.hidden)
-            return made + self._gemm_s(mixer.out, tokens, model.hidden, mixer.value * heads)
-        if isinstance(mixer, DeltaShapes):
-            values = mixer.value_dim * heads  # as many gates of the output are made with them
-            made = self._gemm_s(weights, tokens, mixer.mixed / ranks + values, model.hidden)
-            made = made + self._gemm_s("bfloat16", tokens, 2 * heads, model.hidden)
-            return made + self._gemm_s(mixer.out, tokens, model.hidden, values)
-        # One GEMM makes the latent vectors, which are whole on each GPU.
-        together = mixer.query_rank + mixer.rank + mixer.rope
-        queries = heads * (mixer.plain + mixer.rope)
-        seconds = self._gemm_s(weights, tokens, together, model.hidden)
-        seconds = seconds + self._gemm_s(weights, tokens, queries, mixer.query_rank or model.hidden)
-        seconds = seconds + self._gemm_s(mixer.out, tokens, model.hidden, mixer.value * heads)
-        if (index := mixer.index) is not None:  # whole on each GPU
-            width = index.heads * index.dim
-            seconds = seconds + self._gemm_s(index.weights, tokens, width, mixer.query_rank)
-            width = index.dim + index.heads
-            return seconds + self._gemm_s("bfloat16", tokens, width, model.hidden)
-        # Keys and values of each head, for chunks and what was cached before them.
-        before = [shape.prefill_tokens + shape.prefill_cached for shape in shapes]
-        vectors = np.array(before, dtype=float)
-        wide = heads * (mixer.plain + mixer.value)
-        keys = self._gemm_s(weights, np.maximum(vectors, 1.0), wide, mixer.rank)
-        return np.asarray(seconds + np.where(vectors > 0, keys, 0.0))
-
-    def _mixing_s(
-        self, model: ModelShapes, mixer: Mixer, shapes: Sequence[StepShape], ranks: int
-    ) -> Floats:
-        """What mixes the tokens of a layer, beside GEMMs."""
-        if isinstance(mixer, AttentionShapes):
-            if mixer.window:
-                shapes = [inside_windows(shape, mixer.window) for shape in shapes]
-            return self._attention_s(mixer, model.cache_bytes, shapes, ranks)
-        decodes = np.array([shape.decodes for shape in shapes], dtype=float)
-        chunks = np.array([shape.prefill_tokens for shape in shapes], dtype=float)
-        if isinstance(mixer, DeltaShapes):
-            if self.delta is None:
-                raise InputError(f"linear attention on {self.name} was not measured", MEASURE)
-            count = np.array([shape.prefills for shape in shapes], dtype=float)
-            decoding = self.delta.decode_s(decodes, mixer, ranks)
-            return decoding + self.delta.chunk_s(count, chunks, mixer, ranks)
-        name = CACHES[model.cache_bytes]
-        what = f"modules of MLA (multi-head latent attention) with a cache in {name} on {self.name}"
-        heads = mixer.heads // ranks
-        cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
-        attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
-        if mixer.index is not None:
-            best: SparseAttention = _known(self.sparse, name, f"sparse {what}")
-            inside = np.array([shape.decode_inside for shape in shapes], dtype=float)
-            found = best.decode_s(decodes, cached, inside, heads)
-            inside = np.array([shape.prefill_inside for shape in shapes], dtype=float)
-            found = found + best.chunk_s(chunks, attended, inside, heads, mixer.index.heads)
-            return np.asarray(best.start_s + best.head_s * heads + found)
-        law: LatentAttention = _known(self.latent, name, what)
-        decoding = law.decode_s(decodes, cached, heads, mixer, model.cache_bytes)
-        return decoding + law.chunk.seconds(chunks, attended, heads, heads, mixer.head_dim)
-
-    def _attention_s(
-        self, mixer: AttentionShapes, size: int, shapes: Sequence[StepShape], ranks: int
-    ) -> Floats:
-        """Grouped attention; `size`: bytes of a number in the cache."""
-        if unknown := self.decode.unknown(mixer, size):
-            raise InputError(f"{unknown} on {self.name} were not measured", MEASURE)
+    def _attention_s(self, mixer: AttentionShapes, dtype: str, passes: Any, ranks: int) -> Floats:
+        """Return the seconds of grouped attention with a cache of `dtype`."""
+        decode = self._kernel("decode", dtype, f"caches in {dtype}")
+        uneven = mixer.value != mixer.head_dim
+        if (uneven and not (self.uneven and dtype == CACHES[ACTIVATION_BYTES])) or (
+            mixer.head_dim > self.longest[dtype]
+        ):
+            sizes = f"heads with keys of {mixer.head_dim} and values of {mixer.value} numbers"
+            problem = f"{sizes} with a cache in {dtype} on {self.name} were not measured"
+            raise InputError(problem, MEASURE)
+        cached = passes.decode_cached
+        attended = passes.prefill_attended
+        before = passes.prefill_cached
+        if mixer.window:
+            cached = passes.decode_inside
+            attended = passes.prefill_inside
+            before = np.minimum(before, mixer.window * passes.prefills)
         heads = mixer.heads // ranks
         kv_heads = mixer.kv_heads_of(ranks)
-        dim = mixer.mean_dim
-        decodes = np.array([shape.decodes for shape in shapes], dtype=float)
-        cached = np.array([shape.decode_cached for shape in shapes], dtype=float)
-        chunks = np.array([shape.prefill_tokens for shape in shapes], dtype=float)
-        attended = np.array([shape.prefill_attended for shape in shapes], dtype=float)
-        before = np.array([shape.prefill_cached for shape in shapes], dtype=float)
-        alone = self.decode.seconds(decodes, cached, kv_heads, dim, size)
+        token_bytes = 2 * kv_heads * mixer.mean_dim * BYTES[dtype]
+        alone = decode_s(decode, passes.decodes, kv_heads, cached * token_bytes)
         # One kernel computes chunks and decodes; it reads the caches of both.
-        read = self.decode.beside * cached + before
-        mixed = self.chunk.seconds(chunks, attended, heads, kv_heads, dim)
-        mixed = mixed + self.decode.reading_s(read, kv_heads, dim, size)
-        return np.asarray(np.where(chunks > 0, mixed, alone))
+        reading = decode.seconds(bytes_per_s=(self.beside * cached + before) * token_bytes)
+        chunk = self.kernels["chunk"]["bfloat16"]
+        tokens = passes.prefill_tokens
+        mixed = chunk_s(chunk, tokens, attended, heads, kv_heads, mixer.mean_dim)
+        return np.asarray(np.where(tokens > 0, mixed + reading, alone))
+
+    def _latent_s(self, mixer: LatentShapes, dtype: str, passes: Any, ranks: int) -> Floats:
+        """Return the seconds of latent attention with a cache of `dtype`, besides what GEMMs make
+        of all tokens.
+        """
+        what = f"modules of MLA (multi-head latent attention) with a cache in {dtype}"
+        heads = mixer.heads // ranks
+        tokens = passes.prefill_tokens
+        attended = passes.prefill_attended
+        if mixer.index is not None:
+            law = self._kernel("sparse_decode", dtype, f"sparse {what}")
+            chunks = self.kernels["sparse_chunk"][dtype]
+            pairs = attended * mixer.index.heads
+            seconds = law.seconds(start_s=1.0, head_s=heads)
+            seconds = seconds + sparse_s(
+                law, passes.decodes, passes.decode_cached, passes.decode_inside, heads
+            )
+            return seconds + sparse_s(chunks, tokens, pairs, passes.prefill_inside, heads)
+        law = self._kernel("latent_decode", dtype, what)
+        read = passes.decode_cached * (mixer.rank + mixer.rope) * BYTES[dtype]
+        decoding = latent_decode_s(law, passes.decodes, heads, read)
+        chunks = self.kernels["latent_chunk"][dtype]
+        # Keys and values of each head, for chunks and what was cached before them.
+        vectors = tokens + passes.prefill_cached
+        wide = mixer.heads / ranks * (mixer.plain + mixer.value)
+        keys = self._gemm_s(mixer.weights, np.maximum(vectors, 1.0), wide, mixer.rank)
+        attending = chunk_s(chunks, tokens, attended, heads, heads, mixer.head_dim)
+        return decoding + np.where(vectors > 0, keys, 0.0) + attending
+
+    def _delta_s(self, mixer: DeltaShapes, passes: Any, ranks: int) -> Floats:
+        """Return the seconds of linear attention, besides GEMMs."""
+        decodes = self._kernel("delta", "decodes", "kernels of linear attention")
+        decoding = delta_decode_s(decodes, passes.decodes, mixer, ranks)
+        chunks = self.kernels["delta"]["chunks"]
+        tokens = passes.prefill_tokens
+        return decoding + delta_chunk_s(chunks, passes.prefills, tokens, mixer, ranks)
 
     def _gemm_s(self, weights: str, m: Floats, n: float, k: float) -> Floats:
         """Return the seconds of [m, k] x [k, n] with weights of a precision."""
-        precision = GEMMS_LIKE.get(weights, weights)
-        law = _known(self.gemm, precision, f"GEMMs in {weights} on {self.name}")
+        law = self._kernel("gemm", GEMMS_LIKE.get(weights, weights), f"GEMMs in {weights}")
         # An engine quantizes activations in the kernels before a GEMM, where they are at hand.
-        fused = replace(
-            law,
-            start_s=self.gemm["bfloat16"].start_s,
-            flops_per_s=law.flops_per_s * self.engine.sustained,
-            quantize_s=0.0,
-        )
-        return np.asarray(fused.seconds(m, n, k, WEIGHT_BYTES[weights]))
-
-    def _mlp_s(self, model: ModelShapes, sort: LayerShapes, tokens: Floats, ranks: int) -> Floats:
-        wide = sort.inner / ranks
-        both = self._gemm_s(sort.inner_weights, tokens, 2 * wide, model.hidden)
-        down = self._gemm_s(sort.inner_weights, tokens, model.hidden, wide)
-        moved = GATE_TENSORS * wide * ACTIVATION_BYTES * tokens
-        return both + down + moved / self.gemm["bfloat16"].bytes_per_s
+        fused = {
+            "start_s": self.kernels["gemm"]["bfloat16"].terms["start_s"],
+            "quantize_s": 0.0,
+            "flops_per_s": law.terms["flops_per_s"] * self.engine.sustained,
+        }
+        return gemm_s(replace(law, terms={**law.terms, **fused}), m, n, k, WEIGHT_BYTES[weights])
 
     def _experts_s(self, model: ModelShapes, name: str, tokens: Floats, ranks: int) -> Floats:
-        """One layer's experts, with weights of the precision `name`."""
-        precision = EXPERTS_LIKE.get(name, name)
-        measured = _known(self.experts, precision, f"experts in {name} on {self.name}")
+        """Return the seconds of one layer's experts, with weights of the precision `name`.
+
+        Experts in mxfp4 take activations of 8 bits where such kernels were measured (Blackwell;
+        vLLM's VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1).
+        """
+        if f"{name}_mxfp8" in self.kernels["experts"]:
+            name = f"{name}_mxfp8"
+        law = self._kernel("experts", EXPERTS_LIKE.get(name, name), f"experts in {name}")
+        engine = self.engine
+        speed = 1.0
         # Servers run the kernel that was measured (Marlin), so power alone limits it.
-        reached = self.engine.sustained if name == "int4" else self.engine.routed
-        law = replace(measured, flops_per_s=measured.flops_per_s * reached)
+        reached = engine.sustained if name == "int4" else engine.routed
         if "mxfp4" in name:
-            speed = self.engine.speed_mxfp4
-            law = Experts(
-                measured.start_s / speed,
-                measured.expert_s / speed,
-                measured.bytes_per_s * speed,
-                measured.flops_per_s * self.engine.routed_mxfp4,
-            )
+            speed = engine.speed_mxfp4
+            reached = engine.routed_mxfp4
+        terms = law.terms
+        faster = {
+            "start_s": terms["start_s"] / speed,
+            "expert_s": terms["expert_s"] / speed,
+            "bytes_per_s": terms["bytes_per_s"] * speed,
+            "flops_per_s": terms["flops_per_s"] * reached,
+        }
         cut = 1 if model.whole_experts else ranks  # GPUs that share an expert
         apart = ranks // cut  # GPUs that share the experts of a layer
-        seconds = law.seconds(
+        seconds = experts_s(
+            Kernel(faster),
             tokens,
             model.hidden,
             model.expert_intermediate / cut,
@@ -653,41 +479,37 @@ class GpuOperators:
             model.experts_per_token / apart,
             WEIGHT_BYTES[name],
         )
-        router = self.gemm["bfloat16"].seconds(tokens, model.experts, model.hidden, 2.0)
-        return np.asarray(seconds + router)
+        router = self.kernels["gemm"]["bfloat16"]
+        return seconds + gemm_s(router, tokens, model.experts, model.hidden, 2.0)
 
     def _rest_s(self, model: ModelShapes, sort: LayerShapes, tokens: Floats, ranks: int) -> Floats:
+        """Return the seconds of what is left of a layer: activations that move, and kernels."""
         mixer = sort.mixer
         numbers = NORM_TENSORS + MORE_NORM_TENSORS * (sort.norms - PLAIN_NORMS)
-        moved = float(numbers * model.hidden)
+        moved = numbers * model.hidden + GATE_TENSORS * sort.inner / ranks
         if isinstance(mixer, AttentionShapes):
             plain = mixer.heads / ranks * mixer.head_dim
             keys = mixer.kv_heads_of(ranks) * (mixer.head_dim + mixer.value)
-            moved += ROTARY_TENSORS * (plain + keys)
-            moved += GATE_TENSORS * plain * bool(mixer.gate)
+            moved += ROTARY_TENSORS * (plain + keys) + GATE_TENSORS * plain * bool(mixer.gate)
         if isinstance(mixer, DeltaShapes):
             gated = GATE_TENSORS * mixer.heads * mixer.value_dim
             moved += (PREPARED_TENSORS * mixer.mixed + gated) / ranks
-        moving = tokens * moved * ACTIVATION_BYTES / self.gemm["bfloat16"].bytes_per_s
-        return self.engine.kernel_s * rest_kernels(sort) + moving
+        bandwidth = self.kernels["gemm"]["bfloat16"].terms["bytes_per_s"]
+        moving = tokens * moved * ACTIVATION_BYTES / bandwidth
+        return np.asarray(self.engine.kernel_s * rest_kernels(sort) + moving)
 
     def _reduce_s(self, ranks: int, size_bytes: Floats) -> Floats:
-        measured = _known(self.all_reduce, ranks, f"all-reduces among {ranks} GPUs of {self.name}")
-        law = replace(measured, bytes_per_s=measured.bytes_per_s * self.engine.reduce_speed)
-        return np.asarray(self.engine.reduce_s + law.seconds(size_bytes))
+        """Return the seconds of an all-reduce of an engine."""
+        law = self._kernel("all_reduce", str(ranks), f"all-reduces among {ranks} GPUs")
+        faster = {"bytes_per_s": law.terms["bytes_per_s"] * self.engine.reduce_speed}
+        terms = {**law.terms, **faster}
+        return self.engine.reduce_s + reduce_s(replace(law, terms=terms), size_bytes)
 
 
-def inside_windows(shape: StepShape, window: int) -> StepShape:
-    """What layers with sliding windows compute of a pass, as if they had none."""
-    before = min(shape.prefill_cached, window * shape.prefills)
-    return StepShape(
-        shape.decodes,
-        shape.decode_inside,
-        shape.prefills,
-        shape.prefill_tokens,
-        shape.prefill_inside,
-        before,
-    )
+def columns_of(shapes: Sequence[StepShape]) -> Any:
+    """Return passes [n] as a record of columns [n], by the names of what `StepShape` takes."""
+    rows = [shape.values() for shape in shapes]
+    return np.rec.fromrecords(rows, dtype=[(name, float) for name in SHAPE_NUMBERS])
 
 
 def rest_kernels(sort: LayerShapes) -> int:
@@ -712,18 +534,6 @@ def rest_kernels(sort: LayerShapes) -> int:
     return count
 
 
-def _known(table: Mapping[Any, Any], key: object, what: str) -> Any:
-    if key not in table:
-        known = ", ".join(map(str, table)) or "none"
-        raise InputError(f"{what} were not measured", f"measured there: {known}")
-    return table[key]
-
-
-def touched_experts(tokens: Floats, experts: float, per_token: float) -> Floats:
-    """How many experts at least one of the tokens is expected to choose, all chosen alike."""
-    return np.asarray(experts * (1.0 - (1.0 - per_token / experts) ** tokens))
-
-
 @cache
 def read_json(path: Path) -> Any:
     """Return the content of a table that ships beside the code."""
@@ -743,7 +553,7 @@ def measured_operators(name: str) -> GpuOperators:
         "engine": engine_constants(family_of(name)),
         "source": f"operators measured on {name}, {one['source']}",
     }
-    return msgspec.convert(one | about, GpuOperators, str_keys=True)
+    return msgspec.convert(one | about, GpuOperators)
 
 
 BLACKWELL = ("b200_sxm", "b300_sxm", "gb200", "rtx_pro_6000_server")

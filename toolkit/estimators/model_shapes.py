@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ACTIVATION_BYTES = 2  # of a number in bf16
+Gemm = tuple[str, float, float]  # [m, k] x [k, n]: the precision of the weights, n and k
 PLAIN_NORMS = 2  # norms of a layer: before what mixes tokens, and before what follows
 
 
@@ -51,11 +52,13 @@ class AttentionShapes:
         """KV heads of each of `ranks` GPUs; heads are repeated where there are fewer than GPUs."""
         return max(self.kv_heads // ranks, 1)
 
-    def made(self, ranks: int) -> float:
-        """Numbers of a token's queries, keys, values and gates on each GPU."""
+    def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
+        """Return the GEMMs of a layer: queries, keys, values and gates together, and the output."""
         heads = self.heads / ranks
-        kept = self.kv_heads_of(ranks) * (self.head_dim + self.value)
-        return heads * self.head_dim + kept + (heads * self.value / self.gate if self.gate else 0.0)
+        made = heads * self.head_dim + self.kv_heads_of(ranks) * (self.head_dim + self.value)
+        if self.gate:
+            made += heads * self.value / self.gate
+        return [(self.weights, made, hidden), (self.out, hidden, self.value * heads)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,22 @@ class LatentShapes:
         """Numbers of a head with keys and values of one size that computes and moves as much."""
         return (self.plain + self.rope + self.value) // 2
 
+    def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
+        """Return the GEMMs of a layer for all tokens: the latent vectors, which are whole on each
+        GPU, queries, the output, and of an index, whole on each GPU, its queries and its keys.
+        """
+        heads = self.heads / ranks
+        queries = heads * (self.plain + self.rope)
+        found: list[Gemm] = [
+            (self.weights, self.query_rank + self.rank + self.rope, hidden),
+            (self.weights, queries, self.query_rank or hidden),
+            (self.out, hidden, self.value * heads),
+        ]
+        if (index := self.index) is not None:
+            found.append((index.weights, index.heads * index.dim, self.query_rank))
+            found.append(("bfloat16", index.dim + index.heads, hidden))
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaShapes:
@@ -137,6 +156,18 @@ class DeltaShapes:
         state = self.heads * self.key_dim * self.value_dim * self.state_bytes
         return 2 * (state + self.mixed * self.kernel * ACTIVATION_BYTES)
 
+    def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
+        """Return the GEMMs of a layer: queries, keys and values, with as many gates of the output
+        as values; two numbers per head; and the output.
+        """
+        heads = self.heads / ranks
+        values = self.value_dim * heads
+        return [
+            (self.weights, self.mixed / ranks + values, hidden),
+            ("bfloat16", 2 * heads, hidden),
+            (self.out, hidden, values),
+        ]
+
 
 Mixer = AttentionShapes | LatentShapes | DeltaShapes
 
@@ -163,6 +194,15 @@ class LayerShapes:
     expert_weights: str = "bfloat16"
     norms: int = PLAIN_NORMS
     reduces: int = 2
+
+    def gemms(self, hidden: int, ranks: int) -> list[Gemm]:
+        """Return the layer's GEMMs besides experts, of what mixes tokens and of the MLP."""
+        found = self.mixer.gemms(hidden, ranks) if self.mixer is not None else []
+        if self.inner:
+            wide = self.inner / ranks
+            found.append((self.inner_weights, 2 * wide, hidden))
+            found.append((self.inner_weights, hidden, wide))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

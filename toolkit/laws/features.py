@@ -33,6 +33,12 @@ from typing import Final
 
 from mypy_extensions import i64
 
+# What a `StepShape` is made of, in the order of its constructor.
+SHAPE_NUMBERS: Final = (
+    *("decodes", "decode_cached", "prefills", "prefill_tokens", "prefill_attended"),
+    *("prefill_cached", "decode_inside", "prefill_inside", "growing", "draft_tokens"),
+)
+
 
 class StepShape:
     """What one forward pass computes. Its constructor is by hand, like that of `Pass`.
@@ -88,7 +94,8 @@ class StepShape:
         self.growing = growing
         self.draft_tokens = draft_tokens
 
-    def _values(self) -> tuple[int, int, int, int, float, int, int, float, int, int]:
+    def values(self) -> tuple[int, int, int, int, float, int, int, float, int, int]:
+        """Return the numbers that the constructor takes, in its order (`SHAPE_NUMBERS`)."""
         return (
             self.decodes,
             self.decode_cached,
@@ -103,13 +110,13 @@ class StepShape:
         )
 
     def __reduce__(self) -> tuple[type[StepShape], tuple[object, ...]]:
-        return StepShape, self._values()
+        return StepShape, self.values()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepShape) and self._values() == other._values()
+        return isinstance(other, StepShape) and self.values() == other.values()
 
     def __repr__(self) -> str:
-        return f"StepShape{self._values()}"
+        return f"StepShape{self.values()}"
 
     @property
     def rows(self) -> int:

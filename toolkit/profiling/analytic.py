@@ -135,7 +135,7 @@ def pass_times(recipe: Recipe, constants: EngineConstants | None = None) -> Comp
     operators = operators_of(name, bandwidth_gb_s * 1e9, tflops * 1e12, link)
     if constants is not None:
         operators = replace(operators, engine=constants)
-    model = operators.kernels_of(shapes_of(recipe))
+    model = shapes_of(recipe)
     _refuse_cache(recipe, model, operators)
     ranks = recipe.engine.tensor_parallel_size
     operators.pass_seconds(model, [StepShape(1, 1)], ranks)  # refuses what has no coefficients
@@ -169,9 +169,9 @@ def _refuse_cache(recipe: Recipe, model: ModelShapes, operators: GpuOperators) -
         raise InputError(problem, "name one: engine.vllm.kv_cache_dtype: bfloat16, or fp8")
     if model.cache_bytes >= ACTIVATION_BYTES or dtype is None:
         return
-    read = operators.decode
+    read = operators.kernels["decode"].get("fp8")
     # Faster than the memory: what was measured was not read from there.
-    unknown = read.narrow == 1.0 or read.narrow * read.bytes_per_s > operators.bandwidth
+    unknown = read is None or read.terms["bytes_per_s"] > operators.bandwidth
     if unknown and not any(isinstance(sort.mixer, LatentShapes) for sort in model.sorts):
         _refuse([f"a KV cache in {dtype} on {operators.name}"], MEASURE)
     gpu = recipe.hardware.gpu
