@@ -29,6 +29,14 @@ GPU = {
     "sla": {"ttft_p99_s": 2.0, "mtpot_p99_s": 0.5, "e2e_p99_s": 90.0},
 }
 
+VLLM = GPU | {"engine": {"name": "vllm", "gpu_memory_utilization": 0.85}}
+INSIDE = Settings(policy="past-future", parameters={})  # runs inside vLLM
+
+
+def of_target(target: str, folder: Path) -> Plan:
+    """A plan that this target takes: a script for vLLM has settings of vLLM."""
+    return plan(folder, INSIDE, **VLLM) if target == "vllm" else plan(folder, **GPU)
+
 
 def plan(folder: Path, policy: Settings = SLICE, fit: Fit | None = None, **changes: object) -> Plan:
     """A plan of the samples' recipe with these changes, tuned as far as it can be said without

@@ -88,8 +88,8 @@ def test_every_panel_shows_only_the_chosen_deployment(names):
 
 @pytest.mark.slow
 def test_every_target_has_a_dashboard_and_alerts_of_known_series(tmp_path):
-    order = orders.order(orders.plan(tmp_path, **orders.GPU))
     for target in TARGETS:
+        order = orders.order(orders.of_target(target, tmp_path))
         files = {Path(name).name: text for name, text in render_target(target, order).items()}
         assert ("vllm:" in files["dashboard.json"]) == (target == "vllm")
         alerts = {"alerts.yaml", "prometheusrule.yaml"} & files.keys()

@@ -30,12 +30,9 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> Order:
 
 def scripts(order: Order) -> dict[str, str]:
     """All scripts of all targets that take the plan, by target and name."""
-    other = {"vllm"}
-    left_out: set[str] = set()
-    if order.plan.recipe.model.source == "random":
-        left_out = other
-    elif order.plan.recipe.engine.name == "openai":
-        left_out = TARGETS.keys() - other
+    left_out = {"vllm"}
+    if order.plan.recipe.engine.name == "openai":
+        left_out = TARGETS.keys() - left_out
     found = {}
     for target in TARGETS.keys() - left_out:
         files = render_target(target, order)

@@ -2,6 +2,7 @@
 break out.
 """
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return orders.plan(tmp_path_factory.mktemp("gpu"), fit=orders.on("NVIDIA H200"), **orders.GPU)
 
 
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return orders.of_target("vllm", tmp_path_factory.mktemp("vllm"))
+
+
 @pytest.fixture(params=["cpu", "gpu"])
 def order(request: pytest.FixtureRequest) -> Order:
     return orders.order(request.getfixturevalue(request.param), folder="/srv/llmctl")
@@ -91,9 +97,7 @@ def test_systemd_finds_nothing_in_the_unit(order: Order, tmp_path: Path) -> None
 
 
 def targets_of(order: Order) -> list[str]:
-    return [
-        name for name in TARGETS if name != "vllm" or order.plan.recipe.model.source != "random"
-    ]
+    return [name for name in TARGETS if name != "vllm"]
 
 
 @pytest.mark.slow
@@ -206,12 +210,12 @@ def without(data: Any, keys: set[str]) -> Any:
 @pytest.mark.slow
 @many
 @given(source=names)
-def test_a_model_s_name_is_one_word_of_a_command(gpu: Plan, source: str) -> None:
+def test_a_model_s_name_is_one_word_of_a_command(vllm: Plan, source: str) -> None:
     """bash itself says what it would run."""
     source = source.replace("\x00", "")  # no command has one
     if source in ("", "random") or source.startswith("-"):  # the latter is refused
         return
-    script = render_target("vllm", with_model(gpu, source))["serve.sh"].replace(
+    script = render_target("vllm", with_model(vllm, source))["serve.sh"].replace(
         "exec vllm", 'printf "%s\\0"'
     )
     done = subprocess.run(["bash", "-s"], input=script.encode(), capture_output=True, check=True)
@@ -229,9 +233,9 @@ def test_a_unit_s_value_cannot_add_a_line(gpu: Plan) -> None:
         render_target("systemd", with_model(gpu, "/models\nExecStartPre=/bin/sh"))
 
 
-def test_a_model_s_name_cannot_become_an_option(gpu: Plan) -> None:
+def test_a_model_s_name_cannot_become_an_option(vllm: Plan) -> None:
     with pytest.raises(InputError, match="'--help'"):
-        render_target("vllm", with_model(gpu, "--help"))
+        render_target("vllm", with_model(vllm, "--help"))
 
 
 @pytest.mark.parametrize(
@@ -258,20 +262,35 @@ def test_an_unknown_target_is_named_with_the_nearest(cpu: Plan) -> None:
     assert says(caught.value.hint, "'kubernetes'")
 
 
-def test_vllm_gets_the_fitted_values(gpu: Plan) -> None:
-    policy = Settings(policy="past-future", parameters={"chunk_tokens": 2048})
-    script = render_target("vllm", orders.order(changed(gpu, settings=policy)))["serve.sh"]
+def test_vllm_gets_the_flags_of_the_plan(vllm: Plan) -> None:
+    policy = Settings(policy="past-future", parameters={})
+    script = render_target("vllm", orders.order(changed(vllm, settings=policy)))["serve.sh"]
     for line in (
         "--max-model-len 512",
         "--gpu-memory-utilization 0.85",
-        "--max-num-seqs 32",
-        "--max-num-batched-tokens 2080",
         "--revision abc123",
+        "--scheduler-cls toolkit.backends.vllm.scheduler.LlmctlScheduler",
     ):
         assert f"  {line}\n" in script
-    rate = 512 / (0.002 + 1.1 * (2e-5 * 512 + 1e-4 + 1e-6 * 512 + 4e-3))
-    assert f"  --max-num-queued-tokens {int(2.0 * rate)}\n" in script
+    assert "LLMCTL_VLLM_PLAN" in script
+    (waiting,) = re.findall(r"  --max-num-queued-tokens (\d+)\n", script)
+    twice = changed(vllm, settings=policy, recipe__sla={"ttft_p99_s": 4.0})
+    script = render_target("vllm", orders.order(twice))["serve.sh"]
+    (more,) = re.findall(r"  --max-num-queued-tokens (\d+)\n", script)
+    assert int(more) == pytest.approx(2 * int(waiting), abs=1), "by a TTFT target of 4 s, not 2"
+    script = render_target("vllm", orders.order(changed(vllm, settings=policy)))["serve.sh"]
     assert "start one for each, and before them llmctl serve plan.json --replica" in script
+
+
+def test_vllm_is_not_started_by_the_laws_of_another_engine(gpu: Plan) -> None:
+    with pytest.raises(InputError, match="'transformers'"):
+        render_target("vllm", orders.order(gpu))
+
+
+def test_a_policy_that_cannot_run_inside_vllm_is_refused(vllm: Plan) -> None:
+    policy = Settings(policy="sequence", parameters={})
+    with pytest.raises(InputError, match="'sequence'"):
+        render_target("vllm", orders.order(changed(vllm, settings=policy)))
 
 
 def test_the_threshold_is_the_largest_backlog_within_ttft() -> None:

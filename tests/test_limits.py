@@ -98,9 +98,8 @@ def test_an_allowed_broken_limit_stays_in_the_plan(capsys: pytest.CaptureFixture
     assert llmctl("render", "plan.json", "--target", "local", "--check") == 0
 
 
-def broken_plan(folder: Path, **changes: object) -> Plan:
-    """The plan of orders, with its TTFT target missed by far."""
-    made = orders.plan(folder, **changes)
+def broken_plan(made: Plan) -> Plan:
+    """The plan, with its TTFT target missed by far."""
     target_s = made.recipe.sla["ttft_p99_s"]
     used = made.outcome.used | {"ttft_p99_s": 31.7 / target_s}
     return made.model_copy(update={"outcome": made.outcome.model_copy(update={"used": used})})
@@ -108,15 +107,14 @@ def broken_plan(folder: Path, **changes: object) -> Plan:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_files_of_every_target_warn(target: str, tmp_path: Path) -> None:
-    changes = {**orders.GPU} if target == "vllm" else {}
-    files = render_target(target, orders.order(broken_plan(tmp_path, **changes)))
+    plan = broken_plan(orders.of_target(target, tmp_path))
+    files = render_target(target, orders.order(plan))
     assert says(next(iter(files.values())), "Warning", "break 1 of", "31.7 s")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_files_of_a_plan_that_keeps_its_limits_say_so(target: str, tmp_path: Path) -> None:
-    changes = {**orders.GPU} if target == "vllm" else {}
-    files = render_target(target, orders.order(orders.plan(tmp_path, **changes)))
+    files = render_target(target, orders.order(orders.of_target(target, tmp_path)))
     assert "# All limits are predicted to be kept.\n" in next(iter(files.values()))
 
 
@@ -151,7 +149,7 @@ def test_the_first_lines_round_what_a_search_chose(
 
 
 def test_the_status_page_shows_broken_limits(tmp_path: Path) -> None:
-    assert facts_of(broken_plan(tmp_path), "toy").predicted["ttft_p99_s"] == 31.7
+    assert facts_of(broken_plan(orders.plan(tmp_path)), "toy").predicted["ttft_p99_s"] == 31.7
     untuned = make_plan(samples.recipe(), samples.fit(), None, {})
     assert facts_of(untuned, "toy").predicted == {}
 

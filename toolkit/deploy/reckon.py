@@ -27,7 +27,6 @@ from toolkit.files.bench import HELD_TO
 from toolkit.files.io import digest
 from toolkit.files.plan import Plan
 from toolkit.files.recipe import DTYPE_BYTES, Recipe, ServeSpec, TuneSpec
-from toolkit.metrics import judge, latencies, statistic
 from toolkit.sched.policies.vllm import ROWS, VllmPolicy
 from toolkit.sched.protocols import AnyPolicy, BuiltIn
 from toolkit.sched.scheduler import Scheduler
@@ -36,7 +35,7 @@ from toolkit.sim.deployment import Deployment, Workload
 from toolkit.sim.world import World
 from toolkit.traces.read import read_trace
 from toolkit.traces.types import Trace, trace_path
-from toolkit.traces.windows import mean_rate, prepare, scale_rate
+from toolkit.traces.windows import prepare
 from toolkit.units import GIB
 
 T = TypeVar("T")
@@ -49,8 +48,6 @@ LOAD_FACTOR = 3
 MIN_MEASURED_STARTUP_S = 300
 SPARE_GIB = 2  # of the models' cache: tokenizer, config, locks, partial downloads
 MAX_BACKLOG = 4096  # requests: no server needs a longer queue
-STEPS = 8  # between a rate and twice it: 9 % each
-MAX_OCTAVES = 10  # a rate is tried up to 1,024 times the trace's own, and down to a 1,024th
 # Percent by which a prediction may be off: without a bench, and the least.
 USUAL_ERROR = 25
 MIN_ERROR = 10
@@ -59,19 +56,24 @@ MIN_ERROR = 10
 def drain_s(order: Order) -> Sourced[int]:
     """Seconds that running requests get to end: the longest that a request is expected to take.
 
-    That is the largest of each target for E2E, the p99 of E2E with a margin (`margin_percent`),
-    and the time of `serve.max_new_tokens` tokens in a full batch.
+    That is the largest of each target for E2E, the p99 of E2E that the tuning predicts, and the
+    time of `serve.max_new_tokens` tokens in a full batch: while a server drains, nothing joins its
+    batch. What is predicted has a margin (`margin_percent`).
     """
-    targets = order.plan.recipe.sla
+    margin = margin_percent(order)
+    predicted = [_longest_request_s(order)]
+    p99_s = order.plan.outcome.metrics.get("e2e_p99_s")
+    if p99_s is not None:
+        predicted.append((p99_s, f"the tuning predicts an e2e_p99 of {p99_s:.3g} s"))
     times = [
+        (seconds * (1 + margin.value / 100), f"{source}; {margin.value} % more: {margin.source}")
+        for seconds, source in predicted
+    ]
+    times += [
         (limit, f"the target {key} is {limit:.3g} s")
-        for key, limit in targets.items()
+        for key, limit in order.plan.recipe.sla.items()
         if key.startswith("e2e_")
     ]
-    p99, margin = e2e_p99_s(order), margin_percent(order)
-    longer = p99.value * (1 + margin.value / 100)
-    times.append((longer, f"{p99.source}; {margin.value} % more: {margin.source}"))
-    times.append(_longest_request_s(order))
     longest, source = max(times, key=lambda time: time[0])
     if longest <= MIN_DRAIN_S:
         return Sourced(MIN_DRAIN_S, f"the least that llmctl gives; {source}")
@@ -86,24 +88,6 @@ def margin_percent(order: Order) -> Sourced[int]:
     worst = max((errors.get(metric, 0.0) for metric in HELD_TO), default=0.0)
     why = f"the worst error in the fit's bench, at least {MIN_ERROR} %"
     return Sourced(max(math.ceil(worst), MIN_ERROR), why)
-
-
-def e2e_p99_s(order: Order) -> Sourced[float]:
-    """The p99 of E2E in seconds: as the tuning predicted it, else as it is simulated here.
-
-    Without a tuning the traffic is not known. Then the trace is simulated at the greatest rate at
-    which this plan keeps its targets: at a greater one admission refuses requests.
-    """
-    plan = order.plan
-    if "e2e_p99_s" in plan.outcome.metrics:
-        seconds = plan.outcome.metrics["e2e_p99_s"]
-        return Sourced(seconds, f"the tuning predicts an e2e_p99 of {seconds:.3g} s")
-    trace = order.trace or read_trace(trace_path(default_trace(plan.recipe)))[0]
-    seconds, rate_rps = _busiest(plan, prepare(trace, plan.recipe))
-    at = f"at {rate_rps:.3g} requests/s, the most that keep the targets" if rate_rps else "at once"
-    name = Path(trace.source).name
-    source = f"not tuned, so simulated with {name} {at}: an e2e_p99 of {seconds:.3g} s"
-    return Sourced(seconds, source)
 
 
 def _longest_request_s(order: Order) -> tuple[float, str]:
@@ -196,13 +180,6 @@ def models_gib(plan: Plan) -> Sourced[int] | None:
     return Sourced(math.ceil(2 * gib) + SPARE_GIB, source)
 
 
-def gap_target(recipe: Recipe) -> tuple[str, float] | None:
-    """The tightest target on the time between tokens, if there is one."""
-    names = ("tpot", "itl", "mtpot")
-    gaps = [target for target in recipe.sla.items() if target[0].split("_")[0] in names]
-    return min(gaps, key=lambda item: item[1], default=None)
-
-
 def default_trace(recipe: Recipe) -> str:
     """The trace where none is given: the recipe's if it exists here, else a shipped one."""
     try:
@@ -270,58 +247,6 @@ def waiting_threshold(plan: Plan, trace: Trace | None) -> Sourced[int | None]:
     return Sourced(served - at_once, source)
 
 
-def remembered(function: Callable[..., T]) -> Callable[..., T]:
-    """Keep what a function of a plan, a trace and more found: it takes many simulations."""
-    kept: dict[tuple[object, ...], T] = {}
-
-    def found(plan: Plan, trace: Trace, *more: object) -> T:
-        columns = trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.max_tokens
-        key = (plan.model_dump_json(), *(column.tobytes() for column in columns))
-        if key not in kept:
-            kept[key] = function(plan, trace, *more)
-        return kept[key]
-
-    return found
-
-
-@remembered
-def _busiest(plan: Plan, trace: Trace) -> tuple[float, float]:
-    """The p99 of E2E, in seconds, at the greatest rate at which the plan keeps its targets, and
-    that rate, within 10 %. The rate is 0 for a trace that arrives all at once, as it does here.
-
-    If no rate keeps them, it is the smallest that was tried.
-    """
-    deployment = Deployment.of_plan(plan)
-    policy = deployment.policy()
-    world = deployment.world(Workload(trace))
-    own_rps = mean_rate(trace)
-
-    def at(step: int) -> tuple[bool, float]:
-        """Whether targets are kept at 2 ** (step / STEPS) times the own rate, and the p99."""
-        scaled = scale_rate(trace, own_rps * 2 ** (step / STEPS)) if own_rps else trace
-        served = simulate(scaled, policy, world).served
-        kept = judge(served, plan.recipe.sla) == "kept"
-        return kept, statistic(latencies(served)["e2e"], "p99")
-
-    kept, seconds = at(0)
-    step = 0
-    if own_rps:
-        stride = STEPS if kept else -STEPS
-        tried = {0: (kept, seconds)}
-        while tried[step][0] == kept and abs(step) < MAX_OCTAVES * STEPS:
-            step += stride
-            tried[step] = at(step)
-        low, high = sorted((step, step - stride))
-        while high - low > 1 and tried[low][0]:
-            middle = (low + high) // 2
-            tried[middle] = at(middle)
-            low, high = (middle, high) if tried[middle][0] else (low, middle)
-        step = low
-        seconds = tried[step][1]
-    return seconds, own_rps * 2 ** (step / STEPS)
-
-
-@remembered
 def _simulated(plan: Plan, lengths: Trace, targets: Mapping[str, float]) -> tuple[int, int]:
     """Return how many requests at once keep the targets, and how many of those start at once."""
     deployment = Deployment.of_plan(plan)
