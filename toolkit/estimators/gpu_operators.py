@@ -189,8 +189,8 @@ def latent_decode_s(law: Kernel, rows: Floats, heads: Any, read_bytes: Floats) -
 
 def sparse_s(law: Kernel, tokens: Floats, indexed: Floats, best: Floats, heads: Any) -> Floats:
     """Return the seconds of a layer's latent attention to the best tokens, besides GEMMs and the
-    start of a pass: of new `tokens` whose index reads `indexed` tokens, and which attend to `best`
-    of them. Decodes and chunks attend alike, in the latent space; the factor is of so many heads.
+    start of a pass. New `tokens` have an index that reads `indexed` tokens, and attend to `best` of
+    them. Decodes and chunks attend alike, in the latent space; the factor is of so many heads.
     """
     return law.seconds(
         row_s=tokens,
