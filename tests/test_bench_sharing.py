@@ -28,7 +28,6 @@ from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import (
     FULL,
     CacheCounts,
-    Dialect,
     Target,
     cache_counts,
     find_target,
@@ -41,8 +40,6 @@ from toolkit.sched.policies import make_any
 from toolkit.sim.api import simulate
 from toolkit.sim.world import world_from_fit
 from toolkit.traces.types import Sessions, SharedBlocks, Trace
-
-TEXT = Dialect(token_ids=False, ignore_eos=False, tokens_per_word=1.3, flat_tokens=2.0)
 
 
 def trace_of(lengths, ids=None, block=4, sessions=None, outputs=None, arrivals=None) -> Trace:
@@ -72,7 +69,7 @@ LENGTHS = [11, 12, 7, 11, 9]
 
 
 def test_prompts_begin_alike_where_blocks_are_shared():
-    made = Prompts(trace_of(LENGTHS, IDS), FULL, 50_000, seed=5)
+    made = Prompts(trace_of(LENGTHS, IDS), 50_000, seed=5)
     prompts = [made.prompt(row) for row in range(5)]
     assert [len(prompt) for prompt in prompts] == LENGTHS
     assert (common(prompts[0], prompts[1]), prompts[0] == prompts[3]) == (8, True)
@@ -83,20 +80,10 @@ def test_prompts_begin_alike_where_blocks_are_shared():
 
 def test_prompts_follow_from_the_seed_alone():
     trace = trace_of(LENGTHS, IDS)
-    first, same, other = (Prompts(trace, FULL, 256, seed).prompt(0) for seed in (1, 1, 2))
+    first, same, other = (Prompts(trace, 256, seed).prompt(0) for seed in (1, 1, 2))
     assert first == same != other
     # Pinned: another process, machine or version sends the same prompt.
     assert first == [46, 54, 35, 255, 31, 185, 152, 118, 148, 193, 113]
-
-
-def test_text_prompts_share_words():
-    ids = [[*range(28)], [*range(14), *range(50, 66)], [*range(80, 98)]]
-    made = Prompts(trace_of([110, 120, 70], ids), TEXT, 0, seed=5)
-    words = [made.prompt(row).split() for row in range(3)]
-    assert [len(one) for one in words] == [round((n - 2) / 1.3) for n in (110, 120, 70)]
-    # 14 blocks of 4 tokens are 56 tokens: 43 words.
-    assert 43 <= common(words[0], words[1]) <= 45
-    assert common(words[0], words[2]) < 4
 
 
 SESSIONS = Sessions(np.array([-1, -1, 0, 2]), np.array([0, 0, 0.05, 0.0]))
@@ -155,22 +142,6 @@ def test_without_token_ids_other_tokens_stand_for_the_answer():
     assert samples[3].prompt_tokens == 20
 
 
-def test_text_turns_hold_the_text_of_the_answer():
-    trace = trace_of([20, 6, 40, 60], sessions=SESSIONS)
-
-    def answer(body):
-        usage = {"prompt_tokens": len(body["prompt"].split()), "completion_tokens": 3}
-        texts = [event({"choices": [{"index": 0, "text": f" w{k}"}]}) for k in range(3)]
-        return chunked(*texts, event({"choices": [], "usage": usage}), DONE)
-
-    with sse_server(answer) as server:
-        play(server, trace, Dialect(token_ids=False, ignore_eos=False))
-    prompts = sorted((body["prompt"] for body in server.bodies), key=len)
-    assert prompts[2].startswith(prompts[1] + " w0 w1 w2 ")
-    assert prompts[3].startswith(prompts[2] + " w0 w1 w2 ")
-    assert [len(prompt.split()) for prompt in prompts] == [6, 20, 40, 60]
-
-
 def test_turns_after_a_failed_one_are_not_sent():
     def answer(body):
         if len(body["prompt"]) == 10:
@@ -223,7 +194,6 @@ def test_a_server_is_asked_whether_it_gives_token_ids():
         assert server.bodies[-1]["return_token_ids"] is True
     with sse_server() as server:
         assert not with_answer_ids(find_target(server.url), FULL).answer_ids
-        assert with_answer_ids(find_target(server.url), TEXT) == TEXT
     with sse_server(lambda body: whole({"error": "unknown field"}, 400)) as server:
         assert with_answer_ids(find_target(server.url), FULL) == FULL
 

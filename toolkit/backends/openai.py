@@ -27,7 +27,6 @@ from toolkit.endpoints.load import LoadClient, Sample
 from toolkit.endpoints.target import (
     Dialect,
     Metric,
-    Prompt,
     Target,
     find_target,
     learn,
@@ -129,20 +128,20 @@ class Endpoint:
         self._rng = np.random.default_rng(time.time_ns())
         self.vocab_size = 1  # token ids of prompts are below it
 
-    async def first_token(self, prompt: Prompt, length: int) -> Sample:
+    async def first_token(self, prompt: list[int], length: int) -> Sample:
         """Send this prompt of `length` tokens for one token. Raises like `at_times`."""
         (sample,) = await self.at_times([Sample(0.0, length, 1)], prompts=[prompt])
         return sample
 
-    def prompt(self, tokens: int) -> Prompt:
-        """A random prompt, which no cache holds."""
-        return self.dialect.prompt(self._rng, tokens, self.vocab_size)
+    def prompt(self, tokens: int) -> list[int]:
+        """Return a random prompt, which no cache holds."""
+        return [int(token) for token in self._rng.integers(0, self.vocab_size, tokens)]
 
     async def at_times(
         self,
         samples: list[Sample],
         start_s: float | None = None,
-        prompts: Sequence[Prompt] | None = None,
+        prompts: Sequence[list[int]] | None = None,
         names: Sequence[str] | None = None,
     ) -> list[Sample]:
         """Send each request at its scheduled time, by default with a random prompt; wait for all.

@@ -29,7 +29,7 @@ from toolkit.endpoints.load import (
     Sample,
     heartbeat,
 )
-from toolkit.endpoints.target import FULL, WORDS, Dialect, Prompt, Target, learn, post, refusal
+from toolkit.endpoints.target import FULL, Dialect, Target, learn, post, refusal
 from toolkit.engine_traits import traits_of
 from toolkit.files.bench import LATE_SHARE, LEAST_LATE_S, ClientTimes
 from toolkit.files.plan import Plan
@@ -54,56 +54,42 @@ STEP = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's, between the numbers that a
 
 
 class Prompts:
-    """Makes the prompts of `trace`: random tokens, in a server's dialect.
+    """Makes the prompts of `trace`: random tokens.
 
     A block's tokens follow from its id and the seed alone, so prompts with the same leading block
     ids begin with the same tokens, in every run and for every tokenizer. Prompts share nothing
     else. In a closed loop, a turn's prompt is the prompt before, its answer, and new tokens.
 
     Token ids are from 0 to below `vocab_size`, and a prompt has exactly as many tokens as in the
-    trace. A dialect without token ids has words instead, with about as many tokens.
+    trace.
     """
 
-    def __init__(self, trace: Trace, dialect: Dialect, vocab_size: int, seed: int) -> None:
+    def __init__(self, trace: Trace, vocab_size: int, seed: int) -> None:
         self._trace = trace
-        self._dialect = dialect
         self._vocab_size = vocab_size
         self._seed = seed
         # With another seed, the same block ids have other tokens.
         self._salt = mixed(np.array([seed + 1], dtype=np.uint64) * STEP)
 
-    def prompt(self, row: int) -> Prompt:
-        """The prompt of a first turn."""
+    def prompt(self, row: int) -> list[int]:
+        """Return the prompt of a first turn."""
         tokens = int(self._trace.prompt_tokens[row])
-        dialect = self._dialect
         shared = self._trace.shared
         ids = shared.of(row) if shared else np.empty(0, dtype=np.int64)
         if shared is None or not len(ids):
-            return dialect.prompt(self._rng(row), tokens, self._vocab_size)
-        block = shared.block_tokens
-        if dialect.token_ids:
-            hashes = self._hashes(ids[:, None], np.arange(block)).reshape(-1)[:tokens]
-            return [int(one) for one in hashes % np.uint64(self._vocab_size)]
-        count = max(round((tokens - dialect.flat_tokens) / dialect.tokens_per_word), 1)
-        words = np.arange(count)
-        place = np.minimum((words * dialect.tokens_per_word) // block, len(ids) - 1)
-        hashes = self._hashes(ids[place.astype(np.int64)], words)
-        return " ".join(WORDS[int(one)] for one in hashes % np.uint64(len(WORDS)))
+            return [int(one) for one in self._rng(row).integers(0, self._vocab_size, tokens)]
+        places = np.arange(shared.block_tokens)
+        hashes = self._hashes(ids[:, None], places).reshape(-1)[:tokens]
+        return [int(one) for one in hashes % np.uint64(self._vocab_size)]
 
-    def next_prompt(self, row: int, before: Prompt, answered: Sample) -> Prompt:
-        """The prompt of a later turn: the prompt `before`, its answer, and new tokens up to the
-        trace's length (none if the two are longer).
+    def next_prompt(self, row: int, before: list[int], answered: Sample) -> list[int]:
+        """Return the prompt of a later turn: the prompt `before`, its answer, and new tokens up to
+        the trace's length (none if the two are longer).
 
         Random tokens stand for an answer without token ids.
         """
-        dialect = self._dialect
         rng = self._rng(row)
         wanted = int(self._trace.prompt_tokens[row])
-        if isinstance(before, str):
-            left = wanted - answered.counted_prompt_tokens - answered.output_tokens
-            count = max(round(left / dialect.tokens_per_word), 0)
-            new = [WORDS[index] for index in rng.integers(0, len(WORDS), count)]
-            return " ".join([before + "".join(answered.answer_text), *new])
         answer = answered.answer_ids
         if len(answer) != answered.output_tokens:
             answer = rng.integers(0, self._vocab_size, answered.output_tokens).tolist()
@@ -314,7 +300,7 @@ class _Sender:
         self._on_done = on_done
         self._limits = trace.max_tokens.tolist()
         self._priorities = trace.priorities
-        self._prompts = Prompts(trace, load.dialect, load.vocab_size, load.seed)
+        self._prompts = Prompts(trace, load.vocab_size, load.seed)
         self.start_s = 0.0
         self._next: dict[int, int] = {}  # the row of the next turn
         self._think_s: list[float] = []
@@ -358,16 +344,16 @@ class _Sender:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    def _first(self, row: int) -> Prompt:
+    def _first(self, row: int) -> list[int]:
         """Write the request of a first turn; its prompt, if a later one will need it."""
         return self._prepared.popleft() if self._prepared else self._make_first(row)
 
-    def _make_first(self, row: int) -> Prompt:
+    def _make_first(self, row: int) -> list[int]:
         prompt = self._prompts.prompt(row)
         self._write(row, prompt)
-        return prompt if row in self._next else ""
+        return prompt if row in self._next else []
 
-    def _write(self, row: int, prompt: Prompt) -> None:
+    def _write(self, row: int, prompt: list[int]) -> None:
         load = self._load
         sample = self._samples[row]
         if load.lengths == "hidden":
@@ -402,7 +388,7 @@ class _Sender:
         await self._client.send(sample, self.clock, self._load.timeout_s)
         self._on_done()
 
-    async def _session(self, row: int, prompt: Prompt) -> None:
+    async def _session(self, row: int, prompt: list[int]) -> None:
         """Send a request, then the later turns of its session in order, until one fails."""
         while True:
             sample = self._samples[row]
@@ -421,12 +407,10 @@ class _Sender:
             row = after
             before = sample
             prompt = self._prompts.next_prompt(row, prompt, before)
-            before.answer_text = []
             before.answer_ids = []
             sample = self._samples[row]
             sample.scheduled_s = before.last_token_s + self._think_s[row]
-            if not isinstance(prompt, str):
-                sample.prompt_tokens = len(prompt)
+            sample.prompt_tokens = len(prompt)
             self._write(row, prompt)
             await asyncio.sleep(sample.scheduled_s - self.clock())
 

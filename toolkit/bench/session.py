@@ -109,10 +109,8 @@ class ReplaySetup:
         if sessions is not None:
             later = f"{int((sessions.previous >= 0).sum()):,} of {len(self.trace):,} requests"
             notes.append(f"closed loop: {later} are sent when the turn before has ended")
-            if dialect.token_ids and not dialect.answer_ids:
+            if not dialect.answer_ids:
                 notes.append(NO_ANSWER_IDS)
-        if self.trace.shared is not None and not dialect.token_ids:
-            notes.append("prompts share words, so the tokens that they share are approximate")
         return notes
 
 

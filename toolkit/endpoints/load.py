@@ -53,8 +53,7 @@ class Sample:
     refused: bool = False  # as a whole, by an overloaded server (HTTP 429 or 503)
     counted_prompt_tokens: int = 0  # by the server
     cached_tokens: int | None = None  # taken from the server's cache; None: it does not say
-    keeps_answer: bool = False  # its text and its token ids
-    answer_text: list[str] = field(default_factory=list)
+    keeps_answer: bool = False  # its token ids
     answer_ids: list[int] = field(default_factory=list)
     connected_s: float = math.nan  # with TLS: after its handshake
     # written before the clock starts, and gone once it is sent
@@ -124,7 +123,6 @@ class StreamedAnswer:
                 sample.max_gap_s = max(sample.max_gap_s, now_s - sample.last_token_s)
             sample.last_token_s = now_s
             if sample.keeps_answer:
-                sample.answer_text.append(read.choices[0].new_text)
                 sample.answer_ids += read.choices[0].token_ids or []
         if not is_null(read.usage):
             usage = read.counted

@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.endpoints.ask import PlainAnswer, ask
 from toolkit.endpoints.upstream import TRUST_HINT, UpstreamError, server_url
 from toolkit.errors import InputError
-from toolkit.openai.answers import Answer, Model, Models, Version
+from toolkit.openai.answers import Answer, Models, Version
 from toolkit.openai.errors import error_text
 from toolkit.openai.foreign import UNREADABLE, decoded, plain
 from toolkit.openai.requests import COMPLETIONS
@@ -63,9 +61,7 @@ def find_target(
         models = msgspec.json.decode(body, type=Models).data
     except UNREADABLE as error:
         raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
-    # transformers' serve lists the models in its cache only, and also serves folders.
-    listed = models or ([Model(model)] if model else [])
-    chosen = next((one for one in listed if model in (None, one.id)), None)
+    chosen = next((one for one in models if model in (None, one.id)), None)
     if chosen is None:
         names = ", ".join(plain(one.id, 80) for one in models[:20]) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
@@ -158,49 +154,29 @@ def _answer(
         ) from error
 
 
-# short words, one token each in common vocabularies
-_TEXT = (
-    "time year people way day man thing woman life child world school state family student group "
-    "country problem hand part place case week company system program question work number night "
-    "point home water room mother area money story fact month lot right study book eye job word "
-    "business issue side kind head house service friend father power hour game line end member law "
-    "car city"
-)
-WORDS = _TEXT.split()
-CALIBRATION = (16, 80)  # words of the two prompts that measure tokens per word
 REFUSED = (400, 422)  # statuses for an unknown field
-
-Prompt = list[int] | str
+TOKEN_IDS_HINT = (
+    "llmctl measures servers of /v1/completions that take prompts of token ids, such as vLLM, "
+    "SGLang and llama.cpp: name one of these, not a gateway before it"
+)
 
 
 @dataclass(slots=True, frozen=True)
 class Dialect:
-    """The fields that a server accepts, and for text prompts the tokens per word.
+    """The fields that a server accepts and OpenAI's API does not have.
 
-    vLLM, SGLang and llmctl accept token ids and `ignore_eos`. transformers' `serve` accepts text
-    only and refuses unknown fields. Without token ids a prompt's length is approximate, and the
-    server's own count is used.
+    Attributes:
+        ignore_eos: outputs go on until their limit.
+        answer_ids: with `return_token_ids` the answer's ids come with its text. vLLM knows it.
     """
 
-    token_ids: bool = True  # a prompt may be a list of token ids
     ignore_eos: bool = True
-    usage_option: bool = True  # stream_options.include_usage; else usage must come unrequested
-    tokens_per_word: float = 1.0
-    flat_tokens: float = 0.0  # tokens that the server adds to each prompt
-    # `return_token_ids`: the answer's ids come with its text. vLLM knows it.
     answer_ids: bool = False
-
-    def prompt(self, rng: np.random.Generator, tokens: int, vocab_size: int) -> Prompt:
-        """A random prompt of `tokens` tokens, approximate for text. No prefix cache holds it."""
-        if self.token_ids:
-            return [int(token) for token in rng.integers(0, vocab_size, tokens)]
-        count = max(round((tokens - self.flat_tokens) / self.tokens_per_word), 1)
-        return " ".join(WORDS[index] for index in rng.integers(0, len(WORDS), count))
 
     def request(
         self,
         model: str,
-        prompt: Prompt,
+        prompt: list[int],
         max_tokens: int,
         *,
         end_after: int | None = None,
@@ -208,7 +184,7 @@ class Dialect:
         priority: int = 0,
         keep: bool = False,
     ) -> dict[str, object]:
-        """The body of a greedy completion of `max_tokens`.
+        """Return the body of a greedy completion of `max_tokens`.
 
         `end_after` ends the output earlier; only llmctl's engine knows it. A `priority` of 0 is
         every server's default and is left out: some servers refuse unknown fields. `keep` requests
@@ -223,7 +199,7 @@ class Dialect:
         if self.ignore_eos:
             fields["ignore_eos"] = True
         fields["stream"] = stream
-        if stream and self.usage_option:
+        if stream:
             fields["stream_options"] = {"include_usage": True}
         if priority:
             fields["priority"] = priority
@@ -234,76 +210,38 @@ class Dialect:
     @property
     def lacks(self) -> list[str]:
         """What this server does not support, in words for people."""
-        supported = {"prompts of token ids": self.token_ids, "ignore_eos": self.ignore_eos}
-        return [name for name, is_there in supported.items() if not is_there]
+        return [] if self.ignore_eos else ["ignore_eos"]
 
 
 FULL = Dialect()
 
 
 def learn(target: Target) -> Dialect:
-    """The fullest dialect that the server accepts, found with one request per dialect.
+    """Return the fullest dialect that the server accepts, found with at most two requests.
 
-    Raises `InputError` with the server's own words if it accepts none, or if it does not count
-    tokens.
+    Raises `InputError` with the server's own words if it accepts none, as a server that takes
+    prompts of text alone.
     """
-    first: tuple[int, bytes] | None = None
-    # The fullest dialect first.
-    for fields in sorted(product((True, False), repeat=3), key=lambda fields: -sum(fields)):
-        dialect = Dialect(*fields)
-        prompt = dialect.prompt(np.random.default_rng(0), 8, 64)
-        status, body = post(target, COMPLETIONS, dialect.request(target.model, prompt, 1))
+    for dialect in (FULL, Dialect(ignore_eos=False)):
+        status, body = post(target, COMPLETIONS, dialect.request(target.model, [1], 1))
         if status == OK:
-            return dialect if dialect.token_ids else _calibrated(target, dialect)
+            return dialect
         if status not in REFUSED:
-            first = status, body
             break
-        first = first or (status, body)
-    assert first
-    raise refusal(target, COMPLETIONS, *first, "llmctl needs a server of text completions")
+    raise refusal(target, COMPLETIONS, status, body, TOKEN_IDS_HINT)
 
 
 def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
-    """`dialect` with `answer_ids` where the server gives the token ids of its answers, found with
-    one request.
+    """Return `dialect` with `answer_ids` where the server gives the token ids of its answers, found
+    with one request.
     """
-    if not dialect.token_ids:
-        return dialect
     fuller = replace(dialect, answer_ids=True)
-    fields = fuller.request(target.model, [1], 1, stream=False, keep=True)
-    _, answer = _complete(target, fields)
-    return fuller if answer.choices and answer.choices[0].token_ids else dialect
-
-
-def _complete(target: Target, fields: dict[str, object]) -> tuple[int, Answer]:
-    """The status and the answer, which is empty if it is not OpenAI's."""
-    status, body = post(target, COMPLETIONS, fields)
-    answer = decoded(body, Answer) if status == OK else None
-    return status, answer or Answer()
-
-
-def _calibrated(target: Target, dialect: Dialect) -> Dialect:
-    few, many = (_counted(target, dialect, words) for words in CALIBRATION)
-    per_word = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
-    if per_word <= 0:
-        raise InputError(
-            f"{target.url}: prompts of {CALIBRATION[0]} and {CALIBRATION[1]} words count as "
-            f"{few} and {many} tokens",
-            "the server's usage.prompt_tokens cannot be right",
-        )
-    return replace(dialect, tokens_per_word=per_word, flat_tokens=few - CALIBRATION[0] * per_word)
-
-
-def _counted(target: Target, dialect: Dialect, words: int) -> int:
-    prompt = dialect.prompt(np.random.default_rng(words), words, 0)
-    status, answer = _complete(target, dialect.request(target.model, prompt, 1, stream=False))
-    usage = answer.counted
-    if usage is None:
-        raise InputError(
-            f"{target.url}: HTTP {status} without usage for {words} words",
-            "a server must count its tokens",
-        )
-    return usage.prompt_tokens
+    _, body = post(
+        target, COMPLETIONS, fuller.request(target.model, [1], 1, stream=False, keep=True)
+    )
+    answer = decoded(body, Answer)
+    has_ids = answer is not None and answer.choices and answer.choices[0].token_ids
+    return fuller if has_ids else dialect
 
 
 class CacheCounts(NamedTuple):
