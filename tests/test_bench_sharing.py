@@ -21,15 +21,13 @@ from sse_server import (
 )
 
 from toolkit.bench.client import NOT_CONTINUED, LoadSpec, Prompts, replay, run
-from toolkit.bench.predict import other_requests, predicted
-from toolkit.bench.report import cache_use
+from toolkit.bench.predict import counts_or_none, other_requests, predicted
+from toolkit.bench.report import CACHE_HITS, CACHE_QUERIES, cache_use
 from toolkit.bench.session import RequestSettings, prepare_replay
 from toolkit.endpoints.load import Sample
 from toolkit.endpoints.target import (
     FULL,
-    CacheCounts,
     Target,
-    cache_counts,
     find_target,
     with_answer_ids,
 )
@@ -258,15 +256,19 @@ def sample(prompt, cached=None, failure="") -> Sample:
 
 BLOCKS = trace_of([10, 10], [[1, 2, 3], [1, 2, 4]])
 PLAIN = trace_of([10, 10])
-GROWN = (CacheCounts(100.0, 10.0), CacheCounts(300.0, 60.0))
+NOTHING = ({}, {})
+GROWN = (
+    {CACHE_QUERIES: 100.0, CACHE_HITS: 10.0},
+    {CACHE_QUERIES: 300.0, CACHE_HITS: 60.0},
+)
 
 
 @pytest.mark.parametrize(
     ("samples", "trace", "counted", "predicted", "text"),
     [
-        ([sample(100, 30), sample(100)], PLAIN, (None, None), {}, "15.0 % of 200 prompt tokens"),
+        ([sample(100, 30), sample(100)], PLAIN, NOTHING, {}, "15.0 % of 200 prompt tokens"),
         (
-            [sample(100, 30), sample(100, 9, "lost")], PLAIN, (None, None), {},
+            [sample(100, 30), sample(100, 9, "lost")], PLAIN, NOTHING, {},
             "30.0 % of 100 prompt tokens",
         ),
         ([sample(100)], PLAIN, GROWN, {}, "25.0 % by the server's counters"),
@@ -275,14 +277,14 @@ GROWN = (CacheCounts(100.0, 10.0), CacheCounts(300.0, 60.0))
             "25.0 % of 200 prompt tokens, 25.0 % by the server's counters; predicted 24.0 %",
         ),
         (
-            [sample(200)], BLOCKS, (None, None), {"throughput_rps": 1.0},
+            [sample(200)], BLOCKS, NOTHING, {"throughput_rps": 1.0},
             "the server does not say what it hit; the prediction computes every prompt whole",
         ),
     ],
 )  # fmt: skip
 def test_hits_are_reported_beside_their_prediction(samples, trace, counted, predicted, text):
-    assert cache_use(samples, trace, counted, predicted).text() == f"prefix cache: {text}"
-    assert cache_use([sample(10)], BLOCKS, (None, None), {}) is None, "no cache is known"
+    assert cache_use(samples, trace, *counted, predicted).text() == f"prefix cache: {text}"
+    assert cache_use([sample(10)], BLOCKS, {}, {}, {}) is None, "no cache is known"
 
 
 def test_the_counters_of_all_engines_are_added():
@@ -293,10 +295,10 @@ def test_the_counters_of_all_engines_are_added():
     )
     with sse_server() as server:
         target = find_target(server.url)
-        assert cache_counts(target) is None
         server.metrics = lines
-        assert cache_counts(target) == CacheCounts(100.0, 40.0)
-    assert cache_counts(target) is None  # it has gone
+        found = counts_or_none(target)
+        assert (found[CACHE_QUERIES], found[CACHE_HITS]) == (100.0, 40.0)
+    assert counts_or_none(target) == {}  # it has gone
 
 
 def test_bench_replays_sessions_and_shows_hits(capsys, tmp_path):

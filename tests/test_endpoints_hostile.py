@@ -14,7 +14,7 @@ from said import says
 from toolkit.endpoints import ask as asking
 from toolkit.endpoints import load
 from toolkit.endpoints.ask import ask
-from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer
+from toolkit.endpoints.load import Sample, StreamedAnswer, load_client, send_timed
 from toolkit.endpoints.settings import SettingsClient
 from toolkit.endpoints.target import (
     Target,
@@ -24,7 +24,6 @@ from toolkit.endpoints.target import (
     page_metrics,
     scrape,
 )
-from toolkit.endpoints.upstream import UpstreamError
 from toolkit.errors import InputError
 from toolkit.traces.histograms import OUTPUT, PROMPT, lengths_of
 
@@ -104,7 +103,7 @@ def test_what_has_no_bound_is_refused(send: Send, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 X\r\n\r\n", b"HTTP/1.1 200 X\r\nx: "])
 def test_an_answer_that_comes_byte_by_byte_has_an_end(head: bytes):
-    with hostile(dripping(head)) as url, pytest.raises(UpstreamError, match=r"0\.2 s"):
+    with hostile(dripping(head)) as url, pytest.raises(InputError, match=r"0\.2 s"):
         ask(url, timeout_s=0.2)
 
 
@@ -119,8 +118,8 @@ def test_a_compressed_stream_is_a_failure_of_its_request():
         sample = Sample(0.0, 1, 1)
         target = Target(url, "", "m", None, own=False)
         sample.write(target, {})
-        async with LoadClient(target) as client:
-            await client.send(sample, time.perf_counter, 10.0)
+        async with load_client(target) as server:
+            await send_timed(server, sample, time.perf_counter, 10.0)
         return sample.failure
 
     with hostile(BOMB) as url:

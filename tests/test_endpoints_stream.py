@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sse_server import DONE, chunked, event, head, sse_server, tokens_event, usage_event, whole
 
 from toolkit.bench.client import served
-from toolkit.endpoints.load import LoadClient, Sample, StreamedAnswer
+from toolkit.endpoints.load import Sample, StreamedAnswer, load_client, send_timed
 from toolkit.endpoints.target import Target
 from toolkit.metrics import Served, summarize
 from toolkit.openai import events
@@ -32,8 +32,8 @@ def answer(data: bytes | None, timeout_s: float = 30.0) -> Sample:
     async def send(url: str) -> None:
         target = Target(url, "", "m", None, own=False)
         sample.write(target, {"prompt": [1]})
-        async with LoadClient(target) as client:
-            await client.send(sample, lambda: 0.5, timeout_s)
+        async with load_client(target) as server:
+            await send_timed(server, sample, lambda: 0.5, timeout_s)
 
     with sse_server(lambda _: data) as server:
         asyncio.run(send(server.url))

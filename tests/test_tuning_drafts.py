@@ -14,7 +14,7 @@ from test_sim_paged_commands import trace
 
 from toolkit.backends.vllm.command import draft_flags
 from toolkit.endpoints.acceptance import acceptance_of
-from toolkit.endpoints.target import parsed_metrics
+from toolkit.endpoints.target import page_metrics
 from toolkit.errors import InputError
 from toolkit.estimators.fitting import laws_of_drafts
 from toolkit.estimators.part_fits import fit_steps
@@ -119,7 +119,7 @@ vllm:request_success_total{engine="0",finished_reason="stop"} 20
 
 
 def test_acceptance_is_read_from_vllm_s_metrics() -> None:
-    found = acceptance_of(parsed_metrics(PAGE))
+    found = acceptance_of(page_metrics(PAGE.encode(), "page"))
     assert found is not None
     assert found.rates == pytest.approx([0.7, 0.2])
     assert found.proposed == pytest.approx(200 / (600 - 180 - 20))

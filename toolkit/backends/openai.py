@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from toolkit.backends import Check
-from toolkit.endpoints.load import LoadClient, Sample
+from toolkit.endpoints.load import Sample, load_client, send_timed
 from toolkit.endpoints.target import (
     Dialect,
     Metric,
@@ -158,7 +158,6 @@ class Endpoint:
         for sample, prompt, name in zip(samples, prompts, names, strict=True):
             fields = dialect.request(model, prompt, sample.wanted_tokens)
             sample.write(self.target, fields, name=name)
-        client = LoadClient(self.target)
         zero_s = time.perf_counter() if start_s is None else start_s
 
         def clock() -> float:
@@ -167,9 +166,9 @@ class Endpoint:
         async def send(sample: Sample) -> None:
             if sample.scheduled_s:
                 await asyncio.sleep(sample.scheduled_s - clock())
-            await client.send(sample, clock, GROUP_TIMEOUT_S)
+            await send_timed(server, sample, clock, GROUP_TIMEOUT_S)
 
-        async with client:
+        async with load_client(self.target) as server:
             await asyncio.gather(*map(send, samples))
         for sample in samples:
             if sample.failure:

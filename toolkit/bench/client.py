@@ -23,13 +23,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.endpoints.load import (
-    INTERRUPTED,
-    LoadClient,
-    Sample,
-    heartbeat,
-)
-from toolkit.endpoints.target import FULL, Dialect, Target, learn, post, refusal
+from toolkit.endpoints.load import INTERRUPTED, Sample, heartbeat, load_client, send_timed
+from toolkit.endpoints.target import FULL, Dialect, Target, learn
+from toolkit.endpoints.upstream import Upstream
 from toolkit.engine_traits import traits_of
 from toolkit.files.bench import LATE_SHARE, LEAST_LATE_S, ClientTimes
 from toolkit.files.plan import Plan
@@ -162,15 +158,15 @@ def probe_dialect(
     if lengths == "given" or (lengths is None and not target.own):
         return "given", learn(target)
     fields = FULL.request(target.model, [1], max_tokens, end_after=1, stream=False)
-    status, body = post(target, COMPLETIONS, fields)
+    status, body = target.ask(COMPLETIONS, fields)
     if status == 200:
         return "hidden", FULL
     if END_AFTER not in body:
-        raise refusal(target, COMPLETIONS, status, body)
+        raise target.refusal(COMPLETIONS, status, body)
     if lengths is None:
         return "given", learn(target)
     hint = "start it with: llmctl serve --allow-end-after; or leave out --lengths hidden"
-    raise refusal(target, COMPLETIONS, status, body, hint)
+    raise target.refusal(COMPLETIONS, status, body, hint)
 
 
 class LengthLimits(NamedTuple):
@@ -266,8 +262,8 @@ async def replay(
     """`run` on the caller's event loop; cancelling the task interrupts it."""
     samples = [Sample(at_s, prompt, output) for at_s, prompt, output, _, _ in trace.rows()]
     interrupted = False
-    async with LoadClient(target) as client:
-        sender = _Sender(client, target, trace, load, samples, on_done)
+    async with load_client(target) as server:
+        sender = _Sender(server, target, trace, load, samples, on_done)
         with before_others(), heartbeat() as beats_late_s:
             try:
                 await sender.send_all()
@@ -286,14 +282,14 @@ class _Sender:
 
     def __init__(
         self,
-        client: LoadClient,
+        server: Upstream,
         target: Target,
         trace: Trace,
         load: LoadSpec,
         samples: Sequence[Sample],
         on_done: Callable[[], None],
     ) -> None:
-        self._client = client
+        self._server = server
         self._target = target
         self._load = load
         self._samples = samples
@@ -385,7 +381,7 @@ class _Sender:
                 return
 
     async def _send(self, sample: Sample) -> None:
-        await self._client.send(sample, self.clock, self._load.timeout_s)
+        await send_timed(self._server, sample, self.clock, self._load.timeout_s)
         self._on_done()
 
     async def _session(self, row: int, prompt: list[int]) -> None:

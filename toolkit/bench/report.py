@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from toolkit.bench.client import Lengths, Replay, client_times, served
 from toolkit.endpoints.load import INTERRUPTED, Sample
-from toolkit.endpoints.target import CacheCounts
 from toolkit.files.bench import BenchReport, CacheUse, Compared, Warmup
 from toolkit.files.io import EnvelopeFields
 from toolkit.files.tuning import NO_OUTCOME, Outcome
@@ -23,6 +22,8 @@ COMPARED = (
     *(f"{name}_{stat}_s" for name in ("ttft", "tpot", "e2e") for stat in ("mean", "p95", "p99")),
 )
 NUMBER = re.compile(r"\d+(\.\d+)?")
+CACHE_QUERIES = "vllm:prefix_cache_queries_total"
+CACHE_HITS = "vllm:prefix_cache_hits_total"
 NOT_SENT = Sample.__dataclass_fields__["failure"].default
 
 
@@ -95,18 +96,21 @@ def report(
 def cache_use(
     samples: Sequence[Sample],
     trace: Trace,
-    counted: tuple[CacheCounts | None, CacheCounts | None],
+    before: Mapping[str, float],
+    after: Mapping[str, float],
     predicted: Mapping[str, float],
 ) -> CacheUse | None:
-    """What the server took from its prefix cache; `counted` are its counters before and after.
+    """Return what the server took from its prefix cache; `before` and `after` are its counters.
 
     An answer without `cached_tokens` hit nothing if another one has them: vLLM omits a 0. None
     where neither the server nor the prediction has a cache.
     """
     ok = [one for one in samples if not one.failure]
     said = any(one.cached_tokens is not None for one in ok)
-    before, after = counted
-    grown = after.queries - before.queries if before and after else None
+    grown = hits = None
+    if {CACHE_QUERIES, CACHE_HITS} <= before.keys() & after.keys():
+        grown = after[CACHE_QUERIES] - before[CACHE_QUERIES]
+        hits = after[CACHE_HITS] - before[CACHE_HITS]
     queries = predicted.get("query_tokens")
     blind = bool(predicted) and queries is None and trace.shared is not None
     if not (said or grown or queries or blind):
@@ -115,7 +119,7 @@ def cache_use(
         prompt_tokens=sum(one.counted_prompt_tokens or one.prompt_tokens for one in ok),
         hit_tokens=sum(one.cached_tokens or 0 for one in ok) if said else None,
         counter_queries=grown,
-        counter_hits=after.hits - before.hits if before and after else None,
+        counter_hits=hits,
         predicted_percent=100.0 * predicted["hit_tokens"] / queries if queries else None,
         blind=blind,
     )

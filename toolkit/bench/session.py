@@ -36,7 +36,7 @@ from toolkit.bench.predict import (
     warm_up,
 )
 from toolkit.bench.report import Prediction, cache_use, report
-from toolkit.endpoints.target import CacheCounts, Target, cache_counts, with_answer_ids
+from toolkit.endpoints.target import Target, with_answer_ids
 from toolkit.errors import InputError, LateClientError, TargetMissedError
 from toolkit.files.bench import HELD_TO, NOT_SERVERS, BenchReport, Warmup, took_text
 from toolkit.files.io import head
@@ -156,14 +156,11 @@ def prepare_replay(
 
 @dataclass(slots=True, frozen=True)
 class CountedReplay:
-    """A replay, and the server's counters before and after it: of batches (empty: not read), and
-    of the prefix cache (None: the server has none).
-    """
+    """A replay, and the server's counters before and after it; empty: it shows none."""
 
     replay: Replay
     before: dict[str, float]
     after: dict[str, float]
-    cached: tuple[CacheCounts | None, CacheCounts | None]
 
     @property
     def slowdown(self) -> float | None:
@@ -172,15 +169,12 @@ class CountedReplay:
 
 
 def counted_run(
-    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None], *, counters: bool
+    target: Target, trace: Trace, load: LoadSpec, on_done: Callable[[], None]
 ) -> CountedReplay:
-    """`run`, reading the server's counters of batches if `counters`, and its cache's counters."""
-    before = counts_or_none(target) if counters else {}
-    cached = cache_counts(target)
+    """Return what `run` does, with the server's counters before and after."""
+    before = counts_or_none(target)
     replay = run(target, trace, load, on_done)
-    cached_after = cache_counts(target) if cached else None
-    after = counts_or_none(target) if before else {}
-    return CountedReplay(replay, before, after, (cached, cached_after))
+    return CountedReplay(replay, before, counts_or_none(target) if before else {})
 
 
 class Measurement:
@@ -250,9 +244,8 @@ class Measurement:
             f"replaying {len(self._part):,} requests against {self._target.model}:"
             f" about {seconds(expected_s)}"
         )
-        counts = self._target.own or self._predicted.warmup is not None
         with self._progress("replaying", len(self._part)) as advance:
-            return counted_run(self._target, self._part, self._load, advance, counters=counts)
+            return counted_run(self._target, self._part, self._load, advance)
 
     def report(self, counted: CountedReplay, inputs: Mapping[str, Path]) -> BenchReport:
         """The measured values beside the prediction, made from the files `inputs`."""
@@ -268,7 +261,11 @@ class Measurement:
             predicted=self._predicted,
             slowdown=counted.slowdown if self._predicted.warmup else None,
             cache=cache_use(
-                replay.samples, self._part, counted.cached, self._predicted.outcome.metrics
+                replay.samples,
+                self._part,
+                counted.before,
+                counted.after,
+                self._predicted.outcome.metrics,
             ),
             policy=self._plan.settings.policy if self._plan else None,
             request_rate_rps=None if self._load.concurrency else mean_rate(self._whole) or None,

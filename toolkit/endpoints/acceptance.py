@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from toolkit.endpoints.target import Metric
 from toolkit.files.recipe import AcceptanceSpec
 
 DRAFTED = "vllm:spec_decode_num_drafts_total"  # a row in a pass, whatever their number
 AT_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 GENERATED = "vllm:generation_tokens_total"
 ENDED = "vllm:request_success_total"
-Sample = tuple[str, Mapping[str, str], float]  # name, labels, value
 
 
-def acceptance_of(samples: Iterable[Sample]) -> AcceptanceSpec | None:
+def acceptance_of(samples: Iterable[Metric]) -> AcceptanceSpec | None:
     """The acceptance of all engines that a page of metrics counts; None where no drafts are.
 
     The rate of a position is its accepted drafts over the passes of rows with drafts. Tokens that

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from yarl import URL
 
-from toolkit.endpoints.upstream import Upstream, UpstreamError, server_url
+from toolkit.endpoints.upstream import TRUST_HINT, Upstream, UpstreamError, server_url
 from toolkit.errors import InputError
 
 MAX_ANSWER_BYTES = 32 << 20  # a page of metrics has some 100 KiB, Prometheus' series some MiB
-PLAIN = ("", "identity")  # values of content-encoding
 
 
 class PlainAnswer(NamedTuple):
@@ -35,9 +34,8 @@ def ask(
     No redirect is followed, and no proxy is used. `timeout_s` bounds the whole answer, however
     slowly its bytes come.
 
-    Raises `UpstreamError` where no answer comes in time, and `InputError` for a URL or a key that
-    cannot be used, for an answer of more than `MAX_ANSWER_BYTES`, and for a compressed one: a few
-    KiB of it may stand for gigabytes.
+    Raises `InputError` where no answer comes in time, for a URL or a key that cannot be used, for
+    an answer of more than `MAX_ANSWER_BYTES`, and for a compressed one.
     """
     if not (key.isascii() and key.isprintable()):
         raise InputError("the key is not printable ASCII text", "give the key as it was issued")
@@ -50,7 +48,13 @@ def ask(
         headers.append((b"authorization", b"Bearer " + key.encode()))
     where = server_url(url)
     method = "GET" if fields is None else "POST"
-    return asyncio.run(_answer(where, method, headers, content, timeout_s))
+    try:
+        return asyncio.run(_answer(where, method, headers, content, timeout_s))
+    except UpstreamError as error:
+        if error.untrusted:
+            raise InputError(f"{where.origin()}: {error.untrusted}", TRUST_HINT) from None
+        hint = "is the server running? start one: llmctl serve"
+        raise InputError(f"{url} does not answer: {error}", hint) from None
 
 
 async def _answer(
@@ -64,13 +68,10 @@ async def _answer(
             Upstream(base, timeout_s) as server,
             aclosing(await server.send(method, target, headers, content)) as answer,
         ):
-            encoding = answer.header("content-encoding").strip().lower()
-            if encoding not in PLAIN:
-                problem = f"{url}: its answer is compressed ({encoding[:40]})"
-                raise InputError(problem, "llmctl asks for plain answers: turn compression off")
+            answer.refuse_compressed()
             body = await answer.read(MAX_ANSWER_BYTES)
     except TimeoutError:
-        raise UpstreamError(f"no whole answer within {timeout_s:g} s", timed_out=True) from None
+        raise UpstreamError(f"no whole answer within {timeout_s:g} s") from None
     if len(body) > MAX_ANSWER_BYTES:
         most = f"{MAX_ANSWER_BYTES >> 20} MiB"
         raise InputError(f"{url}: its answer is longer than {most}", "is it the right server?")

@@ -16,19 +16,17 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Self
 
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from toolkit.endpoints.ask import PLAIN
 from toolkit.endpoints.target import Target
 from toolkit.endpoints.upstream import HttpClient, RawHeaders, Upstream, UpstreamError
 from toolkit.openai.answers import read_answer
 from toolkit.openai.errors import error_text
 from toolkit.openai.events import MAX_STREAM_BYTES, NOT_OPENAI, EventReader, data_of, lines_of
-from toolkit.openai.foreign import UNREADABLE, is_null, plain
+from toolkit.openai.foreign import UNREADABLE, is_null
 from toolkit.openai.requests import COMPLETIONS
 
 MAX_ERROR_BYTES = 1 << 16
@@ -71,7 +69,8 @@ class Sample:
             "accept": "text/event-stream",
             "accept-encoding": "identity",
         }
-        headers |= target.headers
+        if target.api_key:
+            headers["authorization"] = f"Bearer {target.api_key}"
         if session:
             headers["x-session-id"] = session
         if name:
@@ -152,27 +151,23 @@ def heartbeat() -> Iterator[list[float]]:
     loop = asyncio.get_running_loop()
     late_s: list[float] = []
     due_s = time.perf_counter() + BEAT_S
+    timer: asyncio.TimerHandle
 
-    def note() -> float:
-        nonlocal due_s
+    def beat() -> None:
+        nonlocal due_s, timer
         now_s = time.perf_counter()
         while due_s <= now_s:
             late_s.append(now_s - due_s)
             due_s += BEAT_S
-        return due_s - now_s
-
-    timer: asyncio.TimerHandle
-
-    def beat() -> None:
-        nonlocal timer
-        timer = loop.call_later(note(), beat)
+        timer = loop.call_later(due_s - now_s, beat)
 
     beat()
     try:
         yield late_s
     finally:
         timer.cancel()
-        note()
+        beat()  # notes what was missed since the last one
+        timer.cancel()
 
 
 REACH_S = 1.0  # an address of several that does not answer within this time is not used
@@ -180,19 +175,16 @@ REACH_S = 1.0  # an address of several that does not answer within this time is 
 
 @cache
 def addresses_of(host: str, port: int) -> tuple[ResolveResult, ...]:
-    """The addresses of a host, looked up once in the life of the process. Of several, the first
-    that takes a connection; all of them if none does. Empty for a name that is not known.
+    """Return the addresses of a host, looked up once in the life of the process. Of several, the
+    first that takes a connection; all of them if none does. Raises OSError for a name that is not
+    known.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
     flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     every = tuple(
         ResolveResult(
             hostname=host, host=str(at[0]), port=port, family=family, proto=proto, flags=flags
         )
-        for family, _, proto, _, at in found
+        for family, _, proto, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     )
     for one in every if len(every) > 1 else ():
         with suppress(OSError), socket.create_connection((one["host"], port), REACH_S):
@@ -200,78 +192,67 @@ def addresses_of(host: str, port: int) -> tuple[ResolveResult, ...]:
     return every
 
 
-class _KnownAddresses(AbstractResolver):
-    """The resolver of a client that has looked its server up already."""
-
-    def __init__(self, addresses: tuple[ResolveResult, ...]) -> None:
-        self._addresses = addresses
+class KnownAddresses(AbstractResolver):
+    """The resolver of a client that has looked its server up before its first request."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        if not self._addresses:
-            raise OSError(f"no address of {host} is known")
-        return list(self._addresses)
+        return list(addresses_of(host, port))
 
     async def close(self) -> None:
         """Do nothing: nothing is open."""
 
 
-class LoadClient:
-    """Sends streaming requests to `target` within `async with`, each on a connection of its own.
+def load_client(target: Target) -> Upstream:
+    """Return a client that opens a connection for each request to `target`.
 
     The target's name is resolved here, so that requests need no other thread.
     """
+    url = URL(target.url).with_user(None)
+    with suppress(OSError):  # a name that is not known fails each request
+        addresses_of(url.raw_host or "", url.port or 0)
+    return Upstream(str(url), math.inf, HttpClient(most_kept=0, resolver=KnownAddresses()))
 
-    def __init__(self, target: Target) -> None:
-        url = URL(target.url).with_user(None)
-        resolver = _KnownAddresses(addresses_of(url.raw_host or "", url.port or 0))
-        self._server = Upstream(str(url), math.inf, HttpClient(most_kept=0, resolver=resolver))
 
-    async def __aenter__(self) -> Self:
-        return self
+async def send_timed(
+    server: Upstream, sample: Sample, clock: Callable[[], float], timeout_s: float
+) -> None:
+    """Send one request and wait for its end. Failures are in `sample`; none is raised."""
+    sample.sent_s = clock()
+    try:
+        async with asyncio.timeout(timeout_s):
+            sample.failure = await _answered(server, sample, clock)
+    except TimeoutError:
+        sample.failure = f"no end within {timeout_s:g} s"
+    except UpstreamError as error:
+        if math.isnan(sample.connected_s):
+            sample.sent_s = math.nan
+        sample.failure = error.untrusted or str(error)
+    except asyncio.CancelledError:
+        sample.failure = INTERRUPTED
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._server.close()
 
-    async def send(self, sample: Sample, clock: Callable[[], float], timeout_s: float) -> None:
-        """Send one request and wait for its end. Failures are in `sample`; none is raised."""
-        sample.sent_s = clock()
+async def _answered(server: Upstream, sample: Sample, clock: Callable[[], float]) -> str:
+    """Read the answer to its end. Return what is wrong with it, or ''."""
+
+    def connected() -> None:
+        sample.connected_s = clock()
+
+    read = StreamedAnswer(sample)
+    sent = server.send("POST", COMPLETIONS.encode(), sample.headers, sample.body, connected)
+    sample.headers, sample.body = [], b""
+    async with aclosing(await sent) as answer:
+        if answer.status != 200:
+            sample.refused = answer.status in OVERLOADED
+            return f"HTTP {answer.status}: {error_text(await answer.read(MAX_ERROR_BYTES))}"
+        answer.refuse_compressed()
         try:
-            async with asyncio.timeout(timeout_s):
-                sample.failure = await self._answered(sample, clock)
-        except TimeoutError:
-            sample.failure = f"no end within {timeout_s:g} s"
-        except UpstreamError as error:
-            if math.isnan(sample.connected_s):
-                sample.sent_s = math.nan
-            sample.failure = error.untrusted or str(error)
-        except asyncio.CancelledError:
-            sample.failure = INTERRUPTED
-
-    async def _answered(self, sample: Sample, clock: Callable[[], float]) -> str:
-        """Read the answer to its end; what is wrong with it, or ''."""
-
-        def connected() -> None:
-            sample.connected_s = clock()
-
-        read = StreamedAnswer(sample)
-        target = COMPLETIONS.encode()
-        sent = self._server.send("POST", target, sample.headers, sample.body, connected)
-        sample.headers, sample.body = [], b""
-        async with aclosing(await sent) as answer:
-            if answer.status != 200:
-                sample.refused = answer.status in OVERLOADED
-                return f"HTTP {answer.status}: {error_text(await answer.read(MAX_ERROR_BYTES))}"
-            encoding = answer.header("content-encoding").strip().lower()
-            if encoding not in PLAIN:
-                return f"its answer is compressed ({plain(encoding, 40)})"
-            try:
-                async for piece in answer.body():
-                    read.feed(piece, clock())
-                    if read.failure:
-                        return read.failure
-            except UpstreamError:
-                if not read.complete:
-                    raise
-        return "" if read.complete else "the stream ended without tokens or their usage"
+            async for piece in answer.body():
+                read.feed(piece, clock())
+                if read.failure:
+                    return read.failure
+        except UpstreamError:
+            if not read.complete:
+                raise
+    return "" if read.complete else "the stream ended without tokens or their usage"

@@ -10,10 +10,9 @@ import msgspec
 
 from toolkit.endpoints.ask import ask
 from toolkit.endpoints.target import base_url
-from toolkit.endpoints.upstream import UpstreamError
 from toolkit.errors import InputError
 from toolkit.openai.errors import error_text
-from toolkit.openai.foreign import UNREADABLE
+from toolkit.openai.foreign import decoded
 from toolkit.sched.policies.parameters import Value
 
 ROUTE = "/llmctl/settings"
@@ -103,25 +102,18 @@ class SettingsClient:
 
     def _ask(self, fields: Mapping[str, object] | None) -> LiveState:
         where = self.url + ROUTE
-        try:
-            answer = ask(where, fields, key=self._key, timeout_s=TIMEOUT_S)
-        except UpstreamError as error:
-            raise InputError(f"{where}: no answer: {error}", "is the server running?") from None
-        if answer.status == 200:
-            try:
-                return msgspec.json.decode(answer.body, type=LiveState)
-            except UNREADABLE as error:
-                raise InputError(f"{where} is no control of llmctl's: {error}", START) from None
-        if answer.status == 404:
+        status, body = ask(where, fields, key=self._key, timeout_s=TIMEOUT_S)
+        if status == 200:
+            state = decoded(body, LiveState)
+            if state is None:
+                raise InputError(f"{where} is no control of llmctl's", START)
+            return state
+        if status == 404:
             raise InputError(f"{self.url} has no live settings", START)
-        if answer.status == 401:
+        if status == 401:
             raise InputError(
                 f"{where}: the control's key is missing or wrong",
                 f"give it in {CONTROL_KEY_VARIABLE}; llmctl serve --live takes it from there, too",
             )
-        try:
-            problem = msgspec.json.decode(answer.body, type=_Problem)
-        except UNREADABLE:
-            problem = _Problem()
-        text = problem.error or f"HTTP {answer.status}: {error_text(answer.body)}"
-        raise InputError(text, problem.hint)
+        problem = decoded(body, _Problem) or _Problem()
+        raise InputError(problem.error or f"HTTP {status}: {error_text(body)}", problem.hint)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
-from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.endpoints.ask import PlainAnswer, ask
-from toolkit.endpoints.upstream import TRUST_HINT, UpstreamError, server_url
+from toolkit.endpoints.upstream import server_url
 from toolkit.errors import InputError
 from toolkit.openai.answers import Answer, Models, Version
 from toolkit.openai.errors import error_text
-from toolkit.openai.foreign import UNREADABLE, decoded, plain
+from toolkit.openai.foreign import decoded, plain
 from toolkit.openai.requests import COMPLETIONS
 
 OK = 200
@@ -41,9 +39,30 @@ class Target:
     key_variable: str = KEY_VARIABLE  # the environment variable of the key, for error messages
     front: bool = False  # llmctl's front, which shows the counters of its replicas together
 
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+    def ask(self, path: str, fields: dict[str, object] | None = None) -> PlainAnswer:
+        """Return the answer to a POST of `fields`, or to a GET without any, with any status. Raises
+        `InputError` if there is no answer.
+        """
+        return ask(self.url + path, fields, key=self.api_key, timeout_s=ANSWER_TIMEOUT_S)
+
+    def get(self, path: str) -> bytes:
+        """Return the body of an answer. Raises `InputError` if there is none, or its status is not
+        200.
+        """
+        status, body = self.ask(path)
+        if status != OK:
+            raise self.refusal(path, status, body)
+        return body
+
+    def refusal(self, path: str, status: int, body: bytes, hint: str = "") -> InputError:
+        """Return the server's refusal in its own words. The status chooses the hint, else `hint` is
+        used.
+        """
+        if status in KEY_REFUSED:
+            hint = f"give the key in {self.key_variable}"
+        elif status == NOT_READY:
+            hint = NOT_READY_HINT
+        return InputError(f"{self.url}{path}: HTTP {status}: {error_text(body)}", hint)
 
 
 def find_target(
@@ -56,14 +75,12 @@ def find_target(
     """
     base = base_url(url)
     target = Target(base, api_key, "", None, own=False, key_variable=key_variable)
-    body = get(target, "/v1/models")
-    try:
-        models = msgspec.json.decode(body, type=Models).data
-    except UNREADABLE as error:
-        raise InputError(f"{base}/v1/models is not OpenAI's list of models: {error}") from error
-    chosen = next((one for one in models if model in (None, one.id)), None)
+    models = decoded(target.get("/v1/models"), Models)
+    if models is None:
+        raise InputError(f"{base}/v1/models is not OpenAI's list of models")
+    chosen = next((one for one in models.data if model in (None, one.id)), None)
     if chosen is None:
-        names = ", ".join(plain(one.id, 80) for one in models[:20]) or "none"
+        names = ", ".join(plain(one.id, 80) for one in models.data[:20]) or "none"
         raise InputError(f"{base} does not serve the model '{model}'", f"it serves: {names}")
     return replace(
         target,
@@ -94,64 +111,28 @@ class FrontState(msgspec.Struct):
 
 
 def front_state(target: Target) -> FrontState:
-    """The router and the replicas of a front. Raises `InputError` if it does not show them."""
-    try:
-        return msgspec.json.decode(get(target, "/replicas"), type=FrontState)
-    except UNREADABLE as error:
-        raise InputError(f"{target.url}/replicas is not that of a front: {error}") from error
+    """Return the router and the replicas of a front. Raises `InputError` if it does not show
+    them.
+    """
+    state = decoded(target.get("/replicas"), FrontState)
+    if state is None:
+        raise InputError(f"{target.url}/replicas is not the page of a front")
+    return state
 
 
 def version(target: Target) -> str:
-    """The version at /version; '' if there is no such page."""
-    try:
-        found = decoded(get(target, "/version"), Version)
-    except InputError:
-        return ""
-    return "" if found is None else found.version
+    """Return the version at /version; '' if there is no such page. Raises `InputError` if the
+    server does not answer.
+    """
+    found = decoded(target.ask("/version").body, Version)
+    return found.version if found else ""
 
 
 def base_url(url: str) -> str:
-    """The address without query, trailing slash and /v1. Raises `InputError` for an invalid URL."""
+    """Return the address without query, trailing slash and /v1. Raises `InputError` for an invalid
+    URL.
+    """
     return str(server_url(url).with_query(None)).rstrip("/").removesuffix("/v1")
-
-
-def post(target: Target, path: str, fields: dict[str, object]) -> tuple[int, bytes]:
-    """Status and body of the answer, with any status. Raises `InputError` if there is no answer."""
-    return _answer(target, path, fields)
-
-
-def get(target: Target, path: str) -> bytes:
-    """The body of the answer. Raises `InputError` if there is none, or its status is not 200."""
-    status, body = _answer(target, path)
-    if status != OK:
-        raise refusal(target, path, status, body)
-    return body
-
-
-def refusal(target: Target, path: str, status: int, body: bytes, hint: str = "") -> InputError:
-    """The server's refusal in its own words. The status chooses the hint, else `hint` is used."""
-    if status in KEY_REFUSED:
-        hint = f"give the key in {target.key_variable}"
-    elif status == NOT_READY:
-        hint = NOT_READY_HINT
-    return InputError(f"{target.url}{path}: HTTP {status}: {error_text(body)}", hint)
-
-
-def _answer(
-    target: Target,
-    path: str,
-    fields: dict[str, object] | None = None,
-) -> PlainAnswer:
-    """The answer to a POST of `fields`, or to a GET without any."""
-    url = target.url + path
-    try:
-        return ask(url, fields, key=target.api_key, timeout_s=ANSWER_TIMEOUT_S)
-    except UpstreamError as error:
-        if error.untrusted:
-            raise InputError(f"{target.url}: {error.untrusted}", TRUST_HINT) from None
-        raise InputError(
-            f"{url} does not answer: {error}", "is the server running? start one: llmctl serve"
-        ) from error
 
 
 REFUSED = (400, 422)  # statuses for an unknown field
@@ -223,12 +204,12 @@ def learn(target: Target) -> Dialect:
     prompts of text alone.
     """
     for dialect in (FULL, Dialect(ignore_eos=False)):
-        status, body = post(target, COMPLETIONS, dialect.request(target.model, [1], 1))
+        status, body = target.ask(COMPLETIONS, dialect.request(target.model, [1], 1))
         if status == OK:
             return dialect
         if status not in REFUSED:
             break
-    raise refusal(target, COMPLETIONS, status, body, TOKEN_IDS_HINT)
+    raise target.refusal(COMPLETIONS, status, body, TOKEN_IDS_HINT)
 
 
 def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
@@ -236,35 +217,10 @@ def with_answer_ids(target: Target, dialect: Dialect) -> Dialect:
     with one request.
     """
     fuller = replace(dialect, answer_ids=True)
-    _, body = post(
-        target, COMPLETIONS, fuller.request(target.model, [1], 1, stream=False, keep=True)
-    )
-    answer = decoded(body, Answer)
+    fields = fuller.request(target.model, [1], 1, stream=False, keep=True)
+    answer = decoded(target.ask(COMPLETIONS, fields).body, Answer)
     has_ids = answer is not None and answer.choices and answer.choices[0].token_ids
     return fuller if has_ids else dialect
-
-
-class CacheCounts(NamedTuple):
-    """Prompt tokens that a server has looked up in its prefix cache, and the found ones."""
-
-    queries: float
-    hits: float
-
-
-CACHE_QUERIES = "vllm:prefix_cache_queries_total"
-CACHE_HITS = "vllm:prefix_cache_hits_total"
-
-
-def cache_counts(target: Target) -> CacheCounts | None:
-    """The counters of the server's prefix cache, over all its engines; None if it has none, or its
-    /metrics cannot be reached.
-    """
-    try:
-        metrics = scrape(target)
-    except InputError:
-        return None
-    queries, hits = (total(metrics, name) for name in (CACHE_QUERIES, CACHE_HITS))
-    return None if queries is None or hits is None else CacheCounts(queries, hits)
 
 
 class Metric(NamedTuple):
@@ -276,7 +232,7 @@ class Metric(NamedTuple):
 
 
 def scrape(target: Target) -> list[Metric]:
-    """All metrics; none if the server has no /metrics in Prometheus' text format.
+    """Return all metrics; none if the server has no /metrics in Prometheus' text format.
 
     Raises `InputError` if the server does not answer.
     """
@@ -285,51 +241,29 @@ def scrape(target: Target) -> list[Metric]:
         paths = [f"/replicas/{place}/metrics" for place in range(len(front_state(target).replicas))]
     found: list[Metric] = []
     for path in paths:
-        status, body = _answer(target, path)
+        status, body = target.ask(path)
         found += page_metrics(body, target.url + path) if status == OK else []
     return found
 
 
-def total(metrics: Sequence[Metric], *names: str) -> float | None:
-    """The sum over the labels of the first of these metrics that is there; None if none is."""
-    for name in names:
-        if values := [metric.value for metric in metrics if metric.name == name]:
-            return sum(values)
-    return None
-
-
-def families_in(text: str) -> list[MetricFamily]:
-    """The families of a page, without values that are beyond a float; none where it is not in
-    Prometheus' text format.
-    """
-    try:
-        families = list(text_string_to_metric_families(text))
-    except (ValueError, LookupError, TypeError, AttributeError):  # its parser raises all of them
-        return []
-    for family in families:  # the parser makes integers of any length
-        family.samples = [
-            one
-            for one in family.samples
-            if isinstance(one.value, float) or abs(one.value) <= sys.float_info.max
-        ]
-    return families
-
-
-def parsed_metrics(text: str) -> list[Metric]:
-    """The metrics of a page; none where it is not in Prometheus' text format."""
-    return [
-        Metric(sample.name, sample.labels, sample.value)
-        for family in families_in(text)
-        for sample in family.samples
-    ]
-
-
 def page_metrics(page: bytes, source: str) -> list[Metric]:
-    """The metrics of a page that `source` gave, which may be anything; none where it is not in
-    Prometheus' text format. Raises `InputError` for a page of more lines than are read in seconds.
+    """Return the metrics of a page that `source` gave, without values beyond a float; none where it
+    is not in Prometheus' text format.
+
+    Raises `InputError` for a page of more lines than are read in seconds.
     """
     lines = page.count(b"\n")
     if lines > MAX_METRIC_LINES:
         problem = f"{source}: {lines:,} lines; at most {MAX_METRIC_LINES:,} are read"
         raise InputError(problem, "name the /metrics of one server")
-    return parsed_metrics(page.decode("utf-8", "replace"))
+    try:
+        families = list(text_string_to_metric_families(page.decode("utf-8", "replace")))
+    except (ValueError, LookupError, TypeError, AttributeError):  # its parser raises all of them
+        return []
+    return [
+        Metric(sample.name, sample.labels, sample.value)
+        for family in families
+        for sample in family.samples
+        # the parser makes integers of any length
+        if isinstance(sample.value, float) or abs(sample.value) <= sys.float_info.max
+    ]

@@ -31,6 +31,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from yarl import URL
 
 from toolkit.errors import InputError
+from toolkit.openai.foreign import plain
 
 TRUST_HINT = "SSL_CERT_FILE=ca.pem names the authority that signed it"
 MAX_HELD_BYTES = 1 << 18
@@ -49,6 +50,7 @@ SET_BY_PROXY = (b"host", b"content-length", b"expect")
 STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 LOST = "the connection was lost"
 NOT_HTTP = "its answer is not HTTP"
+PLAIN = ("", "identity")  # values of content-encoding
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 # RFC 9110, 7.6.1: these headers are about one connection, not about the message.
@@ -71,16 +73,6 @@ def server_url(url: str) -> URL:
     if parsed.scheme not in ("http", "https") or not parsed.host or not parsed.port:
         raise InputError(f"'{url[:200]}' is not the URL of a server", example)
     return parsed
-
-
-def distrusted(error: BaseException) -> str:
-    """Return why a certificate is not trusted; '' if the error has another cause."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"its certificate is not trusted: {cause.verify_message.rstrip('.')}"
-        cause = cause.__cause__ or cause.__context__
-    return ""
 
 
 class UpstreamError(Exception):
@@ -165,13 +157,7 @@ class HttpClient:
         self.most_kept = most_kept
         self._resolver = resolver
         self.in_use = 0
-        self.answers: set[UpstreamAnswer] = set()  # that are not released
         self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the next request's connection may be kept."""
-        return self.in_use < self.most_kept
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -197,9 +183,7 @@ class HttpClient:
         return self._session
 
     async def close(self) -> None:
-        """Close all connections; answers that were not read to their end break off."""
-        for answer in self.answers:
-            answer.break_off()
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -209,17 +193,22 @@ class UpstreamAnswer:
 
     def __init__(self, response: aiohttp.ClientResponse, http: HttpClient) -> None:
         self._response = response
-        self._http: HttpClient | None = http  # until the connection is released
-        http.answers.add(self)
+        self._http = http
         self.status = response.status
         self.headers = _end_to_end(response.raw_headers)
 
     def header(self, name: str) -> str:
-        """The value of a header, a character for each of its bytes; '' if it is absent."""
+        """Return the value of a header, a character for each of its bytes; '' if it is absent."""
         for key, value in self.headers:
             if key.lower() == name.encode():
                 return value.decode("latin-1")
         return ""
+
+    def refuse_compressed(self) -> None:
+        """Raise `UpstreamError` if its body is compressed: a few KiB may stand for gigabytes."""
+        encoding = self.header("content-encoding").strip().lower()
+        if encoding not in PLAIN:
+            raise UpstreamError(f"its answer is compressed ({plain(encoding, 40)})")
 
     async def body(self) -> AsyncIterator[bytes]:
         """Pieces as they arrive. Raises `UpstreamError` if the rest does not arrive."""
@@ -243,20 +232,13 @@ class UpstreamAnswer:
         return bytes(content)
 
     async def aclose(self) -> None:  # for `contextlib.aclosing`
-        """Release the connection.
+        """Release the connection. It is called once.
 
         If the answer was not read to its end the connection is closed, which tells the server to
         stop.
         """
         self._response.close()
-        if self._http is not None:
-            self._http.answers.discard(self)
-            self._http.in_use -= 1
-            self._http = None
-
-    def break_off(self) -> None:
-        """End the wait for its next piece, which the end of a session leaves waiting."""
-        self._response.content.set_exception(aiohttp.ServerDisconnectedError())
+        self._http.in_use -= 1
 
 
 class Upstream:
@@ -267,27 +249,18 @@ class Upstream:
     """
 
     def __init__(self, url: str, silence_s: float, http: HttpClient | None = None) -> None:
-        self._url = server_url(url)
-        if self._url.user is not None or self._url.query_string or self._url.fragment:
+        self.url = server_url(url)
+        if self.url.user is not None or self.url.query_string or self.url.fragment:
             text = "the URL of the server holds more than its address and a path"
             raise InputError(text, "leave the rest out")
-        self._base = str(self._url).rstrip("/").removesuffix("/v1")
-        self._tls = ssl.create_default_context() if self._url.scheme == "https" else True
+        self._base = str(self.url).rstrip("/").removesuffix("/v1")
+        self._tls = ssl.create_default_context() if self.url.scheme == "https" else True
         self._http = http or HttpClient()
         self._timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=CONNECT_S,
             sock_read=None if math.isinf(silence_s) else silence_s,
         )
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self._url.host or "", self._url.port or 0
-
-    @property
-    def shown(self) -> str:
-        """The URL for people, without secrets."""
-        return str(self._url)
 
     async def send(
         self,
@@ -310,7 +283,7 @@ class Upstream:
         passed = [(name.decode("latin-1"), _text(value)) for name, value in kept]
         http = self._http
         connection = UsedConnection(on_connect)
-        if not http.keeps:
+        if http.in_use >= http.most_kept:
             passed.append(("connection", "close"))
         url = URL(self._base + target.decode("ascii"), encoded=True)
         http.in_use += 1
@@ -362,7 +335,7 @@ class Upstream:
             await (await self.send("HEAD", b"/", [], b"")).aclose()
         except UpstreamError as error:
             if error.untrusted:
-                raise InputError(f"{self.shown}: {error.untrusted}", TRUST_HINT) from None
+                raise InputError(f"{self.url}: {error.untrusted}", TRUST_HINT) from None
 
     async def __aenter__(self) -> Self:
         return self
@@ -379,9 +352,10 @@ def _lost(error: Exception) -> UpstreamError:
     """What an error of aiohttp means."""
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in NO_ROOM_HERE:
         return UpstreamError("this server has no room for a connection", here=True)
-    if untrusted := distrusted(getattr(error, "certificate_error", error)):
-        text = "it shows a certificate that is not trusted"
-        return UpstreamError(text, untrusted=untrusted)
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        why = getattr(error.certificate_error, "verify_message", "").rstrip(".")
+        untrusted = f"its certificate is not trusted: {why}"
+        return UpstreamError("it shows a certificate that is not trusted", untrusted=untrusted)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         number = getattr(error, "errno", None)
         why = f": {os.strerror(number).lower()}" if number and number > 0 else ""

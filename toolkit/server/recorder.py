@@ -54,10 +54,10 @@ def recorder_of(url: str, options: ServerOptions, block_tokens: int = 16) -> Ite
     trusted.
     """
     upstream = Upstream(url, SILENCE_S)
-    host, port = upstream.address
-    if port == options.port and (host == options.host or is_loopback(host)):
+    host = upstream.url.host or ""
+    if upstream.url.port == options.port and (host == options.host or is_loopback(host)):
         raise InputError(
-            f"{upstream.shown} is the recorder itself",
+            f"{upstream.url} is the recorder itself",
             "name the server behind it as --upstream",
         )
     yield Recorder(upstream, options, block_tokens)

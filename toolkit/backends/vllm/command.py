@@ -216,11 +216,10 @@ class VllmServer(Child):
         """Whether /health answers 200 now."""
         # Here: code inside vLLM imports this module, and does not need aiohttp.
         from toolkit.endpoints.ask import ask
-        from toolkit.endpoints.upstream import UpstreamError
 
         try:
             return ask(f"{self.url}/health", timeout_s=HEALTH_TIMEOUT_S).status == 200
-        except (UpstreamError, InputError):
+        except InputError:
             return False
 
     def died(self, when: str) -> EngineError:
