@@ -286,7 +286,7 @@ CEILINGS = {
     "sim": 4355, "backends": 3720, "sched": 3300, "cli": 3105, "engines": 2840, "server": 4165,
     "files": 2645, "traces": 1830, "tuning": 1970, "estimators": 1458,
     "catalogue": 1658, "profiling": 1524, "deploy": 1669, "report": 1330, "openai": 955,
-    "endpoints": 910, "adopt": 670, "workers": 450, "routing": 830, "bench": 710, "laws": 404,
+    "endpoints": 781, "adopt": 670, "workers": 450, "routing": 830, "bench": 688, "laws": 404,
     "scaling": 700, "live": 340, "cluster": 290, "processes": 440,
 }  # fmt: skip
 
