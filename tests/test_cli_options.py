@@ -9,16 +9,13 @@ OPTIONS_BEFORE_GROUPS = 12
 OTHER_MEANINGS = {
     "--also": {"fit": "profiles", "capacity": "changes of the recipe"},
     "--api-key": {"serve": "clients must send it"},
-    "--control-key": {"serve": "the server gets it"},
     "--duration": {"bench": "of a replay", "trace convert": "of a part"},
-    "--cv": {"trace convert": "of times that are drawn anew"},
     "--fit": {"capacity": "repeatable"},
     "--force": {"render": "a plan that breaks limits, files that were changed"},
     "--gpu": {"recipe new": "required"},
     "--insecure": {"trace record": "it has no keys"},
     "--live": {"tune": "the URL of a server", "serve": "a switch"},
     "--load": {"bench": "of what the machine can now"},
-    "--max-error": {"fit": "of a law", "bench": "of a prediction"},
     "--model": {"bench": "its name in the API"},
     "--policies": {
         "tune": "are searched",

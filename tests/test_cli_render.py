@@ -1,11 +1,10 @@
-"""`llmctl render`: the plan, its explanation, and --check."""
+"""`llmctl render`: the plan, and its explanation."""
 
-import json
 from pathlib import Path
 
 import pytest
 import samples
-from commands import llmctl, ran, refused
+from commands import llmctl, refused
 from said import says
 
 from toolkit.files.io import head, read_file, write_file
@@ -115,22 +114,6 @@ def test_without_a_tuning_the_recipe_decides_and_nothing_is_predicted(files):
     plan = read_file(Plan, "plan.json")
     assert (plan.settings.parameters["slice_tokens"], plan.outcome.metrics) == (64, {})
     assert sources(plan)["policy"] == "recipe, not tuned"
-
-
-def test_check_accepts_what_render_wrote(files, capsys):
-    render()
-    assert ran(capsys, f"render {TUNED} --check").out == "up to date\n"
-
-
-def test_check_names_the_differences_and_writes_nothing(files, capsys):
-    render(tuned=False)
-    before = Path("plan.json").read_bytes()
-    out, err = ran(capsys, f"render {TUNED} --check --json", code=4)
-    changes = json.loads(out)["changes"]["plan.json"].splitlines()
-    assert {line[0] for line in changes if '"slice_tokens"' in line} == {"-", "+"}
-    assert any(line.startswith("+") and '"goodput_rps": 3.25' in line for line in changes)
-    assert says(err, "plan.json")
-    assert Path("plan.json").read_bytes() == before
 
 
 def test_a_changed_latency_target_makes_the_tuning_stale(files, capsys):

@@ -59,24 +59,10 @@ def test_a_folder_has_the_plan_and_a_way_to_check_it():
 
 
 @pytest.mark.usefixtures("plan")
-def test_rendering_again_changes_nothing_and_check_agrees(capsys):
+def test_rendering_again_changes_nothing():
     render("--target kubernetes")
     before = contents("kubernetes")
     assert render("--target kubernetes") == 0
-    assert contents("kubernetes") == before
-    assert ran(capsys, "render plan.json --target kubernetes --check").out == "up to date\n"
-
-
-@pytest.mark.usefixtures("plan")
-def test_check_shows_a_diff_and_writes_nothing(capsys):
-    render("--target kubernetes")
-    before = contents("kubernetes")
-    words = "--target kubernetes --check --replicas 3"
-    out, err = ran(capsys, f"render plan.json {words}", code=4)
-    assert "--- base/deployment.yaml (there)\n+++ base/deployment.yaml (rendered)\n" in out
-    assert "-  replicas: 1\n" in out
-    assert "+  replicas: 3\n" in out
-    assert says(err, "base/deployment.yaml")
     assert contents("kubernetes") == before
 
 
@@ -164,5 +150,7 @@ def test_the_plan_of_a_recipe_is_the_same_on_another_machine(tmp_path, monkeypat
     write_file(read_file(Fit, "fit.json").model_copy(update=about), "fit.json")
     assert render("--fit fit.json --target local", source="recipe.yaml") == 0
     assert read_file(Plan, "local/plan.json").recipe.name == "test"
+    before = contents("local")
     monkeypatch.setattr(io, "processor", lambda: "another machine's")
-    assert render("--fit fit.json --target local --check", source="recipe.yaml") == 0
+    assert render("--fit fit.json --target local", source="recipe.yaml") == 0
+    assert contents("local") == before

@@ -181,8 +181,9 @@ def test_the_command_keeps_the_result_and_exits_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("toolkit.backends.vllm.conformance.cases.shipped_cases", lambda: full(1))
+    monkeypatch.setenv("LLMCTL_VLLM_PYTHON", python_of(tmp_path))
     with pytest.raises(SystemExit) as ended:
-        main.run(["vllm-check", "--python", python_of(tmp_path)])
+        main.run(["vllm-check"])
     assert ended.value.code == 4
     kept = read_result(own_folder / "0.99.0.json")
     assert kept.vllm == "0.99.0"

@@ -130,6 +130,6 @@ def test_every_period_is_one_that_kubernetes_takes(plan: Plan, load_s: float | N
     for way in behavior.values():
         assert 0 <= way["stabilizationWindowSeconds"] <= 3600
         assert all(0 < one["periodSeconds"] <= 1800 for one in way["policies"])
-    pods = Pods(Sourced(1, "test"), 0, "", "")
+    pods = Pods(Sourced(1, "test"), "", "")
     long = of_queue(pods, Sourced(None, "test"), BREAKING, "waiting", 20_000)
     assert [one.period_s for one in long.down.policies.value] == [1800]

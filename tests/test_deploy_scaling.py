@@ -444,7 +444,7 @@ SHAPES: dict[str, tuple[Callable[[float], float], float, float]] = {
 }
 
 
-PODS = Pods(Sourced(1, "test"), 0, 'job="x"', 'job="y"')
+PODS = Pods(Sourced(1, "test"), 'job="x"', 'job="y"')
 OF_VLLM = [PODS.series(name) for name in (ENDED, SERIES["running"], SERIES["waiting"])]
 OF_FRONT = [f'{ARRIVED}{{job="y"}}']
 

@@ -50,7 +50,6 @@ WORDS = {"RECIPE": "tiny-llama-cpu", "TRACE": "traffic.jsonl", "FOLDER": "deploy
 SHORTER = {
     "--duration 20": "--duration 2",
     "--duration 30": "--duration 2",
-    "profile.json --max-error 8": "profile.json --max-error 1000",  # of an engine without work
     "by-law,hpa,keda,saturation,tokens --trials 6": "by-law --trials 1",
 }
 # What commands that do not say it get, by their first word.

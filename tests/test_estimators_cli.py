@@ -57,9 +57,8 @@ def test_fit_writes_and_prints_the_laws_of_rounds_and_swaps(folder, capsys):
 
 def test_fit_warns_of_rounds_that_no_law_explains(folder, capsys):
     write_file(with_rounds(noise=1.5), "profile.json")
-    assert run("fit", "profile.json", "--max-error", "20") == 4
-    captured = capsys.readouterr()
-    assert says(captured.err, "rounds", "20")
+    assert run("fit", "profile.json") == 0
+    assert "rounds" in capsys.readouterr().err
 
 
 @pytest.mark.slow

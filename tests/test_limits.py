@@ -66,9 +66,7 @@ def refused(capsys: pytest.CaptureFixture[str], which: str, *words: str) -> None
 def test_render_refuses_it_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     before = set(Path().iterdir())
     refused(capsys, "tuning.json", "render", *GIVEN)
-    refused(capsys, "tuning.json", "render", *GIVEN, "--check")
     refused(capsys, "tuning.json", "render", *GIVEN, "--target", "compose")
-    refused(capsys, "tuning.json", "render", *GIVEN, "--target", "compose", "--check")
     assert set(Path().iterdir()) == before
 
 
@@ -94,8 +92,6 @@ def test_an_allowed_broken_limit_stays_in_the_plan(capsys: pytest.CaptureFixture
     assert llmctl("render", "plan.json", "--target", "local") == 0
     [warning] = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
     assert says(warning, "plan.json", *BROKEN)
-    assert llmctl("render", *GIVEN, "--check", "--force") == 0
-    assert llmctl("render", "plan.json", "--target", "local", "--check") == 0
 
 
 def broken_plan(made: Plan) -> Plan:

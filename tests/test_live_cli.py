@@ -74,8 +74,9 @@ def llmctl(capsys, *words: object) -> tuple[int, str, str]:
     return (commands.llmctl(*words), *capsys.readouterr())
 
 
-def test_set_shows_and_changes_settings(capsys, server):
-    where = ("--url", server.url, "--control-key", KEY)
+def test_set_shows_and_changes_settings(capsys, server, monkeypatch):
+    monkeypatch.setenv("LLMCTL_CONTROL_KEY", KEY)
+    where = ("--url", server.url)
     code, printed, _ = llmctl(capsys, "set", *where)
     assert code == 0
     assert says(printed, "max_num_seqs", "16")
@@ -95,19 +96,22 @@ def test_set_shows_and_changes_settings(capsys, server):
         (["max_num_seqs"], "KEY=VALUE"),
     ],
 )
-def test_wrong_values_are_one_line_and_change_nothing(capsys, server, words, said):
+def test_wrong_values_are_one_line_and_change_nothing(capsys, server, monkeypatch, words, said):
+    monkeypatch.setenv("LLMCTL_CONTROL_KEY", KEY)
     before = server.engine._live.values()
-    code, _, noted = llmctl(capsys, "set", *words, "--url", server.url, "--control-key", KEY)
+    code, _, noted = llmctl(capsys, "set", *words, "--url", server.url)
     assert code == 2
     assert says(noted, said)
     assert server.engine._live.values() == before
 
 
-def test_a_missing_key_another_server_and_no_server_are_said(capsys, server):
+def test_a_missing_key_another_server_and_no_server_are_said(capsys, server, monkeypatch):
     code, _, noted = llmctl(capsys, "set", "max_num_seqs=4", "--url", server.url)
     assert (code, says(noted, "LLMCTL_CONTROL_KEY")) == (2, True)
     server.handler.lacks = True
-    code, _, noted = llmctl(capsys, "set", "--url", server.url, "--control-key", KEY)
+    with monkeypatch.context() as keyed:
+        keyed.setenv("LLMCTL_CONTROL_KEY", KEY)
+        code, _, noted = llmctl(capsys, "set", "--url", server.url)
     assert (code, says(noted, "--live")) == (2, True)
     code, _, _ = llmctl(capsys, "set", "--url", "http://127.0.0.1:9")
     assert code == 2

@@ -14,7 +14,6 @@ from toolkit.errors import InputError
 from toolkit.estimators.elsewhere import measured_elsewhere
 from toolkit.estimators.fitting import fit_profile
 from toolkit.estimators.gpu_operators import measured_operators
-from toolkit.files.fit import Fit
 from toolkit.files.io import read_file, write_file
 from toolkit.files.new_recipe import EXPERT_PARALLEL
 from toolkit.files.profile import Profile
@@ -134,22 +133,6 @@ def test_an_error_is_of_the_recipes_gpu_and_class(name: str, gpu: str, compared:
     assert error
     assert (error.here is not None) == compared
     assert error == measured_elsewhere(gpu, recipe, experts="a3b" in name)
-
-
-@pytest.mark.slow
-def test_the_error_beside_measured_servers_counts_for_max_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert llmctl("profile", "llama-3.1-8b-h100-sxm", "--analytic") == 0
-    assert llmctl("fit", "profile.json") == 0
-    fit = read_file(Fit, Path("fit.json"))
-    forms = max(law.error.median_percent for law in (fit.prefill, fit.decode))
-    beside = max(fit.off_percent(law) for law in (fit.prefill, fit.decode))
-    assert forms < beside
-    limit = str((forms + beside) / 2)
-    assert llmctl("fit", "profile.json", "--max-error", limit) == 4
-    assert llmctl("fit", "profile.json", "--max-error", str(beside + 1)) == 0
 
 
 LATENT = {

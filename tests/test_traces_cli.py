@@ -125,7 +125,6 @@ def test_bad_input_is_one_line_and_a_hint_with_exit_code_2(capsys, tmp_path, mon
     [
         (["generate", "--backlog", "3", "--rate", "5"], "--rate 5 changes nothing"),
         (["generate", "--backlog", "3", "--duration", "5"], "--duration 5 changes nothing"),
-        (["convert", "chat-small", "--cv", "3"], "--cv 3 changes nothing"),
         (["convert", "chat-small", "--seed", "3"], "--seed 3 changes nothing"),
         (
             ["convert", "chat-small", "--rate", "5", "--draw-rate", "3"],

@@ -1,11 +1,10 @@
-"""`capacity --also` and `--lost`: which recipe results, which laws hold for it, what is refused."""
+"""`capacity --also`: which recipe results, which laws hold for it, what is refused."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import samples
 from test_sim_paged_commands import trace
 from test_tuning_drafts import fit_with, recipe_with
 
@@ -17,14 +16,10 @@ from toolkit.files.shipped import load_recipe, recipe_path
 from toolkit.traces.types import SharedBlocks
 from toolkit.tuning.changes import RecipeChange, changed_recipe
 from toolkit.tuning.deployments import (
-    Variant,
     changed_variant,
     check_sharing,
-    fewest_workers,
     variants_of,
-    with_lost,
 )
-from toolkit.tuning.workload import in_process
 
 NAME = "llama-3.1-8b-h200"
 FP8_BYTES = 9_081_200_640  # linear layers in 8 bits, the rest in 16: as in `recipe new`
@@ -180,47 +175,6 @@ def test_a_prefix_cache_needs_a_trace_that_shares(shipped: Recipe, own_fit: Fit)
 
 def blocks_of(ids: Iterable[int], offsets: Iterable[int]) -> SharedBlocks:
     return SharedBlocks(16, np.array(list(ids)), np.array(list(offsets)))
-
-
-def vllm(workers: int) -> Variant:
-    sla = {"ttft_p99_s": 0.5}
-    one = {"engine": {"name": "vllm"}, "workers": workers, "policy": {"name": "vllm"}, "sla": sla}
-    recipe = samples.recipe(**one)
-    [own] = variants_of(recipe, samples.paged_fit())
-    return own
-
-
-def test_lost_workers_leave_the_others() -> None:
-    whole, lost = with_lost([vllm(3)], 1, sized=False)
-    assert (whole.lost, lost.lost) == (0, 1)
-    assert (lost.deployment.workers, lost.left.workers, lost.deployment.gpus) == (3, 2, 3)
-    assert lost.left.settings.replica_router is not None
-    [_, alone] = with_lost([vllm(2)], 1, sized=False)
-    assert alone.deployment.settings.replica_router is not None
-    assert alone.left.settings.replica_router is None
-
-
-@pytest.mark.parametrize(("workers", "lost"), [(1, 1), (3, 3), (3, 9)])
-def test_one_worker_must_be_left(workers: int, lost: int) -> None:
-    with pytest.raises(InputError) as error:
-        with_lost([vllm(workers)], lost, sized=False)
-    assert str(lost) in error.value.message
-    assert str(workers - 1) in error.value.message
-    [_, sized] = with_lost([vllm(workers)], lost, sized=True)
-    assert sized.deployment.workers == lost + 1
-
-
-@pytest.mark.slow
-def test_the_fewest_of_which_some_may_be_lost_are_so_many_more() -> None:
-    own, lost = with_lost([vllm(1)], 2, sized=True)
-    requests = trace(200)
-    rate = 60.0
-    alone = fewest_workers(own, requests, rate, 1.0, in_process)
-    spare = fewest_workers(lost, requests, rate, 1.0, in_process)
-    assert alone is not None
-    assert spare is not None
-    assert alone.deployment.workers > 1
-    assert spare.deployment.workers == alone.deployment.workers + 2
 
 
 def test_the_price_of_a_worker_follows_its_gpus() -> None:

@@ -24,9 +24,9 @@ FLOORS = {
     "endpoints": 2,
     "routing": 2, "scaling": 2, "sim": 3, "profiling": 3, "server": 3,
     "backends": 4, "api": 4,
-    "tuning": 5, "deploy": 5, "bench": 5, "report": 5,
+    "tuning": 5, "deploy": 1648, "bench": 5, "report": 1317,
     "live": 6,
-    "cli": 7,
+    "cli": 3047,
 }  # fmt: skip
 SAME_FLOOR = {
     ("files", "laws"),
@@ -283,9 +283,9 @@ def test_a_flag_of_vllm_is_named_in_few_files(flag: str, files: int) -> None:
 # Statements (`ast.stmt`) of each room, at most. A new capability finds its place in a shape that
 # exists; where it does not fit, say in docs/decisions.md why the ceiling rises.
 CEILINGS = {
-    "sim": 4355, "backends": 3720, "sched": 3300, "cli": 3105, "engines": 2840, "server": 4165,
+    "sim": 4355, "backends": 3720, "sched": 3300, "cli": 3047, "engines": 2840, "server": 4165,
     "files": 2645, "traces": 1830, "tuning": 1970, "estimators": 1458,
-    "catalogue": 1658, "profiling": 1524, "deploy": 1669, "report": 1330, "openai": 955,
+    "catalogue": 1658, "profiling": 1524, "deploy": 1648, "report": 1317, "openai": 955,
     "endpoints": 781, "adopt": 670, "workers": 450, "routing": 830, "bench": 688, "laws": 404,
     "scaling": 700, "live": 340, "cluster": 290, "processes": 440,
 }  # fmt: skip

@@ -92,8 +92,9 @@ def unpack(wheel: Path, site: Path) -> None:
 
 def check(version: str, python: str, results: Path) -> int:
     """Run `llmctl vllm-check` with a release; its exit code."""
-    words = [*LLMCTL, "vllm-check", "--python", python, "--json"]
-    done = subprocess.run(words, stdout=subprocess.PIPE)
+    words = [*LLMCTL, "vllm-check", "--json"]
+    environment = os.environ | {"LLMCTL_VLLM_PYTHON": python}
+    done = subprocess.run(words, stdout=subprocess.PIPE, env=environment)
     if done.stdout:
         (results / f"{version}.json").write_bytes(done.stdout)
     return done.returncode

@@ -115,7 +115,7 @@ def live(work: Work, given: argparse.Namespace) -> None:
         return
     with work.serving("vllm-defaults.json", "--live") as url:
         words = ["--live", url, "--trace", TRACE, "--rate", str(given.rates[-1])]
-        words += ["--minutes", f"{given.minutes:g}", "--plan-out", "live-plan.json"]
+        words += ["--minutes", f"{given.minutes:g}"]
         typed(work, "tune", "vllm-defaults.json", *words, makes="live-tuning.json")
 
 

@@ -33,10 +33,6 @@ TRACES = Path(toolkit.__file__).parent / "traces" / "data"  # the shipped ones
 RENDERED = ("local", "systemd", "compose", "kubernetes", "vllm")
 SLA_EXAMPLE = "ttft_p99_s=2"
 CONTROL_KEY_VARIABLE = "LLMCTL_CONTROL_KEY"  # as in `endpoints.settings`, which is imported late
-CONTROL_KEY_HELP = (
-    "The control key of a running server; default: the key in the server's record on this "
-    "machine. The environment variable hides it better."
-)
 OUTPUTS = (
     "out",
     "plan_out",

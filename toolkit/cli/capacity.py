@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from toolkit.catalogue.gpus import gpu_words
 from toolkit.cli import arguments
 from toolkit.cli.arguments import (
     FIT_HELP,
@@ -66,17 +65,13 @@ class CapacityOptions(ScenarioOptions):
     rate: float | None = _answers(
         None, "Also find how many workers, and so GPUs, this many requests per second take."
     )
-    lost: int | None = _answers(
-        None,
-        "Also with this number of workers lost; with --rate also the fewest workers that keep the "
-        "targets then.",
-        min=1,
-    )
     at_once: bool = _answers(False, "Also find the most requests at once that keep the limits.")
-    price: list[str] | None = _answers(
+    price: list[float] | None = _answers(
         None,
-        "USD an hour of one GPU of this name, such as H200=3.60; repeatable; default: recipes'.",
-        metavar="GPU=USD",
+        "USD an hour of one GPU: one price, or one for each recipe in their order; default: "
+        "recipes'.",
+        min=0.001,
+        metavar="USD",
     )
     tuning: Path | None = _beside(
         None, "Also the settings that this tuning.json recommends, for its recipe."
@@ -116,18 +111,18 @@ def command(args: CapacityOptions) -> None:
     --rate, it says how many GPUs that rate takes. Exit code 5 means that no rate keeps the limits.
     """
     from toolkit.report.capacity import capacity_page, capacity_sheet
-    from toolkit.tuning.deployments import capacity_of, check_sharing, variants_of, with_lost
+    from toolkit.tuning.deployments import capacity_of, check_sharing, variants_of
     from toolkit.tuning.executor import InProcessRunner, ProcessPool, Runner, collect
 
     if args.html:
         check_writable(args.html)
     scenarios = _scenarios(args)
-    prices = _prices(args.price or [], [one.deployment.recipe for one in scenarios])
+    prices = _prices(args)
     tuning = read_file(Tuning, args.tuning) if args.tuning else None
     seen = _seen(args, scenarios)
     variants: list[Variant] = []
-    for one in scenarios:
-        changed = _priced(one.deployment.recipe, prices)
+    for one, usd in zip(scenarios, prices, strict=True):
+        changed = _priced(one.deployment.recipe, usd)
         fit = one.deployment.fit
         variants += variants_of(
             changed,
@@ -138,9 +133,6 @@ def command(args: CapacityOptions) -> None:
             slowdown=seen,
         )
         variants += _also(args, one, changed, seen)
-    if args.lost:
-        sized = args.rate is not None and args.workers is None
-        variants = with_lost(variants, args.lost, sized=sized)
     traces = _traces(args, variants)
     for variant, trace in zip(variants, traces, strict=True):
         check_sharing(variant, trace)
@@ -183,7 +175,7 @@ def _note_counts(found: Sequence[FoundCapacity]) -> None:
         name = deployment.recipe.name
         if traits_of(deployment.recipe.engine.name).server:
             continue
-        for count in [each.left.workers for each in (one.variant, one.needed) if each]:
+        for count in [each.workers for each in (deployment, one.needed) if each]:
             if count != deployment.fit.workers and (name, count) not in told:
                 told.add((name, count))
                 note_other_count(f"{name} was measured", deployment.fit, count)
@@ -252,43 +244,27 @@ def _scenarios(args: CapacityOptions) -> list[Scenario]:
     return found
 
 
-def _prices(words: Sequence[str], recipes: Sequence[Recipe]) -> dict[str, float]:
-    """Return USD an hour by the GPUs of GPU=USD words. Raises InputError for other words, and for a
-    GPU that no recipe is for.
+def _prices(args: CapacityOptions) -> list[float | None]:
+    """Return USD an hour of a GPU of each recipe; None: the recipe's own. Raises InputError for
+    prices of more or fewer GPUs.
     """
-    prices = {}
-    for word in words:
-        gpu, _, text = word.partition("=")
-        try:
-            prices[gpu] = float(text)
-        except ValueError:
-            prices[gpu] = 0.0
-        if not 0.0 < prices[gpu] < float("inf"):
-            raise InputError(f"--price {word}: it is GPU=USD an hour", "for example H200=3.60")
-        if not any(_is_of(gpu, recipe) for recipe in recipes):
-            names = dict.fromkeys(recipe.hardware.name for recipe in recipes)
-            raise InputError(
-                f"--price {word}: no recipe here is for a GPU of that name",
-                f"they are for {', '.join(names)}",
-            )
-    return prices
+    count = len(args.recipes)
+    prices: Sequence[float | None] = args.price or [None]
+    if len(prices) not in (1, count):
+        raise InputError(
+            f"--price: {len(prices)} prices for {count} recipes",
+            "give one price for all, or one for each recipe in their order",
+        )
+    return [*prices] if len(prices) == count else [*prices] * count
 
 
-def _is_of(gpu: str, recipe: Recipe) -> bool:
-    """Whether the words of a price's GPU are among the words of the recipe's hardware and name."""
-    words = gpu_words(gpu)
-    hardware = recipe.hardware
-    return bool(words) and words <= gpu_words(f"{hardware.name} {hardware.gpu} {recipe.name}")
-
-
-def _priced(recipe: Recipe, prices: Mapping[str, float]) -> Recipe:
-    """Return the recipe with the first price of its GPU, if there is one."""
-    for gpu, usd in prices.items():
-        if _is_of(gpu, recipe):
-            of_worker = {"usd_per_hour": usd * recipe.engine.tensor_parallel_size}
-            hardware = recipe.hardware.model_copy(update=of_worker)
-            return recipe.model_copy(update={"hardware": hardware})
-    return recipe
+def _priced(recipe: Recipe, usd: float | None) -> Recipe:
+    """Return the recipe with this price of a GPU, if there is one."""
+    if usd is None:
+        return recipe
+    of_worker = {"usd_per_hour": usd * recipe.engine.tensor_parallel_size}
+    hardware = recipe.hardware.model_copy(update=of_worker)
+    return recipe.model_copy(update={"hardware": hardware})
 
 
 def _traces(args: CapacityOptions, variants: Sequence[Variant]) -> list[Trace]:
@@ -312,7 +288,7 @@ def _plain(found: FoundCapacity, trace: Trace) -> CapacityOf:
     rate = found.rate
     at_once = found.concurrency
     metrics = rate.at_capacity.evaluation.metrics if rate else {}
-    needed = found.needed and found.needed.deployment
+    needed = found.needed
     repeats = rate.repeats if rate else 1
     return CapacityOf(
         recipe=deployment.recipe.name,
@@ -323,7 +299,6 @@ def _plain(found: FoundCapacity, trace: Trace) -> CapacityOf:
         parameters=dict(deployment.settings.parameters),
         router=deployment.settings.replica_router,
         workers=deployment.workers,
-        lost=variant.lost,
         gpus=deployment.gpus,
         judged_requests=min(len(trace), most_requests(deployment.settings.policy)),
         of_requests=len(trace),

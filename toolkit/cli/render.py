@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from toolkit.cli.arguments import (
 from toolkit.cli.basis import analytic_notes, find_bench, note_basis, warn_broken
 from toolkit.cli.output import emit, note, show
 from toolkit.cli.scenario import Scenario
-from toolkit.errors import InputError, TargetMissedError
+from toolkit.errors import InputError
 from toolkit.files.io import file_text, read_file, write_file
 from toolkit.files.plan import Plan
 from toolkit.files.shipped import is_recipe, recipe_path
@@ -68,7 +67,6 @@ class RenderOptions(ScenarioOptions):
         "Write to this file, or with --target to this folder; default: plan.json, or a folder "
         "named like the target.",
     )
-    check: bool = option(False, "Write nothing; compare with --out, and exit with 4 if it differs.")
     force: bool = option(
         False,
         "Make a plan although its settings are predicted to break limits; with --target, "
@@ -90,7 +88,6 @@ class RenderOptions(ScenarioOptions):
     image: str = _cluster("", "Container image, pinned by tag or digest.")
     namespace: str = _cluster("default", "Kubernetes namespace.")
     replicas: int = _cluster(0, "The number of pods; 0: as the tuning found, or 1.", min=0)
-    max_replicas: int = _cluster(0, "The largest number of pods; 0: twice the replicas.", min=0)
     prometheus: str = _cluster(
         "http://prometheus-operated.monitoring.svc:9090",
         "URL of Prometheus in the cluster, for KEDA; default: the operator's service in namespace "
@@ -121,10 +118,8 @@ def command(args: RenderOptions) -> None:
 
     With --target the plan becomes a folder of files for the place where it will run: each value
     with its reason beside it, the commands that start it at the head, and a bench.sh that checks
-    its predictions. The same files give the same output, byte for byte; --check is for CI.
+    its predictions. The same files give the same output, byte for byte.
     """
-    from toolkit.deploy.plan import differences
-
     plan, near = _plan(args)
     warn_broken(plan, str(args.tuning or args.source))
     if args.target is not None:
@@ -135,25 +130,12 @@ def command(args: RenderOptions) -> None:
             f"{args.source} is already a plan", "add --target for files of a place to run it"
         )
     out = args.out or Path("plan.json")
-    if args.check:
-        changed = differences(read_file(Plan, out), plan)
-        _check({out.name: changed} if changed else {}, out, as_json=args.as_json)
-        return
     write_file(plan, out)
     emit(args.as_json, plan, lambda: show(plan_sheet(plan)))
     note_basis((plan.fit, near if "fit" in plan.inputs else None))
     scales = plan.settings.scaling is not None
     following = ("render", out, "--target", "kubernetes") if scales else ("serve", out)
     note(f"wrote {out}", f"next: {typed(*following)}")
-
-
-def _check(changes: Mapping[str, str], place: Path, *, as_json: bool) -> None:
-    """Print the diff of each file by its name. `TargetMissedError` where one differs."""
-    shown = "\n".join(diff.rstrip("\n") for diff in changes.values()) or "up to date"
-    emit(as_json, {"changes": changes}, lambda: print(shown))
-    if changes:
-        text = f"{place} is out of date: {', '.join(changes)}"
-        raise TargetMissedError(text, "run it without --check")
 
 
 def _plan(args: RenderOptions) -> tuple[Plan, Path]:
@@ -196,9 +178,9 @@ def _plan(args: RenderOptions) -> tuple[Plan, Path]:
 
 
 def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
-    """Write the target's folder, or compare it: `TargetMissedError` where it differs."""
+    """Write the target's folder."""
     from toolkit.deploy.reckon import default_trace, ttft_targets
-    from toolkit.deploy.render import changes, render_target, unknown_templates, write
+    from toolkit.deploy.render import render_target, unknown_templates, write
 
     folder = args.out or Path(target)
     if args.templates:
@@ -206,9 +188,6 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
         note(*([f"no template of {target} has these names: {unknown}"] if unknown else []))
     order = _order(plan, near, folder, args)
     files = render_target(target, order)
-    if args.check:
-        _check(changes(files, folder), folder, as_json=args.as_json)
-        return
     inputs = {"source": args.source, "fit": args.fit, "tuning": args.tuning, "trace": args.lengths}
     inputs["scaling"] = args.scaling
     for name, content in files.items():
@@ -238,7 +217,7 @@ def _render(plan: Plan, near: Path, target: str, args: RenderOptions) -> None:
 
 def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
     from toolkit.deploy.order import Options, Order
-    from toolkit.deploy.plan import differences
+    from toolkit.deploy.plan import differs
     from toolkit.deploy.reckon import tuned_trace
     from toolkit.traces.read import read_trace
     from toolkit.traces.types import trace_path
@@ -251,7 +230,7 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         # that cannot be read, such as one of another version of llmctl, counts as different.
         for existing in (folder / "base" / "plan.json", folder / "plan.json"):
             with contextlib.suppress(InputError):
-                if existing.is_file() and not differences(read_file(Plan, existing), plan):
+                if existing.is_file() and not differs(read_file(Plan, existing), plan):
                     text = existing.read_text(encoding="utf-8")
     fit = plan.inputs.get("fit")
     bench = find_bench(near, fit.sha256) if fit else None
@@ -259,7 +238,6 @@ def _order(plan: Plan, near: Path, folder: Path, args: RenderOptions) -> Order:
         image=args.image,
         namespace=args.namespace,
         replicas=args.replicas,
-        max_replicas=args.max_replicas,
         prometheus=args.prometheus,
         model_claim=args.model_claim,
         folder=str(folder.absolute()),

@@ -143,12 +143,6 @@ class ServeOptions(ScenarioOptions):
         "Engine vllm: let settings change while it serves (`llmctl set`), up to the bounds of the "
         "search (`llmctl tune --live`).",
     )
-    control_key: str = _live(
-        "",
-        "The key of --live, in the environment; default: a new one, which this machine's user "
-        "reads.",
-        envvar=CONTROL_KEY_VARIABLE,
-    )
     as_json: JsonOption = False
 
 
@@ -169,6 +163,7 @@ def command(args: ServeOptions) -> None:
     from toolkit.server.server import Server
 
     # the workers inherit the environment, and run models' own code
+    control_key = os.environ.get(CONTROL_KEY_VARIABLE, "")
     forget_variable("LLMCTL_API_KEY")
     forget_variable(CONTROL_KEY_VARIABLE)
     plan = Scenario.of_plan(args).plan
@@ -179,7 +174,7 @@ def command(args: ServeOptions) -> None:
     starts = engine if isinstance(engine, StartsReplicas) and several else None
     has_replicas = bool(args.replica or args.replicas or starts)
     _refuse_what_it_lacks(args, plan, has_replicas=has_replicas)
-    options = _options(args, plan, has_replicas=has_replicas)
+    options = _options(args, plan, control_key, has_replicas=has_replicas)
     with Announcement(args.plan, plan, options, as_json=args.as_json) as ready:
         ended: Mapping[str, int]
         if has_replicas:
@@ -241,8 +236,11 @@ def _refuse_unservable(plan: Plan) -> None:
     note(f"starting {engine} for {plan.recipe.name}")
 
 
-def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOptions:
-    """Return what the server is told: the command line over the recipe's settings.
+def _options(
+    args: ServeOptions, plan: Plan, control_key: str, *, has_replicas: bool
+) -> ServerOptions:
+    """Return what the server is told: the command line over the recipe's settings. With --live and
+    without a `control_key` the server gets a new one.
 
     Raises InputError for keys, files or replicas that cannot be used.
     """
@@ -287,7 +285,7 @@ def _options(args: ServeOptions, plan: Plan, *, has_replicas: bool) -> ServerOpt
         event_log=args.event_log,
         pass_log=args.pass_log,
         request_log=args.request_log,
-        control_key=(args.control_key or secrets.token_urlsafe(24)) if args.live else "",
+        control_key=(control_key or secrets.token_urlsafe(24)) if args.live else "",
         ray=args.ray,
         replicas=_replica_source(args),
         replica_key=os.environ.get(KEY_VARIABLE, ""),
@@ -340,7 +338,7 @@ class Announcement:
             try:
                 self._kept.enter_context(kept_key(url, options.control_key))
             except OSError as error:
-                note(f"llmctl set will need --control-key: {error}")
+                note(f"llmctl set will need {CONTROL_KEY_VARIABLE}: {error}")
         options.manager.tell("READY=1")
         page = f"{url}/" if options.status_page and self._has_page else None
         facts = {"url": url, "model": options.model, **self._facts(), "status_page": page}

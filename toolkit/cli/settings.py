@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.cli.arguments import (
-    CONTROL_KEY_HELP,
     CONTROL_KEY_VARIABLE,
     JsonOption,
     argument,
@@ -31,7 +31,6 @@ class SetOptions:
     url: str | None = option(
         None, "The server; default: the one of `serve --live` on this machine, else port 8000."
     )
-    control_key: str = option("", CONTROL_KEY_HELP, envvar=CONTROL_KEY_VARIABLE)
     as_json: JsonOption = False
 
 
@@ -48,7 +47,7 @@ def command(args: SetOptions) -> None:
 
     from toolkit.sched.policies.parameters import from_words
 
-    client = control_of(args.url, args.control_key)
+    client = control_of(args.url)
     asked = from_words(args.settings or [])
     state = client.set(asked, "llmctl set") if asked else client.get()
     emit(args.as_json, msgspec.to_builtins(state), lambda: _show(state))
@@ -57,8 +56,12 @@ def command(args: SetOptions) -> None:
         note(f"changed from the next pass on: {words}" if words else "nothing changed")
 
 
-def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
-    """The control of a server: at `url`, or of the server that was started here with --live."""
+def control_of(url: str | None, owner: str = "") -> SettingsClient:
+    """Return the control of a server: at `url`, or of the server that was started here with --live.
+
+    The key is in the environment (`CONTROL_KEY_VARIABLE`), else in the server's record on this
+    machine.
+    """
     from toolkit.endpoints.control_keys import known_keys
     from toolkit.endpoints.settings import SettingsClient
 
@@ -67,7 +70,8 @@ def control_of(url: str | None, key: str, owner: str = "") -> SettingsClient:
         urls = ", ".join(known)
         raise InputError(f"several servers with live settings run here: {urls}", "give --url")
     found = url or next(iter(known), LOCAL)
-    return SettingsClient(found, key or known.get(found.rstrip("/"), ""), owner)
+    key = os.environ.get(CONTROL_KEY_VARIABLE) or known.get(found.rstrip("/"), "")
+    return SettingsClient(found, key, owner)
 
 
 def _show(state: LiveState) -> None:

@@ -202,10 +202,7 @@ class ConvertOptions(ReadOptions):
     duration: float | None = option(None, "Keep this many seconds from --start on.", min=0.0)
     rate: float | None = option(None, "Scale arrival times to this mean rate, requests/s.")
     draw_rate: float | None = option(
-        None, "Draw new arrival times at this rate, for traces without times."
-    )
-    cv: float | None = option(
-        None, "With --draw-rate: coefficient of variation of the gaps; default: 1, Poisson."
+        None, "Draw new arrival times at this rate (Poisson), for traces without times."
     )
     grow: list[str] | None = option(
         None,
@@ -244,17 +241,14 @@ def convert(args: ConvertOptions) -> None:
     if args.rate is not None and args.draw_rate is not None:
         both = f"--rate {args.rate:g} and --draw-rate {args.draw_rate:g}"
         raise InputError(f"{both} contradict each other", "give one of them")
-    if args.draw_rate is None:
+    if args.draw_rate is None and args.repeat == 1 and not args.grow:
         why = "without --draw-rate nothing is drawn"
-        refuse_useless({"--cv": args.cv}, why, "add --draw-rate")
-        if args.repeat == 1 and not args.grow:
-            refuse_useless({"--seed": args.seed}, why, "add --draw-rate")
+        refuse_useless({"--seed": args.seed}, why, "add --draw-rate")
     growths = [Growth.parsed(words) for words in args.grow or []]
     loaded, report = _read(args)
     added = None
     if args.draw_rate is not None:
-        arrivals = Arrivals(args.draw_rate, 1.0 if args.cv is None else args.cv)
-        loaded = draw_arrivals(loaded, arrivals, args.seed or 0)
+        loaded = draw_arrivals(loaded, Arrivals(args.draw_rate, 1.0), args.seed or 0)
     if growths:
         clock_s = report.clock_s if args.draw_rate is None else None
         loaded, added = grown(loaded, growths, clock_s, args.seed or 0)
@@ -281,6 +275,7 @@ def _put(trace: Trace, out: Path, as_json: bool, added: int | None = None) -> No
 
 PROMPT = "lognormal:400:1"
 OUTPUT = "lognormal:120:0.75"
+TEMPLATE_TOKENS = 512
 
 
 _shared = partial(option, rich_help_panel="What prompts share")
@@ -318,11 +313,9 @@ class GenerateOptions:
     )
     templates: int | None = _shared(
         None,
-        "Begin prompts with one of this many templates; the k-th has a weight of 1/k.",
+        f"Begin prompts with one of this many templates of {TEMPLATE_TOKENS} tokens; the k-th has "
+        "a weight of 1/k.",
         min=1,
-    )
-    template_tokens: str | None = _shared(
-        None, "Lengths of the templates, as --prompt; default: fixed:512."
     )
     seed: int = option(0, "Draw from this seed; the same seed gives the same trace.", min=0)
     as_json: JsonOption = False
@@ -390,19 +383,13 @@ def _page_lengths(path: Path, longest: int) -> tuple[DrawnLengths, DrawnLengths]
 
 
 def _content(args: GenerateOptions) -> SharedContent | None:
-    """Return what generated prompts share. Raises `InputError` if an option has no effect."""
+    """Return what generated prompts share; None: nothing."""
     from toolkit.traces.generate import SharedContent, parse_lengths
 
-    if args.templates is None:
-        needs = {"--template-tokens": args.template_tokens}
-        refuse_useless(needs, "there are no templates", "add --templates")
     if not (args.system_tokens or args.templates):
         return None
-    return SharedContent(
-        args.system_tokens or 0,
-        args.templates or 0,
-        parse_lengths(args.template_tokens or "fixed:512"),
-    )
+    lengths = parse_lengths(f"fixed:{TEMPLATE_TOKENS}")
+    return SharedContent(args.system_tokens or 0, args.templates or 0, lengths)
 
 
 def _show(trace: Trace, report: ReadReport, found: Description) -> None:

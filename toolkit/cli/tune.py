@@ -105,18 +105,12 @@ class TuneOptions(ScenarioOptions):
         metavar="URL",
     )
     minutes: float = _running(10.0, "Measure for so long.", min=0.1)
-    plan_out: Path = _running(
-        Path("live-plan.json"), "Write the plan that starts with the best settings to this file."
-    )
-    control_key: str = _running(
-        "", arguments.CONTROL_KEY_HELP, envvar=arguments.CONTROL_KEY_VARIABLE
-    )
     as_json: JsonOption = False
 
 
 @command_of(
     TuneOptions, "recipe", "trace", "fit", "sla", "force", "rate", "load", "concurrency",
-    "workers", "seed", "api_key",
+    "workers", "seed",
 )  # fmt: skip
 def command(args: TuneOptions) -> None:
     """Search the scheduler's policy and parameters on windows of a trace, and judge the best on
@@ -131,7 +125,8 @@ def command(args: TuneOptions) -> None:
 
     With --live the settings are tried on a running server, in short bursts of the trace, without a
     restart. It ends with the best settings if their gain is sure, else, and after Ctrl-C, with the
-    settings of before. The same command goes on from its journal.
+    settings of before. live-plan.json beside the result starts with the best ones. The same command
+    goes on from its journal.
     """
     if args.live is not None:
         from toolkit.cli.tune_live import tune_live

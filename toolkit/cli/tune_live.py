@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 OUT = Path("tuning.json")  # the default of `llmctl tune`, which has another form
 LIVE_OUT = Path("live-tuning.json")
+PLAN_OUT = "live-plan.json"  # beside it
+API_KEY_VARIABLE = "LLMCTL_API_KEY"
 HERE = "here"
 WINDOWS = 4
 BURSTS = 200  # that a search's time is for
@@ -55,13 +57,14 @@ def tune_live(args: TuneOptions) -> None:
         why,
     )  # fmt: skip
     out = LIVE_OUT if args.out == OUT else args.out
-    for file in (out, args.plan_out):
+    plan_out = out.with_name(PLAN_OUT)
+    for file in (out, plan_out):
         check_writable(file)
     scenario = Scenario.of_plan(replace(args, plan=args.recipe))
     plan = scenario.plan
     assert plan is not None
     inputs = {"plan": args.recipe}
-    keep_inputs({**inputs, "out": out, "plan_out": args.plan_out})
+    keep_inputs({**inputs, "out": out, "plan_out": plan_out})
     if plan.settings.policy != VllmPolicy.name or plan.workers != 1:
         raise InputError(
             f"--live tunes vLLM's own scheduler on one server; the plan has policy "
@@ -72,9 +75,9 @@ def tune_live(args: TuneOptions) -> None:
     trace = scenario.read_trace()
     inputs |= {"trace": scenario.trace_file}
     owner = f"llmctl tune --live (process {os.getpid()} on {platform.node()})"
-    control = control_of(None if args.live == HERE else args.live, args.control_key, owner)
+    control = control_of(None if args.live == HERE else args.live, owner)
     control.hold(FIRST_LEASE_S)  # a server without a control, or with another tuner, is named first
-    target = find_target(control.url, None, args.api_key)
+    target = find_target(control.url, None, os.environ.get(API_KEY_VARIABLE, ""))
     rate = args.rate or recipe.tune.request_rate_rps
     settings = RequestSettings(rate, seed=unused_seed(), loop="open")
     setup = prepare_replay(target, trace, plan, settings, warn if args.force else None)
@@ -107,9 +110,9 @@ def tune_live(args: TuneOptions) -> None:
     parameters = plan.settings.parameters | chosen
     found = plan.settings.model_copy(update={"parameters": parameters})
     made = plan.model_copy(update={"settings": found, "outcome": NO_OUTCOME, "explained": {}})
-    write_file(made, args.plan_out)
+    write_file(made, plan_out)
     emit(args.as_json, result, lambda: _show(result))
-    note(f"wrote {out}, and {args.plan_out}, which starts with the settings that it has now")
+    note(f"wrote {out}, and {plan_out}, which starts with the settings that it has now")
 
 
 def _show(result: LiveTuning) -> None:

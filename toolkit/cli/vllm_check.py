@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 
-from toolkit.cli.arguments import JsonOption, command_of, option
+from toolkit.cli.arguments import JsonOption
 from toolkit.cli.output import emit, note, table
 from toolkit.errors import TargetMissedError
 
 
-@dataclass(frozen=True, slots=True)
-class VllmCheckOptions:
-    python: str = option(
-        "", "The Python that has vLLM; default: LLMCTL_VLLM_PYTHON, else llmctl's own."
-    )
-    as_json: JsonOption = False
-
-
-@command_of(VllmCheckOptions)
-def command(args: VllmCheckOptions) -> None:
+def command(as_json: JsonOption = False) -> None:
     """Compare the installed vLLM with what llmctl knows of it, without a GPU and without weights.
+
+    LLMCTL_VLLM_PYTHON names the Python that has vLLM; without it llmctl's own is asked.
 
     First its files: every import, method, attribute, flag and metric that llmctl touches. Then its
     schedulers, which plan the workloads that ship beside the simulator's model of them, pass by
@@ -35,7 +27,7 @@ def command(args: VllmCheckOptions) -> None:
     from toolkit.backends.vllm.setup import PYTHON_VARIABLE
     from toolkit.backends.vllm.touched import CAPABILITIES, TOUCHED
 
-    python = args.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+    python = os.environ.get(PYTHON_VARIABLE) or sys.executable
     found = compare(python, shipped_cases())
     kept = keep(found)
 
@@ -56,7 +48,7 @@ def command(args: VllmCheckOptions) -> None:
             print(f"{kind}: not compared, since its models are refused by name: {why}")
         print(f"{found.passes:,} passes in {found.seconds:g} s")
 
-    emit(args.as_json, found, show)
+    emit(as_json, found, show)
     note(f"wrote {kept}; tune, capacity and simulate cite it")
     if not found.agrees:
         lacking = {need for item in TOUCHED if item.words in found.missing for need in item.needs}

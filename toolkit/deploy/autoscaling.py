@@ -130,13 +130,11 @@ class Pods:
 
     Attributes:
         count: pods at the beginning.
-        max_replicas: of the command line; 0: not given.
         selector: label matchers of the pods' own series.
         front_selector: of the series of the front before them; '': there is none.
     """
 
     count: Sourced[int]
-    max_replicas: int
     selector: str
     front_selector: str
 
@@ -184,9 +182,7 @@ def of_queue(
     threshold = _half(breaking)
     most = Sourced(fewest, "nothing scales")
     if threshold.value is not None:
-        most = Sourced(2 * fewest, "twice the replicas; change it with --max-replicas")
-        if pods.max_replicas:
-            most = Sourced(max(pods.max_replicas, fewest), "--max-replicas")
+        most = Sourced(2 * fewest, "twice the replicas; change it here")
         about = f"the queue, and what it grows by until another replica serves: {ready.source}"
         query = _growing(pods.series(waiting), ready.value)
         triggers = (Trigger(query, about, Sourced(str(threshold.value), threshold.source)),)
@@ -256,8 +252,6 @@ def of_rule(plan: Plan, pods: Pods) -> Autoscaling:
         )
     why = {key: one.source for key, one in plan.explained.items()}
     most = Sourced(max(scale.max, pods.count.value), why.get("scale.max", "recipe: scale.max"))
-    if pods.max_replicas:
-        most = Sourced(max(pods.max_replicas, scale.min), "--max-replicas")
     if isinstance(rule, StaticRule):
         most = pods.count
     limits = {

@@ -31,8 +31,8 @@ Flag = Sourced[list[str]]
 def vllm_start(values: Values) -> dict[str, object]:
     """Return what the template of serve.sh reads: the command, its flags, and remarks.
 
-    Raises `InputError` for a plan whose laws are of another engine, for a policy that cannot run
-    inside vLLM, and for a model that vLLM cannot load.
+    Raises `InputError` where the plan is of another engine, where its policy cannot run inside
+    vLLM, and where vLLM cannot load the model.
     """
     plan = values.plan
     recipe = values.recipe

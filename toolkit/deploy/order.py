@@ -99,7 +99,6 @@ class Options:
     Args:
         image: '': the target's pinned default.
         replicas: 0: as many as the tuning found, or 1.
-        max_replicas: 0: twice the replicas.
         prometheus: the URL that KEDA queries.
         model_claim: a volume claim with the cache of models.
         folder: the absolute path of the rendered files, for units that name them.
@@ -113,7 +112,6 @@ class Options:
     image: str = ""
     namespace: str = "default"
     replicas: int = 0
-    max_replicas: int = 0
     prometheus: str = "http://prometheus-operated.monitoring.svc:9090"
     model_claim: str = ""
     folder: str = ""

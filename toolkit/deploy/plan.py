@@ -3,12 +3,11 @@
 The same files give the same plan, to the byte. Nothing is measured or searched here. The parts, in
 order: making a plan (`make_plan`), changing its number of workers (`with_workers`), the choice of a
 policy with the sources of its values, the explanation of each value (its measurement, trial or
-file), and the comparison of two plans (`differences`).
+file), and the comparison of two plans (`differs`).
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from toolkit.sched.policies.vllm import VllmPolicy, refuse_later
 from toolkit.units import bracketed, counted, number
 
 Explained = dict[str, Explanation]
-NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differences` ignores
+NOT_COMPARED = {"environment", "tool_version", "explained"}  # keys that `differs` ignores
 BEHAVIOUR = "behaviour."  # how the keys of limits of a change of the number begin
 LIMITS = "limits"  # the key that says whether a plan keeps its limits
 
@@ -442,12 +441,9 @@ def _explanation(value: ParameterValue, source: str) -> Explanation:
     return Explanation(value=text.lower() if isinstance(value, bool) else text, source=source)
 
 
-def differences(old: Plan, new: Plan) -> str:
-    """Return a unified diff of two plans; '' where they are alike.
-
-    The versions and machines that wrote them, and their explanations, are not compared.
+def differs(one: Plan, other: Plan) -> bool:
+    """Whether two plans serve differently. The versions and machines that wrote them, and their
+    explanations, are not compared.
     """
-    before, after = (
-        plan.model_dump_json(indent=1, exclude=NOT_COMPARED).splitlines() for plan in (old, new)
-    )
-    return "\n".join(difflib.unified_diff(before, after, "in the file", "now", lineterm=""))
+    before, after = (plan.model_dump_json(exclude=NOT_COMPARED) for plan in (one, other))
+    return before != after

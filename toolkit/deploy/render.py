@@ -13,7 +13,6 @@ A missing value is an error, never an empty string. Each value is quoted for its
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -365,26 +364,6 @@ def read_manifest(folder: Path) -> Manifest | None:
     return validate(Manifest, read_bytes(path), path, "render to another folder")
 
 
-def changes(files: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return a unified diff of each file that `write` would change or remove, by its name."""
-    manifest = read_manifest(folder)
-    gone = {name: "" for name in manifest.files if name not in files} if manifest else {}
-    found = {}
-    for name, content in (dict(files) | gone).items():
-        path = inside(folder, name)
-        old = read_bytes(path).decode(errors="replace") if path.exists() else ""
-        lines = difflib.unified_diff(
-            old.splitlines(keepends=True),
-            content.splitlines(keepends=True),
-            f"{name} (there)",
-            f"{name} (rendered)",
-        )
-        whole = (ln if ln.endswith("\n") else f"{ln}\n\\ no newline at the end\n" for ln in lines)
-        if diff := "".join(whole):
-            found[name] = diff
-    return found
-
-
 def write(files: Mapping[str, str], folder: Path, target: str, *, force: bool) -> Manifest:
     """Write all files, each atomically, then the manifest; remove files of an earlier rendering.
 
@@ -402,7 +381,7 @@ def write(files: Mapping[str, str], folder: Path, target: str, *, force: bool) -
         names = ", ".join(str(folder / name) for name in edited)
         raise InputError(
             f"changed by hand since they were rendered: {names}",
-            "see what differs with --check; --force writes over them",
+            "render to another folder to see what differs; --force writes over them",
         )
     mask = os.umask(0o022)  # the mask can only be read by setting it
     os.umask(mask)

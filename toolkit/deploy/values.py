@@ -391,7 +391,7 @@ class Values:
         if self.front:
             own, front = self.replica_selector, self.selector
             waiting = "vllm:num_requests_waiting"
-        pods = Pods(self.count, self.options.max_replicas, own, front)
+        pods = Pods(self.count, own, front)
         if self.plan.settings.scaling is not None:
             return of_rule(self.plan, pods)
         load = reckon.load_s(self.order)

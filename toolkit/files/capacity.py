@@ -42,7 +42,7 @@ class CapacityPoint(Strict):
 
 
 class Needed(Strict):
-    """The fewest workers that keep all limits at the wanted rate, with `lost` of them lost."""
+    """The fewest workers that keep all limits at the wanted rate."""
 
     workers: int = Field(description="one less breaks a limit")
     gpus: int = Field(description="of all workers")
@@ -93,8 +93,7 @@ class CapacityOf(Strict):
 
     recipe: str = Field(description="its name")
     settings: str = Field(
-        description="'defaults', 'tuned', 'policy NAME', 'router NAME' or the words of --also, and "
-        "how many workers are lost"
+        description="'defaults', 'tuned', 'policy NAME', 'router NAME' or the words of --also"
     )
     changed: dict[str, JsonValue] = Field(
         default_factory=dict, description="keys of the recipe that --also changed, by their paths"
@@ -104,7 +103,6 @@ class CapacityOf(Strict):
     parameters: dict[str, ParameterValue] = Field(description="where they are not the defaults")
     router: RouterSpec | None = Field(description="before several replicas; null elsewhere")
     workers: int = Field(description="their number")
-    lost: int = Field(0, description="so many of them are lost; the figures are of the others")
     gpus: int = Field(description="of all workers")
     judged_requests: int = Field(description="of the trace, which the figures are about")
     of_requests: int = Field(description="of the trace; if more, its busiest part was judged")

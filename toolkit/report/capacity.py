@@ -36,34 +36,24 @@ def shared_changes(result: Capacities) -> str:
 
 
 def conclusion(result: Capacities) -> list[str]:
-    """The answer in a few sentences: first with all workers, then with some of them lost; what each
-    changed key brings; and the fewest workers for the wanted rate.
+    """Return the answer in a few sentences: the highest rate, what each changed key brings, and the
+    fewest workers for the wanted rate.
     """
-    numbers = sorted({one.lost for one in result.capacities})
-    several = len(result.capacities) > len(numbers)
-    lines = []
-    for lost in numbers:
-        group = [one for one in result.capacities if one.lost == lost]
-        lines += _highest(group, lost, several=several)
-        lines += [_effect(one, group) for one in group if one.changed]
-    if result.wanted_rps is None:
-        return lines
-    for lost in numbers:
-        group = [one for one in result.capacities if one.lost == lost]
-        lines += _fewest(group, lost, f"{number(result.wanted_rps)} requests/s")
+    lines = _highest(result.capacities)
+    lines += [_effect(one, result.capacities) for one in result.capacities if one.changed]
+    if result.wanted_rps is not None:
+        lines.append(_fewest(result.capacities, f"{number(result.wanted_rps)} requests/s"))
     return lines
 
 
-def _highest(group: list[CapacityOf], lost: int, *, several: bool) -> list[str]:
+def _highest(capacities: list[CapacityOf]) -> list[str]:
     """Up to which rate the best of these settings keeps the targets; nothing where none does."""
-    kept = [one for one in group if one.capacity_rps is not None]
+    kept = [one for one in capacities if one.capacity_rps is not None]
     if not kept:
         return []
     best = max(kept, key=lambda one: one.capacity_rps or 0.0)
     most = f"{number(best.capacity_rps or 0.0)} requests/s{bracketed('; '.join(_errors(best)))}"
-    which = f"{best.name}: " if several else ""
-    if lost and not several:
-        which = f"{lost} of {counted(best.workers, 'worker')} lost: "
+    which = f"{best.name}: " if len(capacities) > 1 else ""
     lines = [f"{which}all targets hold up to {most} on {best.traffic}"]
     if best.at_least:
         lines.append("at more, the trace is over before its queue could grow")
@@ -103,17 +93,16 @@ def _effect(one: CapacityOf, group: list[CapacityOf]) -> str:
     return f"{one.name}: {times}"
 
 
-def _fewest(group: list[CapacityOf], lost: int, wanted: str) -> list[str]:
+def _fewest(capacities: list[CapacityOf], wanted: str) -> str:
     """Return the fewest GPUs for the wanted rate, in a sentence; the table has the costs."""
-    able = [one for one in group if one.needed is not None]
-    spare = f" with {lost} lost" if lost else ""
+    able = [one for one in capacities if one.needed is not None]
     if not able:
-        return [f"no number of workers that was tried keeps the targets at {wanted}{spare}"]
+        return f"no number of workers that was tried keeps the targets at {wanted}"
     fewest = min(able, key=lambda one: one.needed.gpus if one.needed else 0)
     assert fewest.needed is not None
     gpus = counted(fewest.needed.gpus, "GPU")
     about = bracketed(changes_in_words(fewest.scaling))
-    return [f"the fewest for {wanted}{spare}{about}: {gpus}, {fewest.name}"]
+    return f"the fewest for {wanted}{about}: {gpus}, {fewest.name}"
 
 
 def capacity_page(result: Capacities) -> str:

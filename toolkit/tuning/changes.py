@@ -59,7 +59,7 @@ OWN_RECIPE = "make a recipe of its own, and name both"
 INSTEAD = {
     "policy.name": "use --policies NAME",
     "engine.name": OWN_RECIPE,
-    "hardware.usd_per_hour": "use --price GPU=USD",
+    "hardware.usd_per_hour": "use --price USD",
     "hardware": OWN_RECIPE,
     "model.max_model_len": f"it changes the requests' lengths, too: {OWN_RECIPE}",
     "serve.max_new_tokens": f"it changes the requests' lengths, too: {OWN_RECIPE}",

@@ -1,9 +1,8 @@
 """Deployments that are compared by their capacity, on one trace.
 
 `variants_of` lists the settings of a recipe: its own, a tuning's recommendation, other policies,
-other routers. `with_lost` adds each of them with some of its workers lost. `capacity_of` finds for
-each the highest rate and the highest concurrency that keep all limits, and how many workers a given
-rate takes.
+other routers. `capacity_of` finds for each the highest rate and the highest concurrency that keep
+all limits, and how many workers a given rate takes.
 """
 
 from __future__ import annotations
@@ -64,24 +63,12 @@ class Variant:
     Attributes:
         label: what its settings are: "defaults", "tuned", "policy NAME", "router NAME", or the
             changed keys.
-        lost: how many of its workers are gone. It has the capacity of the others.
         changed: keys of the recipe, by their paths, that differ from the recipe's file.
     """
 
     deployment: Deployment
     label: str
-    lost: int = 0
     changed: Mapping[str, JsonValue] = field(default_factory=dict)
-
-    @property
-    def left(self) -> Deployment:
-        """The same settings on the workers that are not lost."""
-        whole = self.deployment
-        return whole.with_workers(whole.workers - self.lost) if self.lost else whole
-
-    def with_workers(self, workers: int) -> Variant:
-        """The same settings on so many workers, of which as many are lost."""
-        return replace(self, deployment=self.deployment.with_workers(workers))
 
 
 @dataclass(slots=True, frozen=True)
@@ -101,7 +88,7 @@ class FoundCapacity:
     variant: Variant
     rate: Capacity | None
     concurrency: Capacity | None
-    needed: Variant | None
+    needed: Deployment | None
     lowest: LoadPoint | None = None
     interval: LawInterval | None = None
 
@@ -191,35 +178,6 @@ def check_sharing(variant: Variant, trace: Trace) -> None:
     )
 
 
-def with_lost(variants: Sequence[Variant], lost: int, *, sized: bool) -> list[Variant]:
-    """Return each of the variants, and after it the same with `lost` of its workers lost.
-
-    Args:
-        sized: the number of workers is not given but searched, so there may be too few: the second
-            then has as many as are lost and one more.
-
-    Raises `InputError` where no worker would be left.
-    """
-    found = []
-    for one in variants:
-        workers = one.deployment.workers
-        name = one.deployment.recipe.name
-        if one.deployment.one_server:
-            raise InputError(
-                f"--lost {lost}: {one.label} runs inside one server, of which none can be lost",
-                "leave --policies out",
-            )
-        if lost >= workers and not sized:
-            raise InputError(
-                f"--lost {lost}: {name} has {workers} worker{'s' * (workers > 1)}; the "
-                f"limit is {workers - 1}, so that one is left",
-                f"give more workers: --workers {lost + 1}, or --rate to find how many",
-            )
-        whole = one.with_workers(max(workers, lost + 1))
-        found += [one, replace(whole, label=f"{one.label}, {lost} lost", lost=lost)]
-    return found
-
-
 def _policies(recipe: Recipe, fit: Fit, named: Sequence[str]) -> list[str]:
     engine = recipe.engine.name
     if ALL in named:
@@ -255,8 +213,8 @@ def capacity_of(
     Raises `InputError` where the trace has no rate, or is too short for `rate_rps`, however often
     it is repeated.
     """
-    left = variant.left
-    task = whole_task(left, trace)
+    deployment = variant.deployment
+    task = whole_task(deployment, trace)
     tried: list[LoadPoint] = []
     rate = rate_capacity(task, evaluate, tried)
     at_once = None
@@ -264,11 +222,11 @@ def capacity_of(
         at_once = concurrency_capacity(task, evaluate, rate)
     needed = None
     if rate_rps is not None:
-        guess = rate_rps / rate.load * left.workers + variant.lost if rate else 1.0
-        broken = [variant.deployment.workers] if _breaks(tried, rate_rps) else []
-        needed = fewest_workers(variant, trace, rate_rps, guess, evaluate, broken)
+        guess = rate_rps / rate.load * deployment.workers if rate else 1.0
+        broken = [deployment.workers] if _breaks(tried, rate_rps) else []
+        needed = fewest_workers(deployment, trace, rate_rps, guess, evaluate, broken)
     lowest = None if rate else min(tried, key=lambda point: point.load, default=None)
-    interval = _interval(left, trace, evaluate, rate) if rate else None
+    interval = _interval(deployment, trace, evaluate, rate) if rate else None
     return FoundCapacity(variant, rate, at_once, needed, lowest, interval)
 
 
@@ -359,16 +317,15 @@ def concurrency_capacity(task: Task, evaluate: Evaluate, rate: Capacity | None) 
 
 
 def fewest_workers(
-    variant: Variant,
+    deployment: Deployment,
     trace: Trace,
     rate_rps: float,
     guess: float,
     evaluate: Evaluate,
     broken: Sequence[int] = (),
-) -> Variant | None:
-    """The deployment with the fewest workers of which those that are not lost keep every limit at
-    this rate: one less does not. None where no number up to `WORKERS_MAX` does, or where it cannot
-    have more workers.
+) -> Deployment | None:
+    """The deployment with the fewest workers that keep every limit at this rate: one less does not.
+    None where no number up to `WORKERS_MAX` does, or where it cannot have more workers.
 
     `broken`: numbers of workers of which it is known that they do not.
     """
@@ -377,7 +334,7 @@ def fewest_workers(
 
     def judge(counts: Sequence[int]) -> None:
         new = [count for count in counts if count not in found]
-        sized = [variant.with_workers(count).left for count in new]
+        sized = [deployment.with_workers(count) for count in new]
         done = evaluate([at_rate(whole_task(one, trace), rate_rps) for one in sized])
         found.update(zip(new, (one.outcome.kept for one in done), strict=True))
 
@@ -385,24 +342,23 @@ def fewest_workers(
         judge([count])
         return found[count]
 
-    if variant.deployment.one_server:
-        return variant.with_workers(1) if keeps(1) else None
-    least = variant.lost + 1
-    first = max(math.ceil(guess), least)
-    judge([count for count in (first - 1, first) if least <= count <= WORKERS_MAX])  # two at a time
-    count = fewest(keeps, first, least)
-    return None if count is None else variant.with_workers(count)
+    if deployment.one_server:
+        return deployment.with_workers(1) if keeps(1) else None
+    first = max(math.ceil(guess), 1)
+    judge([count for count in (first - 1, first) if 1 <= count <= WORKERS_MAX])  # two at a time
+    count = fewest(keeps, first)
+    return None if count is None else deployment.with_workers(count)
 
 
-def fewest(keeps: Callable[[int], bool], guess: int = 1, least: int = 1) -> int | None:
-    """Return a number that `keeps` while the number below it does not, or the `least`; None where
-    none does up to `WORKERS_MAX`.
+def fewest(keeps: Callable[[int], bool], guess: int = 1) -> int | None:
+    """Return a number that `keeps` while the number below it does not, or 1; None where none does
+    up to `WORKERS_MAX`.
 
     It goes up or down from the guess in steps that double, and then bisects. Where more workers are
     not always better (a router may distribute badly), a smaller number may exist.
     """
-    low = least - 1
-    high = min(max(guess, least), WORKERS_MAX)
+    low = 0
+    high = min(max(guess, 1), WORKERS_MAX)
     step = 1
     while not keeps(high):
         if high == WORKERS_MAX:

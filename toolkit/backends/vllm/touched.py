@@ -337,7 +337,7 @@ class Missing:
 def check(installed: Installed, needs: Iterable[Need] = CAPABILITIES) -> list[Missing]:
     """What of `TOUCHED` a version lacks, by its source files."""
     if installed.folder is None:
-        raise EngineError("vLLM's files were not found", "name the Python that has them: --python")
+        raise EngineError("vLLM's files were not found", "name their Python: LLMCTL_VLLM_PYTHON")
     wanted = set(needs)
     sources = Sources(installed.folder)
     found = []

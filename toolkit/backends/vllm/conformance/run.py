@@ -69,7 +69,7 @@ def compare(python: str, cases: Sequence[Case]) -> Conformance:
     vLLM than was found.
     """
     start_s = time.monotonic()
-    installed = read_vllm(python, f"name the Python that has it: --python, or {PYTHON_VARIABLE}")
+    installed = read_vllm(python, f"name the Python that has it: {PYTHON_VARIABLE}")
     missing = check(installed)
     assert installed.folder is not None  # `check` has read it
     sources = Sources(installed.folder)
