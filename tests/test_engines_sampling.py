@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from toolkit.engines.protocol import Row, SamplingParams, mix, uniform
+from toolkit.engines.protocol import Row, SamplingParams
 from toolkit.engines.sampling import AHEAD, Sampler, uniforms
+from toolkit.estimators.memory import mix, uniform_draw
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +114,7 @@ def test_eos_is_not_drawn_before_min_tokens() -> None:
 def test_hashes_are_stable() -> None:
     assert mix(1, 2) == mix(1, 2 + (1 << 64)) == 0xBCD9DBB49673066B
     assert mix(1, 2) != mix(2, 1)
-    assert all(0.0 <= uniform(seed, 1) < 1.0 for seed in (-5, 0, 1 << 70))
+    assert all(0.0 < uniform_draw(seed, 1) < 1.0 for seed in (-5, 0, 1 << 70))
 
 
 def test_a_regrouped_sampler_draws_the_same_tokens() -> None:
@@ -150,7 +151,9 @@ def test_numbers_of_many_draws_are_those_of_each_draw() -> None:
     seeds = [0, 1, 7, -3, (1 << 63) - 1, -(1 << 63), 0x9E3779B97F4A7C15 - (1 << 64)]
     positions = torch.tensor([0, 1, 63, 64, 1 << 40])
     found = uniforms(torch.tensor(seeds)[:, None], positions[None, :])
-    assert found.tolist() == [[uniform(s, p) for p in positions.tolist()] for s in seeds]
+    # 32 random bits each: few enough that a product with a sum in 64 bits stays below the sum
+    expected = [[(mix(s, p) >> 32) * 2.0**-32 for p in positions.tolist()] for s in seeds]
+    assert found.tolist() == expected
 
 
 def test_draws_past_the_prepared_ones_are_a_new_sampler_s() -> None:

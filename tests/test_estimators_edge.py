@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.scls_figures import DEEPSPEED_RULES
 from toolkit.estimators.memory import (
-    PAPER_DEEPSPEED_RULES,
     DrawnEdge,
     RuleMemory,
     ZetaMemory,
@@ -18,7 +18,7 @@ batch_ids = st.integers(0, 2**40)
 
 
 @given(
-    st.sampled_from([ZetaMemory(10_000, 0.9), RuleMemory(PAPER_DEEPSPEED_RULES)]),
+    st.sampled_from([ZetaMemory(10_000, 0.9), RuleMemory(DEEPSPEED_RULES)]),
     st.integers(1, 1900),
     st.integers(1, 148),
     batch_ids,

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.scls_figures import DEEPSPEED_RULES
 from toolkit.errors import InputError
 from toolkit.estimators.laws import DECODE_TERMS, PREFILL_TERMS, LinearLaw
-from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
+from toolkit.estimators.memory import RuleMemory, ZetaMemory
 from toolkit.laws.features import StepShape, chunk_attended
 from toolkit.laws.passes import PassLaw
 
@@ -140,7 +141,7 @@ def test_a_row_is_not_lost_to_rounding(rows, length, steps, reserve):
 
 
 def test_algorithm_2_as_the_paper_prints_it():
-    law = RuleMemory(PAPER_DEEPSPEED_RULES)
+    law = RuleMemory(DEEPSPEED_RULES)
     totals = np.array([1, 512, 513, 1024, 1025, 2048])
     assert law.max_batch(totals - 1, 1, 0.0).tolist() == [28, 28, 22, 22, 12, 12]
     assert law.max_batch(np.array([100]), 28, 0.1).tolist() == [25], "less its reserve"
@@ -148,6 +149,6 @@ def test_algorithm_2_as_the_paper_prints_it():
 
 def test_rules_that_do_not_descend_and_no_capacity_are_refused():
     with pytest.raises(InputError, match=r"length_above \[0, 512, 1024\]"):
-        RuleMemory(PAPER_DEEPSPEED_RULES[::-1])
+        RuleMemory(DEEPSPEED_RULES[::-1])
     with pytest.raises(InputError, match="0 tokens"):
         ZetaMemory(0)

@@ -36,7 +36,7 @@ from toolkit.estimators.model_shapes import (
 from toolkit.laws.features import StepShape
 
 ONE = np.array([1.0])
-ATTENTION = AttentionShapes(heads=32, kv_heads=8, head_dim=128)
+ATTENTION = AttentionShapes(heads=32, kv_heads=8, head_dim=128, value=128)
 
 
 def model_of(*sorts: LayerShapes) -> ModelShapes:
@@ -295,15 +295,15 @@ def test_states_are_read_and_written_by_each_row(name: str) -> None:
 def test_heads_of_other_sizes_are_refused_where_they_were_not_measured() -> None:
     h200 = measured_operators("h200_sxm")
     b200 = measured_operators("b200_sxm")
-    long = dense_of(replace(ATTENTION, head_dim=512))
+    long = dense_of(replace(ATTENTION, head_dim=512, value=512))
     assert b200.pass_seconds(long, [DECODE])[0] > 0
     with pytest.raises(InputError, match=r"keys of 512 .*bfloat16 on h200_sxm"):
         h200.pass_seconds(long, [DECODE])
-    narrow = replace(dense_of(replace(ATTENTION, head_dim=256)), cache_bytes=1)
+    narrow = replace(dense_of(replace(ATTENTION, head_dim=256, value=256)), cache_bytes=1)
     assert b200.pass_seconds(narrow, [DECODE])[0] > 0
     with pytest.raises(InputError, match=r"keys of 256 .*fp8 on h200_sxm"):
         h200.pass_seconds(narrow, [DECODE])
-    uneven = dense_of(replace(ATTENTION, head_dim=192, value_dim=128))
+    uneven = dense_of(replace(ATTENTION, head_dim=192))
     assert h200.pass_seconds(uneven, [DECODE])[0] > 0
     with pytest.raises(InputError, match=r"keys of 192 and values of 128 .*b200_sxm"):
         b200.pass_seconds(uneven, [DECODE])

@@ -26,7 +26,8 @@ from statistics import fmean
 from benchmarks.common.command import make_parser, over_seeds
 from benchmarks.common.results_file import markdown
 from toolkit.estimators.laws import LinearLaw, bilinear_law
-from toolkit.estimators.memory import PAPER_DEEPSPEED_RULES, RuleMemory, ZetaMemory
+from toolkit.estimators.memory import RuleMemory, ZetaMemory
+from toolkit.files.fit import BatchRule
 from toolkit.sched.policies import make_policy
 from toolkit.sched.policies.parameters import Value
 from toolkit.sim.api import simulate
@@ -37,6 +38,12 @@ from toolkit.traces.types import Trace
 HF_LAW = bilinear_law(p=(1.3e-4, 1e-3, 1e-5, 0.03), d=(3.5421e-6, 2e-4, 5e-7, 0.022956))
 DS_LAW = bilinear_law(p=(1e-4, 5e-4, 5e-6, 0.02), d=(1e-6, 2e-4, 3e-7, 0.0165))
 PAGED = ZetaMemory(33_792)
+# Algorithm 2: LLaMA2-13B under DeepSpeed on 80 GB, L + S <= 2048
+DEEPSPEED_RULES = (
+    BatchRule(length_above=1024, max_batch_size=12),
+    BatchRule(length_above=512, max_batch_size=22),
+    BatchRule(length_above=0, max_batch_size=28),
+)
 EAGER: dict[str, Value] = {"memory_reserve": 0.0}
 PAPER = EAGER | {"eager": False}
 COMMAND = "python -m benchmarks.papers.scls_figures"
@@ -58,7 +65,7 @@ class Engine:
 
 HF = Engine("transformers", World(HF_LAW, PAGED, 8, 1024, streams=False), 16, 6.0)
 DS = Engine(
-    "DeepSpeed", World(DS_LAW, RuleMemory(PAPER_DEEPSPEED_RULES), 8, 1024, streams=False), 12, 3.0
+    "DeepSpeed", World(DS_LAW, RuleMemory(DEEPSPEED_RULES), 8, 1024, streams=False), 12, 3.0
 )
 ENGINES = {engine.name: engine for engine in (HF, DS)}
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pkgutil import resolve_name
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
 from toolkit.engine_traits import traits_of
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 FinishReason = Literal["", "stop", "length"]
 
@@ -231,18 +234,34 @@ def stop_tokens(row: Row, eos_ids: Collection[int]) -> frozenset[int]:
 
 
 class LiveRow:
-    """A row that is being served: the tokens that it got since it came, and when it ends.
+    """A row that is being served: the tokens that it got since it came, when it ends, and its cache
+    while it does not decode (`toolkit.engines.suspended`).
 
     The first of `eos_ids` is the last token of a row with `end_after`.
+
+    Attributes:
+        row: as it came.
+        tokens: that it got since.
+        block: its cache beside the batch, [values]; None: it decodes, or was never prefilled.
+        on_host: whether the block is in host memory.
+        arrival: the end of the block's transfer to the device, if there is one.
     """
 
-    __slots__ = ("_eos_id", "_stops", "row", "tokens")
+    __slots__ = ("_eos_id", "_stops", "arrival", "block", "on_host", "row", "tokens")
 
     def __init__(self, row: Row, eos_ids: Sequence[int]) -> None:
         self.row = row
         self.tokens: list[int] = []
+        self.block: torch.Tensor | None = None
+        self.on_host = False
+        self.arrival: torch.cuda.Event | None = None
         self._eos_id = eos_ids[0] if eos_ids else 0
         self._stops = stop_tokens(row, eos_ids)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of its cache beside the batch."""
+        return 0 if self.block is None else self.block.nbytes
 
     @property
     def last_token(self) -> int:
@@ -358,31 +377,3 @@ class PassRecord:
         dropped = tuple(sorted(self.dropped, reverse=True))
         joined, ended = tuple(self.joined), tuple(self.ended)
         return PassOutput(self.steps, joined, ended, tokens, padded_tokens, dropped, ran_out)
-
-
-_MASK = (1 << 64) - 1
-
-
-def mix(*words: int) -> int:
-    """A 64-bit hash of integers, in order (SplitMix64).
-
-    With a generator's state, a draw would depend on the draws before it. With a key, a row that
-    moves to another batch or runs again after a crash draws the same tokens.
-    """
-    state = 0
-    for word in words:
-        state = _finish((state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK)
-    return state
-
-
-def uniform(*words: int) -> float:
-    """A number in [0, 1) with 32 random bits: few enough that its product with a float64 sum stays
-    below that sum.
-    """
-    return (mix(*words) >> 32) * 2.0**-32
-
-
-def _finish(word: int) -> int:
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
-    return word ^ (word >> 31)

@@ -40,7 +40,7 @@ from toolkit.engines.protocol import (
 from toolkit.engines.rebatch_cache import RebatchCache, RowKV
 from toolkit.engines.running import CachedRow, PrefillBatch, Prefiller, RunningBatch
 from toolkit.engines.sampling import Sampler
-from toolkit.engines.suspended import SuspendedRow, SuspendedRows
+from toolkit.engines.suspended import SuspendedRows
 from toolkit.engines.transformers_engine import TransformersEngine
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.prefills import PADDING_SHARE
@@ -269,7 +269,7 @@ class RebatchEngine(TransformersEngine):
 
     def _pause(self, number: int) -> bool:
         row = self._take_out(number)
-        self._free_spare_for(row.size_bytes)
+        self._free_spare_for(row.block_bytes)
         self._suspended.pause(number, row)
         return True
 
@@ -295,18 +295,19 @@ class RebatchEngine(TransformersEngine):
         else:
             self._prefiller.remove(number)
 
-    def _take_out(self, number: int) -> SuspendedRow:
+    def _take_out(self, number: int) -> LiveRow:
         """Remove a row that runs, is paused or waits for its prefill; partial prefills are lost."""
         if number in self._batch:
-            row = self._suspended.copy_of(*self._batch.peek(number))
+            row, cached = self._batch.peek(number)
+            self._suspended.keep(row, cached)
             self._batch.drop(number)
             return row
         if number in self._suspended:
             return self._suspended.unpause(number)
-        live = self._prefiller.remove(number)
-        if live is None:
+        waiting = self._prefiller.remove(number)
+        if waiting is None:
             raise ValueError(f"row {number} is not here")
-        return self._suspended.copy_of(live, None)
+        return waiting
 
     def _join(self, rows: Sequence[CachedRow], progress: PassRecord) -> None:
         """Embed rows into the batch together, or else one by one; drop what does not fit."""

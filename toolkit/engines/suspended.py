@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -96,28 +95,6 @@ class HostArena:
         return place
 
 
-@dataclass(slots=True, eq=False)
-class SuspendedRow:
-    """A row and its cache.
-
-    Attributes:
-        length: tokens in the cache.
-        block: the cache, [values]; None if the row was never prefilled.
-        on_host: whether the block is in host memory.
-        arrival: the end of the block's transfer to the device, if there is one.
-    """
-
-    live: LiveRow
-    length: int = 0
-    block: torch.Tensor | None = None
-    on_host: bool = False
-    arrival: torch.cuda.Event | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return 0 if self.block is None else self.block.nbytes
-
-
 class SuspendedRows:
     """Suspended rows by number.
 
@@ -136,9 +113,10 @@ class SuspendedRows:
         host_ledger: ByteLedger,
     ) -> None:
         self._shapes = shapes
+        self._values = values_per_token(shapes)
         self._like = like
         self._ledgers = (device_ledger, host_ledger)
-        self._rows: dict[int, SuspendedRow] = {}
+        self._rows: dict[int, LiveRow] = {}
         self._to_host: list[torch.cuda.Event] = []  # transfers that may not have ended
         # None: blocks in host memory stay where they are, as on a CPU.
         self._arena: HostArena | None = None
@@ -152,7 +130,7 @@ class SuspendedRows:
 
     def size_bytes(self, number: int) -> int:
         """Bytes of a row's cache, wherever it is."""
-        return self._rows[number].size_bytes
+        return self._rows[number].block_bytes
 
     @property
     def on_device(self) -> tuple[int, ...]:
@@ -161,32 +139,27 @@ class SuspendedRows:
 
     @property
     def device_tokens(self) -> int:
-        return sum(row.length for row in self._rows.values() if not row.on_host)
+        return sum(self._tokens(row) for row in self._rows.values() if not row.on_host)
 
-    def copy_of(self, live: LiveRow, cached: RowKV | None) -> SuspendedRow:
-        """A row that leaves the batch, with a copy of its cache in a block. `cached` is None for a
-        row that was not prefilled.
+    def keep(self, row: LiveRow, cached: RowKV) -> None:
+        """Copy the cache of a row that leaves the batch to a block.
 
         Nothing is charged yet, so that a row can leave when memory is full: it is copied first, and
         then its place is free.
         """
-        row = SuspendedRow(live)
-        if cached is not None:
-            row.length = cached[0][0].shape[1]
-            row.block = self._like.new_empty(row.length * values_per_token(self._shapes))
-            for (to_keys, to_values), (keys, values) in zip(self._views(row), cached, strict=True):
-                to_keys.copy_(keys)
-                to_values.copy_(values)
-        return row
+        row.block = self._like.new_empty(cached[0][0].shape[1] * self._values)
+        for (to_keys, to_values), (keys, values) in zip(self._views(row), cached, strict=True):
+            to_keys.copy_(keys)
+            to_values.copy_(values)
 
-    def pause(self, number: int, row: SuspendedRow) -> None:
+    def pause(self, number: int, row: LiveRow) -> None:
         """Keep the row on the device."""
-        self._ledgers[0].take(row.size_bytes)
+        self._ledgers[0].take(row.block_bytes)
         self._rows[number] = row
 
-    def swap_out(self, number: int, row: SuspendedRow) -> None:
+    def swap_out(self, number: int, row: LiveRow) -> None:
         """Move the row to host memory. On CUDA this starts a transfer, which `wait` ends."""
-        self._ledgers[1].take(row.size_bytes)
+        self._ledgers[1].take(row.block_bytes)
         self._rows[number] = row
         row.on_host = True
         if row.block is not None and self._arena is not None:
@@ -200,20 +173,22 @@ class SuspendedRows:
         """Return a paused row to the batch. Its cache is valid until the next call."""
         row = self.unpause(number)
         if row.block is None:
-            return row.live, None
+            return row, None
         if row.arrival is not None:
             stream = torch.cuda.current_stream(self._like.device)
             stream.wait_event(row.arrival)
             row.block.record_stream(stream)
-        return row.live, self._views(row)
+        views = self._views(row)
+        row.block = row.arrival = None
+        return row, views
 
     def drop(self, number: int) -> None:
         row = self._rows.pop(number)
-        self._ledgers[row.on_host].take(-row.size_bytes)
+        self._ledgers[row.on_host].take(-row.block_bytes)
         if row.on_host and row.block is not None and self._arena is not None:
             self._arena.give(row.block)
 
-    def unpause(self, number: int) -> SuspendedRow:
+    def unpause(self, number: int) -> LiveRow:
         """Remove a paused row and return it."""
         row = self._rows[number]
         if row.on_host:
@@ -224,8 +199,8 @@ class SuspendedRows:
     def swap_in(self, number: int) -> None:
         """Move the row from host memory to the device, paused. On CUDA this starts the transfer."""
         row = self._rows[number]
-        self._ledgers[0].take(row.size_bytes)
-        self._ledgers[1].take(-row.size_bytes)
+        self._ledgers[0].take(row.block_bytes)
+        self._ledgers[1].take(-row.block_bytes)
         row.on_host = False
         if row.block is not None and self._arena is not None:
             self.wait()  # its transfer to the host may not have ended
@@ -255,16 +230,21 @@ class SuspendedRows:
         event: torch.cuda.Event = stream.record_event()
         return event
 
-    def _views(self, row: SuspendedRow) -> RowKV:
+    def _tokens(self, row: LiveRow) -> int:
+        """Return the tokens in a row's block."""
+        return 0 if row.block is None else row.block.numel() // self._values
+
+    def _views(self, row: LiveRow) -> RowKV:
         """The block as each layer's keys and values."""
         assert row.block is not None
+        length = self._tokens(row)
         cached = []
         at = 0
         for pair in self._shapes:
             views = []
             for _, heads, _, dim in pair:
-                size = heads * row.length * dim
-                views.append(row.block[at : at + size].view(heads, row.length, dim))
+                size = heads * length * dim
+                views.append(row.block[at : at + size].view(heads, length, dim))
                 at += size
             cached.append((views[0], views[1]))
         return cached

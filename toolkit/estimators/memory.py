@@ -109,14 +109,6 @@ class RuleMemory:
         return batch_size > limit * (1.0 + shift) * (1 + ROUNDING)
 
 
-# SCLS paper, Algorithm 2: LLaMA2-13B under DeepSpeed on 80 GB, L + S <= 2048.
-PAPER_DEEPSPEED_RULES = (
-    BatchRule(length_above=1024, max_batch_size=12),
-    BatchRule(length_above=512, max_batch_size=22),
-    BatchRule(length_above=0, max_batch_size=28),
-)
-
-
 _NORMAL = NormalDist()
 _MASK = (1 << 64) - 1
 SMALLEST_DRAW = 2.0**-53
@@ -139,17 +131,21 @@ class DrawnEdge:
 
 
 def uniform_draw(seed: int, key: int) -> float:
-    """A number in (0, 1) that depends only on (seed, key): a batch draws the same number whatever
-    ran before it.
-
-    This is SplitMix64 over both words. It is a keyed hash because a generator's state would make a
-    draw depend on the order of events.
+    """Return a number in (0, 1) that depends only on (seed, key): a batch draws the same number
+    whatever ran before it.
     """
-    return max((_mix(_mix(seed & _MASK) ^ (key & _MASK)) >> 11) * 2.0**-53, SMALLEST_DRAW)
+    return max((mix(seed, key) >> 11) * 2.0**-53, SMALLEST_DRAW)
 
 
-def _mix(word: int) -> int:
-    word = (word + 0x9E3779B97F4A7C15) & _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
+def mix(*words: int) -> int:
+    """Return a hash of 64 bits of integers, in order (SplitMix64).
+
+    With a generator's state, a draw would depend on the draws before it.
+    """
+    state = 0
+    for word in words:
+        state = ((state ^ (word & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state

@@ -16,7 +16,7 @@ class AttentionShapes:
     """The sizes of grouped attention.
 
     Attributes:
-        head_dim: numbers of a key, and of a value but where `value_dim` says otherwise.
+        head_dim, value: numbers of a key, and of a value.
         window: tokens of a sliding window; 0: attention to all.
         gate: numbers of the output that share a value of a gate, which is made with the queries; 0:
             there is no gate.
@@ -30,18 +30,13 @@ class AttentionShapes:
     heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int = 0
+    value: int
     window: int = 0
     gate: int = 0
     qk_norm: bool = False
     norm_reduces: int = 0
     weights: str = "bfloat16"
     out: str = "bfloat16"
-
-    @property
-    def value(self) -> int:
-        """Numbers of a value."""
-        return self.value_dim or self.head_dim
 
     @property
     def mean_dim(self) -> float:

@@ -173,7 +173,7 @@ class _Reader:
             heads=layer.heads,
             kv_heads=layer.kv_heads,
             head_dim=layer.key_dim,
-            value_dim=layer.value_dim,
+            value=layer.value_dim,
             window=self.special.windows[1] if layer.mixer == "window" else 0,
             gate=gates.get(family.gate, 0),
             qk_norm=bool(normed),

@@ -35,11 +35,11 @@ from toolkit.engines.protocol import (
     Row,
     StepOutput,
     advance,
-    mix,
     rows_of_slice,
 )
 from toolkit.engines.tokenizer import EOS, VOCAB_SIZE
 from toolkit.errors import InputError, nearest
+from toolkit.estimators.memory import mix
 from toolkit.files.profile import EngineFacts
 from toolkit.files.recipe import EngineSpec, HardwareSpec, ModelSpec
 from toolkit.sched.prefills import PrefillChunks
