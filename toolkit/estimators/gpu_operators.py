@@ -56,6 +56,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -507,9 +508,9 @@ class GpuOperators:
 
 
 def columns_of(shapes: Sequence[StepShape]) -> Any:
-    """Return passes [n] as a record of columns [n], by the names of what `StepShape` takes."""
-    rows = [shape.values() for shape in shapes]
-    return np.rec.fromrecords(rows, dtype=[(name, float) for name in SHAPE_NUMBERS])
+    """Return passes [n] as columns [n], named like what `StepShape` takes."""
+    columns = np.array([shape.values() for shape in shapes], dtype=float).T
+    return SimpleNamespace(**dict(zip(SHAPE_NUMBERS, columns, strict=True)))
 
 
 def rest_kernels(sort: LayerShapes) -> int:
