@@ -152,6 +152,8 @@ def _simulate_all(trace: Trace, policy: AnyPolicy, world: World) -> SimResult:
         assert not isinstance(policy, BuiltIn)
         refusals = _run(requests, policy, world, ledger, trace)
     counts = counters(ledger, len(refusals), usable)
+    for pool in ledger.pools:
+        pool.take(pool.free)  # keys point at each other, which the collector would find slowly
     if fleet is None:
         counts |= worker_shares(ledger)
     return SimResult(ledger.served(front_s), counts, refusals, front_s=front_s, fleet=fleet)

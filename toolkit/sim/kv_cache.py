@@ -155,16 +155,15 @@ class PagedRow:
         in_step: it is counted; the attributes from `computed` to `in_flight` are not kept up.
         base: in step, its computed tokens before pass n + 1 are `base` + n.
         last: the number of the pass that gives its last token.
-        wakes: before pass `wakes` + 1 it takes no block and gives none back.
-        until: up to pass `until` the order of rows makes no difference for its blocks.
+        joined: how many passes were made when it came in step.
         grows: it has fewer tokens than its window.
     """
 
     __slots__ = (
         "asked", "base", "computed", "content", "drafts", "end", "ended", "entered", "expected",
-        "gave", "grows", "in_flight", "in_step", "is_chunk", "junction", "known", "last", "left",
-        "limit", "mark", "number", "order", "path", "planned", "preempted", "prompt", "runs",
-        "stale", "tables", "turn", "until", "wakes", "watched",
+        "gave", "grows", "in_flight", "in_step", "is_chunk", "joined", "junction", "known", "last",
+        "left", "limit", "mark", "number", "order", "path", "planned", "preempted", "prompt",
+        "runs", "stale", "tables", "turn", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -189,7 +188,7 @@ class PagedRow:
         self.mark = self.computed = self.expected = self.in_flight = self.stale = 0
         self.junction = self.drafts = self.turn = self.asked = self.order = 0
         self.gave = self.planned = NO_PASS
-        self.base = self.last = self.wakes = self.until = 0
+        self.base = self.last = self.joined = 0
         self.preempted = self.is_chunk = self.entered = self.runs = self.ended = False
         self.in_step = self.grows = False
 
@@ -273,35 +272,27 @@ class BlockPool:
             run.node = None
 
     def cut(self, run: Run, first: int, stop: int) -> Run:
-        """Make the blocks `first` to `stop` - 1 of a run a run of their own, and return it. `run`
-        keeps what is behind them, or what is before them if nothing is behind.
-        """
-        if run.first == first and run.stop == stop:
-            return run
-        node = run.node
-        assert node is not None
-        part = Run(run.group, node, first, stop)
-        parts = [part, run]
-        if run.stop == stop:
-            parts = [run, part]
-            run.stop = first
-        elif run.first < first:
-            parts.insert(0, Run(run.group, node, run.first, first))
-        if run is parts[-1]:
-            run.first = stop
-        k = node.runs.index(run)
-        node.runs[k : k + 1] = parts
+        """Make the blocks `first` to `stop` - 1 of a run a run of their own, and return it."""
+        if run.first < first:
+            self._split(run, first)
+        return self._split(run, stop) if stop < run.stop else run
+
+    def part(self, run: Run, stop: int) -> Run:
+        """Make the blocks of a run before `stop` a run without tables, and return it."""
+        assert run.node is not None
+        part = Run(run.group, run.node, run.first, stop)
+        run.first = stop
+        runs = run.node.runs
+        runs.insert(runs.index(run), part)
+        return part
+
+    def _split(self, run: Run, stop: int) -> Run:
+        part = self.part(run, stop)
         if not run.tables:
-            before = run.before
-            _unlink(run)
-            for one in parts:
-                _link(one, before)  # each in front of the last one: the last blocks go out first
-        for one in parts:
-            if one is not run:
-                one.tables = list(run.tables)
+            _link(part, run)  # the last blocks go out first
         for table in run.tables:
-            k = table.runs.index(run)
-            table.runs[k : k + 1] = parts
+            part.tables.append(table)
+            table.runs.insert(table.runs.index(run), part)
         return part
 
 
@@ -352,9 +343,11 @@ class FullGroup:
     Attributes:
         most: a request is admitted with room for at most this many blocks, because later ones take
             the place of blocks that are given back meanwhile; 0: there is no such limit.
+        later: how many tokens after it took a block, modulo a block, a row that decodes gives one
+            back, if it gives any.
     """
 
-    __slots__ = ("block", "cache", "is_full", "most", "number", "pool", "window")
+    __slots__ = ("block", "cache", "is_full", "later", "most", "number", "pool", "window")
 
     def __init__(self, number: int, group: CacheGroup, cache: KVCache) -> None:
         self.number = number
@@ -363,7 +356,7 @@ class FullGroup:
         self.cache = cache
         self.pool = cache.pool
         self.is_full = True
-        self.most = 0
+        self.most = self.later = 0
 
     def table(self) -> BlockTable:
         """Return the table of a row without blocks."""
@@ -417,18 +410,21 @@ class FullGroup:
         stop = min(self.skipped(processed) // self.block, table.length)
         if stop <= table.gone:
             return
+        pool = self.pool
         plain = stop - table.gone
+        table.gone = stop
         given: list[Run] = []
         while table.runs and table.runs[0].first < stop:
-            first = table.runs[0]
-            run = self.pool.cut(first, first.first, min(first.stop, stop))
-            plain -= run.stop - run.first
-            given.append(run)
+            run = table.runs[0]
+            plain -= min(run.stop, stop) - run.first
+            if stop < run.stop and not given and len(run.tables) == 1:  # the usual case
+                pool.keep(pool.part(run, stop))
+                break
+            given.append(pool.cut(run, run.first, min(run.stop, stop)))
             del table.runs[0]
-        self.pool.give_plain(plain)
+        pool.give_plain(plain)
         for run in reversed(given):
-            self.pool.give(run, table)
-        table.gone = stop
+            pool.give(run, table)
 
     def register(self, row: PagedRow, tokens: int) -> None:
         """Give keys to the full blocks of the first `tokens` tokens, which are in the row's blocks
@@ -507,11 +503,7 @@ class FullGroup:
         table = row.tables[self.number]
         return table.length - table.gone
 
-    def next_event(self, row: PagedRow, late: int) -> int:
-        """Return with how many tokens computed a row that decodes next takes or gives a block."""
-        return row.tables[self.number].length * self.block
-
-    def last_alike(self, row: PagedRow, late: int) -> int:
+    def last_alike(self, row: PagedRow) -> int:
         """Return from how many tokens on the order of rows makes a difference for its blocks."""
         return NEVER
 
@@ -560,6 +552,7 @@ class WindowGroup(FullGroup):
         self.is_full = False
         self.tail = ceil_div(self.window - 1, self.block)
         self.most = ceil_div(min(self.window - 1 + cache.in_flight, cache.longest), self.block) + 1
+        self.later = (self.window - 1 + cache.late) % self.block
 
     def skipped(self, tokens: int) -> int:
         return max(0, tokens - self.window + 1)
@@ -579,7 +572,13 @@ class WindowGroup(FullGroup):
             for tokens in _returns(row):
                 end = tokens // whole * whole // size
                 found.update(range(max(start, end - self.tail), min(stop, end)))
-        return [(place, place + 1) for place in sorted(found)]
+        ranges: list[tuple[int, int]] = []
+        for place in sorted(found):
+            first = place
+            if ranges and ranges[-1][1] == place:
+                first = ranges.pop()[0]
+            ranges.append((first, place + 1))
+        return ranges
 
     def find(self, row: PagedRow, most: int, groups: Sequence[FullGroup]) -> tuple[list[Hit], int]:
         """Return the last whole tail; without one, the blocks from the first on, before which no
@@ -601,14 +600,13 @@ class WindowGroup(FullGroup):
                 hit.add(block, hit.stop + 1)
         return hits, hits[0].stop * size
 
-    def next_event(self, row: PagedRow, late: int) -> int:
-        table = row.tables[self.number]
-        size = self.block
-        return min(table.length * size, (table.gone + 1) * size + self.window - 1 + late)
-
-    def last_alike(self, row: PagedRow, late: int) -> int:
+    def last_alike(self, row: PagedRow) -> int:
         runs = row.tables[self.number].runs  # blocks with keys are queued in the order of rows
-        return (runs[0].first + 1) * self.block + self.window - 1 + late if runs else NEVER
+        return self._gives_at(runs[0].first) if runs else NEVER
+
+    def _gives_at(self, place: int) -> int:
+        """Return with how many tokens computed a row that decodes gives the block at a place."""
+        return (place + 1) * self.block + self.window - 1 + self.cache.late
 
     def net(self, row: PagedRow, tokens: int, processed: int) -> int:
         gone = max(self.skipped(processed) // self.block - row.tables[self.number].gone, 0)
@@ -663,6 +661,7 @@ class StateGroup(WindowGroup):
     def __init__(self, number: int, group: CacheGroup, cache: KVCache) -> None:
         super().__init__(number, group, cache)
         self.window = STATE_WINDOW
+        self.later = (self.window - 1 + cache.late) % self.block
         self.tail = 1
         self.checkpoints = group.checkpoints > 0
         self.new: set[tuple[Node | None, int]] = set()
@@ -753,8 +752,9 @@ class StateGroup(WindowGroup):
     def held(self, row: PagedRow) -> int:
         return len(self._table(row).states)
 
-    def last_alike(self, row: PagedRow, late: int) -> int:
-        return self.next_event(row, late)
+    def last_alike(self, row: PagedRow) -> int:
+        table = row.tables[self.number]  # until the next block is taken or given
+        return min(table.length * self.block, self._gives_at(table.gone))
 
     def last_state(self, tokens: int, size: int) -> int:
         """Return where the last state is that a request of `tokens` tokens can go on from."""
@@ -855,8 +855,7 @@ class KVCache:
         whole, unit: tokens of a stretch that is whole in every group, and of a block's hash.
         can_step: whether rows that decode can be counted instead of planned one by one: they give
             back no keys but those of their prompts.
-        only_takes: the block sizes of all groups, if rows that decode never give a block back;
-            otherwise empty.
+        only_takes: rows that decode never give a block back.
         is_aligned: in each pass a row takes at least as many blocks as it gives back.
     """
 
@@ -906,7 +905,7 @@ class KVCache:
         gives = len(windows) > 0
         chunks = any(isinstance(group, ChunkGroup) for group in self.groups)
         self.can_step = not chunks and not (gives and caches and retention != 0)
-        self.only_takes: list[int] = [] if chunks or gives else sizes
+        self.only_takes = not chunks and not gives
         # whether rows that share nothing get their keys when they lose their blocks
         self._defers = len(self.groups) == 1 and self.groups[0].is_full
         self._nothing = [Hit() for _ in groups]
@@ -1024,11 +1023,14 @@ class KVCache:
         tokens are known.
         """
         for group in self.groups:
-            group.skip(row, processed)
-        if self._needed(row, tokens, None, computed, False) > self.pool.free:
+            if not group.is_full:
+                group.skip(row, processed)
+        needed = self._needed(row, tokens, None, computed, False)
+        if needed > self.pool.free:
             return False
-        for group in self.groups:
-            group.allocate(row, tokens)
+        if needed or self.states:
+            for group in self.groups:
+                group.allocate(row, tokens)
         return True
 
     def catch_up(self, row: PagedRow, tokens: int) -> None:

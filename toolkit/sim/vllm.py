@@ -129,12 +129,17 @@ class Tokens:
 
 
 class Takes:
-    """The rows in step by the pass in which they take a block of `size` tokens, modulo `size`."""
+    """The rows in step by the pass in which they take a block of `size` tokens, modulo `size`.
 
-    __slots__ = ("count", "rows", "size")
+    Attributes:
+        later: how many passes after that, modulo `size`, they may give a block back.
+    """
 
-    def __init__(self, size: int) -> None:
+    __slots__ = ("count", "later", "rows", "size")
+
+    def __init__(self, size: int, later: int) -> None:
         self.size = size
+        self.later = later
         self.count = 0
         self.rows: list[dict[PagedRow, None]] = [{} for _ in range(size)]
 
@@ -161,30 +166,34 @@ class InStep:
     Attributes:
         count, bases: rows, and the sum of their `base`.
         last_order: no row was admitted after this one.
-        takes: by the size of a block, of a model with rows that only take blocks while they decode.
+        only_takes: rows only take blocks while they decode, and so these are counted, too.
+        takes: of each group of caches where rows only take blocks, else of each kind of them.
         window: tokens of the model's windows; 0: none.
         growing, growing_bases: rows with fewer tokens than a window, and the sum of their `base`.
     """
 
     __slots__ = (
-        "_alarms", "_cache", "_ends", "_late", "bases", "count", "growing", "growing_bases",
-        "last_order", "takes", "window",
+        "_cache", "_ends", "_fresh", "bases", "count", "growing", "growing_bases", "last_order",
+        "only_takes", "takes", "window",
     )  # fmt: skip
 
     def __init__(self, cache: KVCache, window: int) -> None:
         self._cache = cache
-        self._late = cache.late
         self.window = window
         self.count = self.bases = self.last_order = self.growing = self.growing_bases = 0
-        self.takes = [Takes(size) for size in cache.only_takes]
-        # heaps of (last pass, order, row) and of (wakes, order, row); an entry is stale if the row
-        # left, or has another such pass
+        self.only_takes = cache.only_takes
+        kinds = [(group.block, group.later) for group in cache.groups]
+        if not self.only_takes:
+            kinds = list(dict.fromkeys(kinds))
+        self.takes = [Takes(size, later) for size, later in kinds]
+        # a heap of (last pass, order, row); an entry is stale if the row left, or has another one
         self._ends: list[tuple[int, int, PagedRow]] = []
-        self._alarms: list[tuple[int, int, PagedRow]] = []
+        self._fresh: list[PagedRow] = []  # joined since the last pass was planned
 
     def join(self, row: PagedRow, passes: int) -> None:
         """Count a row that has made `passes` passes, with its `computed` and `left` tokens."""
         row.in_step = True
+        row.joined = passes
         row.base = row.computed - passes
         row.last = passes + row.left
         self.count += 1
@@ -197,7 +206,7 @@ class InStep:
             row.grows = True
             self.growing += 1
             self.growing_bases += row.base
-        self.set_alarm(row, passes)
+        self._fresh.append(row)
         heappush(self._ends, (row.last, row.order, row))
 
     def leave(self, row: PagedRow, passes: int) -> None:
@@ -214,7 +223,7 @@ class InStep:
             self._is_grown(row)
         if not self.count:
             self.last_order = 0
-        if self.takes:
+        if self.only_takes:
             self._cache.catch_up(row, row.computed)
 
     def next_end(self) -> int:
@@ -246,51 +255,46 @@ class InStep:
         return total
 
     def is_awake(self, row: PagedRow, passes: int) -> bool:
-        """Return whether a row takes or gives a block in the pass after `passes`."""
+        """Return whether a row may take or give a block in the pass after `passes`."""
         for takes in self.takes:
-            if (row.base + passes) % takes.size == 0:
+            over = (row.base + passes) % takes.size
+            if over == 0 or over == takes.later:
                 return True
-        return not self.takes and row.wakes <= passes
+        return row.joined == passes
 
     def awake(self, passes: int) -> list[PagedRow]:
-        """Return the rows that take or give a block in the pass after `passes`."""
-        if self.takes:
-            found: dict[PagedRow, None] = {}
-            for takes in self.takes:
-                found.update(takes.rows[passes % takes.size])
-            return list(found)
-        rows: list[PagedRow] = []
-        alarms = self._alarms
-        while alarms and alarms[0][0] <= passes:
-            wakes, _, row = heappop(alarms)
-            if row.in_step and row.wakes == wakes:
-                rows.append(row)
-        return rows
-
-    def set_alarm(self, row: PagedRow, passes: int) -> None:
-        """Note when a row next takes or gives a block, after the pass that is planned when `passes`
-        are made.
+        """Return the rows that may take or give a block in the pass after `passes`. A row that has
+        just joined may still have blocks that it could have given back before.
         """
-        if self.takes:
-            return
-        base = row.base
-        wakes = until = NEVER
+        found: dict[PagedRow, None] = {}
+        for takes in self.takes:
+            found.update(takes.rows[passes % takes.size])
+            if takes.later:
+                found.update(takes.rows[(passes - takes.later) % takes.size])
+        for row in self._fresh:
+            if row.in_step and row.joined == passes:
+                found[row] = None
+        self._fresh.clear()
+        return list(found)
+
+    def alike(self, row: PagedRow) -> int:
+        """Return up to which pass a row's blocks do not depend on the order of rows, and the part
+        of its window that it reads grows as before.
+        """
+        until = self.window - 1 if row.grows else NEVER
         for group in self._cache.groups:
-            wakes = min(wakes, group.next_event(row, self._late) - base)
-            until = min(until, group.last_alike(row, self._late) - base)
-        if row.grows:
-            grown = self.window - 1 - base
-            if passes < grown:
-                wakes = min(wakes, grown)
-                until = min(until, grown)
-            else:
-                self._is_grown(row)
-        row.wakes = wakes
-        row.until = until
-        heappush(self._alarms, (wakes, row.order, row))
+            until = min(until, group.last_alike(row))
+        return until - row.base
 
     def inside(self, passes: int) -> int:
-        """Return how many tokens of their windows all rows read in the pass after `passes`."""
+        """Return how many tokens of their windows all rows read in the pass after `passes`. Rows
+        that read whole windows from this pass on grow no more.
+        """
+        if self.growing:
+            takes = self.takes[0]
+            for row in takes.rows[(passes - self.window + 1) % takes.size]:
+                if row.grows and row.base + passes == self.window - 1:
+                    self._is_grown(row)
         grown = (self.count - self.growing) * (self.window - 1)
         return grown + self.growing_bases + self.growing * passes
 
@@ -526,7 +530,7 @@ class VllmScheduler:
         take them at once.
         """
         in_step = self._in_step
-        if in_step.takes:
+        if in_step.only_takes:
             due = in_step.due(self._passes, 1)
             if due + self._needed_by_single() <= self.pool.free:
                 self.pool.take(due)
@@ -553,7 +557,7 @@ class VllmScheduler:
         """
         cache = self._cache
         running = self.running
-        if row.in_step and self._in_step.takes:
+        if row.in_step and self._in_step.only_takes:
             cache.catch_up(row, computed)
         in_flight = self._late if row.in_step else row.in_flight
         tokens = min(computed + new + self._lookahead, self._longest)
@@ -563,9 +567,7 @@ class VllmScheduler:
             plan.preempted.append(last)
             if last is row:
                 return False
-        if row.in_step:
-            self._in_step.set_alarm(row, self._passes)
-        else:
+        if not row.in_step:
             cache.register(row, min(computed + new, row.known - self._hash_lookahead))
         return True
 
@@ -670,8 +672,8 @@ class VllmScheduler:
         number = self._passes + 1
         decodes = in_step.count
         cached = in_step.bases + decodes * self._passes
-        growing = in_step.growing
         inside = in_step.inside(self._passes) if window else 0
+        growing = in_step.growing
         chunks = drafted = new = before = 0
         attended = new_inside = 0.0
         for part in plan.parts:
@@ -829,7 +831,7 @@ class VllmScheduler:
         """Count the rows that just decode from now on."""
         late = self._late
         in_step = self._in_step
-        takes = len(in_step.takes) > 0  # then tokens in flight make no difference for blocks
+        takes = in_step.only_takes  # then tokens in flight make no difference for blocks
         joined = False
         for row in self._single:
             if (
@@ -884,9 +886,9 @@ class VllmScheduler:
         if self.waiting and (self._interval > 1 or not cache.is_aligned):
             return 1  # a prefill may be let in, or blocks that are given back may let one in
         most = in_step.next_end() - self._passes
-        if not in_step.takes:
+        if not in_step.only_takes:
             for row in self.running:
-                most = min(most, row.until - self._passes)
+                most = min(most, in_step.alike(row) - self._passes)
         if most < 2:
             return 1
         room = self.pool.free if cache.is_aligned else self.pool.plain
@@ -900,14 +902,13 @@ class VllmScheduler:
 
     def _net(self, steps: int) -> int:
         """Return the blocks that the rows take in `steps` passes, without the planned one."""
-        if self._in_step.takes:
+        if self._in_step.only_takes:
             return self._in_step.due(self._passes + 1, steps - 1)
         total = 0
         for row in self.running:
-            if row.wakes < self._passes + steps:
-                tokens = row.base + self._passes + steps
-                for group in self._cache.groups:
-                    total += group.net(row, tokens, tokens - 1 - self._late)
+            tokens = row.base + self._passes + steps
+            for group in self._cache.groups:
+                total += group.net(row, tokens, tokens - 1 - self._late)
         return total
 
     def _leap(self, steps: int) -> None:
@@ -915,14 +916,13 @@ class VllmScheduler:
         has its own already.
         """
         in_step = self._in_step
-        if in_step.takes:
+        if in_step.only_takes:
             self.pool.take(in_step.due(self._passes + 1, steps - 1))
             return
-        for row in in_step.awake(self._passes + steps - 1):
-            while row.wakes < self._passes + steps:
-                computed = row.base + row.wakes
+        for passes in range(self._passes + 1, self._passes + steps):
+            for row in in_step.awake(passes):
+                computed = row.base + passes
                 self._cache.extend(row, computed, computed + 1, computed - self._late)
-                in_step.set_alarm(row, self._passes)
 
     def rows(self) -> list[tuple[int, ...]]:
         """Return the planned pass as vLLM logs it: of each row its number, computed tokens, new
@@ -944,7 +944,7 @@ class VllmScheduler:
         """Return how many blocks of each group a running request holds, by its number."""
         for row in self.running:
             if row.number == number:
-                if row.in_step and self._in_step.takes:
+                if row.in_step and self._in_step.only_takes:
                     self._cache.catch_up(row, row.base + self._passes + 1)
                 return self._cache.held(row)
         return []
